@@ -1,0 +1,13 @@
+"""From a user's model, loaders and loss to a Flower ``ClientApp``."""
+
+from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
+from flwr_fisher.client.training import LocalSGD, TrainFn, score
+
+__all__ = [
+    "ClientFn",
+    "FisherClient",
+    "LocalSGD",
+    "TrainFn",
+    "make_client_app",
+    "score",
+]

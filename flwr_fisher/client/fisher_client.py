@@ -1,0 +1,232 @@
+"""A client that trains, and then computes the statistics that the server asks for."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
+from torch import nn
+
+from flwr_fisher.client.randomness import derive_seed, seeded
+from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn, score
+from flwr_fisher.curvature import fisher
+from flwr_fisher.errors import ClientError, DataError
+from flwr_fisher.params import select, trainable_names
+from flwr_fisher.wire import FisherUpload, arrays_to_tensors, tensors_to_arrays
+
+__all__ = ["ClientFn", "FisherClient", "make_client_app"]
+
+logger = logging.getLogger("flwr")
+
+
+class FisherClient:
+    """Trains a model and, where the server asks for it, adds its Fisher information.
+
+    It obeys the server's ``ConfigRecord``: ``structure`` and ``expectation`` name the
+    curvature (:func:`flwr_fisher.curvature.fisher`); without ``structure`` the reply
+    is an ordinary one, so that Flower's FedAvg and FedProx work with this client too.
+    Whatever is random depends on ``seed``, ``server-round`` and the node's
+    ``partition-id`` alone.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps a batch to logits. Its trainable parameters are merged; frozen ones stay.
+    trainloader : Iterable
+        Batches ``(inputs, labels)``; the weight of this client is the number of
+        examples in ``trainloader.dataset``.
+    valloader : Iterable, optional
+        Held-out batches for :meth:`evaluate`.
+    train_fn : Callable, optional
+        Trains in place: ``train_fn(model, trainloader, device, config)`` returns
+        metrics. Default ``LocalSGD()``: one epoch.
+    loss_fn : Callable, default ``F.cross_entropy``
+        For :meth:`evaluate`.
+    device : torch.device | str, optional
+        Default: CUDA where there is any, else the CPU.
+
+    Examples
+    --------
+    On a machine with data of its own::
+
+        client = FisherClient(model, trainloader, train_fn=LocalSGD(epochs=30))
+        app = client.as_client_app()
+
+    With virtual clients, whose data depend on the node, see :func:`make_client_app`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trainloader: Loader,
+        valloader: Loader | None = None,
+        *,
+        train_fn: TrainFn | None = None,
+        loss_fn: Loss = F.cross_entropy,
+        device: torch.device | str | None = None,
+    ) -> None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(default if device is None else device)
+        self.model = model
+        self.trainloader, self.valloader = trainloader, valloader
+        self.train_fn: TrainFn = LocalSGD() if train_fn is None else train_fn
+        self.loss_fn = loss_fn
+
+    def fit(self, message: Message, context: Context) -> Message:
+        """Train from the arrays that arrived, then compute what the config asks for.
+
+        The reply has one ``ArrayRecord``, the trained arrays under the keys that they
+        arrived with and the curvature's under ``curvature/``, and one ``MetricRecord``
+        with ``num-examples`` and what `train_fn` returned.
+
+        Raises
+        ------
+        DataError
+            If this client has no training examples.
+        ClientError
+            If the arrays do not fit the model.
+        """
+        config = _config(message)
+        partition = _partition(context)
+        num_examples = _count(self.trainloader, partition)
+        names = self._load(_arrays(message))
+        server_round = int(config.get("server-round", 0))
+        seed = derive_seed(int(config.get("seed", 0)), server_round, partition)
+        with seeded(seed):
+            metrics = self.train_fn(self.model, self.trainloader, self.device, config)
+            arrays = self._upload(names, config)
+        logger.info("Partition %s: trained on %s examples", partition, num_examples)
+        record = MetricRecord({"num-examples": num_examples, **metrics})
+        return _reply(message, record, arrays)
+
+    def _upload(self, names: list[str], config: Mapping[str, Any]) -> ArrayRecord:
+        params = select(self.model.state_dict(), names)
+        if "structure" not in config:
+            return tensors_to_arrays(params)
+        curvature = fisher(
+            self.model,
+            self.trainloader,
+            structure=str(config["structure"]),
+            expectation=str(config.get("expectation", "exact")),
+        )
+        return FisherUpload(params, curvature).to_arrays()
+
+    def evaluate(self, message: Message, context: Context) -> Message:
+        """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``."""
+        if self.valloader is None:
+            raise ClientError(
+                "this client has no valloader to evaluate on: pass one to FisherClient,"
+                " or fraction_evaluate=0.0 to the strategy"
+            )
+        self._load(_arrays(message))
+        loss, accuracy, n = score(self.model, self.valloader, self.device, self.loss_fn)
+        record = MetricRecord({"num-examples": n, "loss": loss, "accuracy": accuracy})
+        return _reply(message, record)
+
+    def as_client_app(self, mods: list[Mod] | None = None) -> ClientApp:
+        """Return a ``ClientApp`` with this client behind it, on every node."""
+        return make_client_app(lambda context: self, mods)
+
+    def _load(self, arrays: ArrayRecord) -> list[str]:
+        """Put the arrays into the model; return their names."""
+        self.model.to(self.device)
+        tensors = arrays_to_tensors(arrays)
+        own = self.model.state_dict()
+        for name, tensor in tensors.items():
+            if name not in own or own[name].shape != tensor.shape:
+                has = tuple(own[name].shape) if name in own else "no such entry"
+                raise ClientError(
+                    f"the server sent '{name}' of shape {tuple(tensor.shape)}, but the "
+                    f"client's model has {has}: build the same model on both sides"
+                )
+        if missing := [n for n in trainable_names(self.model) if n not in tensors]:
+            raise ClientError(
+                f"the server did not send the trainable parameters {missing}: start "
+                "from shared_state(model), or freeze them on the client"
+            )
+        self.model.load_state_dict(tensors, strict=False)
+        return list(tensors)
+
+
+ClientFn = Callable[[Context], FisherClient]
+
+
+def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
+    """Return a ``ClientApp`` that builds its client from the node's context.
+
+    Parameters
+    ----------
+    client_fn : Callable[[Context], FisherClient]
+        Called for every message; ``context.node_config["partition-id"]`` says which
+        part of the data is the node's.
+    mods : list[Mod], optional
+        Flower's client mods, for training only.
+
+    Examples
+    --------
+    ::
+
+        def client_fn(context: Context) -> FisherClient:
+            partition = context.node_config["partition-id"]
+            return FisherClient(Net(), load_train(partition), load_val(partition))
+
+        app = make_client_app(client_fn)
+    """
+    app = ClientApp()
+
+    @app.train(mods=mods)
+    def train(message: Message, context: Context) -> Message:
+        return client_fn(context).fit(message, context)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return client_fn(context).evaluate(message, context)
+
+    # Which partition a node holds lets a strategy repeat a run: node ids are random.
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return _reply(message, MetricRecord({"partition-id": _partition(context)}))
+
+    return app
+
+
+def _arrays(message: Message) -> ArrayRecord:
+    records = list(message.content.array_records.values())
+    if len(records) != 1:
+        raise ClientError(
+            f"expected one ArrayRecord from the server, got {len(records)}"
+        )
+    return records[0]
+
+
+def _config(message: Message) -> dict[str, Any]:
+    records = message.content.config_records.values()
+    return {key: value for record in records for key, value in record.items()}
+
+
+def _partition(context: Context) -> int:
+    return int(context.node_config.get("partition-id", context.node_id))
+
+
+def _count(loader: Loader, partition: int) -> int:
+    dataset = getattr(loader, "dataset", None)
+    n = len(dataset) if dataset is not None else sum(len(y) for _, y in loader)
+    if n == 0:
+        raise DataError(
+            f"partition {partition} has no training examples: leave this client out, "
+            "or share the data out in another way"
+        )
+    return n
+
+
+def _reply(
+    message: Message, metrics: MetricRecord, arrays: ArrayRecord | None = None
+) -> Message:
+    content = RecordDict({"metrics": metrics})
+    if arrays is not None:
+        content["arrays"] = arrays
+    return Message(content, reply_to=message)

@@ -1,0 +1,126 @@
+"""Local training and scoring: the loops that a client runs unless it brings its own."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flwr_fisher.errors import DataError, check_range
+
+__all__ = ["Loader", "LocalSGD", "Loss", "TrainFn", "score"]
+
+Loader = Iterable[tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor], Tensor]
+TrainFn = Callable[
+    [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD:
+    r"""Local epochs of SGD, the training loop of FedAvg and FedFisher.
+
+    From the server's config it takes ``lr``, in place of its own, and FedProx's
+    ``proximal-mu``, which adds :math:`\frac\mu2\|\theta-\theta_0\|^2` to the loss.
+
+    Parameters
+    ----------
+    epochs : int, default 1
+        Passes over the loader.
+    lr, momentum, weight_decay : float
+        As in ``torch.optim.SGD``.
+    loss_fn : Callable, default ``F.cross_entropy``
+        The mean loss of a batch from outputs and labels.
+    on_epoch : Callable[[int, float], None], optional
+        Called after each epoch with its number (from 1) and mean loss.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range.
+    """
+
+    epochs: int = 1
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    loss_fn: Loss = F.cross_entropy
+    on_epoch: Callable[[int, float], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_range("epochs", self.epochs, 1)
+        check_range("lr", self.lr, 0)
+        check_range("momentum", self.momentum, 0, 1)
+        check_range("weight_decay", self.weight_decay, 0)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        loader: Loader,
+        device: torch.device,
+        config: Mapping[str, Any],
+    ) -> dict[str, float]:
+        """Train the model in place; return ``train_loss``, the last epoch's mean."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(
+            trained,
+            float(config.get("lr", self.lr)),
+            self.momentum,
+            weight_decay=self.weight_decay,
+        )
+        proximal = _Proximal(trained, float(config.get("proximal-mu", 0.0)))
+        model.train()
+        mean = 0.0
+        for epoch in range(1, self.epochs + 1):
+            total, count = torch.zeros((), device=device), 0
+            for inputs, labels in loader:
+                x, y = inputs.to(device), labels.to(device)
+                optimizer.zero_grad()
+                loss = self.loss_fn(model(x), y)
+                loss.backward()  # type: ignore[no-untyped-call]
+                proximal.add_gradient()
+                optimizer.step()
+                total += loss.detach() * len(y)
+                count += len(y)
+            if not count:
+                raise DataError("the training loader has no examples")
+            mean = float(total) / count
+            if self.on_epoch is not None:
+                self.on_epoch(epoch, mean)
+        return {"train_loss": mean}
+
+
+class _Proximal:
+    """The gradient of FedProx's proximal term (Li et al. 2020)."""
+
+    def __init__(self, parameters: list[nn.Parameter], mu: float) -> None:
+        self.mu, self.parameters = mu, parameters if mu else []
+        self.start = [p.detach().clone() for p in self.parameters]
+
+    def add_gradient(self) -> None:
+        for p, start in zip(self.parameters, self.start, strict=True):
+            if p.grad is not None:
+                p.grad.add_(p.detach() - start, alpha=self.mu)
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module, loader: Loader, device: torch.device, loss_fn: Loss
+) -> tuple[float, float, int]:
+    """Return mean loss, accuracy and number of examples; mode and model unchanged."""
+    training = model.training
+    model.eval()
+    loss, correct, count = 0.0, 0, 0
+    for inputs, labels in loader:
+        x, y = inputs.to(device), labels.to(device)
+        output = model(x)
+        loss += float(loss_fn(output, y)) * len(y)
+        correct += int((output.argmax(-1) == y).sum())
+        count += len(y)
+    model.train(training)
+    if not count:
+        raise DataError("the evaluation loader has no examples")
+    return loss / count, correct / count, count

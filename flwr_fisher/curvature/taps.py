@@ -1,0 +1,87 @@
+"""Catching what goes into and comes out of layers during one forward pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from flwr_fisher.curvature.layers import KRONECKER_LAYERS, KroneckerLayer
+
+__all__ = ["Tap", "evaluating", "tappable_layers", "tapped_forward"]
+
+
+@dataclass(frozen=True)
+class TappableLayer:
+    """A layer with a Kronecker form, and the names of its trained parameters."""
+
+    layer: KroneckerLayer
+    weight: str
+    bias: str | None
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One call of one layer: its input, and where its output sits in the graph."""
+
+    inputs: Tensor
+    # An edge, not the tensor: it stays right when a later ReLU works in place.
+    output: GradientEdge
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, gradients on; leave it exactly as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def tappable_layers(model: nn.Module) -> dict[str, TappableLayer]:
+    """Return the layers whose weight is a trained parameter used in one place only."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    layers = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not isinstance(module, KRONECKER_LAYERS) or any(
+            owners[id(parameter)] > 1 for parameter in own.values()
+        ):
+            continue
+        trained = {k for k, parameter in own.items() if parameter.requires_grad}
+        prefix = f"{name}." if name else ""
+        if "weight" in trained and trained <= {"weight", "bias"}:
+            bias = f"{prefix}bias" if "bias" in trained else None
+            layers[name] = TappableLayer(module, f"{prefix}weight", bias)
+    return layers
+
+
+def tapped_forward(
+    model: nn.Module, inputs: Tensor, layers: dict[str, TappableLayer]
+) -> tuple[Tensor, dict[str, list[Tap]]]:
+    """Run the model once; return its output and every call of the given layers."""
+    taps: dict[str, list[Tap]] = {name: [] for name in layers}
+    handles = []
+
+    def catch(name: str) -> None:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            taps[name].append(Tap(args[0].detach(), get_gradient_edge(output)))
+
+        handles.append(layers[name].layer.register_forward_hook(hook))
+
+    try:
+        for name in layers:
+            catch(name)
+        return model(inputs), taps
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,123 @@
+"""The exceptions this library raises, one tree under :class:`FlwrFisherError`.
+
+Each message names the culprit (an argument, a layer, a node, a key, a file) and the
+way out. Where a built-in exception means the same, the class derives from it too, so
+that callers who catch ``ValueError`` keep working.
+"""
+
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ClientError",
+    "ConfigurationError",
+    "DataError",
+    "FlwrFisherError",
+    "ParamsError",
+    "RoundError",
+    "StructureError",
+    "UnknownNameError",
+    "WireError",
+    "check_known",
+    "check_range",
+]
+
+
+class FlwrFisherError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class ConfigurationError(FlwrFisherError, ValueError):
+    """An argument or a run-config value is out of range."""
+
+
+class UnknownNameError(ConfigurationError):
+    """A name (of a dataset, model, structure, solver, …) that is not known.
+
+    Parameters
+    ----------
+    what : str
+        The argument or run-config key that holds the name.
+    name : str
+        The unknown name.
+    known : Iterable[str]
+        The names that would have worked.
+
+    Examples
+    --------
+    >>> raise UnknownNameError("structure", "kfca", ["diagonal", "kfac"])
+    Traceback (most recent call last):
+    flwr_fisher.errors.UnknownNameError: unknown structure 'kfca'; known: diagonal, kfac
+    """
+
+    def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
+        super().__init__(f"unknown {what} {name!r}; known: {', '.join(known)}")
+
+
+class ParamsError(FlwrFisherError, ValueError):
+    """Two sets of named tensors differ in keys, shapes or dtypes, or are not finite."""
+
+
+class StructureError(FlwrFisherError, ValueError):
+    """A curvature structure cannot represent a layer, or two curvatures do not fit."""
+
+
+class DataError(FlwrFisherError, ValueError):
+    """Data is missing, empty, or not in the expected form."""
+
+
+class ClientError(FlwrFisherError, RuntimeError):
+    """A client cannot do what the server asked of it."""
+
+
+class CheckpointError(FlwrFisherError, RuntimeError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class RoundError(FlwrFisherError, RuntimeError):
+    """A round ended with too few usable replies."""
+
+
+class WireError(FlwrFisherError, ValueError):
+    """What arrived from a node is not what was asked for.
+
+    Parameters
+    ----------
+    reason : str
+        What is wrong with it.
+    field : str
+        The key in the record.
+    node : int | None
+        The id of the node that sent it, where known.
+    """
+
+    def __init__(self, reason: str, *, field: str, node: int | None = None) -> None:
+        self.reason, self.field, self.node = reason, field, node
+        sender = "" if node is None else f"node {node}: "
+        super().__init__(f"{sender}'{field}': {reason}")
+
+    def from_node(self, node: int) -> "WireError":
+        """Return the same error with the sender's id in it."""
+        return WireError(self.reason, field=self.field, node=node)
+
+
+def check_known(what: str, name: object, known: Iterable[str]) -> None:
+    """Raise :class:`UnknownNameError` unless `name` is one of `known`."""
+    if name not in (known := list(known)):
+        raise UnknownNameError(what, name, known)
+
+
+def check_range(
+    name: str, value: float, low: float, high: float = float("inf")
+) -> None:
+    """Raise :class:`ConfigurationError` unless ``low <= value <= high`` (NaN fails).
+
+    Examples
+    --------
+    >>> check_range("shrink", 1.5, 0, 1)
+    Traceback (most recent call last):
+    flwr_fisher.errors.ConfigurationError: shrink must be in [0, 1], got 1.5
+    """
+    if not low <= value <= high:
+        span = f">= {low}" if high == float("inf") else f"in [{low}, {high}]"
+        raise ConfigurationError(f"{name} must be {span}, got {value}")

@@ -1,0 +1,66 @@
+"""What a client reports: where it ended, and how sure it is of every direction."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Curvature
+from flwr_fisher.errors import ConfigurationError, ParamsError
+from flwr_fisher.params import check_same_layout, weighted_mean
+
+__all__ = ["LocalPosterior", "fedavg"]
+
+
+@dataclass(frozen=True)
+class LocalPosterior:
+    """A Gaussian around a client's parameters: FedFisher's Laplace approximation.
+
+    Parameters
+    ----------
+    params : dict[str, Tensor]
+        The client's parameters and buffers after training.
+    curvature : Curvature
+        Its Fisher there, a mean over its examples. It covers the parameters to merge
+        by curvature; all others (buffers) are averaged.
+    num_examples : float
+        The client's weight, as Flower counts it.
+
+    Raises
+    ------
+    ConfigurationError
+        If `num_examples` is not positive.
+    ParamsError
+        If the curvature covers a parameter that is missing or shaped otherwise.
+    """
+
+    params: dict[str, Tensor]
+    curvature: Curvature
+    num_examples: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_examples < float("inf"):
+            raise ConfigurationError(f"num_examples must be > 0: {self.num_examples}")
+        for name, shape in self.curvature.shapes.items():
+            if name not in self.params or self.params[name].shape != shape:
+                found = self.params.get(name, torch.empty(0)).shape
+                raise ParamsError(
+                    f"the curvature covers '{name}' as {tuple(shape)}, but the params "
+                    f"have {tuple(found) if name in self.params else 'no such key'}"
+                )
+
+
+def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
+    """Raise :class:`ParamsError` unless there are some, and all have one layout."""
+    if not posteriors:
+        raise ParamsError("there is no posterior to merge")
+    for index, other in enumerate(posteriors[1:], start=1):
+        check_same_layout(posteriors[0].params, other.params, f"posterior {index}")
+
+
+def fedavg(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
+    r"""Return FedAvg's mean :math:`\sum_i p_i \theta_i`; curvatures are not used."""
+    check_posteriors(posteriors)
+    params = [posterior.params for posterior in posteriors]
+    return weighted_mean(params, [p.num_examples for p in posteriors])

@@ -1,0 +1,69 @@
+"""RegMean: merging linear maps by least squares on their inputs (Jin et al. 2023)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Kronecker, WeightedSum
+from flwr_fisher.errors import StructureError, check_range
+from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors, fedavg
+
+__all__ = ["regmean"]
+
+
+def regmean(
+    posteriors: Sequence[LocalPosterior], *, off_diagonal: float = 0.9
+) -> dict[str, Tensor]:
+    r"""Return RegMean's parameters.
+
+    For each layer with a Kronecker curvature, with its weight as ``[out, in]``,
+
+    .. math:: W = \Big(\sum_i p_i W_i A_i\Big)\Big(\sum_i p_i A_i\Big)^{+},
+
+    where :math:`A_i` is the second moment of the layer's inputs with its off-diagonal
+    entries scaled by `off_diagonal`. Everything else is averaged.
+
+    Parameters
+    ----------
+    posteriors : Sequence[LocalPosterior]
+        With ``structure="kfac"``; only the input factors are used.
+    off_diagonal : float, default 0.9
+        In [0, 1]; the FedFisher paper tries 0.1 and 0.9.
+
+    Raises
+    ------
+    ConfigurationError
+        If `off_diagonal` is out of range.
+    StructureError
+        If no layer has a Kronecker curvature.
+    """
+    check_range("off_diagonal", off_diagonal, 0, 1)
+    check_posteriors(posteriors)
+    total = WeightedSum(
+        [p.curvature.shrunk(1 - off_diagonal) for p in posteriors],
+        [p.num_examples / sum(q.num_examples for q in posteriors) for p in posteriors],
+    )
+    merged = fedavg(posteriors)
+    layers = [
+        [(w, k) for w, k in block if isinstance(k, Kronecker)]
+        for block in total.blocks()
+    ]
+    if not any(layers):
+        raise StructureError("RegMean needs the input factors of structure='kfac'")
+    for layer in filter(None, layers):
+        merged |= _least_squares(layer, posteriors)
+    return merged
+
+
+def _least_squares(
+    layer: list[tuple[float, Kronecker]], posteriors: Sequence[LocalPosterior]
+) -> dict[str, Tensor]:
+    first = layer[0][1]
+    gram = torch.stack([w * k.A.double() for w, k in layer]).sum(0)
+    products = [
+        w * k.as_matrices(posterior.params).double() @ k.A.double()
+        for (w, k), posterior in zip(layer, posteriors, strict=True)
+    ]
+    solution = torch.stack(products).sum(0) @ torch.linalg.pinv(gram, hermitian=True)
+    return first.as_params(solution.to(first.A.dtype))

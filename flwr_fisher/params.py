@@ -1,0 +1,187 @@
+"""Arithmetic on named tensors, strict about keys and shapes.
+
+A model's parameters, a gradient, a direction: everything this library computes with is
+a ``dict[str, Tensor]``. Two of them combine only if they have the same keys and shapes;
+anything else is a :class:`~flwr_fisher.errors.ParamsError` that names the difference.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.errors import ParamsError
+
+__all__ = [
+    "Params",
+    "add",
+    "check_same_layout",
+    "dot",
+    "flatten",
+    "norm",
+    "scale",
+    "select",
+    "shared_state",
+    "subtract",
+    "trainable_names",
+    "unflatten",
+    "weighted_mean",
+]
+
+Params = Mapping[str, Tensor]
+Shapes = Mapping[str, torch.Size]
+
+
+def check_same_layout(reference: Params, other: Params, what: str = "params") -> None:
+    """Raise :class:`ParamsError` unless both have the same keys and shapes.
+
+    Parameters
+    ----------
+    reference, other : Mapping[str, Tensor]
+        The tensors to compare; their order does not matter.
+    what : str
+        How the message calls `other`.
+    """
+    if missing := reference.keys() - other.keys():
+        raise ParamsError(f"{what} lacks the keys {sorted(missing)}")
+    if extra := other.keys() - reference.keys():
+        raise ParamsError(f"{what} has the unexpected keys {sorted(extra)}")
+    for key, value in reference.items():
+        if value.shape != other[key].shape:
+            raise ParamsError(
+                f"{what}: '{key}' has shape {tuple(other[key].shape)}, "
+                f"expected {tuple(value.shape)}"
+            )
+
+
+def add(left: Params, right: Params, factor: float = 1.0) -> dict[str, Tensor]:
+    """Return ``left + factor * right``, key by key."""
+    check_same_layout(left, right, "the right-hand side")
+    return {k: torch.add(v, right[k], alpha=factor) for k, v in left.items()}
+
+
+def subtract(left: Params, right: Params) -> dict[str, Tensor]:
+    """Return ``left - right``, key by key."""
+    return add(left, right, -1.0)
+
+
+def scale(params: Params, factor: float) -> dict[str, Tensor]:
+    """Return ``factor * params``, key by key."""
+    return {k: v * factor for k, v in params.items()}
+
+
+def dot(left: Params, right: Params) -> Tensor:
+    """Return the inner product of two sets of tensors, a scalar tensor.
+
+    Examples
+    --------
+    >>> dot({"w": torch.ones(2, 3)}, {"w": torch.full((2, 3), 2.0)})
+    tensor(12.)
+    """
+    check_same_layout(left, right, "the right-hand side")
+    if not left:
+        return torch.zeros(())
+    return torch.stack([torch.sum(v * right[k]) for k, v in left.items()]).sum()
+
+
+def norm(params: Params) -> Tensor:
+    """Return the Euclidean norm over all tensors, a scalar tensor."""
+    return dot(params, params).sqrt()
+
+
+def select(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the tensors called `names`, in that order; no copies."""
+    names = list(names)
+    if missing := [name for name in names if name not in params]:
+        raise ParamsError(f"params lack the keys {missing}")
+    return {name: params[name] for name in names}
+
+
+def flatten(params: Params) -> Tensor:
+    """Return all entries as one vector ``[d]``, in the mapping's order."""
+    return torch.cat([v.reshape(-1) for v in params.values()])
+
+
+def unflatten(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """Cut a vector ``[d]`` into tensors of the given shapes; undoes :func:`flatten`."""
+    sizes = [shape.numel() for shape in shapes.values()]
+    if vector.shape != (sum(sizes),):
+        raise ParamsError(
+            f"cannot cut a tensor of shape {tuple(vector.shape)} into {sum(sizes)} "
+            "entries"
+        )
+    parts = zip(shapes.items(), torch.split(vector, sizes), strict=True)
+    return {name: part.reshape(shape) for (name, shape), part in parts}
+
+
+def weighted_mean(
+    params: Sequence[Params], weights: Sequence[float]
+) -> dict[str, Tensor]:
+    r"""Return :math:`\sum_i p_i \theta_i` with :math:`p_i = w_i / \sum_j w_j`.
+
+    This is FedAvg's average. Sums are taken in float64, so that equal inputs come back
+    bit for bit; integer tensors (batch norm's counters) are rounded to the nearest.
+
+    Parameters
+    ----------
+    params : Sequence[Mapping[str, Tensor]]
+        One set of tensors a client, all with the same keys and shapes.
+    weights : Sequence[float]
+        One non-negative weight a client, not all zero.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        The mean, in the first client's order and dtypes.
+
+    Raises
+    ------
+    ParamsError
+        If there is no client, if layouts differ, or if weights are unusable.
+
+    Examples
+    --------
+    >>> weighted_mean([{"w": torch.zeros(2)}, {"w": torch.ones(2)}], [1, 3])
+    {'w': tensor([0.7500, 0.7500])}
+    """
+    if not params or len(params) != len(weights):
+        raise ParamsError(f"{len(params)} sets of params for {len(weights)} weights")
+    total = float(sum(weights))
+    if min(weights) < 0 or not 0 < total < float("inf"):
+        raise ParamsError(f"weights must be >= 0 and not all 0, got {list(weights)}")
+    for index, other in enumerate(params[1:], start=1):
+        check_same_layout(params[0], other, f"client {index}")
+    shares = [float(w) / total for w in weights]
+    return {
+        key: _mean_of([p[key] for p in params], shares).to(first.dtype)
+        for key, first in params[0].items()
+    }
+
+
+def _mean_of(tensors: list[Tensor], shares: list[float]) -> Tensor:
+    mean = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor, share in zip(tensors, shares, strict=True):
+        mean.add_(tensor.to(torch.float64), alpha=share)
+    return mean if tensors[0].is_floating_point() else mean.round()
+
+
+def trainable_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that require a gradient."""
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def shared_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a federation must move: trainable parameters and buffers.
+
+    For a model that trains whole this is its ``state_dict``. Frozen parameters (a
+    pre-trained backbone under adapters) stay out, so they are never uploaded.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> _ = model[0].requires_grad_(False)
+    >>> list(shared_state(model))
+    ['1.weight', '1.bias']
+    """
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    return {k: v.detach() for k, v in model.state_dict().items() if k not in frozen}

@@ -1,0 +1,165 @@
+"""The papers' models, small enough to merge: built from a name, a shape and a seed."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from flwr_fisher.errors import ConfigurationError, UnknownNameError
+
+__all__ = ["MODELS", "make_model"]
+
+Shape = tuple[int, int, int]
+
+
+def make_model(
+    name: str, *, shape: Shape, num_classes: int, seed: int = 0
+) -> nn.Module:
+    """Build a model with initial weights that only the arguments determine.
+
+    - ``logistic``: multinomial logistic regression on the pixels.
+    - ``mlp``: two hidden layers of 200, ReLU.
+    - ``lenet``: FedFisher's LeNet, without biases: 5×5 convolutions to 6 and 16
+      channels, each followed by ReLU and 2×2 max pooling, then 120, 84, classes.
+    - ``cnn``: FedFisher's CNN, without biases: the same with 32 and 64 channels, then
+      512, 128, classes.
+    - ``lenet-bias``, ``cnn-bias``: the same two with biases.
+    - ``resnet18``: torchvision's, with a 3×3 first convolution of stride 1 and no
+      first pooling, as is usual for small images. Batch norm.
+    - ``resnet18-gn``: the same with group norm of 32 groups, the default of Wu and
+      He (2018), for clients whose batch statistics would not agree.
+
+    The convolutions of ``lenet`` and ``cnn`` are unpadded; below 20 pixels, where
+    they would not fit twice, they are padded by 2.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`MODELS`.
+    shape : tuple[int, int, int]
+        Channels, height and width of an image.
+    num_classes : int
+        The number of outputs.
+    seed : int
+        Seed of the initial weights. The global generator is left as it was.
+
+    Returns
+    -------
+    nn.Module
+        From ``[b, C, H, W]`` to logits ``[b, num_classes]``, on the CPU. Each
+        convolution and linear layer is called once in a forward pass.
+
+    Raises
+    ------
+    UnknownNameError
+        If the name is not known.
+    ConfigurationError
+        If the images are too small for the model, or there is no class.
+
+    Examples
+    --------
+    >>> model = make_model("lenet", shape=(1, 28, 28), num_classes=10)
+    >>> sum(p.numel() for p in model.parameters())
+    44190
+    """
+    if name not in _BUILDERS:
+        raise UnknownNameError("model", name, MODELS)
+    if num_classes < 1 or shape[0] < 1:
+        raise ConfigurationError(
+            f"model {name!r} needs a class and a channel, not {num_classes} classes of"
+            f" images {shape}"
+        )
+    smallest = _SMALLEST.get(name, 1)
+    if min(shape[1:]) < smallest:
+        raise ConfigurationError(
+            f"images {shape} are too small for model {name!r}, which needs {smallest}"
+            " pixels a side; try 'mlp'"
+        )
+    # The CPU's generator alone: `torch.manual_seed` would also reseed every GPU.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        return _BUILDERS[name](shape, num_classes)
+
+
+def _logistic(shape: Shape, num_classes: int) -> nn.Module:
+    channels, height, width = shape
+    linear = nn.Linear(channels * height * width, num_classes)
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc=linear))
+
+
+def _mlp(shape: Shape, num_classes: int) -> nn.Module:
+    channels, height, width = shape
+    sizes = (channels * height * width, 200, 200, num_classes)
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), **_dense(sizes, bias=True)))
+
+
+def _dense(sizes: tuple[int, ...], bias: bool) -> dict[str, nn.Module]:
+    """Linear layers ``fc1``, ``fc2``, … with ReLU between them."""
+    layers: dict[str, nn.Module] = {}
+    for i, (inputs, outputs) in enumerate(pairwise(sizes), start=1):
+        if i > 1:
+            layers[f"fc_relu{i - 1}"] = nn.ReLU()
+        layers[f"fc{i}"] = nn.Linear(inputs, outputs, bias=bias)
+    return layers
+
+
+def _convolutional(
+    convolutions: tuple[int, int], hidden: tuple[int, int], bias: bool
+) -> Callable[[Shape, int], nn.Module]:
+    """Make the builder of a network of LeNet's form."""
+
+    def build(shape: Shape, num_classes: int) -> nn.Module:
+        channels, height, width = shape
+        padding = 2 if min(height, width) < 20 else 0
+        layers: dict[str, nn.Module] = {}
+        for i, outputs in enumerate(convolutions, start=1):
+            conv = nn.Conv2d(channels, outputs, 5, padding=padding, bias=bias)
+            layers |= {f"conv{i}": conv, f"relu{i}": nn.ReLU()}
+            layers[f"pool{i}"] = nn.MaxPool2d(2)
+            channels = outputs
+            # A 5×5 kernel takes 4 - 2·padding pixels, pooling halves the rest.
+            height, width = ((side - 4 + 2 * padding) // 2 for side in (height, width))
+        sizes = (channels * height * width, *hidden, num_classes)
+        layers |= {"flatten": nn.Flatten(), **_dense(sizes, bias)}
+        return nn.Sequential(OrderedDict(layers))
+
+    return build
+
+
+def _resnet18(norm: Callable[[int], nn.Module]) -> Callable[[Shape, int], nn.Module]:
+    """Make the builder of a ResNet-18 for small images."""
+
+    def build(shape: Shape, num_classes: int) -> nn.Module:
+        from torchvision.models import resnet18
+
+        model: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm)
+        stem = nn.Conv2d(shape[0], 64, 3, stride=1, padding=1, bias=False)
+        nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+        model.conv1, model.maxpool = stem, nn.Identity()
+        return model
+
+    return build
+
+
+def _group_norm(channels: int) -> nn.Module:
+    return nn.GroupNorm(32, channels)
+
+
+_BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "logistic": _logistic,
+    "mlp": _mlp,
+    "lenet": _convolutional((6, 16), (120, 84), bias=False),
+    "lenet-bias": _convolutional((6, 16), (120, 84), bias=True),
+    "cnn": _convolutional((32, 64), (512, 128), bias=False),
+    "cnn-bias": _convolutional((32, 64), (512, 128), bias=True),
+    "resnet18": _resnet18(nn.BatchNorm2d),
+    "resnet18-gn": _resnet18(_group_norm),
+}
+
+# Two poolings leave a quarter of each side.
+_SMALLEST = dict.fromkeys(("lenet", "lenet-bias", "cnn", "cnn-bias"), 4)
+
+MODELS = tuple(_BUILDERS)
+"""The names that :func:`make_model` knows."""

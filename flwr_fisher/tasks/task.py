@@ -1,0 +1,301 @@
+"""A task: a data set, shared out among clients, and a model to train on it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.tasks.datasets import load_dataset
+from flwr_fisher.tasks.images import ImageData, Images
+from flwr_fisher.tasks.models import make_model
+from flwr_fisher.tasks.partitions import label_histogram, partition_indices
+
+__all__ = ["Task", "load_task"]
+
+Loader = DataLoader[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Task:
+    """A data set with its clients' shares and a model; made by :func:`load_task`.
+
+    Parameters
+    ----------
+    data : ImageData
+        All examples.
+    parts : Sequence[Sequence[int]]
+        For each client, the positions of its examples in ``data.train``.
+    model : str
+        The model's name.
+    seed : int
+        Seed of the model's initial weights.
+    validation : Images | None
+        Training examples that a server may use to choose hyperparameters.
+    """
+
+    data: ImageData
+    parts: Sequence[Sequence[int]]
+    model: str
+    seed: int
+    validation: Images | None = None
+
+    @property
+    def num_partitions(self) -> int:
+        """The number of clients."""
+        return len(self.parts)
+
+    def make_model(self) -> nn.Module:
+        """Return a new model with the task's initial weights.
+
+        Returns
+        -------
+        nn.Module
+            On the CPU, the same in every process.
+        """
+        shape, num_classes = self.data.shape, self.data.num_classes
+        return make_model(
+            self.model, shape=shape, num_classes=num_classes, seed=self.seed
+        )
+
+    def num_examples(self, partition_id: int) -> int:
+        """Return how many training examples a client has.
+
+        Parameters
+        ----------
+        partition_id : int
+            Which client.
+
+        Returns
+        -------
+        int
+            The number of its examples.
+        """
+        return len(self._part(partition_id))
+
+    def train_images(self, partition_id: int) -> Images:
+        """Return a copy of a client's training examples.
+
+        Parameters
+        ----------
+        partition_id : int
+            Which client.
+
+        Returns
+        -------
+        Images
+            Its share of the training set.
+        """
+        return self.data.train.subset(list(self._part(partition_id)))
+
+    def train_loader(self, partition_id: int, batch_size: int) -> Loader:
+        """Return batches of a client's training examples, in a new order each epoch.
+
+        The order comes from torch's global generator, so that seeding it repeats it.
+
+        Parameters
+        ----------
+        partition_id : int
+            Which client.
+        batch_size : int
+            Examples a batch; the last batch may be smaller.
+
+        Returns
+        -------
+        DataLoader
+            Of images ``[b, C, H, W]`` and labels ``[b]``.
+        """
+        images = self.train_images(partition_id)
+        return _loader(images, RandomSampler(images), batch_size)
+
+    def eval_loader(self, images: Images, batch_size: int = 512) -> Loader:
+        """Return batches of any images, in order.
+
+        Parameters
+        ----------
+        images : Images
+            What to read.
+        batch_size : int
+            Examples a batch; the last batch may be smaller.
+
+        Returns
+        -------
+        DataLoader
+            Of images ``[b, C, H, W]`` and labels ``[b]``.
+        """
+        return _loader(images, SequentialSampler(images), batch_size)
+
+    def test_loader(self, batch_size: int = 512) -> Loader:
+        """Return batches of the test set, in order.
+
+        Parameters
+        ----------
+        batch_size : int
+            Examples a batch; the last batch may be smaller.
+
+        Returns
+        -------
+        DataLoader
+            Of images ``[b, C, H, W]`` and labels ``[b]``.
+        """
+        return self.eval_loader(self.data.test, batch_size)
+
+    def label_histogram(self) -> Tensor:
+        """Count every client's training examples of every class.
+
+        Returns
+        -------
+        Tensor
+            Counts, int64 ``[clients, classes]``.
+        """
+        return label_histogram(
+            self.data.train.targets, self.parts, self.data.num_classes
+        )
+
+    def _part(self, partition_id: int) -> Sequence[int]:
+        if not 0 <= partition_id < self.num_partitions:
+            raise ConfigurationError(
+                f"partition-id must be in 0…{self.num_partitions - 1}, not"
+                f" {partition_id}: as many partitions as there are nodes are needed"
+            )
+        return self.parts[partition_id]
+
+    def __repr__(self) -> str:
+        # Generated, it would print every index.
+        held = 0 if self.validation is None else len(self.validation)
+        return (
+            f"Task({self.data!r}, {self.num_partitions} clients,"
+            f" model {self.model!r}, seed {self.seed}, {held} for validation)"
+        )
+
+
+def _loader(images: Images, order: Sampler[int], batch_size: int) -> Loader:
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size must be ≥ 1, not {batch_size}")
+    # The sampler yields lists, so that a batch is one indexing operation; collating
+    # single examples costs more than a small model's step.
+    batches = BatchSampler(order, batch_size, drop_last=False)
+    return DataLoader(images, sampler=batches, batch_size=None)
+
+
+def load_task(
+    *,
+    dataset: str,
+    data_dir: str | Path | None = None,
+    model: str,
+    partition: str,
+    alpha: float = 0.1,
+    num_partitions: int,
+    seed: int = 0,
+    classes_per_client: int = 2,
+    shards_per_client: int = 2,
+    validation: int = 0,
+    hold_out: bool = True,
+) -> Task:
+    """Load a data set, share it out, and check that the model fits it.
+
+    The result is a function of the arguments: server and clients that call this with
+    the same ones agree, in any process.
+
+    Parameters
+    ----------
+    dataset : str
+        A name for :func:`~flwr_fisher.tasks.load_dataset`.
+    data_dir : str | Path | None
+        Where the data set's files are; an absolute path.
+    model : str
+        A name for :func:`~flwr_fisher.tasks.make_model`.
+    partition : str
+        A name for :func:`~flwr_fisher.tasks.partition_indices`.
+    alpha : float
+        Concentration of a Dirichlet partition.
+    num_partitions : int
+        The number of clients.
+    seed : int
+        Seed of the partition, the validation examples and the initial weights.
+    classes_per_client : int
+        How many classes a client has, in ``classes-per-client``.
+    shards_per_client : int
+        How many shards a client has, in ``shards``.
+    validation : int
+        How many training examples, drawn uniformly, to keep for validation.
+    hold_out : bool
+        Whether the clients go without the validation examples. FedFisher's own
+        experiments leave them with the clients.
+
+    Returns
+    -------
+    Task
+        Ready to make models and loaders.
+
+    Raises
+    ------
+    ConfigurationError
+        If a name is unknown (:class:`~flwr_fisher.errors.UnknownNameError`), a number
+        is out of range, or the model does not fit the images.
+    DataError
+        If data is missing or damaged, or a client would have too few examples.
+
+    Examples
+    --------
+    >>> task = load_task(
+    ...     dataset="digits", model="logistic", partition="iid", num_partitions=3
+    ... )
+    >>> task.num_examples(0), task.label_histogram().shape
+    (479, torch.Size([3, 10]))
+    """
+    data = load_dataset(dataset, data_dir)
+    kept, parts = _share_out(
+        *(dataset, data_dir, validation, hold_out, partition, num_partitions),
+        *(alpha, classes_per_client, shards_per_client, seed),
+    )
+    held = data.train.subset(list(kept)) if kept else None
+    task = Task(data=data, parts=parts, model=model, seed=seed, validation=held)
+    task.make_model()  # a wrong name or shape should fail here, not on a client
+    return task
+
+
+# A client app calls `load_task` for every message, and sharing out takes a second.
+@lru_cache(maxsize=4)
+def _share_out(
+    dataset: str,
+    data_dir: str | Path | None,
+    validation: int,
+    hold_out: bool,
+    partition: str,
+    num_partitions: int,
+    alpha: float,
+    classes_per_client: int,
+    shards_per_client: int,
+    seed: int,
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Choose the validation examples, then the clients' from what remains."""
+    targets = load_dataset(dataset, data_dir).train.targets
+    if not 0 <= validation < len(targets):
+        raise ConfigurationError(
+            f"validation must be in 0…{len(targets) - 1}, not {validation}"
+        )
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
+    kept = order[:validation]
+    rest = order[validation:].sort().values if hold_out else torch.arange(len(order))
+    shares = partition_indices(
+        targets[rest],
+        partition,
+        num_partitions=num_partitions,
+        alpha=alpha,
+        classes_per_client=classes_per_client,
+        shards_per_client=shards_per_client,
+        seed=seed,
+    )
+    parts = tuple(tuple(rest[torch.tensor(share)].tolist()) for share in shares)
+    return tuple(kept.tolist()), parts

@@ -1,0 +1,5 @@
+"""For your own tests: virtual clients in milliseconds, without Ray."""
+
+from flwr_fisher.testing.local_grid import LocalGrid
+
+__all__ = ["LocalGrid"]

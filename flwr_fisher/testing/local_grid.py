@@ -1,0 +1,168 @@
+"""A Flower ``Grid`` in this process: virtual clients without SuperLink or Ray."""
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from flwr_fisher.errors import ConfigurationError
+
+__all__ = ["LocalGrid"]
+
+_RUN_ID = 1
+
+
+class LocalGrid(Grid):
+    """Runs a real ``ClientApp`` for n virtual clients, one after the other.
+
+    What Flower's simulation does through Ray in seconds this does in milliseconds, so
+    a test can run a whole federation: contents are serialised both ways, node ids are
+    random, replies arrive one by one and in any order, an exception in a client becomes
+    an error reply as in a simulation, and each node's ``Context`` lives on between
+    messages.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+        The app under test.
+    num_supernodes : int
+        How many virtual clients; ``partition-id`` runs from 0.
+    run_config : Mapping[str, bool | int | float | str], optional
+        What ``context.run_config`` holds.
+    seed : int, optional
+        Fixes node ids and the order of replies; by default they differ every time.
+
+    Attributes
+    ----------
+    nodes : dict[int, int]
+        From node id to partition id.
+
+    Examples
+    --------
+    >>> from flwr.app import ArrayRecord
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> import torch
+    >>> from flwr_fisher.client import FisherClient
+    >>> data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    >>> model = torch.nn.Linear(3, 2)
+    >>> client = FisherClient(model, torch.utils.data.DataLoader(data, batch_size=4))
+    >>> grid = LocalGrid(client.as_client_app(), num_supernodes=2)
+    >>> strategy = FedAvg(fraction_evaluate=0.0)
+    >>> result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=1)
+    >>> sorted(result.arrays)
+    ['bias', 'weight']
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_supernodes: int,
+        *,
+        run_config: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if num_supernodes < 1:
+            raise ConfigurationError(f"num_supernodes must be >= 1: {num_supernodes}")
+        self.client_app = client_app
+        self._random = random.Random(seed)
+        ids = self._random.sample(range(1, 2**62), num_supernodes)
+        self.nodes = {node: partition for partition, node in enumerate(ids)}
+        self._contexts = {
+            node: Context(
+                run_id=_RUN_ID,
+                node_id=node,
+                node_config={
+                    "partition-id": partition,
+                    "num-partitions": num_supernodes,
+                },
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for node, partition in self.nodes.items()
+        }
+        self._waiting: dict[str, Message] = {}
+        self._count = 0
+        _identify()
+
+    def set_run(self, run: Run) -> None:
+        """Do nothing: there is one run."""
+
+    @property
+    def run(self) -> Run:
+        """The run that this grid pretends to be in."""
+        return Run.create_empty(_RUN_ID)
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Create a message; ``Message(...)`` does the same."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the nodes, in an order that means nothing."""
+        return self._random.sample(list(self.nodes), len(self.nodes))
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Accept messages; each is handled when its reply is first asked for."""
+        ids = []
+        for message in messages:
+            self._count += 1
+            message.metadata.__dict__["_message_id"] = f"message-{self._count}"
+            ids.append(message.metadata.message_id)
+            self._waiting[ids[-1]] = message
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Run one of the clients that still owe a reply; return its reply."""
+        due = [id_ for id_ in message_ids if id_ in self._waiting]
+        if not due:
+            return []
+        return [self._handle(self._waiting.pop(self._random.choice(sorted(due))))]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Run all clients and return their replies; nothing times out."""
+        due = set(self.push_messages(messages))
+        replies: list[Message] = []
+        while due:
+            for reply in self.pull_messages(due):
+                due.discard(reply.metadata.reply_to_message_id)
+                replies.append(reply)
+        return replies
+
+    def _handle(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        message.content = _serialised(message.content)
+        try:
+            reply = self.client_app(message, self._contexts[node])
+        except Exception as error:  # as the simulation does, whatever a client raises
+            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            reason = f"{type(error).__name__}: {error}"
+            return Message(Error(code=code, reason=reason), reply_to=message)
+        if reply.has_content():
+            reply.content = _serialised(reply.content)
+        return reply
+
+
+def _serialised(content: RecordDict) -> RecordDict:
+    return recorddict_from_proto(recorddict_to_proto(content))
+
+
+def _identify() -> None:
+    """Messages carry the run's and the sender's id, which Flower keeps per process."""
+    for name in ("run_id", "node_id", "task_id"):
+        if getattr(TaskIdentity, f"_{name}") is None:
+            setattr(TaskIdentity, name, _RUN_ID)

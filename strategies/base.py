@@ -1,0 +1,323 @@
+"""The protocol that all strategies of this library share: sample, check, step, save."""
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app.message_type import MessageType
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+
+from flwr_fisher.errors import WireError, check_range
+from flwr_fisher.strategies.cohort import Cohort, collect
+from flwr_fisher.strategies.replies import Replies, read_reply, read_upload
+from flwr_fisher.strategies.run import Run
+from flwr_fisher.strategies.state import (
+    CurvatureResult,
+    Exchange,
+    ServerState,
+    Step,
+    Upload,
+)
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+
+__all__ = ["CurvatureStrategy", "EvaluateFn"]
+
+logger = logging.getLogger("flwr")
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class CurvatureStrategy(FedAvg):
+    """Base of this library's strategies: FedAvg's habits, another aggregation.
+
+    A subclass says what a round asks of clients (:meth:`exchanges`) and what it makes
+    of their uploads (:meth:`step`). The base samples clients, checks every reply (a bad
+    one is left out by name; the round fails only below `min_train_nodes`), and keeps
+    finished rounds and accepted uploads on disk.
+
+    Clients are sampled, and uploads ordered, by partition id, a function of (`seed`,
+    round): node ids are random in every run. The same seed and thread count give the
+    same model, bit for bit, on a CPU.
+
+    Parameters
+    ----------
+    fraction_train, fraction_evaluate : float, default 1.0
+        Fraction of the connected nodes to sample.
+    min_train_nodes, min_evaluate_nodes, min_available_nodes : int, default 2
+        As in ``FedAvg``. `min_train_nodes` is also how many usable replies a round
+        needs.
+    weighted_by_key : str, default "num-examples"
+        The metric that weights clients.
+    seed : int, default 0
+        Determines sampling, and with the round and the partition a client's randomness.
+    **kwargs
+        FedAvg's other keywords: ``arrayrecord_key``, ``configrecord_key``,
+        ``train_metrics_aggr_fn``, ``evaluate_metrics_aggr_fn``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        check_range("fraction_train", fraction_train, 0, 1)
+        check_range("fraction_evaluate", fraction_evaluate, 0, 1)
+        check_range("min_train_nodes", min_train_nodes, 1)
+        check_range("min_evaluate_nodes", min_evaluate_nodes, 0)
+        check_range("min_available_nodes", min_available_nodes, 1)
+        super().__init__(
+            fraction_train=fraction_train,
+            fraction_evaluate=fraction_evaluate,
+            min_train_nodes=min_train_nodes,
+            min_evaluate_nodes=min_evaluate_nodes,
+            min_available_nodes=min_available_nodes,
+            weighted_by_key=weighted_by_key,
+            **kwargs,
+        )
+        self.seed = seed
+        self._cohort = Cohort(seed)
+        self._state = ServerState({})
+        self._timeout = 3600.0
+
+    @abstractmethod
+    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+        """Return what a round asks of its clients, one request after another."""
+
+    @abstractmethod
+    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+        """Make the next state of an exchange's uploads, which are at least one."""
+
+    def options(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common with the one it continues."""
+        return {"strategy": type(self).__name__, "seed": self.seed}
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 1,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+        *,
+        checkpoint_dir: str | Path | None = None,
+        resume: bool = False,
+    ) -> CurvatureResult:
+        """Run the federation; Flower's ``start``, and runs that survive a crash.
+
+        Parameters
+        ----------
+        grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config
+            As in Flower's ``Strategy.start``; one round by default.
+        evaluate_fn : Callable[[int, ArrayRecord], MetricRecord | None], optional
+            As there: called before the first round and after each.
+        checkpoint_dir : str | Path, optional
+            Keeps every finished round, and the running round's uploads as they arrive.
+        resume : bool, default False
+            Go on where `checkpoint_dir` stands: finished rounds are not repeated, nor
+            are clients asked again whose upload of the running round is there. The
+            result equals the uninterrupted run's, bit for bit.
+
+        Returns
+        -------
+        CurvatureResult
+            Flower's ``Result`` with the last round's uploads and details.
+
+        Raises
+        ------
+        RoundError
+            If a round ends with fewer than `min_train_nodes` usable replies.
+        CheckpointError
+            If `checkpoint_dir` holds another run, or a damaged file.
+        """
+        logger.info("Starting %s strategy:", type(self).__name__)
+        self.summary()
+        self._timeout, began = timeout, time.monotonic()
+        run = Run.begin(initial_arrays, self.options(), checkpoint_dir, resume)
+        if evaluate_fn and run.server_round == 0:
+            run.evaluated(0, evaluate_fn(0, initial_arrays))
+        for server_round in range(run.server_round + 1, num_rounds + 1):
+            logger.info("")
+            logger.info("[ROUND %s/%s]", server_round, num_rounds)
+            self._train(grid, run, server_round, train_config or ConfigRecord())
+            self._evaluate(grid, run, server_round, evaluate_config or ConfigRecord())
+            if evaluate_fn:
+                run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
+            run.finish(server_round)
+        logger.info("")
+        logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
+        return run.result()
+
+    def _train(
+        self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
+    ) -> None:
+        for index, exchange in enumerate(self.exchanges(server_round), start=1):
+            place = f"uploads-{server_round:04d}/exchange-{index}"
+            nodes = self._sample(grid, server_round)
+            replies = Replies(expected=len(nodes))
+            asked = self._restore(run, place, nodes, replies)
+            messages = self._messages(
+                server_round, run.arrays(), exchange.configure(config), asked
+            )
+            for message in collect(grid, messages, self._timeout):
+                records = self._take(message, run.state, replies)
+                if records is not None:
+                    client = self._cohort.name(message.metadata.src_node_id)
+                    run.save_upload(place, client, *records)
+            uploads = self._settle(replies)
+            step = self.step(run.state, uploads)
+            run.stepped(server_round, step, uploads, self._metrics(uploads, replies))
+
+    def _restore(
+        self, run: Run, place: str, nodes: list[int], replies: Replies
+    ) -> list[int]:
+        """Take uploads that an interrupted run left; return who is still to ask."""
+        by_name = {self._cohort.name(node): node for node in nodes}
+        for client, arrays, metrics in run.load_uploads(place):
+            if (node := by_name.pop(client, None)) is not None:
+                replies.accept(self._decode(node, arrays, metrics, run.state))
+        return sorted(by_name.values(), key=self._cohort.order)
+
+    def _take(
+        self, message: Message, state: ServerState, replies: Replies
+    ) -> tuple[ArrayRecord, MetricRecord] | None:
+        """Accept or reject a reply; return the records of one that was accepted."""
+        node = message.metadata.src_node_id
+        try:
+            records = read_reply(message, self.weighted_by_key)
+            replies.accept(self._decode(node, *records, state))
+            return records
+        except WireError as error:
+            replies.reject(self._cohort.name(node), error.from_node(node))
+            return None
+
+    def _decode(
+        self, node: int, arrays: ArrayRecord, metrics: MetricRecord, state: ServerState
+    ) -> Upload:
+        return read_upload(
+            node,
+            self._cohort.name(node),
+            arrays,
+            metrics,
+            like=state.params,
+            weighted_by_key=self.weighted_by_key,
+        )
+
+    def _settle(self, replies: Replies) -> list[Upload]:
+        """Return the uploads in an order that depends on no node id and no timing."""
+        replies.accepted.sort(key=lambda upload: self._cohort.order(upload.node_id))
+        replies.agree()
+        replies.check_enough(self.min_train_nodes)
+        return replies.accepted
+
+    def _metrics(self, uploads: Sequence[Upload], replies: Replies) -> MetricRecord:
+        contents = [RecordDict({"metrics": upload.metrics}) for upload in uploads]
+        metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        return MetricRecord(
+            {
+                **metrics,
+                "num-replies": len(uploads),
+                "num-rejected": len(replies.rejected),
+            }
+        )
+
+    def _evaluate(
+        self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
+    ) -> None:
+        messages = self.configure_evaluate(server_round, run.arrays(), config, grid)
+        replies = list(collect(grid, messages, self._timeout))
+        run.client_evaluated(
+            server_round, self.aggregate_evaluate(server_round, replies)
+        )
+
+    def _sample(self, grid: Grid, server_round: int) -> list[int]:
+        nodes = self._cohort.sample(
+            grid,
+            fraction=self.fraction_train,
+            minimum=self.min_train_nodes,
+            available=self.min_available_nodes,
+            server_round=server_round,
+            purpose="train",
+            timeout=self._timeout,
+        )
+        logger.info("configure_train: Sampled %s nodes", len(nodes))
+        return nodes
+
+    def _messages(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        nodes: Iterable[int],
+        message_type: str = MessageType.TRAIN,
+    ) -> list[Message]:
+        told = ConfigRecord({**config, "server-round": server_round, "seed": self.seed})
+        content = RecordDict(
+            {self.arrayrecord_key: arrays, self.configrecord_key: told}
+        )
+        return [
+            Message(content, node, message_type, group_id=str(server_round))
+            for node in nodes
+        ]
+
+    # Flower's own hooks, for loops other than `start`; they know one exchange a round.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample clients and make their messages; `config` is left as it is."""
+        (exchange,) = self.exchanges(server_round)
+        self._state = ServerState(arrays_to_tensors(arrays), self._state.extra)
+        nodes = self._sample(grid, server_round)
+        return self._messages(server_round, arrays, exchange.configure(config), nodes)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord, MetricRecord]:
+        """Check the replies to :meth:`configure_train`'s messages and take the step."""
+        replies = list(replies)
+        checked = Replies(expected=len(replies))
+        for message in replies:
+            self._take(message, self._state, checked)
+        uploads = self._settle(checked)
+        step = self.step(self._state, uploads)
+        self._state = step.state
+        metrics = {**self._metrics(uploads, checked), **step.metrics}
+        return tensors_to_arrays(step.state.params), MetricRecord(metrics)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample clients to evaluate; `config` is left as it is."""
+        if self.fraction_evaluate == 0.0:
+            return []
+        nodes = self._cohort.sample(
+            grid,
+            fraction=self.fraction_evaluate,
+            minimum=self.min_evaluate_nodes,
+            available=self.min_available_nodes,
+            server_round=server_round,
+            purpose="evaluate",
+            timeout=self._timeout,
+        )
+        logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
+        kind = MessageType.EVALUATE
+        return self._messages(server_round, arrays, config, nodes, kind)

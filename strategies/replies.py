@@ -1,0 +1,132 @@
+"""From reply messages to checked uploads; a bad one never spoils the others."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
+from flwr_fisher.params import Params
+from flwr_fisher.strategies.state import Upload
+from flwr_fisher.wire import PREFIX, FisherUpload
+
+__all__ = ["Replies", "read_reply", "read_upload"]
+
+logger = logging.getLogger("flwr")
+
+
+def read_reply(
+    message: Message, weighted_by_key: str
+) -> tuple[ArrayRecord, MetricRecord]:
+    """Return a train reply's two records.
+
+    Raises
+    ------
+    WireError
+        If the client failed, or there is not exactly one of each, or the weight is
+        missing, not positive or not finite.
+    """
+    if message.has_error():
+        reason = f"the client failed: {message.error.reason}"
+        raise WireError(reason, field="error")
+    arrays = list(message.content.array_records.values())
+    metrics = list(message.content.metric_records.values())
+    if len(arrays) != 1 or len(metrics) != 1:
+        raise WireError(
+            f"expected one ArrayRecord and one MetricRecord, got {len(arrays)} and "
+            f"{len(metrics)}",
+            field="content",
+        )
+    weight = metrics[0].get(weighted_by_key)
+    usable = isinstance(weight, int | float) and math.isfinite(weight)
+    if not usable or not isinstance(weight, int | float) or weight <= 0:
+        reason = f"the weight must be a positive number, got {weight!r}"
+        raise WireError(reason, field=weighted_by_key)
+    return arrays[0], metrics[0]
+
+
+def read_upload(
+    node_id: int,
+    client: str,
+    arrays: ArrayRecord,
+    metrics: MetricRecord,
+    *,
+    like: Params,
+    weighted_by_key: str,
+) -> Upload:
+    """Decode and check a client's arrays.
+
+    Raises
+    ------
+    WireError
+        Naming the key that is wrong.
+    """
+    payload = FisherUpload.from_arrays(arrays, like)
+    weight = metrics[weighted_by_key]
+    assert isinstance(weight, int | float)
+    return Upload(node_id, client, weight, payload, metrics)
+
+
+@dataclass
+class Replies:
+    """The replies of one exchange: what was accepted, and what was wrong with others.
+
+    Parameters
+    ----------
+    expected : int
+        How many clients were asked.
+    """
+
+    expected: int
+    accepted: list[Upload] = field(default_factory=list)
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    def accept(self, upload: Upload) -> None:
+        """Take an upload, and tell the log."""
+        self.accepted.append(upload)
+        logger.info(
+            "aggregate_train: %s of %s replies (%s, %g examples)",
+            len(self.accepted) + len(self.rejected),
+            self.expected,
+            upload.client,
+            upload.num_examples,
+        )
+
+    def reject(self, client: str, error: FlwrFisherError) -> None:
+        """Leave a reply out, and tell the log why."""
+        self.rejected[client] = str(error)
+        logger.warning("aggregate_train: left out %s: %s", client, error)
+
+    def agree(self) -> None:
+        """Reject uploads whose curvature covers other parameters than most do."""
+        layouts = [_layout(upload) for upload in self.accepted]
+        if len(set(layouts)) < 2:
+            return
+        common = Counter(layouts).most_common(1)[0][0]
+        for upload, layout in zip(list(self.accepted), layouts, strict=True):
+            if layout != common:
+                odd = sorted(set(layout) ^ set(common))
+                reason = f"covers other parameters than most clients' do: {odd}"
+                error = WireError(reason, field=PREFIX, node=upload.node_id)
+                self.accepted.remove(upload)
+                self.reject(upload.client, error)
+
+    def check_enough(self, needed: int) -> None:
+        """Raise :class:`RoundError`, with every reason, below `needed` uploads."""
+        if len(self.accepted) >= needed:
+            return
+        silent = self.expected - len(self.accepted) - len(self.rejected)
+        lines = [f"{client}: {reason}" for client, reason in self.rejected.items()]
+        lines += [f"{silent} clients did not reply in time"] * (silent > 0)
+        raise RoundError(
+            f"{len(self.accepted)} usable replies, and min_train_nodes={needed}:\n"
+            + "\n".join(lines)
+        )
+
+
+def _layout(upload: Upload) -> Sequence[str]:
+    blocks = upload.payload.curvature.blocks()
+    return tuple(f"{type(block).__name__}: {list(block.shapes)}" for block in blocks)

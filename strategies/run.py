@@ -1,0 +1,177 @@
+"""One run of a strategy: its state, its result so far, and both on disk."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from flwr_fisher.errors import CheckpointError
+from flwr_fisher.strategies.checkpoint import CheckpointDir, RoundCheckpoint
+from flwr_fisher.strategies.state import CurvatureResult, ServerState, Step, Upload
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+
+__all__ = ["Run"]
+
+logger = logging.getLogger("flwr")
+
+_HISTORIES = (
+    "train_metrics_clientapp",
+    "evaluate_metrics_clientapp",
+    "evaluate_metrics_serverapp",
+)
+_EXTRA = "extra/"
+
+
+class Run:
+    """Made by :meth:`begin`, which starts a run or picks one up.
+
+    Parameters
+    ----------
+    state : ServerState
+        Where the run stands.
+    server_round : int
+        The last finished round.
+    options : Mapping[str, Any]
+        The strategy's options, which a checkpoint must agree with.
+    disk : CheckpointDir | None
+        Where it is kept, if anywhere.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        server_round: int,
+        options: Mapping[str, Any],
+        disk: CheckpointDir | None,
+    ) -> None:
+        self.state, self.server_round = state, server_round
+        self._options, self._disk = dict(options), disk
+        self._result = CurvatureResult()
+
+    @classmethod
+    def begin(
+        cls,
+        initial_arrays: ArrayRecord,
+        options: Mapping[str, Any],
+        checkpoint_dir: str | Path | None,
+        resume: bool,
+    ) -> "Run":
+        """Start from the initial arrays, or resume from the last finished round.
+
+        Raises
+        ------
+        CheckpointError
+            If there is a run on disk and `resume` is false, or it is another one.
+        """
+        state = ServerState(arrays_to_tensors(initial_arrays))
+        if checkpoint_dir is None:
+            if resume:
+                raise CheckpointError("resume=True needs a checkpoint_dir")
+            return cls(state, 0, options, None)
+        disk = CheckpointDir(checkpoint_dir)
+        rounds = disk.rounds()
+        if not rounds:
+            run = cls(state, 0, options, disk)
+            run.finish(0)
+            return run
+        if not resume:
+            raise CheckpointError(
+                f"{disk.path} holds a run up to round {rounds[-1]}: pass resume=True "
+                "to go on with it, or another checkpoint_dir"
+            )
+        return cls._load(disk, rounds[-1], options)
+
+    @classmethod
+    def _load(
+        cls, disk: CheckpointDir, server_round: int, options: Mapping[str, Any]
+    ) -> "Run":
+        checkpoint = disk.load_round(server_round)
+        saved = checkpoint.record["options"]
+        if saved != options:
+            odd = sorted(
+                k for k in {*saved, *options} if saved.get(k) != options.get(k)
+            )
+            changes = ", ".join(
+                f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in odd
+            )
+            raise CheckpointError(
+                f"{disk.path} holds a run with other options: {changes}"
+            )
+        tensors = checkpoint.tensors
+        state = ServerState(
+            {k: v for k, v in tensors.items() if not k.startswith(_EXTRA)},
+            {k[len(_EXTRA) :]: v for k, v in tensors.items() if k.startswith(_EXTRA)},
+        )
+        run = cls(state, server_round, options, disk)
+        for name in _HISTORIES:
+            history = checkpoint.record[name].items()
+            getattr(run._result, name).update(
+                {int(r): MetricRecord(m) for r, m in history}
+            )
+        logger.info("Resuming after round %s from %s", server_round, disk.path)
+        return run
+
+    def arrays(self) -> ArrayRecord:
+        """Return the global parameters and buffers."""
+        return tensors_to_arrays(self.state.params)
+
+    def save_upload(
+        self, place: str, client: str, arrays: ArrayRecord, metrics: MetricRecord
+    ) -> None:
+        """Keep a reply as soon as it is accepted."""
+        if self._disk is not None:
+            self._disk.save_upload(place, client, arrays, metrics)
+
+    def load_uploads(
+        self, place: str
+    ) -> Iterator[tuple[str, ArrayRecord, MetricRecord]]:
+        """Return what was kept of an interrupted round."""
+        return iter(()) if self._disk is None else self._disk.load_uploads(place)
+
+    def stepped(
+        self,
+        server_round: int,
+        step: Step,
+        uploads: Sequence[Upload],
+        metrics: MetricRecord,
+    ) -> None:
+        """Take a step's outcome; a later exchange's metrics join an earlier one's."""
+        self.state = step.state
+        self._result.uploads, self._result.details = list(uploads), step.details
+        history = self._result.train_metrics_clientapp
+        history[server_round] = MetricRecord(
+            {**history.get(server_round, {}), **metrics, **step.metrics}
+        )
+        logger.info("\t└──> Aggregated MetricRecord: %s", history[server_round])
+
+    def client_evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
+        """Note what the clients' evaluation gave."""
+        if metrics is not None:
+            logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
+            self._result.evaluate_metrics_clientapp[server_round] = metrics
+
+    def evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
+        """Note what the server's evaluation gave."""
+        logger.info("Global evaluation\n\t└──> MetricRecord: %s", metrics)
+        if metrics is not None:
+            self._result.evaluate_metrics_serverapp[server_round] = metrics
+
+    def finish(self, server_round: int) -> None:
+        """Write the round; from here on it is not repeated."""
+        self.server_round = server_round
+        if self._disk is None:
+            return
+        record: dict[str, Any] = {"options": self._options}
+        for name in _HISTORIES:
+            history = getattr(self._result, name).items()
+            record[name] = {r: dict(metrics) for r, metrics in history}
+        extra = {f"{_EXTRA}{k}": v for k, v in self.state.extra.items()}
+        tensors = self.state.params | extra
+        self._disk.save_round(RoundCheckpoint(server_round, tensors, record))
+
+    def result(self) -> CurvatureResult:
+        """Return the result, with the parameters as they are now."""
+        self._result.arrays = self.arrays()
+        return self._result

@@ -1,0 +1,108 @@
+"""What a strategy hands from one step to the next: frozen values, in and out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import ConfigRecord, MetricRecord
+from flwr.app.typing import ConfigRecordValues
+from flwr.serverapp.strategy import Result
+from torch import Tensor
+
+from flwr_fisher.wire import FisherUpload
+
+__all__ = ["CurvatureResult", "Exchange", "ServerState", "Step", "Upload"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One request to the sampled clients.
+
+    Parameters
+    ----------
+    config : Mapping[str, …]
+        What the clients are to do; it joins ``train_config`` in the ``ConfigRecord``.
+    """
+
+    config: Mapping[str, ConfigRecordValues] = field(default_factory=dict)
+
+    def configure(self, base: ConfigRecord) -> ConfigRecord:
+        """Return a new record: the caller's keys, and over them the exchange's."""
+        return ConfigRecord({**base, **self.config})
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A client's reply, checked and decoded.
+
+    Parameters
+    ----------
+    node_id : int
+        Who sent it, this time.
+    client : str
+        Who that is in every run: ``partition-3``, or ``node-…`` where nothing better is
+        known.
+    num_examples : float
+        Its weight.
+    payload : FisherUpload
+        What it computed.
+    metrics : MetricRecord
+        Its metrics.
+    """
+
+    node_id: int
+    client: str
+    num_examples: float
+    payload: FisherUpload
+    metrics: MetricRecord
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """Everything that the next round depends on.
+
+    Parameters
+    ----------
+    params : dict[str, Tensor]
+        The global parameters and buffers.
+    extra : dict[str, Tensor]
+        A strategy's own tensors: moments, control variates, an optimiser's state.
+    """
+
+    params: dict[str, Tensor]
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a strategy's ``step`` returns.
+
+    Parameters
+    ----------
+    state : ServerState
+        The new state.
+    metrics : dict[str, int | float | list[float]]
+        What joins the round's aggregated train metrics.
+    details : object
+        What the last step leaves for ``CurvatureResult.details``.
+    """
+
+    state: ServerState
+    metrics: dict[str, int | float | list[float]] = field(default_factory=dict)
+    details: object = None
+
+
+@dataclass(repr=False)
+class CurvatureResult(Result):
+    """Flower's ``Result``, and what the last round was made of.
+
+    Attributes
+    ----------
+    uploads : list[Upload]
+        The uploads of the last round's last exchange, in the clients' order; empty if
+        a resumed run had nothing left to do.
+    details : object
+        What the strategy reports of its last step; see each strategy.
+    """
+
+    uploads: list[Upload] = field(default_factory=list)
+    details: object = None

@@ -1,0 +1,412 @@
+import csv
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
+from flwr_fisher.tasks import DATASETS, ImageData, Images, load_dataset
+
+MNIST_DIR = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def images(n: int = 6, channels: int = 1, side: int = 2) -> Images:
+    data = torch.arange(n * channels * side * side).to(torch.uint8)
+    half = (0.5,) * channels
+    return Images(
+        data.reshape(n, channels, side, side), torch.arange(n) % 2, half, half
+    )
+
+
+def write_idx(path: Path, array: Tensor) -> None:
+    """Write bytes in the format of MNIST's files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sizes = struct.pack(f">{array.ndim}I", *array.shape)
+    head = bytes([0, 0, 8, array.ndim])
+    path.write_bytes(head + sizes + array.to(torch.uint8).numpy().tobytes())
+
+
+def write_picture(path: Path, pixels: Tensor) -> None:
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.to(torch.uint8).numpy()).save(path)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no network here")
+
+
+# --- Images and ImageData
+
+
+def test_bytes_are_scaled_and_normalised() -> None:
+    data = torch.tensor([[0, 51], [255, 102]], dtype=torch.uint8).reshape(1, 2, 1, 2)
+    x, y = Images(data, torch.tensor([3]), mean=(0.1, 0.5), std=(0.2, 0.25))[[0]]
+    expected = torch.tensor([[-0.5, 0.5], [2.0, -0.4]]).reshape(1, 2, 1, 2)
+    torch.testing.assert_close(x, expected)
+    assert y.tolist() == [3]
+
+
+def test_floats_are_normalised_but_not_scaled() -> None:
+    one = Images(torch.full((1, 1, 1, 1), 0.75), torch.tensor([0]), (0.5,), (0.5,))
+    assert one[0][0].item() == 0.5
+
+
+def test_a_batch_holds_what_single_reads_give_in_the_order_asked() -> None:
+    some = images(channels=3)
+    x, y = some[[4, 1, 1]]
+    for position, index in enumerate((4, 1, 1)):
+        single, label = some[index]
+        assert torch.equal(x[position], single)
+        assert y[position] == label
+    assert torch.equal(some[1:3][0], some[[1, 2]][0])
+
+
+def test_subset_keeps_order_and_copies() -> None:
+    some = images()
+    part = some.subset([5, 0])
+    assert torch.equal(part[[0, 1]][0], some[[5, 0]][0])
+    part.data.zero_()
+    assert some.data[5].any()
+    assert len(some.subset([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": torch.zeros(6, 2, 2)}, r"\[n, C, H, W\]"),
+        ({"data": torch.zeros(6, 1, 2, 2, dtype=torch.float64)}, "float64"),
+        ({"targets": torch.zeros(5, dtype=torch.int64)}, "6 images"),
+        ({"targets": torch.zeros(6)}, "int64"),
+        ({"mean": (0.5, 0.5)}, "1 channels"),
+    ],
+)
+def test_images_of_the_wrong_form_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    good = images()
+    fields = {"data": good.data, "targets": good.targets, "mean": (0.5,), "std": (0.5,)}
+    with pytest.raises(DataError, match=message):
+        Images(**{**fields, **change})
+
+
+def test_data_whose_splits_do_not_fit_are_refused() -> None:
+    good = images()
+    with pytest.raises(DataError, match="test split is empty"):
+        ImageData(good, good.subset([]), ("a", "b"))
+    with pytest.raises(DataError, match="run from 0 to 1, outside the 1"):
+        ImageData(good, good, ("a",))
+    with pytest.raises(DataError, match=r"shape \[1, 3, 3\].*\[1, 2, 2\]"):
+        ImageData(good, images(side=3), ("a", "b"))
+
+
+# --- names and directories
+
+
+def test_digits() -> None:
+    data = load_dataset("digits")
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert data.shape == (1, 8, 8)
+    assert data.num_classes == 10
+    assert data.class_names == tuple("0123456789")
+    # Stratified: a tenth of each split, nearly, is each digit.
+    assert data.test.targets.bincount().min() >= 34
+    x, _ = data.train[list(range(1437))]
+    assert abs(float(x.mean())) < 1e-3
+    assert abs(float(x.std()) - 1) < 1e-3
+
+
+def test_digits_splits_share_no_example() -> None:
+    from sklearn.datasets import load_digits
+
+    data = load_dataset("digits")
+    both = torch.cat([data.train.data, data.test.data]).flatten(1) * 16
+    found = sorted(map(tuple, both.to(torch.int64).tolist()))
+    assert found == sorted(map(tuple, load_digits().data.astype(int).tolist()))
+
+
+def test_a_data_set_is_loaded_once() -> None:
+    assert load_dataset("digits") is load_dataset("digits")
+
+
+@pytest.mark.parametrize("name", ["minst", "imagefolder:", "hf:", "hf"])
+def test_unknown_name_lists_the_known(name: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        load_dataset(name)
+    assert all(known in str(caught.value) for known in DATASETS)
+
+
+def test_relative_data_dir_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"data-dir.*'some/where'"):
+        load_dataset("mnist", "some/where")
+
+
+def test_importing_tasks_is_cheap() -> None:
+    heavy = "{'torchvision', 'sklearn', 'flwr_datasets', 'datasets', 'flwr'}"
+    code = f"import sys, flwr_fisher.tasks; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- torchvision
+
+
+@pytest.mark.skipif(not MNIST_DIR.is_dir(), reason="MNIST is not in ../shared/data")
+def test_mnist() -> None:
+    data = load_dataset("mnist", MNIST_DIR)
+    assert repr(data) == "ImageData(60000 + 10000 images, 1x28x28, 10 classes)"
+    assert data.train.data.dtype == torch.uint8
+    assert data.test.targets.bincount()[:3].tolist() == [980, 1135, 1032]
+    x, _ = data.train[list(range(60000))]
+    assert abs(float(x.mean())) < 1e-3
+    assert abs(float(x.std()) - 1) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["mnist", "emnist-letters", "svhn", "cifar10", "gtsrb"]
+)
+def test_missing_files_without_network_say_what_to_do(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    for kind in ("MNIST", "EMNIST", "SVHN", "CIFAR10", "GTSRB"):
+        monkeypatch.setattr(getattr(datasets, kind), "download", refuse)
+    with pytest.raises(DataError) as caught:
+        load_dataset(name, tmp_path / "none")
+    message = str(caught.value)
+    for part in (repr(name), str(tmp_path / "none"), "no network here", "data-dir"):
+        assert part in message
+
+
+def test_files_that_are_there_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    monkeypatch.setattr(datasets.MNIST, "download", refuse)
+    pixels = torch.arange(3 * 28 * 28).reshape(3, 28, 28) % 251
+    for prefix in ("train", "t10k"):
+        raw = tmp_path / "MNIST" / "raw" / prefix
+        write_idx(Path(f"{raw}-images-idx3-ubyte"), pixels)
+        write_idx(Path(f"{raw}-labels-idx1-ubyte"), torch.tensor([0, 9, 4]))
+    data = load_dataset("mnist", tmp_path)
+    assert torch.equal(data.train.data.squeeze(1), pixels.to(torch.uint8))
+    assert data.test.targets.tolist() == [0, 9, 4]
+    assert data.class_names[0] == "0 - zero"
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "first", "classes"),
+    [
+        ("emnist-letters", "letters", 1, 26),
+        ("emnist-digits", "digits", 0, 10),
+        ("emnist", "balanced", 0, 47),
+    ],
+)
+def test_emnist_is_upright_and_labelled_from_zero(
+    name: str, split: str, first: int, classes: int, tmp_path: Path
+) -> None:
+    pixels = torch.arange(2 * 28 * 28).reshape(2, 28, 28) % 251
+    for part in ("train", "test"):
+        raw = tmp_path / "EMNIST" / "raw" / f"emnist-{split}-{part}"
+        write_idx(Path(f"{raw}-images-idx3-ubyte"), pixels)
+        write_idx(Path(f"{raw}-labels-idx1-ubyte"), torch.tensor([first, first + 3]))
+    data = load_dataset(name, tmp_path)
+    assert data.train.targets.tolist() == [0, 3]
+    assert data.num_classes == classes
+    assert data.class_names[0] == ("a" if split == "letters" else "0")
+    assert torch.equal(data.train.data[0, 0], pixels[0].T.to(torch.uint8))
+
+
+def test_cifar_channels_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    pixels = np.arange(2 * 32 * 32 * 3).reshape(2, 32, 32, 3).astype(np.uint8)
+    fake = SimpleNamespace(data=pixels, targets=[1, 0], classes=["cat", "dog"])
+    monkeypatch.setattr(datasets, "CIFAR10", lambda *_, **__: fake)
+    data = load_dataset("cifar10", tmp_path)
+    assert data.shape == (3, 32, 32)
+    assert torch.equal(data.train.data[1, 2], torch.from_numpy(pixels[1, :, :, 2]))
+    assert data.class_names == ("cat", "dog")
+    assert data.train.mean == (0.4914, 0.4822, 0.4465)
+
+
+def test_svhn_has_numbers_for_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    pixels = np.arange(2 * 3 * 32 * 32).reshape(2, 3, 32, 32).astype(np.uint8)
+
+    def fake(root: Path, split: str, download: bool) -> SimpleNamespace:
+        labels = np.array([2, 0] if split == "train" else [1, 1])
+        return SimpleNamespace(data=pixels, labels=labels)
+
+    monkeypatch.setattr(datasets, "SVHN", fake)
+    data = load_dataset("svhn", tmp_path)
+    assert torch.equal(data.train.data, torch.from_numpy(pixels))
+    assert data.class_names == ("0", "1", "2")
+    assert data.test.targets.tolist() == [1, 1]
+
+
+def test_gtsrb_is_resized(tmp_path: Path) -> None:
+    base = tmp_path / "gtsrb"
+    training, final = base / "GTSRB" / "Training", base / "GTSRB" / "Final_Test"
+    for label, side in ((0, 20), (1, 50)):
+        colour = torch.full((side, side + 3, 3), 40 * label)
+        write_picture(training / f"0000{label}" / "0.ppm", colour)
+        write_picture(final / "Images" / f"{label}.ppm", colour)
+    with (base / "GT-final_test.csv").open("w") as file:
+        rows = csv.writer(file, delimiter=";")
+        rows.writerows([("Filename", "ClassId"), ("0.ppm", 0), ("1.ppm", 1)])
+    data = load_dataset("gtsrb", tmp_path)
+    assert data.shape == (3, 32, 32)
+    assert data.train.targets.tolist() == data.test.targets.tolist() == [0, 1]
+    assert data.test.data[1].unique().tolist() == [40]  # type: ignore[no-untyped-call]
+
+
+# --- image folders
+
+
+def write_folders(root: Path, *, sides: tuple[int, ...] = (5, 9)) -> None:
+    for split in ("train", "test"):
+        for label, name in enumerate(("ant", "bee")):
+            for side in sides:
+                pixels = torch.full((side, side), 100 * label)
+                write_picture(root / split / name / f"{side}.png", pixels)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_image_folder(tmp_path: Path, relative: bool) -> None:
+    write_folders(tmp_path / "mine")
+    name = "mine" if relative else str(tmp_path / "mine")
+    data = load_dataset(f"imagefolder:{name}", tmp_path if relative else None)
+    assert repr(data) == "ImageData(4 + 4 images, 3x32x32, 2 classes)"
+    assert data.class_names == ("ant", "bee")
+    assert data.train.targets.tolist() == [0, 0, 1, 1]
+    assert data.train.data[:, 0, 0, 0].tolist() == [0, 0, 100, 100]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_image_folder_without_a_split_names_it(tmp_path: Path, split: str) -> None:
+    write_folders(tmp_path)
+    (tmp_path / split).rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=f"{tmp_path / split} is missing"):
+        load_dataset(f"imagefolder:{tmp_path}")
+
+
+def test_image_folder_with_other_classes_in_test(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    (tmp_path / "test" / "bee").rename(tmp_path / "test" / "wasp")
+    with pytest.raises(DataError, match=r"same classes.*: bee, wasp"):
+        load_dataset(f"imagefolder:{tmp_path}")
+
+
+def test_image_folder_with_an_empty_class(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    (tmp_path / "train" / "cow").mkdir()
+    with pytest.raises(DataError, match="cow"):
+        load_dataset(f"imagefolder:{tmp_path}")
+
+
+# --- the Hub, by way of files on disk
+
+
+def write_hub(
+    root: Path, columns: dict[str, Any], splits: tuple[str, ...] = ("train", "test")
+) -> str:
+    from datasets import Dataset, Features, disable_progress_bars
+
+    disable_progress_bars()
+    values = {key: values for key, (values, _) in columns.items()}
+    kinds = Features({key: kind for key, (_, kind) in columns.items()})
+    for split in splits:
+        rows = Dataset.from_dict(values, features=kinds)
+        rows.to_parquet(root / "set" / f"{split}.parquet")
+    return f"hf:{root / 'set'}"
+
+
+def pictures(*sides: int, channels: int = 1) -> Any:
+    from datasets import Image
+    from PIL import Image as Pillow
+
+    shapes = [(n, n + 1) if channels == 1 else (n, n + 1, channels) for n in sides]
+    return [Pillow.fromarray(np.full(s, 7, np.uint8)) for s in shapes], Image()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from flwr_datasets import federated_dataset
+
+    # It would report the use to Flower.
+    monkeypatch.setattr(federated_dataset, "event", lambda *_, **__: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def test_hub_images_of_one_size_keep_it(hub: Path) -> None:
+    from datasets import ClassLabel, Value
+
+    labels = [1, 0, 1], ClassLabel(names=["no", "yes"])
+    columns = {"pic": pictures(6, 6, 6), "text": (["x"] * 3, Value("string"))}
+    data = load_dataset(write_hub(hub, {**columns, "answer": labels}), hub / "cache")
+    assert repr(data) == "ImageData(3 + 3 images, 1x6x7, 2 classes)"
+    assert data.class_names == ("no", "yes")
+    assert data.train.targets.tolist() == [1, 0, 1]
+    assert int(data.test.data.min()) == int(data.test.data.max()) == 7
+
+
+def test_hub_images_of_different_sizes_are_resized(hub: Path) -> None:
+    from datasets import Value
+
+    labels = [2, 0], Value("int64")
+    columns = {"image": pictures(6, 9, channels=3), "label": labels}
+    data = load_dataset(write_hub(hub, columns), hub / "cache")
+    assert repr(data) == "ImageData(2 + 2 images, 3x32x32, 3 classes)"
+    assert int(data.test.data.min()) == int(data.test.data.max()) == 7
+
+
+def test_hub_fine_labels_are_preferred(hub: Path) -> None:
+    from datasets import ClassLabel
+
+    two, three = ClassLabel(names=["a", "b"]), ClassLabel(names=["x", "y", "z"])
+    columns = {
+        "img": pictures(4, 4),
+        "coarse_label": ([0, 1], two),
+        "fine_label": ([2, 0], three),
+    }
+    data = load_dataset(write_hub(hub, columns), hub / "cache")
+    assert data.class_names == ("x", "y", "z")
+
+
+def test_hub_columns_that_are_not_clear_are_named(hub: Path) -> None:
+    from datasets import ClassLabel
+
+    kind = ClassLabel(names=["a", "b"])
+    columns = {"img": pictures(4, 4), "one": ([0, 1], kind), "two": ([0, 1], kind)}
+    with pytest.raises(DataError, match="'img', 'one', 'two'"):
+        load_dataset(write_hub(hub, columns), hub / "cache")
+
+
+def test_hub_without_a_test_split(hub: Path) -> None:
+    from datasets import ClassLabel
+
+    columns = {"img": pictures(4, 4), "label": ([0, 1], ClassLabel(names=["a", "b"]))}
+    name = write_hub(hub, columns, splits=("train",))
+    with pytest.raises(DataError, match=r"hf:.*'test' is not present"):
+        load_dataset(name, hub / "cache")
+
+
+def test_hub_that_cannot_be_reached(hub: Path) -> None:
+    with pytest.raises(DataError, match=f"hf:{hub}/nothing"):
+        load_dataset(f"hf:{hub}/nothing", hub / "cache")

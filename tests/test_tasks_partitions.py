@@ -1,0 +1,255 @@
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
+from flwr_fisher.tasks import (
+    PARTITIONS,
+    label_histogram,
+    make_partitioner,
+    partition_indices,
+)
+
+# 10 classes of unequal sizes, mixed.
+SIZES = [80 + 10 * c for c in range(10)]
+TARGETS = torch.cat([torch.full((n,), c) for c, n in enumerate(SIZES)])
+TARGETS = TARGETS[torch.randperm(len(TARGETS), generator=torch.manual_seed(3))]
+
+
+def split(name: str, seed: int = 0, **arguments: Any) -> list[list[int]]:
+    arguments = {"num_partitions": 10, "alpha": 0.5, **arguments}
+    return partition_indices(TARGETS, name, seed=seed, **arguments)
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_no_example_goes_to_two_clients(name: str) -> None:
+    parts = split(name)
+    assert len(parts) == 10
+    counts = Counter(index for part in parts for index in part)
+    assert set(counts.values()) == {1}
+    assert set(counts) <= set(range(len(TARGETS)))
+    # 1250 examples: the 20 shards of 62 leave 10 over.
+    assert len(counts) == (1240 if name == "shards" else 1250)
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_only_the_seed_decides(name: str) -> None:
+    first = split(name)
+    np.random.seed(5)  # noqa: NPY002 - the global state must not matter
+    torch.manual_seed(5)
+    assert split(name) == first
+    assert split(name, seed=1) != first
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_the_global_generators_are_left_alone(name: str) -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index] # noqa: NPY002
+    split(name)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()  # type: ignore[index] # noqa: NPY002
+
+
+def test_iid_parts_are_equal_and_mixed() -> None:
+    sorted_targets = TARGETS.sort().values
+    parts = partition_indices(sorted_targets, "iid", num_partitions=10)
+    assert {len(part) for part in parts} == {125}
+    assert (label_histogram(sorted_targets, parts, 10) > 0).all()
+
+
+def test_each_client_has_its_number_of_classes() -> None:
+    counts = label_histogram(TARGETS, split("classes-per-client"), 10)
+    assert ((counts > 0).sum(dim=1) == 2).all()
+    three = split("classes-per-client", classes_per_client=3)
+    assert ((label_histogram(TARGETS, three, 10) > 0).sum(dim=1) == 3).all()
+
+
+def test_shards_are_runs_of_equal_labels() -> None:
+    parts = split("shards", shards_per_client=2)
+    assert {len(part) for part in parts} == {124}
+    # A run of 62 sorted labels touches two classes at most, as each has at least 80.
+    assert ((label_histogram(TARGETS, parts, 10) > 0).sum(dim=1) <= 4).all()
+    assert {len(part) for part in split("shards", shards_per_client=5)} == {125}
+
+
+def test_dirichlet_class_gives_small_clients_no_second_try() -> None:
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    arguments = {"num_partitions": 10, "partition_by": "label", "alpha": 0.3}
+    from datasets import Dataset
+
+    theirs = DirichletPartitioner(**arguments, min_partition_size=0, seed=4)
+    theirs.dataset = Dataset.from_dict(
+        {"label": TARGETS.tolist(), "index": range(len(TARGETS))}
+    )
+    expected = [theirs.load_partition(i)["index"][:] for i in range(10)]
+    assert split("dirichlet-class", alpha=0.3, seed=4) == expected
+
+
+# --- dirichlet-client
+
+
+def slow_shares(
+    clients: int, classes: int, alpha: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """The definition, with numpy's own Dirichlet draws."""
+    q = np.array([rng.dirichlet([alpha] * classes) for _ in range(clients)])
+    return np.array(
+        [[q[i, c] / q[:, c].sum() for c in range(classes)] for i in range(clients)]
+    )
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 2.0])
+def test_shares_are_distributed_as_the_definition_says(alpha: float) -> None:
+    from flwr_fisher.tasks.dirichlet_client import client_shares
+
+    draws = 1500
+    ours = np.stack(
+        [client_shares(4, 3, alpha, np.random.default_rng(s)) for s in range(draws)]
+    )
+    twin = np.stack(
+        [slow_shares(4, 3, alpha, np.random.default_rng(s)) for s in range(draws)]
+    )
+    np.testing.assert_allclose(ours.sum(axis=1), 1)
+    # Moments of one share, of two clients' and of two classes' shares; the bound is
+    # five standard errors of a mean of [0, 1] variables with variance below 1/4.
+    bound = 5 * math.sqrt(2 / 4 / draws)
+    pairs = (
+        (ours, twin),
+        (ours**2, twin**2),
+        (ours[:, 0] * ours[:, 1], twin[:, 0] * twin[:, 1]),
+        (ours[..., 0] * ours[..., 1], twin[..., 0] * twin[..., 1]),
+    )
+    for a, b in pairs:
+        np.testing.assert_allclose(a.mean(axis=0), b.mean(axis=0), atol=bound)
+    # The spread tells one alpha from another: 0.5 and 2 differ by far more than this.
+    assert abs(ours.std() - twin.std()) < 0.02
+
+
+def test_shares_stay_finite_where_proportions_underflow() -> None:
+    from flwr_fisher.tasks.dirichlet_client import client_shares
+
+    shares = client_shares(5, 10, 1e-4, np.random.default_rng(0))
+    np.testing.assert_allclose(shares.sum(axis=0), 1)
+    # So concentrated that one client takes nearly all of each class.
+    assert (shares.max(axis=0) > 0.99).all()
+
+
+def test_counts_follow_the_drawn_shares() -> None:
+    from flwr_fisher.tasks.dirichlet_client import client_shares
+
+    parts = split("dirichlet-client", num_partitions=5, seed=7)
+    counts = label_histogram(TARGETS, parts, 10)
+    assert counts.sum(dim=0).tolist() == SIZES
+    shares = client_shares(5, 10, 0.5, np.random.default_rng(7))
+    # Both ends of a piece are rounded down.
+    assert (np.abs(counts.numpy() - shares * np.array(SIZES)) < 1).all()
+
+
+def test_a_client_s_examples_are_mixed() -> None:
+    part = split("dirichlet-client", num_partitions=2, alpha=5)[0]
+    labels = TARGETS[part]
+    # In order of class they would change nine times.
+    assert int((labels[1:] != labels[:-1]).sum()) > 100
+
+
+def test_which_examples_of_a_class_a_client_gets_is_random() -> None:
+    ones = torch.zeros(200, dtype=torch.int64)
+    parts = partition_indices(ones, "dirichlet-client", num_partitions=2, alpha=5)
+    assert max(parts[0]) > min(parts[1])
+    assert max(parts[1]) > min(parts[0])
+
+
+@pytest.mark.parametrize("change", [{"num_partitions": 0}, {"alpha": 0.0}])
+def test_the_partitioner_checks_its_own_arguments(change: dict[str, Any]) -> None:
+    from flwr_fisher.tasks.dirichlet_client import DirichletClientPartitioner
+
+    arguments = {"num_partitions": 2, "partition_by": "label", "alpha": 0.5, **change}
+    with pytest.raises(ConfigurationError, match=next(iter(change))):
+        DirichletClientPartitioner(**arguments)
+
+
+def test_the_partitioner_works_in_flower_s_own_federated_dataset_form() -> None:
+    from datasets import Dataset
+
+    from flwr_fisher.tasks.dirichlet_client import DirichletClientPartitioner
+
+    partitioner = DirichletClientPartitioner(3, "kind", alpha=1.0, seed=0)
+    partitioner.dataset = Dataset.from_dict({"kind": ["a", "b", "c"] * 20})
+    sizes = [len(partitioner.load_partition(i)) for i in range(3)]
+    assert sum(sizes) == 60
+    assert partitioner.num_partitions == 3
+
+
+# --- errors
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(UnknownNameError, match="dirichlet-client, dirichlet-class"):
+        make_partitioner("dirichlet", num_partitions=2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("num_partitions", 0),
+        ("classes_per_client", 0),
+        ("shards_per_client", -1),
+        ("alpha", 0.0),
+        ("alpha", math.inf),
+        ("alpha", math.nan),
+        ("seed", -1),
+    ],
+)
+def test_a_number_out_of_range_is_named(argument: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"{argument} must be"):
+        make_partitioner("iid", **{"num_partitions": 2, argument: value})  # type: ignore[arg-type]
+
+
+def test_more_classes_a_client_than_there_are() -> None:
+    with pytest.raises(ConfigurationError, match=r"classes_per_client must be ≤ 10"):
+        split("classes-per-client", classes_per_client=11)
+
+
+@pytest.mark.parametrize("name", ["dirichlet-client", "dirichlet-class"])
+def test_a_client_with_too_few_examples_is_named_with_the_way_out(name: str) -> None:
+    with pytest.raises(DataError) as caught:
+        split(name, num_partitions=300, alpha=0.1, seed=2)
+    message = str(caught.value)
+    for part in (repr(name), "alpha 0.1", "seed 2", "larger alpha", "fewer clients"):
+        assert part in message
+    assert "client " in message
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_more_clients_than_pairs_of_examples(name: str) -> None:
+    with pytest.raises(DataError, match="5 examples for 3 clients"):
+        partition_indices(torch.arange(5) % 2, name, num_partitions=3)
+
+
+def test_a_partitioner_s_own_refusal_becomes_ours() -> None:
+    # Three clients need the class of one example.
+    targets = torch.tensor([0] * 20 + [1])
+    with pytest.raises(DataError, match=r"classes-per-client.*Label: 1"):
+        partition_indices(targets, "classes-per-client", num_partitions=3)
+
+
+def test_classes_that_no_client_holds_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="no client holds the classes") as caught:
+        parts = split("classes-per-client", num_partitions=2)
+    assert len(caught) == 1
+    missing = (label_histogram(TARGETS, parts, 10).sum(dim=0) == 0).nonzero().flatten()
+    assert f"classes {', '.join(map(str, missing.tolist()))};" in str(caught[0].message)
+
+
+def test_histogram_counts_as_a_loop_would() -> None:
+    parts = split("dirichlet-client")
+    counts = label_histogram(TARGETS, parts, 12)
+    assert counts.shape == (10, 12)
+    for part, row in zip(parts, counts.tolist(), strict=True):
+        assert row == [sum(int(TARGETS[i]) == c for i in part) for c in range(12)]
+    assert label_histogram(TARGETS, [[]], 2).tolist() == [[0, 0]]

@@ -1,0 +1,167 @@
+from typing import Any
+
+import pytest
+import torch
+
+from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
+from flwr_fisher.tasks import Task, load_task, task
+
+
+def digits(**changes: Any) -> Task:
+    arguments = {
+        "dataset": "digits",
+        "model": "lenet",
+        "partition": "dirichlet-client",
+        "alpha": 0.5,
+        "num_partitions": 4,
+    }
+    return load_task(**{**arguments, **changes})
+
+
+def test_two_processes_would_agree() -> None:
+    first = digits(validation=50, seed=3)
+    task._share_out.cache_clear()
+    again = digits(validation=50, seed=3)
+    assert first is not again
+    assert first.parts == again.parts
+    assert first.validation is not None
+    assert again.validation is not None
+    assert torch.equal(first.validation.data, again.validation.data)
+    for p, q in zip(
+        first.make_model().parameters(), again.make_model().parameters(), strict=True
+    ):
+        assert torch.equal(p, q)
+    other = digits(validation=50, seed=4)
+    assert other.parts != first.parts
+    weights = [t.make_model().get_parameter("fc3.weight") for t in (first, other)]
+    assert not torch.equal(*weights)
+
+
+def test_clients_share_the_whole_training_set() -> None:
+    whole = digits()
+    assert whole.num_partitions == 4
+    everyone = sorted(index for part in whole.parts for index in part)
+    assert everyone == list(range(1437))
+    assert whole.validation is None
+    sizes = [whole.num_examples(i) for i in range(4)]
+    assert whole.label_histogram().sum(dim=1).tolist() == sizes
+    classes = whole.data.train.targets.bincount()
+    assert torch.equal(whole.label_histogram().sum(dim=0), classes)
+
+
+@pytest.mark.parametrize("hold_out", [True, False])
+def test_validation_examples_come_from_the_training_set(hold_out: bool) -> None:
+    held = digits(validation=100, hold_out=hold_out)
+    everyone = sorted(index for part in held.parts for index in part)
+    assert len(everyone) == len(set(everyone)) == (1337 if hold_out else 1437)
+    kept = sorted(set(range(1437)) - set(everyone))
+    assert held.validation is not None
+    assert len(held.validation) == 100
+    if hold_out:  # what the clients lack is what the server has
+        expected = held.data.train.data[kept].flatten(1).sort(dim=0).values
+        found = held.validation.data.flatten(1).sort(dim=0).values
+        assert torch.equal(found, expected)
+    # Uniform: it has every class.
+    assert held.validation.targets.bincount(minlength=10).min() > 0
+
+
+def test_holding_out_does_not_change_which_examples_are_drawn() -> None:
+    a, b = digits(validation=100), digits(validation=100, hold_out=False)
+    assert a.validation is not None
+    assert b.validation is not None
+    assert torch.equal(a.validation.data, b.validation.data)
+
+
+def test_train_loader_reads_a_client_s_examples_once_an_epoch() -> None:
+    one = digits()
+    loader = one.train_loader(1, 32)
+    batches = list(loader)
+    sizes = [len(y) for _, y in batches]
+    assert set(sizes[:-1]) <= {32}
+    assert sum(sizes) == one.num_examples(1)
+    x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+    expected, labels = one.data.train[list(one.parts[1])]
+    columns = torch.cat([x.flatten(1), y[:, None]], dim=1).tolist()
+    assert sorted(columns) == sorted(
+        torch.cat([expected.flatten(1), labels[:, None]], dim=1).tolist()
+    )
+
+
+def test_train_order_comes_from_the_global_generator() -> None:
+    loader = digits().train_loader(0, 32)
+
+    def labels() -> list[int]:
+        return [int(label) for _, y in loader for label in y]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first, second = labels(), labels()
+        torch.manual_seed(0)
+        assert labels() == first
+    assert first != second
+
+
+def test_eval_loaders_read_in_order() -> None:
+    one = digits(validation=20)
+    labels = torch.cat([y for _, y in one.test_loader(batch_size=100)])
+    assert torch.equal(labels, one.data.test.targets)
+    assert [len(y) for _, y in one.test_loader()] == [360]
+    assert one.validation is not None
+    batches = list(one.eval_loader(one.validation, batch_size=8))
+    assert [len(y) for _, y in batches] == [8, 8, 4]
+    assert torch.equal(batches[1][0], one.validation[list(range(8, 16))][0])
+
+
+def test_a_model_learns_from_its_loader() -> None:
+    one = digits(partition="iid", num_partitions=1)
+    model = one.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(8):
+            for x, y in one.train_loader(0, 64):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in one.test_loader())
+    assert right / 360 > 0.85
+
+
+def test_repr_is_short() -> None:
+    assert repr(digits(validation=20)) == (
+        "Task(ImageData(1437 + 360 images, 1x8x8, 10 classes), 4 clients,"
+        " model 'lenet', seed 0, 20 for validation)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dataset": "digit"}, UnknownNameError, "dataset 'digit'"),
+        ({"model": "lenet6"}, UnknownNameError, "model 'lenet6'"),
+        ({"partition": "none"}, UnknownNameError, "partition 'none'"),
+        ({"data_dir": "here"}, ConfigurationError, "data-dir"),
+        ({"validation": -1}, ConfigurationError, "validation"),
+        ({"validation": 1437}, ConfigurationError, r"0…1436"),
+        ({"num_partitions": 0}, ConfigurationError, "num_partitions"),
+        ({"num_partitions": 600, "alpha": 0.1}, DataError, r"client \d+ has [01] "),
+    ],
+)
+def test_errors_come_early_and_name_the_culprit(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        digits(**changes)
+
+
+@pytest.mark.parametrize("partition_id", [-1, 4])
+def test_a_client_that_does_not_exist(partition_id: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"in 0…3, not {partition_id}"):
+        digits().train_loader(partition_id, 32)
+
+
+def test_an_empty_batch() -> None:
+    with pytest.raises(ConfigurationError, match="batch_size must be ≥ 1, not 0"):
+        digits().test_loader(0)
