@@ -183,5 +183,6 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     >>> list(shared_state(model))
     ['1.weight', '1.bias']
     """
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)  # both names where tied
+    frozen = {name for name, p in named if not p.requires_grad}
     return {k: v.detach() for k, v in model.state_dict().items() if k not in frozen}

@@ -169,6 +169,8 @@ class CurvatureStrategy(FedAvg):
     def _train(
         self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
     ) -> None:
+        if self.fraction_train == 0.0:  # FedAvg's way to evaluate without training
+            return
         for index, exchange in enumerate(self.exchanges(server_round), start=1):
             place = f"uploads-{server_round:04d}/exchange-{index}"
             nodes = self._sample(grid, server_round)
@@ -284,6 +286,8 @@ class CurvatureStrategy(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample clients and make their messages; `config` is left as it is."""
+        if self.fraction_train == 0.0:
+            return []
         (exchange,) = self.exchanges(server_round)
         self._state = ServerState(arrays_to_tensors(arrays), self._state.extra)
         nodes = self._sample(grid, server_round)
@@ -291,8 +295,10 @@ class CurvatureStrategy(FedAvg):
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord, MetricRecord]:
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check the replies to :meth:`configure_train`'s messages and take the step."""
+        if self.fraction_train == 0.0:
+            return None, None
         replies = list(replies)
         checked = Replies(expected=len(replies))
         for message in replies:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr_fisher.curvature import EXPECTATIONS, STRUCTURES
 from flwr_fisher.errors import ConfigurationError, check_known
-from flwr_fisher.merge import LocalPosterior, merge_fisher, merge_options
+from flwr_fisher.merge import merge_fisher, merge_options
 from flwr_fisher.merge.solvers import Score
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
@@ -36,7 +36,7 @@ class FedFisherOneShot(CurvatureStrategy):
         What clients upload beside their parameters.
     solver : "cg" | "closed-form" | "adam" | "gd", default "cg"
         See :func:`flwr_fisher.merge.merge_fisher`, as for the next ones.
-    anchor, shrink, balance : float, optional
+    anchor, shrink, damping, balance : float, optional
         Regularisation of ``cg``.
     iterations : int, optional
         Of the solver, at most.
@@ -74,6 +74,7 @@ class FedFisherOneShot(CurvatureStrategy):
         solver: str = "cg",
         anchor: float | None = None,
         shrink: float | None = None,
+        damping: float | None = None,
         balance: float | None = None,
         iterations: int | None = None,
         expectation: str = "exact",
@@ -88,6 +89,7 @@ class FedFisherOneShot(CurvatureStrategy):
             solver,
             anchor=anchor,
             shrink=shrink,
+            damping=damping,
             balance=balance,
             iterations=iterations,
         )
@@ -104,12 +106,11 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
         """Merge the uploads."""
-        posteriors = [
-            LocalPosterior(u.payload.params, u.payload.curvature, u.num_examples)
-            for u in uploads
-        ]
         merged = merge_fisher(
-            posteriors, **asdict(self.merge), score=self.score, progress=logger.info
+            [upload.posterior for upload in uploads],
+            **asdict(self.merge),
+            score=self.score,
+            progress=logger.info,
         )
         metrics: dict[str, int | float | list[float]] = {
             "solver-iterations": merged.iterations,

@@ -3,15 +3,15 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
 from flwr_fisher.params import Params
 from flwr_fisher.strategies.state import Upload
-from flwr_fisher.wire import PREFIX, FisherUpload
+from flwr_fisher.wire import PREFIX, FisherUpload, serialized_bytes
 
 __all__ = ["Replies", "read_reply", "read_upload"]
 
@@ -67,7 +67,8 @@ def read_upload(
     payload = FisherUpload.from_arrays(arrays, like)
     weight = metrics[weighted_by_key]
     assert isinstance(weight, int | float)
-    return Upload(node_id, client, weight, payload, metrics)
+    size = serialized_bytes(RecordDict({"arrays": arrays, "metrics": metrics}))
+    return Upload(node_id, client, weight, payload, metrics, size)
 
 
 @dataclass
@@ -101,16 +102,24 @@ class Replies:
         logger.warning("aggregate_train: left out %s: %s", client, error)
 
     def agree(self) -> None:
-        """Reject uploads whose curvature covers other parameters than most do."""
-        layouts = [_layout(upload) for upload in self.accepted]
+        """Reject uploads that differ from most: in what curvature covers, or metrics.
+
+        Flower refuses a whole round whose clients do not report the same metrics.
+        """
+        self._agree(PREFIX, "covers other parameters than most clients' does", _blocks)
+        self._agree("metrics", "has other entries than most clients' have", _metrics)
+
+    def _agree(
+        self, what: str, reason: str, layout_of: Callable[[Upload], tuple[str, ...]]
+    ) -> None:
+        layouts = [layout_of(upload) for upload in self.accepted]
         if len(set(layouts)) < 2:
             return
         common = Counter(layouts).most_common(1)[0][0]
         for upload, layout in zip(list(self.accepted), layouts, strict=True):
             if layout != common:
                 odd = sorted(set(layout) ^ set(common))
-                reason = f"covers other parameters than most clients' do: {odd}"
-                error = WireError(reason, field=PREFIX, node=upload.node_id)
+                error = WireError(f"{reason}: {odd}", field=what, node=upload.node_id)
                 self.accepted.remove(upload)
                 self.reject(upload.client, error)
 
@@ -127,6 +136,13 @@ class Replies:
         )
 
 
-def _layout(upload: Upload) -> Sequence[str]:
+def _blocks(upload: Upload) -> tuple[str, ...]:
     blocks = upload.payload.curvature.blocks()
     return tuple(f"{type(block).__name__}: {list(block.shapes)}" for block in blocks)
+
+
+def _metrics(upload: Upload) -> tuple[str, ...]:
+    return tuple(
+        key if isinstance(value, int | float) else f"{key}[{len(value)}]"
+        for key, value in sorted(upload.metrics.items())
+    )

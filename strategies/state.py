@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from flwr.app import ConfigRecord, MetricRecord
 from flwr.app.typing import ConfigRecordValues
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
+from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.wire import FisherUpload
 
 __all__ = ["CurvatureResult", "Exchange", "ServerState", "Step", "Upload"]
@@ -47,6 +49,8 @@ class Upload:
         What it computed.
     metrics : MetricRecord
         Its metrics.
+    num_bytes : int
+        The serialised size of what it sent.
     """
 
     node_id: int
@@ -54,6 +58,13 @@ class Upload:
     num_examples: float
     payload: FisherUpload
     metrics: MetricRecord
+    num_bytes: int
+
+    @property
+    def posterior(self) -> LocalPosterior:
+        """The upload as the merging functions take it."""
+        payload = self.payload
+        return LocalPosterior(payload.params, payload.curvature, self.num_examples)
 
 
 @dataclass(frozen=True)
@@ -82,13 +93,13 @@ class Step:
         The new state.
     metrics : dict[str, int | float | list[float]]
         What joins the round's aggregated train metrics.
-    details : object
+    details : Any
         What the last step leaves for ``CurvatureResult.details``.
     """
 
     state: ServerState
     metrics: dict[str, int | float | list[float]] = field(default_factory=dict)
-    details: object = None
+    details: Any = None
 
 
 @dataclass(repr=False)
@@ -100,9 +111,9 @@ class CurvatureResult(Result):
     uploads : list[Upload]
         The uploads of the last round's last exchange, in the clients' order; empty if
         a resumed run had nothing left to do.
-    details : object
+    details : Any
         What the strategy reports of its last step; see each strategy.
     """
 
     uploads: list[Upload] = field(default_factory=list)
-    details: object = None
+    details: Any = None

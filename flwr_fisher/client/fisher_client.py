@@ -94,9 +94,7 @@ class FisherClient:
         partition = _partition(context)
         num_examples = _count(self.trainloader, partition)
         names = self._load(_arrays(message))
-        server_round = int(config.get("server-round", 0))
-        seed = derive_seed(int(config.get("seed", 0)), server_round, partition)
-        with seeded(seed):
+        with seeded(_seed(config, partition)):
             metrics = self.train_fn(self.model, self.trainloader, self.device, config)
             arrays = self._upload(names, config)
         logger.info("Partition %s: trained on %s examples", partition, num_examples)
@@ -123,7 +121,10 @@ class FisherClient:
                 " or fraction_evaluate=0.0 to the strategy"
             )
         self._load(_arrays(message))
-        loss, accuracy, n = score(self.model, self.valloader, self.device, self.loss_fn)
+        with seeded(_seed(_config(message), _partition(context))):
+            loss, accuracy, n = score(
+                self.model, self.valloader, self.device, self.loss_fn
+            )
         record = MetricRecord({"num-examples": n, "loss": loss, "accuracy": accuracy})
         return _reply(message, record)
 
@@ -210,6 +211,11 @@ def _config(message: Message) -> dict[str, Any]:
 
 def _partition(context: Context) -> int:
     return int(context.node_config.get("partition-id", context.node_id))
+
+
+def _seed(config: Mapping[str, Any], partition: int) -> int:
+    server_round = int(config.get("server-round", 0))
+    return derive_seed(int(config.get("seed", 0)), server_round, partition)
 
 
 def _count(loader: Loader, partition: int) -> int:

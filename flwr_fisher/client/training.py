@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.errors import DataError, check_range
+from flwr_fisher.errors import ConfigurationError, DataError, check_range
 
 __all__ = ["Loader", "LocalSGD", "Loss", "TrainFn", "score"]
 
@@ -65,6 +65,10 @@ class LocalSGD:
     ) -> dict[str, float]:
         """Train the model in place; return ``train_loss``, the last epoch's mean."""
         trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigurationError(
+                "the model has no trainable parameter: set requires_grad on some"
+            )
         optimizer = torch.optim.SGD(
             trained,
             float(config.get("lr", self.lr)),

@@ -1,6 +1,11 @@
 """What a model's loss looks like around its parameters. Works without Flower."""
 
-from flwr_fisher.curvature.base import Blocks, Curvature, WeightedSum
+from flwr_fisher.curvature.base import (
+    Blocks,
+    Curvature,
+    WeightedSum,
+    aligned_blocks,
+)
 from flwr_fisher.curvature.dense import Dense
 from flwr_fisher.curvature.diagonal import Diagonal
 from flwr_fisher.curvature.fisher import ENGINES, EXPECTATIONS, STRUCTURES, fisher
@@ -16,5 +21,6 @@ __all__ = [
     "Diagonal",
     "Kronecker",
     "WeightedSum",
+    "aligned_blocks",
     "fisher",
 ]

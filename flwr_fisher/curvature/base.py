@@ -1,15 +1,15 @@
 """What every curvature can do, and the lazy weighted sum of several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import Params, select
+from flwr_fisher.params import Params, flatten, select, unflatten
 
-__all__ = ["Blocks", "Curvature", "WeightedSum"]
+__all__ = ["Blocks", "Curvature", "WeightedSum", "aligned_blocks"]
 
 
 class Curvature(ABC):
@@ -46,11 +46,18 @@ class Curvature(ABC):
     def nbytes(self) -> int:
         """Bytes held by the tensors of this curvature."""
 
-    def shrunk(self, amount: float) -> "Curvature":
-        """Return a copy whose correlations between inputs are scaled by 1 - amount.
+    def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Curvature":
+        """Return a copy that trusts its sample's correlations less.
 
-        A diagonal has none, so it returns itself; :class:`Kronecker` and :class:`Dense`
-        say what they do.
+        :class:`Kronecker` and :class:`Dense` say what they do; a diagonal has no
+        correlations and returns itself.
+
+        Parameters
+        ----------
+        shrink : float
+            In [0, 1], for correlations between inputs.
+        damping : float
+            In [0, 1], for those between outputs.
         """
         return self
 
@@ -111,9 +118,11 @@ class Blocks(Curvature):
         """Return the curvature with each child scaled."""
         return Blocks([c.scaled(factor) for c in self.children])
 
-    def shrunk(self, amount: float) -> "Blocks":
-        """Return the curvature with each child shrunk."""
-        return Blocks([c.shrunk(amount) for c in self.children])
+    def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Blocks":
+        """Return the curvature with each child regularised."""
+        return Blocks(
+            [c.regularised(shrink=shrink, damping=damping) for c in self.children]
+        )
 
     def to_dense(self) -> Tensor:
         """Return the children's dense matrices along the diagonal of one."""
@@ -187,13 +196,16 @@ class WeightedSum(Curvature):
         """Return the sum with every weight scaled; no tensor is touched."""
         return WeightedSum(self.terms, [w * factor for w in self.weights])
 
-    def shrunk(self, amount: float) -> "WeightedSum":
-        """Return the sum of the shrunk terms."""
-        return WeightedSum([t.shrunk(amount) for t in self.terms], self.weights)
+    def regularised(
+        self, *, shrink: float = 0.0, damping: float = 0.0
+    ) -> "WeightedSum":
+        """Return the sum of the regularised terms."""
+        terms = [t.regularised(shrink=shrink, damping=damping) for t in self.terms]
+        return WeightedSum(terms, self.weights)
 
     def to_dense(self) -> Tensor:
         """Return the weighted sum of the terms' dense matrices."""
-        parts = [weight * term.to_dense() for weight, term in self]
+        parts = [weight * _dense_as(term, self.shapes) for weight, term in self]
         return torch.stack(parts).sum(0)
 
     @property
@@ -203,8 +215,23 @@ class WeightedSum(Curvature):
 
     def blocks(self) -> list["WeightedSum"]:
         """Return one weighted sum for each block that all terms share."""
-        per_term = [term.blocks() for term in self.terms]
-        layouts = [[list(block.shapes) for block in blocks] for blocks in per_term]
-        if any(layout != layouts[0] for layout in layouts[1:]):
-            return [self]
-        return [WeightedSum(b, self.weights) for b in zip(*per_term, strict=True)]
+        return [WeightedSum(b, self.weights) for b in aligned_blocks(self.terms)]
+
+
+def aligned_blocks(curvatures: Sequence[Curvature]) -> list[tuple[Curvature, ...]]:
+    """Return, for each block that all curvatures share, every curvature's part.
+
+    Where they are not made of the same blocks, all of each is one block.
+    """
+    per_curvature = [curvature.blocks() for curvature in curvatures]
+    layouts = [[list(block.shapes) for block in blocks] for blocks in per_curvature]
+    if any(layout != layouts[0] for layout in layouts[1:]):
+        return [tuple(curvatures)]
+    return list(zip(*per_curvature, strict=True))
+
+
+def _dense_as(curvature: Curvature, names: Iterable[str]) -> Tensor:
+    """Return the dense matrix with its rows in another order of the parameters."""
+    rows = unflatten(torch.arange(curvature.numel()), curvature.shapes)
+    order = flatten(select(rows, names))
+    return curvature.to_dense()[order][:, order]

@@ -49,10 +49,13 @@ class Dense(Curvature):
         """Return the matrix times a factor."""
         return Dense(self.shapes, self.matrix * factor)
 
-    def shrunk(self, amount: float) -> "Dense":
-        """Return the matrix with its off-diagonal entries scaled by 1 - amount."""
+    def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Dense":
+        """Return the matrix with its off-diagonal entries scaled by ``1 - shrink``.
+
+        Inputs and outputs are not told apart, so `damping` does nothing.
+        """
         kept = torch.diag(self.matrix.diagonal())
-        return Dense(self.shapes, torch.lerp(self.matrix, kept, amount))
+        return Dense(self.shapes, torch.lerp(self.matrix, kept, shrink))
 
     def to_dense(self) -> Tensor:
         """Return the matrix itself."""

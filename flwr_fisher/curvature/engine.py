@@ -4,7 +4,8 @@ One forward pass a batch; then one backward pass for each column of the likeliho
 factor, which goes only as far as the layers' outputs: gradients of weights are never
 formed for a whole batch, and K-FAC's input factors are taken once a batch. Parameters
 outside linear and convolution layers, and those of a layer that is not called exactly
-once through its own ``forward``, get their exact diagonal from per-example Jacobians.
+once through its own ``forward``, one row an example, get their exact diagonal from
+per-example Jacobians.
 """
 
 import torch
@@ -18,7 +19,7 @@ from flwr_fisher.curvature.jacobians import (
     DiagonalJacobian,
     JacobianMoments,
 )
-from flwr_fisher.curvature.layers import input_columns, output_columns
+from flwr_fisher.curvature.layers import fits, input_columns, output_columns
 from flwr_fisher.curvature.likelihood import categorical_factors
 from flwr_fisher.curvature.moments import (
     DiagonalMoments,
@@ -71,6 +72,11 @@ class Engine:
                     f"layer '{name}' was called {len(taps[name])} times in one batch "
                     "and once in the first; its calls must not depend on the data"
                 )
+            if (rows := taps[name][0].inputs.shape[0]) != len(logits):
+                raise StructureError(
+                    f"layer '{name}' was called with {rows} rows for a batch of "
+                    f"{len(logits)}, and with one row an example in the first batch"
+                )
             moments.add_inputs(_input_columns(moments.layer, taps[name][0]))
         edges = [taps[name][0].output for name in self.moments]
         for k, factor in enumerate(factors, start=1):
@@ -117,10 +123,14 @@ def _explains(layer: TappableLayer, tap: Tap, logits: Tensor) -> bool:
     """Return whether inputs and output gradients reproduce the layer's gradient.
 
     They do not if the weight is also used outside the layer's own call, or if a
-    subclass computes something else: then per-example Jacobians take over.
+    subclass computes something else; nor do they give one example's gradient where the
+    layer's rows are not the batch's examples (a model that folds time into the batch,
+    or puts time first). Then per-example Jacobians take over.
     """
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(logits.shape, generator=generator).to(logits)
+    some = (len(logits) + 1) // 2
+    probe[some:] = 0  # so the other rows' gradients are exactly zero
     # With a frozen bias, `bias` is a parameter that needs no gradient.
     parameters = [layer.layer.weight]
     if layer.bias is not None and layer.layer.bias is not None:
@@ -130,6 +140,10 @@ def _explains(layer: TappableLayer, tap: Tap, logits: Tensor) -> bool:
         logits, edges, probe, retain_graph=True, allow_unused=True
     )
     if output is None or any(gradient is None for gradient in gradients):
+        return False
+    if len(output) != len(logits) or output[some:].any():
+        return False
+    if not fits(layer.layer, tap.inputs.shape, output.shape):
         return False
     g = output_columns(layer.layer, output)
     seen = torch.einsum("ngot,ngit->goi", g, _input_columns(layer, tap))

@@ -1,11 +1,14 @@
 """Per-example Jacobians through ``torch.func``: exact for any parameter, and slow."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flwr_fisher.curvature.base import Curvature
 from flwr_fisher.curvature.dense import Dense
@@ -44,7 +47,8 @@ class JacobianMoments(ABC):
             torch.split(inputs, chunk), torch.split(factors, chunk, 1), strict=True
         ):
             try:
-                rows = jacobian(self.params, x)
+                with _without_slow_fallbacks():
+                    rows = jacobian(self.params, x)
             except RuntimeError as error:
                 raise StructureError(
                     f"no per-example gradients for {list(self.params)}, which are not "
@@ -60,6 +64,14 @@ class JacobianMoments(ABC):
         state = (params | self.rest,)
         output: Tensor = functional_call(self.model, state, (x.unsqueeze(0),))
         return output.squeeze(0)
+
+
+@contextmanager
+def _without_slow_fallbacks() -> Iterator[None]:
+    """Take attention's form that vmap has a rule for; be quiet where it has none."""
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
 
 
 class DiagonalJacobian(JacobianMoments):

@@ -100,13 +100,20 @@ class Kronecker(Curvature):
         """Return the curvature with `G` scaled."""
         return self._with(self.A, self.G * factor)
 
-    def shrunk(self, amount: float) -> "Kronecker":
-        """Return the curvature with ``A <- (1 - amount) A + amount diag(A)``.
+    def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Kronecker":
+        r"""Return the layer with its factors drawn towards simpler ones.
 
-        RegMean (Jin et al. 2023) does the same to its input Gram matrices.
+        :math:`A \leftarrow (1 - s) A + s \operatorname{diag} A`, as in RegMean (Jin et
+        al. 2023), and :math:`G \leftarrow (1 - t) G + t\,(\operatorname{tr} G/m)\,I`
+        (Ledoit & Wolf 2004), group by group. Traces stay as they are.
         """
         kept = torch.diag_embed(self.A.diagonal(dim1=-2, dim2=-1))
-        return self._with(torch.lerp(self.A, kept, amount), self.G)
+        eye = torch.eye(self.G.shape[-1], dtype=self.G.dtype, device=self.G.device)
+        mean = self.G.diagonal(dim1=-2, dim2=-1).mean(-1)
+        return self._with(
+            torch.lerp(self.A, kept, shrink),
+            torch.lerp(self.G, mean.reshape(-1, 1, 1) * eye, damping),
+        )
 
     def _with(self, A: Tensor, G: Tensor) -> "Kronecker":
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)

@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["KRONECKER_LAYERS", "KroneckerLayer", "input_columns", "output_columns"]
+__all__ = [
+    "KRONECKER_LAYERS",
+    "KroneckerLayer",
+    "fits",
+    "input_columns",
+    "output_columns",
+]
 
 KroneckerLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 KRONECKER_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -53,6 +59,24 @@ def output_columns(layer: KroneckerLayer, outputs: Tensor) -> Tensor:
         return flat.mT.unsqueeze(1)
     n, groups = outputs.shape[0], layer.groups
     return outputs.reshape(n, groups, outputs.shape[1] // groups, -1)
+
+
+def fits(layer: KroneckerLayer, inputs: torch.Size, outputs: torch.Size) -> bool:
+    """Return whether these are the shapes of one plain call of the layer."""
+    if isinstance(layer, nn.Linear):
+        rows, columns = layer.weight.shape
+        plain = len(inputs) > 1 and inputs[-1] == columns
+        return plain and outputs == torch.Size([*inputs[:-1], rows])
+    spatial = len(layer.kernel_size)
+    if len(inputs) != 2 + spatial or inputs[1] != layer.in_channels:
+        return False
+    padding = _padding(layer)[::-1]
+    sizes = []
+    for axis in range(spatial):
+        size = inputs[2 + axis] + padding[2 * axis] + padding[2 * axis + 1]
+        reach = layer.dilation[axis] * (layer.kernel_size[axis] - 1) + 1
+        sizes.append((size - reach) // layer.stride[axis] + 1)
+    return outputs == torch.Size([inputs[0], layer.out_channels, *sizes])
 
 
 def _patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def categorical_factors(logits: Tensor) -> Tensor:
     q_before = p.flip(1).cumsum(1).flip(1)
     q = torch.cat([q_before[:, 1:], torch.zeros_like(q_before[:, :1])], dim=1)
     tiny = torch.finfo(p.dtype).tiny
-    pivot = (p * q / q_before.clamp_min(tiny)).sqrt()
+    pivot = (p * (q / q_before.clamp_min(tiny))).sqrt()
     columns = torch.diag_embed(pivot)
     below = torch.tril(p.unsqueeze(2) / q.clamp_min(tiny).unsqueeze(1), diagonal=-1)
     columns = columns - below * pivot.unsqueeze(1)

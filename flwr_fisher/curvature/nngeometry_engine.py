@@ -47,8 +47,13 @@ def nngeometry_fisher(
         raise DataError("the loader has no examples, so there is no Fisher to take")
     layers = dict(_layers(model))
     kind = {"kfac": PMatKFAC, "diagonal": PMatDiag, "dense": PMatDense}[structure]
-    # It wants a DataLoader, whose sampler tells it the number of examples.
-    loader = DataLoader(TensorDataset(torch.cat(batches)), batch_size=len(batches[0]))
+    # It wants a DataLoader, whose sampler tells it the number of examples; with its own
+    # generator the loader draws nothing from torch's.
+    loader = DataLoader(
+        TensorDataset(torch.cat(batches)),
+        batch_size=len(batches[0]),
+        generator=torch.Generator(),
+    )
     matrix = FIM(model, loader, kind, "classif_logits", device=str(batches[0].device))
     if structure == "kfac":
         found = dict(matrix.data)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,12 @@ def tapped_forward(
     handles = []
 
     def catch(name: str) -> None:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            taps[name].append(Tap(args[0].detach(), get_gradient_edge(output)))
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            # Without an input by position, or a gradient, there is nothing to catch.
+            if not (args and isinstance(args[0], Tensor)):
+                return
+            if isinstance(output, Tensor) and output.requires_grad:
+                taps[name].append(Tap(args[0].detach(), get_gradient_edge(output)))
 
         handles.append(layers[name].layer.register_forward_hook(hook))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import Diagonal, WeightedSum
+from flwr_fisher.curvature import Diagonal, WeightedSum, aligned_blocks
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.merge.options import MergeOptions, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors, fedavg
@@ -19,7 +19,7 @@ from flwr_fisher.merge.solvers import (
     gradient_descent,
     paper_adam,
 )
-from flwr_fisher.params import Params, add, norm, select, subtract
+from flwr_fisher.params import Params, add, norm, scale, select, subtract
 
 __all__ = ["MergeResult", "fisher_merge", "merge_fisher"]
 
@@ -52,11 +52,24 @@ class MergeResult:
 
 @dataclass(frozen=True)
 class _Block:
-    """One independent system, ``(curvature + ridge I) delta = rhs``."""
+    """One independent system, ``(curvature + ridge I) delta = rhs``, over `unit`."""
 
     curvature: WeightedSum
     rhs: dict[str, Tensor]
     ridge: float
+    unit: float = 1.0
+
+    def normalised(self) -> "_Block":
+        """Return the same system with a mean eigenvalue of 1.
+
+        Confident clients' curvatures may be so small that float32 cannot hold the
+        squares that a solver takes.
+        """
+        unit = self.curvature.trace() / self.curvature.numel()
+        if not unit > 0:
+            return self
+        curvature = self.curvature.scaled(1 / unit)
+        return _Block(curvature, scale(self.rhs, 1 / unit), self.ridge / unit, unit)
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         product = self.curvature.matvec(vector)
@@ -69,6 +82,7 @@ def merge_fisher(
     solver: str = "cg",
     anchor: float | None = None,
     shrink: float | None = None,
+    damping: float | None = None,
     balance: float | None = None,
     iterations: int | None = None,
     tolerance: float = 1e-6,
@@ -103,11 +117,16 @@ def merge_fisher(
         the layer's :math:`\sum_i w_i F_i`. Default 0.1 with ``cg``, otherwise 0.
     shrink : float, optional
         In [0, 1]: scales correlations between a layer's inputs by ``1 - shrink``.
-        Default 0.3 with ``cg``, otherwise 0. No effect on a diagonal.
+        Default 0.1 with ``cg``, otherwise 0.
+    damping : float, optional
+        In [0, 1]: draws the second moment of a layer's output gradients towards the
+        multiple of the identity with the same trace; a client that is sure of nearly
+        every example estimates it from few. K-FAC only. Default 0.1 with ``cg``,
+        otherwise 0.
     balance : float, optional
-        :math:`\gamma` in [0, 1]: :math:`w_i \propto p_i / (\operatorname{tr} F_i)
-        ^\gamma`, since an over-confident client's Fisher is small. Default 0.5 with
-        ``cg``, otherwise 0.
+        :math:`\gamma` in [0, 1]: in layer :math:`\ell`,
+        :math:`w_i \propto p_i / (\operatorname{tr} F_{i\ell})^\gamma`, since an
+        over-confident client's Fisher is small. Default 1 with ``cg``, otherwise 0.
     iterations : int, optional
         At most this many: by default 100 (``cg``) or 2000 (``adam``, ``gd``).
     tolerance : float, default 1e-6
@@ -150,6 +169,7 @@ def merge_fisher(
         solver,
         anchor=anchor,
         shrink=shrink,
+        damping=damping,
         balance=balance,
         iterations=iterations,
         tolerance=tolerance,
@@ -159,12 +179,11 @@ def merge_fisher(
         raise ConfigurationError(f"score is for solver='adam', not '{solver}'")
     check_posteriors(posteriors)
     mean = fedavg(posteriors)
-    weights, shares = _weights(posteriors, options.balance)
-    curvatures = [p.curvature.shrunk(options.shrink) for p in posteriors]
-    blocks = _blocks(WeightedSum(curvatures, weights), posteriors, mean, options.anchor)
+    blocks, shares = _blocks(posteriors, mean, options)
 
     def merged(delta: Params) -> dict[str, Tensor]:
-        return {k: v + delta[k] if k in delta else v for k, v in mean.items()}
+        steps = {k: step.to(mean[k].dtype) for k, step in delta.items()}
+        return {k: v + steps[k] if k in steps else v for k, v in mean.items()}
 
     if solver == "adam":
         scored = None if score is None else (lambda delta: score(merged(delta)))
@@ -183,40 +202,42 @@ def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
     return merge_fisher(posteriors, solver="closed-form").params
 
 
-def _weights(
-    posteriors: Sequence[LocalPosterior], balance: float
-) -> tuple[list[float], list[float]]:
-    """Return each client's weight, and its share of the sum's trace."""
-    traces = [p.curvature.trace() for p in posteriors]
-    # A client without any curvature (every prediction certain) has nothing to balance.
+def _blocks(
+    posteriors: Sequence[LocalPosterior], mean: Params, options: MergeOptions
+) -> tuple[list[_Block], list[float]]:
+    """Set up each layer's system for the step away from the mean.
+
+    Also return each client's share of all layers' traces.
+    """
+    curvatures = [
+        p.curvature.regularised(shrink=options.shrink, damping=options.damping)
+        for p in posteriors
+    ]
+    examples = [posterior.num_examples for posterior in posteriors]
+    blocks, shares = [], [0.0] * len(posteriors)
+    for parts in aligned_blocks(curvatures):
+        traces = [part.trace() for part in parts]
+        weights = _weights(examples, traces, options.balance)
+        total = WeightedSum(parts, weights)
+        rhs = {name: torch.zeros_like(mean[name]) for name in total.shapes}
+        for (weight, part), posterior in zip(total, posteriors, strict=True):
+            away = subtract(select(posterior.params, rhs), select(mean, rhs))
+            rhs = add(rhs, part.matvec(away), weight)
+        ridge = options.anchor * total.trace() / total.numel()
+        blocks.append(_Block(total, rhs, ridge))
+        shares = [s + w * t for s, w, t in zip(shares, weights, traces, strict=True)]
+    return blocks, _normalised(shares) if sum(shares) else _normalised(examples)
+
+
+def _weights(examples: list[float], traces: list[float], balance: float) -> list[float]:
+    # A client that is certain of everything has no curvature, and nothing to balance.
     powers = [trace**balance if trace > 0 else 1.0 for trace in traces]
-    weights = _normalised(
-        [p.num_examples / power for p, power in zip(posteriors, powers, strict=True)]
-    )
-    parts = [weight * trace for weight, trace in zip(weights, traces, strict=True)]
-    return weights, _normalised(parts) if sum(parts) else weights
+    return _normalised([n / power for n, power in zip(examples, powers, strict=True)])
 
 
 def _normalised(values: list[float]) -> list[float]:
     total = sum(values)
     return [value / total for value in values]
-
-
-def _blocks(
-    total: WeightedSum,
-    posteriors: Sequence[LocalPosterior],
-    mean: Params,
-    anchor: float,
-) -> list[_Block]:
-    """Set up each layer's system for the step away from the mean."""
-    rhs = {name: torch.zeros_like(mean[name]) for name in total.shapes}
-    for (weight, curvature), posterior in zip(total, posteriors, strict=True):
-        away = subtract(select(posterior.params, rhs), select(mean, rhs))
-        rhs = add(rhs, curvature.matvec(away), weight)
-    return [
-        _Block(block, select(rhs, block.shapes), anchor * block.trace() / block.numel())
-        for block in total.blocks()
-    ]
 
 
 def _block_by_block(
@@ -225,7 +246,7 @@ def _block_by_block(
     delta: dict[str, Tensor] = {}
     curves = []
     steps, tolerance = options.iterations, options.tolerance
-    for block in blocks:
+    for block in (block.normalised() for block in blocks):
         if options.solver == "closed-form":
             solution, norms = _closed_form(block)
         elif options.solver == "cg":
@@ -237,7 +258,7 @@ def _block_by_block(
                 block.matvec, block.rhs, iterations=steps, tolerance=tolerance
             )
         delta |= solution
-        curves.append(norms)
+        curves.append([value * block.unit for value in norms])
         if progress is not None:
             left = norms[-1] / norms[0] if norms[0] else 0.0
             progress(

@@ -10,8 +10,9 @@ SOLVERS = ("cg", "closed-form", "adam", "gd")
 
 # Chosen on validation data, see benchmarks/results/fedfisher_defaults.md. The other
 # solvers reproduce the papers unless told otherwise.
-_CG = {"anchor": 0.1, "shrink": 0.3, "balance": 0.5, "iterations": 100}
-_PAPER = {"anchor": 0.0, "shrink": 0.0, "balance": 0.0, "iterations": 2000}
+_CG = {"anchor": 0.1, "shrink": 0.1, "damping": 0.1, "balance": 1.0}
+_PAPER = {"anchor": 0.0, "shrink": 0.0, "damping": 0.0, "balance": 0.0}
+_ITERATIONS = {"cg": 100}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class MergeOptions:
     solver: str
     anchor: float
     shrink: float
+    damping: float
     balance: float
     iterations: int
     tolerance: float
@@ -30,6 +32,7 @@ class MergeOptions:
         check_known("solver", self.solver, SOLVERS)
         check_range("anchor", self.anchor, 0)
         check_range("shrink", self.shrink, 0, 1)
+        check_range("damping", self.damping, 0, 1)
         check_range("balance", self.balance, 0, 1)
         check_range("iterations", self.iterations, 1)
         check_range("tolerance", self.tolerance, 0, 1)
@@ -41,6 +44,7 @@ def merge_options(
     *,
     anchor: float | None = None,
     shrink: float | None = None,
+    damping: float | None = None,
     balance: float | None = None,
     iterations: int | None = None,
     tolerance: float = 1e-6,
@@ -58,8 +62,9 @@ def merge_options(
         solver=solver,
         anchor=default["anchor"] if anchor is None else anchor,
         shrink=default["shrink"] if shrink is None else shrink,
+        damping=default["damping"] if damping is None else damping,
         balance=default["balance"] if balance is None else balance,
-        iterations=int(default["iterations"]) if iterations is None else iterations,
+        iterations=_ITERATIONS.get(solver, 2000) if iterations is None else iterations,
         tolerance=tolerance,
         lr=lr,
     )

@@ -41,7 +41,7 @@ def regmean(
     check_range("off_diagonal", off_diagonal, 0, 1)
     check_posteriors(posteriors)
     total = WeightedSum(
-        [p.curvature.shrunk(1 - off_diagonal) for p in posteriors],
+        [p.curvature.regularised(shrink=1 - off_diagonal) for p in posteriors],
         [p.num_examples / sum(q.num_examples for q in posteriors) for p in posteriors],
     )
     merged = fedavg(posteriors)

@@ -9,6 +9,7 @@ from flwr_fisher.tasks.images import ImageData, Images
 from flwr_fisher.tasks.models import MODELS, make_model
 from flwr_fisher.tasks.partitioners import PARTITIONS, make_partitioner
 from flwr_fisher.tasks.partitions import label_histogram, partition_indices
+from flwr_fisher.tasks.run_config import task_from_run_config
 from flwr_fisher.tasks.task import Task, load_task
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "make_model",
     "make_partitioner",
     "partition_indices",
+    "task_from_run_config",
 ]

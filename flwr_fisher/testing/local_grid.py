@@ -152,9 +152,21 @@ class LocalGrid(Grid):
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(code=code, reason=reason), reply_to=message)
+        if reply.metadata.reply_to_message_id != message.metadata.message_id:
+            return _astray(message, reply)
         if reply.has_content():
             reply.content = _serialised(reply.content)
         return reply
+
+
+def _astray(message: Message, reply: Message) -> Message:
+    """Flower's mods answer the client's reply where they refuse it, not the request.
+
+    A SuperLink drops such an answer, and the server waits until its time is up.
+    """
+    said = reply.error.reason if reply.has_error() else "no error"
+    reason = f"the reply answers another message, so a SuperLink drops it: {said}"
+    return Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)
 
 
 def _serialised(content: RecordDict) -> RecordDict:

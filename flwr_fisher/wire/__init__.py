@@ -6,12 +6,14 @@ from flwr_fisher.wire.payload import (
     arrays_to_tensors,
     tensors_to_arrays,
 )
+from flwr_fisher.wire.size import serialized_bytes
 
 __all__ = [
     "PREFIX",
     "FisherUpload",
     "arrays_to_tensors",
     "curvature_to_tensors",
+    "serialized_bytes",
     "tensors_to_arrays",
     "tensors_to_curvature",
 ]

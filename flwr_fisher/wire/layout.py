@@ -74,25 +74,25 @@ def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curva
     Raises
     ------
     WireError
-        Naming the first key that is unknown, missing, misshapen, not symmetric or
-        negative on the diagonal.
+        Naming the first key that is unknown, missing, misshapen, of another dtype than
+        its parameter, not symmetric or negative on the diagonal.
     """
     diagonal: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
     layers: list[Curvature] = []
     for key, tensor in tensors.items():
         if key.startswith(_DIAGONAL):
-            name = _known(key, key.removeprefix(_DIAGONAL), params)
+            name = _known(key, key.removeprefix(_DIAGONAL), tensor, params)
             if tensor.shape != params[name].shape:
                 raise _misshapen(key, tensor, tuple(params[name].shape))
             if (tensor < 0).any():
                 raise WireError("a diagonal must not be negative", field=key)
             diagonal[name] = tensor
         elif key.startswith(_DENSE):
-            rows[_known(key, key.removeprefix(_DENSE), params)] = tensor
+            rows[_known(key, key.removeprefix(_DENSE), tensor, params)] = tensor
         elif key.startswith(_KFAC) and key.endswith("/A"):
             layers.append(_kronecker(key, tensors, params))
-        elif not (key.startswith(_KFAC) and f"{key[:-1]}A" in tensors):
+        elif not (key.startswith(_KFAC) and _is_partner(key, tensors)):
             raise WireError("unknown key", field=key)
     if rows:
         layers.append(_dense(rows, params))
@@ -106,13 +106,19 @@ def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curva
         raise WireError(str(error), field=PREFIX) from error
 
 
+def _is_partner(key: str, tensors: Mapping[str, Tensor]) -> bool:
+    return key.endswith("/G") and f"{key[:-1]}A" in tensors
+
+
 def _is_layer(parts: list[Curvature]) -> bool:
     return isinstance(parts[0], Kronecker)
 
 
-def _known(key: str, name: str, params: Params) -> str:
+def _known(key: str, name: str, tensor: Tensor, params: Params) -> str:
     if name not in params:
         raise WireError("the model has no such parameter", field=key)
+    if tensor.dtype != (expected := params[name].dtype):
+        raise WireError(f"dtype {tensor.dtype}, expected {expected}", field=key)
     return name
 
 
@@ -121,16 +127,19 @@ def _misshapen(key: str, tensor: Tensor, expected: object) -> WireError:
 
 
 def _kronecker(key: str, tensors: Mapping[str, Tensor], params: Params) -> Kronecker:
-    weight = _known(key, key.removeprefix(_KFAC).removesuffix("/A"), params)
+    name = key.removeprefix(_KFAC).removesuffix("/A")
     partner = f"{key[:-1]}G"
     if partner not in tensors:
         raise WireError("missing", field=partner)
     A, G = tensors[key], tensors[partner]
+    weight = _known(key, name, A, params)
+    _known(partner, name, G, params)
     shape = params[weight].shape
+    if len(shape) < 2 or A.dim() != 3 or shape[0] % max(A.shape[0], 1):
+        raise _misshapen(key, A, f"factors of a weight of shape {tuple(shape)}")
     inputs = shape[1:].numel()
-    with_bias = A.dim() == 3 and A.shape[-1] == inputs + 1
-    bias = weight.removesuffix("weight") + "bias" if with_bias else None
-    if bias is not None and bias not in params:
+    bias = weight.removesuffix("weight") + "bias" if A.shape[-1] > inputs else None
+    if bias is not None and (bias not in params or params[bias].shape != shape[:1]):
         raise _misshapen(key, A, f"[groups, {inputs}, {inputs}]: there is no '{bias}'")
     try:
         layer = Kronecker(weight, shape, A, G, bias)

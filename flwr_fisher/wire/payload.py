@@ -99,16 +99,23 @@ def arrays_to_tensors(record: ArrayRecord) -> dict[str, Tensor]:
     Raises
     ------
     WireError
-        Naming the key of an array that cannot be read, is none that torch knows, or
-        holds a NaN or an infinity.
+        Naming the key of an array that cannot be read, is none that torch knows, is not
+        what it declares to be, or holds a NaN or an infinity.
     """
     tensors = {}
     for key, array in record.items():
         try:
             # np.load's arrays are read-only where they share the message's bytes.
-            tensor = torch.from_numpy(np.array(array.numpy()))
+            values = np.array(array.numpy())
+            tensor = torch.from_numpy(values)
         except Exception as error:  # the bytes are a stranger's: anything can happen
             raise WireError(f"unreadable array: {error}", field=key) from error
+        if (str(values.dtype), values.shape) != (array.dtype, tuple(array.shape)):
+            reason = (
+                f"declared as {array.dtype} of shape {tuple(array.shape)}, but it is "
+                f"{values.dtype} of shape {values.shape}"
+            )
+            raise WireError(reason, field=key)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise WireError("holds NaN or infinity", field=key)
         tensors[key] = tensor

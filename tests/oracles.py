@@ -1,0 +1,209 @@
+"""Slow, obviously correct twins, and small inputs for them.
+
+Everything here is a plain loop in float64: no batching over examples, no vmap, no
+closed form. A test compares the library with one of these.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import Blocks, Curvature, Dense, Diagonal, Kronecker
+from flwr_fisher.merge import LocalPosterior
+
+Tensors = dict[str, Tensor]
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=rng(seed), dtype=dtype)
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Build a model from a seed, and leave torch's own generator alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def flat(tensors: Tensors) -> Tensor:
+    return torch.cat([t.double().reshape(-1) for t in tensors.values()])
+
+
+def cut(vector: Tensor, like: Tensors) -> Tensors:
+    out, start = {}, 0
+    for name, tensor in like.items():
+        out[name] = vector[start : start + tensor.numel()].reshape(tensor.shape)
+        start += tensor.numel()
+    return out
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Return the norm of the difference over the norm of `want`; 0 for 0 and 0."""
+    assert got.shape == want.shape
+    error = (got.double() - want.double()).norm()
+    return float(error / want.double().norm()) if error else 0.0
+
+
+def in_double(model: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
+    twin = copy.deepcopy(model).double().eval()
+    return twin, inputs.double() if inputs.is_floating_point() else inputs
+
+
+# --- the true Fisher ------------------------------------------------------------------
+
+
+def class_gradients(model: nn.Module, inputs: Tensor) -> list[tuple[float, Tensors]]:
+    """Return p_c(x) and the gradient of log p_c(x) for every example x and class c."""
+    model, inputs = in_double(model, inputs)
+    named = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    found = []
+    for x in inputs:
+        log_p = F.log_softmax(model(x.unsqueeze(0)), dim=1)[0]
+        for value in log_p:
+            gradients = torch.autograd.grad(
+                value, list(named.values()), retain_graph=True, allow_unused=True
+            )
+            pairs = zip(named.items(), gradients, strict=True)
+            filled = {k: torch.zeros_like(p) if g is None else g for (k, p), g in pairs}
+            found.append((float(value.detach().exp()), filled))
+    return found
+
+
+def dense_fisher(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the mean over examples of the sum over classes of p g g^T, ``[d, d]``."""
+    parts = [
+        p * torch.outer(flat(g), flat(g)) for p, g in class_gradients(model, inputs)
+    ]
+    return torch.stack(parts).sum(0) / len(inputs)
+
+
+def diagonal_fisher(model: nn.Module, inputs: Tensor) -> Tensors:
+    found = class_gradients(model, inputs)
+    return {
+        name: torch.stack([p * g[name] ** 2 for p, g in found]).sum(0) / len(inputs)
+        for name in found[0][1]
+    }
+
+
+def kinds(curvature: Curvature) -> dict[str, type[Curvature]]:
+    """Return which kind of block each parameter is in."""
+    return {name: type(b) for b in curvature.blocks() for name in b.shapes}
+
+
+# --- small nets and curvatures --------------------------------------------------------
+
+
+def headed(body: nn.Module, shape: Sequence[int], classes: int = 3) -> nn.Module:
+    """Put a linear classifier behind a layer, for inputs ``[n, *shape]``."""
+    body.eval()  # so that looking at the width leaves batch norm's statistics alone
+    with torch.no_grad():
+        width = body(torch.zeros(1, *shape)).numel()
+    return nn.Sequential(body, nn.Tanh(), nn.Flatten(), nn.Linear(width, classes))
+
+
+def small_net() -> nn.Module:
+    """Linear and convolution layers, with and without bias."""
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(2, 3, 2, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(3, 4, bias=False),
+        nn.ReLU(),
+        nn.Linear(4, 3),
+    )
+
+
+SMALL_SHAPE = (1, 4, 4)
+
+
+def random_psd(
+    size: int, rank: int, seed: int, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    rows = randn(seed, rank, size, dtype=dtype)
+    return rows.mT @ rows / rank
+
+
+def random_kronecker(
+    seed: int,
+    weight: str = "w",
+    shape: Sequence[int] = (4, 3),
+    bias: str | None = None,
+    groups: int = 1,
+    rank: int = 2,
+) -> Kronecker:
+    size, out = torch.Size(shape), shape[0] // groups
+    n = size[1:].numel() + (bias is not None)
+    A = [random_psd(n, rank, 100 * seed + 2 * g) for g in range(groups)]
+    G = [random_psd(out, rank, 100 * seed + 2 * g + 1) for g in range(groups)]
+    return Kronecker(weight, size, torch.stack(A), torch.stack(G), bias)
+
+
+def random_diagonal(seed: int, **shapes: Sequence[int]) -> Diagonal:
+    items = enumerate(shapes.items())
+    entries = {
+        k: randn(10 * seed + i, *s, dtype=torch.float64).square() for i, (k, s) in items
+    }
+    return Diagonal(entries)
+
+
+def random_dense(seed: int, rank: int, **shapes: Sequence[int]) -> Dense:
+    sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
+    total = sum(size.numel() for size in sizes.values())
+    return Dense(sizes, random_psd(total, rank, seed))
+
+
+def random_blocks(seed: int) -> Blocks:
+    """Two layers with K-FAC and a norm with a diagonal, as `fisher` returns them."""
+    return Blocks(
+        [
+            random_kronecker(3 * seed, "conv.weight", (4, 2, 2), groups=2),
+            random_kronecker(3 * seed + 1, "fc.weight", (3, 4), bias="fc.bias"),
+            random_diagonal(seed, **{"norm.weight": (4,), "norm.bias": (4,)}),
+        ]
+    )
+
+
+def random_like(curvature: Curvature, seed: int) -> Tensors:
+    return {
+        name: randn(1000 * seed + i, *shape, dtype=torch.float64)
+        for i, (name, shape) in enumerate(curvature.shapes.items())
+    }
+
+
+def posteriors(
+    make: Callable[[int], Curvature], count: int = 3, seed: int = 0
+) -> list[LocalPosterior]:
+    """Return clients with random parameters and `make(seed)` as their curvature."""
+    found = []
+    for i in range(count):
+        curvature = make(10 * seed + i + 1)
+        params = random_like(curvature, 50 + 10 * seed + i)
+        found.append(LocalPosterior(params, curvature, 10 * (i + 1)))
+    return found
+
+
+def cast(curvature: Curvature, dtype: torch.dtype) -> Curvature:
+    if isinstance(curvature, Blocks):
+        return Blocks([cast(child, dtype) for child in curvature.children])
+    if isinstance(curvature, Diagonal):
+        return Diagonal({k: entry.to(dtype) for k, entry in curvature.entries.items()})
+    if isinstance(curvature, Dense):
+        return Dense(curvature.shapes, curvature.matrix.to(dtype))
+    assert isinstance(curvature, Kronecker)
+    A, G = curvature.A.to(dtype), curvature.G.to(dtype)
+    return Kronecker(curvature.weight, curvature.weight_shape, A, G, curvature.bias)
+
+
+def as_float32(posterior: LocalPosterior) -> LocalPosterior:
+    params = {k: v.float() for k, v in posterior.params.items()}
+    curvature = cast(posterior.curvature, torch.float32)
+    return LocalPosterior(params, curvature, posterior.num_examples)

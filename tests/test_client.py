@@ -1,0 +1,588 @@
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    CLASSES,
+    FEATURES,
+    ask,
+    metrics_of,
+    same_bits,
+    tensors_of,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
+from flwr_fisher.client.randomness import derive_seed, seeded
+from flwr_fisher.curvature import fisher
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    DataError,
+    UnknownNameError,
+    WireError,
+)
+from flwr_fisher.params import shared_state
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import PREFIX, FisherUpload, arrays_to_tensors, tensors_to_arrays
+
+CPU = torch.device("cpu")
+KFAC = {"structure": "kfac"}
+
+
+def records(reply: Message) -> tuple[ArrayRecord, ...]:
+    return tuple(reply.content.array_records.values())
+
+
+def random_client(**options: Any) -> FisherClient:
+    """A client whose training draws from torch's, NumPy's and Python's generators."""
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 4),
+        nn.BatchNorm1d(4),
+        nn.Dropout(0.5),
+        nn.Linear(4, CLASSES),
+    )
+
+    def train(
+        model: nn.Module, loader: Any, device: Any, config: Mapping[str, Any]
+    ) -> dict[str, float]:
+        metrics = LocalSGD()(model, loader, device, config)
+        drawn = {"numpy": float(np.random.rand()), "python": random.random()}  # noqa: NPY002
+        return {**metrics, **drawn}
+
+    loader = DataLoader(tiny_data(0), batch_size=4, shuffle=True)
+    return FisherClient(model, loader, train_fn=train, device="cpu", **options)
+
+
+# The reply
+
+
+def test_the_reply_has_one_array_record_and_one_metric_record() -> None:
+    for config in ({}, KFAC):
+        reply = ask(tiny_client(3), config=config)
+        assert len(reply.content.array_records) == 1
+        assert len(reply.content.metric_records) == 1
+        assert not reply.content.config_records
+        metrics = metrics_of(reply)
+        assert metrics["num-examples"] == len(tiny_data(3)) == 14
+        assert isinstance(metrics["num-examples"], int)
+        assert metrics["train_loss"] > 0
+
+
+def test_without_a_structure_the_reply_is_an_ordinary_one() -> None:
+    arrays = tiny_arrays()
+    (record,) = records(ask(tiny_client(), arrays))
+    assert list(record) == list(arrays)
+    assert not same_bits(record, arrays)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
+def test_with_a_structure_the_fisher_of_the_trained_model_is_added(
+    structure: str,
+) -> None:
+    client = tiny_client()
+    plain = tensors_of(ask(tiny_client()))
+    reply = ask(client, config={"structure": structure, "expectation": "exact"})
+    like = arrays_to_tensors(tiny_arrays())
+    upload = FisherUpload.from_arrays(records(reply)[0], like)
+    assert all(torch.equal(v, plain[k]) for k, v in upload.params.items())
+    model = tiny_model()
+    model.load_state_dict(upload.params)
+    expected = fisher(model, client.trainloader, structure=structure)
+    assert torch.equal(upload.curvature.to_dense(), expected.to_dense())
+
+
+def test_the_reply_keeps_the_servers_order_of_keys() -> None:
+    arrays = tiny_arrays()
+    turned = ArrayRecord({key: arrays[key] for key in reversed(list(arrays))})
+    (record,) = records(ask(tiny_client(), turned, KFAC))
+    assert [key for key in record if not key.startswith(PREFIX)] == list(turned)
+
+
+def test_the_client_starts_from_the_servers_arrays_not_from_its_last_ones() -> None:
+    client = tiny_client()
+    first = ask(client, config=KFAC)
+    ask(client, tiny_arrays(5), KFAC)
+    assert same_bits(*records(first), *records(ask(client, config=KFAC)))
+
+
+def test_the_records_may_have_any_name() -> None:
+    LocalGrid(make_client_app(lambda context: tiny_client()), 1)
+    content = RecordDict({"model": tiny_arrays(), "how": ConfigRecord(KFAC)})
+    message = Message(content, 1, "train")
+    reply = tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
+    assert any(key.startswith(PREFIX) for key in records(reply)[0])
+
+
+def test_a_loader_without_a_dataset_is_counted() -> None:
+    batches = [(torch.randn(4, FEATURES), torch.arange(4) % CLASSES)] * 2
+    client = FisherClient(tiny_model(), batches, device="cpu")
+    assert metrics_of(ask(client))["num-examples"] == 8
+
+
+# Randomness
+
+
+def test_the_same_seed_round_and_partition_give_the_same_reply_bit_for_bit() -> None:
+    client = random_client()
+    arrays = ArrayRecord(shared_state(client.model))
+
+    def reply(partition: int | None = 1, **config: Any) -> Message:
+        told = {"seed": 3, "server-round": 2, **config, **KFAC}
+        return ask(client, arrays, told, partition=partition)
+
+    torch.manual_seed(0)
+    first = reply()
+    torch.manual_seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    random.seed(1)
+    again = reply()
+    assert same_bits(*records(first), *records(again))
+    assert metrics_of(first) == metrics_of(again)
+    others = [reply(2), reply(seed=4), reply(**{"server-round": 3}), reply(None)]
+    for other in others:
+        assert not same_bits(*records(first), *records(other))
+        assert metrics_of(first)["numpy"] != metrics_of(other)["numpy"]
+        assert metrics_of(first)["python"] != metrics_of(other)["python"]
+
+
+def test_the_global_generators_are_left_as_they_were() -> None:
+    client = random_client(valloader=DataLoader(tiny_data(1), batch_size=4))
+    arrays = ArrayRecord(shared_state(client.model))
+    torch.manual_seed(11)
+    np.random.seed(11)  # noqa: NPY002
+    random.seed(11)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    ask(client, arrays, KFAC)
+    ask(client, arrays, kind="evaluate")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
+    assert random.getstate() == before[2]
+
+
+def test_the_global_generators_survive_a_failing_train_fn() -> None:
+    def broken(*args: Any) -> dict[str, float]:
+        torch.rand(3)
+        random.random()
+        raise RuntimeError("no")
+
+    before = torch.get_rng_state(), random.getstate()
+    with pytest.raises(RuntimeError, match="no"):
+        ask(tiny_client(train_fn=broken))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_seeds_depend_on_every_part_and_on_their_order() -> None:
+    parts = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (0, 12), (0, 1), (0,), ("0/1", 2, 3)]
+    seeds = [derive_seed(*part) for part in parts]
+    assert len(set(seeds)) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    with seeded(derive_seed(0)):
+        first = torch.rand(1), np.random.rand(), random.random()  # noqa: NPY002
+    with seeded(derive_seed(0)):
+        assert first == (torch.rand(1), np.random.rand(), random.random())  # noqa: NPY002
+
+
+# Evaluation
+
+
+def test_evaluate_scores_the_servers_arrays() -> None:
+    client = tiny_client(4)
+    reply = ask(client, tiny_arrays(7), kind="evaluate")
+    assert not reply.content.array_records
+    model = tiny_model(7).eval()
+    x, y = tiny_data(4).tensors
+    with torch.no_grad():
+        logits = model(x)
+    metrics = metrics_of(reply)
+    assert set(metrics) == {"num-examples", "loss", "accuracy"}
+    assert metrics["num-examples"] == 16
+    assert metrics["loss"] == pytest.approx(float(F.cross_entropy(logits, y)))
+    assert metrics["accuracy"] == float((logits.argmax(1) == y).double().mean())
+
+
+def test_evaluating_in_random_order_is_repeatable_too() -> None:
+    data = tiny_data(0, 200)
+    arrays = tiny_arrays()
+    losses = []
+    for seed in (0, 1, 2):
+        torch.manual_seed(seed)
+        client = FisherClient(
+            tiny_model(), [], DataLoader(data, batch_size=3, shuffle=True), device="cpu"
+        )
+        reply = ask(client, arrays, {"server-round": 1}, kind="evaluate")
+        losses.append(metrics_of(reply)["loss"])
+    assert len(set(losses)) == 1
+
+
+def test_evaluate_uses_the_loss_it_was_given() -> None:
+    client = tiny_client(loss_fn=lambda output, labels: torch.tensor(2.5))
+    assert metrics_of(ask(client, kind="evaluate"))["loss"] == 2.5
+
+
+def test_evaluate_changes_neither_model_nor_mode() -> None:
+    client = tiny_client()
+    client.model.train()
+    ask(client, kind="evaluate")
+    assert client.model.training
+    sent = arrays_to_tensors(tiny_arrays())
+    assert all(torch.equal(v, sent[k]) for k, v in client.model.state_dict().items())
+
+
+def test_evaluate_without_a_valloader_says_what_to_do() -> None:
+    client = FisherClient(tiny_model(), DataLoader(tiny_data(0)), device="cpu")
+    with pytest.raises(ClientError, match=r"no valloader.*fraction_evaluate=0\.0"):
+        ask(client, kind="evaluate")
+
+
+def test_score_of_no_examples_is_an_error() -> None:
+    with pytest.raises(DataError, match="no examples"):
+        score(tiny_model(), [], CPU, F.cross_entropy)
+
+
+# What does not fit
+
+
+def sent(**changes: Any) -> ArrayRecord:
+    tensors = arrays_to_tensors(tiny_arrays())
+    for key, value in changes.items():
+        if value is None:
+            del tensors[key.replace("_", ".", 1)]
+        else:
+            tensors[key.replace("_", ".", 1)] = value
+    return tensors_to_arrays(tensors)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("arrays", "names"),
+    [
+        (sent(**{"0_weight": torch.ones(3, 4)}), ["'0.weight'", "(3, 4)", "(4, 3)"]),
+        (sent(**{"3_bias": torch.ones(1)}), ["'3.bias'", "(1,)", "(3,)"]),
+        (sent(**{"7_weight": torch.ones(2)}), ["'7.weight'", "no such entry"]),
+        (sent(**{"0_weight": None, "3_bias": None}), ["'0.weight', '3.bias'"]),
+        (ArrayRecord(), ["0.weight", "shared_state"]),
+    ],
+    ids=["transposed", "broadcastable", "unknown", "lacking", "empty"],
+)
+def test_arrays_that_do_not_fit_are_refused_by_name(
+    kind: str, arrays: ArrayRecord, names: list[str]
+) -> None:
+    client = tiny_client()
+    before = {k: v.clone() for k, v in client.model.state_dict().items()}
+    with pytest.raises(ClientError) as caught:
+        ask(client, arrays, kind=kind)
+    assert all(name in str(caught.value) for name in names)
+    after = client.model.state_dict()
+    assert all(torch.equal(v, after[k]) for k, v in before.items())
+
+
+def test_not_a_number_from_the_server_is_refused_by_name() -> None:
+    arrays = sent(**{"3_bias": torch.full((3,), float("nan"))})
+    with pytest.raises(WireError, match=r"'3\.bias': holds NaN"):
+        ask(tiny_client(), arrays)
+
+
+def test_two_array_records_are_refused() -> None:
+    content = RecordDict({"a": tiny_arrays(), "b": tiny_arrays()})
+    message = Message(content, 1, "train")
+    with pytest.raises(ClientError, match="one ArrayRecord from the server, got 2"):
+        tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
+
+
+def test_buffers_may_stay_with_the_client() -> None:
+    named = dict(tiny_model().named_parameters())
+    arrays = tensors_to_arrays(named)
+    client = tiny_client()
+    (record,) = records(ask(client, arrays))
+    assert list(record) == list(named)
+    assert client.model.get_buffer("1.num_batches_tracked") == 2
+
+
+def test_no_data_names_the_partition() -> None:
+    empty = DataLoader(TensorDataset(torch.zeros(0, FEATURES), torch.zeros(0).long()))
+    for loader in (empty, []):
+        client = FisherClient(tiny_model(), loader, device="cpu")
+        with pytest.raises(DataError, match="partition 6 has no training examples"):
+            ask(client, partition=6)
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    client = tiny_client()
+    client.model.requires_grad_(False)
+    for config in ({}, KFAC):
+        with pytest.raises(ConfigurationError, match="no trainable parameter"):
+            ask(client, config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"structure": "kfca"}, "unknown structure 'kfca'; known: kfac, diagonal"),
+        ({"structure": "kfac", "expectation": "guess"}, "unknown expectation 'guess'"),
+    ],
+)
+def test_an_unknown_name_in_the_config_is_refused(
+    config: dict[str, str], text: str
+) -> None:
+    with pytest.raises(UnknownNameError, match=text):
+        ask(tiny_client(), config=config)
+
+
+# Frozen parts
+
+
+def frozen_client() -> FisherClient:
+    client = tiny_client()
+    client.model[0].requires_grad_(False)
+    return client
+
+
+def test_a_frozen_backbone_neither_travels_nor_changes() -> None:
+    client = frozen_client()
+    before = {k: v.clone() for k, v in client.model[0].state_dict().items()}
+    arrays = ArrayRecord(shared_state(client.model))
+    assert not [key for key in arrays if key.startswith("0.")]
+    (record,) = records(ask(client, arrays, KFAC))
+    assert not [key for key in record if "0.weight" in key or "0.bias" in key]
+    assert {k for k in record if not k.startswith(PREFIX)} == set(arrays)
+    upload = FisherUpload.from_arrays(record, arrays_to_tensors(arrays))
+    covered = {"1.weight", "1.bias", "3.weight", "3.bias"}
+    assert set(upload.curvature.shapes) == covered
+    for key, value in client.model[0].state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_frozen_parameters_that_the_server_sends_are_loaded_and_returned() -> None:
+    client = frozen_client()
+    arrays = tiny_arrays(3)
+    (record,) = records(ask(client, arrays, KFAC))
+    assert record["0.weight"].data == arrays["0.weight"].data
+    assert record["3.weight"].data != arrays["3.weight"].data
+    assert torch.equal(client.model[0].weight, tiny_model(3)[0].weight)
+
+
+# The train function
+
+
+def test_a_custom_train_fn_gets_model_loader_device_and_config() -> None:
+    seen: dict[str, Any] = {}
+
+    def train(
+        model: nn.Module, loader: Any, device: torch.device, config: Mapping[str, Any]
+    ) -> dict[str, float]:
+        seen.update(model=model, loader=loader, device=device, config=dict(config))
+        with torch.no_grad():
+            model.get_parameter("3.bias").fill_(7.0)
+        return {"mine": 1.5}
+
+    client = tiny_client(train_fn=train)
+    reply = ask(client, config={"lr": 0.3, "note": "hello", **KFAC})
+    assert seen["model"] is client.model
+    assert seen["loader"] is client.trainloader
+    assert seen["device"] == CPU
+    assert seen["config"] == {"lr": 0.3, "note": "hello", **KFAC}
+    assert metrics_of(reply)["mine"] == 1.5
+    assert torch.equal(tensors_of(reply)["3.bias"], torch.full((3,), 7.0))
+
+
+def test_the_device_is_the_one_asked_for() -> None:
+    client = tiny_client(device="cpu")
+    assert client.device == CPU
+    assert {p.device for p in client.model.parameters()} == {CPU}
+    default = FisherClient(tiny_model(), DataLoader(tiny_data(0))).device.type
+    assert default == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_client_answers_as_a_cpu_client_does() -> None:
+    like = arrays_to_tensors(tiny_arrays())
+    replies = [ask(tiny_client(device=d), config=KFAC) for d in ("cpu", "cuda")]
+    cpu, gpu = (FisherUpload.from_arrays(*records(r), like) for r in replies)
+    for key, value in cpu.params.items():
+        torch.testing.assert_close(gpu.params[key], value)
+    dense = [upload.curvature.to_dense() for upload in (gpu, cpu)]
+    torch.testing.assert_close(*dense, rtol=1e-3, atol=1e-5)
+
+
+def slow_sgd(
+    epochs: int = 1,
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    decay: float = 0.0,
+    mu: float = 0.0,
+) -> dict[str, Tensor]:
+    """SGD by hand, with FedProx's term written out as part of the loss."""
+    model = tiny_model().train()
+    start = {k: p.detach().clone() for k, p in model.named_parameters()}
+    velocity: dict[str, Tensor] = {}
+    for _ in range(epochs):
+        for x, y in DataLoader(tiny_data(0), batch_size=4):
+            loss = F.cross_entropy(model(x), y)
+            if mu:
+                moved = [(p - start[k]).square().sum() for k, p in named(model)]
+                loss = loss + mu / 2 * torch.stack(moved).sum()
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for key, p in named(model):
+                    gradient = p.grad + decay * p if decay else p.grad
+                    if key in velocity:
+                        velocity[key].mul_(momentum).add_(gradient)
+                    else:
+                        velocity[key] = gradient.clone()
+                    p.add_(velocity[key], alpha=-lr)
+    return model.state_dict()
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "twin"),
+    [
+        (LocalSGD(), {}, {}),
+        (LocalSGD(epochs=3, lr=0.1), {}, {"epochs": 3, "lr": 0.1}),
+        (LocalSGD(lr=0.1, momentum=0.0), {}, {"lr": 0.1, "momentum": 0.0}),
+        (LocalSGD(lr=0.1), {"lr": 0.25}, {"lr": 0.25}),
+        (LocalSGD(), {"proximal-mu": 0.0}, {}),
+    ],
+    ids=["default", "epochs", "plain", "lr-from-config", "mu-zero"],
+)
+def test_local_sgd_is_the_loop_one_would_write_bit_for_bit(
+    trainer: LocalSGD, config: dict[str, Any], twin: dict[str, Any]
+) -> None:
+    got = tensors_of(ask(tiny_client(train_fn=trainer), config=config))
+    expected = slow_sgd(**twin)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "twin"),
+    [
+        (
+            LocalSGD(epochs=2, lr=0.1),
+            {"proximal-mu": 0.7},
+            {"epochs": 2, "lr": 0.1, "mu": 0.7},
+        ),
+        (
+            LocalSGD(epochs=2, lr=0.1, weight_decay=0.05),
+            {},
+            {"epochs": 2, "lr": 0.1, "decay": 0.05},
+        ),
+    ],
+    ids=["proximal-mu", "weight-decay"],
+)
+def test_local_sgd_with_more_terms_is_the_slow_loop_up_to_rounding(
+    trainer: LocalSGD, config: dict[str, Any], twin: dict[str, Any]
+) -> None:
+    got = tensors_of(ask(tiny_client(train_fn=trainer), config=config))
+    expected = slow_sgd(**twin)
+    without = slow_sgd(epochs=2, lr=0.1)
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(got["0.weight"], without["0.weight"], atol=1e-4)
+
+
+def test_the_proximal_term_leaves_frozen_and_unused_parameters_alone() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    before = model["spare"].weight.detach().clone()
+    batches = [(torch.randn(4, 2), torch.arange(4) % 2)]
+    LocalSGD(epochs=2)(model, batches, CPU, {"proximal-mu": 1.0})
+    assert torch.equal(model["spare"].weight, before)
+
+
+def test_on_epoch_hears_every_epochs_mean_loss() -> None:
+    heard: list[tuple[int, float]] = []
+    trainer = LocalSGD(epochs=3, on_epoch=lambda *args: heard.append(args))
+    reply = ask(tiny_client(train_fn=trainer))
+    assert [epoch for epoch, _ in heard] == [1, 2, 3]
+    assert heard[-1][1] == metrics_of(reply)["train_loss"]
+    assert len({loss for _, loss in heard}) == 3
+
+
+def test_the_train_loss_is_a_mean_over_examples_not_batches() -> None:
+    data = TensorDataset(torch.zeros(5, 1), torch.tensor([0, 0, 0, 0, 1]))
+    client = FisherClient(
+        nn.Linear(1, 2),
+        DataLoader(data, batch_size=4),
+        train_fn=LocalSGD(loss_fn=lambda out, y: 0 * out.sum() + y.float().mean()),
+        device="cpu",
+    )
+    arrays = ArrayRecord(shared_state(client.model))
+    assert metrics_of(ask(client, arrays))["train_loss"] == pytest.approx(0.2)
+
+
+def test_training_on_no_batches_is_an_error() -> None:
+    with pytest.raises(DataError, match="training loader has no examples"):
+        LocalSGD()(tiny_model(), [], CPU, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"lr": -0.1}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"momentum": 1.5}, "momentum"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+    ],
+)
+def test_local_sgd_refuses_numbers_out_of_range(
+    arguments: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
+        LocalSGD(**arguments)
+
+
+# The app
+
+
+def test_the_app_builds_a_client_for_each_message_from_the_context() -> None:
+    built: list[int] = []
+
+    def client_fn(context: Context) -> FisherClient:
+        built.append(int(context.node_config["partition-id"]))
+        return tiny_client(built[-1])
+
+    grid = LocalGrid(make_client_app(client_fn), 3)
+    content = RecordDict({"arrays": tiny_arrays(), "config": ConfigRecord()})
+    messages = [Message(content, node, "train") for node in grid.nodes]
+    replies = grid.send_and_receive(messages)
+    assert sorted(built) == [0, 1, 2]
+    counts = {
+        grid.nodes[r.metadata.src_node_id]: metrics_of(r)["num-examples"]
+        for r in replies
+    }
+    assert counts == {0: 8, 1: 10, 2: 12}
+
+
+def test_mods_see_train_messages_only() -> None:
+    seen: list[str] = []
+
+    def spy(message: Message, context: Context, call_next: Any) -> Message:
+        seen.append(message.metadata.message_type)
+        return call_next(message, context)
+
+    grid = LocalGrid(tiny_client().as_client_app(mods=[spy]), 1)
+    (node,) = grid.nodes
+    content = RecordDict({"arrays": tiny_arrays(), "config": ConfigRecord()})
+    kinds = ["train", "evaluate", "query"]
+    replies = grid.send_and_receive([Message(content, node, k) for k in kinds])
+    assert not [reply for reply in replies if reply.has_error()]
+    assert seen == ["train"]

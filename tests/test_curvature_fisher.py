@@ -1,0 +1,467 @@
+"""`fisher` against slow float64 oracles, one small model a case."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import (
+    IMAGES,
+    SERIES,
+    TOKENS,
+    VECTORS,
+    Attention,
+    ByKeyword,
+    CalledTwice,
+    Encoder,
+    FewerInputs,
+    FewerOutputs,
+    First,
+    Folded,
+    NotCalled,
+    OverTime,
+    PadsItself,
+    RawParameter,
+    ReturnsTuple,
+    Sentence,
+    SquaredWeight,
+    Tied,
+    TiedLinear,
+    TimeFirst,
+    Unused,
+    UsedOutside,
+    WithoutGradient,
+    freeze,
+    mlp,
+    with_statistics,
+)
+from oracles import (
+    SMALL_SHAPE,
+    class_gradients,
+    dense_fisher,
+    diagonal_fisher,
+    flat,
+    headed,
+    in_double,
+    kinds,
+    randn,
+    relative,
+    seeded,
+    small_net,
+)
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from flwr_fisher.curvature import (
+    STRUCTURES,
+    Blocks,
+    Dense,
+    Diagonal,
+    Kronecker,
+    fisher,
+)
+from flwr_fisher.params import trainable_names
+
+TOLERANCE = 1e-5
+
+
+# --- layers with a Kronecker form -----------------------------------------------------
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(4, 3), (4,)),
+    "linear-no-bias": (lambda: nn.Linear(4, 3, bias=False), (4,)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 4, 5)),
+    "conv2d-no-bias": (lambda: nn.Conv2d(2, 3, 3, bias=False), (2, 4, 5)),
+    "conv2d-one-position": (lambda: nn.Conv2d(2, 3, (4, 5)), (2, 4, 5)),
+    "conv2d-1x1": (lambda: nn.Conv2d(2, 3, 1), (2, 3, 3)),
+    "stride": (lambda: nn.Conv2d(2, 3, 3, stride=2), (2, 5, 6)),
+    "stride-pair": (lambda: nn.Conv2d(2, 3, 2, stride=(1, 3)), (2, 3, 7)),
+    "padding": (lambda: nn.Conv2d(2, 2, 3, padding=(1, 2)), (2, 3, 3)),
+    "padding-same": (lambda: nn.Conv2d(2, 2, (3, 1), padding="same"), (2, 4, 3)),
+    "padding-same-even": (lambda: nn.Conv2d(1, 2, (2, 4), padding="same"), (1, 3, 4)),
+    "padding-same-dilated": (
+        lambda: nn.Conv2d(1, 2, 3, padding="same", dilation=(2, 1)),
+        (1, 4, 3),
+    ),
+    "padding-valid": (lambda: nn.Conv2d(2, 2, 3, padding="valid"), (2, 4, 4)),
+    "dilation": (lambda: nn.Conv2d(2, 2, (2, 3), dilation=(3, 2)), (2, 5, 6)),
+    "groups": (lambda: nn.Conv2d(4, 6, 2, groups=2), (4, 3, 3)),
+    "groups-no-bias": (lambda: nn.Conv2d(4, 2, 2, groups=2, bias=False), (4, 3, 3)),
+    "depthwise": (lambda: nn.Conv2d(3, 6, 2, groups=3, stride=2), (3, 4, 4)),
+    "circular": (
+        lambda: nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"),
+        (1, 3, 4),
+    ),
+    "reflect": (
+        lambda: nn.Conv2d(1, 2, 3, padding=1, padding_mode="reflect"),
+        (1, 3, 4),
+    ),
+    "replicate": (
+        lambda: nn.Conv2d(1, 2, 3, padding=(2, 1), padding_mode="replicate"),
+        (1, 3, 3),
+    ),
+    "circular-same": (
+        lambda: nn.Conv2d(1, 2, 3, padding="same", padding_mode="circular"),
+        (1, 3, 4),
+    ),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2), (2, 9)),
+    "conv1d-groups": (lambda: nn.Conv1d(4, 4, 2, groups=2, padding="same"), (4, 5)),
+    "conv1d-circular": (
+        lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"),
+        (2, 5),
+    ),
+    "conv3d": (
+        lambda: nn.Conv3d(1, 2, (2, 3, 2), stride=(1, 2, 1), padding=(1, 0, 1)),
+        (1, 2, 5, 2),
+    ),
+    "conv3d-groups": (
+        lambda: nn.Conv3d(2, 4, 2, groups=2, dilation=(1, 2, 1), bias=False),
+        (2, 2, 4, 2),
+    ),
+}
+# torch's own, about speed.
+even_kernel = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
+
+
+@even_kernel
+@pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
+def test_linear_and_convolution_layers(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    model, x = seeded(lambda: headed(make(), shape)), randn(1, 5, *shape)
+    check_exact(model, x)
+    assert set(kinds(fisher(model, [x])).values()) == {Kronecker}
+
+
+def check_exact(model: nn.Module, x: Tensor) -> None:
+    """Check the dense and diagonal structures, and K-FAC's diagonal blocks."""
+    names, want = trainable_names(model), dense_fisher(model, x)
+    diagonals = diagonal_fisher(model, x)
+    dense = fisher(model, [x], structure="dense")
+    assert isinstance(dense, Dense)
+    assert list(dense.shapes) == names
+    assert relative(dense.to_dense(), want) <= TOLERANCE
+    diagonal = fisher(model, [x], structure="diagonal")
+    assert isinstance(diagonal, Diagonal)
+    assert list(diagonal.shapes) == names
+    kfac = fisher(model, [x])
+    assert isinstance(kfac, Blocks)
+    assert sorted(kfac.shapes) == sorted(names)
+    for name, entries in diagonals.items():
+        for other in (dense, diagonal):
+            assert other.diagonal()[name].dtype == torch.float32
+            assert relative(other.diagonal()[name], entries) <= TOLERANCE, name
+        if kinds(kfac)[name] is Diagonal:
+            assert relative(kfac.diagonal()[name], entries) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_over_time(bias: bool) -> None:
+    model, x = seeded(lambda: OverTime(bias)), randn(1, 4, 5, 3)
+    check_exact(model, x)
+    assert set(kinds(fisher(model, [x])).values()) == {Kronecker}
+
+
+# --- everything else ------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A model, its inputs, and the parameters that K-FAC gives only a diagonal."""
+
+    make: Callable[[], nn.Module]
+    x: Tensor
+    diagonal: set[str]
+
+
+FC = {"fc.weight", "fc.bias"}
+
+CASES = {
+    "embedding": Case(Sentence, TOKENS, {"embedding.weight"}),
+    "layer-norm": Case(
+        lambda: mlp(with_statistics(nn.LayerNorm(3))), VECTORS, {"0.weight", "0.bias"}
+    ),
+    "group-norm": Case(
+        lambda: headed(
+            nn.Sequential(nn.Conv2d(2, 4, 2), with_statistics(nn.GroupNorm(2, 4))),
+            (2, 3, 3),
+        ),
+        IMAGES,
+        {"0.1.weight", "0.1.bias"},
+    ),
+    "batch-norm": Case(
+        lambda: headed(
+            nn.Sequential(nn.Conv2d(2, 2, 2), with_statistics(nn.BatchNorm2d(2))),
+            (2, 3, 3),
+        ),
+        IMAGES,
+        {"0.1.weight", "0.1.bias"},
+    ),
+    "attention": Case(
+        Attention,
+        randn(5, 3, 3, 4),
+        {
+            "attention.in_proj_weight",
+            "attention.in_proj_bias",
+            "attention.out_proj.weight",
+            "attention.out_proj.bias",
+        },
+    ),
+    "raw-parameter": Case(RawParameter, VECTORS, {"temperature"}),
+    "in-place-relu": Case(
+        lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS, set()
+    ),
+    "in-place-hardtanh": Case(
+        lambda: headed(
+            nn.Sequential(nn.Conv2d(2, 3, 2), nn.Hardtanh(inplace=True)),
+            (2, 3, 3),
+        ),
+        IMAGES,
+        set(),
+    ),
+    "called-twice": Case(CalledTwice, VECTORS, FC),
+    "tied-embedding": Case(Tied, TOKENS, {"embedding.weight"}),
+    "tied-linear": Case(TiedLinear, VECTORS, {"down.weight", "down.bias", "up.bias"}),
+    "used-outside-its-forward": Case(UsedOutside, VECTORS, FC),
+    "never-called": Case(NotCalled, VECTORS, FC),
+    "never-used": Case(Unused, VECTORS, {"spare.weight", "spare.bias"}),
+    "overridden-forward": Case(
+        lambda: mlp(SquaredWeight(3, 3), nn.Tanh()), VECTORS, {"0.weight", "0.bias"}
+    ),
+    "fewer-inputs": Case(
+        lambda: mlp(FewerInputs(3, 3), nn.Tanh()),
+        randn(6, 5, 4),
+        {"0.weight", "0.bias"},
+    ),
+    "fewer-outputs": Case(
+        lambda: mlp(FewerOutputs(3, 4), nn.Tanh()), VECTORS, {"0.weight", "0.bias"}
+    ),
+    "returns-a-tuple": Case(
+        lambda: mlp(First(ReturnsTuple(3, 3)), nn.Tanh()),
+        VECTORS,
+        {"0.layer.weight", "0.layer.bias"},
+    ),
+    "pads-itself": Case(
+        lambda: headed(PadsItself(2, 2, 2), (2, 3, 3)), IMAGES, {"0.weight", "0.bias"}
+    ),
+    "kernel-larger-than-its-input": Case(
+        lambda: headed(PadsItself(2, 2, 4), (2, 3, 3)), IMAGES, {"0.weight", "0.bias"}
+    ),
+    "weight-norm": Case(
+        lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()),
+        VECTORS,
+        {
+            "0.bias",
+            "0.parametrizations.weight.original0",
+            "0.parametrizations.weight.original1",
+        },
+    ),
+    "by-keyword": Case(ByKeyword, VECTORS, FC),
+    "without-gradient": Case(WithoutGradient, VECTORS, FC),
+    "time-in-the-batch": Case(Folded, SERIES, FC),
+    "time-first": Case(TimeFirst, SERIES, FC),
+    "time-first-square": Case(TimeFirst, SERIES[:, :4], FC),
+    "transformer": Case(
+        Encoder,
+        randn(7, 3, 2, 4),
+        {f"encoder.{k}" for k in Encoder().encoder.state_dict()},
+    ),
+    "frozen-bias": Case(
+        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.bias"), VECTORS, set()
+    ),
+    "frozen-weight": Case(
+        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight"),
+        VECTORS,
+        {"0.bias"},
+    ),
+    "frozen-layer": Case(
+        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight", "0.bias"),
+        VECTORS,
+        set(),
+    ),
+    "frozen-head": Case(
+        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "2.weight", "2.bias"),
+        VECTORS,
+        set(),
+    ),
+    "dropout": Case(lambda: mlp(nn.Linear(3, 3), nn.Dropout(0.9)), VECTORS, set()),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_other_models(case: Case) -> None:
+    model = seeded(case.make)
+    check_exact(model, case.x)
+    found = kinds(fisher(model, [case.x]))
+    assert {name for name, kind in found.items() if kind is Diagonal} == case.diagonal
+
+
+def test_a_subclass_that_only_watches_keeps_its_kronecker_form() -> None:
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0
+
+    model = seeded(lambda: mlp(Watched(3, 3), nn.Tanh()))
+    assert set(kinds(fisher(model, [VECTORS])).values()) == {Kronecker}
+
+
+def test_a_users_hook_that_changes_an_output_is_taken_into_account() -> None:
+    model = seeded(lambda: mlp(nn.Linear(3, 3), nn.Tanh()))
+    model[0].register_forward_hook(lambda module, args, output: output * 3)
+    check_exact(model, VECTORS)
+
+
+def test_frozen_parameters_stay_out() -> None:
+    model = freeze(seeded(small_net), "0.weight", "7.bias")
+    for structure in STRUCTURES:
+        shapes = fisher(model, [randn(0, 3, *SMALL_SHAPE)], structure=structure).shapes
+        assert sorted(shapes) == ["0.bias", "2.weight", "5.weight", "7.weight"]
+
+
+@st.composite
+def nets(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """Draw a small net of linear or convolution layers, and inputs for it."""
+    size = st.integers(1, 4)
+    activations = st.sampled_from([nn.ReLU(), nn.Tanh(), nn.SiLU(), nn.Identity()])
+    classes, n, seed = draw(st.integers(2, 5)), draw(size), draw(st.integers(0, 999))
+    shape: tuple[int, ...]
+    layers: list[nn.Module] = []
+    if draw(st.booleans()):
+        groups, kernel = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+        shape = (groups * draw(st.integers(1, 2)), draw(size) + 2, draw(size) + 2)
+        conv = nn.Conv2d(
+            shape[0],
+            groups * draw(st.integers(1, 2)),
+            kernel,
+            stride=draw(st.integers(1, 2)),
+            padding=draw(st.integers(0, 2)),
+            groups=groups,
+            bias=draw(st.booleans()),
+        )
+        layers = [conv, draw(activations), nn.Flatten()]
+        width = int(nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1])
+    else:
+        width = draw(size)
+        shape = (width,)
+        for _ in range(draw(st.integers(0, 2))):
+            out = draw(size)
+            layers += [nn.Linear(width, out, draw(st.booleans())), draw(activations)]
+            width = out
+    model = nn.Sequential(*layers, nn.Linear(width, classes, draw(st.booleans())))
+    for i, parameter in enumerate(model.parameters()):
+        parameter.data = randn(seed + i, *parameter.shape)
+    return model, randn(seed, n, *shape)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(nets())
+def test_random_nets(drawn: tuple[nn.Module, Tensor]) -> None:
+    check_exact(*drawn)
+
+
+# --- what the Fisher means ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["small", "attention", "batch-norm"])
+def test_a_small_step_costs_half_its_square_in_kl(name: str) -> None:
+    model, x = seeded(small_net), randn(1, 5, *SMALL_SHAPE)
+    if name != "small":
+        model, x = seeded(CASES[name].make), CASES[name].x
+    model, x = in_double(model, x)
+    F_dense = fisher(model, [x], structure="dense")
+    v = {
+        k: 1e-4 * randn(i, *shape, dtype=torch.float64)
+        for i, (k, shape) in enumerate(F_dense.shapes.items())
+    }
+    before = F.log_softmax(model(x), dim=1)
+    with torch.no_grad():
+        for key, step in v.items():
+            model.get_parameter(key).add_(step)
+    after = F.log_softmax(model(x), dim=1)
+    kl = F.kl_div(after, before, reduction="batchmean", log_target=True).detach()
+    vFv = flat(F_dense.matvec(v)) @ flat(v)
+    assert float(vFv) == pytest.approx(2 * float(kl), rel=2e-3)
+
+
+def test_it_is_not_the_empirical_fisher() -> None:
+    model, x = seeded(lambda: nn.Linear(3, 3)), VECTORS
+    zeros, twos = torch.zeros(5).long(), torch.full((5,), 2)
+    for structure in STRUCTURES:
+        bare = fisher(model, [x], structure=structure).to_dense()
+        for batch in ((x, zeros), [x, twos], (x,), [x]):
+            other = fisher(model, [batch], structure=structure).to_dense()
+            assert torch.equal(other, bare)
+
+
+def test_the_expected_gradient_is_zero() -> None:
+    """A check on the oracle itself: sum_c p_c grad log p_c = 0."""
+    model, x = seeded(small_net), randn(1, 2, *SMALL_SHAPE)
+    found = class_gradients(model, x)
+    total = sum(p * flat(g) for p, g in found)
+    assert isinstance(total, Tensor)
+    assert float(total.norm()) < 1e-12
+    assert sum(p for p, _ in found) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["small", "attention", "called-twice", "batch-norm"])
+def test_batching_does_not_matter(name: str, structure: str) -> None:
+    model, x = seeded(small_net), randn(1, 5, *SMALL_SHAPE)
+    if name != "small":
+        model, x = seeded(CASES[name].make), CASES[name].x
+    whole = fisher(model, [x], structure=structure)
+    for batches in (x.split(1), x.split(2), [x[:1], x[1:]], [x[:0], x, x[:0]]):
+        parts = fisher(model, list(batches), structure=structure)
+        assert kinds(parts) == kinds(whole)
+        assert relative(parts.to_dense(), whole.to_dense()) <= 2e-6
+
+
+def test_a_loader_may_be_a_generator_or_a_data_loader() -> None:
+    model, x = seeded(lambda: nn.Linear(3, 3)), VECTORS
+    data = torch.utils.data.TensorDataset(x, torch.zeros(5))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    want = fisher(model, [x]).to_dense()
+    for batches in (loader, iter(loader), (b for b in loader)):
+        assert relative(fisher(model, batches).to_dense(), want) <= 2e-6
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_float64_models_get_float64_curvatures(structure: str) -> None:
+    model, x = in_double(seeded(small_net), randn(1, 3, *SMALL_SHAPE))
+    found = fisher(model, [x], structure=structure)
+    assert {d.dtype for d in found.diagonal().values()} == {torch.float64}
+    want = dense_fisher(model, x)
+    if structure == "dense":
+        assert relative(found.to_dense(), want) <= 1e-12
+    if structure == "diagonal":
+        assert relative(flat(found.diagonal()), want.diagonal()) <= 1e-12
+
+
+class Confident(nn.Module):
+    """Logits scaled by 50: most probabilities are 0 or 1 to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 50 * self.net(x)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "dense"])
+def test_a_confident_model_in_float32_keeps_its_digits(structure: str) -> None:
+    model, x = seeded(Confident), 3 * randn(1, 20, 4)
+    top = model(x).softmax(1).max(1).values
+    assert (top > 1 - 1e-6).any()
+    assert (top < 0.99).any()
+    for inputs in (x, x[top > 1 - 1e-6]):  # also where the uncertain ones do not rule
+        want = diagonal_fisher(model, inputs)
+        got = fisher(model, [inputs], structure=structure).diagonal()
+        for name, entries in want.items():
+            torch.testing.assert_close(
+                got[name].double(), entries, rtol=1e-4, atol=1e-30
+            )

@@ -1,0 +1,328 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import (
+    cut,
+    flat,
+    random_blocks,
+    random_dense,
+    random_diagonal,
+    random_kronecker,
+    random_like,
+    random_psd,
+    relative,
+)
+from torch import Tensor
+
+from flwr_fisher.curvature import (
+    Blocks,
+    Curvature,
+    Dense,
+    Diagonal,
+    Kronecker,
+    WeightedSum,
+    aligned_blocks,
+)
+from flwr_fisher.errors import StructureError
+
+Make = Callable[[int], Curvature]
+
+KINDS: dict[str, Make] = {
+    "diagonal": lambda s: random_diagonal(s, w=(2, 3), b=(2,)),
+    "kronecker": random_kronecker,
+    "kronecker-bias": lambda s: random_kronecker(s, bias="b"),
+    "kronecker-conv": lambda s: random_kronecker(s, shape=(4, 2, 3, 2), bias="b"),
+    "kronecker-groups": lambda s: random_kronecker(s, shape=(6, 2, 2), groups=3),
+    "kronecker-groups-bias": lambda s: random_kronecker(
+        s, shape=(6, 1, 2), bias="b", groups=3
+    ),
+    "dense": lambda s: random_dense(s, 4, w=(2, 3), b=(2,)),
+    "blocks": random_blocks,
+    "weighted-sum": lambda s: WeightedSum(
+        [random_blocks(3 * s + i) for i in range(3)], [0.2, 0.0, 1.5]
+    ),
+    "weighted-sum-mixed": lambda s: WeightedSum(
+        [random_kronecker(s, bias="b"), random_dense(s, 3, b=(4,), w=(4, 3))],
+        [0.5, 2.0],
+    ),
+    "sum-of-sums": lambda s: WeightedSum(
+        [KINDS["weighted-sum"](s), random_blocks(s)], [2.0, 0.1]
+    ),
+}
+all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def in_order(tensors: dict[str, Tensor], curvature: Curvature) -> Tensor:
+    return flat({name: tensors[name] for name in curvature.shapes})
+
+
+@all_kinds
+def test_everything_agrees_with_the_dense_matrix(make: Make) -> None:
+    curvature = make(1)
+    dense, v = curvature.to_dense(), random_like(curvature, 7)
+    assert dense.shape == (curvature.numel(), curvature.numel())
+    close(dense, dense.mT)
+    assert torch.linalg.eigvalsh(dense)[0] > -1e-10
+    product, diagonal = curvature.matvec(v), curvature.diagonal()
+    for got in (product, diagonal):
+        assert {k: t.shape for k, t in got.items()} == curvature.shapes
+    close(in_order(product, curvature), dense @ flat(v))
+    close(in_order(diagonal, curvature), dense.diagonal())
+    close(curvature.scaled(2.5).to_dense(), 2.5 * dense)
+    assert curvature.trace() == pytest.approx(float(dense.trace()), rel=1e-12)
+    close(make(1).to_dense(), dense)  # none of this changed it
+
+
+@all_kinds
+def test_blocks_lie_along_the_diagonal(make: Make) -> None:
+    curvature = make(2)
+    blocks = curvature.blocks()
+    names = [name for block in blocks for name in block.shapes]
+    assert sorted(names) == sorted(curvature.shapes)
+    v = random_like(curvature, 3)
+    parts = [block.matvec({k: v[k] for k in block.shapes}) for block in blocks]
+    joined = {k: t for part in parts for k, t in part.items()}
+    close(in_order(joined, curvature), curvature.to_dense() @ flat(v))
+    assert sum(block.trace() for block in blocks) == pytest.approx(curvature.trace())
+    assert sum(block.numel() for block in blocks) == curvature.numel()
+
+
+def test_which_blocks_there_are() -> None:
+    first, second = random_blocks(0), random_blocks(1)
+    assert [list(b.shapes) for b in first.blocks()] == [
+        ["conv.weight"],
+        ["fc.weight", "fc.bias"],
+        ["norm.weight", "norm.bias"],
+    ]
+    total = WeightedSum([first, second], [1, 3])
+    assert all(isinstance(block, WeightedSum) for block in total.blocks())
+    assert len(total.blocks()) == 3
+    assert [b.weights for b in total.blocks()] == [(1.0, 3.0)] * 3
+    # One term that mixes what the other keeps apart: no blocks in common.
+    one = random_dense(0, 5, **dict(first.shapes))
+    assert len(WeightedSum([first, one], [1, 1]).blocks()) == 1
+    assert len(random_diagonal(0, a=(2,), b=(3,)).blocks()) == 1
+
+
+def test_aligned_blocks_keep_every_curvatures_part_together() -> None:
+    first, second = random_blocks(0), random_blocks(1)
+    aligned = aligned_blocks([first, second])
+    assert [list(a.shapes) for a, _ in aligned] == [list(b.shapes) for _, b in aligned]
+    assert [pair[0] for pair in aligned] == list(first.children)
+    assert [pair[1] for pair in aligned] == list(second.children)
+    one = random_dense(0, 5, **dict(first.shapes))
+    assert aligned_blocks([first, one]) == [(first, one)]
+
+
+def test_the_diagonal_is_a_copy() -> None:
+    for make in (KINDS["diagonal"], KINDS["dense"], KINDS["weighted-sum"]):
+        curvature = make(1)
+        before = curvature.to_dense().clone()
+        for entry in curvature.diagonal().values():
+            entry.zero_()
+        close(curvature.to_dense(), before)
+
+
+def test_a_kronecker_product_is_g_w_a_with_the_bias_as_last_column() -> None:
+    k = random_kronecker(3, bias="b")
+    v = random_like(k, 1)
+    matrix = torch.cat([v["w"], v["b"].unsqueeze(1)], dim=1)
+    want = k.G[0] @ matrix @ k.A[0]
+    got = k.matvec(v)
+    close(got["w"], want[:, :-1])
+    close(got["b"], want[:, -1])
+
+
+def test_a_kronecker_product_keeps_groups_apart() -> None:
+    k = random_kronecker(4, shape=(6, 2, 2), groups=3)
+    parts = [
+        Kronecker("w", torch.Size([2, 2, 2]), k.A[g : g + 1], k.G[g : g + 1])
+        for g in range(3)
+    ]
+    close(k.to_dense(), torch.block_diag(*(part.to_dense() for part in parts)))
+
+
+# --- regularising ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amount", [0.0, 0.3, 1.0])
+def test_shrinking_scales_correlations_between_inputs(amount: float) -> None:
+    dense = KINDS["dense"](1)
+    full = dense.to_dense()
+    kept = torch.diag(full.diagonal())
+    want = (1 - amount) * full + amount * kept
+    close(dense.regularised(shrink=amount).to_dense(), want)
+    for name in ("kronecker-bias", "kronecker-groups-bias"):
+        k = KINDS[name](1)
+        assert isinstance(k, Kronecker)
+        A = torch.stack([(1 - amount) * a + amount * torch.diag(a.diag()) for a in k.A])
+        wanted = Kronecker("w", k.weight_shape, A, k.G, "b")
+        close(k.regularised(shrink=amount).to_dense(), wanted.to_dense())
+
+
+@pytest.mark.parametrize("amount", [0.0, 0.3, 1.0])
+def test_damping_draws_g_towards_the_identity_group_by_group(amount: float) -> None:
+    for name in ("kronecker-bias", "kronecker-groups-bias"):
+        k = KINDS[name](1)
+        assert isinstance(k, Kronecker)
+        eye = torch.eye(k.G.shape[1]).double()
+        G = torch.stack(
+            [(1 - amount) * g + amount * g.trace() / len(g) * eye for g in k.G]
+        )
+        want = Kronecker("w", k.weight_shape, k.A, G, "b")
+        close(k.regularised(damping=amount).to_dense(), want.to_dense())
+        both = k.regularised(shrink=0.2, damping=amount).to_dense()
+        close(both, want.regularised(shrink=0.2).to_dense())
+    dense = KINDS["dense"](1)
+    close(dense.regularised(damping=amount).to_dense(), dense.to_dense())
+
+
+@all_kinds
+def test_regularising_keeps_the_trace_and_what_is_positive(make: Make) -> None:
+    curvature = make(1)
+    close(curvature.regularised().to_dense(), curvature.to_dense())
+    for shrink, damping in ((0.6, 0.0), (0.0, 0.4), (1.0, 1.0)):
+        other = curvature.regularised(shrink=shrink, damping=damping)
+        assert other.shapes == curvature.shapes
+        assert other.trace() == pytest.approx(curvature.trace(), rel=1e-12)
+        assert torch.linalg.eigvalsh(other.to_dense())[0] > -1e-10
+
+
+def test_a_diagonal_has_nothing_to_regularise() -> None:
+    diagonal = KINDS["diagonal"](1)
+    close(diagonal.regularised(shrink=0.5, damping=0.5).to_dense(), diagonal.to_dense())
+
+
+def test_compound_curvatures_regularise_each_part() -> None:
+    options = {"shrink": 0.4, "damping": 0.2}
+    blocks = random_blocks(1)
+    parts = [child.regularised(**options).to_dense() for child in blocks.children]
+    close(blocks.regularised(**options).to_dense(), torch.block_diag(*parts))
+    total = WeightedSum([random_blocks(1), random_blocks(2)], [0.3, 2])
+    want = sum(w * term.regularised(**options).to_dense() for w, term in total)
+    close(total.regularised(**options).to_dense(), want)
+
+
+# --- sizes ----------------------------------------------------------------------------
+
+
+def test_nbytes_counts_the_tensors() -> None:
+    eight = 8  # float64
+    assert KINDS["diagonal"](1).nbytes == (6 + 2) * eight
+    assert KINDS["dense"](1).nbytes == 8 * 8 * eight
+    assert KINDS["kronecker-bias"](1).nbytes == (4 * 4 + 4 * 4) * eight
+    assert KINDS["kronecker-groups"](1).nbytes == 3 * (4 * 4 + 2 * 2) * eight
+    blocks = random_blocks(1)
+    assert blocks.nbytes == sum(child.nbytes for child in blocks.children)
+    assert WeightedSum([blocks, blocks], [1, 1]).nbytes == 2 * blocks.nbytes
+
+
+# --- linearity ------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    seed=st.integers(0, 50),
+    a=st.floats(-3, 3),
+    b=st.floats(-3, 3),
+    c=st.floats(0, 10),
+)
+def test_matvec_is_linear_in_the_vector_and_in_the_curvature(
+    kind: str, seed: int, a: float, b: float, c: float
+) -> None:
+    curvature = KINDS[kind](seed)
+    u, v = random_like(curvature, seed + 1), random_like(curvature, seed + 2)
+    left = curvature.scaled(c).matvec({k: a * u[k] + b * v[k] for k in u})
+    fu, fv = curvature.matvec(u), curvature.matvec(v)
+    want = {k: c * (a * fu[k] + b * fv[k]) for k in u}
+    size = 1 + float(flat(fu).norm() + flat(fv).norm())
+    difference = in_order(left, curvature) - in_order(want, curvature)
+    assert float(difference.norm()) <= 1e-12 * size * (1 + c) * (1 + abs(a) + abs(b))
+    # Symmetric: u'Fv = v'Fu.
+    left_right = in_order(fu, curvature) @ flat(v)
+    assert float(left_right - in_order(fv, curvature) @ flat(u)) == pytest.approx(
+        0, abs=1e-11 * size * size
+    )
+
+
+def test_a_weighted_sum_is_one_of_dense_matrices_in_any_order_of_names() -> None:
+    first = random_diagonal(1, w=(2,), b=(3,))
+    second = random_dense(2, 3, b=(3,), w=(2,))
+    total = WeightedSum([first, second], [2.0, 0.5])
+    v = random_like(total, 3)
+    columns = [flat(total.matvec(cut(e, v))) for e in torch.eye(5).double()]
+    close(total.to_dense(), torch.stack(columns, dim=1))
+    close(flat(total.matvec(v)), total.to_dense() @ flat(v))
+
+
+# --- what does not fit ----------------------------------------------------------------
+
+
+@all_kinds
+def test_a_vector_that_does_not_fit_is_named(make: Make) -> None:
+    curvature = make(1)
+    v = random_like(curvature, 1)
+    name = next(iter(v))
+    wrong = [
+        {k: t for k, t in v.items() if k != name},
+        v | {name: v[name].unsqueeze(0)},
+    ]
+    for vector in wrong:
+        with pytest.raises(StructureError, match=name):
+            curvature.matvec(vector)
+    with pytest.raises(StructureError, match="surprise"):
+        curvature.matvec(v | {"surprise": torch.zeros(1)})
+
+
+def test_factors_that_do_not_fit_the_weight_are_named() -> None:
+    shape = torch.Size([4, 3])
+    good_a, good_g = random_psd(3, 2, 0)[None], random_psd(4, 2, 1)[None]
+    for A, G, bias in (
+        (good_a, good_g, "b"),  # no row for the bias
+        (random_psd(4, 2, 0)[None], good_g, None),
+        (good_a, random_psd(3, 2, 0)[None], None),
+        (good_a[0], good_g[0], None),  # no dimension for groups
+        (good_a.expand(2, 3, 3), good_g.expand(2, 4, 4), None),
+        (good_a[:0], good_g[:0], None),
+    ):
+        with pytest.raises(StructureError, match=r"'fc.weight' of shape \(4, 3\)"):
+            Kronecker("fc.weight", shape, A, G, bias)
+    Kronecker("fc.weight", shape, good_a, good_g)
+
+
+def test_other_constructors_check_too() -> None:
+    with pytest.raises(StructureError, match=r"\(3, 3\) does not fit 4 parameters"):
+        Dense({"w": torch.Size([4])}, torch.eye(3))
+    with pytest.raises(StructureError, match=r"'n' has dtype torch.int64"):
+        Diagonal({"n": torch.ones(2, dtype=torch.int64)})
+    one = random_diagonal(1, a=(2,), b=(2,))
+    with pytest.raises(StructureError, match=r"\['b'\] are in more than one block"):
+        Blocks([one, random_diagonal(1, b=(2,))])
+
+
+def test_terms_of_a_sum_must_cover_the_same_parameters() -> None:
+    one = random_diagonal(1, a=(2,), b=(2,))
+    with pytest.raises(StructureError, match=r"curvature 1 covers other.*\['b', 'c'\]"):
+        WeightedSum([one, random_diagonal(1, a=(2,), c=(2,))], [1, 1])
+    with pytest.raises(StructureError, match=r"curvature 2 covers other.*'a'"):
+        WeightedSum([one, one, random_diagonal(1, a=(3,), b=(2,))], [1, 1, 1])
+    with pytest.raises(StructureError, match="0 curvatures for 0 weights"):
+        WeightedSum([], [])
+    with pytest.raises(StructureError, match="1 curvatures for 2 weights"):
+        WeightedSum([one], [1, 1])
+
+
+def test_check_ignores_the_order_of_keys() -> None:
+    dense = random_dense(1, 3, w=(2, 3), b=(2,))
+    v = random_like(dense, 1)
+    back = {k: v[k] for k in reversed(v)}
+    close(flat(dense.matvec(back)), flat(dense.matvec(v)))
+    assert relative(flat(dense.matvec(back)), dense.to_dense() @ flat(v)) < 1e-12

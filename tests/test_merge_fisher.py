@@ -1,0 +1,706 @@
+"""The merge against dense solves, and the cases where it must be exact."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from oracles import (
+    Tensors,
+    as_float32,
+    cut,
+    flat,
+    posteriors,
+    randn,
+    random_blocks,
+    random_dense,
+    random_diagonal,
+    random_kronecker,
+    random_psd,
+    relative,
+)
+from torch import Tensor
+
+from flwr_fisher.curvature import Blocks, Curvature, Dense, Diagonal, Kronecker
+from flwr_fisher.errors import (
+    ConfigurationError,
+    ParamsError,
+    StructureError,
+    UnknownNameError,
+)
+from flwr_fisher.merge import (
+    SOLVERS,
+    LocalPosterior,
+    MergeResult,
+    fedavg,
+    fisher_merge,
+    merge_fisher,
+    merge_options,
+    regmean,
+)
+from flwr_fisher.merge.solvers import conjugate_gradient, largest_eigenvalue
+
+Posteriors = Sequence[LocalPosterior]
+Make = Callable[[int], Curvature]
+PLAIN: dict[str, Any] = {"anchor": 0.0, "shrink": 0.0, "damping": 0.0, "balance": 0.0}
+
+
+def diagonals(seed: int) -> Diagonal:
+    return random_diagonal(seed, w=(2, 3), b=(3,))
+
+
+def within_a_subspace(seed: int) -> Dense:
+    """Return a well-conditioned matrix whose range all clients share: 5 of 9."""
+    basis = torch.linalg.qr(randn(0, 9, 5, dtype=torch.float64)).Q
+    inner = random_psd(5, 25, seed)
+    sizes = {"w": torch.Size([2, 3]), "b": torch.Size([3])}
+    return Dense(sizes, basis @ inner @ basis.mT)
+
+
+KINDS: dict[str, Make] = {
+    "diagonal": diagonals,
+    "kfac": random_blocks,
+    "dense": lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)),
+}
+all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+# Every solver with a structure that it can solve.
+every_solver = pytest.mark.parametrize(
+    ("solver", "make"),
+    [
+        *((s, m) for s in ("cg", "adam", "gd") for m in KINDS.values()),
+        ("closed-form", diagonals),
+    ],
+    ids=[
+        *(f"{s}-{m}" for s in ("cg", "adam", "gd") for m in KINDS),
+        "closed-form-diagonal",
+    ],
+)
+
+
+def solved_densely(
+    clients: Posteriors,
+    anchor: float = 0.0,
+    shrink: float = 0.0,
+    damping: float = 0.0,
+    balance: float = 0.0,
+) -> Tensors:
+    """Return the mean plus, for each layer, pinv(F + lambda I) sum w F_i (theta_i - mean)."""
+    total = sum(c.num_examples for c in clients)
+    p = [c.num_examples / total for c in clients]
+    names = list(clients[0].params)
+    merged = {k: sum(a * c.params[k] for a, c in zip(p, clients)) for k in names}  # noqa: B905
+    curvatures = [
+        c.curvature.regularised(shrink=shrink, damping=damping) for c in clients
+    ]
+    for index, first in enumerate(curvatures[0].blocks()):
+        layer = {name: merged[name] for name in first.shapes}
+        F = [curvature.blocks()[index].to_dense() for curvature in curvatures]
+        w = [a / float(f.trace()) ** balance for a, f in zip(p, F, strict=True)]
+        w = [a / sum(w) for a in w]
+        away = [flat({k: c.params[k] - layer[k] for k in layer}) for c in clients]
+        b = torch.stack([a * f @ x for a, f, x in zip(w, F, away, strict=True)]).sum(0)
+        H = torch.stack([a * f for a, f in zip(w, F, strict=True)]).sum(0)
+        H = H + anchor * H.trace() / len(H) * torch.eye(len(H)).double()
+        delta = torch.linalg.pinv(H, hermitian=True, rtol=1e-10) @ b
+        merged |= {k: layer[k] + step for k, step in cut(delta, layer).items()}
+    return merged
+
+
+def apart(got: MergeResult | Tensors, want: Tensors) -> float:
+    params = got.params if isinstance(got, MergeResult) else got
+    assert list(params) == list(want)
+    return max(relative(params[k], want[k]) for k in want)
+
+
+# --- against a dense solve ------------------------------------------------------------
+
+
+@all_kinds
+def test_conjugate_gradients_find_the_solution_nearest_the_mean(make: Make) -> None:
+    clients = posteriors(make)
+    got = merge_fisher(clients, iterations=500, tolerance=1e-11, **PLAIN)
+    assert got.residuals[-1] <= 1e-11
+    assert apart(got, solved_densely(clients)) <= 1e-7
+
+
+@pytest.mark.parametrize("solver", ["cg", "gd"])
+def test_many_solutions_and_the_nearest_is_taken(solver: str) -> None:
+    clients = posteriors(within_a_subspace)
+    options = PLAIN | {"iterations": 3000, "tolerance": 1e-11}
+    got = merge_fisher(clients, solver=solver, **options)
+    mean = fedavg(clients)
+    weights = [c.num_examples / 60 for c in clients]
+    parts = [w * c.curvature.to_dense() for w, c in zip(weights, clients, strict=True)]
+    F = torch.stack(parts).sum(0)
+    assert int(torch.linalg.matrix_rank(F, hermitian=True)) == 5  # of 9
+    b = sum(w @ flat(c.params) for w, c in zip(parts, clients, strict=True))
+    pinv = torch.linalg.pinv(F, hermitian=True, rtol=1e-10)
+    want = flat(mean) + pinv @ (b - F @ flat(mean))
+    assert relative(flat(got.params), want) <= 1e-9
+    # Every other solution is farther from the mean, and from the clients.
+    null = torch.linalg.eigh(F).eigenvectors[:, :4]
+    other = flat(got.params) + null @ randn(1, 4, dtype=torch.float64)
+    assert torch.allclose(F @ other, b)
+    assert (other - flat(mean)).norm() > (flat(got.params) - flat(mean)).norm()
+
+
+@pytest.mark.parametrize("solver", ["cg", "gd"])
+@all_kinds
+@pytest.mark.parametrize("anchor", [0.01, 0.1, 1.0])
+def test_the_anchor_is_a_share_of_each_layers_mean_eigenvalue(
+    anchor: float, make: Make, solver: str
+) -> None:
+    clients = posteriors(make)
+    options = PLAIN | {"anchor": anchor, "iterations": 30000, "tolerance": 1e-8}
+    if solver == "gd" and anchor < 0.1:
+        pytest.skip("too many steps")
+    got = merge_fisher(clients, solver=solver, **options)
+    assert apart(got, solved_densely(clients, anchor=anchor)) <= 1e-6
+
+
+@all_kinds
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shrink": 0.3},
+        {"shrink": 1.0},
+        {"damping": 0.3},
+        {"balance": 0.5},
+        {"balance": 1.0},
+        {"anchor": 0.2, "shrink": 0.4, "damping": 0.1, "balance": 0.7},
+    ],
+    ids=str,
+)
+def test_the_other_options_do_what_they_say(
+    options: dict[str, float], make: Make
+) -> None:
+    clients = posteriors(make)
+    solver: dict[str, Any] = {"iterations": 500, "tolerance": 1e-11}
+    got = merge_fisher(clients, **(PLAIN | options), **solver)
+    assert apart(got, solved_densely(clients, **options)) <= 1e-7
+
+
+def test_the_result_minimises_the_stated_objective() -> None:
+    clients = posteriors(random_blocks)
+    options = {"anchor": 0.1, "balance": 0.5}
+    got = merge_fisher(clients, **(PLAIN | options), iterations=500, tolerance=1e-11)
+    theta = {k: v.clone().requires_grad_() for k, v in got.params.items()}
+    mean = fedavg(clients)
+    loss = torch.zeros(()).double()
+    for blocks in zip(*(c.curvature.blocks() for c in clients), strict=True):
+        names = list(blocks[0].shapes)
+        w = [
+            c.num_examples / b.trace() ** 0.5
+            for b, c in zip(blocks, clients, strict=True)
+        ]
+        w = [a / sum(w) for a in w]
+        traces = [a * b.trace() for a, b in zip(w, blocks, strict=True)]
+        anchor = 0.1 * sum(traces) / blocks[0].numel()
+        for a, block, client in zip(w, blocks, clients, strict=True):
+            away = {k: theta[k] - client.params[k] for k in names}
+            loss = loss + a * sum(
+                (away[k] * v).sum() for k, v in block.matvec(away).items()
+            )
+        loss = loss + anchor * sum((theta[k] - mean[k]).square().sum() for k in names)
+    gradients = torch.autograd.grad(loss, list(theta.values()))
+    assert max(float(g.abs().max()) for g in gradients) <= 1e-9
+
+
+def test_float32_is_enough_for_the_defaults() -> None:
+    clients = posteriors(random_blocks, count=4)
+    want = merge_fisher(clients, iterations=500, tolerance=1e-12).params
+    got = merge_fisher([as_float32(c) for c in clients])
+    assert {v.dtype for v in got.params.values()} == {torch.float32}
+    assert apart(got, want) <= 1e-4
+    assert got.iterations < 100
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1e-14, 1e-7, 1e7, 1e15])
+@pytest.mark.parametrize("solver", ["cg", "gd", "closed-form"])
+def test_the_curvatures_scale_does_not_matter(solver: str, factor: float) -> None:
+    """Confident clients' Fishers are tiny; float32 must not lose their squares."""
+    make = diagonals if solver == "closed-form" else random_blocks
+    clients = [as_float32(c) for c in posteriors(make)]
+    scaled = [replace(c, curvature=c.curvature.scaled(factor)) for c in clients]
+    options: dict[str, Any] = {"anchor": 0.5, "iterations": 300}
+    want = merge_fisher(clients, solver=solver, **options)
+    got = merge_fisher(scaled, solver=solver, **options)
+    assert apart(got, want.params) <= 1e-4
+    assert apart(got, fedavg(clients)) > 0.01  # so that staying there is no success
+
+
+def test_the_paper_solvers_use_no_regularisation_unless_told() -> None:
+    for solver in SOLVERS:
+        options = merge_options(solver)
+        regularised = {k: getattr(options, k) for k in PLAIN}
+        assert (regularised == PLAIN) is (solver != "cg")
+        assert options.iterations == (100 if solver == "cg" else 2000)
+    explicit = merge_options("cg", anchor=0.0, shrink=0.0, damping=0.0, balance=0.0)
+    assert {k: getattr(explicit, k) for k in PLAIN} == PLAIN
+
+
+# --- exact cases ----------------------------------------------------------------------
+
+
+def regression(seed: int, n: int, bias: bool) -> tuple[Tensor, Tensor]:
+    X = randn(seed, n, 4, dtype=torch.float64)
+    if bias:
+        X = torch.cat([X, torch.ones(n, 1).double()], dim=1)
+    return X, randn(seed + 100, n, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [(20, 30, 50), (2, 3, 4)], ids=["enough", "too-few"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_least_squares_clients_merge_into_the_pooled_solution(
+    bias: bool, sizes: tuple[int, ...]
+) -> None:
+    """With Gaussian outputs K-FAC is the exact Fisher, and the product exact.
+
+    Each client only knows its own data, the second time too little of it to be
+    determined; merged they are the solution on all data.
+    """
+    data = [regression(i, n, bias) for i, n in enumerate(sizes)]
+    eye = torch.eye(3).double()
+    clients = []
+    for X, Y in data:
+        W = (torch.linalg.pinv(X) @ Y).mT
+        parts = {"w": W[:, :4].clone()} | ({"b": W[:, 4].clone()} if bias else {})
+        A = X.mT @ X / len(X)
+        k = Kronecker(
+            "w", torch.Size([3, 4]), A[None], eye[None], "b" if bias else None
+        )
+        clients.append(LocalPosterior(parts, k, len(X)))
+    pooled = torch.cat([X for X, _ in data]), torch.cat([Y for _, Y in data])
+    want = torch.linalg.lstsq(*pooled).solution.mT
+    merged = merge_fisher(clients, iterations=200, tolerance=1e-13, **PLAIN).params
+    for params in (merged, regmean(clients, off_diagonal=1.0)):
+        assert relative(params["w"], want[:, :4]) <= 1e-9
+        if bias:
+            assert relative(params["b"], want[:, 4]) <= 1e-9
+
+
+def test_a_client_that_is_sure_of_a_direction_decides_it() -> None:
+    sure = {"w": torch.tensor([0.0, 5.0])}, Diagonal({"w": torch.tensor([1.0, 0.0])})
+    other = {"w": torch.tensor([3.0, 1.0])}, Diagonal({"w": torch.tensor([0.0, 1.0])})
+    clients = [LocalPosterior(*sure, 10), LocalPosterior(*other, 30)]
+    for solver in ("cg", "closed-form", "gd"):
+        got = merge_fisher(clients, solver=solver, **PLAIN).params["w"]
+        torch.testing.assert_close(got, torch.tensor([0.0, 1.0]), atol=1e-5, rtol=0)
+
+
+# --- the closed form ------------------------------------------------------------------
+
+
+def test_the_closed_form_is_an_average_entry_by_entry() -> None:
+    clients = posteriors(diagonals)
+    want = {k: torch.zeros_like(v) for k, v in clients[0].params.items()}
+    for name, tensor in want.items():
+        for at in range(tensor.numel()):
+            top, bottom = 0.0, 0.0
+            for c in clients:
+                assert isinstance(c.curvature, Diagonal)
+                f = float(c.curvature.entries[name].reshape(-1)[at])
+                top += c.num_examples * f * float(c.params[name].reshape(-1)[at])
+                bottom += c.num_examples * f
+            tensor.view(-1)[at] = top / bottom
+    got = merge_fisher(clients, solver="closed-form")
+    assert apart(got, want) <= 1e-12
+    assert apart(fisher_merge(clients), want) <= 1e-12
+    assert got.iterations == 1
+    assert got.residuals[0] == 1
+    assert got.residuals[1] <= 1e-12
+    by_cg = merge_fisher(clients, iterations=500, tolerance=1e-12, **PLAIN)
+    assert apart(by_cg, want) <= 1e-8
+    anchored = merge_fisher(clients, solver="closed-form", anchor=0.3, balance=0.5)
+    assert apart(anchored, solved_densely(clients, anchor=0.3, balance=0.5)) <= 1e-12
+
+
+def test_the_closed_form_falls_back_to_the_mean_below_a_relative_floor() -> None:
+    for unit in (1.0, 1e-12, 1e12):  # of the largest, not absolute
+        entries = torch.tensor([1.0, 2e-6, 0.5e-6, 0.0]) * unit
+        first = LocalPosterior({"w": torch.zeros(4)}, Diagonal({"w": entries}), 1)
+        small = Diagonal({"w": torch.zeros(4)})
+        second = LocalPosterior({"w": torch.full((4,), 4.0)}, small, 3)
+        merged = fisher_merge([first, second])["w"]
+        torch.testing.assert_close(merged, torch.tensor([0.0, 0.0, 3.0, 3.0]))
+
+
+@pytest.mark.parametrize("make", [random_blocks, KINDS["dense"], random_kronecker])
+def test_only_diagonals_have_a_closed_form(make: Make) -> None:
+    clients = posteriors(make)
+    for merge in (fisher_merge, lambda c: merge_fisher(c, solver="closed-form")):
+        with pytest.raises(StructureError, match="not diagonal, so it has no closed"):
+            merge(clients)
+
+
+def test_blocks_of_diagonals_have_one() -> None:
+    clients = posteriors(diagonals)
+    split = [
+        replace(
+            c,
+            curvature=Blocks(
+                [Diagonal({k: e}) for k, e in c.curvature.entries.items()]
+            ),
+        )  # type: ignore[attr-defined]
+        for c in clients
+    ]
+    assert apart(fisher_merge(split), fisher_merge(clients)) <= 1e-12
+
+
+# --- the paper's Adam -----------------------------------------------------------------
+
+
+@all_kinds
+def test_adam_follows_the_papers_formulas(make: Make) -> None:
+    clients = posteriors(make)
+    weights = [c.num_examples / 60 for c in clients]
+    names = list(clients[0].curvature.shapes)
+    mean = {k: v for k, v in fedavg(clients).items() if k in names}
+    theta = flat({k: mean[k] for k in names})
+    m, s = torch.zeros_like(theta), torch.zeros_like(theta)
+    diagonal = make is diagonals
+    for _ in range(5):
+        v = torch.zeros_like(theta)
+        for w, c in zip(weights, clients, strict=True):
+            away = theta - flat({k: c.params[k] for k in names})
+            v += w * c.curvature.to_dense() @ away
+        m = v + 0.9 * m
+        s = v**2 + 0.99 * s
+        theta = theta - 0.03 * m / (s.sqrt() + 0.01 if diagonal else (s + 0.01).sqrt())
+    got = merge_fisher(clients, solver="adam", iterations=5, lr=0.03)
+    assert got.iterations == 5
+    assert len(got.residuals) == 6
+    assert relative(flat({k: got.params[k] for k in names}), theta) <= 1e-12
+
+
+def test_adam_reaches_a_solution() -> None:
+    clients = posteriors(within_a_subspace)
+    got = merge_fisher(clients, solver="adam", iterations=3000)
+    assert got.residuals[-1] <= 1e-3
+    rows = within_a_subspace(1).to_dense()
+    nearest = merge_fisher(clients, iterations=500, tolerance=1e-11, **PLAIN).params
+    away = flat(got.params) - flat(nearest)
+    assert float((rows @ away).norm()) <= 1e-2  # some solution, not the nearest
+    assert len(got.residuals) == 3001
+
+
+def test_the_best_scored_iterate_is_kept() -> None:
+    clients = posteriors(random_blocks)
+    scores, seen = iter([0.1, 0.7, 0.7, 0.3]), []
+
+    def score(params: Tensors) -> float:
+        seen.append(params)
+        return next(scores)
+
+    got = merge_fisher(clients, solver="adam", iterations=450, score=score)
+    assert len(seen) == 4  # after 100, 200, 300 and 400 steps
+    assert all(list(params) == list(clients[0].params) for params in seen)
+    for params, steps in zip(seen, (100, 200, 300, 400), strict=True):
+        plain = merge_fisher(clients, solver="adam", iterations=steps).params
+        assert all(torch.equal(params[k], plain[k]) for k in plain)
+    assert all(torch.equal(got.params[k], seen[1][k]) for k in seen[1])
+    assert len(got.residuals) == 451
+
+
+def test_adam_without_a_score_ends_at_its_last_iterate() -> None:
+    clients = posteriors(diagonals)
+    last = merge_fisher(clients, solver="adam", iterations=50)
+    unscored = merge_fisher(clients, solver="adam", iterations=50, score=lambda p: 1.0)
+    assert apart(unscored, last.params) == 0
+
+
+# --- every solver ---------------------------------------------------------------------
+
+
+def shortened(solver: str) -> dict[str, Any]:
+    return {"solver": solver, "iterations": 100 if solver == "cg" else 300}
+
+
+@every_solver
+def test_identical_clients_keep_their_model_bit_for_bit(
+    solver: str, make: Make
+) -> None:
+    clients = [as_float32(c) for c in posteriors(make)]
+    same = [replace(c, params=clients[0].params) for c in clients]
+    got = merge_fisher(same, **shortened(solver))
+    for name, tensor in clients[0].params.items():
+        assert torch.equal(got.params[name], tensor)
+    assert set(got.residuals) == {0.0}
+
+
+@every_solver
+def test_one_client_keeps_its_model(solver: str, make: Make) -> None:
+    client = as_float32(posteriors(make, count=1)[0])
+    got = merge_fisher([client], **shortened(solver))
+    assert all(torch.equal(got.params[k], v) for k, v in client.params.items())
+    assert got.shares == [1.0]
+
+
+@every_solver
+def test_the_order_of_clients_does_not_matter(solver: str, make: Make) -> None:
+    clients = posteriors(make)
+    forth = merge_fisher(clients, **shortened(solver))
+    back = merge_fisher(clients[::-1], **shortened(solver))
+    assert apart(back, forth.params) <= 1e-6
+    assert back.shares[::-1] == pytest.approx(forth.shares)
+
+
+@every_solver
+def test_only_the_ratio_of_weights_counts(solver: str, make: Make) -> None:
+    clients = posteriors(make)
+    tenfold = [replace(c, num_examples=10 * c.num_examples) for c in clients]
+    once = merge_fisher(clients, **shortened(solver))
+    assert apart(merge_fisher(tenfold, **shortened(solver)), once.params) <= 1e-6
+    other = [replace(c, num_examples=60) for c in clients]
+    assert apart(merge_fisher(other, **shortened(solver)), once.params) > 1e-3
+
+
+@every_solver
+def test_what_no_curvature_covers_is_averaged(solver: str, make: Make) -> None:
+    clients = [
+        replace(
+            c,
+            params={
+                "frozen": randn(i, 2),
+                **c.params,
+                "norm.running_mean": randn(10 + i, 3),
+                "norm.num_batches_tracked": torch.tensor(7 * i),
+            },
+        )
+        for i, c in enumerate(posteriors(make))
+    ]
+    got = merge_fisher(clients, **shortened(solver)).params
+    assert list(got) == list(clients[0].params)
+    for name in ("frozen", "norm.running_mean"):
+        want = sum(c.num_examples / 60 * c.params[name] for c in clients)
+        torch.testing.assert_close(got[name], want)
+    tracked = got["norm.num_batches_tracked"]
+    assert tracked.dtype == torch.int64
+    assert int(tracked) == round((0 * 10 + 7 * 20 + 14 * 30) / 60)
+
+
+@every_solver
+def test_without_any_curvature_the_mean_stays(solver: str, make: Make) -> None:
+    clients = [replace(c, curvature=c.curvature.scaled(0.0)) for c in posteriors(make)]
+    got = merge_fisher(clients, **shortened(solver))
+    mean = fedavg(clients)
+    assert all(torch.equal(got.params[k], mean[k]) for k in mean)
+    assert set(got.residuals) == {0.0}
+    assert got.shares == pytest.approx([10 / 60, 20 / 60, 30 / 60])
+
+
+@every_solver
+def test_a_client_without_curvature_has_no_say(solver: str, make: Make) -> None:
+    clients = posteriors(make, count=2)
+    clients[1] = replace(clients[1], curvature=clients[1].curvature.scaled(0.0))
+    got = merge_fisher(clients, **shortened(solver))
+    assert all(torch.isfinite(v).all() for v in got.params.values())
+    assert got.shares == pytest.approx([1.0, 0.0])
+
+
+@every_solver
+def test_residuals_and_shares(solver: str, make: Make) -> None:
+    clients = posteriors(make)
+    got = merge_fisher(clients, **(PLAIN | shortened(solver)))
+    assert got.residuals[0] == 1
+    assert got.residuals[-1] < 0.7
+    assert len(got.residuals) == got.iterations + 1
+    assert sum(got.shares) == pytest.approx(1)
+    traces = [c.num_examples * c.curvature.trace() for c in clients]
+    assert got.shares == pytest.approx([t / sum(traces) for t in traces])
+
+
+@every_solver
+def test_arguments_are_left_alone(solver: str, make: Make) -> None:
+    clients = posteriors(make)
+    before = [{k: v.clone() for k, v in c.params.items()} for c in clients]
+    dense = [c.curvature.to_dense().clone() for c in clients]
+    merge_fisher(clients, **shortened(solver)).params.popitem()
+    for c, params, matrix in zip(clients, before, dense, strict=True):
+        assert all(torch.equal(c.params[k], params[k]) for k in params)
+        assert torch.equal(c.curvature.to_dense(), matrix)
+
+
+def test_residuals_are_those_of_the_iterates() -> None:
+    clients = posteriors(random_blocks)
+    curve = merge_fisher(clients, iterations=6, **PLAIN).residuals
+    names = list(clients[0].curvature.shapes)
+
+    def residual(params: Tensors) -> float:
+        parts = [
+            c.num_examples
+            * flat(c.curvature.matvec({k: params[k] - c.params[k] for k in names}))
+            for c in clients
+        ]
+        return float(torch.stack(parts).sum(0).norm())
+
+    first = residual(fedavg(clients))
+    for steps in range(1, 7):
+        got = merge_fisher(clients, iterations=steps, **PLAIN)
+        assert residual(got.params) / first == pytest.approx(curve[steps], rel=1e-9)
+        assert got.residuals == pytest.approx(curve[: steps + 1])
+
+
+def test_balance_makes_the_shares_those_of_the_examples() -> None:
+    clients = posteriors(random_blocks)
+    got = merge_fisher(clients, **(PLAIN | {"balance": 1.0}))
+    assert got.shares == pytest.approx([10 / 60, 20 / 60, 30 / 60])
+
+
+def test_the_result_keeps_the_clients_dtypes() -> None:
+    for solver in SOLVERS:
+        clients = [
+            replace(c, params={k: v.float() for k, v in c.params.items()})
+            for c in posteriors(diagonals)
+        ]
+        got = merge_fisher(clients, solver=solver)
+        assert {v.dtype for v in got.params.values()} == {torch.float32}
+
+
+def test_progress_is_told_layer_by_layer() -> None:
+    clients = posteriors(random_blocks)
+    told: list[str] = []
+    merge_fisher(clients, progress=told.append)
+    assert [line.split(": ")[1] for line in told] == [
+        "conv.weight, 1 of 3",
+        "fc.weight, 2 of 3",
+        "norm.weight, 3 of 3",
+    ]
+    told.clear()
+    merge_fisher(clients, solver="adam", iterations=250, progress=told.append)
+    assert len(told) == 2
+    assert "200 of 250" in told[1]
+
+
+# --- errors ---------------------------------------------------------------------------
+
+
+def test_an_unknown_solver_comes_with_the_known_ones() -> None:
+    known = ", ".join(SOLVERS)
+    with pytest.raises(
+        UnknownNameError, match=f"unknown solver 'newton'; known: {known}"
+    ):
+        merge_fisher(posteriors(diagonals), solver="newton")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("anchor", -0.1),
+        ("anchor", math.nan),
+        ("shrink", -0.1),
+        ("shrink", 1.1),
+        ("damping", -0.1),
+        ("damping", 1.1),
+        ("balance", -0.1),
+        ("balance", 1.1),
+        ("iterations", 0),
+        ("tolerance", -1.0),
+        ("tolerance", 1.1),
+        ("lr", -0.1),
+        ("lr", math.nan),
+    ],
+)
+def test_a_number_out_of_range_is_named(name: str, value: float) -> None:
+    keywords: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigurationError, match=rf"^{name} must be .*, got {value}"):
+        merge_fisher(posteriors(diagonals), **keywords)
+
+
+@pytest.mark.parametrize("solver", ["cg", "gd", "closed-form"])
+def test_only_adam_takes_a_score(solver: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"score is for .*'adam', not '{solver}'"
+    ):
+        merge_fisher(posteriors(diagonals), solver=solver, score=lambda params: 0.0)
+
+
+def test_there_must_be_clients() -> None:
+    for merge in (merge_fisher, fisher_merge, fedavg):
+        with pytest.raises(ParamsError, match="there is no posterior to merge"):
+            merge([])
+
+
+def test_clients_must_have_one_layout() -> None:
+    first, second, third = posteriors(diagonals)
+    extra = replace(third, params=third.params | {"extra": torch.zeros(1)})
+    for merge in (merge_fisher, fisher_merge, fedavg):
+        with pytest.raises(
+            ParamsError, match=r"posterior 2 has the unexpected.*'extra'"
+        ):
+            merge([first, second, extra])
+        with pytest.raises(
+            ParamsError, match=r"posterior 1 lacks the keys \['extra'\]"
+        ):
+            merge([extra, second])
+
+
+def test_clients_curvatures_must_cover_the_same() -> None:
+    first, second, _ = posteriors(diagonals)
+    part = Diagonal({"w": second.curvature.diagonal()["w"]})
+    with pytest.raises(StructureError, match=r"curvature 1 covers other.*\['b'\]"):
+        merge_fisher([first, replace(second, curvature=part)])
+
+
+def test_clients_with_other_structures_still_merge() -> None:
+    """One client's K-FAC and another's diagonal of the same layer."""
+    shapes = {"w": (4, 3), "b": (4,)}
+    makes: list[Make] = [
+        lambda seed: random_kronecker(seed, bias="b"),
+        lambda seed: random_diagonal(seed, **shapes),
+        lambda seed: random_dense(seed, 3, **shapes),
+    ]
+    clients = [posteriors(make, count=1, seed=i)[0] for i, make in enumerate(makes)]
+    got = merge_fisher(clients, iterations=300, tolerance=1e-11, **PLAIN)
+    assert apart(got, solved_densely(clients)) <= 1e-7
+
+
+# --- posteriors -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, -1, math.nan, math.inf])
+def test_a_posterior_needs_examples(count: float) -> None:
+    with pytest.raises(ConfigurationError, match="num_examples must be > 0"):
+        LocalPosterior({"w": torch.ones(2)}, Diagonal({"w": torch.ones(2)}), count)
+
+
+def test_a_posteriors_curvature_must_fit_its_params() -> None:
+    curvature = Diagonal({"w": torch.ones(2)})
+    with pytest.raises(ParamsError, match=r"covers 'w' as \(2,\).* no such key"):
+        LocalPosterior({"v": torch.ones(2)}, curvature, 1)
+    with pytest.raises(ParamsError, match=r"covers 'w' as \(2,\).* have \(2, 1\)"):
+        LocalPosterior({"w": torch.ones(2, 1)}, curvature, 1)
+
+
+def test_fedavg_is_the_weighted_mean() -> None:
+    clients = posteriors(random_blocks)
+    for name, got in fedavg(clients).items():
+        want = sum(c.num_examples * c.params[name] for c in clients) / 60
+        torch.testing.assert_close(got, want)
+
+
+# --- the solvers by themselves --------------------------------------------------------
+
+
+def test_the_largest_eigenvalue() -> None:
+    dense = within_a_subspace(3)
+    like = {"w": torch.zeros(2, 3).double(), "b": torch.zeros(3).double()}
+    want = float(torch.linalg.eigvalsh(dense.to_dense())[-1])
+    assert largest_eigenvalue(dense.matvec, like) == pytest.approx(want, rel=1e-3)
+    assert largest_eigenvalue(dense.scaled(0.0).matvec, like) == 0
+
+
+def test_conjugate_gradients_need_one_step_for_each_eigenvalue() -> None:
+    entries = torch.tensor([1.0, 1.0, 2.0, 2.0, 5.0, 0.0]).double()
+    rhs = {"w": torch.tensor([1.0, -1.0, 3.0, 2.0, 4.0, 0.0]).double()}
+    matvec = Diagonal({"w": entries}).matvec
+    solution, norms = conjugate_gradient(matvec, rhs, iterations=50, tolerance=1e-10)
+    assert len(norms) == 4
+    want = torch.tensor([1.0, -1.0, 1.5, 1.0, 0.8, 0.0]).double()
+    torch.testing.assert_close(solution["w"], want)
+    exact, norms = conjugate_gradient(matvec, rhs, iterations=2, tolerance=0.0)
+    assert len(norms) == 3
+    residual = rhs["w"] - entries * exact["w"]
+    assert float(residual.norm()) == pytest.approx(norms[-1])

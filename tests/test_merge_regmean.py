@@ -1,0 +1,152 @@
+"""RegMean against dense least squares."""
+
+import pytest
+import torch
+from oracles import (
+    posteriors,
+    randn,
+    random_blocks,
+    random_diagonal,
+    random_kronecker,
+    relative,
+)
+from torch import Tensor
+
+from flwr_fisher.curvature import Blocks, Kronecker
+from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
+from flwr_fisher.merge import LocalPosterior, fedavg, regmean
+
+
+def root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.mT
+
+
+def least_squares(
+    clients: list[LocalPosterior], layer: int, off_diagonal: float
+) -> list[Tensor]:
+    """Return each group's W of least sum p_i |(W - W_i) A_i^(1/2)|^2, and of least norm."""
+    total = sum(c.num_examples for c in clients)
+    blocks = [c.curvature.blocks()[layer] for c in clients]
+    first = blocks[0]
+    assert isinstance(first, Kronecker)
+    out = first.weight_shape[0] // first.A.shape[0]
+    found = []
+    for g in range(first.A.shape[0]):
+        rows, targets = [], []
+        for client, block in zip(clients, blocks, strict=True):
+            assert isinstance(block, Kronecker)
+            here = slice(g * out, (g + 1) * out)
+            W = client.params[block.weight][here].reshape(out, -1)
+            if block.bias is not None:
+                W = torch.cat([W, client.params[block.bias][here].unsqueeze(1)], dim=1)
+            A = block.A[g].clone()
+            for i in range(len(A)):
+                for j in range(len(A)):
+                    A[i, j] *= 1.0 if i == j else off_diagonal
+            half = (client.num_examples / total) ** 0.5 * root(A)
+            rows.append(half)
+            targets.append(half @ W.mT)
+        system, wanted = torch.cat(rows), torch.cat(targets)
+        found.append((torch.linalg.pinv(system, rtol=1e-7) @ wanted).mT)
+    return found
+
+
+@pytest.mark.parametrize("off_diagonal", [1.0, 0.9, 0.1, 0.0])
+@pytest.mark.parametrize(
+    ("shape", "bias", "groups"),
+    [
+        ((4, 6), None, 1),
+        ((4, 6), "b", 1),
+        ((4, 2, 2, 3), "b", 1),
+        ((6, 2, 2), None, 3),
+        ((6, 1, 3), "b", 2),
+    ],
+)
+def test_regmean_is_least_squares_on_the_inputs(
+    shape: tuple[int, ...], bias: str | None, groups: int, off_diagonal: float
+) -> None:
+    clients = posteriors(
+        lambda seed: random_kronecker(seed, shape=shape, bias=bias, groups=groups)
+    )
+    want = least_squares(clients, 0, off_diagonal)
+    got = regmean(clients, off_diagonal=off_diagonal)
+    assert list(got) == list(clients[0].params)
+    inputs = torch.Size(shape[1:]).numel()
+    weight = torch.cat([W[:, :inputs] for W in want]).reshape(shape)
+    assert relative(got["w"], weight) <= 1e-8
+    if bias is not None:
+        assert relative(got["b"], torch.cat([W[:, -1] for W in want])) <= 1e-8
+
+
+def test_too_few_inputs_give_the_solution_of_least_norm() -> None:
+    clients = posteriors(lambda s: random_kronecker(s, shape=(4, 9)), count=2)
+    kernel = torch.stack([c.curvature.A[0] for c in clients]).sum(0)  # type: ignore[attr-defined]
+    values, vectors = torch.linalg.eigh(kernel)
+    null = vectors[:, values < 1e-10]
+    assert null.shape[1] == 5  # of 9: two examples a client
+    got = regmean(clients, off_diagonal=1.0)["w"]
+    assert float((got @ null).norm()) <= 1e-9
+    assert relative(got, least_squares(clients, 0, 1.0)[0]) <= 1e-8
+
+
+def test_whole_models_layer_by_layer_and_the_rest_averaged() -> None:
+    clients = posteriors(random_blocks)
+    for i, client in enumerate(clients):
+        client.params["buffer"] = randn(i, 2)
+    got, mean = regmean(clients), fedavg(clients)
+    conv = torch.cat(least_squares(clients, 0, 0.9)).reshape(4, 2, 2)
+    (fc,) = least_squares(clients, 1, 0.9)
+    assert relative(got["conv.weight"], conv) <= 1e-8
+    assert relative(got["fc.weight"], fc[:, :-1]) <= 1e-8
+    assert relative(got["fc.bias"], fc[:, -1]) <= 1e-8
+    for name in ("norm.weight", "norm.bias", "buffer"):
+        assert torch.equal(got[name], mean[name])
+
+
+def test_the_output_factors_are_not_used() -> None:
+    clients = posteriors(random_kronecker)
+    want = regmean(clients)["w"]
+    for client in clients:
+        client.curvature.G.mul_(float(client.num_examples))  # type: ignore[attr-defined]
+    assert torch.equal(regmean(clients)["w"], want)
+
+
+def test_identical_clients_keep_their_model() -> None:
+    clients = posteriors(random_blocks)
+    for client in clients[1:]:
+        client.params.update(clients[0].params)
+    got = regmean(clients)
+    assert max(relative(got[k], v) for k, v in clients[0].params.items()) <= 1e-10
+
+
+def test_float32_is_enough_with_the_default() -> None:
+    clients = posteriors(lambda s: random_kronecker(s, shape=(5, 12)))
+    want = regmean(clients)["w"]
+    single = []
+    for c in clients:
+        k = c.curvature
+        assert isinstance(k, Kronecker)
+        small = Kronecker("w", k.weight_shape, k.A.float(), k.G.float())
+        params = {"w": c.params["w"].float()}
+        single.append(LocalPosterior(params, small, c.num_examples))
+    got = regmean(single)["w"]
+    assert got.dtype == torch.float32
+    assert relative(got, want) <= 1e-5
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_off_diagonal_out_of_range(value: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"off_diagonal must be in \[0, 1\]"):
+        regmean(posteriors(random_kronecker), off_diagonal=value)
+
+
+def test_regmean_needs_input_factors_and_clients() -> None:
+    for make in (
+        lambda seed: random_diagonal(seed, w=(2, 3)),
+        lambda seed: Blocks([random_diagonal(seed, w=(2, 3))]),
+    ):
+        with pytest.raises(StructureError, match="input factors of structure='kfac'"):
+            regmean(posteriors(make))
+    with pytest.raises(ParamsError, match="there is no posterior"):
+        regmean([])

@@ -1,0 +1,244 @@
+import math
+
+import pytest
+import torch
+from oracles import randn
+from torch import Tensor, nn
+
+from flwr_fisher.errors import FlwrFisherError, ParamsError
+from flwr_fisher.params import (
+    add,
+    check_same_layout,
+    dot,
+    flatten,
+    norm,
+    scale,
+    select,
+    shared_state,
+    subtract,
+    trainable_names,
+    unflatten,
+    weighted_mean,
+)
+
+
+def pair() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    left = {"w": randn(0, 2, 3), "b": randn(1, 2), "s": randn(2)}
+    right = {"b": randn(3, 2), "w": randn(4, 2, 3), "s": randn(5)}
+    return left, right
+
+
+def test_add_subtract_and_scale_work_by_key_and_keep_the_left_order() -> None:
+    left, right = pair()
+    for got, want in (
+        (add(left, right), {k: left[k] + right[k] for k in left}),
+        (add(left, right, -0.5), {k: left[k] - 0.5 * right[k] for k in left}),
+        (subtract(left, right), {k: left[k] - right[k] for k in left}),
+        (scale(left, 3), {k: 3 * left[k] for k in left}),
+    ):
+        assert list(got) == ["w", "b", "s"]
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value)
+
+
+def test_arithmetic_leaves_its_arguments_alone() -> None:
+    left, right = pair()
+    before = {k: v.clone() for k, v in left.items()}
+    add(left, right, 2)
+    subtract(left, right)
+    scale(left, 2)
+    weighted_mean([left, right], [1, 2])
+    assert all(torch.equal(left[k], before[k]) for k in left)
+
+
+def test_dot_and_norm_are_those_of_the_flat_vectors() -> None:
+    left, right = pair()
+    ordered = {k: right[k] for k in left}
+    torch.testing.assert_close(dot(left, right), flatten(left) @ flatten(ordered))
+    torch.testing.assert_close(norm(left), flatten(left).norm())
+    assert dot(left, right).shape == ()
+    assert dot({}, {}) == 0
+    assert norm({}) == 0
+
+
+@pytest.mark.parametrize("function", [add, subtract, dot])
+def test_differing_layouts_are_named(function: object) -> None:
+    assert callable(function)
+    left, right = pair()
+    with pytest.raises(ParamsError, match=r"lacks the keys \['b', 's'\]"):
+        function(left, {"w": right["w"]})
+    with pytest.raises(ParamsError, match=r"unexpected keys \['extra'\]"):
+        function(left, right | {"extra": randn(0, 1)})
+    with pytest.raises(ParamsError, match=r"'w' has shape \(3, 2\), expected \(2, 3\)"):
+        function(left, right | {"w": randn(0, 3, 2)})
+
+
+def test_check_same_layout_says_what_it_checked_and_ignores_the_order() -> None:
+    left, right = pair()
+    check_same_layout(left, right)
+    with pytest.raises(ParamsError, match=r"^the upload: 's' has shape \(1,\)"):
+        check_same_layout(left, right | {"s": randn(0, 1)}, "the upload")
+
+
+def test_params_error_is_a_value_error_of_this_library() -> None:
+    with pytest.raises(ValueError, match="lacks") as caught:
+        check_same_layout(*pair()[:1], {})
+    assert isinstance(caught.value, FlwrFisherError)
+
+
+def test_select_returns_the_same_tensors_in_the_names_order() -> None:
+    left, _ = pair()
+    got = select(left, iter(["s", "w"]))
+    assert list(got) == ["s", "w"]
+    assert got["w"] is left["w"]
+    with pytest.raises(ParamsError, match=r"lack the keys \['a', 'z'\]"):
+        select(left, ["a", "w", "z"])
+
+
+def test_unflatten_undoes_flatten() -> None:
+    left, _ = pair()
+    shapes = {k: v.shape for k, v in left.items()}
+    back = unflatten(flatten(left), shapes)
+    assert list(back) == list(left)
+    assert all(torch.equal(back[k], left[k]) for k in left)
+
+
+@pytest.mark.parametrize("shape", [(8,), (10,), (9, 1), (1, 9)])
+def test_unflatten_names_sizes_that_do_not_fit(shape: tuple[int, ...]) -> None:
+    shapes = {k: v.shape for k, v in pair()[0].items()}
+    sizes = rf"shape \({', '.join(map(str, shape))},?\) into 9"
+    with pytest.raises(ParamsError, match=sizes):
+        unflatten(torch.zeros(shape), shapes)
+
+
+# --- weighted_mean --------------------------------------------------------------------
+
+
+def test_the_weighted_mean_is_the_weighted_sum() -> None:
+    clients = [{"w": randn(i, 4, 5, dtype=torch.float64)} for i in range(3)]
+    got = weighted_mean(clients, [1, 2, 5])["w"]
+    want = (clients[0]["w"] + 2 * clients[1]["w"] + 5 * clients[2]["w"]) / 8
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+    assert got.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "weights", [[1, 1, 1], [3, 7, 1], [0.1, 0.2, 0.7], [1e-9, 1, 1e9], [5, 0, 0]]
+)
+def test_equal_inputs_come_back_bit_for_bit(
+    dtype: torch.dtype, weights: list[float]
+) -> None:
+    value = randn(0, 1000).mul(1e3).to(dtype)
+    got = weighted_mean([{"w": value}] * 3, weights)["w"]
+    assert got.dtype == dtype
+    assert torch.equal(got, value)
+
+
+def test_the_mean_sums_in_float64() -> None:
+    clients = [{"w": torch.tensor([x])} for x in (1.0, 1e8, -1e8)]
+    assert weighted_mean(clients, [1, 1, 1])["w"].item() == pytest.approx(1 / 3)
+
+
+def test_integers_are_rounded_to_the_nearest() -> None:
+    clients = [{"n": torch.tensor([0, 10, 100])}, {"n": torch.tensor([3, 11, 100])}]
+    got = weighted_mean(clients, [1, 3])["n"]
+    assert got.dtype == torch.int64
+    assert got.tolist() == [2, 11, 100]
+
+
+def test_weights_scale_and_a_zero_weight_drops_its_client() -> None:
+    left, right = pair()
+    once, ten = (
+        weighted_mean([left, right], [1, 3]),
+        weighted_mean([left, right], [10, 30]),
+    )
+    only = weighted_mean([left, right], [2, 0])
+    for key in left:
+        torch.testing.assert_close(once[key], ten[key], rtol=1e-7, atol=0)
+        assert torch.equal(only[key], left[key])
+
+
+def test_the_order_of_keys_and_clients_does_not_matter() -> None:
+    left, right = pair()
+    forth, back = (
+        weighted_mean([left, right], [1, 3]),
+        weighted_mean([right, left], [3, 1]),
+    )
+    assert list(forth) == list(left)
+    assert list(back) == list(right)
+    for key in left:
+        torch.testing.assert_close(forth[key], back[key], rtol=1e-7, atol=0)
+
+
+def test_the_mean_is_a_copy() -> None:
+    value = torch.ones(2)
+    weighted_mean([{"w": value}], [1])["w"].add_(1)
+    assert torch.equal(value, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "weights", [[0, 0], [-1, 2], [1, math.nan], [math.nan, 1], [1, math.inf], [-1, -1]]
+)
+def test_unusable_weights_are_named(weights: list[float]) -> None:
+    with pytest.raises(ParamsError, match="weights must be >= 0") as caught:
+        weighted_mean([*pair()], weights)
+    assert str(weights) in str(caught.value)
+
+
+def test_a_mean_needs_clients_one_weight_each_and_one_layout() -> None:
+    left, right = pair()
+    with pytest.raises(ParamsError, match="0 sets of params for 0 weights"):
+        weighted_mean([], [])
+    with pytest.raises(ParamsError, match="2 sets of params for 1 weights"):
+        weighted_mean([left, right], [1])
+    with pytest.raises(ParamsError, match=r"^client 2: 'b' has shape \(1, 2\)"):
+        weighted_mean([left, right, left | {"b": randn(0, 1, 2)}], [1, 1, 1])
+
+
+# --- what a model shares --------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """A frozen body, a buffer that is saved, one that is not, and a trained head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.head = nn.Linear(4, 2)
+        self.head.bias.requires_grad_(False)
+
+
+def test_trainable_names_leave_frozen_parameters_out() -> None:
+    assert trainable_names(Partly()) == ["norm.weight", "norm.bias", "head.weight"]
+    assert trainable_names(nn.ReLU()) == []
+
+
+def test_shared_state_is_what_is_trained_and_the_saved_buffers() -> None:
+    model = Partly()
+    assert list(shared_state(model)) == [
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+        "head.weight",
+    ]
+
+
+def test_shared_state_of_a_fully_trained_model_is_its_state_dict() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    shared, state = shared_state(model), model.state_dict()
+    assert list(shared) == list(state)
+    assert all(torch.equal(shared[k], state[k]) for k in state)
+    assert not any(tensor.requires_grad for tensor in shared.values())
+
+
+def test_a_frozen_weight_with_two_names_is_not_shared_under_either() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    assert list(shared_state(model)) == ["0.weight", "1.weight"]
+    model[0].weight.requires_grad_(False)
+    assert shared_state(model) == {}

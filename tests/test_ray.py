@@ -1,0 +1,122 @@
+"""End to end through the real ``flwr run`` and Ray."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from safetensors.torch import load_file
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.tasks import load_task
+from flwr_fisher.testing import LocalGrid
+
+pytestmark = pytest.mark.ray
+APP = Path(__file__).parents[1] / "apps" / "fedfisher"
+CLIENTS, EPOCHS = 4, 3
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def flower(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """An environment with a home and a SuperLink of its own, which goes with it."""
+    port = free_port()
+    yield {
+        **os.environ,
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": free_port(),
+        "FLWR_LOCAL_CONTROL_API_PORT": port,
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        if f"127.0.0.1:{port}".encode() in process.read_bytes():
+            os.kill(int(process.parent.name), signal.SIGTERM)
+
+
+def flwr_run(flower: dict[str, str], **config: object) -> str:
+    text = " ".join(f"{key.replace('_', '-')}={value}" for key, value in config.items())
+    done = subprocess.run(
+        [
+            *("flwr", "run", str(APP), "--stream"),
+            *("--federation-config", f"num-supernodes={CLIENTS} client-resources-num-cpus=1"),
+            *("--run-config", text),
+        ],
+        env=flower, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def outcome(flower, tmp_path_factory) -> tuple[Path, str]:
+    path = tmp_path_factory.mktemp("output")
+    log = flwr_run(
+        flower, output_dir=f"'{path}'", local_epochs=EPOCHS, alpha=0.5, num_rounds=2
+    )
+    return path, log
+
+
+def test_app_reports_every_method(outcome):
+    path, log = outcome
+    files = {p.name for p in path.iterdir()}
+    pictures = {"accuracy.png", "labels.png", "residual.png"}
+    assert files == {"metrics.json", "model.safetensors", *pictures}, log
+    metrics = json.loads((path / "metrics.json").read_text())
+    assert set(metrics["accuracy"]) == {"fedfisher", "fedavg", "best_client", "ensemble"}
+    assert metrics["accuracy"]["fedfisher"] > metrics["accuracy"]["fedavg"] > 0.1
+    sizes = metrics["bytes"]
+    assert sizes["upload_per_client"] > sizes["fedavg_per_client"] > 0
+    assert metrics["config"]["local-epochs"] == EPOCHS
+    assert metrics["seed"] == 0
+    assert f"Results are in {path}" in log
+    assert "epoch 3/3" in log
+    assert "solver: fc1.weight" in log
+
+
+def test_ray_and_local_grid_give_the_same_bits(outcome):
+    path, log = outcome
+    task = load_task(
+        dataset="digits", model="mlp", partition="dirichlet-client", alpha=0.5,
+        num_partitions=CLIENTS, seed=0,
+    )  # fmt: skip
+
+    def client_fn(context) -> FisherClient:
+        loader = task.train_loader(context.node_config["partition-id"], 16)
+        train = LocalSGD(epochs=EPOCHS, lr=0.01, momentum=0.9)
+        return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        result = FedFisherOneShot(fraction_evaluate=0.0).start(
+            LocalGrid(make_client_app(client_fn), CLIENTS),
+            ArrayRecord(shared_state(task.make_model())),
+            num_rounds=2,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    ray = load_file(path / "model.safetensors")
+    local = result.arrays.to_torch_state_dict()
+    assert ray.keys() == local.keys(), log
+    for name, tensor in local.items():
+        assert torch.equal(ray[name], tensor), name
+
+
+def test_wrong_name_is_told_on_the_terminal(flower, tmp_path):
+    log = flwr_run(flower, dataset="'digit'", output_dir=f"'{tmp_path}'")
+    assert "unknown dataset 'digit'; known: digits, mnist" in log

@@ -1,0 +1,237 @@
+"""Virtual clients for the protocol tests: a tiny federation, and ways to spoil it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.params import shared_state
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import PREFIX, arrays_to_tensors
+
+FEATURES, CLASSES = 3, 3
+
+Tamper = Callable[[RecordDict], None]
+
+
+def tiny_model(seed: int = 0) -> nn.Module:
+    """A net with Kronecker layers, a batch norm (diagonal block) and its buffers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(FEATURES, 4),
+            nn.BatchNorm1d(4),
+            nn.ReLU(),
+            nn.Linear(4, CLASSES),
+        )
+
+
+def tiny_data(holding: int, n: int | None = None) -> TensorDataset:
+    """A client's examples: a function of `holding`; by default 8, 10, 12, … of them."""
+    n = 8 + 2 * holding if n is None else n
+    generator = torch.Generator().manual_seed(holding)
+    x = torch.randn(n, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (n,), generator=generator)
+    return TensorDataset(x, y)
+
+
+def tiny_client(holding: int = 0, **options: Any) -> FisherClient:
+    """A client whose replies depend on what it holds, and on nothing else."""
+    data = tiny_data(holding)
+    options.setdefault("train_fn", LocalSGD(lr=0.1))
+    options.setdefault("device", "cpu")
+    loader = DataLoader(data, batch_size=4)
+    return FisherClient(tiny_model(), loader, DataLoader(data, batch_size=8), **options)
+
+
+def tiny_arrays(seed: int = 0) -> ArrayRecord:
+    """What a server starts from."""
+    return ArrayRecord(shared_state(tiny_model(seed)))
+
+
+def tiny_app(holdings: Sequence[int] | None = None, **options: Any) -> ClientApp:
+    """An app whose partition i holds ``holdings[i]``, by default i."""
+
+    def client_fn(context: Context) -> FisherClient:
+        partition = int(context.node_config["partition-id"])
+        return tiny_client(partition if holdings is None else holdings[partition])
+
+    return make_client_app(client_fn, **options)
+
+
+class Watched(ClientApp):
+    """An app that notes whom it asked, and may spoil replies to train messages.
+
+    Parameters
+    ----------
+    app : ClientApp
+        The app behind it.
+    tamper : Mapping[int, Tamper]
+        By partition: changes a reply's content in place, or raises.
+    """
+
+    def __init__(
+        self, app: ClientApp | None = None, tamper: Mapping[int, Tamper] | None = None
+    ) -> None:
+        super().__init__()
+        self.app = tiny_app() if app is None else app
+        self.tamper = dict(tamper or {})
+        self.trained: list[tuple[int, int]] = []
+        self.evaluated: list[tuple[int, int]] = []
+        self.configs: list[dict[str, Any]] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        kind = message.metadata.message_type
+        partition = int(context.node_config["partition-id"])
+        if kind == "query":
+            return self.app(message, context)
+        config = dict(message.content.config_records["config"])
+        asked = self.trained if kind == "train" else self.evaluated
+        asked.append((int(config["server-round"]), partition))
+        self.configs.append(config)
+        reply = self.app(message, context)
+        if kind == "train" and partition in self.tamper:
+            self.tamper[partition](reply.content)
+        return reply
+
+
+def node_of(grid: LocalGrid, partition: int) -> int:
+    """The id of the node that holds a partition."""
+    return next(node for node, held in grid.nodes.items() if held == partition)
+
+
+def ask(
+    client: FisherClient,
+    arrays: ArrayRecord | None = None,
+    config: Mapping[str, Any] | None = None,
+    *,
+    partition: int | None = 0,
+    kind: str = "train",
+) -> Message:
+    """Hand a client a message without any grid; what it raises comes through."""
+    LocalGrid(tiny_app(), 1)  # messages need the process's identity
+    content = RecordDict(
+        {
+            "arrays": tiny_arrays() if arrays is None else arrays,
+            "config": ConfigRecord(dict(config or {})),
+        }
+    )
+    node_config = {} if partition is None else {"partition-id": partition}
+    context = Context(1, 77, node_config, RecordDict(), {})
+    message = Message(content, 77, kind)
+    handler = client.fit if kind == "train" else client.evaluate
+    return handler(message, context)
+
+
+def tensors_of(message: Message) -> dict[str, Tensor]:
+    """The arrays of a reply."""
+    (record,) = message.content.array_records.values()
+    return arrays_to_tensors(record)
+
+
+def metrics_of(message: Message) -> MetricRecord:
+    """The metrics of a reply."""
+    (record,) = message.content.metric_records.values()
+    return record
+
+
+def same_bits(left: ArrayRecord, right: ArrayRecord) -> bool:
+    """Whether two records have the same keys, in the same order, and the same bytes."""
+    return list(left) == list(right) and all(
+        left[k].data == right[k].data and left[k].dtype == right[k].dtype for k in left
+    )
+
+
+def close(left: ArrayRecord, right: ArrayRecord, tolerance: float = 1e-5) -> bool:
+    """Whether two records are equal up to rounding."""
+    a, b = arrays_to_tensors(left), arrays_to_tensors(right)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[k].double(), b[k].double(), tolerance, tolerance) for k in a
+    )
+
+
+def set_array(key: str, values: Any) -> Tamper:
+    """Replace one array, or add it."""
+
+    def tamper(content: RecordDict) -> None:
+        content.array_records["arrays"][key] = Array(np.array(values))
+
+    return tamper
+
+
+def change_array(key: str, change: Callable[[Any], Any]) -> Tamper:
+    """Replace one array by a function of itself."""
+
+    def tamper(content: RecordDict) -> None:
+        record = content.array_records["arrays"]
+        record[key] = Array(np.array(change(record[key].numpy())))
+
+    return tamper
+
+
+def drop_array(key: str) -> Tamper:
+    """Leave one array out."""
+
+    def tamper(content: RecordDict) -> None:
+        del content.array_records["arrays"][key]
+
+    return tamper
+
+
+def drop_extras(content: RecordDict) -> None:
+    """Leave out what the strategy asked for beside parameters."""
+    record = content.array_records["arrays"]
+    for key in [k for k in record if k.startswith(PREFIX)]:
+        del record[key]
+
+
+def set_metric(key: str, value: Any) -> Tamper:
+    """Replace one metric, or add it; None drops it."""
+
+    def tamper(content: RecordDict) -> None:
+        record = content.metric_records["metrics"]
+        if value is None:
+            del record[key]
+        else:
+            record[key] = value
+
+    return tamper
+
+
+def fail(content: RecordDict) -> None:
+    """Raise, as a client with a bug does."""
+    raise ValueError("out of cheese")
+
+
+def kill(content: RecordDict) -> None:
+    """Stop the whole process, as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+class Clock:
+    """Stands in for the ``time`` module: sleeping only moves the clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
