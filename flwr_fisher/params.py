@@ -174,7 +174,8 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     """Return what a federation must move: trainable parameters and buffers.
 
     For a model that trains whole this is its ``state_dict``. Frozen parameters (a
-    pre-trained backbone under adapters) stay out, so they are never uploaded.
+    pre-trained backbone under adapters) stay out, so they are never uploaded, and so
+    does a tied parameter's second name: load the result with ``strict=False`` then.
 
     Examples
     --------
@@ -183,6 +184,11 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     >>> list(shared_state(model))
     ['1.weight', '1.bias']
     """
-    named = model.named_parameters(remove_duplicate=False)  # both names where tied
-    frozen = {name for name, p in named if not p.requires_grad}
-    return {k: v.detach() for k, v in model.state_dict().items() if k not in frozen}
+    trained = set(trainable_names(model))
+    # Also the second names of tied parameters.
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: value.detach()
+        for name, value in model.state_dict().items()
+        if name in trained or name not in parameters
+    }

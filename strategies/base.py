@@ -12,7 +12,7 @@ from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flwr_fisher.errors import WireError, check_range
+from flwr_fisher.errors import CheckpointError, WireError, check_range
 from flwr_fisher.strategies.cohort import Cohort, collect
 from flwr_fisher.strategies.replies import Replies, read_reply, read_upload
 from flwr_fisher.strategies.run import Run
@@ -194,8 +194,15 @@ class CurvatureStrategy(FedAvg):
         """Take uploads that an interrupted run left; return who is still to ask."""
         by_name = {self._cohort.name(node): node for node in nodes}
         for client, arrays, metrics in run.load_uploads(place):
-            if (node := by_name.pop(client, None)) is not None:
+            if (node := by_name.pop(client, None)) is None:
+                continue
+            try:
                 replies.accept(self._decode(node, arrays, metrics, run.state))
+            except WireError as error:
+                raise CheckpointError(
+                    f"the upload kept as {place}/{client} is damaged: {error}; without "
+                    "that file the client is asked again"
+                ) from error
         return sorted(by_name.values(), key=self._cohort.order)
 
     def _take(
@@ -327,3 +334,12 @@ class CurvatureStrategy(FedAvg):
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
         kind = MessageType.EVALUATE
         return self._messages(server_round, arrays, config, nodes, kind)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the clients' metrics, in an order that depends on no timing."""
+        ordered = sorted(
+            replies, key=lambda reply: self._cohort.order(reply.metadata.src_node_id)
+        )
+        return super().aggregate_evaluate(server_round, ordered)

@@ -93,6 +93,8 @@ class FedFisherOneShot(CurvatureStrategy):
             balance=balance,
             iterations=iterations,
         )
+        if score is not None and solver != "adam":
+            raise ConfigurationError(f"score is for solver='adam', not '{solver}'")
         if solver == "closed-form" and structure != "diagonal":
             raise ConfigurationError(
                 f"solver='closed-form' needs structure='diagonal', not '{structure}'"

@@ -147,6 +147,16 @@ def test_the_model_is_left_as_it_was_after_the_loaders_error(structure: str) -> 
     assert same(snapshot(model), before)
 
 
+def test_a_callers_no_grad_changes_nothing() -> None:
+    model, x = seeded(small_net), randn(1, 5, *SMALL_SHAPE)
+    for structure in STRUCTURES:
+        want = fisher(model, [x], structure=structure)
+        with torch.no_grad():
+            got = fisher(model, [x], structure=structure)
+        assert kinds(got) == kinds(want)
+        assert torch.equal(got.to_dense(), want.to_dense())
+
+
 def test_the_curvature_is_detached() -> None:
     model, x = seeded(RawParameter), VECTORS
     for structure in STRUCTURES:

@@ -145,8 +145,8 @@ class Separate(nn.Module):
 
 
 def test_kfac_of_a_grouped_convolution_is_that_of_separate_ones() -> None:
-    grouped = nn.Conv2d(6, 3, 2, groups=3)
-    model = seeded(lambda: headed(grouped, (6, 3, 3)))
+    model = seeded(lambda: headed(nn.Conv2d(6, 3, 2, groups=3), (6, 3, 3)))
+    grouped = model[0]
     separate = Separate(grouped, copy.deepcopy(model[1:]))
     x = randn(1, 5, 6, 3, 3)
     torch.testing.assert_close(model(x), separate(x))

@@ -25,7 +25,7 @@ def root(matrix: Tensor) -> Tensor:
 def least_squares(
     clients: list[LocalPosterior], layer: int, off_diagonal: float
 ) -> list[Tensor]:
-    """Return each group's W of least sum p_i |(W - W_i) A_i^(1/2)|^2, and of least norm."""
+    """Return each group's W of least sum p_i |(W - W_i) A_i^(1/2)|^2, of least norm."""
     total = sum(c.num_examples for c in clients)
     blocks = [c.curvature.blocks()[layer] for c in clients]
     first = blocks[0]

@@ -23,6 +23,7 @@ from flwr_fisher.testing import LocalGrid
 pytestmark = pytest.mark.ray
 APP = Path(__file__).parents[1] / "apps" / "fedfisher"
 CLIENTS, EPOCHS = 4, 3
+RESOURCES = "client-resources-num-cpus=1"
 
 
 def free_port() -> str:
@@ -54,7 +55,7 @@ def flwr_run(flower: dict[str, str], **config: object) -> str:
     done = subprocess.run(
         [
             *("flwr", "run", str(APP), "--stream"),
-            *("--federation-config", f"num-supernodes={CLIENTS} client-resources-num-cpus=1"),
+            *("--federation-config", f"num-supernodes={CLIENTS} {RESOURCES}"),
             *("--run-config", text),
         ],
         env=flower, capture_output=True, text=True, timeout=300, check=False,
@@ -77,7 +78,12 @@ def test_app_reports_every_method(outcome):
     pictures = {"accuracy.png", "labels.png", "residual.png"}
     assert files == {"metrics.json", "model.safetensors", *pictures}, log
     metrics = json.loads((path / "metrics.json").read_text())
-    assert set(metrics["accuracy"]) == {"fedfisher", "fedavg", "best_client", "ensemble"}
+    assert set(metrics["accuracy"]) == {
+        "fedfisher",
+        "fedavg",
+        "best_client",
+        "ensemble",
+    }
     assert metrics["accuracy"]["fedfisher"] > metrics["accuracy"]["fedavg"] > 0.1
     sizes = metrics["bytes"]
     assert sizes["upload_per_client"] > sizes["fedavg_per_client"] > 0

@@ -149,6 +149,11 @@ class FisherClient:
                 f"the server did not send the trainable parameters {missing}: start "
                 "from shared_state(model), or freeze them on the client"
             )
+        if second := [name for name in tensors if name in _second_names(self.model)]:
+            raise ClientError(
+                f"the server sent {second}, second names of tied parameters, which "
+                "would undo the merge of the first: start from shared_state(model)"
+            )
         self.model.load_state_dict(tensors, strict=False)
         return list(tensors)
 
@@ -190,9 +195,18 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     # Which partition a node holds lets a strategy repeat a run: node ids are random.
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        return _reply(message, MetricRecord({"partition-id": _partition(context)}))
+        told = {k: v for k, v in context.node_config.items() if k == "partition-id"}
+        return _reply(message, MetricRecord({k: int(v) for k, v in told.items()}))
 
     return app
+
+
+def _second_names(model: nn.Module) -> set[str]:
+    """Return the names under which a trained parameter is found once more."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    return {name for name, p in every.items() if p.requires_grad} - set(
+        trainable_names(model)
+    )
 
 
 def _arrays(message: Message) -> ArrayRecord:

@@ -49,6 +49,10 @@ class Diagonal(Curvature):
         """Return the diagonal times a factor."""
         return Diagonal({name: entry * factor for name, entry in self.entries.items()})
 
+    def blocks(self) -> list["Diagonal"]:
+        """Return one block a parameter."""
+        return [Diagonal({name: entry}) for name, entry in self.entries.items()]
+
     def to_dense(self) -> Tensor:
         """Return the matrix with the entries on its diagonal."""
         return torch.diag(torch.cat([e.reshape(-1) for e in self.entries.values()]))

@@ -11,6 +11,7 @@ per-example Jacobians.
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.curvature.base import Blocks, Curvature
 from flwr_fisher.curvature.diagonal import Diagonal
@@ -45,6 +46,7 @@ class Engine:
     """Sums a model's true Fisher over batches; the model is in eval mode already."""
 
     def __init__(self, model: nn.Module, structure: str) -> None:
+        _check_examples_are_independent(model)
         self.model, self.structure = model, structure
         self.count = 0
         self.layers = {} if structure == "dense" else tappable_layers(model)
@@ -113,6 +115,16 @@ class Engine:
             return Blocks(parts)
         entries = {name: d for part in parts for name, d in part.diagonal().items()}
         return Diagonal({name: entries[name] for name in trainable_names(self.model)})
+
+
+def _check_examples_are_independent(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise StructureError(
+                f"layer '{name}' normalises by the batch's own statistics, so an "
+                "example has no Fisher of its own: use track_running_stats=True, or "
+                "group norm"
+            )
 
 
 def _input_columns(layer: TappableLayer, tap: Tap) -> Tensor:

@@ -45,9 +45,9 @@ def fisher(
     loader : Iterable
         Batches ``(inputs, labels)`` or bare ``inputs``.
     structure : "kfac" | "diagonal" | "dense", default "kfac"
-        ``kfac``: a :class:`Kronecker` for each linear or convolution layer, the exact
-        diagonal for any other parameter. ``diagonal``: exact. ``dense``: the whole
-        matrix, for small models.
+        ``kfac``: a :class:`Kronecker` for each linear or convolution layer that is
+        called once a batch with one row an example, the exact diagonal for any other
+        parameter. ``diagonal``: exact. ``dense``: the whole matrix, for small models.
     expectation : "exact", default "exact"
         How the sum over classes is taken.
     engine : "auto" | "nngeometry", default "auto"

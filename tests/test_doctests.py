@@ -1,0 +1,43 @@
+"""The examples in the docstrings, run on the installed package.
+
+``pytest --doctest-modules`` would load ``strategies/`` a second time, under a name that
+it does not have when installed.
+"""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import flwr_fisher
+import flwr_fisher.strategies
+
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def modules() -> list[str]:
+    walked = pkgutil.walk_packages(flwr_fisher.__path__, "flwr_fisher.")
+    # An editable install keeps strategies/ elsewhere, where the first walk misses it.
+    elsewhere = flwr_fisher.strategies
+    others = pkgutil.walk_packages(elsewhere.__path__, "flwr_fisher.strategies.")
+    names = {info.name for info in (*walked, *others)}
+    return sorted(names | {"flwr_fisher", "flwr_fisher.strategies"})
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
+    assert result.failed == 0
+
+
+def test_there_are_examples_in_every_room() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    counts: dict[str, int] = {}
+    for name in modules():
+        tests = finder.find(importlib.import_module(name), name)
+        room = ".".join(name.split(".")[:2])
+        counts[room] = counts.get(room, 0) + sum(len(t.examples) for t in tests)
+    assert sum(counts.values()) > 30
+    wanted = ("errors", "params", "curvature", "merge")
+    assert all(counts[f"flwr_fisher.{room}"] for room in wanted)

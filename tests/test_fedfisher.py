@@ -1,0 +1,332 @@
+"""FedFisher as people use it: real digits, real models, virtual clients."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.clientapp.mod import (
+    LocalDpMod,
+    adaptiveclipping_mod,
+    arrays_size_mod,
+    fixedclipping_mod,
+    message_size_mod,
+)
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+)
+from torch import Tensor, nn
+from virtual import same_bits, tiny_app, tiny_arrays
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
+from flwr_fisher.curvature import Diagonal, Kronecker
+from flwr_fisher.errors import RoundError
+from flwr_fisher.merge import fedavg, merge_fisher
+from flwr_fisher.params import shared_state, trainable_names
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.tasks import Task, load_task
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+CPU = torch.device("cpu")
+CLIENTS = 5
+Make = Callable[[], nn.Module]
+
+
+@cache
+def digits(seed: int = 0, alpha: float = 0.1) -> Task:
+    return load_task(
+        dataset="digits",
+        model="mlp",
+        partition="dirichlet-client",
+        alpha=alpha,
+        num_partitions=CLIENTS,
+        seed=seed,
+    )
+
+
+def grid_of(task: Task, make: Make, epochs: int, lr: float = 0.05) -> LocalGrid:
+    def client_fn(context: Context) -> FisherClient:
+        loader = task.train_loader(int(context.node_config["partition-id"]), 32)
+        return FisherClient(
+            make(), loader, train_fn=LocalSGD(epochs=epochs, lr=lr), device="cpu"
+        )
+
+    return LocalGrid(make_client_app(client_fn), CLIENTS)
+
+
+def accuracy(task: Task, make: Make, arrays: ArrayRecord) -> float:
+    model = make()
+    model.load_state_dict(arrays_to_tensors(arrays), strict=False)
+    return score(model, task.test_loader(), CPU, F.cross_entropy)[1]
+
+
+def pretrained(task: Task, make: Make, epochs: int) -> nn.Module:
+    """A model trained in one place, on everybody's data."""
+    model = make()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = task.eval_loader(task.data.train, 32)
+        LocalSGD(epochs=epochs, lr=0.05)(model, whole, CPU, {})
+    return model
+
+
+def fedfisher(**options: Any) -> FedFisherOneShot:
+    return FedFisherOneShot(**{"fraction_evaluate": 0.0, **options})
+
+
+# Accuracy
+
+
+def test_one_round_beats_fedavg_on_skewed_digits() -> None:
+    means = {}
+    for name, make in (
+        ("fedfisher", fedfisher),
+        ("fedavg", lambda: FedAvg(fraction_evaluate=0.0)),
+    ):
+        scores = []
+        for seed in (0, 1, 2):
+            task = digits(seed)
+            start = ArrayRecord(shared_state(task.make_model()))
+            grid = grid_of(task, task.make_model, epochs=5)
+            result = make().start(grid, start, num_rounds=1)
+            scores.append(accuracy(task, task.make_model, result.arrays))
+        means[name] = sum(scores) / len(scores)
+    assert means["fedfisher"] > means["fedavg"] + 0.1, means
+
+
+def test_accuracy_rises_over_a_few_rounds() -> None:
+    task = digits(0)
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        value = accuracy(task, task.make_model, arrays)
+        return MetricRecord({"accuracy": value})
+
+    result = fedfisher().start(
+        grid_of(task, task.make_model, epochs=5),
+        ArrayRecord(shared_state(task.make_model())),
+        num_rounds=3,
+        evaluate_fn=evaluate,
+    )
+    history = [
+        float(metrics["accuracy"])
+        for _, metrics in sorted(result.evaluate_metrics_serverapp.items())
+    ]
+    assert len(history) == 4
+    assert history[1] > history[0] + 0.5, history
+    assert history[3] > history[1] + 0.04, history
+
+
+def test_a_pretrained_model_survives_the_merge_and_gains_from_it() -> None:
+    task = digits(0)
+    model = pretrained(task, task.make_model, epochs=1)
+    warm = ArrayRecord(shared_state(model))
+    cold = ArrayRecord(shared_state(task.make_model()))
+    before = accuracy(task, task.make_model, warm)
+    merged = {}
+    for name, start in (("warm", warm), ("cold", cold)):
+        grid = grid_of(task, task.make_model, epochs=1, lr=0.01)
+        result = fedfisher().start(grid, start, num_rounds=1)
+        merged[name] = accuracy(task, task.make_model, result.arrays)
+    assert before > 0.85
+    assert merged["warm"] > before + 0.02, (before, merged)
+    assert merged["warm"] > merged["cold"] + 0.2, (before, merged)
+
+
+# Frozen parts and adapters
+
+
+def frozen_backbone(task: Task) -> nn.Module:
+    model = pretrained(task, task.make_model, epochs=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("fc3"))
+    return model
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank update, LoRA's form (Hu et al. 2022)."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.frozen(x) + self.up(self.down(x))
+        return output
+
+
+def adapted(task: Task) -> nn.Module:
+    model = pretrained(task, task.make_model, epochs=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for name in ("fc1", "fc2", "fc3"):
+            setattr(model, name, Adapted(getattr(model, name), rank=4))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "trained"),
+    [
+        (frozen_backbone, {"fc3.weight", "fc3.bias"}),
+        (
+            adapted,
+            {f"fc{i}.{side}.weight" for i in (1, 2, 3) for side in ("down", "up")},
+        ),
+    ],
+    ids=["frozen backbone", "adapters"],
+)
+def test_only_what_is_trained_travels_and_is_merged(
+    build: Callable[[Task], nn.Module], trained: set[str]
+) -> None:
+    task = digits(0)
+    model = build(task)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def make() -> nn.Module:
+        # One model for all clients, as on one machine: it must not leak.
+        model.load_state_dict(state)
+        return model
+
+    start = ArrayRecord(shared_state(model))
+    assert set(start) == trained == set(trainable_names(model))
+    result = fedfisher().start(grid_of(task, make, epochs=2), start)
+    assert set(result.arrays) == trained
+    for upload in result.uploads:
+        assert set(upload.payload.params) == trained
+        assert set(upload.payload.curvature.shapes) == trained
+        kinds = {type(block) for block in upload.payload.curvature.blocks()}
+        assert kinds == {Kronecker}
+    for key, value in model.state_dict().items():
+        if key not in trained:
+            assert torch.equal(value, state[key]), key
+    before = accuracy(task, make, ArrayRecord(state))
+    assert accuracy(task, make, result.arrays) > before - 0.05
+    assert not same_bits(result.arrays, start)
+
+
+def test_adapters_are_merged_by_their_own_curvature() -> None:
+    task = digits(0)
+    model = adapted(task)
+    start = ArrayRecord(shared_state(model))
+    result = fedfisher().start(grid_of(task, lambda: model, epochs=1), start)
+    posteriors = [upload.posterior for upload in result.uploads]
+    expected = merge_fisher(posteriors).params
+    mean = fedavg(posteriors)
+    got = arrays_to_tensors(result.arrays)
+    assert all(torch.equal(got[key], value) for key, value in expected.items())
+    assert any(not torch.allclose(got[key], mean[key], 1e-3) for key in mean)
+
+
+# Batch norm
+
+
+def normed() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Linear(16, 10),
+        )
+
+
+def test_batch_norm_merges_its_parameters_and_averages_its_statistics() -> None:
+    task = digits(0)
+    start = ArrayRecord(shared_state(normed()))
+    result = fedfisher().start(grid_of(task, normed, epochs=2), start)
+    merged = arrays_to_tensors(result.arrays)
+    uploads = result.uploads
+    total = sum(upload.num_examples for upload in uploads)
+    assert total == 1437
+    for key in ("2.running_mean", "2.running_var"):
+        mean = sum(u.num_examples / total * u.payload.params[key] for u in uploads)
+        torch.testing.assert_close(merged[key], mean)
+    counts = [int(u.payload.params["2.num_batches_tracked"]) for u in uploads]
+    weighted = sum(u.num_examples * c for u, c in zip(uploads, counts, strict=True))
+    counter = merged["2.num_batches_tracked"]
+    assert counter.dtype == torch.int64
+    assert counter.shape == ()
+    assert int(counter) == round(weighted / total)
+    blocks = uploads[0].payload.curvature.blocks()
+    covered = {name: type(b) for b in blocks for name in b.shapes}
+    assert covered["2.weight"] is covered["2.bias"] is Diagonal
+    assert covered["1.weight"] is covered["4.bias"] is Kronecker
+    assert not [name for name in covered if "running" in name or "num_" in name]
+
+
+# Flower's differential privacy, which knows nothing of curvature: it may refuse, or
+# leave curvature alone, but must not change it unnoticed.
+
+
+def test_clipping_on_the_server_refuses_uploads_with_curvature() -> None:
+    private = DifferentialPrivacyServerSideFixedClipping(fedfisher(), 0.0, 0.5, 3)
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+        private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+
+
+def test_noise_on_the_server_alone_falls_on_the_merged_model_only() -> None:
+    private = DifferentialPrivacyClientSideFixedClipping(fedfisher(), 1e-9, 0.5, 3)
+    noisy = private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+    clean = fedfisher().start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+    merged, other = tensors_of_record(noisy.arrays), tensors_of_record(clean.arrays)
+    for key, value in merged.items():
+        torch.testing.assert_close(value, other[key], rtol=0, atol=1e-6)
+
+
+def tensors_of_record(arrays: ArrayRecord) -> dict[str, Tensor]:
+    return {k: v.double() for k, v in arrays_to_tensors(arrays).items()}
+
+
+@pytest.mark.parametrize(
+    ("mod", "reason"),
+    [
+        (LocalDpMod(1.0, 1.0, 1.0, 0.1), "LocalDpMod expects the keys"),
+        (fixedclipping_mod, "fixedclipping_mod requires the key 'clipping_norm'"),
+        (adaptiveclipping_mod, "adaptiveclipping_mod requires the key"),
+    ],
+    ids=["local DP", "fixed clipping", "adaptive clipping"],
+)
+def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(
+    mod: Any, reason: str
+) -> None:
+    grid = LocalGrid(tiny_app(mods=[mod]), 3)
+    with pytest.raises(RoundError, match=reason):
+        fedfisher().start(grid, tiny_arrays(), num_rounds=1)
+
+
+@pytest.mark.parametrize("mod", [fixedclipping_mod, adaptiveclipping_mod])
+def test_clipping_mods_refuse_curvature_where_they_get_their_norm(mod: Any) -> None:
+    grid = LocalGrid(tiny_app(mods=[mod]), 3)
+    config = ConfigRecord({"clipping_norm": 1.0})
+    with pytest.raises(RoundError, match="expects the keys in the ArrayRecord"):
+        fedfisher().start(grid, tiny_arrays(), num_rounds=1, train_config=config)
+
+
+def test_client_mods_that_only_look_do_no_harm() -> None:
+    plain = fedfisher().start(LocalGrid(tiny_app(), 3), tiny_arrays())
+    app = tiny_app(mods=[arrays_size_mod, message_size_mod])
+    looked_at = fedfisher().start(LocalGrid(app, 3), tiny_arrays())
+    assert same_bits(plain.arrays, looked_at.arrays)
+
+
+def test_local_privacy_works_where_no_curvature_is_asked_for() -> None:
+    app = tiny_app(mods=[LocalDpMod(1.0, 1e-9, 1.0, 0.1)])
+    private = FedAvg(fraction_evaluate=0.0).start(
+        LocalGrid(app, 3), floats(tiny_arrays()), num_rounds=1
+    )
+    assert set(private.arrays) == set(floats(tiny_arrays()))
+
+
+def floats(arrays: ArrayRecord) -> ArrayRecord:
+    """Flower's privacy cannot scale batch norm's integer counters."""
+    return ArrayRecord({k: v for k, v in arrays.items() if "num_batches" not in k})

@@ -1,0 +1,276 @@
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, FedProx
+from virtual import (
+    Watched,
+    ask,
+    close,
+    fail,
+    kill,
+    metrics_of,
+    node_of,
+    set_array,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+)
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.params import weighted_mean
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+
+def train_messages(grid: LocalGrid, *nodes: int) -> list[Message]:
+    content = RecordDict(
+        {"arrays": tiny_arrays(), "config": ConfigRecord({"server-round": 1})}
+    )
+    return [Message(content, node, "train") for node in nodes or grid.nodes]
+
+
+def counting_app() -> ClientApp:
+    """Replies with how many messages its node has had."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        count = context.state.metric_records.get("count", MetricRecord({"n": 0}))
+        context.state["count"] = MetricRecord({"n": int(count["n"]) + 1})
+        content = RecordDict({"metrics": MetricRecord({**context.state["count"]})})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def queries(*nodes: int) -> list[Message]:
+    return [Message(RecordDict(), node, "query") for node in nodes]
+
+
+def test_nodes_have_random_ids_and_partitions_from_zero() -> None:
+    grids = [LocalGrid(tiny_app(), 5) for _ in range(2)]
+    for grid in grids:
+        assert sorted(grid.nodes.values()) == [0, 1, 2, 3, 4]
+        assert sorted(grid.get_node_ids()) == sorted(grid.nodes)
+        assert sorted(grid.nodes) != [0, 1, 2, 3, 4]
+    assert not grids[0].nodes.keys() & grids[1].nodes.keys()
+
+
+def test_a_seed_fixes_ids_and_the_order_of_replies() -> None:
+    def senders(seed: int) -> list[int]:
+        grid = LocalGrid(tiny_app(), 6, seed=seed)
+        replies = grid.send_and_receive(train_messages(grid))
+        return [reply.metadata.src_node_id for reply in replies]
+
+    assert senders(1) == senders(1)
+    assert sorted(senders(1)) != sorted(senders(2))
+
+
+def test_replies_come_in_another_order_than_questions() -> None:
+    grid = LocalGrid(tiny_app(), 8, seed=0)
+    orders = set()
+    for _ in range(4):
+        replies = grid.send_and_receive(train_messages(grid))
+        partitions = [grid.nodes[reply.metadata.src_node_id] for reply in replies]
+        assert sorted(partitions) == list(range(8))
+        orders.add(tuple(partitions))
+    assert len(orders) > 1
+
+
+def test_node_ids_come_in_an_order_that_means_nothing() -> None:
+    grid = LocalGrid(tiny_app(), 8, seed=0)
+    assert len({tuple(grid.get_node_ids()) for _ in range(4)}) > 1
+
+
+def test_a_client_sees_its_partition_and_the_run_config() -> None:
+    seen: list[Context] = []
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        seen.append(context)
+        return Message(RecordDict(), reply_to=message)
+
+    grid = LocalGrid(app, 3, run_config={"lr": 0.5})
+    grid.send_and_receive(queries(*grid.nodes))
+    assert {c.node_id: c.node_config["partition-id"] for c in seen} == grid.nodes
+    assert {c.node_config["num-partitions"] for c in seen} == {3}
+    assert all(c.run_config == {"lr": 0.5} for c in seen)
+
+
+def test_an_exception_becomes_an_error_reply_and_the_others_go_on() -> None:
+    grid = LocalGrid(Watched(tamper={1: fail}), 3)
+    replies = list(grid.send_and_receive(train_messages(grid)))
+    (bad,) = [reply for reply in replies if reply.has_error()]
+    assert bad.metadata.src_node_id == node_of(grid, 1)
+    assert bad.error.reason == "ValueError: out of cheese"
+    assert len(replies) == 3
+
+
+def test_stopping_the_process_is_not_an_error_reply() -> None:
+    grid = LocalGrid(Watched(tamper={0: kill}), 1)
+    with pytest.raises(KeyboardInterrupt):
+        grid.send_and_receive(train_messages(grid))
+
+
+def test_a_reply_that_answers_another_message_is_an_error_reply() -> None:
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return Message(RecordDict(), reply_to=Message(RecordDict(), reply_to=message))
+
+    grid = LocalGrid(app, 2)
+    replies = list(grid.send_and_receive(queries(*grid.nodes)))
+    assert len(replies) == 2
+    assert all("answers another message" in reply.error.reason for reply in replies)
+
+
+def test_contexts_live_on_between_messages_and_apart_from_each_other() -> None:
+    grid = LocalGrid(counting_app(), 2)
+    first, second = grid.nodes
+
+    def counts(*nodes: int) -> list[Any]:
+        replies = grid.send_and_receive(queries(*nodes))
+        return [metrics_of(reply)["n"] for reply in replies]
+
+    assert counts(first) == [1]
+    assert counts(first) == [2]
+    assert counts(second) == [1]
+    assert counts(first) == [3]
+
+
+def test_replies_are_pulled_one_by_one_and_only_once() -> None:
+    app = Watched()
+    grid = LocalGrid(app, 3)
+    ids = list(grid.push_messages(train_messages(grid)))
+    assert len(set(ids)) == 3
+    assert not app.trained
+    for done in (1, 2, 3):
+        (reply,) = grid.pull_messages(ids)
+        assert reply.metadata.reply_to_message_id in ids
+        assert len(app.trained) == done
+    assert not list(grid.pull_messages(ids))
+
+
+def test_only_what_was_asked_for_is_pulled() -> None:
+    grid = LocalGrid(tiny_app(), 3)
+    ids = list(grid.push_messages(train_messages(grid)))
+    (reply,) = grid.pull_messages(ids[1:2])
+    assert reply.metadata.reply_to_message_id == ids[1]
+    assert not list(grid.pull_messages(ids[1:2]))
+    assert not list(grid.pull_messages(["never sent"]))
+
+
+def test_contents_are_copied_both_ways() -> None:
+    kept: list[RecordDict] = []
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        message.content.config_records["config"]["mine"] = True
+        kept.append(message.content)
+        return Message(message.content, reply_to=message)
+
+    grid = LocalGrid(app, 2)
+    messages = train_messages(grid)
+    theirs = messages[0].content
+    replies = list(grid.send_and_receive(messages))
+    assert "mine" not in theirs.config_records["config"]
+    for reply in replies:
+        assert reply.content.config_records["config"]["mine"] is True
+        assert not any(reply.content is content for content in kept)
+
+
+def test_create_message_is_a_message() -> None:
+    grid = LocalGrid(counting_app(), 1)
+    (node,) = grid.nodes
+    message = grid.create_message(RecordDict(), "query", node, "7")
+    assert message.metadata.group_id == "7"
+    (reply,) = grid.send_and_receive([message])
+    assert reply.metadata.group_id == "7"
+    assert reply.metadata.src_node_id == node
+
+
+def test_no_nodes_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="num_supernodes must be >= 1: 0"):
+        LocalGrid(tiny_app(), 0)
+
+
+# Our client under this grid
+
+
+def test_a_query_tells_the_partition() -> None:
+    grid = LocalGrid(tiny_app(), 4)
+    replies = grid.send_and_receive(queries(*grid.nodes))
+    told = {r.metadata.src_node_id: metrics_of(r)["partition-id"] for r in replies}
+    assert told == grid.nodes
+
+
+def test_a_query_tells_nothing_where_there_is_no_partition() -> None:
+    grid = LocalGrid(tiny_app(), 2)
+    for context in grid._contexts.values():
+        del context.node_config["partition-id"]
+    for reply in grid.send_and_receive(queries(*grid.nodes)):
+        assert dict(metrics_of(reply)) == {}
+
+
+def local_results(config: dict[str, Any], clients: int) -> ArrayRecord:
+    """The average that FedAvg should find, from clients asked one by one."""
+    replies = [
+        ask(tiny_client(i), config={"server-round": 1, **config}, partition=i)
+        for i in range(clients)
+    ]
+    weights = [float(metrics_of(reply)["num-examples"]) for reply in replies]
+    mean = weighted_mean([tensors_of(reply) for reply in replies], weights)
+    return ArrayRecord(mean)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        (FedAvg(), {}),
+        (FedProx(proximal_mu=0.5), {"proximal-mu": 0.5}),
+    ],
+    ids=["FedAvg", "FedProx"],
+)
+def test_flowers_own_strategies_run_over_it_with_our_client(
+    strategy: FedAvg, config: dict[str, Any]
+) -> None:
+    grid = LocalGrid(tiny_app(), 3)
+    result = strategy.start(grid, tiny_arrays(), num_rounds=1)
+    assert close(drop_counters(result.arrays), drop_counters(local_results(config, 3)))
+    assert result.train_metrics_clientapp[1]["train_loss"] > 0
+    assert 0 <= result.evaluate_metrics_clientapp[1]["accuracy"] <= 1
+
+
+def drop_counters(arrays: ArrayRecord) -> ArrayRecord:
+    """FedAvg turns batch norm's integer counters into floats; they are not ours."""
+    return ArrayRecord({k: v for k, v in arrays.items() if "num_batches" not in k})
+
+
+def test_the_proximal_term_makes_a_difference() -> None:
+    plain, held = (local_results({"proximal-mu": mu}, 2) for mu in (0.0, 5.0))
+    start = arrays_to_tensors(tiny_arrays())["0.weight"]
+    moved = [
+        torch.linalg.vector_norm(arrays_to_tensors(a)["0.weight"] - start)
+        for a in (plain, held)
+    ]
+    assert moved[1] < 0.9 * moved[0]
+
+
+def test_fedavg_refuses_extra_arrays_that_one_client_sends() -> None:
+    app = Watched(tamper={0: set_array("curvature/diagonal/0.bias", [1.0])})
+    with pytest.raises(Exception, match="same keys"):
+        FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 2), tiny_arrays(), 1)

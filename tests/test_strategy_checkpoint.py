@@ -1,0 +1,442 @@
+"""A run that was stopped goes on where it was, and ends as if nothing had happened."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from virtual import (
+    Tamper,
+    Watched,
+    drop_array,
+    fail,
+    same_bits,
+    set_metric,
+    tiny_arrays,
+)
+
+from flwr_fisher.errors import CheckpointError, RoundError
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies.state import CurvatureResult
+from flwr_fisher.testing import LocalGrid
+
+CLIENTS, ROUNDS = 4, 3
+ALL = [(n, p) for n in range(1, ROUNDS + 1) for p in range(CLIENTS)]
+
+
+def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    total = float(sum(array.numpy().sum() for array in arrays.values()))
+    return MetricRecord({"sum": total / 3, "round": server_round, "list": [0.1, total]})
+
+
+def start(
+    app: Watched | None = None,
+    where: Path | None = None,
+    *,
+    num_rounds: int = ROUNDS,
+    evaluate_fn: Callable[..., MetricRecord | None] | None = evaluate,
+    resume: bool = False,
+    **options: Any,
+) -> CurvatureResult:
+    strategy = FedFisherOneShot(**options)
+    return strategy.start(
+        LocalGrid(app or Watched(), CLIENTS),
+        tiny_arrays(),
+        num_rounds=num_rounds,
+        evaluate_fn=evaluate_fn,
+        checkpoint_dir=where,
+        resume=resume,
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> CurvatureResult:
+    return start()
+
+
+def assert_same_result(left: CurvatureResult, right: CurvatureResult) -> None:
+    """Bit for bit."""
+    assert same_bits(left.arrays, right.arrays)
+    assert left.train_metrics_clientapp == right.train_metrics_clientapp
+    assert left.evaluate_metrics_serverapp == right.evaluate_metrics_serverapp
+    assert left.evaluate_metrics_clientapp == right.evaluate_metrics_clientapp
+
+
+def kill_after(asked: int, app: Watched) -> Tamper:
+    """Stop the process when one more client has trained than was `asked` for."""
+
+    def tamper(content: RecordDict) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    return tamper
+
+
+def killing_app(asked: int) -> Watched:
+    app = Watched()
+    app.tamper = dict.fromkeys(range(CLIENTS), kill_after(asked, app))
+    return app
+
+
+def files(where: Path) -> set[str]:
+    return {str(p.relative_to(where)) for p in where.rglob("*") if p.is_file()}
+
+
+# Stopped, and resumed
+
+
+def test_checkpoints_do_not_change_the_result(
+    tmp_path: Path, uninterrupted: CurvatureResult
+) -> None:
+    assert_same_result(start(where=tmp_path / "new" / "run"), uninterrupted)
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_killed_after_a_round(
+    tmp_path: Path, uninterrupted: CurvatureResult, done: int
+) -> None:
+    app = killing_app(asked=done * CLIENTS)
+    with pytest.raises(KeyboardInterrupt):
+        start(app, tmp_path)
+    assert len(app.trained) == done * CLIENTS + 1
+    again = Watched()
+    result = start(again, tmp_path, resume=True)
+    assert_same_result(result, uninterrupted)
+    assert sorted(again.trained) == ALL[done * CLIENTS :]
+    assert [upload.client for upload in result.uploads] == [
+        upload.client for upload in uninterrupted.uploads
+    ]
+
+
+@pytest.mark.parametrize("asked", [1, 3, 6, 11])
+def test_killed_while_uploads_arrive(
+    tmp_path: Path, uninterrupted: CurvatureResult, asked: int
+) -> None:
+    app = killing_app(asked)
+    with pytest.raises(KeyboardInterrupt):
+        start(app, tmp_path)
+    accepted = app.trained[:-1]
+    server_round = asked // CLIENTS + 1
+    folder = tmp_path / f"uploads-{server_round:04d}" / "exchange-1"
+    kept = {path.stem for path in folder.glob("*.safetensors")}
+    assert kept == {f"partition-{p}" for n, p in accepted if n == server_round}
+    again = Watched()
+    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
+    assert sorted(again.trained + accepted) == ALL
+
+
+def test_killed_twice(tmp_path: Path, uninterrupted: CurvatureResult) -> None:
+    apps = [killing_app(2), killing_app(1), killing_app(4)]
+    for index, app in enumerate(apps):
+        with pytest.raises(KeyboardInterrupt):
+            start(app, tmp_path, resume=index > 0)
+    last = Watched()
+    assert_same_result(start(last, tmp_path, resume=True), uninterrupted)
+    accepted = [asked for app in apps for asked in app.trained[:-1]]
+    assert sorted(accepted + last.trained) == ALL
+
+
+@pytest.mark.parametrize("stop", [SystemExit, OSError])
+def test_killed_after_the_step_and_before_the_round_is_written(
+    tmp_path: Path, uninterrupted: CurvatureResult, stop: type[BaseException]
+) -> None:
+    def dies(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        if server_round == 2:
+            raise stop
+        return evaluate(server_round, arrays)
+
+    with pytest.raises(stop):
+        start(where=tmp_path, evaluate_fn=dies)
+    again = Watched()
+    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
+    assert sorted(again.trained) == ALL[2 * CLIENTS :]
+
+
+def test_killed_before_the_first_round(
+    tmp_path: Path, uninterrupted: CurvatureResult
+) -> None:
+    def dies(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(where=tmp_path, evaluate_fn=dies)
+    assert_same_result(start(where=tmp_path, resume=True), uninterrupted)
+
+
+def test_the_grid_breaks(tmp_path: Path, uninterrupted: CurvatureResult) -> None:
+    class Broken(LocalGrid):
+        pulled = 0
+
+        def pull_messages(self, message_ids: Any) -> Any:
+            self.pulled += 1
+            if self.pulled > CLIENTS + 2:  # the first are replies to queries
+                raise ConnectionError("the link is down")
+            return super().pull_messages(message_ids)
+
+    app = Watched()
+    with pytest.raises(ConnectionError):
+        FedFisherOneShot().start(
+            Broken(app, CLIENTS),
+            tiny_arrays(),
+            num_rounds=ROUNDS,
+            evaluate_fn=evaluate,
+            checkpoint_dir=tmp_path,
+        )
+    assert len(app.trained) == 2
+    again = Watched()
+    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
+    assert sorted(again.trained + app.trained) == ALL
+
+
+def test_a_round_that_failed_can_be_taken_up_again(
+    tmp_path: Path, uninterrupted: CurvatureResult
+) -> None:
+    app = Watched(tamper=dict.fromkeys((1, 2, 3), fail))
+    with pytest.raises(RoundError):
+        start(app, tmp_path)
+    again = Watched()
+    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
+    assert sorted(again.trained) == ALL[1:]
+
+
+def test_a_rejected_reply_is_not_kept(tmp_path: Path) -> None:
+    app = Watched(tamper={1: drop_array("0.weight"), 2: fail, 3: set_metric("a", None)})
+    app.tamper[3] = set_metric("num-examples", 0)
+    with pytest.raises(RoundError):
+        start(app, tmp_path)
+    assert files(tmp_path) == {
+        "round-0000.safetensors",
+        "uploads-0001/exchange-1/partition-0.safetensors",
+    }
+
+
+def test_an_upload_of_a_client_that_is_not_sampled_is_not_used(tmp_path: Path) -> None:
+    app = killing_app(3)
+    with pytest.raises(KeyboardInterrupt):
+        start(app, tmp_path)
+    folder = tmp_path / "uploads-0001" / "exchange-1"
+    one = next(folder.glob("*.safetensors"))
+    one.rename(folder / "partition-99.safetensors")
+    again = Watched()
+    result = start(again, tmp_path, resume=True, num_rounds=1)
+    assert len(result.uploads) == CLIENTS
+    assert len(again.trained) == CLIENTS - 2
+
+
+def test_all_structures_and_solvers_survive(tmp_path: Path) -> None:
+    for index, options in enumerate(
+        (
+            {"structure": "dense"},
+            {"structure": "diagonal", "solver": "closed-form"},
+            {"solver": "adam", "iterations": 10, "seed": 5, "fraction_train": 0.5},
+        )
+    ):
+        where = tmp_path / str(index)
+        with pytest.raises(KeyboardInterrupt):
+            start(killing_app(3), where, **options)
+        resumed = start(where=where, resume=True, **options)
+        assert_same_result(resumed, start(**options))
+
+
+def test_more_rounds_may_be_added(
+    tmp_path: Path, uninterrupted: CurvatureResult
+) -> None:
+    start(where=tmp_path, num_rounds=1)
+    again = Watched()
+    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
+    assert sorted(again.trained) == ALL[CLIENTS:]
+
+
+@pytest.mark.parametrize("num_rounds", [ROUNDS, 1, 0])
+def test_when_all_is_done_the_result_is_returned(
+    tmp_path: Path, uninterrupted: CurvatureResult, num_rounds: int
+) -> None:
+    start(where=tmp_path)
+    again = Watched()
+    result = start(again, tmp_path, resume=True, num_rounds=num_rounds)
+    assert_same_result(result, uninterrupted)
+    assert not again.trained
+    assert not again.evaluated
+    assert result.uploads == []
+
+
+def test_resume_of_nothing_is_a_start(
+    tmp_path: Path, uninterrupted: CurvatureResult
+) -> None:
+    assert_same_result(start(where=tmp_path, resume=True), uninterrupted)
+
+
+def test_metrics_keep_their_types(tmp_path: Path) -> None:
+    def odd(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord(
+            {"nan": float("nan"), "inf": float("inf"), "n": 3, "l": [1, 2], "f": 3.0}
+        )
+
+    start(where=tmp_path, num_rounds=1, evaluate_fn=odd)
+    resumed = start(where=tmp_path, num_rounds=1, evaluate_fn=odd, resume=True)
+    metrics = dict(resumed.evaluate_metrics_serverapp[1])
+    assert repr(metrics) == repr(dict(odd(1, ArrayRecord())))
+
+
+# What is on disk
+
+
+def test_every_round_and_the_last_uploads_are_kept(tmp_path: Path) -> None:
+    start(where=tmp_path, num_rounds=2)
+    uploads = {
+        f"uploads-0002/exchange-1/partition-{p}.safetensors" for p in range(CLIENTS)
+    }
+    rounds = {f"round-{n:04d}.safetensors" for n in range(3)}
+    assert files(tmp_path) == rounds | uploads
+
+
+def test_a_round_on_disk_is_the_model(tmp_path: Path) -> None:
+    result = start(where=tmp_path, num_rounds=1)
+    with safe_open(tmp_path / "round-0001.safetensors", "pt") as file:
+        for key, array in result.arrays.items():
+            assert torch.equal(file.get_tensor(key), torch.tensor(array.numpy()))
+
+
+def test_leftovers_of_a_crash_are_ignored(
+    tmp_path: Path, uninterrupted: CurvatureResult
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        start(killing_app(CLIENTS + 2), tmp_path)
+    (tmp_path / "round-0002.partial").write_bytes(b"half a file")
+    folder = tmp_path / "uploads-0002" / "exchange-1"
+    (folder / "partition-3.partial").write_bytes(b"half a file")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert_same_result(start(where=tmp_path, resume=True), uninterrupted)
+    assert (tmp_path / "notes.txt").exists()
+
+
+# What is refused
+
+
+def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> None:
+    start(where=tmp_path, num_rounds=1)
+    before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
+    app = Watched()
+    with pytest.raises(CheckpointError) as caught:
+        start(app, tmp_path)
+    text = str(caught.value)
+    assert str(tmp_path) in text
+    assert "round 1" in text
+    assert "resume=True" in text
+    assert not app.trained
+    assert before == {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
+
+
+def test_resume_needs_a_directory() -> None:
+    with pytest.raises(CheckpointError, match="resume=True needs a checkpoint_dir"):
+        start(resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"structure": "diagonal"}, "structure: 'kfac' -> 'diagonal'"),
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"anchor": 0.5}, "anchor: 0.1 -> 0.5"),
+        ({"iterations": 7}, "iterations: 100 -> 7"),
+        ({"solver": "gd"}, "solver: 'cg' -> 'gd'"),
+    ],
+)
+def test_another_runs_options_are_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], change: str
+) -> None:
+    start(where=tmp_path, num_rounds=1)
+    app = Watched()
+    with pytest.raises(CheckpointError, match="with other options") as caught:
+        start(app, tmp_path, resume=True, **options)
+    assert change in str(caught.value)
+    assert not app.trained
+
+
+def test_only_the_options_that_differ_are_named(tmp_path: Path) -> None:
+    start(where=tmp_path, num_rounds=1)
+    with pytest.raises(CheckpointError) as caught:
+        start(where=tmp_path, resume=True, seed=1)
+    assert str(caught.value).endswith("options: seed: 0 -> 1")
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def other_header(data: bytes) -> bytes:
+    return b"\xff" * 16 + data[16:]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut in half": cut,
+    "one byte short": lambda data: data[:-1],
+    "header": other_header,
+    "text": lambda data: b"not a checkpoint at all, but a letter to a friend",
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_round_is_named(tmp_path: Path, damage: str) -> None:
+    start(where=tmp_path, num_rounds=1)
+    path = tmp_path / "round-0001.safetensors"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        start(where=tmp_path, resume=True)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_upload_is_named(tmp_path: Path, damage: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        start(killing_app(3), tmp_path)
+    path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        start(where=tmp_path, resume=True)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        (None, "has format None, and this version reads '1'"),
+        ({"format": "0"}, "has format '0', and this version reads '1'"),
+        ({"format": "1"}, "damaged"),
+        ({"format": "1", "keys": "[]", "record": "{"}, "damaged"),
+        ({"format": "1", "keys": '["gone"]', "record": "{}"}, "damaged"),
+    ],
+    ids=["none", "older", "empty", "no-json", "no-tensor"],
+)
+def test_a_file_of_another_make_is_refused_by_name(
+    tmp_path: Path, metadata: dict[str, str] | None, reason: str
+) -> None:
+    start(where=tmp_path, num_rounds=1)
+    path = tmp_path / "round-0001.safetensors"
+    save_file({"0.weight": torch.zeros(4, 3)}, path, metadata)
+    with pytest.raises(CheckpointError) as caught:
+        start(where=tmp_path, resume=True)
+    assert reason in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_an_upload_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        start(killing_app(3), tmp_path)
+    path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
+    metadata = {
+        "format": "1",
+        "keys": json.dumps(["w"]),
+        "record": json.dumps({"metrics": {"num-examples": 3}}),
+    }
+    save_file({"w": torch.zeros(2)}, path, metadata)
+    place = f"uploads-0001/exchange-1/{path.stem} is damaged: '"
+    with pytest.raises(CheckpointError, match=place):
+        start(where=tmp_path, resume=True)

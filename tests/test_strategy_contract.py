@@ -1,0 +1,689 @@
+"""What every strategy owes its users. A new strategy adds one row to ``STRATEGIES``."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, Strategy
+from virtual import (
+    Clock,
+    Tamper,
+    Watched,
+    ask,
+    change_array,
+    close,
+    drop_array,
+    drop_extras,
+    fail,
+    node_of,
+    same_bits,
+    set_array,
+    set_metric,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+)
+
+from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
+from flwr_fisher.strategies import CurvatureStrategy, FedFisherOneShot, cohort
+from flwr_fisher.strategies.state import CurvatureResult
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import PREFIX, arrays_to_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A strategy under test.
+
+    Parameters
+    ----------
+    make : Callable[..., CurvatureStrategy]
+        Makes it; takes the shared base's keywords.
+    own : dict
+        Its own arguments.
+    """
+
+    make: Callable[..., CurvatureStrategy]
+    own: dict[str, Any]
+
+    def __call__(self, **options: Any) -> CurvatureStrategy:
+        return self.make(**{"fraction_evaluate": 0.0, **self.own, **options})
+
+
+STRATEGIES = {
+    "fedfisher-kfac": Row(FedFisherOneShot, {}),
+    "fedfisher-diagonal": Row(FedFisherOneShot, {"structure": "diagonal"}),
+    "fedfisher-dense": Row(FedFisherOneShot, {"structure": "dense"}),
+    "fedfisher-closed-form": Row(
+        FedFisherOneShot, {"structure": "diagonal", "solver": "closed-form"}
+    ),
+    "fedfisher-gd": Row(FedFisherOneShot, {"solver": "gd", "iterations": 30}),
+    "fedfisher-adam": Row(FedFisherOneShot, {"solver": "adam", "iterations": 30}),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def row(request: pytest.FixtureRequest) -> Row:
+    return STRATEGIES[request.param]
+
+
+def run(
+    strategy: CurvatureStrategy,
+    app: ClientApp | None = None,
+    clients: int = 3,
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> CurvatureResult:
+    grid = LocalGrid(tiny_app() if app is None else app, clients, seed=seed)
+    return strategy.start(grid, tiny_arrays(), **options)
+
+
+@cache
+def plain(row: Row, *holdings: int, num_rounds: int = 1) -> CurvatureResult:
+    """What good clients give, without anything special."""
+    held = holdings or (0, 1, 2)
+    return run(row(), tiny_app(held), len(held), num_rounds=num_rounds)
+
+
+# The model
+
+
+def test_identical_clients_get_their_model(row: Row) -> None:
+    result = run(row(), tiny_app([1, 1, 1]))
+    alone = tensors_of(ask(tiny_client(1)))
+    merged = arrays_to_tensors(result.arrays)
+    assert list(merged) == list(alone)
+    for key, value in alone.items():
+        assert merged[key].dtype == value.dtype
+        assert torch.equal(merged[key], value), key
+
+
+def test_one_client_gets_its_model(row: Row) -> None:
+    result = run(row(min_train_nodes=1, min_available_nodes=1), tiny_app([2]), 1)
+    alone = tensors_of(ask(tiny_client(2)))
+    merged = arrays_to_tensors(result.arrays)
+    assert all(torch.equal(merged[key], value) for key, value in alone.items())
+
+
+def test_node_ids_and_the_order_of_replies_do_not_matter(row: Row) -> None:
+    results = [
+        run(row(fraction_evaluate=1.0), seed=seed, num_rounds=2) for seed in (1, 2, 3)
+    ]
+    for other in results[1:]:
+        assert same_bits(results[0].arrays, other.arrays)
+        histories = results[0].train_metrics_clientapp, other.train_metrics_clientapp
+        assert histories[0] == histories[1]
+        scores = results[0].evaluate_metrics_clientapp, other.evaluate_metrics_clientapp
+        assert scores[0] == scores[1]
+    assert [u.client for u in results[0].uploads] == [
+        f"partition-{i}" for i in range(3)
+    ]
+    ids = [[upload.node_id for upload in result.uploads] for result in results]
+    assert ids[0] != ids[1]
+
+
+def scaled_weights(*factors: float) -> Watched:
+    def scale(factor: float) -> Tamper:
+        def tamper(content: RecordDict) -> None:
+            metrics = content.metric_records["metrics"]
+            metrics["num-examples"] = metrics["num-examples"] * factor
+
+        return tamper
+
+    return Watched(tamper={i: scale(factor) for i, factor in enumerate(factors)})
+
+
+def test_the_scale_of_weights_does_not_matter_but_their_ratio_does(row: Row) -> None:
+    expected = plain(row).arrays
+    assert same_bits(expected, run(row(), scaled_weights(4, 4, 4)).arrays)
+    assert close(expected, run(row(), scaled_weights(0.3, 0.3, 0.3)).arrays, 1e-3)
+    assert not close(expected, run(row(), scaled_weights(1, 1, 20)).arrays, 1e-3)
+
+
+def test_weights_may_come_from_another_metric(row: Row) -> None:
+    def trust(content: RecordDict) -> None:
+        metrics = content.metric_records["metrics"]
+        metrics["trust"] = metrics["num-examples"]
+        metrics["num-examples"] = 1
+
+    app = Watched(tamper=dict.fromkeys(range(3), trust))
+    result = run(row(weighted_by_key="trust"), app)
+    assert same_bits(result.arrays, plain(row).arrays)
+
+
+def test_the_model_is_not_the_start_and_each_round_goes_on(row: Row) -> None:
+    first, second = (plain(row, num_rounds=n).arrays for n in (1, 2))
+    assert not close(first, tiny_arrays(), 1e-3)
+    again = row().start(LocalGrid(tiny_app(), 3), first, num_rounds=1)
+    assert same_bits(again.arrays, second)
+    assert not close(first, second, 1e-4)
+
+
+# A bad reply is left out, by name
+
+
+def two_records(content: RecordDict) -> None:
+    content["more"] = ArrayRecord({"0.weight": Array(torch.ones(1).numpy())})
+
+
+def two_metric_records(content: RecordDict) -> None:
+    content["more"] = MetricRecord({"num-examples": 3})
+
+
+def no_record(content: RecordDict) -> None:
+    del content["arrays"]
+
+
+def corrupted(content: RecordDict) -> None:
+    record = content.array_records["arrays"]
+    array = record["3.weight"]
+    record["3.weight"] = Array(array.dtype, array.shape, array.stype, array.data[:-3])
+
+
+def spoil_an_extra(change: Callable[[Any], Any]) -> Tamper:
+    def tamper(content: RecordDict) -> None:
+        record = content.array_records["arrays"]
+        key = next(key for key in record if key.startswith(PREFIX))
+        change_array(key, change)(content)
+
+    return tamper
+
+
+def drop_a_block(content: RecordDict) -> None:
+    record = content.array_records["arrays"]
+    for key in [k for k in record if k.startswith(PREFIX) and "1.bias" in k]:
+        del record[key]
+
+
+NAN = float("nan")
+BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
+    "missing key": (drop_array("3.bias"), "3.bias"),
+    "unexpected key": (set_array("9.bias", [1.0]), "9.bias"),
+    "shape": (change_array("0.weight", lambda a: a.T), "0.weight"),
+    "dtype": (change_array("0.weight", lambda a: a.astype("float64")), "0.weight"),
+    "NaN": (change_array("3.weight", lambda a: a * NAN), "3.weight"),
+    "NaN in a buffer": (change_array("1.running_var", lambda a: a * NAN), "1.running"),
+    "bytes": (corrupted, "3.weight"),
+    "no extras": (drop_extras, PREFIX),
+    "NaN in an extra": (spoil_an_extra(lambda a: a * NAN), PREFIX),
+    "shape of an extra": (spoil_an_extra(lambda a: a[..., :1]), PREFIX),
+    "dtype of an extra": (spoil_an_extra(lambda a: a.astype("int32")), PREFIX),
+    "half of the extras": (drop_a_block, PREFIX),
+    "two ArrayRecords": (two_records, "content"),
+    "no ArrayRecord": (no_record, "content"),
+    "two MetricRecords": (two_metric_records, "content"),
+    "no weight": (set_metric("num-examples", None), "num-examples"),
+    "zero weight": (set_metric("num-examples", 0), "num-examples"),
+    "negative weight": (set_metric("num-examples", -3), "num-examples"),
+    "NaN weight": (set_metric("num-examples", NAN), "num-examples"),
+    "infinite weight": (set_metric("num-examples", float("inf")), "num-examples"),
+    "weights": (set_metric("num-examples", [1, 2]), "num-examples"),
+    "another metric": (set_metric("more", 1.0), "metrics"),
+    "a metric less": (set_metric("train_loss", None), "metrics"),
+    "a list for a number": (set_metric("train_loss", [1.0, 2.0]), "metrics"),
+    "an exception": (fail, "error"),
+}
+
+
+def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    return [r.getMessage() for r in warnings if "left out" in r.getMessage()]
+
+
+@pytest.mark.parametrize("case", BAD_REPLIES)
+def test_a_bad_reply_is_left_out_by_name_and_the_round_goes_on(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = STRATEGIES["fedfisher-kfac"]
+    tamper, field = BAD_REPLIES[case]
+    grid = LocalGrid(Watched(tiny_app(), {2: tamper}), 4)
+    result = row().start(grid, tiny_arrays())
+    assert same_bits(result.arrays, plain(row, 0, 1, 3).arrays)
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["num-replies"], metrics["num-rejected"]) == (3, 1)
+    (said,) = left_out(caplog)
+    assert "partition-2" in said
+    assert f"node {node_of(grid, 2)}: '{field}" in said
+
+
+def test_all_bad_replies_at_once_spoil_nothing(
+    row: Row, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoiled = {3 + i: tamper for i, (tamper, _) in enumerate(BAD_REPLIES.values())}
+    app = Watched(tiny_app([0, 1, 2, *[0] * len(spoiled)]), spoiled)
+    grid = LocalGrid(app, 3 + len(spoiled))
+    result = row().start(grid, tiny_arrays())
+    assert same_bits(result.arrays, plain(row).arrays)
+    said = left_out(caplog)
+    assert len(said) == len(spoiled)
+    for partition, (_, field) in enumerate(BAD_REPLIES.values(), start=3):
+        start = f"left out partition-{partition}: node {node_of(grid, partition)}: "
+        assert any(f"{start}'{field}" in text for text in said), start
+
+
+def test_good_clients_leave_nothing_out(
+    row: Row, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = run(row(), Watched()).train_metrics_clientapp[1]
+    assert (metrics["num-replies"], metrics["num-rejected"]) == (3, 0)
+    assert "left out" not in caplog.text
+
+
+def test_too_few_usable_replies_end_the_round_with_every_reason(row: Row) -> None:
+    spoiled = {
+        0: fail,
+        1: drop_array("3.bias"),
+        3: set_metric("num-examples", NAN),
+    }
+    app = Watched(tiny_app(), spoiled)
+    grid = LocalGrid(app, 4)
+    with pytest.raises(RoundError) as caught:
+        row(min_train_nodes=2).start(grid, tiny_arrays())
+    text = str(caught.value)
+    assert "1 usable replies, and min_train_nodes=2" in text
+    for partition, reason in (
+        (0, "ValueError: out of cheese"),
+        (1, "'3.bias': missing"),
+        (3, "'num-examples': the weight must be a positive number, got nan"),
+    ):
+        line = f"partition-{partition}: node {node_of(grid, partition)}: "
+        assert re.search(f"{line}.*{re.escape(reason)}", text)
+    assert "partition-2" not in text
+
+
+class Silent(LocalGrid):
+    """One node never answers what it is asked to train."""
+
+    silent = 1
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        return [r for r in replies if not self._swallowed(r)]
+
+    def _swallowed(self, reply: Message) -> bool:
+        is_train = reply.metadata.message_type == "train"
+        return is_train and self.nodes[reply.metadata.src_node_id] == self.silent
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stopped = Clock()
+    monkeypatch.setattr(cohort, "time", stopped)
+    return stopped
+
+
+def test_a_client_that_never_answers_costs_the_timeout_and_no_more(
+    row: Row, clock: Clock
+) -> None:
+    strategy = row()
+    result = strategy.start(Silent(tiny_app(), 3), tiny_arrays(), timeout=20)
+    assert same_bits(result.arrays, plain(row, 0, 2).arrays)
+    assert 20 <= clock.now < 25
+    assert max(clock.slept) <= 3
+
+
+def test_silence_is_a_reason_too(row: Row, clock: Clock) -> None:
+    strategy = row(min_train_nodes=3)
+    with pytest.raises(RoundError, match="1 clients did not reply in time"):
+        strategy.start(Silent(tiny_app(), 3), tiny_arrays(), timeout=20)
+
+
+class Slow(LocalGrid):
+    """Nodes connect one by one, each time somebody looks."""
+
+    looked = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        self.looked += 1
+        return list(self.nodes)[: self.looked - 1]
+
+
+def test_the_round_waits_for_nodes(row: Row, clock: Clock) -> None:
+    result = row(min_available_nodes=3).start(Slow(tiny_app(), 3), tiny_arrays())
+    assert len(result.uploads) == 3
+    assert clock.slept == [1, 1, 1]
+
+
+def test_the_wait_for_nodes_ends(row: Row, clock: Clock) -> None:
+    strategy = row(min_available_nodes=4)
+    with pytest.raises(RoundError, match="3 nodes are connected after 30 s, and 4"):
+        strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), timeout=30)
+    assert clock.now == pytest.approx(31)
+
+
+# What belongs to the caller stays as it is
+
+
+def test_the_callers_records_are_left_as_they_were(row: Row) -> None:
+    arrays = tiny_arrays()
+    train, evaluate = ConfigRecord({"lr": 0.2}), ConfigRecord({"note": "hi"})
+    app = Watched()
+    row(fraction_evaluate=1.0).start(
+        LocalGrid(app, 3),
+        arrays,
+        num_rounds=2,
+        train_config=train,
+        evaluate_config=evaluate,
+    )
+    assert dict(train) == {"lr": 0.2}
+    assert dict(evaluate) == {"note": "hi"}
+    assert same_bits(arrays, tiny_arrays())
+    asked = [c for c in app.configs if "lr" in c]
+    assert len(asked) == 6
+    assert all(c["lr"] == 0.2 and c["seed"] == 0 for c in asked)
+    told = [c for c in app.configs if "note" in c]
+    assert len(told) == 6
+    assert {c["server-round"] for c in told} == {1, 2}
+
+
+def test_the_callers_config_cannot_change_what_the_strategy_asks_for(row: Row) -> None:
+    config = ConfigRecord({"structure": "nonsense", "server-round": 9, "seed": 9})
+    result = run(row(), train_config=config)
+    assert same_bits(result.arrays, plain(row).arrays)
+
+
+def test_configure_train_leaves_the_callers_records_too(row: Row) -> None:
+    config, arrays = ConfigRecord({"lr": 0.2}), tiny_arrays()
+    strategy, grid = row(fraction_evaluate=1.0), LocalGrid(tiny_app(), 3)
+    messages = list(strategy.configure_train(1, arrays, config, grid))
+    list(strategy.configure_evaluate(1, arrays, config, grid))
+    assert dict(config) == {"lr": 0.2}
+    assert same_bits(arrays, tiny_arrays())
+    assert {m.metadata.dst_node_id for m in messages} == set(grid.nodes)
+    assert {m.metadata.group_id for m in messages} == {"1"}
+
+
+def test_records_travel_under_the_keys_that_were_asked_for(row: Row) -> None:
+    seen: set[frozenset[str]] = set()
+    app = tiny_app()
+
+    class Spy(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            if message.metadata.message_type == "train":
+                seen.add(frozenset(message.content))
+            return app(message, context)
+
+    run(row(arrayrecord_key="model", configrecord_key="how"), Spy())
+    assert seen == {frozenset({"model", "how"})}
+
+
+# Sampling
+
+
+def sampled(row: Row, **options: Any) -> list[list[int]]:
+    """Which partitions are asked to train, or to evaluate, in four rounds."""
+    strategy, grid = row(**{"fraction_train": 0.0, **options}), LocalGrid(tiny_app(), 6)
+    chosen = []
+    for server_round in (1, 2, 3, 4):
+        about = server_round, tiny_arrays(), ConfigRecord(), grid
+        messages = [*strategy.configure_train(*about)]
+        messages += strategy.configure_evaluate(*about)
+        chosen.append([grid.nodes[m.metadata.dst_node_id] for m in messages])
+    return chosen
+
+
+@pytest.mark.parametrize("which", ["train", "evaluate"])
+def test_sampling_depends_on_seed_and_round_not_on_node_ids(
+    row: Row, which: str
+) -> None:
+    half = {f"fraction_{which}": 0.5}
+    first = sampled(row, **half)
+    assert first == sampled(row, **half)
+    assert all(len(set(partitions)) == 3 for partitions in first)
+    assert len({tuple(partitions) for partitions in first}) > 1
+    assert first != sampled(row, **half, seed=1)
+
+
+@pytest.mark.parametrize("which", ["train", "evaluate"])
+def test_the_minimum_is_a_floor_of_the_sample(row: Row, which: str) -> None:
+    few = {f"fraction_{which}": 0.01, f"min_{which}_nodes": 2}
+    assert {len(partitions) for partitions in sampled(row, **few)} == {2}
+    everyone = {f"fraction_{which}": 1.0}
+    assert sampled(row, **everyone) == [list(range(6))] * 4
+
+
+def test_start_samples_as_the_hooks_do(row: Row) -> None:
+    app = Watched()
+    half = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
+    run(row(**half), app, 6)
+    trained, evaluated = (sampled(row, **{k: v})[0] for k, v in half.items())
+    assert sorted(app.trained) == [(1, partition) for partition in trained]
+    assert sorted(app.evaluated) == [(1, partition) for partition in evaluated]
+
+
+def test_evaluation_can_be_left_out(row: Row) -> None:
+    app = Watched()
+    result = run(row(fraction_evaluate=0.0), app)
+    assert not app.evaluated
+    assert not result.evaluate_metrics_clientapp
+
+
+def test_without_training_the_start_is_evaluated_as_with_fedavg(row: Row) -> None:
+    app = Watched()
+    mine = run(row(fraction_train=0.0, fraction_evaluate=1.0), app)
+    assert not app.trained
+    assert same_bits(mine.arrays, tiny_arrays())
+    flowers = FedAvg(fraction_train=0.0).start(
+        LocalGrid(tiny_app(), 3), tiny_arrays(), 1
+    )
+    ours, theirs = (r.evaluate_metrics_clientapp[1] for r in (mine, flowers))
+    assert ours["loss"] == pytest.approx(theirs["loss"])
+    looped = Strategy.start(
+        row(fraction_train=0.0), LocalGrid(tiny_app(), 3), tiny_arrays(), 1
+    )
+    assert not looped.train_metrics_clientapp
+
+
+class Mute(ClientApp):
+    """Nodes that do not tell which partition they hold."""
+
+    def __init__(self, answer: Callable[[Message], Message]) -> None:
+        super().__init__()
+        self.app, self.answer = tiny_app(), answer
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "query":
+            return self.answer(message)
+        return self.app(message, context)
+
+
+def tells(**metrics: Any) -> Callable[[Message], Message]:
+    content = {"metrics": MetricRecord(metrics)}
+    return lambda message: Message(RecordDict(content), reply_to=message)
+
+
+def refuses(message: Message) -> Message:
+    raise ValueError("No query function registered with name 'default'")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [tells(), tells(**{"partition-id": 0.5}), refuses],
+    ids=["nothing", "nonsense", "error"],
+)
+def test_nodes_without_a_partition_go_by_their_id(
+    row: Row, answer: Callable[[Message], Message]
+) -> None:
+    grid = LocalGrid(Mute(answer), 3)
+    result = row().start(grid, tiny_arrays())
+    assert close(result.arrays, plain(row).arrays, 1e-3)
+    names = [upload.client for upload in result.uploads]
+    assert names == [f"node-{node}" for node in sorted(grid.nodes)]
+
+
+def test_two_nodes_that_claim_one_partition_both_take_part(row: Row) -> None:
+    result = run(row(), Mute(tells(**{"partition-id": 1})))
+    names = [upload.client for upload in result.uploads]
+    assert names[0] == "partition-1"
+    assert len({*names}) == 3
+
+
+# Other loops than `start`
+
+
+def test_the_hooks_do_by_hand_what_start_does(row: Row) -> None:
+    strategy, grid = row(), LocalGrid(tiny_app(), 3)
+    arrays: ArrayRecord | None = tiny_arrays()
+    expected = plain(row, num_rounds=2)
+    for server_round in (1, 2):
+        assert arrays is not None
+        messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
+        replies = grid.send_and_receive(messages)
+        arrays, metrics = strategy.aggregate_train(server_round, replies)
+        assert metrics == expected.train_metrics_clientapp[server_round]
+    assert same_bits(arrays, expected.arrays)
+
+
+def test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum(row: Row) -> None:
+    app = Watched(tiny_app(), {2: drop_array("3.bias")})
+    for minimum in (2, 3):
+        strategy, grid = row(min_train_nodes=minimum), LocalGrid(app, 3)
+        messages = strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid)
+        replies = list(grid.send_and_receive(messages))
+        if minimum == 3:
+            with pytest.raises(RoundError, match=r"'3\.bias': missing"):
+                strategy.aggregate_train(1, replies)
+        else:
+            arrays, _ = strategy.aggregate_train(1, replies)
+            assert same_bits(arrays, plain(row, 0, 1).arrays)
+
+
+def test_flowers_own_loop_gives_the_same(row: Row) -> None:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"sum": float(arrays["0.weight"].numpy().sum())})
+
+    config = ConfigRecord({"lr": 0.05})
+    ours = run(
+        row(fraction_evaluate=1.0),
+        num_rounds=2,
+        train_config=config,
+        evaluate_fn=evaluate,
+    )
+    theirs = Strategy.start(
+        row(fraction_evaluate=1.0),
+        LocalGrid(tiny_app(), 3),
+        tiny_arrays(),
+        num_rounds=2,
+        train_config=config,
+        evaluate_fn=evaluate,
+    )
+    assert same_bits(ours.arrays, theirs.arrays)
+    assert ours.train_metrics_clientapp == theirs.train_metrics_clientapp
+    assert ours.evaluate_metrics_serverapp == theirs.evaluate_metrics_serverapp
+    assert sorted(ours.evaluate_metrics_serverapp) == [0, 1, 2]
+    assert ours.evaluate_metrics_clientapp == theirs.evaluate_metrics_clientapp
+    assert sorted(ours.evaluate_metrics_clientapp) == [1, 2]
+
+
+def test_metrics_can_be_aggregated_in_the_users_way(row: Row) -> None:
+    heard: list[tuple[int, str]] = []
+
+    def mine(contents: list[RecordDict], key: str) -> MetricRecord:
+        heard.append((len(contents), key))
+        return MetricRecord({"mine": 1.0})
+
+    result = run(row(train_metrics_aggr_fn=mine))
+    assert heard == [(3, "num-examples")]
+    assert result.train_metrics_clientapp[1]["mine"] == 1.0
+
+
+def test_the_result_has_uploads_and_weighted_metrics(row: Row) -> None:
+    result = plain(row, num_rounds=2)
+    assert [upload.num_examples for upload in result.uploads] == [8, 10, 12]
+    losses = [float(upload.metrics["train_loss"]) for upload in result.uploads]
+    mean = sum(w * x for w, x in zip((8, 10, 12), losses, strict=True)) / 30
+    last = result.train_metrics_clientapp[2]
+    assert last["train_loss"] == pytest.approx(mean)
+    assert "num-examples" not in last
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert result.details is not None
+
+
+def test_no_rounds_return_the_start(row: Row) -> None:
+    result = run(row(), num_rounds=0)
+    assert same_bits(result.arrays, tiny_arrays())
+
+
+# Arguments
+
+
+WRONG_BASE = {
+    "fraction_train": (-0.1, 1.1, NAN),
+    "fraction_evaluate": (-0.1, 2),
+    "min_train_nodes": (0, -1),
+    "min_evaluate_nodes": (-1,),
+    "min_available_nodes": (0,),
+}
+WRONG_FEDFISHER = {
+    "anchor": (-1e-9, NAN),
+    "shrink": (-0.1, 1.5),
+    "damping": (-0.1, 1.5),
+    "balance": (-0.1, 1.5),
+    "iterations": (0, -5),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(k, v) for k, values in WRONG_BASE.items() for v in values]
+)
+def test_arguments_out_of_range_are_named(row: Row, name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
+        row(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(k, v) for k, values in WRONG_FEDFISHER.items() for v in values]
+)
+def test_fedfishers_arguments_out_of_range_are_named(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
+        FedFisherOneShot(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("structure", "kfac, diagonal, dense"),
+        ("solver", "cg, closed-form, adam, gd"),
+        ("expectation", "exact"),
+    ],
+)
+def test_unknown_names_list_the_known(name: str, known: str) -> None:
+    text = f"^unknown {name} 'nope'; known: {known}"
+    with pytest.raises(UnknownNameError, match=text):
+        FedFisherOneShot(**{name: "nope"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"solver": "closed-form"}, "solver='closed-form' needs structure='diagonal'"),
+        ({"score": lambda params: 0.0}, "score is for solver='adam', not 'cg'"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused_early(
+    arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        FedFisherOneShot(**arguments)
+
+
+def test_an_argument_that_does_not_exist_is_a_type_error(row: Row) -> None:
+    with pytest.raises(TypeError, match="fraction_trian"):
+        row(fraction_trian=0.5)
