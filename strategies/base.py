@@ -12,7 +12,7 @@ from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flwr_fisher.errors import CheckpointError, WireError, check_range
+from flwr_fisher.errors import CheckpointError, RoundError, WireError, check_range
 from flwr_fisher.strategies.cohort import Cohort, collect
 from flwr_fisher.strategies.replies import Replies, read_reply, read_upload
 from flwr_fisher.strategies.run import Run
@@ -106,7 +106,13 @@ class CurvatureStrategy(FedAvg):
 
     def options(self) -> dict[str, Any]:
         """Return what a resumed run must have in common with the one it continues."""
-        return {"strategy": type(self).__name__, "seed": self.seed}
+        return {
+            "strategy": type(self).__name__,
+            "seed": self.seed,
+            "fraction_train": self.fraction_train,
+            "min_train_nodes": self.min_train_nodes,
+            "weighted_by_key": self.weighted_by_key,
+        }
 
     def start(
         self,
@@ -185,7 +191,7 @@ class CurvatureStrategy(FedAvg):
                     client = self._cohort.name(message.metadata.src_node_id)
                     run.save_upload(place, client, *records)
             uploads = self._settle(replies)
-            step = self.step(run.state, uploads)
+            step = self._step(run.state, uploads)
             run.stepped(server_round, step, uploads, self._metrics(uploads, replies))
 
     def _restore(
@@ -236,6 +242,18 @@ class CurvatureStrategy(FedAvg):
         replies.agree()
         replies.check_enough(self.min_train_nodes)
         return replies.accepted
+
+    def _step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+        """Take the step, and see that it led somewhere."""
+        step = self.step(state, uploads)
+        for name, value in step.state.params.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise RoundError(
+                    f"the step made '{name}' NaN or infinite out of finite uploads; "
+                    "the round is not finished, and its uploads are kept where there "
+                    "is a checkpoint_dir"
+                )
+        return step
 
     def _metrics(self, uploads: Sequence[Upload], replies: Replies) -> MetricRecord:
         contents = [RecordDict({"metrics": upload.metrics}) for upload in uploads]
@@ -311,7 +329,7 @@ class CurvatureStrategy(FedAvg):
         for message in replies:
             self._take(message, self._state, checked)
         uploads = self._settle(checked)
-        step = self.step(self._state, uploads)
+        step = self._step(self._state, uploads)
         self._state = step.state
         metrics = {**self._metrics(uploads, checked), **step.metrics}
         return tensors_to_arrays(step.state.params), MetricRecord(metrics)

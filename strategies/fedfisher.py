@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flwr_fisher.curvature import EXPECTATIONS, STRUCTURES
-from flwr_fisher.errors import ConfigurationError, check_known
+from flwr_fisher.curvature import EXPECTATIONS, STRUCTURES, TOLERANCE
+from flwr_fisher.errors import ConfigurationError, check_known, check_range
 from flwr_fisher.merge import merge_fisher, merge_options
 from flwr_fisher.merge.solvers import Score
 from flwr_fisher.strategies.base import CurvatureStrategy
@@ -32,7 +32,7 @@ class FedFisherOneShot(CurvatureStrategy):
 
     Parameters
     ----------
-    structure : "kfac" | "diagonal" | "dense", default "kfac"
+    structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", default "kfac"
         What clients upload beside their parameters.
     solver : "cg" | "closed-form" | "adam" | "gd", default "cg"
         See :func:`flwr_fisher.merge.merge_fisher`, as for the next ones.
@@ -40,8 +40,10 @@ class FedFisherOneShot(CurvatureStrategy):
         Regularisation of ``cg``.
     iterations : int, optional
         Of the solver, at most.
-    expectation : "exact", default "exact"
-        See :func:`flwr_fisher.curvature.fisher`.
+    expectation : str, default "exact"
+        See :func:`flwr_fisher.curvature.fisher`, as for the next one.
+    tolerance : float, default 1e-3
+        Share of the Fisher that a client may leave out to save time.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     **kwargs
@@ -78,12 +80,15 @@ class FedFisherOneShot(CurvatureStrategy):
         balance: float | None = None,
         iterations: int | None = None,
         expectation: str = "exact",
+        tolerance: float = TOLERANCE,
         score: Score | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         check_known("structure", structure, STRUCTURES)
         check_known("expectation", expectation, EXPECTATIONS)
+        check_range("tolerance", tolerance, 0, 1)
+        self.tolerance = tolerance
         self.structure, self.expectation, self.score = structure, expectation, score
         self.merge = merge_options(
             solver,
@@ -102,9 +107,14 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange]:
         """Ask every client to train and to add its Fisher."""
-        return [
-            Exchange({"structure": self.structure, "expectation": self.expectation})
-        ]
+        return [Exchange(self._asked())]
+
+    def _asked(self) -> dict[str, str | float]:
+        return {
+            "structure": self.structure,
+            "expectation": self.expectation,
+            "tolerance": self.tolerance,
+        }
 
     def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
         """Merge the uploads."""
@@ -123,8 +133,8 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def options(self) -> dict[str, Any]:
         """Return what a resumed run must have in common."""
-        own = {"structure": self.structure, "expectation": self.expectation}
-        return super().options() | own | asdict(self.merge)
+        asked = {f"client-{name}": value for name, value in self._asked().items()}
+        return super().options() | asked | asdict(self.merge)
 
     def summary(self) -> None:
         """Log the strategy's configuration."""

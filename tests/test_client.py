@@ -411,7 +411,7 @@ def test_a_gpu_client_answers_as_a_cpu_client_does() -> None:
     replies = [ask(tiny_client(device=d), config=KFAC) for d in ("cpu", "cuda")]
     cpu, gpu = (FisherUpload.from_arrays(*records(r), like) for r in replies)
     for key, value in cpu.params.items():
-        torch.testing.assert_close(gpu.params[key], value)
+        torch.testing.assert_close(gpu.params[key], value, rtol=1e-4, atol=1e-5)
     dense = [upload.curvature.to_dense() for upload in (gpu, cpu)]
     torch.testing.assert_close(*dense, rtol=1e-3, atol=1e-5)
 

@@ -81,7 +81,8 @@ def test_replies_come_in_another_order_than_questions() -> None:
     grid = LocalGrid(tiny_app(), 8, seed=0)
     orders = set()
     for _ in range(4):
-        replies = grid.send_and_receive(train_messages(grid))
+        ids = list(grid.push_messages(train_messages(grid)))
+        replies = [reply for _ in ids for reply in grid.pull_messages(ids)]
         partitions = [grid.nodes[reply.metadata.src_node_id] for reply in replies]
         assert sorted(partitions) == list(range(8))
         orders.add(tuple(partitions))

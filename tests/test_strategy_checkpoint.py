@@ -258,7 +258,13 @@ def test_when_all_is_done_the_result_is_returned(
 ) -> None:
     start(where=tmp_path)
     again = Watched()
-    result = start(again, tmp_path, resume=True, num_rounds=num_rounds)
+
+    def never(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        raise AssertionError(f"round {server_round} was evaluated again")
+
+    result = start(
+        again, tmp_path, resume=True, num_rounds=num_rounds, evaluate_fn=never
+    )
     assert_same_result(result, uninterrupted)
     assert not again.trained
     assert not again.evaluated
@@ -342,7 +348,7 @@ def test_resume_needs_a_directory() -> None:
     [
         ({"structure": "diagonal"}, "structure: 'kfac' -> 'diagonal'"),
         ({"seed": 1}, "seed: 0 -> 1"),
-        ({"anchor": 0.5}, "anchor: 0.1 -> 0.5"),
+        ({"anchor": 0.5}, "anchor: 0.03 -> 0.5"),
         ({"iterations": 7}, "iterations: 100 -> 7"),
         ({"solver": "gd"}, "solver: 'cg' -> 'gd'"),
     ],

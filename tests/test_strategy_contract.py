@@ -659,7 +659,7 @@ def test_fedfishers_arguments_out_of_range_are_named(name: str, value: float) ->
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("structure", "kfac, diagonal, dense"),
+        ("structure", "kfac, diagonal, ekfac, block, dense"),
         ("solver", "cg, closed-form, adam, gd"),
         ("expectation", "exact"),
     ],

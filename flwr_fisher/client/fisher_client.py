@@ -8,13 +8,19 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
+from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
 from flwr_fisher.client.randomness import derive_seed, seeded
 from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn, score
-from flwr_fisher.curvature import fisher
-from flwr_fisher.errors import ClientError, DataError
+from flwr_fisher.curvature import (
+    EXPECTATIONS,
+    LIKELIHOODS,
+    STRUCTURES,
+    TOLERANCE,
+    fisher,
+)
+from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.params import select, trainable_names
 from flwr_fisher.wire import FisherUpload, arrays_to_tensors, tensors_to_arrays
 
@@ -26,9 +32,10 @@ logger = logging.getLogger("flwr")
 class FisherClient:
     """Trains a model and, where the server asks for it, adds its Fisher information.
 
-    It obeys the server's ``ConfigRecord``: ``structure`` and ``expectation`` name the
-    curvature (:func:`flwr_fisher.curvature.fisher`); without ``structure`` the reply
-    is an ordinary one, so that Flower's FedAvg and FedProx work with this client too.
+    It obeys the server's ``ConfigRecord``: ``structure``, ``expectation`` and
+    ``tolerance`` say which curvature (:func:`flwr_fisher.curvature.fisher`); without
+    ``structure`` the reply is an ordinary one, so that Flower's FedAvg and FedProx work
+    with this client too.
     Whatever is random depends on ``seed``, ``server-round`` and the node's
     ``partition-id`` alone.
 
@@ -46,6 +53,9 @@ class FisherClient:
         metrics. Default ``LocalSGD()``: one epoch.
     loss_fn : Callable, default ``F.cross_entropy``
         For :meth:`evaluate`.
+    likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
+        What the model's outputs mean to the Fisher; the loss is to be its negative
+        logarithm.
     device : torch.device | str, optional
         Default: CUDA where there is any, else the CPU.
 
@@ -67,14 +77,16 @@ class FisherClient:
         *,
         train_fn: TrainFn | None = None,
         loss_fn: Loss = F.cross_entropy,
+        likelihood: str = "categorical",
         device: torch.device | str | None = None,
     ) -> None:
+        check_known("likelihood", likelihood, LIKELIHOODS)
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(default if device is None else device)
         self.model = model
         self.trainloader, self.valloader = trainloader, valloader
         self.train_fn: TrainFn = LocalSGD() if train_fn is None else train_fn
-        self.loss_fn = loss_fn
+        self.loss_fn, self.likelihood = loss_fn, likelihood
 
     def fit(self, message: Message, context: Context) -> Message:
         """Train from the arrays that arrived, then compute what the config asks for.
@@ -91,6 +103,8 @@ class FisherClient:
             If the arrays do not fit the model.
         """
         config = _config(message)
+        check_known("structure", config.get("structure", "kfac"), STRUCTURES)
+        check_known("expectation", config.get("expectation", "exact"), EXPECTATIONS)
         partition = _partition(context)
         num_examples = _count(self.trainloader, partition)
         names = self._load(_arrays(message))
@@ -110,6 +124,9 @@ class FisherClient:
             self.trainloader,
             structure=str(config["structure"]),
             expectation=str(config.get("expectation", "exact")),
+            tolerance=float(config.get("tolerance", TOLERANCE)),
+            likelihood=self.likelihood,
+            seed=int(torch.randint(2**62, ())),
         )
         return FisherUpload(params, curvature).to_arrays()
 
@@ -184,7 +201,7 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     """
     app = ClientApp()
 
-    @app.train(mods=mods)
+    @app.train(mods=[_addressed, *(mods or [])])
     def train(message: Message, context: Context) -> Message:
         return client_fn(context).fit(message, context)
 
@@ -199,6 +216,20 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         return _reply(message, MetricRecord({k: int(v) for k, v in told.items()}))
 
     return app
+
+
+def _addressed(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Make a mod's error an answer to the request.
+
+    Flower's own privacy mods answer the reply that they refuse, and the server would
+    wait for the request's answer until its timeout.
+    """
+    reply = call_next(message, context)
+    if reply.has_error() and reply.metadata.dst_node_id != message.metadata.src_node_id:
+        return Message(reply.error, reply_to=message)
+    return reply
 
 
 def _second_names(model: nn.Module) -> set[str]:

@@ -8,17 +8,22 @@ from flwr_fisher.curvature.base import (
 )
 from flwr_fisher.curvature.dense import Dense
 from flwr_fisher.curvature.diagonal import Diagonal
-from flwr_fisher.curvature.fisher import ENGINES, EXPECTATIONS, STRUCTURES, fisher
-from flwr_fisher.curvature.kronecker import Kronecker
+from flwr_fisher.curvature.fisher import ENGINES, EXPECTATIONS, TOLERANCE, fisher
+from flwr_fisher.curvature.kronecker import EigenKronecker, Kronecker
+from flwr_fisher.curvature.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.structures import STRUCTURES
 
 __all__ = [
     "ENGINES",
     "EXPECTATIONS",
+    "LIKELIHOODS",
     "STRUCTURES",
+    "TOLERANCE",
     "Blocks",
     "Curvature",
     "Dense",
     "Diagonal",
+    "EigenKronecker",
     "Kronecker",
     "WeightedSum",
     "aligned_blocks",

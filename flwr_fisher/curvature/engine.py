@@ -1,164 +1,168 @@
 """The engine behind :func:`flwr_fisher.curvature.fisher`.
 
-One forward pass a batch; then one backward pass for each column of the likelihood's
-factor, which goes only as far as the layers' outputs: gradients of weights are never
-formed for a whole batch, and K-FAC's input factors are taken once a batch. Parameters
-outside linear and convolution layers, and those of a layer that is not called exactly
-once through its own ``forward``, one row an example, get their exact diagonal from
-per-example Jacobians.
+A Fisher is a sum of rank-one pieces (:mod:`~flwr_fisher.curvature.likelihood`), and
+each piece costs a backward pass, which goes only as far as the layers' outputs:
+gradients of weights are never formed for a whole batch. One pass serves every structure
+at once, and K-FAC's input factors are taken once an example. With a tolerance, a first
+forward pass without gradients tells which pieces matter
+(:mod:`~flwr_fisher.curvature.plan`); the examples that need about equally many are then
+run together, across batches.
+
+Parameters outside linear and convolution layers, and those of a layer that is not
+called exactly once through its own ``forward``, one row an example, get their exact
+diagonal from per-example gradients.
 """
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from flwr_fisher.curvature.base import Blocks, Curvature
-from flwr_fisher.curvature.diagonal import Diagonal
-from flwr_fisher.curvature.jacobians import (
-    DenseJacobian,
-    DiagonalJacobian,
-    JacobianMoments,
-)
-from flwr_fisher.curvature.layers import fits, input_columns, output_columns
-from flwr_fisher.curvature.likelihood import categorical_factors
-from flwr_fisher.curvature.moments import (
-    DiagonalMoments,
-    KroneckerMoments,
-    LayerMoments,
-)
-from flwr_fisher.curvature.taps import (
-    Tap,
-    TappableLayer,
-    tappable_layers,
-    tapped_forward,
-)
-from flwr_fisher.errors import DataError, StructureError
-from flwr_fisher.params import trainable_names
+from flwr_fisher.curvature.jacobians import JacobianMoments
+from flwr_fisher.curvature.likelihood import Likelihood
+from flwr_fisher.curvature.moments import LayerMoments
+from flwr_fisher.curvature.plan import Group, groups
+from flwr_fisher.curvature.taps import Tap, tapped_forward
+from flwr_fisher.errors import StructureError
 
 __all__ = ["Engine"]
 
-# Relative; a wrong formula is off by far more than rounding.
-_GRADIENT_TOLERANCE = 1e-3
+PiecesOf = Callable[[Tensor, slice], Tensor]
+
+_QUEUE = 64  # examples that are run together, where memory allows
 
 
 class Engine:
-    """Sums a model's true Fisher over batches; the model is in eval mode already."""
+    """Sums moments over batches; the model is in eval mode already.
 
-    def __init__(self, model: nn.Module, structure: str) -> None:
-        _check_examples_are_independent(model)
-        self.model, self.structure = model, structure
-        self.count = 0
-        self.layers = {} if structure == "dense" else tappable_layers(model)
-        self.moments: dict[str, LayerMoments] = {}
-        self.rest: JacobianMoments | None = None
+    Parameters
+    ----------
+    model : nn.Module
+        What to differentiate.
+    moments : Mapping[str, list[LayerMoments]]
+        What to sum for each tapped layer.
+    jacobians : list[JacobianMoments]
+        What to sum for other parameters.
+    chunk : int
+        At most this many examples at once.
+    """
 
-    def add(self, inputs: Tensor) -> None:
-        """Take one batch of inputs ``[n, ...]``, on the model's device."""
-        logits, taps = tapped_forward(self.model, inputs, self.layers)
-        factors = categorical_factors(logits)
-        if self.count == 0:
-            self._settle(logits, taps)
-        self.count += inputs.shape[0]
-        if self.moments:
-            self._add_layers(logits, taps, factors)
-        if self.rest is not None:
-            self.rest.add(inputs, factors)
-
-    def _add_layers(
-        self, logits: Tensor, taps: dict[str, list[Tap]], factors: Tensor
+    def __init__(
+        self,
+        model: nn.Module,
+        moments: Mapping[str, list[LayerMoments]],
+        jacobians: list[JacobianMoments],
+        chunk: int,
     ) -> None:
-        for name, moments in self.moments.items():
-            if len(taps[name]) != 1:
+        self.model, self.moments, self.jacobians = model, moments, jacobians
+        self.layers = {name: found[0].layer for name, found in moments.items()}
+        self.chunk = chunk
+        self.count = 0
+        self._waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def add(self, inputs: Tensor, pieces_of: PiecesOf) -> None:
+        """Take a batch, with pieces ``[K, n, *outputs]`` made of outputs and rows."""
+        for start in range(0, len(inputs), self.chunk):
+            rows = slice(start, start + self.chunk)
+            x = inputs[rows]
+            outputs, taps = self._forward(x)
+            columns = self._columns(taps)
+            for name, column in columns.items():
+                self._observe(name, column)
+            self._pull(x, outputs, taps, columns, pieces_of(outputs, rows))
+            self.count += len(x)
+
+    def add_within(
+        self, inputs: Tensor, likelihood: Likelihood, tolerance: float
+    ) -> None:
+        """Take a batch, leaving out pieces worth at most `tolerance` of its trace."""
+        seen = []
+        with torch.no_grad():
+            for x in torch.split(inputs, self.chunk):
+                outputs, taps = self._forward(x)
+                seen.append(outputs)
+                for name, tap in taps.items():
+                    if any(moments.observes for moments in self.moments[name]):
+                        columns = self.layers[name].input_columns(tap.inputs)
+                        self._observe(name, columns)
+        self.count += len(inputs)
+        pieces = likelihood.columns(torch.cat(seen))
+        for group in groups(pieces, tolerance):
+            self._queue(inputs, group)
+
+    def _queue(self, inputs: Tensor, group: Group) -> None:
+        """Run a group's examples once there are enough of its kind."""
+        waiting = self._waiting.setdefault(group.size, [])
+        waiting.append((inputs[group.rows], group.pieces))
+        if sum(len(x) for x, _ in waiting) >= min(self.chunk, _QUEUE):
+            self._run_waiting(group.size)
+
+    def finish(self) -> None:
+        """Run what still waits."""
+        for size in list(self._waiting):
+            self._run_waiting(size)
+
+    def _run_waiting(self, size: int) -> None:
+        waiting = self._waiting.pop(size)
+        passes = max(len(pieces) for _, pieces in waiting)
+        inputs = torch.cat([x for x, _ in waiting])
+        padded = [_padded(pieces, passes) for _, pieces in waiting]
+        chunks = torch.split(torch.cat(padded, dim=1), self.chunk, dim=1)
+        for x, v in zip(torch.split(inputs, self.chunk), chunks, strict=True):
+            outputs, taps = self._forward(x)
+            paired = {
+                name: tap
+                for name, tap in taps.items()
+                if any(moments.pairs for moments in self.moments[name])
+            }
+            self._pull(x, outputs, taps, self._columns(paired), v)
+
+    def _forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tap]]:
+        outputs, taps = tapped_forward(self.model, inputs, self.layers)
+        for name, calls in taps.items():
+            if len(calls) != 1:
                 raise StructureError(
-                    f"layer '{name}' was called {len(taps[name])} times in one batch "
-                    "and once in the first; its calls must not depend on the data"
+                    f"layer '{name}' was called {len(calls)} times in one batch and "
+                    "once in the first; its calls must not depend on the data"
                 )
-            if (rows := taps[name][0].inputs.shape[0]) != len(logits):
+            if (rows := calls[0].inputs.shape[0]) != len(inputs):
                 raise StructureError(
                     f"layer '{name}' was called with {rows} rows for a batch of "
-                    f"{len(logits)}, and with one row an example in the first batch"
+                    f"{len(inputs)}, and with one row an example in the first batch"
                 )
-            moments.add_inputs(_input_columns(moments.layer, taps[name][0]))
-        edges = [taps[name][0].output for name in self.moments]
-        for k, factor in enumerate(factors, start=1):
-            keep = k < len(factors)
-            gradients = torch.autograd.grad(logits, edges, factor, retain_graph=keep)
-            for moments, gradient in zip(self.moments.values(), gradients, strict=True):
-                columns = output_columns(moments.layer.layer, gradient)
-                moments.add_gradients(columns)
+        return outputs, {name: calls[0] for name, calls in taps.items()}
 
-    def _settle(self, logits: Tensor, taps: dict[str, list[Tap]]) -> None:
-        """Decide from the first batch which layers the taps explain."""
-        self.layers = {
-            name: layer
-            for name, layer in self.layers.items()
-            if len(taps[name]) == 1 and _explains(layer, taps[name][0], logits)
-        }
-        kind = KroneckerMoments if self.structure == "kfac" else DiagonalMoments
-        self.moments = {name: kind(layer) for name, layer in self.layers.items()}
-        taken = {p for x in self.layers.values() for p in (x.weight, x.bias)}
-        rest = [name for name in trainable_names(self.model) if name not in taken]
-        jacobian = DenseJacobian if self.structure == "dense" else DiagonalJacobian
-        self.rest = jacobian(self.model, rest) if rest else None
+    def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
+        return {n: self.layers[n].input_columns(tap.inputs) for n, tap in taps.items()}
 
-    def mean(self) -> Curvature:
-        """Return the mean over all examples taken."""
-        if self.count == 0:
-            raise DataError("the loader has no examples, so there is no Fisher to take")
-        parts: list[Curvature] = [m.mean(self.count) for m in self.moments.values()]
-        if self.rest is not None:
-            parts.append(self.rest.mean(self.count))
-        if self.structure == "dense":
-            return parts[0]
-        if self.structure == "kfac":
-            return Blocks(parts)
-        entries = {name: d for part in parts for name, d in part.diagonal().items()}
-        return Diagonal({name: entries[name] for name in trainable_names(self.model)})
+    def _observe(self, name: str, columns: Tensor) -> None:
+        for moments in self.moments[name]:
+            if moments.observes:
+                moments.observe(columns)
+
+    def _pull(
+        self,
+        inputs: Tensor,
+        outputs: Tensor,
+        taps: Mapping[str, Tap],
+        columns: Mapping[str, Tensor],
+        pieces: Tensor,
+    ) -> None:
+        """Pull pieces back to every layer's output, and sum."""
+        for jacobian in self.jacobians:
+            jacobian.add(inputs, pieces)
+        if not taps:
+            return
+        edges = [tap.edge() for tap in taps.values()]
+        for k, piece in enumerate(pieces.to(outputs.dtype), start=1):
+            keep = k < len(pieces)
+            found = torch.autograd.grad(outputs, edges, piece, retain_graph=keep)
+            for name, gradient in zip(taps, found, strict=True):
+                g = self.layers[name].output_columns(gradient)
+                for moments in self.moments[name]:
+                    moments.add_gradients(columns.get(name, g), g)
 
 
-def _check_examples_are_independent(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
-            raise StructureError(
-                f"layer '{name}' normalises by the batch's own statistics, so an "
-                "example has no Fisher of its own: use track_running_stats=True, or "
-                "group norm"
-            )
-
-
-def _input_columns(layer: TappableLayer, tap: Tap) -> Tensor:
-    return input_columns(layer.layer, tap.inputs, bias=layer.bias is not None)
-
-
-def _explains(layer: TappableLayer, tap: Tap, logits: Tensor) -> bool:
-    """Return whether inputs and output gradients reproduce the layer's gradient.
-
-    They do not if the weight is also used outside the layer's own call, or if a
-    subclass computes something else; nor do they give one example's gradient where the
-    layer's rows are not the batch's examples (a model that folds time into the batch,
-    or puts time first). Then per-example Jacobians take over.
-    """
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(logits.shape, generator=generator).to(logits)
-    some = (len(logits) + 1) // 2
-    probe[some:] = 0  # so the other rows' gradients are exactly zero
-    # With a frozen bias, `bias` is a parameter that needs no gradient.
-    parameters = [layer.layer.weight]
-    if layer.bias is not None and layer.layer.bias is not None:
-        parameters.append(layer.layer.bias)
-    edges = [tap.output, *(get_gradient_edge(p) for p in parameters)]
-    output, *gradients = torch.autograd.grad(
-        logits, edges, probe, retain_graph=True, allow_unused=True
-    )
-    if output is None or any(gradient is None for gradient in gradients):
-        return False
-    if len(output) != len(logits) or output[some:].any():
-        return False
-    if not fits(layer.layer, tap.inputs.shape, output.shape):
-        return False
-    g = output_columns(layer.layer, output)
-    seen = torch.einsum("ngot,ngit->goi", g, _input_columns(layer, tap))
-    columns = [gradient.reshape(*seen.shape[:2], -1) for gradient in gradients]
-    error = torch.linalg.vector_norm(seen - torch.cat(columns, dim=-1))
-    return bool(error <= _GRADIENT_TOLERANCE * torch.linalg.vector_norm(seen))
+def _padded(pieces: Tensor, passes: int) -> Tensor:
+    missing = pieces.new_zeros(passes - len(pieces), *pieces.shape[1:])
+    return torch.cat([pieces, missing])

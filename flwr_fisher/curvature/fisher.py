@@ -1,77 +1,159 @@
-"""The true Fisher information of a trained model."""
+"""The Fisher information of a trained model."""
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.base import Curvature
-from flwr_fisher.curvature.engine import Engine
+from flwr_fisher.curvature.batch_gradients import squared_batch_gradients
+from flwr_fisher.curvature.engine import PiecesOf
+from flwr_fisher.curvature.likelihood import LIKELIHOODS, Likelihood
+from flwr_fisher.curvature.structures import STRUCTURES, Plan
 from flwr_fisher.curvature.taps import evaluating
-from flwr_fisher.errors import ConfigurationError, DataError, check_known
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    check_known,
+    check_range,
+)
 from flwr_fisher.params import trainable_names
 
-__all__ = ["ENGINES", "EXPECTATIONS", "STRUCTURES", "fisher"]
+__all__ = ["ENGINES", "EXPECTATIONS", "TOLERANCE", "fisher"]
 
-STRUCTURES = ("kfac", "diagonal", "dense")
-EXPECTATIONS = ("exact",)
+EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
 ENGINES = ("auto", "nngeometry")
+NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
+TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
+
+# What fits a core's cache is fastest on a CPU; on a GPU, what fills the device.
+_BATCH_BYTES = {"cpu": 8 * 2**20}
+_BATCH_BYTES_ELSEWHERE = 512 * 2**20
+
+Batch = tuple[Tensor, Any]
+
+
+@overload
+def fisher(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    structure: str = ...,
+    expectation: str = ...,
+    likelihood: str = ...,
+    tolerance: float = ...,
+    num_samples: int = ...,
+    seed: int = ...,
+    engine: str = ...,
+    device: torch.device | str | None = ...,
+    max_batch_bytes: int | None = ...,
+) -> Curvature: ...
+
+
+@overload
+def fisher(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    structure: list[str] | tuple[str, ...],
+    expectation: str = ...,
+    likelihood: str = ...,
+    tolerance: float = ...,
+    num_samples: int = ...,
+    seed: int = ...,
+    engine: str = ...,
+    device: torch.device | str | None = ...,
+    max_batch_bytes: int | None = ...,
+) -> tuple[Curvature, ...]: ...
 
 
 def fisher(
     model: nn.Module,
     loader: Iterable[Any],
     *,
-    structure: str = "kfac",
+    structure: str | list[str] | tuple[str, ...] = "kfac",
     expectation: str = "exact",
+    likelihood: str = "categorical",
+    tolerance: float = TOLERANCE,
+    num_samples: int = 1,
+    seed: int = 0,
     engine: str = "auto",
     device: torch.device | str | None = None,
-) -> Curvature:
-    r"""Compute the true Fisher of a softmax classifier, a mean over examples.
+    max_batch_bytes: int | None = None,
+) -> Curvature | tuple[Curvature, ...]:
+    r"""Compute a model's Fisher information, a mean over examples.
 
-    .. math:: F = \frac1n \sum_x \sum_c p_c(x)\, g_c g_c^\top, \qquad
-              g_c = \nabla_\theta \log p_c(x)
+    .. math:: F = \frac1n \sum_x E_{y \sim p(\cdot|x)}\big[ g_y g_y^\top \big], \qquad
+              g_y = \nabla_\theta \log p(y|x)
 
-    (FedFisher, eq. 4), where :math:`p = \operatorname{softmax}` of the model's output.
-    The expectation is over the model's own predictions, so labels are not used; this
-    is not the empirical Fisher. The model is evaluated in eval mode (no dropout, batch
-    norm's running statistics) and left as it was. Frozen parameters stay out.
+    (FedFisher, eq. 4). With the default expectation it is over the model's own
+    predictions, so labels are not used: the *true* Fisher. The model is evaluated in
+    eval mode (no dropout, batch norm's running statistics) and left as it was. Frozen
+    parameters stay out.
 
     Parameters
     ----------
     model : nn.Module
-        Maps a batch ``[n, ...]`` to logits ``[n, C]``.
+        Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens.
     loader : Iterable
-        Batches ``(inputs, labels)`` or bare ``inputs``.
-    structure : "kfac" | "diagonal" | "dense", default "kfac"
-        ``kfac``: a :class:`Kronecker` for each linear or convolution layer that is
-        called once a batch with one row an example, the exact diagonal for any other
-        parameter. ``diagonal``: exact. ``dense``: the whole matrix, for small models.
-    expectation : "exact", default "exact"
-        How the sum over classes is taken.
+        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used.
+        Read twice for ``ekfac``.
+    structure : str | list[str] | tuple[str, ...], default "kfac"
+        One of the following, or several, which share every pass:
+        ``kfac``, a :class:`Kronecker` for each linear or convolution layer and the
+        exact diagonal for any other parameter; ``ekfac``, an :class:`EigenKronecker`
+        in place of it; ``block``, a :class:`Dense` for each such layer; ``diagonal``;
+        ``dense``, the whole matrix. The last four are exact in what they keep.
+    expectation : str, default "exact"
+        ``exact``: over all labels, up to `tolerance`. ``sampled``: labels drawn from
+        the model, unbiased. ``empirical``: the given labels, example by example.
+        ``empirical-batch``: the squared gradient of each batch's mean loss, a mean over
+        batches (FedFish's Fisher); for ``diagonal`` only.
+    likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
+        Softmax over the last dimension; independent sigmoids; unit-variance regression.
+    tolerance : float, default 1e-3
+        With ``exact``: the share of each batch's
+        :math:`\sum_{x,c} p_c (1 - p_c)` (the trace of the Fisher with respect to the
+        outputs) that may be left out to save backward passes. 0 takes all.
+    num_samples : int, default 1
+        With ``sampled``: labels an example.
+    seed : int, default 0
+        With ``sampled``: of the labels. The global generator is left as it was.
     engine : "auto" | "nngeometry", default "auto"
-        ``nngeometry`` computes the same through that library, for comparison; it
-        refuses layers that it is known to get wrong.
+        ``nngeometry`` computes the exact expectation through that library, for
+        comparison; it refuses layers that it is known to get wrong, and also has the
+        structures ``lowrank``, ``quasidiag`` and ``implicit``.
     device : torch.device | str | None
         Where the model is; by default where its first trainable parameter is.
+    max_batch_bytes : int, optional
+        A bound on unfolded inputs and per-example gradients; a larger batch is taken in
+        parts. By default 8 MiB on a CPU and 512 MiB elsewhere.
 
     Returns
     -------
-    Curvature
-        Over the trainable parameters, in the parameters' dtype.
+    Curvature | tuple[Curvature, ...]
+        Over the trainable parameters, in the parameters' dtype; a tuple where several
+        structures are asked for.
 
     Raises
     ------
     ConfigurationError
-        If the model has no trainable parameter or is on another device.
-    UnknownNameError
-        If `structure`, `expectation` or `engine` is not known.
+        If the model has no trainable parameter or is on another device, an argument is
+        out of range or not known, or the expectation does not fit the structure.
     DataError
         If the loader yields no examples, or something else than batches.
     StructureError
-        If the model's output is not logits ``[n, C]``, or a parameter has neither a
-        Kronecker form nor per-example gradients.
+        If the model's output does not fit the likelihood, a parameter has neither a
+        Kronecker form nor per-example gradients, or a dense matrix would be too large.
+
+    Notes
+    -----
+    On a GPU the loop does not wait for the device, except once a batch where a
+    tolerance lets it choose its passes. Under ``torch.autocast`` sums are taken in the
+    parameters' dtype.
 
     Examples
     --------
@@ -80,23 +162,127 @@ def fisher(
     >>> {name: tuple(d.shape) for name, d in F.diagonal().items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    for what, name, known in (
-        ("structure", structure, STRUCTURES),
-        ("expectation", expectation, EXPECTATIONS),
-        ("engine", engine, ENGINES),
-    ):
-        check_known(what, name, known)
+    structures = [structure] if isinstance(structure, str) else list(structure)
+    check_known("engine", engine, ENGINES)
+    known = STRUCTURES if engine == "auto" else (*STRUCTURES, *NNGEOMETRY_ONLY)
+    for name in structures:
+        check_known("structure", name, known)
+    check_known("expectation", expectation, EXPECTATIONS)
+    check_known("likelihood", likelihood, LIKELIHOODS)
+    check_range("tolerance", tolerance, 0, 1)
+    check_range("num_samples", num_samples, 1)
     place = _device(model, device)
-    if engine == "nngeometry":
-        from flwr_fisher.curvature.nngeometry_engine import nngeometry_fisher
-
-        with evaluating(model):
-            return nngeometry_fisher(model, list(_inputs(loader, place)), structure)
+    if max_batch_bytes is None:
+        max_batch_bytes = _BATCH_BYTES.get(place.type, _BATCH_BYTES_ELSEWHERE)
+    check_range("max_batch_bytes", max_batch_bytes, 1)
+    terms = _Terms(LIKELIHOODS[likelihood], expectation, tolerance, num_samples, seed)
     with evaluating(model):
-        run = Engine(model, structure)
-        for inputs in _inputs(loader, place):
-            run.add(inputs)
-        return run.mean()
+        if engine == "nngeometry":
+            found = _with_nngeometry(model, loader, place, structures, terms)
+        elif expectation == "empirical-batch":
+            if structures != ["diagonal"]:
+                raise ConfigurationError(
+                    "expectation='empirical-batch' is for structure='diagonal' alone"
+                )
+            batches = _batches(loader, place)
+            found = [squared_batch_gradients(model, batches, terms.likelihood)]
+        else:
+            found = _compute(model, loader, place, structures, terms, max_batch_bytes)
+    return found[0] if isinstance(structure, str) else tuple(found)
+
+
+class _Terms:
+    """Whose gradients are taken, and how many of them."""
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        expectation: str,
+        tolerance: float,
+        num_samples: int,
+        seed: int,
+    ) -> None:
+        self.likelihood, self.expectation = likelihood, expectation
+        self.tolerance, self.num_samples, self.seed = tolerance, num_samples, seed
+
+    def add(self, plan: Plan, batch: Batch, generator: torch.Generator) -> None:
+        inputs, labels = batch
+        if self.expectation == "exact" and self.tolerance > 0:
+            plan.engine.add_within(inputs, self.likelihood, self.tolerance)
+            return
+        pieces: PiecesOf = self._exact
+        if self.expectation == "sampled":
+            pieces = partial(self._sampled, generator)
+        elif self.expectation == "empirical":
+            pieces = partial(self._empirical, _check_labels(labels))
+        plan.engine.add(inputs, pieces)
+
+    def _exact(self, outputs: Tensor, rows: slice) -> Tensor:
+        return self.likelihood.columns(outputs).all()
+
+    def _sampled(
+        self, generator: torch.Generator, outputs: Tensor, rows: slice
+    ) -> Tensor:
+        draws = [
+            self.likelihood.sample_score(outputs.detach(), generator)
+            for _ in range(self.num_samples)
+        ]
+        return torch.stack(draws) / math.sqrt(self.num_samples)
+
+    def _empirical(self, labels: Tensor, outputs: Tensor, rows: slice) -> Tensor:
+        return self.likelihood.score(outputs.detach(), labels[rows]).unsqueeze(0)
+
+
+def _compute(
+    model: nn.Module,
+    loader: Iterable[Any],
+    device: torch.device,
+    structures: list[str],
+    terms: _Terms,
+    max_batch_bytes: int,
+) -> list[Curvature]:
+    first = [s for s in structures if s != "ekfac"]
+    second = "ekfac" in structures
+    if second and isinstance(loader, Iterator):
+        raise DataError(
+            "structure='ekfac' reads the loader twice; pass one that can be"
+        )
+    if second and "kfac" not in first:
+        first.append("kfac")
+
+    def sums(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
+        plan, generator = None, torch.Generator(device).manual_seed(terms.seed)
+        for batch in _batches(loader, device):
+            if plan is None:
+                plan = Plan(model, batch[0], wanted, max_batch_bytes, kfac)
+            terms.add(plan, batch, generator)
+        if plan is None:
+            raise DataError("the loader has no examples, so there is no Fisher to take")
+        plan.engine.finish()
+        return plan.results()
+
+    results = sums(first, None)
+    if second:
+        results |= sums(["ekfac"], results["kfac"])
+    return [results[name] for name in structures]
+
+
+def _with_nngeometry(
+    model: nn.Module,
+    loader: Iterable[Any],
+    device: torch.device,
+    structures: list[str],
+    terms: _Terms,
+) -> list[Curvature]:
+    from flwr_fisher.curvature.nngeometry_engine import nngeometry_fisher
+
+    softmax = terms.likelihood is LIKELIHOODS["categorical"]
+    if terms.expectation != "exact" or not softmax:
+        raise ConfigurationError(
+            "engine='nngeometry' is for the exact expectation over classes alone"
+        )
+    batches = [inputs for inputs, _ in _batches(loader, device)]
+    return [nngeometry_fisher(model, batches, name) for name in structures]
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -113,13 +299,25 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     return actual
 
 
-def _inputs(loader: Iterable[Any], device: torch.device) -> Iterator[Tensor]:
+def _batches(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
     for batch in loader:
-        inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        several = isinstance(batch, (tuple, list)) and len(batch) > 0
+        inputs = batch[0] if several else batch
+        labels = batch[1] if several and len(batch) > 1 else None
         if not isinstance(inputs, Tensor):
             raise DataError(
                 "the loader must yield (inputs, labels) or inputs as tensors, got "
                 f"{type(batch).__name__}"
             )
+        if isinstance(labels, Tensor):
+            labels = labels.to(device, non_blocking=True)
         if inputs.shape[0]:
-            yield inputs.to(device, non_blocking=True)
+            yield inputs.to(device, non_blocking=True), labels
+
+
+def _check_labels(labels: Any) -> Tensor:
+    if not isinstance(labels, Tensor):
+        raise DataError(
+            "this expectation needs labels: batches must be (inputs, labels)"
+        )
+    return labels

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
+from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flwr_fisher.curvature.base import Curvature
@@ -21,7 +21,7 @@ _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
 
 
 class JacobianMoments(ABC):
-    """Sums products of per-example Jacobians of some parameters over batches."""
+    """Sums products of per-example gradients of some parameters over batches."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         parameters = dict(model.named_parameters())
@@ -31,36 +31,39 @@ class JacobianMoments(ABC):
         self.rest |= dict(model.named_buffers())
 
     @abstractmethod
-    def add(self, inputs: Tensor, factors: Tensor) -> None:
-        """Take a batch ``[n, ...]`` with its likelihood's factors ``[K, n, C]``."""
+    def add(self, inputs: Tensor, pieces: Tensor) -> None:
+        """Take examples ``[n, ...]`` with rank-one pieces ``[K, n, *outputs]``."""
 
     @abstractmethod
     def mean(self, num_examples: int) -> Curvature:
         """Return the mean over examples."""
 
-    def gradients(self, inputs: Tensor, factors: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Yield ``[K, n', *shape]``: the factors times Jacobians, in small chunks."""
-        size = sum(p.numel() for p in self.params.values()) * factors.shape[2]
+    def gradients(self, inputs: Tensor, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Yield ``[n', K, *shape]``: the pieces pulled back, in small chunks."""
+        size = sum(p.numel() for p in self.params.values()) * len(pieces)
         chunk = max(1, _ENTRIES_AT_ONCE // size)
-        jacobian = vmap(jacrev(self._logits), in_dims=(None, 0))
+        pull = vmap(self._pulled_back, in_dims=(0, 1))
         for x, v in zip(
-            torch.split(inputs, chunk), torch.split(factors, chunk, 1), strict=True
+            torch.split(inputs, chunk), torch.split(pieces, chunk, 1), strict=True
         ):
             try:
                 with _without_slow_fallbacks():
-                    rows = jacobian(self.params, x)
+                    rows = pull(x, v)
             except RuntimeError as error:
                 raise StructureError(
                     f"no per-example gradients for {list(self.params)}, which are not "
                     "in linear or convolution layers called once; freeze them or make "
                     f"the model work under torch.func.vmap: {error}"
                 ) from error
-            yield {
-                name: torch.einsum("knc,nc...->kn...", v, row.detach())
-                for name, row in rows.items()
-            }
+            yield {name: row.detach() for name, row in rows.items()}
 
-    def _logits(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    def _pulled_back(self, x: Tensor, pieces: Tensor) -> dict[str, Tensor]:
+        """Return one example's gradients, one for each piece ``[K, *outputs]``."""
+        output, pull, *_ = vjp(lambda params: self._outputs(params, x), self.params)
+        rows: dict[str, Tensor] = vmap(lambda v: pull(v.to(output.dtype))[0])(pieces)
+        return rows
+
+    def _outputs(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
         state = (params | self.rest,)
         output: Tensor = functional_call(self.model, state, (x.unsqueeze(0),))
         return output.squeeze(0)
@@ -81,11 +84,11 @@ class DiagonalJacobian(JacobianMoments):
         super().__init__(model, names)
         self.total = {k: torch.zeros_like(p) for k, p in self.params.items()}
 
-    def add(self, inputs: Tensor, factors: Tensor) -> None:
+    def add(self, inputs: Tensor, pieces: Tensor) -> None:
         """Add the squared gradients."""
-        for gradients in self.gradients(inputs, factors):
+        for gradients in self.gradients(inputs, pieces):
             for name, gradient in gradients.items():
-                self.total[name] += gradient.square_().sum((0, 1))
+                self.total[name] += gradient.square().sum((0, 1))
 
     def mean(self, num_examples: int) -> Diagonal:
         """Return the diagonal."""
@@ -95,18 +98,19 @@ class DiagonalJacobian(JacobianMoments):
 class DenseJacobian(JacobianMoments):
     """The full matrix, for small models."""
 
-    total: Tensor | float = 0.0
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(model, names)
+        size = sum(p.numel() for p in self.params.values())
+        self.total = next(iter(self.params.values())).new_zeros(size, size)
 
-    def add(self, inputs: Tensor, factors: Tensor) -> None:
+    def add(self, inputs: Tensor, pieces: Tensor) -> None:
         """Add the gradients' outer products."""
-        for gradients in self.gradients(inputs, factors):
-            rows = torch.cat([g.flatten(2) for g in gradients.values()], 2).flatten(
-                0, 1
-            )
-            self.total = self.total + rows.mT @ rows
+        for gradients in self.gradients(inputs, pieces):
+            flat = [gradient.flatten(2) for gradient in gradients.values()]
+            rows = torch.cat(flat, 2).flatten(0, 1)
+            self.total.addmm_(rows.mT, rows)
 
     def mean(self, num_examples: int) -> Dense:
         """Return the matrix."""
-        assert isinstance(self.total, Tensor)
         shapes = {name: p.shape for name, p in self.params.items()}
         return Dense(shapes, self.total / num_examples)

@@ -1,4 +1,6 @@
-"""The Kronecker-factored curvature (K-FAC) of one layer."""
+"""The Kronecker-factored curvature of one layer: K-FAC, and K-FAC's eigenbasis."""
+
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
@@ -7,10 +9,73 @@ from flwr_fisher.curvature.base import Curvature
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
 
-__all__ = ["Kronecker"]
+__all__ = ["EigenKronecker", "Kronecker"]
 
 
-class Kronecker(Curvature):
+class _MatrixLayer(Curvature):
+    """A curvature over a layer's weight, as a matrix with the bias as last column."""
+
+    def __init__(
+        self,
+        weight: str,
+        weight_shape: torch.Size,
+        bias: str | None,
+        factors: tuple[Tensor, Tensor],
+    ) -> None:
+        self.weight, self.bias = weight, bias
+        self.weight_shape = torch.Size(weight_shape)
+        A, G = factors
+        self.groups = A.shape[0] if A.dim() == 3 else 0
+        inputs = self.weight_shape[1:].numel() + (bias is not None)
+        outputs = self.weight_shape[0] // max(self.groups, 1)
+        self.matrix_shape = torch.Size((self.groups, outputs, inputs))
+        a, g = (self.groups, inputs, inputs), (self.groups, outputs, outputs)
+        if not self.groups or A.shape != a or G.shape != g:
+            raise StructureError(
+                f"'{weight}' of shape {tuple(self.weight_shape)} does not fit factors "
+                f"of shapes {tuple(A.shape)} and {tuple(G.shape)}"
+            )
+
+    @abstractmethod
+    def dense_blocks(self) -> Tensor:
+        """Return each group's matrix, ``[groups, out in, out in]``."""
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The weight's shape, and the bias's."""
+        shapes = {self.weight: self.weight_shape}
+        if self.bias is not None:
+            shapes[self.bias] = self.weight_shape[:1]
+        return shapes
+
+    def as_matrices(self, vector: Params) -> Tensor:
+        """Return the layer as ``[groups, out / groups, n]``, the bias last."""
+        matrix = vector[self.weight].reshape(*self.matrix_shape[:2], -1)
+        if self.bias is None:
+            return matrix
+        column = vector[self.bias].reshape(*self.matrix_shape[:2], 1)
+        return torch.cat([matrix, column], dim=-1)
+
+    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
+        """Cut ``[groups, out / groups, n]`` back into the weight and the bias."""
+        if self.bias is None:
+            return {self.weight: matrices.reshape(self.weight_shape)}
+        return {
+            self.weight: matrices[..., :-1].reshape(self.weight_shape),
+            self.bias: matrices[..., -1].reshape(-1),
+        }
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix over the flattened weight followed by the bias."""
+        blocks = self.dense_blocks()
+        matrix = blocks.new_zeros(self.numel(), self.numel())
+        rows = unflatten(torch.arange(self.numel()).to(blocks.device), self.shapes)
+        for at, block in zip(self.as_matrices(rows).flatten(1), blocks, strict=True):
+            matrix[at.unsqueeze(1), at] = block
+        return matrix
+
+
+class Kronecker(_MatrixLayer):
     r"""One layer's Fisher as :math:`G \otimes A` (Martens & Grosse 2015).
 
     With the layer's weight as a matrix :math:`W`, outputs by inputs, the bias as its
@@ -49,42 +114,8 @@ class Kronecker(Curvature):
         G: Tensor,
         bias: str | None = None,
     ) -> None:
-        self.weight, self.bias = weight, bias
-        self.weight_shape = torch.Size(weight_shape)
+        super().__init__(weight, weight_shape, bias, (A, G))
         self.A, self.G = A, G
-        groups = A.shape[0] if A.dim() == 3 else 0
-        outputs, inputs = self.weight_shape[0], self.weight_shape[1:].numel()
-        n, m = inputs + (bias is not None), outputs // max(groups, 1)
-        if not groups or A.shape != (groups, n, n) or G.shape != (groups, m, m):
-            raise StructureError(
-                f"'{weight}' of shape {tuple(self.weight_shape)} does not fit factors "
-                f"of shapes {tuple(A.shape)} and {tuple(G.shape)}"
-            )
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The weight's shape, and the bias's."""
-        shapes = {self.weight: self.weight_shape}
-        if self.bias is not None:
-            shapes[self.bias] = self.weight_shape[:1]
-        return shapes
-
-    def as_matrices(self, vector: Params) -> Tensor:
-        """Return the layer as ``[groups, out / groups, n]``, the bias last."""
-        matrix = vector[self.weight].reshape(*self.G.shape[:2], -1)
-        if self.bias is None:
-            return matrix
-        column = vector[self.bias].reshape(*self.G.shape[:2], 1)
-        return torch.cat([matrix, column], dim=-1)
-
-    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
-        """Cut ``[groups, out / groups, n]`` back into the weight and the bias."""
-        if self.bias is None:
-            return {self.weight: matrices.reshape(self.weight_shape)}
-        return {
-            self.weight: matrices[..., :-1].reshape(self.weight_shape),
-            self.bias: matrices[..., -1].reshape(-1),
-        }
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         r"""Return :math:`G W A` in the parameters' shapes."""
@@ -118,17 +149,80 @@ class Kronecker(Curvature):
     def _with(self, A: Tensor, G: Tensor) -> "Kronecker":
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)
 
-    def to_dense(self) -> Tensor:
-        """Return the matrix over the flattened weight followed by the bias."""
-        size, device = self.numel(), self.A.device
-        matrix = torch.zeros(size, size, dtype=self.A.dtype, device=device)
-        rows = unflatten(torch.arange(size, device=device), self.shapes)
-        places = self.as_matrices(rows).flatten(1)
-        for at, a, g in zip(places, self.A, self.G, strict=True):
-            matrix[at.unsqueeze(1), at] = torch.kron(g, a)
-        return matrix
+    def dense_blocks(self) -> Tensor:
+        """Return each group's Kronecker product."""
+        pairs = zip(self.A, self.G, strict=True)
+        return torch.stack([torch.kron(g, a) for a, g in pairs])
 
     @property
     def nbytes(self) -> int:
         """Bytes of both factors."""
         return self.A.nbytes + self.G.nbytes
+
+
+class EigenKronecker(_MatrixLayer):
+    r"""One layer's Fisher in K-FAC's eigenbasis: E-KFAC (George et al. 2018).
+
+    :math:`F \operatorname{vec} W = \operatorname{vec}\big(U_G\,(S \circ
+    (U_G^\top W U_A))\,U_A^\top\big)`, where :math:`S` has the gradients' exact second
+    moments in that basis: of all curvatures diagonal in it, the nearest to the Fisher.
+
+    Parameters
+    ----------
+    weight, weight_shape, bias
+        As for :class:`Kronecker`.
+    basis_A, basis_G : Tensor
+        ``[groups, n, n]`` and ``[groups, m, m]``: orthonormal columns.
+    moments : Tensor
+        :math:`S`, ``[groups, m, n]``, non-negative.
+    """
+
+    def __init__(
+        self,
+        weight: str,
+        weight_shape: torch.Size,
+        basis_A: Tensor,
+        basis_G: Tensor,
+        moments: Tensor,
+        bias: str | None = None,
+    ) -> None:
+        super().__init__(weight, weight_shape, bias, (basis_A, basis_G))
+        if moments.shape != self.matrix_shape:
+            raise StructureError(
+                f"'{weight}' needs moments of shape {tuple(self.matrix_shape)}, got "
+                f"{tuple(moments.shape)}"
+            )
+        self.basis_A, self.basis_G, self.moments = basis_A, basis_G, moments
+
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return the product, through the eigenbasis and back."""
+        self.check(vector)
+        inside = self.basis_G.mT @ self.as_matrices(vector) @ self.basis_A
+        return self.as_params(self.basis_G @ (self.moments * inside) @ self.basis_A.mT)
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the diagonal: the moments seen through the squared bases."""
+        squares = self.basis_G.square() @ self.moments @ self.basis_A.square().mT
+        return self.as_params(squares)
+
+    def scaled(self, factor: float) -> "EigenKronecker":
+        """Return the curvature with its moments scaled."""
+        return EigenKronecker(
+            self.weight,
+            self.weight_shape,
+            self.basis_A,
+            self.basis_G,
+            self.moments * factor,
+            self.bias,
+        )
+
+    def dense_blocks(self) -> Tensor:
+        """Return each group's matrix."""
+        parts = zip(self.basis_A, self.basis_G, self.moments, strict=True)
+        bases = [(torch.kron(g, a), s.flatten()) for a, g, s in parts]
+        return torch.stack([u * s @ u.mT for u, s in bases])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bases and moments."""
+        return self.basis_A.nbytes + self.basis_G.nbytes + self.moments.nbytes

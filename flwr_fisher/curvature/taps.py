@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from flwr_fisher.curvature.layers import KRONECKER_LAYERS, KroneckerLayer
+from flwr_fisher.curvature.layers import (
+    KRONECKER_LAYERS,
+    KroneckerLayer,
+    input_columns,
+    output_columns,
+)
 
 __all__ = ["Tap", "evaluating", "tappable_layers", "tapped_forward"]
 
@@ -22,14 +27,48 @@ class TappableLayer:
     weight: str
     bias: str | None
 
+    def input_columns(self, inputs: Tensor) -> Tensor:
+        """Return the layer's input as columns, with ones for a trained bias."""
+        bias = self.bias is not None
+        return input_columns(self.layer, inputs.to(self.layer.weight.dtype), bias=bias)
+
+    def output_columns(self, outputs: Tensor) -> Tensor:
+        """Return the layer's output, or its gradient, as columns."""
+        return output_columns(self.layer, outputs.to(self.layer.weight.dtype))
+
+    def matrices(self) -> Tensor:
+        """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""
+        groups = getattr(self.layer, "groups", 1)
+        weight = self.layer.weight.detach()
+        matrix = weight.reshape(groups, len(weight) // groups, -1)
+        if self.bias is None or self.layer.bias is None:
+            return matrix
+        column = self.layer.bias.detach().reshape(*matrix.shape[:2], 1)
+        return torch.cat([matrix, column], dim=-1)
+
+    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
+        """Cut what :meth:`matrices` returns back into weight and bias."""
+        if self.bias is None:
+            return {self.weight: matrices.reshape(self.layer.weight.shape)}
+        return {
+            self.weight: matrices[..., :-1].reshape(self.layer.weight.shape),
+            self.bias: matrices[..., -1].reshape(-1),
+        }
+
 
 @dataclass(frozen=True)
 class Tap:
     """One call of one layer: its input, and where its output sits in the graph."""
 
     inputs: Tensor
-    # An edge, not the tensor: it stays right when a later ReLU works in place.
-    output: GradientEdge
+    # An edge, not the tensor: it stays right when a later ReLU works in place. There is
+    # none without gradients.
+    output: GradientEdge | None
+
+    def edge(self) -> GradientEdge:
+        """Return where the layer's output sits in the graph."""
+        assert self.output is not None
+        return self.output
 
 
 @contextmanager
@@ -75,11 +114,12 @@ def tapped_forward(
 
     def catch(name: str) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            # Without an input by position, or a gradient, there is nothing to catch.
+            # Without an input by position there is nothing to catch.
             if not (args and isinstance(args[0], Tensor)):
                 return
-            if isinstance(output, Tensor) and output.requires_grad:
-                taps[name].append(Tap(args[0].detach(), get_gradient_edge(output)))
+            if isinstance(output, Tensor):
+                edge = get_gradient_edge(output) if output.requires_grad else None
+                taps[name].append(Tap(args[0].detach(), edge))
 
         handles.append(layers[name].layer.register_forward_hook(hook))
 

@@ -114,14 +114,14 @@ def merge_fisher(
         of its Algorithm 1.
     anchor : float, optional
         :math:`\rho \ge 0`; :math:`\lambda_\ell` is that share of the mean eigenvalue of
-        the layer's :math:`\sum_i w_i F_i`. Default 0.1 with ``cg``, otherwise 0.
+        the layer's :math:`\sum_i w_i F_i`. Default 0.03 with ``cg``, otherwise 0.
     shrink : float, optional
         In [0, 1]: scales correlations between a layer's inputs by ``1 - shrink``.
         Default 0.1 with ``cg``, otherwise 0.
     damping : float, optional
         In [0, 1]: draws the second moment of a layer's output gradients towards the
         multiple of the identity with the same trace; a client that is sure of nearly
-        every example estimates it from few. K-FAC only. Default 0.1 with ``cg``,
+        every example estimates it from few. K-FAC only. Default 0.3 with ``cg``,
         otherwise 0.
     balance : float, optional
         :math:`\gamma` in [0, 1]: in layer :math:`\ell`,

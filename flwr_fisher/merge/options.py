@@ -10,7 +10,7 @@ SOLVERS = ("cg", "closed-form", "adam", "gd")
 
 # Chosen on validation data, see benchmarks/results/fedfisher_defaults.md. The other
 # solvers reproduce the papers unless told otherwise.
-_CG = {"anchor": 0.1, "shrink": 0.1, "damping": 0.1, "balance": 1.0}
+_CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0}
 _PAPER = {"anchor": 0.0, "shrink": 0.0, "damping": 0.0, "balance": 0.0}
 _ITERATIONS = {"cg": 100}
 

@@ -82,15 +82,22 @@ def _check_params(params: Params, like: Params) -> None:
 
 
 def tensors_to_arrays(tensors: Params) -> ArrayRecord:
-    """Return an ``ArrayRecord`` of the tensors, moved to the CPU."""
-    return ArrayRecord(
-        {
-            k: Array(np.ascontiguousarray(v.detach().cpu().numpy()))
-            if v.dim()
-            else Array(v.detach().cpu().numpy())
-            for k, v in tensors.items()
-        }
-    )
+    """Return an ``ArrayRecord`` of the tensors, moved to the CPU.
+
+    Raises
+    ------
+    WireError
+        Naming the key of a tensor whose dtype NumPy lacks, such as bfloat16.
+    """
+    arrays = {}
+    for key, tensor in tensors.items():
+        try:
+            # `np.save` writes non-contiguous arrays in another order, with a flag.
+            arrays[key] = Array(tensor.detach().cpu().contiguous().numpy())
+        except TypeError as error:
+            reason = f"dtype {tensor.dtype} cannot be sent: cast the model to float32"
+            raise WireError(reason, field=key) from error
+    return ArrayRecord(arrays)
 
 
 def arrays_to_tensors(record: ArrayRecord) -> dict[str, Tensor]:

@@ -1,0 +1,50 @@
+"""FedFish's Fisher: squared gradients of mini-batches, cheap and empirical."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.diagonal import Diagonal
+from flwr_fisher.curvature.likelihood import Likelihood
+from flwr_fisher.errors import DataError
+from flwr_fisher.params import trainable_names
+
+__all__ = ["squared_batch_gradients"]
+
+
+def squared_batch_gradients(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Any]], likelihood: Likelihood
+) -> Diagonal:
+    r"""Return :math:`\frac1B \sum_b (\nabla \bar\ell_b)^2`, elementwise.
+
+    :math:`\bar\ell_b` is a batch's mean negative log-likelihood of the given labels
+    (FedFish, Algorithm 2, which takes the sum over batches).
+
+    Raises
+    ------
+    DataError
+        If there is no batch, or one without labels.
+    """
+    names = trainable_names(model)
+    parameters = [model.get_parameter(name) for name in names]
+    total = [torch.zeros_like(p) for p in parameters]
+    count = 0
+    for inputs, labels in batches:
+        if not isinstance(labels, Tensor):
+            raise DataError(
+                "this expectation needs labels: batches must be (inputs, labels)"
+            )
+        outputs = model(inputs)
+        score = likelihood.score(outputs.detach(), labels) / len(inputs)
+        found = torch.autograd.grad(
+            outputs, parameters, score.to(outputs.dtype), allow_unused=True
+        )
+        for entry, gradient in zip(total, found, strict=True):
+            if gradient is not None:
+                entry.add_(gradient.square())
+        count += 1
+    if not count:
+        raise DataError("the loader has no examples, so there is no Fisher to take")
+    return Diagonal({n: t / count for n, t in zip(names, total, strict=True)})
