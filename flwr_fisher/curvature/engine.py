@@ -154,13 +154,24 @@ class Engine:
         if not taps:
             return
         edges = [tap.edge() for tap in taps.values()]
+        waiting: dict[str, list[Tensor]] = {}
         for k, piece in enumerate(pieces.to(outputs.dtype), start=1):
             keep = k < len(pieces)
             found = torch.autograd.grad(outputs, edges, piece, retain_graph=keep)
             for name, gradient in zip(taps, found, strict=True):
                 g = self.layers[name].output_columns(gradient)
-                for moments in self.moments[name]:
-                    moments.add_gradients(columns.get(name, g), g)
+                if g.shape[3] == 1:  # small, and cheaper together
+                    waiting.setdefault(name, []).append(g)
+                else:
+                    self._add(name, columns, [g])
+        for name, gradients in waiting.items():
+            self._add(name, columns, gradients)
+
+    def _add(
+        self, name: str, columns: Mapping[str, Tensor], gradients: list[Tensor]
+    ) -> None:
+        for moments in self.moments[name]:
+            moments.add_gradients(columns.get(name, gradients[0]), gradients)
 
 
 def _padded(pieces: Tensor, passes: int) -> Tensor:

@@ -29,9 +29,6 @@ ENGINES = ("auto", "nngeometry")
 NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
 TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
 
-# What fits a core's cache is fastest on a CPU; on a GPU, what fills the device.
-_BATCH_BYTES = {"cpu": 8 * 2**20}
-_BATCH_BYTES_ELSEWHERE = 512 * 2**20
 
 Batch = tuple[Tensor, Any]
 
@@ -129,8 +126,8 @@ def fisher(
     device : torch.device | str | None
         Where the model is; by default where its first trainable parameter is.
     max_batch_bytes : int, optional
-        A bound on unfolded inputs and per-example gradients; a larger batch is taken in
-        parts. By default 8 MiB on a CPU and 512 MiB elsewhere.
+        A bound on unfolded inputs and gradients; a larger batch is taken in parts. By
+        default the whole takes about as much memory as a training step on the batch.
 
     Returns
     -------
@@ -172,9 +169,8 @@ def fisher(
     check_range("tolerance", tolerance, 0, 1)
     check_range("num_samples", num_samples, 1)
     place = _device(model, device)
-    if max_batch_bytes is None:
-        max_batch_bytes = _BATCH_BYTES.get(place.type, _BATCH_BYTES_ELSEWHERE)
-    check_range("max_batch_bytes", max_batch_bytes, 1)
+    if max_batch_bytes is not None:
+        check_range("max_batch_bytes", max_batch_bytes, 1)
     terms = _Terms(LIKELIHOODS[likelihood], expectation, tolerance, num_samples, seed)
     with evaluating(model):
         if engine == "nngeometry":
@@ -239,7 +235,7 @@ def _compute(
     device: torch.device,
     structures: list[str],
     terms: _Terms,
-    max_batch_bytes: int,
+    max_batch_bytes: int | None,
 ) -> list[Curvature]:
     first = [s for s in structures if s != "ekfac"]
     second = "ekfac" in structures

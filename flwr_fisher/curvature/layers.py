@@ -40,16 +40,24 @@ def input_columns(layer: KroneckerLayer, inputs: Tensor, *, bias: bool) -> Tenso
     Returns
     -------
     Tensor
-        ``[n, groups, in / groups * kernel (+ 1), T]``.
+        ``[n, groups, in / groups * kernel (+ 1), T]``, with all examples' positions
+        side by side in memory, as their second moment wants them.
     """
     if isinstance(layer, nn.Linear):
         columns = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1]).mT.unsqueeze(1)
-    else:
-        columns = _patches(layer, inputs)
-    if not bias:
-        return columns
-    ones = columns.new_ones(*columns.shape[:2], 1, columns.shape[3])
-    return torch.cat([columns, ones], dim=2)
+        if not bias:
+            return columns
+        ones = columns.new_ones(*columns.shape[:2], 1, columns.shape[3])
+        return torch.cat([columns, ones], dim=2)
+    windows = _windows(layer, inputs)
+    groups, rows = layer.groups, layer.weight[0].numel()
+    n = inputs.shape[0]
+    positions = windows.numel() // (groups * rows * n)
+    columns = windows.new_empty(groups, rows + bias, n, positions)
+    columns[:, :rows].view(windows.shape).copy_(windows)
+    if bias:
+        columns[:, rows] = 1
+    return columns.permute(2, 0, 1, 3)
 
 
 def output_columns(layer: KroneckerLayer, outputs: Tensor) -> Tensor:
@@ -79,25 +87,26 @@ def fits(layer: KroneckerLayer, inputs: torch.Size, outputs: torch.Size) -> bool
     return outputs == torch.Size([inputs[0], layer.out_channels, *sizes])
 
 
-def _patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
-    """Unfold a convolution's input for any stride, padding, dilation and groups."""
+def _windows(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
+    """Return a view of a convolution's padded input, for any stride and dilation.
+
+    ``[groups, in / groups, *kernel, n, *positions]``: copying it is several times
+    faster than ``F.unfold``, and it is in the order that second moments want.
+    """
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     if any(padding := _padding(layer)):
         inputs = F.pad(inputs, padding, mode=mode)
-    n, groups = inputs.shape[0], layer.groups
-    if isinstance(layer, nn.Conv2d):
-        size, dilation, stride = layer.kernel_size, layer.dilation, layer.stride
-        columns = F.unfold(inputs, size, dilation=dilation, stride=stride)
-        return columns.reshape(n, groups, -1, columns.shape[2])
     spatial = inputs.dim() - 2
     for axis in range(spatial):
         step = layer.dilation[axis]
         reach = step * (layer.kernel_size[axis] - 1) + 1
         inputs = inputs.unfold(2 + axis, reach, layer.stride[axis])[..., ::step]
-    kernel_axes = range(2 + spatial, 2 + 2 * spatial)
-    columns = inputs.permute(0, 1, *kernel_axes, *range(2, 2 + spatial))
-    positions = columns.shape[2 + spatial :].numel()
-    return columns.reshape(n, groups, -1, positions)
+    channels = inputs.shape[1] // layer.groups
+    shape = (len(inputs), layer.groups, channels, *inputs.shape[2:])
+    steps = inputs.stride()
+    grouped = inputs.as_strided(shape, (steps[0], channels * steps[1], *steps[1:]))
+    kernel = range(3 + spatial, 3 + 2 * spatial)
+    return grouped.permute(1, 2, *kernel, 0, *range(3, 3 + spatial))
 
 
 def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:

@@ -1,6 +1,7 @@
 """Second moments of one layer's inputs and gradients, summed over examples."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,8 +36,11 @@ class LayerMoments(ABC):
         raise AssertionError("only moments that observe are shown inputs")
 
     @abstractmethod
-    def add_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
-        """Take one pass: some examples' gradient columns; paired, also their inputs."""
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Take some examples' gradient columns, one tensor a pass.
+
+        `inputs` are the same examples' input columns, where `pairs` asks for them.
+        """
 
     @abstractmethod
     def mean(self, num_examples: int) -> Curvature:
@@ -47,53 +51,58 @@ class KroneckerMoments(LayerMoments):
     """K-FAC's factors: `A` is summed over positions, `G` averaged."""
 
     observes, pairs = True, False
-    A: Tensor | float = 0.0
-    G: Tensor | float = 0.0
+
+    def __init__(self, layer: TappableLayer) -> None:
+        super().__init__(layer)
+        groups, outputs, inputs = layer.matrices().shape
+        self.A = layer.layer.weight.new_zeros(groups, inputs, inputs).detach()
+        self.G = layer.layer.weight.new_zeros(groups, outputs, outputs).detach()
 
     def observe(self, columns: Tensor) -> None:
         """Add the inputs' second moment."""
-        self.A = self.A + _second_moment(columns)
+        flat = _side_by_side(columns)
+        self.A.baddbmm_(flat, flat.mT)
 
-    def add_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the gradients' second moment."""
-        self.G = self.G + _second_moment(gradients) / gradients.shape[3]
+        positions = gradients[0].shape[3]
+        if positions == 1:
+            flat = _side_by_side(torch.cat(list(gradients)))
+            self.G.baddbmm_(flat, flat.mT)
+            return
+        for g in gradients:
+            # Example by example: their positions are not side by side in memory.
+            self.G.add_((g @ g.mT).sum(0), alpha=1 / positions)
 
     def mean(self, num_examples: int) -> Kronecker:
         """Return the layer's Kronecker product."""
-        assert isinstance(self.A, Tensor)
-        weight = self.layer.layer.weight
-        if isinstance(self.G, Tensor):
-            G = self.G
-        else:  # no example had any curvature
-            size = len(weight) // len(self.A)
-            G = self.A.new_zeros(len(self.A), size, size)
-        A, G = self.A / num_examples, G / num_examples
-        return Kronecker(self.layer.weight, weight.shape, A, G, self.layer.bias)
+        shape = self.layer.layer.weight.shape
+        A, G = self.A / num_examples, self.G / num_examples
+        return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
 class DiagonalMoments(LayerMoments):
     """The exact diagonal: squared per-example gradients."""
 
-    total: Tensor | float = 0.0
+    def __init__(self, layer: TappableLayer) -> None:
+        super().__init__(layer)
+        self.total = torch.zeros_like(layer.matrices())
 
-    def add_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
         if inputs.shape[3] > 1:
-            self.total = self.total + (gradients @ inputs.mT).square_().sum(0)
+            for g in gradients:
+                self.total += (g @ inputs.mT).square_().sum(0)
             return
-        # One position: the square of an outer product is one of squares.
-        g = gradients.square()[..., 0].permute(1, 2, 0)
-        self.total = self.total + g @ inputs.square()[..., 0].permute(1, 0, 2)
+        # One position: the square of an outer product is one of squares, and the passes
+        # can be summed before it is taken.
+        squares = torch.stack([g.square() for g in gradients]).sum(0)
+        g, a = squares[..., 0].permute(1, 2, 0), inputs.square()[..., 0]
+        self.total.baddbmm_(g, a.permute(1, 0, 2))
 
-    def matrices(self, num_examples: int) -> Tensor:
-        """Return the mean as ``[groups, out / groups, in (+ 1)]``."""
-        if isinstance(self.total, Tensor):
-            return self.total / num_examples
-        return torch.zeros_like(self.layer.matrices())
-
-    def mean(self, num_examples: int) -> Diagonal:
+    def mean(self, num_examples: int) -> Curvature:
         """Return the layer's diagonal."""
-        return Diagonal(self.layer.as_params(self.matrices(num_examples)))
+        return Diagonal(self.layer.as_params(self.total / num_examples))
 
 
 class EigenMoments(DiagonalMoments):
@@ -104,18 +113,19 @@ class EigenMoments(DiagonalMoments):
         self.basis_A = _eigenvectors(kfac.A)
         self.basis_G = _eigenvectors(kfac.G)
 
-    def add_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the squares of the gradients as the basis sees them."""
-        super().add_gradients(self.basis_A.mT @ inputs, self.basis_G.mT @ gradients)
+        turned = [self.basis_G.mT @ g for g in gradients]
+        super().add_gradients(self.basis_A.mT @ inputs, turned)
 
-    def mean(self, num_examples: int) -> EigenKronecker:  # type: ignore[override]
+    def mean(self, num_examples: int) -> EigenKronecker:
         """Return the layer's curvature in the basis."""
         return EigenKronecker(
             self.layer.weight,
             self.layer.layer.weight.shape,
             self.basis_A,
             self.basis_G,
-            self.matrices(num_examples),
+            self.total / num_examples,
             self.layer.bias,
         )
 
@@ -123,29 +133,29 @@ class EigenMoments(DiagonalMoments):
 class BlockMoments(LayerMoments):
     """The dense block of a layer: outer products of per-example gradients."""
 
-    total: Tensor | float = 0.0
+    def __init__(self, layer: TappableLayer) -> None:
+        super().__init__(layer)
+        size = layer.matrices().numel()
+        self.total = layer.layer.weight.new_zeros(size, size).detach()
 
-    def add_gradients(self, inputs: Tensor, gradients: Tensor) -> None:
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the outer products of the gradients as vectors."""
-        rows = (gradients @ inputs.mT).flatten(1)
-        self.total = self.total + rows.mT @ rows
+        for g in gradients:
+            rows = (g @ inputs.mT).flatten(1)
+            self.total.addmm_(rows.mT, rows)
 
     def mean(self, num_examples: int) -> Dense:
         """Return the block, its rows in the order of the weight and then the bias."""
         places = self.layer.matrices()
-        size = places.numel()
-        index = torch.arange(size, device=places.device).reshape(places.shape)
-        order = flatten(self.layer.as_params(index))
-        total = self.total
-        if not isinstance(total, Tensor):
-            total = places.new_zeros(size, size)
+        index = torch.arange(places.numel(), device=places.device)
+        order = flatten(self.layer.as_params(index.reshape(places.shape)))
         shapes = {k: v.shape for k, v in self.layer.as_params(places).items()}
-        return Dense(shapes, total[order][:, order] / num_examples)
+        return Dense(shapes, self.total[order][:, order] / num_examples)
 
 
-def _second_moment(columns: Tensor) -> Tensor:
-    flat = columns.permute(1, 2, 0, 3).flatten(2)
-    return flat @ flat.mT
+def _side_by_side(columns: Tensor) -> Tensor:
+    """Return ``[groups, size, n T]``: for input columns a view, no copy."""
+    return columns.permute(1, 2, 0, 3).flatten(2)
 
 
 def _eigenvectors(factor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ __all__ = ["STRUCTURES", "Plan"]
 STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 _FEW = 16  # examples to look at before the first batch
+_FEWEST = 8  # examples at once, unless a bound says otherwise
 
 
 class Plan:
@@ -43,8 +44,9 @@ class Plan:
         The first batch.
     structures : Sequence[str]
         Of :data:`STRUCTURES`.
-    max_batch_bytes : int
-        How much an engine may hold beyond the forward pass.
+    max_batch_bytes : int | None
+        How much an engine may hold beyond the forward pass; by default so much that all
+        is no more than about what a training step on the first batch takes.
     kfac : Curvature | None
         The K-FAC of the same model, whose eigenbasis ``ekfac`` takes.
 
@@ -59,7 +61,7 @@ class Plan:
         model: nn.Module,
         inputs: Tensor,
         structures: Sequence[str],
-        max_batch_bytes: int,
+        max_batch_bytes: int | None,
         kfac: Curvature | None = None,
     ) -> None:
         self.model, self.structures = model, structures
@@ -69,6 +71,8 @@ class Plan:
         if layered:
             layers, taps, _ = explained_layers(model, inputs[:_FEW])
         found = kfac.blocks() if kfac is not None else []
+        if "block" in structures:
+            self._check_size([x.matrices().numel() for x in layers.values()])
         bases = {k.weight: k for k in found if isinstance(k, Kronecker)}
         self.moments = {
             name: {s: _moments(s, layer, bases) for s in layered}
@@ -81,10 +85,16 @@ class Plan:
         if "dense" in structures:
             self._check_size([sum(model.get_parameter(n).numel() for n in self.names)])
             self.dense = DenseJacobian(model, self.names)
-        if "block" in structures:
-            self._check_size([x.matrices().numel() for x in layers.values()])
-        held = [_bytes(x, taps[n], self.moments[n]) for n, x in layers.items()]
-        chunk = max(1, max_batch_bytes // max(sum(held), 1))
+        sizes = [_bytes(x, taps[n], self.moments[n]) for n, x in layers.items()]
+        forward = sum(activations for activations, _ in sizes)
+        beyond = sum(extra for _, extra in sizes)
+        if max_batch_bytes is None:
+            step = len(inputs) * forward + sum(
+                model.get_parameter(n).nbytes for n in self.names
+            )
+            chunk = max(_FEWEST, step // max(forward + beyond, 1))
+        else:
+            chunk = max(1, max_batch_bytes // max(beyond, 1))
         moments = {name: list(found.values()) for name, found in self.moments.items()}
         jacobians: list[JacobianMoments] = [
             j for j in (self.rest, self.dense) if j is not None
@@ -131,10 +141,19 @@ def _moments(
     return kinds[structure](layer)
 
 
-def _bytes(layer: TappableLayer, tap: Tap, moments: Mapping[str, LayerMoments]) -> int:
-    """Return what an example's columns and gradients take beyond the forward pass."""
+def _bytes(
+    layer: TappableLayer, tap: Tap, moments: Mapping[str, LayerMoments]
+) -> tuple[int, int]:
+    """Return what an example takes in a training step, and here beyond its forward.
+
+    A step keeps each layer's input and output, and as much again in what lies between
+    layers; here come its columns, its gradient and, summed over positions, the
+    gradient of its weight.
+    """
     columns = layer.input_columns(tap.inputs[:1])
-    size = columns.numel()
-    if columns.shape[3] > 1 and any(m.pairs for m in moments.values()):
-        size += layer.matrices().numel()
-    return size * columns.element_size()
+    weight = layer.matrices()
+    outputs = weight.shape[0] * weight.shape[1] * columns.shape[3]
+    step = 2 * (tap.inputs[:1].numel() + outputs)
+    paired = columns.shape[3] > 1 and any(m.pairs for m in moments.values())
+    beyond = columns.numel() + outputs + paired * weight.numel()
+    return step * columns.element_size(), beyond * columns.element_size()

@@ -1,0 +1,378 @@
+"""Tolerance, samples, labels and likelihoods, each against a slow and obvious twin."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.plan import groups, worth_keeping
+from flwr_fisher.errors import ConfigurationError, DataError, StructureError
+from flwr_fisher.params import flatten, trainable_names
+
+
+def net(outputs: int = 4, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, outputs)
+    )
+
+
+def images(n: int = 9, seed: int = 1) -> Tensor:
+    return torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """Per-example Jacobians of the flattened outputs, ``[n, outputs, d]``, float64."""
+    model = model.double()
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    rows = []
+    for example in x if not x.is_floating_point() else x.double():
+        J = jacrev(lambda p, e=example: functional_call(model, p, (e[None],))[0])(
+            params
+        )
+        size = next(iter(J.values())).dim() - next(iter(params.values())).dim()
+        rows.append(
+            torch.cat([j.flatten(size).flatten(0, size - 1) for j in J.values()], 1)
+        )
+    model.float()
+    return torch.stack(rows)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+# --- tolerance ------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 9), st.floats(0, 1), st.integers(0, 10**6),
+    st.floats(0, 12),
+)  # fmt: skip
+def test_what_is_dropped_is_within_the_tolerance(k, n, tolerance, seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.exp(spread * torch.randn(k, n, generator=generator))
+    kept = worth_keeping(weights, tolerance)
+    lost = float(weights[~kept].double().sum())
+    assert lost <= tolerance * float(weights.double().sum()) * (1 + 1e-9)
+    if tolerance == 0:
+        assert kept.all()
+    if kept.any() and not kept.all():
+        assert weights[~kept].max() <= weights[kept].min()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 7), st.integers(1, 40), st.floats(0, 0.3), st.integers(0, 999))
+def test_the_share_left_out_of_a_fisher_is_never_exceeded(c, n, tolerance, seed):
+    """A layer without hidden units: its trace is that of the logits' Fisher."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 6 * torch.randn(n, c, generator=generator)
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(c))
+
+        def forward(self, rows):
+            return rows + self.shift
+
+    exact = fisher(Rows(), [logits], structure="dense", tolerance=0)
+    close = fisher(Rows(), [logits], structure="dense", tolerance=tolerance)
+    left_out = exact.trace() - close.trace()
+    assert -1e-5 * exact.trace() <= left_out <= (tolerance + 1e-5) * exact.trace()
+    eigenvalues = torch.linalg.eigvalsh(exact.to_dense() - close.to_dense())
+    assert eigenvalues.min() >= -1e-5 * exact.trace()
+
+
+def test_the_groups_hold_every_kept_piece_once():
+    logits = 5 * torch.randn(30, 6, generator=torch.Generator().manual_seed(3))
+    columns = LIKELIHOODS["categorical"].columns(logits)
+    total = torch.zeros(30, 6, 6)
+    for group in groups(columns, 0.01):
+        pieces = group.pieces
+        assert group.size <= len(pieces) < 2 * group.size
+        total[group.rows] += torch.einsum("knc,knd->ncd", pieces, pieces)
+    kept = worth_keeping(columns.weights(), 0.01)
+    values = columns.all() * kept.unsqueeze(2)
+    want = torch.einsum("knc,knd->ncd", values, values)
+    torch.testing.assert_close(total, want)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "ekfac", "block", "dense"])
+def test_a_trained_nets_default_is_close_to_exact(structure):
+    model, x = net(), images(200)
+    y = (x.mean((1, 2, 3)) > 0).long() + 2 * (x[:, 0, 0, 0] > 0).long()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    batches = list(zip(x.split(32), y.split(32), strict=True))
+    exact = fisher(model, batches, structure=structure, tolerance=0)
+    close = fisher(model, batches, structure=structure)
+    assert close.shapes == exact.shapes
+    assert relative(close.to_dense(), exact.to_dense()) <= 2e-3
+    if structure != "kfac":
+        assert close.trace() <= exact.trace() * (1 + 1e-6)
+
+
+def test_a_model_that_is_certain_of_everything_has_no_curvature():
+    model = nn.Linear(2, 3)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([500.0, 0.0, 0.0]))
+    for structure in ("kfac", "diagonal", "ekfac", "block", "dense"):
+        F = fisher(model, [torch.randn(5, 2)], structure=structure)
+        assert not F.to_dense().any()
+
+
+# --- structures together --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"tolerance": 0}, {"expectation": "sampled"}])
+def test_several_structures_are_what_each_is_alone(how):
+    model, x = net(), images(20)
+    names = ["diagonal", "ekfac", "kfac", "dense", "block"]
+    together = fisher(model, x.split(6), structure=names, **how)
+    assert isinstance(together, tuple)
+    for name, found in zip(names, together, strict=True):
+        alone = fisher(model, x.split(6), structure=name, **how)
+        assert relative(found.to_dense(), alone.to_dense()) <= 1e-6, name
+
+
+def test_a_block_is_the_dense_matrixs():
+    model, x = net(), images()
+    dense = fisher(model, [x], structure="dense", tolerance=0).to_dense()
+    block = fisher(model, [x], structure="block", tolerance=0)
+    first = sum(s.numel() for s in block.children[0].shapes.values())
+    torch.testing.assert_close(block.children[0].matrix, dense[:first, :first])
+    torch.testing.assert_close(block.children[1].matrix, dense[first:, first:])
+
+
+def test_ekfac_has_the_exact_moments_in_kfacs_basis():
+    model, x = net(), images()
+    dense = fisher(model, [x], structure="dense", tolerance=0).to_dense().double()
+    ekfac = fisher(model, [x], structure="ekfac", tolerance=0)
+    start = 0
+    for layer in ekfac.children:
+        size = layer.numel()
+        F = dense[start : start + size, start : start + size]
+        # Columns of the basis, in the order of the weight and then the bias.
+        units = torch.eye(layer.moments.numel()).reshape(-1, *layer.moments.shape)
+        basis = torch.stack(
+            [
+                flatten(layer.as_params(layer.basis_G @ unit @ layer.basis_A.mT))
+                for unit in units
+            ]
+        ).double()
+        want = (basis @ F @ basis.T).diagonal()
+        assert relative(layer.moments.flatten(), want) <= 1e-5
+        # The best diagonal in that basis: nearer to the Fisher than K-FAC is.
+        kfac = fisher(model, [x], structure="kfac", tolerance=0).children
+        near = next(k for k in kfac if k.shapes == layer.shapes)
+        assert relative(layer.to_dense(), F) <= relative(near.to_dense(), F) + 1e-6
+        start += size
+
+
+def test_a_generator_cannot_be_read_twice():
+    with pytest.raises(DataError, match="reads the loader twice"):
+        fisher(net(), iter([images()]), structure="ekfac")
+
+
+def test_a_dense_matrix_that_is_too_large_is_refused_before_it_is_made():
+    model = nn.Linear(300, 300)
+    for structure in ("dense", "block"):
+        with pytest.raises(StructureError, match=r"needs \d+\.\d GB.*kfac"):
+            fisher(model, [torch.randn(2, 300)], structure=structure)
+
+
+# --- expectations ---------------------------------------------------------------------
+
+
+def test_samples_are_unbiased_and_seeded():
+    model, x = net(), images(6)
+    exact = flatten(fisher(model, [x], structure="diagonal", tolerance=0).diagonal())
+    how = {"structure": "diagonal", "expectation": "sampled"}
+    draws = torch.stack(
+        [flatten(fisher(model, [x], seed=s, **how).diagonal()) for s in range(600)]
+    )
+    error = draws.mean(0) - exact
+    deviations = error / (draws.std(0) / len(draws) ** 0.5).clamp_min(1e-12)
+    assert float(deviations.abs().mean()) < 1.2
+    assert abs(float(draws.sum(1).mean() / exact.sum()) - 1) < 0.05
+    state = torch.get_rng_state()
+    again = flatten(fisher(model, [x], seed=3, **how).diagonal())
+    assert torch.equal(again, draws[3])
+    assert not torch.equal(again, draws[4])
+    assert torch.equal(torch.get_rng_state(), state)
+    many = flatten(fisher(model, [x], num_samples=400, **how).diagonal())
+    assert relative(many, exact) < relative(draws[0], exact)
+
+
+def test_empirical_is_the_given_labels():
+    model, x, y = net(), images(), torch.arange(9) % 4
+    p = model(x).softmax(-1).detach().double()
+    score = nn.functional.one_hot(y, 4) - p
+    g = torch.einsum("nc,ncd->nd", score, jacobian(model, x))
+    want = g.T @ g / len(x)
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    how = {"expectation": "empirical", "max_batch_bytes": 1}
+    for structure, oracle in (("dense", want), ("diagonal", want.diagonal().diag())):
+        got = fisher(model, batches, structure=structure, **how)
+        assert relative(got.to_dense(), oracle) <= 1e-5
+
+
+def test_empirical_batch_is_the_squared_gradient_of_each_batch():
+    model, x, y = net(), images(), torch.arange(9) % 4
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    want = [torch.zeros_like(p) for p in model.parameters()]
+    for inputs, labels in batches:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        for total, p in zip(want, model.parameters(), strict=True):
+            total += p.grad.square() / len(batches)
+    model.zero_grad(set_to_none=True)
+    how = {"structure": "diagonal", "expectation": "empirical-batch"}
+    got = fisher(model, batches, **how).diagonal()
+    for name, entry in zip(trainable_names(model), want, strict=True):
+        torch.testing.assert_close(got[name], entry)
+    with pytest.raises(ConfigurationError, match="structure='diagonal' alone"):
+        fisher(model, batches, expectation="empirical-batch")
+
+
+@pytest.mark.parametrize("expectation", ["empirical", "empirical-batch"])
+@pytest.mark.parametrize(
+    "labels", [None, torch.zeros(9), torch.zeros(5, dtype=torch.long)]
+)
+def test_labels_that_are_missing_or_do_not_fit(expectation, labels):
+    batch = images() if labels is None else (images(), labels)
+    with pytest.raises(DataError, match=r"labels|\(inputs, labels\)"):
+        fisher(net(), [batch], structure="diagonal", expectation=expectation)
+
+
+# --- likelihoods ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("likelihood", ["bernoulli", "gaussian"])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_sigmoids_and_regression(likelihood, outputs):
+    model, x = net(outputs), images()
+    J, z = jacobian(model, x), model(x).detach().double()
+    weight = z.sigmoid() * (1 - z.sigmoid()) if likelihood == "bernoulli" else 1 + 0 * z
+    want = torch.einsum("nc,ncd,nce->de", weight, J, J) / len(x)
+    for structure, oracle in (("dense", want), ("diagonal", want.diagonal().diag())):
+        how = {"structure": structure, "likelihood": likelihood}
+        got = fisher(model, x.split(4), tolerance=0, **how)
+        assert relative(got.to_dense(), oracle) <= 1e-5
+        draws = fisher(model, x.split(4), expectation="sampled", num_samples=900, **how)
+        assert relative(draws.to_dense(), oracle) <= 0.2
+    y = torch.ones_like(model(x))
+    g = torch.einsum(
+        "nc,ncd->nd", (1 - z.sigmoid() if likelihood == "bernoulli" else 1 - z), J
+    )
+    empirical = fisher(
+        model,
+        [(x, y)],
+        structure="dense",
+        likelihood=likelihood,
+        expectation="empirical",
+    )
+    assert relative(empirical.to_dense(), g.T @ g / len(x)) <= 1e-5
+
+
+def tokens(seed: int = 0) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(7, 5), nn.LayerNorm(5), nn.Linear(5, 7))
+    return model, torch.randint(7, (6, 3), generator=torch.Generator().manual_seed(4))
+
+
+def test_a_label_at_every_position():
+    model, x = tokens()
+    J = jacobian(model, x).reshape(6, 3, 7, -1)
+    p = model(x).softmax(-1).detach().double()
+    H = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+    want = torch.einsum("ntcd,ntce,ntef->df", J, H, J.movedim(2, 2)) / len(x)
+    for structure, oracle in (("dense", want), ("diagonal", want.diagonal().diag())):
+        for tolerance, bound in ((0, 1e-5), (1e-3, 3e-3)):
+            got = fisher(model, x.split(4), structure=structure, tolerance=tolerance)
+            assert relative(got.to_dense(), oracle) <= bound
+    draws = fisher(
+        model, [x], structure="dense", expectation="sampled", num_samples=2000
+    )
+    assert relative(draws.to_dense(), want) <= 0.2
+    y = torch.randint(7, (6, 3))
+    fisher(model, [(x, y)], structure="kfac", expectation="empirical")
+
+
+# --- memory and precision -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"tolerance": 0}])
+def test_a_bound_on_memory_changes_nothing(how):
+    model, x = net(), images(30)
+    structures = ["kfac", "diagonal", "ekfac", "block", "dense"]
+    free = fisher(model, [x], structure=structures, **how)
+    tight = fisher(model, [x], structure=structures, max_batch_bytes=1, **how)
+    for a, b in zip(free, tight, strict=True):
+        assert relative(b.to_dense(), a.to_dense()) <= 1e-5
+
+
+def test_a_bound_on_memory_is_what_is_held_at_once(monkeypatch):
+    model, x = net(), images(30)
+    seen = []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda x: (seen.append(len(x)), forward(x))[1]
+    )
+    fisher(model, [x], tolerance=0, max_batch_bytes=1)
+    assert set(seen[1:]) == {1}
+
+
+def test_autocast_is_accepted_and_sums_in_the_parameters_dtype():
+    model, x = net(), images(30)
+    want = fisher(model, [x], structure=("kfac", "diagonal"), tolerance=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for how in ({"tolerance": 0}, {}, {"expectation": "empirical"}):
+            batch = (x, torch.zeros(30, dtype=torch.long))
+            got = fisher(model, [batch], structure=("kfac", "diagonal"), **how)
+            for F in got:
+                assert all(d.dtype == torch.float32 for d in F.diagonal().values())
+            if how == {"tolerance": 0}:
+                for a, b in zip(got, want, strict=True):
+                    assert relative(a.to_dense(), b.to_dense()) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"tolerance": -0.1}, "tolerance must be in"),
+        ({"tolerance": 1.5}, "tolerance must be in"),
+        ({"num_samples": 0}, "num_samples must be >= 1"),
+        ({"max_batch_bytes": 0}, "max_batch_bytes must be >= 1"),
+        ({"likelihood": "poisson"}, "unknown likelihood 'poisson'; known: categorical"),
+        (
+            {"engine": "nngeometry", "expectation": "sampled"},
+            "for the exact expectation",
+        ),
+    ],
+)
+def test_arguments_out_of_range(how, text):
+    with pytest.raises(ConfigurationError, match=text):
+        fisher(net(), [images()], **how)
+
+
+@pytest.mark.parametrize("name", ["lowrank", "quasidiag", "implicit"])
+def test_nngeometrys_other_representations_merge_like_any(name):
+    model, x = net(), images()
+    F = fisher(model, [x], structure=name, engine="nngeometry")
+    dense = F.to_dense()
+    v = {k: torch.randn(s) for k, s in F.shapes.items()}
+    torch.testing.assert_close(flatten(F.matvec(v)), dense @ flatten(v))
+    torch.testing.assert_close(F.scaled(2.0).to_dense(), 2 * dense)
+    exact = fisher(model, [x], structure="dense", tolerance=0)
+    if name != "quasidiag":
+        assert relative(dense, exact.to_dense()) <= 1e-5
