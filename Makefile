@@ -30,7 +30,8 @@ test: install
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p flwr_fisher
-	$(BIN)/mypy apps/fedfisher/server_app.py apps/fedfisher/client_app.py
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
+		../../apps/fedfisher/server_app.py ../../apps/fedfisher/client_app.py
 	$(BIN)/pytest
 
 # The wheel, so that what is tested is what is shipped.

@@ -44,7 +44,7 @@ class LayerMoments(ABC):
 
     @abstractmethod
     def mean(self, num_examples: int) -> Curvature:
-        """Return the mean over examples."""
+        """Turn the sums into the mean over examples; they are not copied."""
 
 
 class KroneckerMoments(LayerMoments):
@@ -77,7 +77,7 @@ class KroneckerMoments(LayerMoments):
     def mean(self, num_examples: int) -> Kronecker:
         """Return the layer's Kronecker product."""
         shape = self.layer.layer.weight.shape
-        A, G = self.A / num_examples, self.G / num_examples
+        A, G = self.A.div_(num_examples), self.G.div_(num_examples)
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
@@ -102,7 +102,7 @@ class DiagonalMoments(LayerMoments):
 
     def mean(self, num_examples: int) -> Curvature:
         """Return the layer's diagonal."""
-        return Diagonal(self.layer.as_params(self.total / num_examples))
+        return Diagonal(self.layer.as_params(self.total.div_(num_examples)))
 
 
 class EigenMoments(DiagonalMoments):
@@ -112,11 +112,14 @@ class EigenMoments(DiagonalMoments):
         super().__init__(layer)
         self.basis_A = _eigenvectors(kfac.A)
         self.basis_G = _eigenvectors(kfac.G)
+        self._last: tuple[Tensor, Tensor] | None = None
 
     def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the squares of the gradients as the basis sees them."""
+        if self._last is None or self._last[0] is not inputs:  # the same every pass
+            self._last = inputs, self.basis_A.mT @ inputs
         turned = [self.basis_G.mT @ g for g in gradients]
-        super().add_gradients(self.basis_A.mT @ inputs, turned)
+        super().add_gradients(self._last[1], turned)
 
     def mean(self, num_examples: int) -> EigenKronecker:
         """Return the layer's curvature in the basis."""
@@ -125,7 +128,7 @@ class EigenMoments(DiagonalMoments):
             self.layer.layer.weight.shape,
             self.basis_A,
             self.basis_G,
-            self.total / num_examples,
+            self.total.div_(num_examples),
             self.layer.bias,
         )
 
@@ -150,7 +153,7 @@ class BlockMoments(LayerMoments):
         index = torch.arange(places.numel(), device=places.device)
         order = flatten(self.layer.as_params(index.reshape(places.shape)))
         shapes = {k: v.shape for k, v in self.layer.as_params(places).items()}
-        return Dense(shapes, self.total[order][:, order] / num_examples)
+        return Dense(shapes, self.total.div_(num_examples)[order][:, order])
 
 
 def _side_by_side(columns: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ __all__ = ["STRUCTURES", "Plan"]
 STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 _FEW = 16  # examples to look at before the first batch
+_SHARE = 0.8  # of a training step's memory, by an estimate that is a little low
 _FEWEST = 8  # examples at once, unless a bound says otherwise
 
 
@@ -89,10 +90,9 @@ class Plan:
         forward = sum(activations for activations, _ in sizes)
         beyond = sum(extra for _, extra in sizes)
         if max_batch_bytes is None:
-            step = len(inputs) * forward + sum(
-                model.get_parameter(n).nbytes for n in self.names
-            )
-            chunk = max(_FEWEST, step // max(forward + beyond, 1))
+            gradients = sum(model.get_parameter(n).nbytes for n in self.names)
+            step = _SHARE * (len(inputs) * forward + gradients)
+            chunk = max(_FEWEST, int(step / max(forward + beyond, 1)))
         else:
             chunk = max(1, max_batch_bytes // max(beyond, 1))
         moments = {name: list(found.values()) for name, found in self.moments.items()}

@@ -1,0 +1,71 @@
+"""The README's example is a complete app in under 40 lines, and it runs."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, RecordDict
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_fisher.params import shared_state
+from flwr_fisher.testing import LocalGrid
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def load_data(partition: int) -> tuple[DataLoader, DataLoader]:
+    generator = torch.Generator().manual_seed(partition)
+    x, y = torch.randn(24, 4, generator=generator), torch.arange(24) % 3
+    data = TensorDataset(x + 2 * nn.functional.one_hot(y, 4), y)
+    return DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
+
+
+@pytest.fixture
+def my_app(monkeypatch) -> ModuleType:
+    module = ModuleType("my_app")
+    module.Net, module.load_data = Net, load_data
+    monkeypatch.setitem(sys.modules, "my_app", module)
+    return module
+
+
+def test_client_and_server_run_and_are_short(my_app, tmp_path, monkeypatch):
+    client, server = {}, {}
+    exec(BLOCKS[0], client)
+    exec(BLOCKS[1], server)
+    lines = [
+        line for block in BLOCKS[:2] for line in block.splitlines() if line.strip()
+    ]
+    assert len(lines) < 40
+    monkeypatch.chdir(tmp_path)
+    grid = LocalGrid(client["app"], num_supernodes=3)
+    context = Context(1, 1, {}, RecordDict(), {})
+    server["app"](grid, context)
+    model = Net()
+    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+    x, y = next(iter(load_data(0)[1]))
+    assert (model(x).argmax(1) == y).float().mean() > 0.6
+
+
+def test_the_test_example_runs(my_app):
+    client: dict[str, object] = {}
+    exec(BLOCKS[0], client)
+    exec(BLOCKS[1], namespace := dict(client, __name__="server"))
+    namespace |= {"app": client["app"]}
+    namespace["initial_arrays"] = ArrayRecord(shared_state(Net()))
+    exec(BLOCKS[2], namespace)
+    assert set(namespace["result"].arrays) == set(shared_state(Net()))
+
+
+def test_every_link_leads_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (Path(__file__).parents[1] / target).exists(), target
