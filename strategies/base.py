@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.errors import CheckpointError, RoundError, WireError, check_range
 from flwr_fisher.strategies.cohort import Cohort, collect
-from flwr_fisher.strategies.replies import Replies, read_reply, read_upload
+from flwr_fisher.strategies.replies import Replies
 from flwr_fisher.strategies.run import Run
 from flwr_fisher.strategies.state import (
     CurvatureResult,
@@ -180,19 +180,23 @@ class CurvatureStrategy(FedAvg):
         for index, exchange in enumerate(self.exchanges(server_round), start=1):
             place = f"uploads-{server_round:04d}/exchange-{index}"
             nodes = self._sample(grid, server_round)
-            replies = Replies(expected=len(nodes))
+            replies = self._replies(run.state, expected=len(nodes))
             asked = self._restore(run, place, nodes, replies)
             messages = self._messages(
                 server_round, run.arrays(), exchange.configure(config), asked
             )
             for message in collect(grid, messages, self._timeout):
-                records = self._take(message, run.state, replies)
+                records = replies.take(message)
                 if records is not None:
                     client = self._cohort.name(message.metadata.src_node_id)
                     run.save_upload(place, client, *records)
-            uploads = self._settle(replies)
+            uploads = replies.settle(self.min_train_nodes)
             step = self._step(run.state, uploads)
-            run.stepped(server_round, step, uploads, self._metrics(uploads, replies))
+            metrics = replies.metrics(self.train_metrics_aggr_fn)
+            run.stepped(server_round, step, uploads, metrics)
+
+    def _replies(self, state: ServerState, expected: int) -> Replies:
+        return Replies(self._cohort, state.params, self.weighted_by_key, expected)
 
     def _restore(
         self, run: Run, place: str, nodes: list[int], replies: Replies
@@ -203,45 +207,13 @@ class CurvatureStrategy(FedAvg):
             if (node := by_name.pop(client, None)) is None:
                 continue
             try:
-                replies.accept(self._decode(node, arrays, metrics, run.state))
+                replies.accept(node, arrays, metrics)
             except WireError as error:
                 raise CheckpointError(
                     f"the upload kept as {place}/{client} is damaged: {error}; without "
                     "that file the client is asked again"
                 ) from error
         return sorted(by_name.values(), key=self._cohort.order)
-
-    def _take(
-        self, message: Message, state: ServerState, replies: Replies
-    ) -> tuple[ArrayRecord, MetricRecord] | None:
-        """Accept or reject a reply; return the records of one that was accepted."""
-        node = message.metadata.src_node_id
-        try:
-            records = read_reply(message, self.weighted_by_key)
-            replies.accept(self._decode(node, *records, state))
-            return records
-        except WireError as error:
-            replies.reject(self._cohort.name(node), error.from_node(node))
-            return None
-
-    def _decode(
-        self, node: int, arrays: ArrayRecord, metrics: MetricRecord, state: ServerState
-    ) -> Upload:
-        return read_upload(
-            node,
-            self._cohort.name(node),
-            arrays,
-            metrics,
-            like=state.params,
-            weighted_by_key=self.weighted_by_key,
-        )
-
-    def _settle(self, replies: Replies) -> list[Upload]:
-        """Return the uploads in an order that depends on no node id and no timing."""
-        replies.accepted.sort(key=lambda upload: self._cohort.order(upload.node_id))
-        replies.agree()
-        replies.check_enough(self.min_train_nodes)
-        return replies.accepted
 
     def _step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
         """Take the step, and see that it led somewhere."""
@@ -254,17 +226,6 @@ class CurvatureStrategy(FedAvg):
                     "is a checkpoint_dir"
                 )
         return step
-
-    def _metrics(self, uploads: Sequence[Upload], replies: Replies) -> MetricRecord:
-        contents = [RecordDict({"metrics": upload.metrics}) for upload in uploads]
-        metrics = self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-        return MetricRecord(
-            {
-                **metrics,
-                "num-replies": len(uploads),
-                "num-rejected": len(replies.rejected),
-            }
-        )
 
     def _evaluate(
         self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
@@ -325,13 +286,12 @@ class CurvatureStrategy(FedAvg):
         if self.fraction_train == 0.0:
             return None, None
         replies = list(replies)
-        checked = Replies(expected=len(replies))
+        checked = self._replies(self._state, expected=len(replies))
         for message in replies:
-            self._take(message, self._state, checked)
-        uploads = self._settle(checked)
-        step = self._step(self._state, uploads)
+            checked.take(message)
+        step = self._step(self._state, checked.settle(self.min_train_nodes))
         self._state = step.state
-        metrics = {**self._metrics(uploads, checked), **step.metrics}
+        metrics = {**checked.metrics(self.train_metrics_aggr_fn), **step.metrics}
         return tensors_to_arrays(step.state.params), MetricRecord(metrics)
 
     def configure_evaluate(

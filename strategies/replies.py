@@ -4,18 +4,20 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
 from flwr_fisher.params import Params
+from flwr_fisher.strategies.cohort import Cohort
 from flwr_fisher.strategies.state import Upload
 from flwr_fisher.wire import PREFIX, FisherUpload, serialized_bytes
 
 __all__ = ["Replies", "read_reply", "read_upload"]
 
 logger = logging.getLogger("flwr")
+
+MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 
 
 def read_reply(
@@ -71,22 +73,50 @@ def read_upload(
     return Upload(node_id, client, weight, payload, metrics, size)
 
 
-@dataclass
 class Replies:
     """The replies of one exchange: what was accepted, and what was wrong with others.
 
     Parameters
     ----------
+    cohort : Cohort
+        Knows the clients' names.
+    like : Mapping[str, Tensor]
+        The parameters that were sent out.
+    weighted_by_key : str
+        The metric that weights clients.
     expected : int
         How many clients were asked.
     """
 
-    expected: int
-    accepted: list[Upload] = field(default_factory=list)
-    rejected: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self, cohort: Cohort, like: Params, weighted_by_key: str, expected: int
+    ) -> None:
+        self.cohort, self.like = cohort, like
+        self.weighted_by_key, self.expected = weighted_by_key, expected
+        self.accepted: list[Upload] = []
+        self.rejected: dict[str, str] = {}
 
-    def accept(self, upload: Upload) -> None:
-        """Take an upload, and tell the log."""
+    def take(self, message: Message) -> tuple[ArrayRecord, MetricRecord] | None:
+        """Accept or reject a reply; return the records of one that was accepted."""
+        node = message.metadata.src_node_id
+        try:
+            records = read_reply(message, self.weighted_by_key)
+            self.accept(node, *records)
+            return records
+        except WireError as error:
+            self.reject(self.cohort.name(node), error.from_node(node))
+            return None
+
+    def accept(self, node: int, arrays: ArrayRecord, metrics: MetricRecord) -> None:
+        """Decode, check and keep a client's records, and tell the log."""
+        upload = read_upload(
+            node,
+            self.cohort.name(node),
+            arrays,
+            metrics,
+            like=self.like,
+            weighted_by_key=self.weighted_by_key,
+        )
         self.accepted.append(upload)
         logger.info(
             "aggregate_train: %s of %s replies (%s, %g examples)",
@@ -96,18 +126,31 @@ class Replies:
             upload.num_examples,
         )
 
+    def settle(self, needed: int) -> list[Upload]:
+        """Return the uploads in an order that depends on no node id and no timing.
+
+        Raises
+        ------
+        RoundError
+            With every reason, if there are fewer than `needed`.
+        """
+        self.accepted.sort(key=lambda upload: self.cohort.order(upload.node_id))
+        self._agree(PREFIX, "covers other parameters than most clients' does", _blocks)
+        # Flower refuses a whole round whose clients do not report the same metrics.
+        self._agree("metrics", "has other entries than most clients' have", _metrics)
+        self._check_enough(needed)
+        return self.accepted
+
+    def metrics(self, aggregate: MetricsAggregator) -> MetricRecord:
+        """Return the accepted replies' aggregated metrics, and how many there were."""
+        contents = [RecordDict({"metrics": upload.metrics}) for upload in self.accepted]
+        counts = {"num-replies": len(contents), "num-rejected": len(self.rejected)}
+        return MetricRecord({**aggregate(contents, self.weighted_by_key), **counts})
+
     def reject(self, client: str, error: FlwrFisherError) -> None:
         """Leave a reply out, and tell the log why."""
         self.rejected[client] = str(error)
         logger.warning("aggregate_train: left out %s: %s", client, error)
-
-    def agree(self) -> None:
-        """Reject uploads that differ from most: in what curvature covers, or metrics.
-
-        Flower refuses a whole round whose clients do not report the same metrics.
-        """
-        self._agree(PREFIX, "covers other parameters than most clients' does", _blocks)
-        self._agree("metrics", "has other entries than most clients' have", _metrics)
 
     def _agree(
         self, what: str, reason: str, layout_of: Callable[[Upload], tuple[str, ...]]
@@ -123,8 +166,7 @@ class Replies:
                 self.accepted.remove(upload)
                 self.reject(upload.client, error)
 
-    def check_enough(self, needed: int) -> None:
-        """Raise :class:`RoundError`, with every reason, below `needed` uploads."""
+    def _check_enough(self, needed: int) -> None:
         if len(self.accepted) >= needed:
             return
         silent = self.expected - len(self.accepted) - len(self.rejected)

@@ -70,6 +70,8 @@ STRATEGIES = {
     "fedfisher-kfac": Row(FedFisherOneShot, {}),
     "fedfisher-diagonal": Row(FedFisherOneShot, {"structure": "diagonal"}),
     "fedfisher-dense": Row(FedFisherOneShot, {"structure": "dense"}),
+    "fedfisher-ekfac": Row(FedFisherOneShot, {"structure": "ekfac"}),
+    "fedfisher-block": Row(FedFisherOneShot, {"structure": "block"}),
     "fedfisher-closed-form": Row(
         FedFisherOneShot, {"structure": "diagonal", "solver": "closed-form"}
     ),

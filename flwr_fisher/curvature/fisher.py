@@ -1,8 +1,6 @@
 """The Fisher information of a trained model."""
 
-import math
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -10,10 +8,10 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.base import Curvature
 from flwr_fisher.curvature.batch_gradients import squared_batch_gradients
-from flwr_fisher.curvature.engine import PiecesOf
-from flwr_fisher.curvature.likelihood import LIKELIHOODS, Likelihood
+from flwr_fisher.curvature.likelihood import LIKELIHOODS
 from flwr_fisher.curvature.structures import STRUCTURES, Plan
 from flwr_fisher.curvature.taps import evaluating
+from flwr_fisher.curvature.terms import Terms
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
@@ -171,7 +169,7 @@ def fisher(
     place = _device(model, device)
     if max_batch_bytes is not None:
         check_range("max_batch_bytes", max_batch_bytes, 1)
-    terms = _Terms(LIKELIHOODS[likelihood], expectation, tolerance, num_samples, seed)
+    terms = Terms(LIKELIHOODS[likelihood], expectation, tolerance, num_samples, seed)
     with evaluating(model):
         if engine == "nngeometry":
             found = _with_nngeometry(model, loader, place, structures, terms)
@@ -187,54 +185,12 @@ def fisher(
     return found[0] if isinstance(structure, str) else tuple(found)
 
 
-class _Terms:
-    """Whose gradients are taken, and how many of them."""
-
-    def __init__(
-        self,
-        likelihood: Likelihood,
-        expectation: str,
-        tolerance: float,
-        num_samples: int,
-        seed: int,
-    ) -> None:
-        self.likelihood, self.expectation = likelihood, expectation
-        self.tolerance, self.num_samples, self.seed = tolerance, num_samples, seed
-
-    def add(self, plan: Plan, batch: Batch, generator: torch.Generator) -> None:
-        inputs, labels = batch
-        if self.expectation == "exact" and self.tolerance > 0:
-            plan.engine.add_within(inputs, self.likelihood, self.tolerance)
-            return
-        pieces: PiecesOf = self._exact
-        if self.expectation == "sampled":
-            pieces = partial(self._sampled, generator)
-        elif self.expectation == "empirical":
-            pieces = partial(self._empirical, _check_labels(labels))
-        plan.engine.add(inputs, pieces)
-
-    def _exact(self, outputs: Tensor, rows: slice) -> Tensor:
-        return self.likelihood.columns(outputs).all()
-
-    def _sampled(
-        self, generator: torch.Generator, outputs: Tensor, rows: slice
-    ) -> Tensor:
-        draws = [
-            self.likelihood.sample_score(outputs.detach(), generator)
-            for _ in range(self.num_samples)
-        ]
-        return torch.stack(draws) / math.sqrt(self.num_samples)
-
-    def _empirical(self, labels: Tensor, outputs: Tensor, rows: slice) -> Tensor:
-        return self.likelihood.score(outputs.detach(), labels[rows]).unsqueeze(0)
-
-
 def _compute(
     model: nn.Module,
     loader: Iterable[Any],
     device: torch.device,
     structures: list[str],
-    terms: _Terms,
+    terms: Terms,
     max_batch_bytes: int | None,
 ) -> list[Curvature]:
     first = [s for s in structures if s != "ekfac"]
@@ -251,7 +207,7 @@ def _compute(
         for batch in _batches(loader, device):
             if plan is None:
                 plan = Plan(model, batch[0], wanted, max_batch_bytes, kfac)
-            terms.add(plan, batch, generator)
+            terms.add(plan.engine, batch, generator)
         if plan is None:
             raise DataError("the loader has no examples, so there is no Fisher to take")
         plan.engine.finish()
@@ -268,7 +224,7 @@ def _with_nngeometry(
     loader: Iterable[Any],
     device: torch.device,
     structures: list[str],
-    terms: _Terms,
+    terms: Terms,
 ) -> list[Curvature]:
     from flwr_fisher.curvature.nngeometry_engine import nngeometry_fisher
 
@@ -309,11 +265,3 @@ def _batches(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
             labels = labels.to(device, non_blocking=True)
         if inputs.shape[0]:
             yield inputs.to(device, non_blocking=True), labels
-
-
-def _check_labels(labels: Any) -> Tensor:
-    if not isinstance(labels, Tensor):
-        raise DataError(
-            "this expectation needs labels: batches must be (inputs, labels)"
-        )
-    return labels

@@ -31,6 +31,11 @@ class LayerMoments(ABC):
     def __init__(self, layer: TappableLayer) -> None:
         self.layer = layer
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return sum(v.nbytes for v in vars(self).values() if isinstance(v, Tensor))
+
     def observe(self, columns: Tensor) -> None:
         """Take every example's input columns ``[n, groups, in, T]``, once."""
         raise AssertionError("only moments that observe are shown inputs")

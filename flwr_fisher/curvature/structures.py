@@ -30,7 +30,7 @@ __all__ = ["STRUCTURES", "Plan"]
 STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 _FEW = 16  # examples to look at before the first batch
-_SHARE = 0.8  # of a training step's memory, by an estimate that is a little low
+_SHARE = 1.1  # of a training step's memory, by estimate
 _FEWEST = 8  # examples at once, unless a bound says otherwise
 
 
@@ -92,7 +92,8 @@ class Plan:
         if max_batch_bytes is None:
             gradients = sum(model.get_parameter(n).nbytes for n in self.names)
             step = _SHARE * (len(inputs) * forward + gradients)
-            chunk = max(_FEWEST, int(step / max(forward + beyond, 1)))
+            sums = [m.nbytes for found in self.moments.values() for m in found.values()]
+            chunk = max(_FEWEST, int((step - sum(sums)) / max(forward + beyond, 1)))
         else:
             chunk = max(1, max_batch_bytes // max(beyond, 1))
         moments = {name: list(found.values()) for name, found in self.moments.items()}

@@ -1,30 +1,19 @@
 """FedFisher's merge: the mode of the product of the clients' posteriors."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import Diagonal, WeightedSum, aligned_blocks
-from flwr_fisher.errors import ConfigurationError, StructureError
-from flwr_fisher.merge.options import MergeOptions, merge_options
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.merge.options import merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors, fedavg
-from flwr_fisher.merge.solvers import (
-    Progress,
-    Score,
-    best_of,
-    conjugate_gradient,
-    gradient_descent,
-    paper_adam,
-)
-from flwr_fisher.params import Params, add, norm, scale, select, subtract
+from flwr_fisher.merge.solve import solve
+from flwr_fisher.merge.solvers import Progress, Score
+from flwr_fisher.merge.system import systems
+from flwr_fisher.params import Params
 
 __all__ = ["MergeResult", "fisher_merge", "merge_fisher"]
-
-_FLOOR = 1e-6  # of a block's largest curvature, as FisherMerge's code has it
-_SCORE_EVERY = 100
 
 
 @dataclass(frozen=True)
@@ -48,32 +37,6 @@ class MergeResult:
     residuals: list[float] = field(repr=False)
     iterations: int
     shares: list[float]
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One independent system, ``(curvature + ridge I) delta = rhs``, over `unit`."""
-
-    curvature: WeightedSum
-    rhs: dict[str, Tensor]
-    ridge: float
-    unit: float = 1.0
-
-    def normalised(self) -> "_Block":
-        """Return the same system with a mean eigenvalue of 1.
-
-        Confident clients' curvatures may be so small that float32 cannot hold the
-        squares that a solver takes.
-        """
-        unit = self.curvature.trace() / self.curvature.numel()
-        if not unit > 0:
-            return self
-        curvature = self.curvature.scaled(1 / unit)
-        return _Block(curvature, scale(self.rhs, 1 / unit), self.ridge / unit, unit)
-
-    def matvec(self, vector: Params) -> dict[str, Tensor]:
-        product = self.curvature.matvec(vector)
-        return add(product, vector, self.ridge) if self.ridge else product
 
 
 def merge_fisher(
@@ -159,6 +122,8 @@ def merge_fisher(
 
     Examples
     --------
+    >>> import torch
+    >>> from flwr_fisher.curvature import Diagonal
     >>> sure = LocalPosterior({"w": torch.zeros(1)}, Diagonal({"w": torch.ones(1)}), 5)
     >>> flat = Diagonal({"w": torch.full((1,), 0.25)})
     >>> unsure = LocalPosterior({"w": torch.ones(1)}, flat, 5)
@@ -179,17 +144,14 @@ def merge_fisher(
         raise ConfigurationError(f"score is for solver='adam', not '{solver}'")
     check_posteriors(posteriors)
     mean = fedavg(posteriors)
-    blocks, shares = _blocks(posteriors, mean, options)
+    blocks, shares = systems(posteriors, mean, options)
 
     def merged(delta: Params) -> dict[str, Tensor]:
         steps = {k: step.to(mean[k].dtype) for k, step in delta.items()}
         return {k: v + steps[k] if k in steps else v for k, v in mean.items()}
 
-    if solver == "adam":
-        scored = None if score is None else (lambda delta: score(merged(delta)))
-        delta, norms = _adam(blocks, options, scored, progress)
-    else:
-        delta, norms = _block_by_block(blocks, options, progress)
+    scored = None if score is None else (lambda delta: score(merged(delta)))
+    delta, norms = solve(blocks, options, scored, progress)
     return MergeResult(merged(delta), norms, len(norms) - 1, shares)
 
 
@@ -200,120 +162,3 @@ def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
     where the denominator is below 1e-6 of its tensors' largest.
     """
     return merge_fisher(posteriors, solver="closed-form").params
-
-
-def _blocks(
-    posteriors: Sequence[LocalPosterior], mean: Params, options: MergeOptions
-) -> tuple[list[_Block], list[float]]:
-    """Set up each layer's system for the step away from the mean.
-
-    Also return each client's share of all layers' traces.
-    """
-    curvatures = [
-        p.curvature.regularised(shrink=options.shrink, damping=options.damping)
-        for p in posteriors
-    ]
-    examples = [posterior.num_examples for posterior in posteriors]
-    blocks, shares = [], [0.0] * len(posteriors)
-    for parts in aligned_blocks(curvatures):
-        traces = [part.trace() for part in parts]
-        weights = _weights(examples, traces, options.balance)
-        total = WeightedSum(parts, weights)
-        rhs = {name: torch.zeros_like(mean[name]) for name in total.shapes}
-        for (weight, part), posterior in zip(total, posteriors, strict=True):
-            away = subtract(select(posterior.params, rhs), select(mean, rhs))
-            rhs = add(rhs, part.matvec(away), weight)
-        ridge = options.anchor * total.trace() / total.numel()
-        blocks.append(_Block(total, rhs, ridge))
-        shares = [s + w * t for s, w, t in zip(shares, weights, traces, strict=True)]
-    return blocks, _normalised(shares) if sum(shares) else _normalised(examples)
-
-
-def _weights(examples: list[float], traces: list[float], balance: float) -> list[float]:
-    # A client that is certain of everything has no curvature, and nothing to balance.
-    powers = [trace**balance if trace > 0 else 1.0 for trace in traces]
-    return _normalised([n / power for n, power in zip(examples, powers, strict=True)])
-
-
-def _normalised(values: list[float]) -> list[float]:
-    total = sum(values)
-    return [value / total for value in values]
-
-
-def _block_by_block(
-    blocks: list[_Block], options: MergeOptions, progress: Progress | None
-) -> tuple[dict[str, Tensor], list[float]]:
-    delta: dict[str, Tensor] = {}
-    curves = []
-    steps, tolerance = options.iterations, options.tolerance
-    for block in (block.normalised() for block in blocks):
-        if options.solver == "closed-form":
-            solution, norms = _closed_form(block)
-        elif options.solver == "cg":
-            solution, norms = conjugate_gradient(
-                block.matvec, block.rhs, iterations=steps, tolerance=tolerance
-            )
-        else:
-            solution, norms = gradient_descent(
-                block.matvec, block.rhs, iterations=steps, tolerance=tolerance
-            )
-        delta |= solution
-        curves.append([value * block.unit for value in norms])
-        if progress is not None:
-            left = norms[-1] / norms[0] if norms[0] else 0.0
-            progress(
-                f"solver: {next(iter(block.rhs))}, {len(curves)} of {len(blocks)}: "
-                f"{len(norms) - 1} iterations, residual {left:.1e}"
-            )
-    return delta, _relative(curves)
-
-
-def _relative(curves: list[list[float]]) -> list[float]:
-    """Join the layers' residual norms; a layer that is done keeps its last one."""
-    length = max((len(curve) for curve in curves), default=0)
-    padded = [curve + curve[-1:] * (length - len(curve)) for curve in curves]
-    norms = [math.hypot(*values) for values in zip(*padded, strict=True)]
-    return [value / norms[0] if norms[0] else 0.0 for value in norms]
-
-
-def _closed_form(block: _Block) -> tuple[dict[str, Tensor], list[float]]:
-    if not all(isinstance(term, Diagonal) for term in block.curvature.terms):
-        raise StructureError(
-            f"the curvature of {list(block.rhs)} is not diagonal, so it has no closed "
-            "form: use solver='cg', or structure='diagonal'"
-        )
-    entries = block.curvature.diagonal()
-    floor = _FLOOR * max(float(entry.max()) for entry in entries.values())
-    solution = {}
-    for name, entry in entries.items():
-        known = entry > floor
-        divisor = torch.where(known, entry + block.ridge, 1.0)
-        solution[name] = torch.where(known, block.rhs[name] / divisor, 0.0)
-    left = add(block.rhs, block.matvec(solution), -1.0)
-    return solution, [float(norm(block.rhs)), float(norm(left))]
-
-
-def _adam(
-    blocks: list[_Block],
-    options: MergeOptions,
-    score: Score | None,
-    progress: Progress | None,
-) -> tuple[dict[str, Tensor], list[float]]:
-    rhs = {name: value for block in blocks for name, value in block.rhs.items()}
-
-    def matvec(vector: Params) -> dict[str, Tensor]:
-        parts = (block.matvec(select(vector, block.rhs)) for block in blocks)
-        return {name: value for part in parts for name, value in part.items()}
-
-    diagonal = all(
-        isinstance(term, Diagonal) for block in blocks for term in block.curvature.terms
-    )
-    iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
-    delta, norms = best_of(
-        iterates,
-        iterations=options.iterations,
-        score=score,
-        every=_SCORE_EVERY,
-        progress=progress,
-    )
-    return delta, _relative([norms])

@@ -1,0 +1,116 @@
+"""Solving a merge's systems by the solver that was asked for."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Diagonal
+from flwr_fisher.errors import StructureError
+from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.solvers import (
+    Progress,
+    Score,
+    best_of,
+    conjugate_gradient,
+    gradient_descent,
+    paper_adam,
+)
+from flwr_fisher.merge.system import Block
+from flwr_fisher.params import Params, add, norm, select
+
+__all__ = ["solve"]
+
+_FLOOR = 1e-6  # of a block's largest curvature, as FisherMerge's code has it
+_SCORE_EVERY = 100
+
+
+def solve(
+    blocks: list[Block],
+    options: MergeOptions,
+    score: Score | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Return the step away from the mean, and the curve of the relative residual."""
+    if options.solver == "adam":
+        return _adam(blocks, options, score, progress)
+    return _block_by_block(blocks, options, progress)
+
+
+def _block_by_block(
+    blocks: list[Block], options: MergeOptions, progress: Progress | None
+) -> tuple[dict[str, Tensor], list[float]]:
+    delta: dict[str, Tensor] = {}
+    curves = []
+    steps, tolerance = options.iterations, options.tolerance
+    for block in (block.normalised() for block in blocks):
+        if options.solver == "closed-form":
+            solution, norms = _closed_form(block)
+        elif options.solver == "cg":
+            solution, norms = conjugate_gradient(
+                block.matvec, block.rhs, iterations=steps, tolerance=tolerance
+            )
+        else:
+            solution, norms = gradient_descent(
+                block.matvec, block.rhs, iterations=steps, tolerance=tolerance
+            )
+        delta |= solution
+        curves.append([value * block.unit for value in norms])
+        if progress is not None:
+            left = norms[-1] / norms[0] if norms[0] else 0.0
+            progress(
+                f"solver: {next(iter(block.rhs))}, {len(curves)} of {len(blocks)}: "
+                f"{len(norms) - 1} iterations, residual {left:.1e}"
+            )
+    return delta, _relative(curves)
+
+
+def _relative(curves: list[list[float]]) -> list[float]:
+    """Join the layers' residual norms; a layer that is done keeps its last one."""
+    length = max((len(curve) for curve in curves), default=0)
+    padded = [curve + curve[-1:] * (length - len(curve)) for curve in curves]
+    norms = [math.hypot(*values) for values in zip(*padded, strict=True)]
+    return [value / norms[0] if norms[0] else 0.0 for value in norms]
+
+
+def _closed_form(block: Block) -> tuple[dict[str, Tensor], list[float]]:
+    if not all(isinstance(term, Diagonal) for term in block.curvature.terms):
+        raise StructureError(
+            f"the curvature of {list(block.rhs)} is not diagonal, so it has no closed "
+            "form: use solver='cg', or structure='diagonal'"
+        )
+    entries = block.curvature.diagonal()
+    floor = _FLOOR * max(float(entry.max()) for entry in entries.values())
+    solution = {}
+    for name, entry in entries.items():
+        known = entry > floor
+        divisor = torch.where(known, entry + block.ridge, 1.0)
+        solution[name] = torch.where(known, block.rhs[name] / divisor, 0.0)
+    left = add(block.rhs, block.matvec(solution), -1.0)
+    return solution, [float(norm(block.rhs)), float(norm(left))]
+
+
+def _adam(
+    blocks: list[Block],
+    options: MergeOptions,
+    score: Score | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    rhs = {name: value for block in blocks for name, value in block.rhs.items()}
+
+    def matvec(vector: Params) -> dict[str, Tensor]:
+        parts = (block.matvec(select(vector, block.rhs)) for block in blocks)
+        return {name: value for part in parts for name, value in part.items()}
+
+    diagonal = all(
+        isinstance(term, Diagonal) for block in blocks for term in block.curvature.terms
+    )
+    iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
+    delta, norms = best_of(
+        iterates,
+        iterations=options.iterations,
+        score=score,
+        every=_SCORE_EVERY,
+        progress=progress,
+    )
+    return delta, _relative([norms])

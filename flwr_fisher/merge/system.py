@@ -1,0 +1,79 @@
+"""The linear systems behind a merge: one for each block that clients share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import WeightedSum, aligned_blocks
+from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.posterior import LocalPosterior
+from flwr_fisher.params import Params, add, scale, select, subtract
+
+__all__ = ["Block", "systems"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One independent system, ``(curvature + ridge I) delta = rhs``, over `unit`."""
+
+    curvature: WeightedSum
+    rhs: dict[str, Tensor]
+    ridge: float
+    unit: float = 1.0
+
+    def normalised(self) -> "Block":
+        """Return the same system with a mean eigenvalue of 1.
+
+        Confident clients' curvatures may be so small that float32 cannot hold the
+        squares that a solver takes.
+        """
+        unit = self.curvature.trace() / self.curvature.numel()
+        if not unit > 0:
+            return self
+        curvature = self.curvature.scaled(1 / unit)
+        return Block(curvature, scale(self.rhs, 1 / unit), self.ridge / unit, unit)
+
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return the system's matrix times a vector."""
+        product = self.curvature.matvec(vector)
+        return add(product, vector, self.ridge) if self.ridge else product
+
+
+def systems(
+    posteriors: Sequence[LocalPosterior], mean: Params, options: MergeOptions
+) -> tuple[list[Block], list[float]]:
+    """Set up each layer's system for the step away from the mean.
+
+    Also return each client's share of all layers' traces.
+    """
+    curvatures = [
+        p.curvature.regularised(shrink=options.shrink, damping=options.damping)
+        for p in posteriors
+    ]
+    examples = [posterior.num_examples for posterior in posteriors]
+    blocks, shares = [], [0.0] * len(posteriors)
+    for parts in aligned_blocks(curvatures):
+        traces = [part.trace() for part in parts]
+        weights = _weights(examples, traces, options.balance)
+        total = WeightedSum(parts, weights)
+        rhs = {name: torch.zeros_like(mean[name]) for name in total.shapes}
+        for (weight, part), posterior in zip(total, posteriors, strict=True):
+            away = subtract(select(posterior.params, rhs), select(mean, rhs))
+            rhs = add(rhs, part.matvec(away), weight)
+        ridge = options.anchor * total.trace() / total.numel()
+        blocks.append(Block(total, rhs, ridge))
+        shares = [s + w * t for s, w, t in zip(shares, weights, traces, strict=True)]
+    return blocks, _normalised(shares) if sum(shares) else _normalised(examples)
+
+
+def _weights(examples: list[float], traces: list[float], balance: float) -> list[float]:
+    # A client that is certain of everything has no curvature, and nothing to balance.
+    powers = [trace**balance if trace > 0 else 1.0 for trace in traces]
+    return _normalised([n / power for n, power in zip(examples, powers, strict=True)])
+
+
+def _normalised(values: list[float]) -> list[float]:
+    total = sum(values)
+    return [value / total for value in values]

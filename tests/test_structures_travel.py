@@ -1,0 +1,100 @@
+"""E-KFAC and dense blocks: sent, read back with every check, and merged."""
+
+import pytest
+import torch
+from torch import nn
+
+from flwr_fisher.curvature import Blocks, Dense, EigenKronecker, fisher
+from flwr_fisher.errors import WireError
+from flwr_fisher.merge import LocalPosterior, fedavg, merge_fisher
+from flwr_fisher.params import flatten, shared_state, unflatten
+from flwr_fisher.wire import FisherUpload, curvature_to_tensors, tensors_to_curvature
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 2, groups=2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def posterior(structure: str, seed: int) -> LocalPosterior:
+    model = net(seed)
+    x = torch.randn(7, 2, 3, 3)
+    curvature = fisher(model, [x], structure=structure, tolerance=0)
+    return LocalPosterior(shared_state(model), curvature, 3 + seed)
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "block"])
+def test_it_comes_back_as_it_was(structure):
+    sent = posterior(structure, 0)
+    record = FisherUpload(sent.params, sent.curvature).to_arrays()
+    back = FisherUpload.from_arrays(record, sent.params).curvature
+    assert isinstance(back, Blocks)
+    kinds = [type(child) for child in sent.curvature.children]
+    assert [type(child) for child in back.children] == kinds
+    assert (EigenKronecker if structure == "ekfac" else Dense) in kinds
+    tensors = curvature_to_tensors(back)
+    for key, tensor in curvature_to_tensors(sent.curvature).items():
+        assert torch.equal(tensors[key], tensor), key
+    torch.testing.assert_close(back.to_dense(), sent.curvature.to_dense())
+    assert back.shapes == sent.curvature.shapes
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "block", "kfac", "dense", "diagonal"])
+def test_it_merges_to_the_dense_solution(structure):
+    clients = [posterior(structure, seed) for seed in range(3)]
+    total = sum(c.num_examples for c in clients)
+    mean = fedavg(clients)
+    got = merge_fisher(
+        clients, anchor=0.1, shrink=0.0, damping=0.0, balance=0.0,
+        iterations=500, tolerance=1e-7,
+    ).params  # fmt: skip
+    blocks = [c.curvature.blocks() for c in clients]
+    for parts in zip(*blocks, strict=True):
+        names, F = list(parts[0].shapes), [part.to_dense().double() for part in parts]
+        p = [c.num_examples / total for c in clients]
+        H = sum(a * f for a, f in zip(p, F, strict=True))
+        H = H + 0.1 * H.trace() / len(H) * torch.eye(len(H), dtype=torch.float64)
+        away = [
+            flatten({k: c.params[k] - mean[k] for k in names}).double() for c in clients
+        ]
+        rhs = sum(a * f @ v for a, f, v in zip(p, F, away, strict=True))
+        want = unflatten(torch.linalg.solve(H, rhs).float(), parts[0].shapes)
+        for name in names:
+            torch.testing.assert_close(
+                got[name], mean[name] + want[name], rtol=1e-3, atol=1e-4
+            )
+
+
+def spoiled(structure: str, key: str, change) -> dict[str, torch.Tensor]:
+    tensors = curvature_to_tensors(posterior(structure, 0).curvature)
+    tensors[key] = change(tensors[key])
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("structure", "key", "change", "text"),
+    [
+        ("ekfac", "curvature/ekfac/3.weight/S", lambda t: -t, "must not be negative"),
+        ("ekfac", "curvature/ekfac/3.weight/S", lambda t: t[:, 1:], "moments of shape"),
+        ("ekfac", "curvature/ekfac/3.weight/G", lambda t: t[:, 1:], "does not fit"),
+        ("ekfac", "curvature/ekfac/3.weight/A", lambda t: t[0], "expected factors"),
+        ("block", "curvature/dense/1/3.weight", lambda t: t[1:], "expected"),
+        ("block", "curvature/dense/1/3.weight", lambda t: t.triu(), "not symmetric"),
+    ],
+)
+def test_what_is_wrong_with_it_is_named(structure, key, change, text):
+    tensors = spoiled(structure, key, change)
+    with pytest.raises(WireError, match=text) as caught:
+        tensors_to_curvature(tensors, shared_state(net()))
+    assert caught.value.field.startswith(key.rsplit("/", 1)[0])
+
+
+@pytest.mark.parametrize("letter", ["G", "S"])
+def test_a_missing_part_is_named(letter):
+    tensors = curvature_to_tensors(posterior("ekfac", 0).curvature)
+    del tensors[key := f"curvature/ekfac/3.weight/{letter}"]
+    with pytest.raises(WireError, match="missing") as caught:
+        tensors_to_curvature(tensors, shared_state(net()))
+    assert caught.value.field == key
