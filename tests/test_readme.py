@@ -46,7 +46,7 @@ def test_client_and_server_run_and_are_short(my_app, tmp_path, monkeypatch):
         line for block in BLOCKS[:2] for line in block.splitlines() if line.strip()
     ]
     assert len(lines) < 40
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     grid = LocalGrid(client["app"], num_supernodes=3)
     context = Context(1, 1, {}, RecordDict(), {})
     server["app"](grid, context)
