@@ -201,7 +201,12 @@ def main() -> None:
     where = f"{platform.machine()}, {threads} threads, torch {torch.__version__}"
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    lines = ["# What a Fisher costs", "", (__doc__ or "").split("\n", 2)[2].strip(), ""]
+    lines = [
+        "# What a Fisher costs",
+        "",
+        (__doc__ or "").split("\n", 2)[2].strip("\n"),
+        "",
+    ]
     lines += [
         f"Measured on {where}; median of {arguments.runs} runs. The default ",
     ]

@@ -124,7 +124,9 @@ def main() -> None:
             results[alpha].append(evaluate(setting, data_dir))
             print(alpha, seed, json.dumps(results[alpha][-1]), flush=True)
     text = "\n".join(table(results))
-    head = "# One-shot merging on MNIST\n\n" + (__doc__ or "").split("\n", 2)[2].strip()
+    head = "# One-shot merging on MNIST\n\n" + (__doc__ or "").split("\n", 2)[2].strip(
+        "\n"
+    )
     (RESULTS / "fedfisher_mnist.md").write_text(f"{head}\n\n{text}\n")
     (RESULTS / "fedfisher_mnist.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results)

@@ -33,7 +33,7 @@ def main() -> None:
     lines = [
         "# What the default tolerance costs in accuracy",
         "",
-        (__doc__ or "").split("\n", 2)[2].strip(),
+        (__doc__ or "").split("\n", 2)[2].strip("\n"),
         "",
         f"| α, seed | all classes | tolerance {TOLERANCE:g} | difference |",
         "|---|---|---|---|",

@@ -10,6 +10,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
+from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.errors import CheckpointError, RoundError, WireError, check_range
@@ -316,8 +317,15 @@ class CurvatureStrategy(FedAvg):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Average the clients' metrics, in an order that depends on no timing."""
+        """Average the clients' metrics, in an order that depends on no timing.
+
+        Replies that do not fit each other are worth a warning, not the round.
+        """
         ordered = sorted(
             replies, key=lambda reply: self._cohort.order(reply.metadata.src_node_id)
         )
-        return super().aggregate_evaluate(server_round, ordered)
+        try:
+            return super().aggregate_evaluate(server_round, ordered)
+        except InconsistentMessageReplies as error:
+            logger.warning("aggregate_evaluate: left out the round: %s", error)
+            return None

@@ -689,3 +689,23 @@ def test_arguments_that_do_not_go_together_are_refused_early(
 def test_an_argument_that_does_not_exist_is_a_type_error(row: Row) -> None:
     with pytest.raises(TypeError, match="fraction_trian"):
         row(fraction_trian=0.5)
+
+
+def test_an_odd_evaluation_costs_a_warning_and_not_the_round(row: Row, caplog) -> None:
+    plain_app = tiny_app()
+    odd = ClientApp()
+    odd.train()(plain_app)
+    odd.query()(plain_app)
+
+    @odd.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        reply = plain_app(message, context)
+        if context.node_config["partition-id"] == 1:
+            metrics = next(iter(reply.content.metric_records.values()))
+            metrics["more"] = 1.0
+        return reply
+
+    result = run(row(fraction_evaluate=1.0), odd)
+    assert not result.evaluate_metrics_clientapp
+    assert same_bits(result.arrays, plain(row).arrays)
+    assert "aggregate_evaluate: left out the round" in caplog.text
