@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.errors import CheckpointError, RoundError, WireError, check_range
 from flwr_fisher.strategies.cohort import Cohort, collect
-from flwr_fisher.strategies.replies import Replies
+from flwr_fisher.strategies.replies import MetricsAggregator, Replies
 from flwr_fisher.strategies.run import Run
 from flwr_fisher.strategies.state import (
     CurvatureResult,
@@ -54,11 +54,11 @@ class CurvatureStrategy(FedAvg):
         needs.
     weighted_by_key : str, default "num-examples"
         The metric that weights clients.
+    arrayrecord_key, configrecord_key : str
+    train_metrics_aggr_fn, evaluate_metrics_aggr_fn : Callable, optional
+        As in ``FedAvg``.
     seed : int, default 0
         Determines sampling, and with the round and the partition a client's randomness.
-    **kwargs
-        FedAvg's other keywords: ``arrayrecord_key``, ``configrecord_key``,
-        ``train_metrics_aggr_fn``, ``evaluate_metrics_aggr_fn``.
 
     Raises
     ------
@@ -75,8 +75,11 @@ class CurvatureStrategy(FedAvg):
         min_evaluate_nodes: int = 2,
         min_available_nodes: int = 2,
         weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsAggregator | None = None,
+        evaluate_metrics_aggr_fn: MetricsAggregator | None = None,
         seed: int = 0,
-        **kwargs: Any,
     ) -> None:
         check_range("fraction_train", fraction_train, 0, 1)
         check_range("fraction_evaluate", fraction_evaluate, 0, 1)
@@ -90,7 +93,10 @@ class CurvatureStrategy(FedAvg):
             min_evaluate_nodes=min_evaluate_nodes,
             min_available_nodes=min_available_nodes,
             weighted_by_key=weighted_by_key,
-            **kwargs,
+            arrayrecord_key=arrayrecord_key,
+            configrecord_key=configrecord_key,
+            train_metrics_aggr_fn=train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
         self.seed = seed
         self._cohort = Cohort(seed)

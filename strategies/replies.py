@@ -13,7 +13,7 @@ from flwr_fisher.strategies.cohort import Cohort
 from flwr_fisher.strategies.state import Upload
 from flwr_fisher.wire import PREFIX, FisherUpload, serialized_bytes
 
-__all__ = ["Replies", "read_reply", "read_upload"]
+__all__ = ["MetricsAggregator", "Replies", "read_reply", "read_upload"]
 
 logger = logging.getLogger("flwr")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 
-from flwr_fisher.errors import CheckpointError
+from flwr_fisher.errors import CheckpointError, ConfigurationError
 from flwr_fisher.strategies.checkpoint import CheckpointDir, RoundCheckpoint
 from flwr_fisher.strategies.state import CurvatureResult, ServerState, Step, Upload
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
@@ -65,6 +65,11 @@ class Run:
         CheckpointError
             If there is a run on disk and `resume` is false, or it is another one.
         """
+        if not isinstance(initial_arrays, ArrayRecord):
+            raise ConfigurationError(
+                "initial_arrays must be an ArrayRecord, got "
+                f"{type(initial_arrays).__name__}: wrap it, ArrayRecord(...)"
+            )
         state = ServerState(arrays_to_tensors(initial_arrays))
         if checkpoint_dir is None:
             if resume:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -56,14 +56,21 @@ def test_client_and_server_run_and_are_short(my_app, tmp_path, monkeypatch):
     assert (model(x).argmax(1) == y).float().mean() > 0.6
 
 
-def test_the_test_example_runs(my_app):
-    client: dict[str, object] = {}
-    exec(BLOCKS[0], client)
-    exec(BLOCKS[1], namespace := dict(client, __name__="server"))
-    namespace |= {"app": client["app"]}
-    namespace["initial_arrays"] = ArrayRecord(shared_state(Net()))
+def test_the_test_example_runs(my_app, monkeypatch):
+    client = ModuleType("client_app")
+    exec(BLOCKS[0], client.__dict__)
+    monkeypatch.setitem(sys.modules, "client_app", client)
+    namespace: dict[str, object] = {}
     exec(BLOCKS[2], namespace)
     assert set(namespace["result"].arrays) == set(shared_state(Net()))
+
+
+def test_the_example_without_flower_runs():
+    model = Net()
+    trained = [(Net(), load_data(partition)[0]) for partition in range(3)]
+    exec(BLOCKS[3], {"trained": trained, "model": model})
+    first = trained[0][0].state_dict()
+    assert all(not torch.equal(v, first[k]) for k, v in model.state_dict().items())
 
 
 def test_every_link_leads_somewhere():

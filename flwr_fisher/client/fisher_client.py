@@ -109,7 +109,8 @@ class FisherClient:
         num_examples = _count(self.trainloader, partition)
         names = self._load(_arrays(message))
         with seeded(_seed(config, partition)):
-            metrics = self.train_fn(self.model, self.trainloader, self.device, config)
+            returned = self.train_fn(self.model, self.trainloader, self.device, config)
+            metrics = _checked_metrics(returned)
             arrays = self._upload(names, config)
         logger.info("Partition %s: trained on %s examples", partition, num_examples)
         record = MetricRecord({"num-examples": num_examples, **metrics})
@@ -238,6 +239,23 @@ def _second_names(model: nn.Module) -> set[str]:
     return {name for name, p in every.items() if p.requires_grad} - set(
         trainable_names(model)
     )
+
+
+def _checked_metrics(returned: object) -> dict[str, float]:
+    """Return what `train_fn` returned as numbers; a tensor of one entry is one."""
+    if not isinstance(returned, Mapping):
+        raise ClientError(
+            f"train_fn must return a dict of metrics, {{}} for none; got {returned!r}"
+        )
+    metrics = {}
+    for key, value in returned.items():
+        number = value.item() if isinstance(value, torch.Tensor) else value
+        if not isinstance(key, str) or not isinstance(number, int | float):
+            raise ClientError(
+                f"train_fn returned {key!r}: {value!r}; metrics are numbers by name"
+            )
+        metrics[key] = number
+    return metrics
 
 
 def _arrays(message: Message) -> ArrayRecord:

@@ -252,6 +252,8 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 def _batches(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
+    if isinstance(loader, Tensor):
+        raise DataError("the loader must yield batches; for a single one pass [inputs]")
     for batch in loader:
         several = isinstance(batch, (tuple, list)) and len(batch) > 0
         inputs = batch[0] if several else batch

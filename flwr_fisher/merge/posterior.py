@@ -1,6 +1,6 @@
 """What a client reports: where it ended, and how sure it is of every direction."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,16 @@ class LocalPosterior:
     num_examples: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.params, Mapping) or not isinstance(
+            self.curvature, Curvature
+        ):
+            raise ConfigurationError(
+                "a LocalPosterior takes parameters by name, such as shared_state(model)"
+                f", and a Curvature; got {type(self.params).__name__} and "
+                f"{type(self.curvature).__name__}"
+            )
+        detached = {name: value.detach() for name, value in self.params.items()}
+        object.__setattr__(self, "params", detached)
         if not 0 < self.num_examples < float("inf"):
             raise ConfigurationError(f"num_examples must be > 0: {self.num_examples}")
         for name, shape in self.curvature.shapes.items():
@@ -52,9 +62,13 @@ class LocalPosterior:
 
 
 def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
-    """Raise :class:`ParamsError` unless there are some, and all have one layout."""
+    """Raise :class:`ParamsError` unless there are some, finite and of one layout."""
     if not posteriors:
         raise ParamsError("there is no posterior to merge")
+    for index, posterior in enumerate(posteriors):
+        for name, value in posterior.params.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise ParamsError(f"posterior {index}: '{name}' holds NaN or infinity")
     for index, other in enumerate(posteriors[1:], start=1):
         check_same_layout(posteriors[0].params, other.params, f"posterior {index}")
 

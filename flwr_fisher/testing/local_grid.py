@@ -1,5 +1,6 @@
 """A Flower ``Grid`` in this process: virtual clients without SuperLink or Ray."""
 
+import logging
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ from flwr_fisher.errors import ConfigurationError
 __all__ = ["LocalGrid"]
 
 _RUN_ID = 1
+
+logger = logging.getLogger("flwr")
 
 
 class LocalGrid(Grid):
@@ -149,6 +152,7 @@ class LocalGrid(Grid):
         try:
             reply = self.client_app(message, self._contexts[node])
         except Exception as error:  # as the simulation does, whatever a client raises
+            logger.exception("The client of partition %s failed:", self.nodes[node])
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(code=code, reason=reason), reply_to=message)
