@@ -8,7 +8,6 @@ one core) and kept in ``benchmarks/cache``. Methods marked * choose on 500 train
 examples that the server holds, as the paper's do; the others see no data.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from uploads import SHARED, Setting, posteriors
+from uploads import Setting, mnist_folder, posteriors
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import fedavg, fisher_merge, merge_fisher, regmean
@@ -110,11 +109,7 @@ def plot(results: Mapping[float, list[dict[str, float]]]) -> None:
 
 def main() -> None:
     """Write the table, the plot and the numbers behind them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=SHARED)
-    data_dir = parser.parse_args().data_dir.resolve()
-    if not (data_dir / "MNIST").exists():
-        raise SystemExit(f"MNIST is not in {data_dir}: name its folder by --data-dir")
+    data_dir = mnist_folder(__doc__)
     torch.set_num_threads(1)
     results: dict[float, list[dict[str, float]]] = {}
     for alpha in ALPHAS:

@@ -7,13 +7,12 @@ with the default tolerance; both are merged by the default solver and scored on 
 set.
 """
 
-import argparse
 import dataclasses
 import statistics
 from pathlib import Path
 
 import torch
-from uploads import SHARED, Setting, posteriors
+from uploads import Setting, mnist_folder, posteriors
 
 from flwr_fisher.curvature import TOLERANCE, fisher
 from flwr_fisher.measures import accuracies
@@ -24,11 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> None:
     """Write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=SHARED)
-    data_dir = parser.parse_args().data_dir.resolve()
-    if not (data_dir / "MNIST").exists():
-        raise SystemExit(f"MNIST is not in {data_dir}: name its folder by --data-dir")
+    data_dir = mnist_folder(__doc__)
     torch.set_num_threads(1)
     lines = [
         "# What the default tolerance costs in accuracy",

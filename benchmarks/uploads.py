@@ -1,5 +1,6 @@
 """Train clients once, keep their uploads on disk, let every method merge the same."""
 
+import argparse
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -17,6 +18,16 @@ from flwr_fisher.wire import PREFIX, curvature_to_tensors, tensors_to_curvature
 
 CACHE = Path(__file__).parent / "cache"
 SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def mnist_folder(description: str | None) -> Path:
+    """Return the folder that ``--data-dir`` names; leave, saying so, without MNIST."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data-dir", type=Path, default=SHARED)
+    data_dir: Path = parser.parse_args().data_dir.resolve()
+    if not (data_dir / "MNIST").exists():
+        raise SystemExit(f"MNIST is not in {data_dir}: name its folder by --data-dir")
+    return data_dir
 
 
 @dataclass(frozen=True)
@@ -86,8 +97,9 @@ def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
     train(model, task.train_loader(client, setting.batch_size), device, {})
     tensors = shared_state(model)
     loader = task.eval_loader(task.train_images(client), batch_size=256)
-    for structure in ("kfac", "diagonal"):
-        curvature = fisher(model, loader, structure=structure)
+    structures = ("kfac", "diagonal")
+    both = fisher(model, loader, structure=structures, tolerance=0)
+    for structure, curvature in zip(structures, both, strict=True):
         laid_out = curvature_to_tensors(curvature)
         tensors |= {f"{structure}/{k}": v for k, v in laid_out.items()}
     assert all(PREFIX in key for key in tensors if "/" in key)

@@ -186,7 +186,7 @@ class CurvatureStrategy(FedAvg):
             return
         for index, exchange in enumerate(self.exchanges(server_round), start=1):
             place = f"uploads-{server_round:04d}/exchange-{index}"
-            nodes = self._sample(grid, server_round)
+            nodes = self._sample_to_train(grid, server_round)
             replies = self._replies(run.state, expected=len(nodes))
             asked = self._restore(run, place, nodes, replies)
             messages = self._messages(
@@ -243,18 +243,29 @@ class CurvatureStrategy(FedAvg):
             server_round, self.aggregate_evaluate(server_round, replies)
         )
 
-    def _sample(self, grid: Grid, server_round: int) -> list[int]:
+    def _sample(
+        self,
+        grid: Grid,
+        server_round: int,
+        purpose: str,
+        fraction: float,
+        minimum: int,
+    ) -> list[int]:
         nodes = self._cohort.sample(
             grid,
-            fraction=self.fraction_train,
-            minimum=self.min_train_nodes,
+            fraction=fraction,
+            minimum=minimum,
             available=self.min_available_nodes,
             server_round=server_round,
-            purpose="train",
+            purpose=purpose,
             timeout=self._timeout,
         )
-        logger.info("configure_train: Sampled %s nodes", len(nodes))
+        logger.info("configure_%s: Sampled %s nodes", purpose, len(nodes))
         return nodes
+
+    def _sample_to_train(self, grid: Grid, server_round: int) -> list[int]:
+        minimum = self.min_train_nodes
+        return self._sample(grid, server_round, "train", self.fraction_train, minimum)
 
     def _messages(
         self,
@@ -283,7 +294,7 @@ class CurvatureStrategy(FedAvg):
             return []
         (exchange,) = self.exchanges(server_round)
         self._state = ServerState(arrays_to_tensors(arrays), self._state.extra)
-        nodes = self._sample(grid, server_round)
+        nodes = self._sample_to_train(grid, server_round)
         return self._messages(server_round, arrays, exchange.configure(config), nodes)
 
     def aggregate_train(
@@ -307,16 +318,8 @@ class CurvatureStrategy(FedAvg):
         """Sample clients to evaluate; `config` is left as it is."""
         if self.fraction_evaluate == 0.0:
             return []
-        nodes = self._cohort.sample(
-            grid,
-            fraction=self.fraction_evaluate,
-            minimum=self.min_evaluate_nodes,
-            available=self.min_available_nodes,
-            server_round=server_round,
-            purpose="evaluate",
-            timeout=self._timeout,
-        )
-        logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
+        fraction, minimum = self.fraction_evaluate, self.min_evaluate_nodes
+        nodes = self._sample(grid, server_round, "evaluate", fraction, minimum)
         kind = MessageType.EVALUATE
         return self._messages(server_round, arrays, config, nodes, kind)
 

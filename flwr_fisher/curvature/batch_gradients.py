@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.diagonal import Diagonal
-from flwr_fisher.curvature.likelihood import Likelihood
+from flwr_fisher.curvature.likelihood import Likelihood, check_labels
 from flwr_fisher.errors import DataError
 from flwr_fisher.params import trainable_names
 
@@ -32,12 +32,9 @@ def squared_batch_gradients(
     total = [torch.zeros_like(p) for p in parameters]
     count = 0
     for inputs, labels in batches:
-        if not isinstance(labels, Tensor):
-            raise DataError(
-                "this expectation needs labels: batches must be (inputs, labels)"
-            )
+        known = check_labels(labels)
         outputs = model(inputs)
-        score = likelihood.score(outputs.detach(), labels) / len(inputs)
+        score = likelihood.score(outputs.detach(), known) / len(inputs)
         found = torch.autograd.grad(
             outputs, parameters, score.to(outputs.dtype), allow_unused=True
         )

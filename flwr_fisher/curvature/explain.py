@@ -22,8 +22,8 @@ _GRADIENT_TOLERANCE = 1e-3
 
 def explained_layers(
     model: nn.Module, inputs: Tensor
-) -> tuple[dict[str, TappableLayer], dict[str, Tap], Tensor]:
-    """Return the layers to tap, with a call of each and the outputs, from a few inputs.
+) -> tuple[dict[str, TappableLayer], dict[str, Tap]]:
+    """Return the layers to tap, with a call of each, from a few inputs.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def explained_layers(
         for name, layer in layers.items()
         if len(taps[name]) == 1 and _explains(layer, taps[name][0], outputs)
     }
-    return found, {name: taps[name][0] for name in found}, outputs
+    return found, {name: taps[name][0] for name in found}
 
 
 def _check_examples_are_independent(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.base import Curvature
+from flwr_fisher.curvature.matrices import from_matrices, to_matrices
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
 
@@ -50,20 +51,12 @@ class _MatrixLayer(Curvature):
 
     def as_matrices(self, vector: Params) -> Tensor:
         """Return the layer as ``[groups, out / groups, n]``, the bias last."""
-        matrix = vector[self.weight].reshape(*self.matrix_shape[:2], -1)
-        if self.bias is None:
-            return matrix
-        column = vector[self.bias].reshape(*self.matrix_shape[:2], 1)
-        return torch.cat([matrix, column], dim=-1)
+        bias = None if self.bias is None else vector[self.bias]
+        return to_matrices(vector[self.weight], bias, self.groups)
 
     def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
         """Cut ``[groups, out / groups, n]`` back into the weight and the bias."""
-        if self.bias is None:
-            return {self.weight: matrices.reshape(self.weight_shape)}
-        return {
-            self.weight: matrices[..., :-1].reshape(self.weight_shape),
-            self.bias: matrices[..., -1].reshape(-1),
-        }
+        return from_matrices(matrices, self.weight, self.weight_shape, self.bias)
 
     def to_dense(self) -> Tensor:
         """Return the matrix over the flattened weight followed by the bias."""

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from flwr_fisher.errors import DataError, StructureError
 
-__all__ = ["LIKELIHOODS", "Columns", "Likelihood", "categorical_factors"]
+__all__ = [
+    "LIKELIHOODS",
+    "Columns",
+    "Likelihood",
+    "categorical_factors",
+    "check_labels",
+]
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,15 @@ class Gaussian(Likelihood):
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - output``."""
         return _same_shape(outputs, labels) - outputs
+
+
+def check_labels(labels: object) -> Tensor:
+    """Return a batch's labels; raise :class:`DataError` where there are none."""
+    if not isinstance(labels, Tensor):
+        raise DataError(
+            "this expectation needs labels: batches must be (inputs, labels)"
+        )
+    return labels
 
 
 LIKELIHOODS: dict[str, Likelihood] = {

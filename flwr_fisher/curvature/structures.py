@@ -65,12 +65,12 @@ class Plan:
         max_batch_bytes: int | None,
         kfac: Curvature | None = None,
     ) -> None:
-        self.model, self.structures = model, structures
+        self.structures = structures
         self.names = trainable_names(model)
         layered = [s for s in structures if s != "dense"]
         layers: dict[str, TappableLayer] = {}
         if layered:
-            layers, taps, _ = explained_layers(model, inputs[:_FEW])
+            layers, taps = explained_layers(model, inputs[:_FEW])
         found = kfac.blocks() if kfac is not None else []
         if "block" in structures:
             self._check_size([x.matrices().numel() for x in layers.values()])

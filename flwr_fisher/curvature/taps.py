@@ -15,6 +15,7 @@ from flwr_fisher.curvature.layers import (
     input_columns,
     output_columns,
 )
+from flwr_fisher.curvature.matrices import from_matrices, to_matrices
 
 __all__ = ["Tap", "evaluating", "tappable_layers", "tapped_forward"]
 
@@ -38,22 +39,14 @@ class TappableLayer:
 
     def matrices(self) -> Tensor:
         """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""
-        groups = getattr(self.layer, "groups", 1)
-        weight = self.layer.weight.detach()
-        matrix = weight.reshape(groups, len(weight) // groups, -1)
-        if self.bias is None or self.layer.bias is None:
-            return matrix
-        column = self.layer.bias.detach().reshape(*matrix.shape[:2], 1)
-        return torch.cat([matrix, column], dim=-1)
+        layer, groups = self.layer, getattr(self.layer, "groups", 1)
+        bias = layer.bias if self.bias is not None else None
+        return to_matrices(layer.weight, bias, groups).detach()
 
     def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
         """Cut what :meth:`matrices` returns back into weight and bias."""
-        if self.bias is None:
-            return {self.weight: matrices.reshape(self.layer.weight.shape)}
-        return {
-            self.weight: matrices[..., :-1].reshape(self.layer.weight.shape),
-            self.bias: matrices[..., -1].reshape(-1),
-        }
+        shape = self.layer.weight.shape
+        return from_matrices(matrices, self.weight, shape, self.bias)
 
 
 @dataclass(frozen=True)

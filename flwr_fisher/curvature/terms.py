@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.engine import Engine, PiecesOf
-from flwr_fisher.curvature.likelihood import Likelihood
-from flwr_fisher.errors import DataError
+from flwr_fisher.curvature.likelihood import Likelihood, check_labels
 
 __all__ = ["Terms"]
 
@@ -40,7 +39,7 @@ class Terms:
         if self.expectation == "sampled":
             pieces = partial(self._sampled, generator)
         elif self.expectation == "empirical":
-            pieces = partial(self._empirical, _check_labels(labels))
+            pieces = partial(self._empirical, check_labels(labels))
         engine.add(inputs, pieces)
 
     def _exact(self, outputs: Tensor, rows: slice) -> Tensor:
@@ -57,11 +56,3 @@ class Terms:
 
     def _empirical(self, labels: Tensor, outputs: Tensor, rows: slice) -> Tensor:
         return self.likelihood.score(outputs.detach(), labels[rows]).unsqueeze(0)
-
-
-def _check_labels(labels: Any) -> Tensor:
-    if not isinstance(labels, Tensor):
-        raise DataError(
-            "this expectation needs labels: batches must be (inputs, labels)"
-        )
-    return labels
