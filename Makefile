@@ -1,5 +1,6 @@
 # make demo    see one-shot merging beat FedAvg on real data
 # make test    everything that a change must pass
+# make fuzz    a hundred thousand spoiled uploads: each is read, or refused by name
 # make develop an editable environment
 # Everything happens in .venv, with PYTHON (3.11 or newer) as its base.
 
@@ -8,7 +9,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo test develop install clean
+.PHONY: demo test fuzz develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -30,9 +31,12 @@ test: install
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p flwr_fisher
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
-		../../apps/fedfisher/server_app.py ../../apps/fedfisher/client_app.py
+	for app in apps/*; do (cd build/types && ../../$(BIN)/mypy \
+		--config-file ../../pyproject.toml ../../$$app/*.py) || exit 1; done
 	$(BIN)/pytest
+
+fuzz: install
+	$(BIN)/python tests/fuzz_wire.py --count 100000 --seed 0
 
 # The wheel, so that what is tested is what is shipped.
 install: .venv/dependencies

@@ -72,13 +72,18 @@ def cases(data_dir: Path, device: torch.device) -> dict[str, tuple[nn.Module, Ba
         found["LeNet, MNIST"] = _trained(model, x, y, device, 4096)
     else:
         print(f"MNIST is not in {data_dir}: LeNet is skipped")
-    generator = torch.Generator().manual_seed(0)
-    y = torch.randint(10, (4096,), generator=generator)
-    means = torch.randn(10, 3, 32, 32, generator=generator)
-    x = 0.5 * means[y] + torch.randn(4096, 3, 32, 32, generator=generator)
+    x, y = generated(4096)
     model = make_model("cnn", shape=(3, 32, 32), num_classes=10)
     found["CNN, CIFAR-10's shape"] = _trained(model, x, y, device, 512)
     return found
+
+
+def generated(count: int) -> tuple[Tensor, Tensor]:
+    """Return images of CIFAR-10's shape, noise around a mean a class, with labels."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(10, (count,), generator=generator)
+    means = torch.randn(10, 3, 32, 32, generator=generator)
+    return 0.5 * means[y] + torch.randn(count, 3, 32, 32, generator=generator), y
 
 
 def _trained(

@@ -1,6 +1,7 @@
 """The algorithms, as Flower ``Strategy`` classes."""
 
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.fedfish import FedFish
 from flwr_fisher.strategies.fedfisher import FedFisherOneShot
 from flwr_fisher.strategies.state import (
     CurvatureResult,
@@ -14,6 +15,7 @@ __all__ = [
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",
+    "FedFish",
     "FedFisherOneShot",
     "ServerState",
     "Step",

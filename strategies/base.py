@@ -3,7 +3,7 @@
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.errors import CheckpointError, RoundError, WireError, check_range
-from flwr_fisher.strategies.cohort import Cohort, collect
+from flwr_fisher.measures import EvaluateFn, MeasuredGrid
+from flwr_fisher.strategies.cohort import Cohort
 from flwr_fisher.strategies.replies import MetricsAggregator, Replies
 from flwr_fisher.strategies.run import Run
 from flwr_fisher.strategies.state import (
@@ -25,12 +26,11 @@ from flwr_fisher.strategies.state import (
     Upload,
 )
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.nodes import collect
 
 __all__ = ["CurvatureStrategy", "EvaluateFn"]
 
 logger = logging.getLogger("flwr")
-
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class CurvatureStrategy(FedAvg):
@@ -111,6 +111,15 @@ class CurvatureStrategy(FedAvg):
     def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
         """Make the next state of an exchange's uploads, which are at least one."""
 
+    def check(self, state: ServerState) -> None:
+        """Refuse a model that this strategy cannot work with, before any client trains.
+
+        Raises
+        ------
+        ConfigurationError
+            Naming the argument, and the way out.
+        """
+
     def options(self) -> dict[str, Any]:
         """Return what a resumed run must have in common with the one it continues."""
         return {
@@ -165,6 +174,7 @@ class CurvatureStrategy(FedAvg):
         self.summary()
         self._timeout, began = timeout, time.monotonic()
         run = Run.begin(initial_arrays, self.options(), checkpoint_dir, resume)
+        self.check(run.state)
         if evaluate_fn and run.server_round == 0:
             run.evaluated(0, evaluate_fn(0, initial_arrays))
         for server_round in range(run.server_round + 1, num_rounds + 1):
@@ -187,7 +197,7 @@ class CurvatureStrategy(FedAvg):
         for index, exchange in enumerate(self.exchanges(server_round), start=1):
             place = f"uploads-{server_round:04d}/exchange-{index}"
             nodes = self._sample_to_train(grid, server_round)
-            replies = self._replies(run.state, expected=len(nodes))
+            replies = self._replies(exchange, run.state, expected=len(nodes))
             asked = self._restore(run, place, nodes, replies)
             messages = self._messages(
                 server_round, run.arrays(), exchange.configure(config), asked
@@ -198,12 +208,17 @@ class CurvatureStrategy(FedAvg):
                     client = self._cohort.name(message.metadata.src_node_id)
                     run.save_upload(place, client, *records)
             uploads = replies.settle(self.min_train_nodes)
+            if isinstance(grid, MeasuredGrid):
+                grid.aggregated({u.node_id: u.metrics for u in uploads})
             step = self._step(run.state, uploads)
             metrics = replies.metrics(self.train_metrics_aggr_fn)
             run.stepped(server_round, step, uploads, metrics)
 
-    def _replies(self, state: ServerState, expected: int) -> Replies:
-        return Replies(self._cohort, state.params, self.weighted_by_key, expected)
+    def _replies(
+        self, exchange: Exchange, state: ServerState, expected: int
+    ) -> Replies:
+        key = self.weighted_by_key
+        return Replies(self._cohort, exchange.read, state.params, key, expected)
 
     def _restore(
         self, run: Run, place: str, nodes: list[int], replies: Replies
@@ -294,6 +309,7 @@ class CurvatureStrategy(FedAvg):
             return []
         (exchange,) = self.exchanges(server_round)
         self._state = ServerState(arrays_to_tensors(arrays), self._state.extra)
+        self.check(self._state)
         nodes = self._sample_to_train(grid, server_round)
         return self._messages(server_round, arrays, exchange.configure(config), nodes)
 
@@ -304,7 +320,8 @@ class CurvatureStrategy(FedAvg):
         if self.fraction_train == 0.0:
             return None, None
         replies = list(replies)
-        checked = self._replies(self._state, expected=len(replies))
+        (exchange,) = self.exchanges(server_round)
+        checked = self._replies(exchange, self._state, expected=len(replies))
         for message in replies:
             checked.take(message)
         step = self._step(self._state, checked.settle(self.min_train_nodes))

@@ -3,42 +3,18 @@
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator
 
-from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import RoundError
+from flwr_fisher.wire.nodes import NodeNames
 
-__all__ = ["Cohort", "collect"]
+__all__ = ["Cohort"]
 
 logger = logging.getLogger("flwr")
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.05, 3.0  # seconds between pulls, as Flower's own
-_QUERY_TIMEOUT = 60.0
 
-
-def collect(
-    grid: Grid, messages: Iterable[Message], timeout: float
-) -> Iterator[Message]:
-    """Send messages and yield replies as they arrive, until all have or time is up."""
-    due = {id_ for id_ in grid.push_messages(messages) if id_}
-    deadline, wait = time.monotonic() + timeout, _FIRST_WAIT
-    while due:
-        replies = list(grid.pull_messages(due))
-        for reply in replies:
-            due.discard(reply.metadata.reply_to_message_id)
-            yield reply
-        if time.monotonic() > deadline:
-            return
-        if due and not replies:
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
-        else:
-            wait = _FIRST_WAIT
-
-
-class Cohort:
+class Cohort(NodeNames):
     """Names nodes by partition and samples them by seed and round.
 
     Parameters
@@ -48,17 +24,8 @@ class Cohort:
     """
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self.seed = seed
-        self._names: dict[int, tuple[int, int]] = {}
-
-    def name(self, node_id: int) -> str:
-        """Return a client's name: the same in every run, where a query told it."""
-        known, number = self._names.get(node_id, (1, node_id))
-        return f"node-{number}" if known else f"partition-{number}"
-
-    def order(self, node_id: int) -> tuple[int, int]:
-        """Return a sort key that does not depend on node ids, where possible."""
-        return self._names.get(node_id, (1, node_id))
 
     def sample(
         self,
@@ -79,7 +46,7 @@ class Cohort:
             If too few nodes are connected when `timeout` seconds have passed.
         """
         nodes = self._wait(grid, max(available, minimum), timeout)
-        self._learn(grid, nodes, timeout)
+        self.learn(grid, nodes, timeout)
         nodes.sort(key=self.order)
         size = max(int(len(nodes) * fraction), minimum)
         chosen = random.Random(f"{self.seed}/{server_round}/{purpose}")
@@ -101,24 +68,3 @@ class Cohort:
             )
             time.sleep(1)
         return nodes
-
-    def _learn(self, grid: Grid, nodes: Iterable[int], timeout: float) -> None:
-        """Ask nodes met for the first time which partition they hold."""
-        new = [node for node in nodes if node not in self._names]
-        questions = [Message(RecordDict(), n, MessageType.QUERY) for n in new]
-        self._names |= {node: (1, node) for node in new}
-        taken = set(self._names.values())
-        for reply in collect(grid, questions, min(timeout, _QUERY_TIMEOUT)):
-            node = reply.metadata.src_node_id
-            records = reply.content.metric_records if reply.has_content() else {}
-            found = {k: v for record in records.values() for k, v in record.items()}
-            partition = found.get("partition-id")
-            if isinstance(partition, int) and (0, partition) not in taken:
-                self._names[node] = (0, partition)
-                taken.add((0, partition))
-        if unknown := [node for node in new if self._names[node][0]]:
-            logger.info(
-                "%d nodes did not tell a partition-id of their own; they go by node "
-                "id, so another run may sample others",
-                len(unknown),
-            )

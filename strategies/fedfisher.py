@@ -5,12 +5,32 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flwr.app import ArrayRecord
+
 from flwr_fisher.curvature import EXPECTATIONS, STRUCTURES, TOLERANCE
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
-from flwr_fisher.merge import merge_fisher, merge_options
+from flwr_fisher.merge import (
+    MergeResult,
+    add_sums,
+    check_score,
+    merge_fisher,
+    merge_options,
+    merge_sums,
+    sums_options,
+)
 from flwr_fisher.merge.solvers import Score
+from flwr_fisher.params import Params
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
+from flwr_fisher.wire import (
+    AGGREGATES,
+    CODECS,
+    Codec,
+    FisherUpload,
+    SumsUpload,
+    get_codec,
+    resolve,
+)
 
 __all__ = ["FedFisherOneShot"]
 
@@ -44,6 +64,18 @@ class FedFisherOneShot(CurvatureStrategy):
         See :func:`flwr_fisher.curvature.fisher`, as for the next one.
     tolerance : float, default 1e-3
         Share of the Fisher that a client may leave out to save time.
+    codec : "auto" | "fedavg" | "small" | "lossless" | "paper" | Codec, default "auto"
+        How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
+        not at all (``lossless``), or as in the paper's Appendix C. ``auto`` is
+        ``fedavg``, and ``lossless`` for a model so small that headers outweigh it.
+    budget : float, optional
+        The codec's budget in multiples of FedAvg's upload, if not its own.
+    aggregate : "parts" | "sums", default "parts"
+        ``sums``: clients upload :math:`n_i`, :math:`n_i\theta_i`, :math:`n_iF_i` and
+        :math:`n_iF_i\theta_i`, and only their sums are used, which a secure sum could
+        compute; without one the server still sees each client's summands. The same
+        model up to rounding, for ``structure="diagonal"``, a `balance` of 0 (the
+        default then) and uploads that are not packed, three times FedAvg's.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     **kwargs
@@ -59,7 +91,7 @@ class FedFisherOneShot(CurvatureStrategy):
     ``CurvatureResult.details`` is the last round's
     :class:`~flwr_fisher.merge.MergeResult`. A round's metrics have
     ``solver-iterations``, ``solver-residual`` and ``client-share`` (each client's share
-    of the curvature, in the clients' order).
+    of the curvature, in the clients' order; not with ``aggregate="sums"``).
 
     Examples
     --------
@@ -81,16 +113,22 @@ class FedFisherOneShot(CurvatureStrategy):
         iterations: int | None = None,
         expectation: str = "exact",
         tolerance: float = TOLERANCE,
+        codec: str | Codec = "auto",
+        budget: float | None = None,
+        aggregate: str = "parts",
         score: Score | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         check_known("structure", structure, STRUCTURES)
         check_known("expectation", expectation, EXPECTATIONS)
+        check_known("aggregate", aggregate, AGGREGATES)
         check_range("tolerance", tolerance, 0, 1)
-        self.tolerance = tolerance
+        self.tolerance, self.codec = tolerance, get_codec(codec, budget)
         self.structure, self.expectation, self.score = structure, expectation, score
-        self.merge = merge_options(
+        self.aggregate = aggregate
+        options = merge_options if aggregate == "parts" else sums_options
+        self.merge = options(
             solver,
             anchor=anchor,
             shrink=shrink,
@@ -98,47 +136,94 @@ class FedFisherOneShot(CurvatureStrategy):
             balance=balance,
             iterations=iterations,
         )
-        if score is not None and solver != "adam":
-            raise ConfigurationError(f"score is for solver='adam', not '{solver}'")
+        check_score(score, solver)
         if solver == "closed-form" and structure != "diagonal":
             raise ConfigurationError(
                 f"solver='closed-form' needs structure='diagonal', not '{structure}'"
             )
+        if self.codec.scheme == "paper" and structure not in ("kfac", "diagonal"):
+            raise ConfigurationError(f"codec='paper' has no form for '{structure}'")
+        if aggregate == "sums":
+            self._check_sums()
+
+    def _check_sums(self) -> None:
+        """Refuse what cannot be summed, or be done with sums."""
+        needs = "aggregate='sums' needs"
+        if self.structure != "diagonal":
+            raise ConfigurationError(
+                f"{needs} structure='diagonal', not '{self.structure}'"
+            )
+        if self.codec.scheme not in ("auto", "lossless"):
+            raise ConfigurationError(
+                f"{needs} codec='lossless', since packed uploads cannot be summed"
+            )
+        if self.weighted_by_key != "num-examples":
+            raise ConfigurationError(
+                f"{needs} weighted_by_key='num-examples', by which clients weight "
+                f"their summands, not '{self.weighted_by_key}'"
+            )
+        self.codec = CODECS["lossless"]
 
     def exchanges(self, server_round: int) -> Sequence[Exchange]:
         """Ask every client to train and to add its Fisher."""
-        return [Exchange(self._asked())]
+        if self.aggregate == "sums":
+            asked = self._asked() | {"aggregate": self.aggregate}
+            return [Exchange(asked, SumsUpload.from_arrays)]
+        return [Exchange(self._asked(), self._read)]
 
-    def _asked(self) -> dict[str, str | float]:
+    def _asked(self) -> dict[str, str | int | float]:
         return {
             "structure": self.structure,
             "expectation": self.expectation,
             "tolerance": self.tolerance,
+            **self.codec.to_config(),
         }
+
+    def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:
+        codec = resolve(self.codec, like)
+        return FisherUpload.from_arrays(record, like, codec, structure=self.structure)
+
+    def check(self, state: ServerState) -> None:
+        """Refuse a budget that is too small for the model."""
+        codec = resolve(self.codec, state.params)
+        if self.codec.scheme == "auto" and codec.scheme == "lossless":
+            logger.info(
+                "codec='auto': the model is so small that uploads are sent lossless"
+            )
 
     def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
         """Merge the uploads."""
-        merged = merge_fisher(
-            [upload.posterior for upload in uploads],
-            **asdict(self.merge),
-            score=self.score,
-            progress=logger.info,
-        )
+        merged = self._merged(state, uploads)
         metrics: dict[str, int | float | list[float]] = {
             "solver-iterations": merged.iterations,
             "solver-residual": merged.residuals[-1],
-            "client-share": merged.shares,
         }
+        if merged.shares:
+            metrics["client-share"] = merged.shares
         return Step(ServerState(merged.params), metrics, merged)
+
+    def _merged(self, state: ServerState, uploads: Sequence[Upload]) -> MergeResult:
+        options = asdict(self.merge)
+        score, progress = self.score, logger.info
+        if self.aggregate == "sums":
+            sums = add_sums([upload.sums for upload in uploads])
+            like = state.params
+            return merge_sums(
+                sums, like=like, score=score, progress=progress, **options
+            )
+        posteriors = [upload.posterior for upload in uploads]
+        return merge_fisher(posteriors, score=score, progress=progress, **options)
 
     def options(self) -> dict[str, Any]:
         """Return what a resumed run must have in common."""
         asked = {f"client-{name}": value for name, value in self._asked().items()}
-        return super().options() | asked | asdict(self.merge)
+        own = asdict(self.merge) | {"aggregate": self.aggregate}
+        return super().options() | asked | own
 
     def summary(self) -> None:
         """Log the strategy's configuration."""
         logger.info("\t├──> Structure: %s (%s)", self.structure, self.expectation)
         options = ", ".join(f"{k} {v}" for k, v in asdict(self.merge).items())
         logger.info("\t├──> Merge: %s", options)
+        logger.info("\t├──> Uploads: %s, %s", self.aggregate, self.codec)
         super().summary()

@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
 from flwr_fisher.params import Params
 from flwr_fisher.strategies.cohort import Cohort
-from flwr_fisher.strategies.state import Upload
-from flwr_fisher.wire import PREFIX, FisherUpload, serialized_bytes
+from flwr_fisher.strategies.state import Reader, Upload
+from flwr_fisher.wire import PREFIX, SumsUpload, serialized_bytes
 
 __all__ = ["MetricsAggregator", "Replies", "read_reply", "read_upload"]
 
@@ -56,6 +56,7 @@ def read_upload(
     arrays: ArrayRecord,
     metrics: MetricRecord,
     *,
+    read: Reader,
     like: Params,
     weighted_by_key: str,
 ) -> Upload:
@@ -66,9 +67,11 @@ def read_upload(
     WireError
         Naming the key that is wrong.
     """
-    payload = FisherUpload.from_arrays(arrays, like)
+    payload = read(arrays, like)
     weight = metrics[weighted_by_key]
     assert isinstance(weight, int | float)
+    if isinstance(payload, SumsUpload):
+        payload.check_weight(weight)
     size = serialized_bytes(RecordDict({"arrays": arrays, "metrics": metrics}))
     return Upload(node_id, client, weight, payload, metrics, size)
 
@@ -80,6 +83,8 @@ class Replies:
     ----------
     cohort : Cohort
         Knows the clients' names.
+    read : Callable[[ArrayRecord, Params], Payload]
+        Decodes and checks a reply.
     like : Mapping[str, Tensor]
         The parameters that were sent out.
     weighted_by_key : str
@@ -89,9 +94,14 @@ class Replies:
     """
 
     def __init__(
-        self, cohort: Cohort, like: Params, weighted_by_key: str, expected: int
+        self,
+        cohort: Cohort,
+        read: Reader,
+        like: Params,
+        weighted_by_key: str,
+        expected: int,
     ) -> None:
-        self.cohort, self.like = cohort, like
+        self.cohort, self.read, self.like = cohort, read, like
         self.weighted_by_key, self.expected = weighted_by_key, expected
         self.accepted: list[Upload] = []
         self.rejected: dict[str, str] = {}
@@ -114,6 +124,7 @@ class Replies:
             self.cohort.name(node),
             arrays,
             metrics,
+            read=self.read,
             like=self.like,
             weighted_by_key=self.weighted_by_key,
         )
@@ -135,7 +146,7 @@ class Replies:
             With every reason, if there are fewer than `needed`.
         """
         self.accepted.sort(key=lambda upload: self.cohort.order(upload.node_id))
-        self._agree(PREFIX, "covers other parameters than most clients' does", _blocks)
+        self._agree(PREFIX, "covers other parameters than most clients' does", _layout)
         # Flower refuses a whole round whose clients do not report the same metrics.
         self._agree("metrics", "has other entries than most clients' have", _metrics)
         self._check_enough(needed)
@@ -178,9 +189,8 @@ class Replies:
         )
 
 
-def _blocks(upload: Upload) -> tuple[str, ...]:
-    blocks = upload.payload.curvature.blocks()
-    return tuple(f"{type(block).__name__}: {list(block.shapes)}" for block in blocks)
+def _layout(upload: Upload) -> tuple[str, ...]:
+    return upload.payload.layout()
 
 
 def _metrics(upload: Upload) -> tuple[str, ...]:

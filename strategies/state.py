@@ -1,18 +1,30 @@
 """What a strategy hands from one step to the next: frozen values, in and out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from flwr.app import ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.app.typing import ConfigRecordValues
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
-from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.wire import FisherUpload
+from flwr_fisher.errors import StructureError
+from flwr_fisher.merge import DiagonalSums, LocalPosterior
+from flwr_fisher.params import Params
+from flwr_fisher.wire import FisherUpload, SumsUpload
 
-__all__ = ["CurvatureResult", "Exchange", "ServerState", "Step", "Upload"]
+__all__ = ["CurvatureResult", "Exchange", "Payload", "ServerState", "Step", "Upload"]
+
+
+class Payload(Protocol):
+    """What a client computed, decoded and checked."""
+
+    def layout(self) -> tuple[str, ...]:
+        """Return what all clients of a round must have in common."""
+
+
+Reader = Callable[[ArrayRecord, Params], Payload]
 
 
 @dataclass(frozen=True)
@@ -23,9 +35,13 @@ class Exchange:
     ----------
     config : Mapping[str, …]
         What the clients are to do; it joins ``train_config`` in the ``ConfigRecord``.
+    read : Callable[[ArrayRecord, Params], Payload]
+        Decodes and checks a reply, given the parameters that were sent out; raises
+        ``WireError``.
     """
 
     config: Mapping[str, ConfigRecordValues] = field(default_factory=dict)
+    read: Reader = FisherUpload.from_arrays
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's keys, and over them the exchange's."""
@@ -45,7 +61,7 @@ class Upload:
         known.
     num_examples : float
         Its weight.
-    payload : FisherUpload
+    payload : Payload
         What it computed.
     metrics : MetricRecord
         Its metrics.
@@ -56,15 +72,30 @@ class Upload:
     node_id: int
     client: str
     num_examples: float
-    payload: FisherUpload
+    payload: Payload
     metrics: MetricRecord
     num_bytes: int
 
     @property
     def posterior(self) -> LocalPosterior:
-        """The upload as the merging functions take it."""
+        """A ``FisherUpload`` as the merging functions take it."""
         payload = self.payload
+        if not isinstance(payload, FisherUpload):
+            raise StructureError(
+                f"{self.client} uploaded a {type(payload).__name__}, which has no "
+                "posterior: with aggregate='sums' there is only upload.sums"
+            )
         return LocalPosterior(payload.params, payload.curvature, self.num_examples)
+
+    @property
+    def sums(self) -> DiagonalSums:
+        """A ``SumsUpload`` as :func:`flwr_fisher.merge.add_sums` takes it."""
+        if not isinstance(self.payload, SumsUpload):
+            raise StructureError(
+                f"{self.client} uploaded a {type(self.payload).__name__}, not the sums "
+                "of aggregate='sums'"
+            )
+        return self.payload.sums
 
 
 @dataclass(frozen=True)

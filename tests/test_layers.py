@@ -125,6 +125,8 @@ def test_no_arrow_points_the_wrong_way(room: str, name: str, path: Path) -> None
         ("strategies", "strategies/base.py", "from flwr_fisher.client import score"),
         ("strategies", "strategies/base.py", "from flwr_fisher.tasks import Task"),
         ("client", "client/x.py", "from ..tasks import Task"),
+        ("measures", "measures/x.py", "from flwr_fisher.client import score"),
+        ("measures", "measures/x.py", "from flwr_fisher.strategies import cohort"),
         ("tasks", "tasks/x.py", "from flwr_fisher.client import score"),
         ("tasks", "tasks/x.py", "from flwr_fisher.merge import fedavg"),
         ("strategies", "strategies/x.py", "from flwr_fisher.report import ReportDir"),

@@ -86,7 +86,7 @@ def test_app_reports_every_method(outcome):
     }
     assert metrics["accuracy"]["fedfisher"] > metrics["accuracy"]["fedavg"] > 0.1
     sizes = metrics["bytes"]
-    assert sizes["upload_per_client"] > sizes["fedavg_per_client"] > 0
+    assert sizes["upload_per_client"] <= sizes["fedavg_per_client"] > 0
     assert metrics["config"]["local-epochs"] == EPOCHS
     assert metrics["seed"] == 0
     assert f"Results are in {path}" in log

@@ -15,6 +15,10 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.testing import LocalGrid
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
+HEADINGS = {
+    re.sub(r"[^\w -]", "", text).lower().replace(" ", "-")
+    for text in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+}
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -73,6 +77,19 @@ def test_the_example_without_flower_runs():
     assert all(not torch.equal(v, first[k]) for k, v in model.state_dict().items())
 
 
+def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):
+    client: dict[str, object] = {}
+    exec(BLOCKS[0], client)
+    namespace = {"grid": LocalGrid(client["app"], num_supernodes=5)}
+    exec(BLOCKS[4], namespace)
+    history = namespace["result"].evaluate_metrics_serverapp
+    assert "barrier-loss" in history[1]
+    assert history[20]["personalised-clients"] == 1
+
+
 def test_every_link_leads_somewhere():
     for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        assert (Path(__file__).parents[1] / target).exists(), target
+        if target.startswith("#"):
+            assert target.removeprefix("#") in HEADINGS
+        else:
+            assert (Path(__file__).parents[1] / target).exists(), target

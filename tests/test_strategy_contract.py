@@ -41,10 +41,15 @@ from virtual import (
 )
 
 from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
-from flwr_fisher.strategies import CurvatureStrategy, FedFisherOneShot, cohort
+from flwr_fisher.strategies import (
+    CurvatureStrategy,
+    FedFish,
+    FedFisherOneShot,
+    cohort,
+)
 from flwr_fisher.strategies.state import CurvatureResult
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import PREFIX, arrays_to_tensors
+from flwr_fisher.wire import PREFIX, arrays_to_tensors, nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,17 +71,25 @@ class Row:
         return self.make(**{"fraction_evaluate": 0.0, **self.own, **options})
 
 
+# Lossless, so that what comes back is exact and has keys to tamper with.
+PLAIN = {"codec": "lossless"}
 STRATEGIES = {
-    "fedfisher-kfac": Row(FedFisherOneShot, {}),
-    "fedfisher-diagonal": Row(FedFisherOneShot, {"structure": "diagonal"}),
-    "fedfisher-dense": Row(FedFisherOneShot, {"structure": "dense"}),
-    "fedfisher-ekfac": Row(FedFisherOneShot, {"structure": "ekfac"}),
-    "fedfisher-block": Row(FedFisherOneShot, {"structure": "block"}),
+    "fedfisher-kfac": Row(FedFisherOneShot, PLAIN),
+    "fedfisher-diagonal": Row(FedFisherOneShot, PLAIN | {"structure": "diagonal"}),
+    "fedfisher-dense": Row(FedFisherOneShot, PLAIN | {"structure": "dense"}),
+    "fedfisher-ekfac": Row(FedFisherOneShot, PLAIN | {"structure": "ekfac"}),
+    "fedfisher-block": Row(FedFisherOneShot, PLAIN | {"structure": "block"}),
     "fedfisher-closed-form": Row(
-        FedFisherOneShot, {"structure": "diagonal", "solver": "closed-form"}
+        FedFisherOneShot, PLAIN | {"structure": "diagonal", "solver": "closed-form"}
     ),
-    "fedfisher-gd": Row(FedFisherOneShot, {"solver": "gd", "iterations": 30}),
-    "fedfisher-adam": Row(FedFisherOneShot, {"solver": "adam", "iterations": 30}),
+    "fedfisher-gd": Row(FedFisherOneShot, PLAIN | {"solver": "gd", "iterations": 30}),
+    "fedfisher-adam": Row(
+        FedFisherOneShot, PLAIN | {"solver": "adam", "iterations": 30}
+    ),
+    "fedfish": Row(FedFish, PLAIN),
+    "fedfish-last-epoch": Row(
+        FedFish, PLAIN | {"fisher_source": "last-epoch", "reduction": "mean"}
+    ),
 }
 
 
@@ -328,6 +341,7 @@ class Silent(LocalGrid):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     stopped = Clock()
     monkeypatch.setattr(cohort, "time", stopped)
+    monkeypatch.setattr(nodes, "time", stopped)
     return stopped
 
 

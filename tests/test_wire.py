@@ -25,6 +25,7 @@ from flwr_fisher.curvature import (
 from flwr_fisher.errors import StructureError, WireError
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import (
+    CODECS,
     PREFIX,
     FisherUpload,
     arrays_to_tensors,
@@ -32,6 +33,7 @@ from flwr_fisher.wire import (
     tensors_to_arrays,
     tensors_to_curvature,
 )
+from flwr_fisher.wire.container import text_of
 
 Named = dict[str, Tensor]
 
@@ -58,6 +60,11 @@ def upload_of(model: nn.Module, structure: str) -> FisherUpload:
     inputs = torch.randn(7, FEATURES, generator=torch.Generator().manual_seed(1))
     params = {k: v.clone() for k, v in shared_state(model).items()}
     return FisherUpload(params, fisher(model, [inputs], structure=structure))
+
+
+def format_entry() -> Named:
+    """What a lossless record says about itself."""
+    return {f"{PREFIX}format": text_of(CODECS["lossless"].describe())}
 
 
 def travelled(record: ArrayRecord) -> ArrayRecord:
@@ -162,8 +169,7 @@ def test_the_layout_is_the_documented_one() -> None:
     }
     dense = curvature_to_tensors(upload_of(nn.Linear(FEATURES, 2), "dense").curvature)
     assert {k: tuple(v.shape) for k, v in dense.items()} == {
-        "curvature/dense/0/weight": (6, 8),
-        "curvature/dense/0/bias": (2, 8),
+        "curvature/dense/weight,bias": (8, 8),
     }
 
 
@@ -243,13 +249,21 @@ REJECTED: dict[str, tuple[Any, str, str]] = {
     "unsymmetric A": ({A: unsymmetric}, A, "not symmetric"),
     "unsymmetric G": ({G: unsymmetric}, G, "not symmetric"),
     "no G": ({G: None}, G, "missing"),
-    "no A": ({A: None}, G, "unknown key"),
-    "misshapen A": ({A: lambda t: t[:, :2, :2]}, A, "does not fit"),
-    "too large A": ({A: lambda t: torch.eye(9)[None]}, A, "does not fit"),
+    "no A": ({A: None}, A, "missing"),
+    "misshapen A": (
+        {A: lambda t: t[:, :2, :2]},
+        A,
+        r"expected \(1, 3, 3\) or \(1, 4, 4\)",
+    ),
+    "too large A": (
+        {A: lambda t: torch.eye(9)[None]},
+        A,
+        r"expected \(1, 3, 3\) or \(1, 4, 4\)",
+    ),
     "two-dimensional A": ({A: lambda t: t[0]}, A, "shape"),
     "scalar A": ({A: lambda t: t.sum()}, A, "shape"),
-    "misshapen G": ({G: lambda t: t[:, :2, :2]}, A, "does not fit"),
-    "no group": ({A: lambda t: t[:0], G: lambda t: t[:0]}, A, "does not fit"),
+    "misshapen G": ({G: lambda t: t[:, :2, :2]}, G, r"expected \(1, 4, 4\)"),
+    "no group": ({A: lambda t: t[:0], G: lambda t: t[:0]}, A, "expected factors"),
     "groups that do not divide": (
         {A: lambda t: t.repeat(3, 1, 1), G: lambda t: torch.ones(3, 1, 1)},
         A,
@@ -309,9 +323,14 @@ REJECTED: dict[str, tuple[Any, str, str]] = {
         "curvature/kfac/nope/A",
         "no such parameter",
     ),
+    "dense over a counter": (
+        {"curvature/dense/1.bias,1.num_batches_tracked": torch.eye(5)},
+        "curvature/dense/1.bias,1.num_batches_tracked",
+        "'1.num_batches_tracked' has dtype torch.int64",
+    ),
     "unknown dense": (
-        {"curvature/dense/0/nope": torch.ones(2, 2)},
-        "curvature/dense/0/nope",
+        {"curvature/dense/nope": torch.ones(2, 2)},
+        "curvature/dense/nope",
         "no such parameter",
     ),
     "weight in two blocks": (
@@ -324,24 +343,29 @@ REJECTED: dict[str, tuple[Any, str, str]] = {
         "curvature/",
         "'0.bias'.*more than one",
     ),
+    "dense twice over a parameter": (
+        {"curvature/dense/1.bias,1.bias": torch.eye(8)},
+        "curvature/dense/1.bias,1.bias",
+        "twice",
+    ),
     "dense and a factor": (
-        {"curvature/dense/0/3.bias": torch.eye(3)},
+        {"curvature/dense/3.bias": torch.eye(3)},
         "curvature/",
         "'3.bias'.*more than one",
     ),
     "misshapen dense": (
-        {"curvature/dense/0/1.bias": torch.ones(4, 3)},
-        "curvature/dense/0/1.bias",
+        {"curvature/dense/1.bias": torch.ones(4, 3)},
+        "curvature/dense/1.bias",
         r"shape \(4, 3\), expected \(4, 4\)",
     ),
     "unsymmetric dense": (
-        {"curvature/dense/0/1.bias": torch.ones(4, 4).triu()},
-        "curvature/dense/0",
+        {"curvature/dense/1.bias": torch.ones(4, 4).triu()},
+        "curvature/dense/1.bias",
         "not symmetric",
     ),
     "negative dense": (
-        {"curvature/dense/0/1.bias": -torch.eye(4)},
-        "curvature/dense/0",
+        {"curvature/dense/1.bias": -torch.eye(4)},
+        "curvature/dense/1.bias",
         "negative",
     ),
 }
@@ -349,7 +373,7 @@ REJECTED: dict[str, tuple[Any, str, str]] = {
 
 def changed_upload(changes: dict[str, Any]) -> tuple[ArrayRecord, Named]:
     sent = upload_of(tiny_model(), "kfac")
-    tensors = sent.params | curvature_to_tensors(sent.curvature)
+    tensors = arrays_to_tensors(sent.to_arrays())
     for key, change in changes.items():
         if change is None:
             del tensors[key]
@@ -381,8 +405,15 @@ def test_rounding_in_a_symmetric_factor_is_not_rejected() -> None:
 def test_no_curvature_is_rejected() -> None:
     params = {"w": torch.ones(2)}
     with pytest.raises(WireError, match="no curvature arrived") as caught:
-        FisherUpload.from_arrays(tensors_to_arrays(params), params)
+        FisherUpload.from_arrays(tensors_to_arrays(params | format_entry()), params)
     assert caught.value.field == PREFIX
+
+
+def test_a_record_that_does_not_say_its_format_is_rejected() -> None:
+    params = {"w": torch.ones(2)}
+    with pytest.raises(WireError, match="missing") as caught:
+        FisherUpload.from_arrays(tensors_to_arrays(params), params)
+    assert caught.value.field == f"{PREFIX}format"
 
 
 def test_a_bias_of_another_size_is_not_the_layers() -> None:
@@ -391,8 +422,17 @@ def test_a_bias_of_another_size_is_not_the_layers() -> None:
         "curvature/kfac/up.weight/A": torch.eye(4)[None],
         "curvature/kfac/up.weight/G": torch.eye(4)[None],
     }
-    with pytest.raises(WireError, match=r"there is no 'up\.bias'"):
+    with pytest.raises(WireError, match=r"shape \(1, 4, 4\), expected \(1, 3, 3\)"):
         tensors_to_curvature(extras, params)
+
+
+def test_a_parameter_without_entries_comes_back() -> None:
+    params = {"w": torch.ones(0, 2), "b": torch.ones(3)}
+    layer = Kronecker("w", params["w"].shape, torch.eye(2)[None], torch.ones(1, 0, 0))
+    sent = FisherUpload(params, Blocks([layer, Diagonal({"b": torch.ones(3)})]))
+    got = FisherUpload.from_arrays(travelled(sent.to_arrays()), params)
+    laid_out = curvature_to_tensors(sent.curvature)
+    assert_same(laid_out, curvature_to_tensors(got.curvature))
 
 
 def test_a_scalar_parameter_has_no_factors() -> None:
@@ -562,7 +602,8 @@ def test_factors_of_any_shape_fit_or_are_rejected(
     extras = tensors_to_arrays(
         {f"curvature/kfac/{weight}.weight/{side}": f for side, f in pair.items()}
     )
-    check_an_upload(ArrayRecord({**tensors_to_arrays(good_upload().params), **extras}))
+    plain = tensors_to_arrays(good_upload().params | format_entry())
+    check_an_upload(ArrayRecord({**plain, **extras}))
 
 
 def check_an_upload(record: ArrayRecord) -> None:

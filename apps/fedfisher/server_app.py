@@ -23,6 +23,9 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedFisherOneShot(
         structure=str(config["structure"]),
         solver=str(config["solver"]),
+        codec=str(config["codec"]),
+        budget=float(config["budget"]) or None,
+        aggregate=str(config["aggregate"]),
         seed=int(config["seed"]),
         fraction_evaluate=0.0,
     )

@@ -5,24 +5,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
+from flwr_fisher.client.evaluation import check_evaluation, evaluate, local_scores
 from flwr_fisher.client.randomness import derive_seed, seeded
-from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn, score
-from flwr_fisher.curvature import (
-    EXPECTATIONS,
-    LIKELIHOODS,
-    STRUCTURES,
-    TOLERANCE,
-    fisher,
+from flwr_fisher.client.training import (
+    Loader,
+    LocalSGD,
+    Loss,
+    TrainFn,
+    cross_entropy,
 )
+from flwr_fisher.client.uploads import Asked
+from flwr_fisher.curvature import LIKELIHOODS, Curvature
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.params import select, trainable_names
-from flwr_fisher.wire import FisherUpload, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import arrays_to_tensors
 
 __all__ = ["ClientFn", "FisherClient", "make_client_app"]
 
@@ -33,9 +34,14 @@ class FisherClient:
     """Trains a model and, where the server asks for it, adds its Fisher information.
 
     It obeys the server's ``ConfigRecord``: ``structure``, ``expectation`` and
-    ``tolerance`` say which curvature (:func:`flwr_fisher.curvature.fisher`); without
+    ``tolerance`` say which curvature (:func:`flwr_fisher.curvature.fisher`), ``codec``
+    and what begins with it how the reply is packed, ``aggregate`` whether the server
+    wants parts or summands (``sums``, of a diagonal), and for FedFish
+    ``fisher-source``, ``fisher-reduction`` and ``upload``; without
     ``structure`` the reply is an ordinary one, so that Flower's FedAvg and FedProx work
-    with this client too.
+    with this client too. ``report-local`` asks for ``local-loss`` and
+    ``local-accuracy``: the trained model on its own training data, which
+    :mod:`flwr_fisher.measures` compares with the server's.
     Whatever is random depends on ``seed``, ``server-round`` and the node's
     ``partition-id`` alone.
 
@@ -51,7 +57,7 @@ class FisherClient:
     train_fn : Callable, optional
         Trains in place: ``train_fn(model, trainloader, device, config)`` returns
         metrics. Default ``LocalSGD()``: one epoch.
-    loss_fn : Callable, default ``F.cross_entropy``
+    loss_fn : Callable, default :func:`cross_entropy`
         For :meth:`evaluate`.
     likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
         What the model's outputs mean to the Fisher; the loss is to be its negative
@@ -76,7 +82,7 @@ class FisherClient:
         valloader: Loader | None = None,
         *,
         train_fn: TrainFn | None = None,
-        loss_fn: Loss = F.cross_entropy,
+        loss_fn: Loss = cross_entropy,
         likelihood: str = "categorical",
         device: torch.device | str | None = None,
     ) -> None:
@@ -100,60 +106,62 @@ class FisherClient:
         DataError
             If this client has no training examples.
         ClientError
-            If the arrays do not fit the model.
+            If the arrays do not fit the model, or there is no such upload.
         """
-        config = _config(message)
-        check_known("structure", config.get("structure", "kfac"), STRUCTURES)
-        check_known("expectation", config.get("expectation", "exact"), EXPECTATIONS)
-        partition = _partition(context)
+        config, partition = _config(message), _partition(context)
         num_examples = _count(self.trainloader, partition)
-        names = self._load(_arrays(message))
+        start = self._load(_arrays(message))
+        asked = Asked.of(config, start, self.train_fn)
         with seeded(_seed(config, partition)):
-            returned = self.train_fn(self.model, self.trainloader, self.device, config)
+            returned, curvature = asked.train(
+                self.train_fn, self.model, self.trainloader, self.device, config
+            )
             metrics = _checked_metrics(returned)
-            arrays = self._upload(names, config)
+            if asked.structure is not None:
+                curvature = self._curvature(asked, curvature)
+        params = select(self.model.state_dict(), start)
+        arrays = asked.arrays(start, params, curvature, num_examples)
+        if config.get("report-local"):
+            metrics |= local_scores(self, partition)
         logger.info("Partition %s: trained on %s examples", partition, num_examples)
         record = MetricRecord({"num-examples": num_examples, **metrics})
         return _reply(message, record, arrays)
 
-    def _upload(self, names: list[str], config: Mapping[str, Any]) -> ArrayRecord:
-        params = select(self.model.state_dict(), names)
-        if "structure" not in config:
-            return tensors_to_arrays(params)
-        curvature = fisher(
-            self.model,
-            self.trainloader,
-            structure=str(config["structure"]),
-            expectation=str(config.get("expectation", "exact")),
-            tolerance=float(config.get("tolerance", TOLERANCE)),
-            likelihood=self.likelihood,
-            seed=int(torch.randint(2**62, ())),
-        )
-        return FisherUpload(params, curvature).to_arrays()
+    def _curvature(self, asked: Asked, found: Curvature | None) -> Curvature:
+        """Return the curvature that is asked for, unless training found it."""
+        if found is None:
+            seed = int(torch.randint(2**62, ()))
+            found = asked.curvature(self.model, self.trainloader, self.likelihood, seed)
+        return asked.reduced(found, self.trainloader)
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``."""
-        if self.valloader is None:
-            raise ClientError(
-                "this client has no valloader to evaluate on: pass one to FisherClient,"
-                " or fraction_evaluate=0.0 to the strategy"
-            )
+        """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``.
+
+        The config may ask for the training data instead (``evaluate-on`` = "train"), or
+        for a model fine-tuned on a part of it, scored on the rest
+        (``personalise-fraction``, ``personalise-epochs``): see
+        :mod:`flwr_fisher.measures`.
+
+        Raises
+        ------
+        ClientError
+            If there is no such data, or the arrays do not fit the model.
+        """
+        config, partition = _config(message), _partition(context)
+        check_evaluation(self, config)
         self._load(_arrays(message))
-        with seeded(_seed(_config(message), _partition(context))):
-            loss, accuracy, n = score(
-                self.model, self.valloader, self.device, self.loss_fn
-            )
-        record = MetricRecord({"num-examples": n, "loss": loss, "accuracy": accuracy})
-        return _reply(message, record)
+        with seeded(_seed(config, partition)):
+            found = evaluate(self, config, partition)
+        return _reply(message, MetricRecord({**found}))
 
     def as_client_app(self, mods: list[Mod] | None = None) -> ClientApp:
         """Return a ``ClientApp`` with this client behind it, on every node."""
         return make_client_app(lambda context: self, mods)
 
-    def _load(self, arrays: ArrayRecord) -> list[str]:
-        """Put the arrays into the model; return their names."""
+    def _load(self, arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+        """Put the arrays into the model; return them, where the model is."""
         self.model.to(self.device)
-        tensors = arrays_to_tensors(arrays)
+        tensors = {k: v.to(self.device) for k, v in arrays_to_tensors(arrays).items()}
         own = self.model.state_dict()
         for name, tensor in tensors.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -173,7 +181,7 @@ class FisherClient:
                 "would undo the merge of the first: start from shared_state(model)"
             )
         self.model.load_state_dict(tensors, strict=False)
-        return list(tensors)
+        return tensors
 
 
 ClientFn = Callable[[Context], FisherClient]

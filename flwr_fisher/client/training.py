@@ -10,13 +10,36 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError, DataError, check_range
 
-__all__ = ["Loader", "LocalSGD", "Loss", "TrainFn", "score"]
+__all__ = ["Loader", "LocalSGD", "Loss", "TrainFn", "cross_entropy", "score"]
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
 ]
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy over labels, one an example or one a position.
+
+    Classes are the last dimension of the outputs, as for the Fisher's "categorical"
+    likelihood; ``F.cross_entropy``, which this is for ``[n, C]``, wants them second.
+
+    Parameters
+    ----------
+    outputs : Tensor
+        Logits ``[n, C]``, or ``[n, T, C]`` for tokens.
+    labels : Tensor
+        Class indices ``[n]`` or ``[n, T]``.
+
+    Examples
+    --------
+    >>> cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
+    tensor(1.3863)
+    """
+    if labels.dim() > 1 and labels.shape == outputs.shape[:-1]:
+        outputs, labels = outputs.flatten(0, -2), labels.flatten()
+    return F.cross_entropy(outputs, labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +55,7 @@ class LocalSGD:
         Passes over the loader.
     lr, momentum, weight_decay : float
         As in ``torch.optim.SGD``.
-    loss_fn : Callable, default ``F.cross_entropy``
+    loss_fn : Callable, default :func:`cross_entropy`
         The mean loss of a batch from outputs and labels.
     on_epoch : Callable[[int, float], None], optional
         Called after each epoch with its number (from 1) and mean loss.
@@ -47,7 +70,7 @@ class LocalSGD:
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
-    loss_fn: Loss = F.cross_entropy
+    loss_fn: Loss = cross_entropy
     on_epoch: Callable[[int, float], None] | None = None
 
     def __post_init__(self) -> None:
@@ -62,8 +85,13 @@ class LocalSGD:
         loader: Loader,
         device: torch.device,
         config: Mapping[str, Any],
+        *,
+        observe: Callable[[], object] | None = None,
     ) -> dict[str, float]:
-        """Train the model in place; return ``train_loss``, the last epoch's mean."""
+        """Train the model in place; return ``train_loss``, the last epoch's mean.
+
+        `observe` is called in the last epoch, when a batch's gradients are in place.
+        """
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
             raise ConfigurationError(
@@ -85,6 +113,8 @@ class LocalSGD:
                 optimizer.zero_grad()
                 loss = self.loss_fn(model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]
+                if observe is not None and epoch == self.epochs:
+                    observe()
                 proximal.add_gradient()
                 optimizer.step()
                 total += loss.detach() * len(y)
@@ -114,17 +144,23 @@ class _Proximal:
 def score(
     model: nn.Module, loader: Loader, device: torch.device, loss_fn: Loss
 ) -> tuple[float, float, int]:
-    """Return mean loss, accuracy and number of examples; mode and model unchanged."""
+    """Return mean loss, accuracy and number of examples; mode and model unchanged.
+
+    Accuracy is over labels, of which an example may have several, one a position; where
+    outputs have no classes that labels could name, it is NaN.
+    """
     training = model.training
     model.eval()
-    loss, correct, count = 0.0, 0, 0
+    loss, correct, labelled, count = 0.0, 0.0, 0, 0
     for inputs, labels in loader:
         x, y = inputs.to(device), labels.to(device)
         output = model(x)
         loss += float(loss_fn(output, y)) * len(y)
-        correct += int((output.argmax(-1) == y).sum())
+        guess = output.argmax(-1)
+        correct += int((guess == y).sum()) if guess.shape == y.shape else float("nan")
+        labelled += y.numel()
         count += len(y)
     model.train(training)
     if not count:
         raise DataError("the evaluation loader has no examples")
-    return loss / count, correct / count, count
+    return loss / count, correct / labelled, count

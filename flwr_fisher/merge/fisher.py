@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.merge.options import merge_options
+from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors, fedavg
 from flwr_fisher.merge.solve import solve
 from flwr_fisher.merge.solvers import Progress, Score
-from flwr_fisher.merge.system import systems
+from flwr_fisher.merge.system import Block, systems
 from flwr_fisher.params import Params
 
-__all__ = ["MergeResult", "fisher_merge", "merge_fisher"]
+__all__ = ["MergeResult", "fisher_merge", "merge_fisher", "solve_from"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ class MergeResult:
     iterations : int
         How many iterations the slowest layer took.
     shares : list[float]
-        Each client's share of the summed curvature's trace; they add up to 1.
+        Each client's share of the summed curvature's trace; they add up to 1. Empty
+        where only sums over the clients are known.
     """
 
     params: dict[str, Tensor] = field(repr=False)
@@ -72,7 +72,8 @@ def merge_fisher(
     posteriors : Sequence[LocalPosterior]
         One a client, all with the same keys and shapes.
     solver : "cg" | "closed-form" | "adam" | "gd", default "cg"
-        ``cg``: conjugate gradients, for any structure. ``closed-form``: for diagonals.
+        ``cg``: conjugate gradients, for any structure; a diagonal block is divided by,
+        which is what they converge to. ``closed-form``: FisherMerge's, for diagonals.
         ``adam``: the optimiser of the paper's experiments. ``gd``: the gradient descent
         of its Algorithm 1.
     anchor : float, optional
@@ -156,11 +157,22 @@ def merge_fisher(
         tolerance=tolerance,
         lr=lr,
     )
-    if score is not None and solver != "adam":
-        raise ConfigurationError(f"score is for solver='adam', not '{solver}'")
+    check_score(score, solver)
     check_posteriors(posteriors)
     mean = fedavg(posteriors)
     blocks, shares = systems(posteriors, mean, options)
+    return solve_from(mean, blocks, shares, options, score, progress)
+
+
+def solve_from(
+    mean: Params,
+    blocks: list[Block],
+    shares: list[float],
+    options: MergeOptions,
+    score: Score | None,
+    progress: Progress | None,
+) -> MergeResult:
+    """Solve the blocks' systems for the step away from the mean, and take it."""
 
     def merged(delta: Params) -> dict[str, Tensor]:
         steps = {k: step.to(mean[k].dtype) for k, step in delta.items()}

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from flwr_fisher.errors import check_known, check_range
+from flwr_fisher.errors import ConfigurationError, check_known, check_range
 
-__all__ = ["SOLVERS", "MergeOptions", "merge_options"]
+__all__ = ["SOLVERS", "MergeOptions", "check_score", "merge_options"]
 
 SOLVERS = ("cg", "closed-form", "adam", "gd")
 
@@ -68,3 +68,9 @@ def merge_options(
         tolerance=tolerance,
         lr=lr,
     )
+
+
+def check_score(score: object, solver: str) -> None:
+    """Raise :class:`ConfigurationError` if there is a score and nobody to ask it."""
+    if score is not None and solver != "adam":
+        raise ConfigurationError(f"score is for solver='adam', not '{solver}'")

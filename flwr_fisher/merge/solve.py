@@ -45,7 +45,10 @@ def _block_by_block(
     steps, tolerance = options.iterations, options.tolerance
     for block in (block.normalised() for block in blocks):
         if options.solver == "closed-form":
-            solution, norms = _closed_form(block)
+            solution, norms = _closed_form(block, _FLOOR)
+        elif options.solver == "cg" and _is_diagonal(block):
+            # What many iterations would get to, of which float32 loses the digits.
+            solution, norms = _closed_form(block, floor=0.0)
         elif options.solver == "cg":
             solution, norms = conjugate_gradient(
                 block.matvec, block.rhs, iterations=steps, tolerance=tolerance
@@ -73,17 +76,22 @@ def _relative(curves: list[list[float]]) -> list[float]:
     return [value / norms[0] if norms[0] else 0.0 for value in norms]
 
 
-def _closed_form(block: Block) -> tuple[dict[str, Tensor], list[float]]:
-    if not all(isinstance(term, Diagonal) for term in block.curvature.terms):
+def _is_diagonal(block: Block) -> bool:
+    return all(isinstance(term, Diagonal) for term in block.curvature.terms)
+
+
+def _closed_form(block: Block, floor: float) -> tuple[dict[str, Tensor], list[float]]:
+    """Divide; a curvature of at most `floor` of the block's largest knows nothing."""
+    if not _is_diagonal(block):
         raise StructureError(
             f"the curvature of {list(block.rhs)} is not diagonal, so it has no closed "
             "form: use solver='cg', or structure='diagonal'"
         )
     entries = block.curvature.diagonal()
-    floor = _FLOOR * max(float(entry.max()) for entry in entries.values())
+    least = floor * max(float(entry.max()) for entry in entries.values())
     solution = {}
     for name, entry in entries.items():
-        known = entry > floor
+        known = entry > least
         divisor = torch.where(known, entry + block.ridge, 1.0)
         solution[name] = torch.where(known, block.rhs[name] / divisor, 0.0)
     left = add(block.rhs, block.matvec(solution), -1.0)
@@ -102,9 +110,7 @@ def _adam(
         parts = (block.matvec(select(vector, block.rhs)) for block in blocks)
         return {name: value for part in parts for name, value in part.items()}
 
-    diagonal = all(
-        isinstance(term, Diagonal) for block in blocks for term in block.curvature.terms
-    )
+    diagonal = all(_is_diagonal(block) for block in blocks)
     iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
     delta, norms = best_of(
         iterates,

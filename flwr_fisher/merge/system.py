@@ -23,6 +23,13 @@ class Block:
     ridge: float
     unit: float = 1.0
 
+    @classmethod
+    def anchored(
+        cls, curvature: WeightedSum, rhs: dict[str, Tensor], anchor: float
+    ) -> "Block":
+        """Return the system whose ridge is `anchor` times the mean eigenvalue."""
+        return cls(curvature, rhs, anchor * curvature.trace() / curvature.numel())
+
     def normalised(self) -> "Block":
         """Return the same system with a mean eigenvalue of 1.
 
@@ -62,8 +69,7 @@ def systems(
         for (weight, part), posterior in zip(total, posteriors, strict=True):
             away = subtract(select(posterior.params, rhs), select(mean, rhs))
             rhs = add(rhs, part.matvec(away), weight)
-        ridge = options.anchor * total.trace() / total.numel()
-        blocks.append(Block(total, rhs, ridge))
+        blocks.append(Block.anchored(total, rhs, options.anchor))
         shares = [s + w * t for s, w, t in zip(shares, weights, traces, strict=True)]
     return blocks, _normalised(shares) if sum(shares) else _normalised(examples)
 

@@ -1,6 +1,16 @@
 """What a run leaves behind: ``metrics.json``, the model, and pictures."""
 
 from flwr_fisher.report.folder import ReportDir, resolve_output_dir
+from flwr_fisher.report.many_rounds import evaluate_on_test, report_rounds
 from flwr_fisher.report.one_shot import report_one_shot
+from flwr_fisher.report.rounds import plot_rounds, rounds_of
 
-__all__ = ["ReportDir", "report_one_shot", "resolve_output_dir"]
+__all__ = [
+    "ReportDir",
+    "evaluate_on_test",
+    "plot_rounds",
+    "report_one_shot",
+    "report_rounds",
+    "resolve_output_dir",
+    "rounds_of",
+]

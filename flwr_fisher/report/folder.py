@@ -60,15 +60,21 @@ class ReportDir:
         bytes: Mapping[str, float],
         seconds: Mapping[str, float],
         config: Mapping[str, Any],
+        rounds: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write ``metrics.json``: ``accuracy.<method>``, ``bytes.*``, and so on."""
-        content = {
+        """Write ``metrics.json``: ``accuracy.<method>``, ``bytes.*``, and so on.
+
+        `rounds`, from :func:`flwr_fisher.report.rounds_of`, becomes ``rounds.<round>``.
+        """
+        content: dict[str, Any] = {
             "accuracy": accuracy,
             "bytes": bytes,
             "seconds": seconds,
             "seed": config.get("seed"),
             "config": dict(config),
         }
+        if rounds is not None:
+            content["rounds"] = rounds
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (self.path / "metrics.json").write_text(text)
 

@@ -1,26 +1,22 @@
 """The report of a one-shot run: every method on the same uploads."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import RecordDict
-from rich.console import Console
 from rich.table import Table
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
-from flwr_fisher.merge import LocalPosterior, MergeResult, fedavg
+from flwr_fisher.merge import MergeResult, add_sums, fedavg
 from flwr_fisher.report.folder import ReportDir
 from flwr_fisher.report.plots import plot_accuracies, plot_labels, plot_residuals
+from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.strategies import CurvatureResult, Upload
 from flwr_fisher.tasks import Task
-from flwr_fisher.wire import serialized_bytes, tensors_to_arrays
+from flwr_fisher.wire import SumsUpload
 
 __all__ = ["report_one_shot"]
-
-logger = logging.getLogger("flwr")
 
 _TITLES = {
     "fedavg": "FedAvg",
@@ -41,7 +37,8 @@ def report_one_shot(
     """Score the merge beside the simple alternatives, on the same uploads; write all.
 
     The alternatives are FedAvg's mean, the best single client (on the test set, so a
-    generous reference), and the ensemble of all clients, which is not one model.
+    generous reference), and the ensemble of all clients, which is not one model. Of
+    uploads for ``aggregate="sums"`` FedAvg's mean alone can be made.
 
     Parameters
     ----------
@@ -60,10 +57,9 @@ def report_one_shot(
     dict[str, float]
         Accuracy by method, as in ``metrics.json``.
     """
-    posteriors = [upload.posterior for upload in result.uploads]
     merged: MergeResult = result.details
-    accuracy = _accuracies(task, posteriors, merged)
-    sizes = _bytes(result.uploads)
+    accuracy = _accuracies(task, result.uploads, merged)
+    sizes = reply_sizes(result.uploads, merged.params)
     folder = ReportDir(path)
     folder.metrics(accuracy=accuracy, bytes=sizes, seconds=seconds, config=config)
     folder.model(merged.params)
@@ -76,10 +72,15 @@ def report_one_shot(
 
 
 def _accuracies(
-    task: Task, posteriors: Sequence[LocalPosterior], merged: MergeResult
+    task: Task, uploads: Sequence[Upload], merged: MergeResult
 ) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, loader = task.make_model().to(device), task.test_loader()
+    if _are_sums(uploads):
+        mean = add_sums([upload.sums for upload in uploads]).mean(merged.params)
+        both = {"fedavg": mean, "fedfisher": merged.params}
+        return accuracies(model, both, loader)
+    posteriors = [upload.posterior for upload in uploads]
     members = [posterior.params for posterior in posteriors]
     weights = [posterior.num_examples for posterior in posteriors]
     single = accuracies(model, {str(i): p for i, p in enumerate(members)}, loader)
@@ -90,20 +91,8 @@ def _accuracies(
     return {name: found[name] for name in _TITLES}
 
 
-def _bytes(uploads: Sequence[Upload]) -> dict[str, float]:
-    """Return the mean size of a reply, and of FedAvg's: the same one without extras."""
-    plain = [
-        serialized_bytes(
-            RecordDict(
-                {"arrays": tensors_to_arrays(u.payload.params), "metrics": u.metrics}
-            )
-        )
-        for u in uploads
-    ]
-    return {
-        "upload_per_client": sum(u.num_bytes for u in uploads) / len(uploads),
-        "fedavg_per_client": sum(plain) / len(plain),
-    }
+def _are_sums(uploads: Sequence[Upload]) -> bool:
+    return isinstance(uploads[0].payload, SumsUpload)
 
 
 def _print(
@@ -112,11 +101,4 @@ def _print(
     table = Table("method", "test accuracy", title="Every method on the same uploads")
     for title, value in accuracy.items():
         table.add_row(title, f"{100 * value:.1f} %")
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        logger.info(line)
-    upload, plain = sizes["upload_per_client"], sizes["fedavg_per_client"]
-    logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", upload / 1e3, plain / 1e3)
-    logger.info("Results are in %s", path)
+    log_summary(table, sizes, path)

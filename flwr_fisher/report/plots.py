@@ -5,29 +5,27 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
-__all__ = ["plot_accuracies", "plot_labels", "plot_residuals"]
+from flwr_fisher.report.style import BEST, GRID, INK, QUIET, figure, save
 
-_INK, _QUIET, _BEST = "#222222", "#9aa5b1", "#d1495b"
+__all__ = ["plot_accuracies", "plot_labels", "plot_residuals"]
 
 
 def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> None:
     """Draw one bar a method, in per cent; the method called `best` stands out."""
-    figure, axes = _figure(height=0.9 + 0.5 * len(accuracy))
+    drawn, axes = figure(height=0.9 + 0.5 * len(accuracy))
     names = list(accuracy)
     values = [100 * accuracy[name] for name in names]
-    colors = [_BEST if name == best else _QUIET for name in names]
+    colors = [BEST if name == best else QUIET for name in names]
     bars = axes.barh(names, values, color=colors, height=0.65)
-    axes.bar_label(bars, fmt="%.1f", padding=4, color=_INK)
+    axes.bar_label(bars, fmt="%.1f", padding=4, color=INK)
     axes.invert_yaxis()
     axes.set_xlim(0, 105)
     axes.set_xlabel("test accuracy, %")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    _save(figure, path)
+    save(drawn, path)
 
 
 def plot_labels(
@@ -35,7 +33,7 @@ def plot_labels(
 ) -> None:
     """Draw each client's examples of each class: ``[clients, classes]``, stacked."""
     clients, classes = histogram.shape
-    figure, axes = _figure(height=1.4 + 0.32 * min(clients, 30))
+    drawn, axes = figure(height=1.4 + 0.32 * min(clients, 30))
     names = class_names or [str(index) for index in range(classes)]
     colors = colormaps["tab20"](np.linspace(0, 1, max(classes, 2)))
     left = np.zeros(clients)
@@ -56,25 +54,14 @@ def plot_labels(
             loc="center left",
             bbox_to_anchor=(1.0, 0.5),
         )
-    _save(figure, path)
+    save(drawn, path)
 
 
 def plot_residuals(path: Path, residuals: Sequence[float]) -> None:
     """Draw the solver's relative residual by iteration, on a logarithmic scale."""
-    figure, axes = _figure(height=3.2)
-    axes.semilogy(range(len(residuals)), residuals, color=_BEST, linewidth=2)
+    drawn, axes = figure(height=3.2)
+    axes.semilogy(range(len(residuals)), residuals, color=BEST, linewidth=2)
     axes.set_xlabel("solver iteration")
     axes.set_ylabel("relative residual")
-    axes.grid(axis="y", color="#e5e5e5")
-    _save(figure, path)
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, height), dpi=150)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, bbox_inches="tight", facecolor="white")
+    axes.grid(axis="y", color=GRID)
+    save(drawn, path)

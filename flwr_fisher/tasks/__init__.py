@@ -9,16 +9,26 @@ from flwr_fisher.tasks.images import ImageData, Images
 from flwr_fisher.tasks.models import MODELS, make_model
 from flwr_fisher.tasks.partitioners import PARTITIONS, make_partitioner
 from flwr_fisher.tasks.partitions import label_histogram, partition_indices
-from flwr_fisher.tasks.run_config import task_from_run_config
+from flwr_fisher.tasks.run_config import (
+    cohort_from_run_config,
+    task_from_run_config,
+)
 from flwr_fisher.tasks.task import Task, load_task
+from flwr_fisher.tasks.texts import VOCABULARY, Sequences, TextData
+from flwr_fisher.tasks.transformer import Transformer
 
 __all__ = [
     "DATASETS",
     "MODELS",
     "PARTITIONS",
+    "VOCABULARY",
     "ImageData",
     "Images",
+    "Sequences",
     "Task",
+    "TextData",
+    "Transformer",
+    "cohort_from_run_config",
     "label_histogram",
     "load_dataset",
     "load_task",

@@ -1,4 +1,4 @@
-"""Data sets by name: scikit-learn's digits, torchvision's, folders and the Hub's."""
+"""Data sets by name: digits, torchvision's, folders, the Hub's, and a text."""
 
 import os
 from collections.abc import Callable
@@ -11,12 +11,14 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
 from flwr_fisher.tasks.images import ImageData, Images
+from flwr_fisher.tasks.language import load_language
 from flwr_fisher.tasks.sources import (
     load_hub,
     load_image_folder,
     name_classes,
     stack_images,
 )
+from flwr_fisher.tasks.texts import TextData
 
 __all__ = ["DATASETS", "load_dataset"]
 
@@ -43,11 +45,11 @@ _TORCHVISION: dict[str, _Source] = {
     "gtsrb": ("GTSRB", "split", _HALF_RGB),
 }
 
-DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>")
+DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>", "language")
 """The names that :func:`load_dataset` knows."""
 
 
-def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData:
+def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData | TextData:
     """Load a data set into memory; a process loads each one once.
 
     The result is shared by all who ask for it: do not change its tensors in place.
@@ -59,6 +61,8 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData:
         ``test/<class>/`` below a directory (a relative one is looked up in
         `data_dir`) as 32×32 colour images; ``hf:<name>`` reads a data set of the
         Hugging Face Hub, or a directory in its format, with a train and a test split.
+        ``language`` is a text, Python's language reference, which needs no file: its
+        examples are sequences of characters from some eighty documents.
     data_dir : str | Path | None
         Where the files are or will be put; an absolute path (``~`` is expanded),
         because a Flower app runs in a copied folder. By default
@@ -67,8 +71,8 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData:
 
     Returns
     -------
-    ImageData
-        Training and test images with their classes.
+    ImageData | TextData
+        Training and test examples: images with their classes, or sequences.
 
     Raises
     ------
@@ -95,11 +99,13 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData:
 
 # Two names are the most that one process normally uses; more would only hold memory.
 @lru_cache(maxsize=4)
-def _load(name: str, given: Path | None) -> ImageData:
+def _load(name: str, given: Path | None) -> ImageData | TextData:
     root = given or DEFAULT_DATA_DIR.expanduser()
     kind, _, rest = name.partition(":")
     if name == "digits":
         return _load_digits()
+    if name == "language":
+        return load_language()
     if name in _TORCHVISION:
         return _load_torchvision(name, root)
     if kind == "imagefolder" and rest:

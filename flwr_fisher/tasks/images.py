@@ -69,6 +69,11 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
                 f" not {len(self.mean)} and {len(self.std)}"
             )
 
+    @property
+    def classes(self) -> Tensor:
+        """What a partition tells examples apart by: their labels, ``[n]``."""
+        return self.targets
+
     def __len__(self) -> int:
         return len(self.targets)
 
@@ -154,6 +159,11 @@ class ImageData:
     def num_classes(self) -> int:
         """The number of classes."""
         return len(self.class_names)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of a model's outputs: one a class."""
+        return self.num_classes
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.tasks.transformer import Transformer
 
 __all__ = ["MODELS", "make_model"]
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]
 
 
 def make_model(
@@ -30,6 +31,8 @@ def make_model(
       first pooling, as is usual for small images. Batch norm.
     - ``resnet18-gn``: the same with group norm of 32 groups, the default of Wu and
       He (2018), for clients whose batch statistics would not agree.
+    - ``transformer``: the :class:`~flwr_fisher.tasks.Transformer` for sequences, two
+      layers of width 64 with four heads.
 
     The convolutions of ``lenet`` and ``cnn`` are unpadded; below 20 pixels, where
     they would not fit twice, they are padded by 2.
@@ -38,25 +41,27 @@ def make_model(
     ----------
     name : str
         One of :data:`MODELS`.
-    shape : tuple[int, int, int]
-        Channels, height and width of an image.
+    shape : tuple[int, ...]
+        Channels, height and width of an image, or the length of a sequence.
     num_classes : int
-        The number of outputs.
+        The number of outputs; of a sequence, that of different tokens.
     seed : int
         Seed of the initial weights. The global generator is left as it was.
 
     Returns
     -------
     nn.Module
-        From ``[b, C, H, W]`` to logits ``[b, num_classes]``, on the CPU. Each
-        convolution and linear layer is called once in a forward pass.
+        From ``[b, C, H, W]`` to logits ``[b, num_classes]``, or from tokens ``[b, T]``
+        to ``[b, T, num_classes]``, on the CPU. Each convolution and linear layer is
+        called once in a forward pass.
 
     Raises
     ------
     UnknownNameError
         If the name is not known.
     ConfigurationError
-        If the images are too small for the model, or there is no class.
+        If the model is not for such examples, the images are too small for it, or
+        there is no class.
 
     Examples
     --------
@@ -66,13 +71,14 @@ def make_model(
     """
     if name not in _BUILDERS:
         raise UnknownNameError("model", name, MODELS)
+    _check_kind(name, shape)
     if num_classes < 1 or shape[0] < 1:
         raise ConfigurationError(
-            f"model {name!r} needs a class and a channel, not {num_classes} classes of"
-            f" images {shape}"
+            f"model {name!r} needs a class and a channel or token, not {num_classes}"
+            f" classes of examples {shape}"
         )
     smallest = _SMALLEST.get(name, 1)
-    if min(shape[1:]) < smallest:
+    if min(shape[1:], default=smallest) < smallest:
         raise ConfigurationError(
             f"images {shape} are too small for model {name!r}, which needs {smallest}"
             " pixels a side; try 'mlp'"
@@ -81,6 +87,18 @@ def make_model(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         return _BUILDERS[name](shape, num_classes)
+
+
+def _check_kind(name: str, shape: Shape) -> None:
+    """Raise unless the model is for examples of as many dimensions."""
+    kinds = {1: "sequences of tokens (T,)", 3: "images (C, H, W)"}
+    wanted = 1 if name in _FOR_SEQUENCES else 3
+    if len(shape) != wanted:
+        others = [m for m in MODELS if (m in _FOR_SEQUENCES) == (len(shape) == 1)]
+        raise ConfigurationError(
+            f"model {name!r} is for {kinds[wanted]}, not for examples of shape {shape};"
+            f" for these: {', '.join(others)}"
+        )
 
 
 def _logistic(shape: Shape, num_classes: int) -> nn.Module:
@@ -147,6 +165,10 @@ def _group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(32, channels)
 
 
+def _transformer(shape: Shape, num_classes: int) -> nn.Module:
+    return Transformer(num_classes, shape[0])
+
+
 _BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "logistic": _logistic,
     "mlp": _mlp,
@@ -156,7 +178,10 @@ _BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "cnn-bias": _convolutional((32, 64), (512, 128), bias=True),
     "resnet18": _resnet18(nn.BatchNorm2d),
     "resnet18-gn": _resnet18(_group_norm),
+    "transformer": _transformer,
 }
+
+_FOR_SEQUENCES = {"transformer"}
 
 # Two poolings leave a quarter of each side.
 _SMALLEST = dict.fromkeys(("lenet", "lenet-bias", "cnn", "cnn-bias"), 4)

@@ -17,6 +17,7 @@ PARTITIONS = (
     "dirichlet-class",
     "classes-per-client",
     "shards",
+    "by-document",
 )
 """The names that :func:`make_partitioner` knows."""
 
@@ -37,6 +38,8 @@ def make_partitioner(
     - ``dirichlet-class``: each class draws client proportions (FAGH, TCT).
     - ``classes-per-client``: each client has a fixed number of classes (TCT).
     - ``shards``: rows sorted by label are cut into shards, dealt to clients (FAGH).
+    - ``by-document``: for a text, whose labels are its documents. Each is at one
+      client, and clients have about as many examples.
 
     Parameters
     ----------
@@ -88,6 +91,7 @@ def make_partitioner(
 def _makers(alpha: float, classes: int, shards: int) -> dict[str, Callable[..., Any]]:
     from flwr_datasets import partitioner as flower
 
+    from flwr_fisher.tasks.by_document import ByDocumentPartitioner
     from flwr_fisher.tasks.dirichlet_client import DirichletClientPartitioner
 
     # float: their partitioner refuses other number types. Size 0: it would else
@@ -106,4 +110,5 @@ def _makers(alpha: float, classes: int, shards: int) -> dict[str, Callable[..., 
             class_assignment_mode="first-deterministic",
         ),
         "shards": partial(flower.ShardPartitioner, num_shards_per_partition=shards),
+        "by-document": ByDocumentPartitioner,
     }

@@ -36,7 +36,7 @@ def partition_indices(
     Parameters
     ----------
     targets : Tensor
-        The examples' labels, int64 ``[n]``.
+        The examples' labels, int64 ``[n]``; for a text, their documents.
     name : str
         One of :data:`~flwr_fisher.tasks.PARTITIONS`, explained in
         :func:`~flwr_fisher.tasks.make_partitioner`.

@@ -1,11 +1,12 @@
-"""The task that a Flower app's run-config describes."""
+"""What a Flower app's run-config describes: the task, and who trains in a round."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.tasks.task import Task, load_task
 
-__all__ = ["task_from_run_config"]
+__all__ = ["cohort_from_run_config", "task_from_run_config"]
 
 
 def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task:
@@ -33,3 +34,41 @@ def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task
         num_partitions=num_partitions,
         seed=int(config["seed"]),
     )
+
+
+def cohort_from_run_config(config: Mapping[str, Any], clients: int) -> dict[str, Any]:
+    """Return FedAvg's keywords that sample as many clients as a round is to have.
+
+    Parameters
+    ----------
+    config : Mapping[str, Any]
+        ``context.run_config``, with the key ``clients-per-round``.
+    clients : int
+        How many there are to sample from. If they are fewer, all take part.
+
+    Returns
+    -------
+    dict[str, Any]
+        ``fraction_train``, and ``min_train_nodes``: half of the round's clients.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no client, or none is wanted.
+
+    Examples
+    --------
+    >>> cohort_from_run_config({"clients-per-round": 64}, clients=20)
+    {'fraction_train': 1.0, 'min_train_nodes': 10}
+    """
+    wanted = int(config["clients-per-round"])
+    check_range("clients-per-round", wanted, 1)
+    if clients < 1:
+        raise ConfigurationError(
+            "no client is left to train: start more SuperNodes, --federation-config "
+            '"num-supernodes=20", or hold out fewer'
+        )
+    size = min(wanted, clients)
+    # Strategies round down, so a half more keeps rounding errors from costing a client.
+    fraction = min(1.0, (size + 0.5) / clients)
+    return {"fraction_train": fraction, "min_train_nodes": max(1, size // 2)}

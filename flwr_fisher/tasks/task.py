@@ -19,7 +19,9 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.tasks.datasets import load_dataset
 from flwr_fisher.tasks.images import ImageData, Images
 from flwr_fisher.tasks.models import make_model
+from flwr_fisher.tasks.partitioners import PARTITIONS
 from flwr_fisher.tasks.partitions import label_histogram, partition_indices
+from flwr_fisher.tasks.texts import Sequences, TextData
 
 __all__ = ["Task", "load_task"]
 
@@ -32,7 +34,7 @@ class Task:
 
     Parameters
     ----------
-    data : ImageData
+    data : ImageData | TextData
         All examples.
     parts : Sequence[Sequence[int]]
         For each client, the positions of its examples in ``data.train``.
@@ -40,15 +42,15 @@ class Task:
         The model's name.
     seed : int
         Seed of the model's initial weights.
-    validation : Images | None
+    validation : Images | Sequences | None
         Training examples that a server may use to choose hyperparameters.
     """
 
-    data: ImageData
+    data: ImageData | TextData
     parts: Sequence[Sequence[int]]
     model: str
     seed: int
-    validation: Images | None = None
+    validation: Images | Sequences | None = None
 
     @property
     def num_partitions(self) -> int:
@@ -63,9 +65,9 @@ class Task:
         nn.Module
             On the CPU, the same in every process.
         """
-        shape, num_classes = self.data.shape, self.data.num_classes
+        shape, num_outputs = self.data.shape, self.data.num_outputs
         return make_model(
-            self.model, shape=shape, num_classes=num_classes, seed=self.seed
+            self.model, shape=shape, num_classes=num_outputs, seed=self.seed
         )
 
     def num_examples(self, partition_id: int) -> int:
@@ -83,8 +85,8 @@ class Task:
         """
         return len(self._part(partition_id))
 
-    def train_images(self, partition_id: int) -> Images:
-        """Return a copy of a client's training examples.
+    def train_images(self, partition_id: int) -> Images | Sequences:
+        """Return a copy of a client's training examples, images or sequences.
 
         Parameters
         ----------
@@ -93,7 +95,7 @@ class Task:
 
         Returns
         -------
-        Images
+        Images | Sequences
             Its share of the training set.
         """
         return self.data.train.subset(list(self._part(partition_id)))
@@ -113,17 +115,18 @@ class Task:
         Returns
         -------
         DataLoader
-            Of images ``[b, C, H, W]`` and labels ``[b]``.
+            Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
+            ``[b, T]``.
         """
         images = self.train_images(partition_id)
         return _loader(images, RandomSampler(images), batch_size)
 
-    def eval_loader(self, images: Images, batch_size: int = 512) -> Loader:
-        """Return batches of any images, in order.
+    def eval_loader(self, images: Images | Sequences, batch_size: int = 512) -> Loader:
+        """Return batches of any examples, in order.
 
         Parameters
         ----------
-        images : Images
+        images : Images | Sequences
             What to read.
         batch_size : int
             Examples a batch; the last batch may be smaller.
@@ -131,7 +134,8 @@ class Task:
         Returns
         -------
         DataLoader
-            Of images ``[b, C, H, W]`` and labels ``[b]``.
+            Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
+            ``[b, T]``.
         """
         return _loader(images, SequentialSampler(images), batch_size)
 
@@ -146,20 +150,21 @@ class Task:
         Returns
         -------
         DataLoader
-            Of images ``[b, C, H, W]`` and labels ``[b]``.
+            Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
+            ``[b, T]``.
         """
         return self.eval_loader(self.data.test, batch_size)
 
     def label_histogram(self) -> Tensor:
-        """Count every client's training examples of every class.
+        """Count every client's training examples of every class, or document.
 
         Returns
         -------
         Tensor
-            Counts, int64 ``[clients, classes]``.
+            Counts, int64 ``[clients, classes]``; for a text, ``[clients, documents]``.
         """
         return label_histogram(
-            self.data.train.targets, self.parts, self.data.num_classes
+            self.data.train.classes, self.parts, self.data.num_classes
         )
 
     def _part(self, partition_id: int) -> Sequence[int]:
@@ -179,7 +184,7 @@ class Task:
         )
 
 
-def _loader(images: Images, order: Sampler[int], batch_size: int) -> Loader:
+def _loader(images: Images | Sequences, order: Sampler[int], batch_size: int) -> Loader:
     if batch_size < 1:
         raise ConfigurationError(f"batch_size must be ≥ 1, not {batch_size}")
     # The sampler yields lists, so that a batch is one indexing operation; collating
@@ -242,7 +247,7 @@ def load_task(
     ------
     ConfigurationError
         If a name is unknown (:class:`~flwr_fisher.errors.UnknownNameError`), a number
-        is out of range, or the model does not fit the images.
+        is out of range, or the model or the partition does not fit the data.
     DataError
         If data is missing or damaged, or a client would have too few examples.
 
@@ -255,6 +260,12 @@ def load_task(
     (479, torch.Size([3, 10]))
     """
     data = load_dataset(dataset, data_dir)
+    if partition == "by-document" and not isinstance(data, TextData):
+        others = ", ".join(name for name in PARTITIONS if name != partition)
+        raise ConfigurationError(
+            f"partition 'by-document' is for a text, and dataset {dataset!r} has no"
+            f" documents: use dataset 'language', or one of {others}"
+        )
     kept, parts = _share_out(
         *(dataset, data_dir, validation, hold_out, partition, num_partitions),
         *(alpha, classes_per_client, shards_per_client, seed),
@@ -280,7 +291,7 @@ def _share_out(
     seed: int,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Choose the validation examples, then the clients' from what remains."""
-    targets = load_dataset(dataset, data_dir).train.targets
+    targets = load_dataset(dataset, data_dir).train.classes
     if not 0 <= validation < len(targets):
         raise ConfigurationError(
             f"validation must be in 0…{len(targets) - 1}, not {validation}"

@@ -7,12 +7,12 @@
     one row more than the weight has inputs;
 ``curvature/ekfac/<weight>/A``, ``…/G`` and ``…/S``
     the two bases, shaped as the factors, and the moments ``[groups, m, n]``;
-``curvature/dense/<i>/<parameter>``
-    the parameter's rows of the i-th dense block (there is one, where all is dense),
-    ``[numel, d]``, columns in the keys' order.
+``curvature/dense/<parameter>,<parameter>…``
+    a dense matrix over these parameters, flattened one after the other, ``[d, d]``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -28,13 +28,50 @@ from flwr_fisher.curvature import (
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params
 
-__all__ = ["PREFIX", "curvature_to_tensors", "tensors_to_curvature"]
+__all__ = [
+    "PREFIX",
+    "Part",
+    "check_keys",
+    "check_shape",
+    "curvature_to_tensors",
+    "parse_key",
+    "tensors_to_curvature",
+]
 
 PREFIX = "curvature/"
 _DIAGONAL, _DENSE = f"{PREFIX}diagonal/", f"{PREFIX}dense/"
 _KFAC, _EKFAC = f"{PREFIX}kfac/", f"{PREFIX}ekfac/"
-_FACTORS = {_KFAC: "AG", _EKFAC: "AGS"}
+_JOIN = ","
+# A few bytes announce large factors of many groups, and no server knows a layer's
+# groups: factors may hold so many times the entries that they have with one group.
+_MOST, _SMALL = 16, 1 << 20
+_LARGEST = 2**31  # bytes of all dense matrices; `fisher` makes no more
 _SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
+
+
+class Part(Enum):
+    """What a tensor is to its curvature."""
+
+    DIAGONAL = 1
+    DENSE = 2
+    FACTOR = 3  # of K-FAC
+    BASIS = 4  # of E-KFAC
+    MOMENTS = 5
+
+
+_LAYERS = {
+    _KFAC: {"A": Part.FACTOR, "G": Part.FACTOR},
+    _EKFAC: {"A": Part.BASIS, "G": Part.BASIS, "S": Part.MOMENTS},
+}
+
+
+_STRUCTURES = {
+    "kfac": (Part.FACTOR, Part.DIAGONAL),
+    "diagonal": (Part.DIAGONAL,),
+    "ekfac": (Part.BASIS, Part.MOMENTS, Part.DIAGONAL),
+    "block": (Part.DENSE, Part.DIAGONAL),
+    "dense": (Part.DENSE,),
+}
 
 
 def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
@@ -45,11 +82,7 @@ def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
     StructureError
         If it is of a kind that has no layout (a lazy sum, say).
     """
-    return {
-        key: tensor
-        for index, part in enumerate(_flat(curvature))
-        for key, tensor in _tensors(part, index)
-    }
+    return {k: v for part in _flat(curvature) for k, v in _tensors(part)}
 
 
 def _flat(curvature: Curvature) -> Iterator[Curvature]:
@@ -60,7 +93,7 @@ def _flat(curvature: Curvature) -> Iterator[Curvature]:
         yield from _flat(child)
 
 
-def _tensors(curvature: Curvature, index: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(curvature: Curvature) -> Iterator[tuple[str, Tensor]]:
     if isinstance(curvature, Diagonal):
         for name, entry in curvature.entries.items():
             yield f"{_DIAGONAL}{name}", entry
@@ -72,10 +105,7 @@ def _tensors(curvature: Curvature, index: int) -> Iterator[tuple[str, Tensor]]:
         yield f"{_EKFAC}{curvature.weight}/G", curvature.basis_G
         yield f"{_EKFAC}{curvature.weight}/S", curvature.moments
     elif isinstance(curvature, Dense):
-        sizes = [shape.numel() for shape in curvature.shapes.values()]
-        rows = torch.split(curvature.matrix, sizes)
-        for name, part in zip(curvature.shapes, rows, strict=True):
-            yield f"{_DENSE}{index}/{name}", part
+        yield f"{_DENSE}{_JOIN.join(curvature.shapes)}", curvature.matrix
     else:
         raise StructureError(f"a {type(curvature).__name__} cannot be sent")
 
@@ -103,25 +133,22 @@ def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curva
         its parameter, not symmetric or negative on the diagonal.
     """
     diagonal: dict[str, Tensor] = {}
-    rows: dict[str, dict[str, Tensor]] = {}
     parts: list[Curvature] = []
     for key, tensor in tensors.items():
-        if key.startswith(_DIAGONAL):
-            name = _known(key, key.removeprefix(_DIAGONAL), tensor, params)
-            if tensor.shape != params[name].shape:
-                raise _misshapen(key, tensor, tuple(params[name].shape))
-            if (tensor < 0).any():
-                raise WireError("a diagonal must not be negative", field=key)
-            diagonal[name] = tensor
-        elif key.startswith(_DENSE):
-            index, _, name = key.removeprefix(_DENSE).partition("/")
-            _known(key, name, tensor, params)
-            rows.setdefault(index, {})[name] = tensor
-        elif (kind := _factor_kind(key)) and key.endswith("/A"):
-            parts.append(_layer(kind, key, tensors, params))
-        elif not (kind and f"{key[:-1]}A" in tensors):
-            raise WireError("unknown key", field=key)
-    parts += [_dense(index, block, params) for index, block in rows.items()]
+        check_shape(key, tensor.shape, params)
+        _check_values(key, tensor, params)
+    # Clients' blocks are merged in pairs, so their order must not depend on arrival.
+    places = {name: place for place, name in enumerate(params)}
+    for key in sorted(tensors, key=lambda key: places[parse_key(key, params)[1][0]]):
+        (part, names), tensor = parse_key(key, params), tensors[key]
+        if part == Part.DIAGONAL:
+            diagonal[names[0]] = tensor
+        elif part == Part.DENSE:
+            parts.append(Dense({name: params[name].shape for name in names}, tensor))
+        elif key.endswith("/A"):
+            parts.append(_layer(key.removesuffix("A"), names[0], tensors, params))
+        elif (first := f"{key[:-1]}A") not in tensors:
+            raise WireError("missing", field=first)
     if diagonal:
         parts.append(Diagonal(diagonal))
     if len(parts) == 1 and isinstance(parts[0], Dense | Diagonal):
@@ -132,84 +159,155 @@ def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curva
         raise WireError(str(error), field=PREFIX) from error
 
 
-def _factor_kind(key: str) -> str | None:
-    """Return the prefix of a factor's key, and None for any other key."""
-    for kind, letters in _FACTORS.items():
+def check_keys(
+    keys: Iterable[str], params: Params, structure: str | None = None
+) -> None:
+    """Raise :class:`WireError` unless these keys may be a curvature's.
+
+    A few bytes can stand for a large matrix, so this comes before any is decoded.
+
+    Parameters
+    ----------
+    keys : Iterable[str]
+        Each begins with ``curvature/``.
+    params : Mapping[str, Tensor]
+        The model's parameters.
+    structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", optional
+        What was asked for. By default it may be any.
+    """
+    dense: set[str] = set()
+    nbytes = 0
+    for key in keys:
+        part, names = parse_key(key, params)
+        if structure is not None and part not in _STRUCTURES[structure]:
+            raise WireError(f"structure '{structure}' was asked for", field=key)
+        if part == Part.DENSE:
+            if twice := dense.intersection(names):
+                reason = f"parameters {sorted(twice)} are in more than one block"
+                raise WireError(reason, field=key)
+            dense.update(names)
+            nbytes += 4 * sum(params[name].numel() for name in names) ** 2
+        if nbytes > _LARGEST:
+            raise WireError(f"dense matrices of {nbytes} bytes", field=key)
+
+
+def check_shape(key: str, shape: Sequence[int], params: Params) -> None:
+    """Raise :class:`WireError` unless a tensor called `key` can have that shape.
+
+    Parameters
+    ----------
+    key : str
+        Begins with ``curvature/``.
+    shape : Sequence[int]
+        The shape that arrived, or was announced.
+    params : Mapping[str, Tensor]
+        The model's parameters.
+    """
+    part, names = parse_key(key, params)
+    shape, weight = tuple(shape), params[names[0]].shape
+    if part == Part.DIAGONAL:
+        expected = {tuple(weight)}
+    elif part == Part.DENSE:
+        size = sum(params[name].numel() for name in names)
+        expected = {(size, size)}
+    else:
+        groups = shape[0] if len(shape) == 3 else 0
+        if not _can_have(weight, groups):
+            raise _misshapen(key, shape, f"factors of a weight of shape {(*weight,)}")
+        outputs, inputs = weight[0] // groups, weight[1:].numel()
+        widths = [inputs] if _bias(names[0], params) is None else [inputs, inputs + 1]
+        sides = {"A": [(n, n) for n in widths], "G": [(outputs, outputs)]}
+        sides["S"] = [(outputs, n) for n in widths]
+        expected = {(groups, *side) for side in sides[key[-1]]}
+    if shape not in expected:
+        raise _misshapen(key, shape, " or ".join(map(str, sorted(expected))))
+
+
+def _can_have(weight: torch.Size, groups: int) -> bool:
+    """Return whether a weight's layer can have so many groups."""
+    if len(weight) < 3:  # only convolutions have more than one
+        return len(weight) == 2 and groups == 1
+    if not 1 <= groups <= max(weight[0], 1) or weight[0] % groups:
+        return False
+    square = weight[1:].numel() ** 2
+    return groups * square <= max(_MOST * (square + weight[0] ** 2), _SMALL)
+
+
+def parse_key(key: str, params: Params) -> tuple[Part, list[str]]:
+    """Return what a tensor called `key` is, and the parameters that it names.
+
+    Raises
+    ------
+    WireError
+        If that is not a key of this layout, or there is no such parameter of floats.
+    """
+    part, names = _parse(key)
+    for name in names:
+        if name not in params:
+            raise WireError(f"the model has no such parameter '{name}'", field=key)
+        if not params[name].is_floating_point():
+            reason = f"'{name}' has dtype {params[name].dtype}, and no curvature"
+            raise WireError(reason, field=key)
+    if len(set(names)) < len(names):
+        raise WireError("names a parameter twice", field=key)
+    return part, names
+
+
+def _parse(key: str) -> tuple[Part, list[str]]:
+    if key.startswith(_DIAGONAL):
+        return Part.DIAGONAL, [key.removeprefix(_DIAGONAL)]
+    if key.startswith(_DENSE):
+        return Part.DENSE, key.removeprefix(_DENSE).split(_JOIN)
+    for kind, letters in _LAYERS.items():
         if key.startswith(kind) and key[-2:-1] == "/" and key[-1] in letters:
-            return kind
-    return None
+            return letters[key[-1]], [key[len(kind) : -2]]
+    raise WireError("unknown key", field=key)
 
 
-def _known(key: str, name: str, tensor: Tensor, params: Params) -> str:
-    if name not in params:
-        raise WireError("the model has no such parameter", field=key)
-    if tensor.dtype != (expected := params[name].dtype):
+def _misshapen(key: str, shape: Sequence[int], expected: str) -> WireError:
+    return WireError(f"shape {tuple(shape)}, expected {expected}", field=key)
+
+
+def _check_values(key: str, tensor: Tensor, params: Params) -> None:
+    part, names = parse_key(key, params)
+    if tensor.dtype != (expected := params[names[0]].dtype):
         raise WireError(f"dtype {tensor.dtype}, expected {expected}", field=key)
-    return name
+    if part in (Part.DIAGONAL, Part.MOMENTS):
+        if (tensor < 0).any():
+            raise WireError("must not be negative", field=key)
+    elif part != Part.BASIS:
+        _check_symmetric(key, tensor)
 
 
-def _misshapen(key: str, tensor: Tensor, expected: object) -> WireError:
-    return WireError(f"shape {tuple(tensor.shape)}, expected {expected}", field=key)
-
-
-def _bias_name(weight: str) -> str:
-    return weight.removesuffix("weight") + "bias"
+def _check_symmetric(key: str, matrix: Tensor) -> None:
+    if not matrix.numel():
+        return
+    if (matrix.diagonal(dim1=-2, dim2=-1) < 0).any():
+        raise WireError("negative on the diagonal", field=key)
+    if (matrix - matrix.mT).abs().max() > _SYMMETRY * matrix.abs().max():
+        raise WireError("not symmetric", field=key)
 
 
 def _bias(weight: str, params: Params) -> str | None:
     """Return the name of the bias that goes with a weight, if there is one."""
-    bias = _bias_name(weight)
+    bias = weight.removesuffix("weight") + "bias"
     fits = bias in params and params[bias].shape == params[weight].shape[:1]
     return bias if fits else None
 
 
 def _layer(
-    kind: str, key: str, tensors: Mapping[str, Tensor], params: Params
+    key: str, name: str, tensors: Mapping[str, Tensor], params: Params
 ) -> Kronecker | EigenKronecker:
-    name = key.removeprefix(kind).removesuffix("/A")
-    factors = []
-    for letter in _FACTORS[kind]:
-        if (field := f"{key[:-1]}{letter}") not in tensors:
-            raise WireError("missing", field=field)
-        factors.append(tensors[field])
-        _known(field, name, tensors[field], params)
-    A, G, shape = factors[0], factors[1], params[name].shape
-    if len(shape) < 2 or A.dim() != 3 or shape[0] % max(A.shape[0], 1):
-        raise _misshapen(key, A, f"factors of a weight of shape {tuple(shape)}")
-    inputs = shape[1:].numel()
-    bias = _bias(name, params) if A.shape[-1] > inputs else None
-    if A.shape[-1] > inputs and bias is None:
-        raise _misshapen(
-            key, A, f"[groups, {inputs}, {inputs}]: there is no '{_bias_name(name)}'"
-        )
+    letters = next(_LAYERS[kind] for kind in _LAYERS if key.startswith(kind))
+    for letter in letters:
+        if f"{key}{letter}" not in tensors:
+            raise WireError("missing", field=f"{key}{letter}")
+    A, G, *moments = (tensors[f"{key}{letter}"] for letter in letters)
+    shape = params[name].shape
+    bias = _bias(name, params) if A.shape[-1] > shape[1:].numel() else None
     try:
-        if kind == _KFAC:
-            layer: Kronecker | EigenKronecker = Kronecker(name, shape, A, G, bias)
-        else:
-            layer = EigenKronecker(name, shape, A, G, factors[2], bias)
-    except StructureError as error:
-        raise WireError(str(error), field=key) from error
-    if isinstance(layer, Kronecker):
-        _check_symmetric(key, layer.A)
-        _check_symmetric(f"{key[:-1]}G", layer.G)
-    elif (layer.moments < 0).any():
-        raise WireError("moments must not be negative", field=f"{key[:-1]}S")
-    return layer
-
-
-def _dense(index: str, rows: Mapping[str, Tensor], params: Params) -> Dense:
-    shapes = {name: params[name].shape for name in rows}
-    size = sum(shape.numel() for shape in shapes.values())
-    for name, part in rows.items():
-        if part.shape != (expected := (shapes[name].numel(), size)):
-            raise _misshapen(f"{_DENSE}{index}/{name}", part, expected)
-    matrix = torch.cat(list(rows.values()))
-    _check_symmetric(f"{_DENSE}{index}", matrix)
-    return Dense(shapes, matrix)
-
-
-def _check_symmetric(key: str, matrix: Tensor) -> None:
-    if (matrix.diagonal(dim1=-2, dim2=-1) < 0).any():
-        raise WireError("negative on the diagonal", field=key)
-    if (matrix - matrix.mT).abs().max() > _SYMMETRY * matrix.abs().max():
-        raise WireError("not symmetric", field=key)
+        if moments:
+            return EigenKronecker(name, shape, A, G, moments[0], bias)
+        return Kronecker(name, shape, A, G, bias)
+    except StructureError as error:  # its parts do not fit each other
+        raise WireError(str(error), field=f"{key}A") from error

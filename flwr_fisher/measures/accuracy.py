@@ -1,4 +1,4 @@
-"""Measures of a federation, usable with any strategy."""
+"""The accuracy of parameters that the server has at hand."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.errors import DataError
-from flwr_fisher.wire import serialized_bytes
 
-__all__ = ["accuracies", "ensemble_accuracy", "serialized_bytes"]
+__all__ = ["accuracies", "ensemble_accuracy"]
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 
@@ -80,7 +79,7 @@ def _predictions(
 
 
 def _accuracy(batches: list[tuple[Tensor, Tensor]]) -> float:
-    count = sum(len(y) for _, y in batches)
+    count = sum(y.numel() for _, y in batches)  # one label an example, or a token
     if not count:
         raise DataError("the loader has no examples")
     return sum(int((p == y).sum()) for p, y in batches) / count

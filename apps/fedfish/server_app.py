@@ -1,0 +1,67 @@
+"""Average the clients' updates by their Fisher information, round by round."""
+
+import time
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from flwr_fisher.measures import (
+    ClientServerBarrier,
+    MeasuredGrid,
+    Personalisation,
+    combine,
+)
+from flwr_fisher.params import shared_state
+from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
+from flwr_fisher.strategies import FedFish
+from flwr_fisher.tasks import cohort_from_run_config, task_from_run_config
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run FedFish and write its report."""
+    config, began = context.run_config, time.monotonic()
+    path = resolve_output_dir(str(config["output-dir"]), context.run_id)
+    task = task_from_run_config(config, len(list(grid.get_node_ids())))
+    held_out, seed = float(config["held-out"]), int(config["seed"])
+    measured = MeasuredGrid(
+        grid, held_out=held_out if held_out < 1 else int(held_out), seed=seed
+    )
+    every, barrier_every = int(config["evaluate-every"]), int(config["barrier-every"])
+    fraction = float(config["personalisation-fraction"])
+    epochs = int(config["personalisation-epochs"])
+    measures = combine(
+        evaluate_on_test(task, every=every),
+        ClientServerBarrier(measured, every=barrier_every) if barrier_every else None,
+        Personalisation(measured, fraction=fraction, epochs=epochs, every=every)
+        if fraction
+        else None,
+    )
+    strategy = FedFish(
+        server_optimizer=str(config["server-optimizer"]),
+        server_lr=float(config["server-lr"]),
+        fisher_source=str(config["fisher-source"]),
+        upload=str(config["upload"]),
+        reduction=str(config["reduction"]),
+        codec=str(config["codec"]),
+        budget=float(config["budget"]) or None,
+        seed=seed,
+        fraction_evaluate=0.0,
+        **cohort_from_run_config(config, len(list(measured.get_node_ids()))),
+    )
+    result = strategy.start(
+        measured,
+        ArrayRecord(shared_state(task.make_model())),
+        num_rounds=int(config["num-rounds"]),
+        evaluate_fn=measures,
+    )
+    report_rounds(
+        path,
+        method="FedFish",
+        task=task,
+        result=result,
+        config=config,
+        seconds={"total": time.monotonic() - began},
+    )

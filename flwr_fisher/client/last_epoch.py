@@ -1,0 +1,40 @@
+"""FedFish's Fisher without an extra pass: gradients squared while training."""
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import Diagonal
+from flwr_fisher.params import trainable_names
+
+__all__ = ["SquaredGradients"]
+
+
+class SquaredGradients:
+    r"""The mean of the squared batch gradients that it is shown.
+
+    FedFish, Appendix A.5.1: taken over the last local epoch, at parameters that still
+    move, instead of in another pass at the end.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its trainable parameters' ``grad`` is read at each call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {n: model.get_parameter(n) for n in trainable_names(model)}
+        self._total: dict[str, Tensor] = {}
+        self._count = 0
+
+    def __call__(self) -> None:
+        """Add the gradients as they are now."""
+        if not self._total:
+            self._total = {n: torch.zeros_like(p) for n, p in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._total[name].add_(parameter.grad.square())
+        self._count += 1
+
+    def curvature(self) -> Diagonal:
+        """Return the mean over the calls."""
+        return Diagonal({n: t / self._count for n, t in self._total.items()})

@@ -1,0 +1,33 @@
+"""Measures of a federation, usable with any strategy: Flower's own and this library's.
+
+A measure is an ``evaluate_fn``, so that what it finds reaches
+``Result.evaluate_metrics_serverapp``::
+
+    measured = MeasuredGrid(grid, held_out=20)
+    barrier = ClientServerBarrier(measured)
+    personal = Personalisation(measured, fraction=0.5, epochs=5, every=10)
+    evaluate_fn = combine(barrier, personal, my_evaluate_fn)
+    result = strategy.start(measured, arrays, evaluate_fn=evaluate_fn)
+
+The clients are to be :class:`flwr_fisher.client.FisherClient`, or to obey the same
+config: ``report-local`` in a train message, ``evaluate-on`` and
+``personalise-fraction`` in an evaluate message.
+"""
+
+from flwr_fisher.measures.accuracy import accuracies, ensemble_accuracy
+from flwr_fisher.measures.barrier import ClientServerBarrier
+from flwr_fisher.measures.combine import EvaluateFn, combine
+from flwr_fisher.measures.grid import MeasuredGrid
+from flwr_fisher.measures.personalisation import Personalisation
+from flwr_fisher.wire import serialized_bytes
+
+__all__ = [
+    "ClientServerBarrier",
+    "EvaluateFn",
+    "MeasuredGrid",
+    "Personalisation",
+    "accuracies",
+    "combine",
+    "ensemble_accuracy",
+    "serialized_bytes",
+]

@@ -1,0 +1,75 @@
+"""Several ``evaluate_fn`` as one, and the means that they are made of."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from flwr.app import ArrayRecord, MetricRecord
+
+__all__ = ["EvaluateFn", "combine", "means", "numbers"]
+
+logger = logging.getLogger("flwr")
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+def combine(*functions: EvaluateFn | None) -> EvaluateFn:
+    """Return one ``evaluate_fn`` that calls several, in order, and joins their metrics.
+
+    Of two metrics with one name the later counts, and the log says so. None instead of
+    a function is left out.
+
+    Examples
+    --------
+    >>> evaluate_fn = combine(
+    ...     lambda server_round, arrays: MetricRecord({"loss": 0.5}),
+    ...     lambda server_round, arrays: None,
+    ...     lambda server_round, arrays: MetricRecord({"round": server_round}),
+    ... )
+    >>> dict(evaluate_fn(3, ArrayRecord()))
+    {'loss': 0.5, 'round': 3}
+    """
+    called = [function for function in functions if function is not None]
+
+    def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        joined: MetricRecord | None = None
+        for function in called:
+            found = function(server_round, arrays)
+            if found is None:
+                continue
+            joined = MetricRecord() if joined is None else joined
+            if odd := [k for k, v in found.items() if k in joined and joined[k] != v]:
+                logger.warning("combine: two functions measure %s", ", ".join(odd))
+            joined.update(found)
+        return joined
+
+    return evaluate_fn
+
+
+def numbers(record: Mapping[str, object], prefix: str = "") -> dict[str, float]:
+    """Return the finite numbers under a prefix, without it."""
+    return {
+        key.removeprefix(prefix): value
+        for key, value in record.items()
+        if key.startswith(prefix)
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+    }
+
+
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the plain mean of every number that all rows have.
+
+    Sums are exact, so the rows' order does not matter.
+
+    Examples
+    --------
+    >>> means([{"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0}])
+    {'loss': 1.5}
+    """
+    shared: Iterable[str] = rows[0] if rows else ()
+    return {
+        key: math.fsum(row[key] for row in rows) / len(rows)
+        for key in shared
+        if all(key in row for row in rows)
+    }

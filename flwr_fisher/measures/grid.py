@@ -1,0 +1,227 @@
+"""A ``Grid`` that watches a strategy at work, and hides some nodes from it."""
+
+import copy
+import logging
+import random
+from collections.abc import Iterable, Mapping
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app.message_type import MessageType
+from flwr.app.typing import ConfigRecordValues
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.wire.nodes import NodeNames, collect
+
+__all__ = ["MeasuredGrid"]
+
+logger = logging.getLogger("flwr")
+
+_TOLD = 3  # failures that the log spells out
+
+
+class MeasuredGrid(Grid):
+    """Hands everything on to a grid, and lets measures see what passes.
+
+    Nodes that are held out never take part: ``get_node_ids`` does not name them. Which
+    ones depends on `seed` and the partitions that are connected when the first train
+    message is sent, not on node ids; a node that comes later takes part.
+
+    Parameters
+    ----------
+    grid : Grid
+        The grid of the ``ServerApp``.
+    held_out : int | float, default 0
+        How many nodes to hold out, or which fraction of them.
+    seed : int, default 0
+        Determines who is held out, and with the partition how a client splits its data.
+
+    Raises
+    ------
+    ConfigurationError
+        If `held_out` is out of range.
+    """
+
+    def __init__(self, grid: Grid, *, held_out: int | float = 0, seed: int = 0) -> None:
+        if not held_out >= 0 or (isinstance(held_out, float) and not held_out < 1):
+            raise ConfigurationError(
+                f"held_out must be a number of nodes or a fraction in [0, 1), got "
+                f"{held_out}"
+            )
+        self.grid, self.seed, self.num_held_out = grid, seed, held_out
+        self._names = NodeNames()
+        self._hidden: frozenset[int] = frozenset()
+        self._settled = not held_out
+        self._every = 0
+        self._cohort: dict[int, MetricRecord | None] = {}
+
+    # What measures use
+
+    def held_out(self) -> list[int]:
+        """Return the nodes that are held out and connected."""
+        return sorted(self._split()[1], key=self._names.order)
+
+    def report_local(self, every: int) -> None:
+        """Ask clients that train to score their model, each `every`-th round."""
+        self._every = every
+
+    def take_cohort(self) -> dict[int, MetricRecord | None]:
+        """Return and forget who was asked to train, with the reply's metrics if any.
+
+        A reply counts where the client scored its model: it has a ``local-loss``.
+        """
+        cohort, self._cohort = self._cohort, {}
+        return cohort
+
+    def aggregated(self, metrics: Mapping[int, MetricRecord]) -> None:
+        """Learn by node whose replies were aggregated, from a strategy that says so.
+
+        It may have left out a bad reply, and have others from a checkpoint. Requests
+        that no one scored a model for, one for gradients perhaps, change nothing.
+        """
+        if any("local-loss" in record for record in metrics.values()):
+            self._cohort = {**dict.fromkeys(self._cohort), **metrics}
+
+    def evaluate(
+        self,
+        nodes: Iterable[int],
+        server_round: int,
+        arrays: ArrayRecord,
+        config: Mapping[str, ConfigRecordValues],
+        timeout: float,
+    ) -> dict[int, MetricRecord]:
+        """Have nodes evaluate the arrays; return the metrics of those that did.
+
+        Failures cost a warning.
+        """
+        told = {**config, "server-round": server_round, "seed": self.seed}
+        content = RecordDict({"arrays": arrays, "config": ConfigRecord(told)})
+        messages = [
+            Message(content, node, MessageType.EVALUATE, group_id=str(server_round))
+            for node in nodes
+        ]
+        found, failed = {}, []
+        for reply in collect(self.grid, messages, timeout):
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                failed.append(f"{self._names.name(node)}: {reply.error.reason}")
+            elif records := list(reply.content.metric_records.values()):
+                found[node] = records[0]
+        if failed:
+            reasons = "; ".join(sorted(failed)[:_TOLD])
+            more = " …" if len(failed) > _TOLD else ""
+            logger.warning(
+                "%d of %d clients failed to evaluate: %s%s",
+                len(failed),
+                len(messages),
+                reasons,
+                more,
+            )
+        return found
+
+    # What a strategy uses
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the nodes that take part."""
+        return self._split()[0]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return the nodes that take part."""
+        shown = set(self.get_node_ids())
+        return [node for node in self.grid.get_nodes() if node.node_id in shown]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages."""
+        return self.grid.push_messages(self._sent(messages))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+        return self._seen(self.grid.pull_messages(message_ids))
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and return their replies."""
+        sent = self._sent(messages)
+        return self._seen(self.grid.send_and_receive(sent, timeout=timeout))
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Create a message, as the grid does."""
+        return self.grid.create_message(
+            content, message_type, dst_node_id, group_id, ttl
+        )
+
+    def set_run(self, run: Run) -> None:
+        """Set the grid's run."""
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The grid's run."""
+        return self.grid.run
+
+    def _split(self) -> tuple[list[int], list[int]]:
+        """Return who takes part and who is held out, of those who are connected."""
+        nodes = list(self.grid.get_node_ids())
+        if not self._settled:
+            self._hidden = self._choose(nodes)
+        shown = [node for node in nodes if node not in self._hidden]
+        if nodes and not shown:
+            logger.warning("All %d connected nodes are held out", len(nodes))
+        return shown, [node for node in nodes if node in self._hidden]
+
+    def _choose(self, nodes: list[int]) -> frozenset[int]:
+        self._names.learn(self.grid, nodes, timeout=float("inf"))
+        wanted = self.num_held_out
+        count = wanted if isinstance(wanted, int) else round(wanted * len(nodes))
+
+        # By a number of each node's own: who comes next does not shuffle the others.
+        def rank(node: int) -> tuple[float, int]:
+            key = f"{self.seed}/held out/{self._names.name(node)}"
+            return random.Random(key).random(), node
+
+        return frozenset(sorted(nodes, key=rank)[:count])
+
+    def _sent(self, messages: Iterable[Message]) -> list[Message]:
+        return [self._asked(message) for message in messages]
+
+    def _asked(self, message: Message) -> Message:
+        """Note a train message; return one that asks for what measures want to know."""
+        if not _is_train(message):
+            return message
+        self._settled = True
+        self._cohort.setdefault(message.metadata.dst_node_id, None)
+        records = dict(message.content.config_records)
+        name, config = next(iter(records.items()), ("config", ConfigRecord()))
+        server_round = config.get("server-round", 0)
+        if not self._every or int(str(server_round)) % self._every:
+            return message
+        # A copy: message, content and config are the strategy's, perhaps the user's.
+        asked = copy.copy(message)
+        changed = ConfigRecord({**config, "report-local": True})
+        asked.content = RecordDict({**message.content, name: changed})
+        return asked
+
+    def _seen(self, replies: Iterable[Message]) -> list[Message]:
+        """Note the metrics of replies that score the client's model."""
+        seen = list(replies)
+        for reply in seen:
+            if not _is_train(reply) or not reply.has_content():
+                continue
+            for record in reply.content.metric_records.values():
+                if "local-loss" in record:
+                    self._cohort[reply.metadata.src_node_id] = record
+        return seen
+
+
+def _is_train(message: Message) -> bool:
+    return message.metadata.message_type.split(".")[0] == MessageType.TRAIN

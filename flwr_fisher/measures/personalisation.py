@@ -1,0 +1,122 @@
+"""How well clients that never took part make the server's model their own."""
+
+import logging
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.measures.combine import means, numbers
+from flwr_fisher.measures.grid import MeasuredGrid
+
+__all__ = ["Personalisation"]
+
+logger = logging.getLogger("flwr")
+
+
+class Personalisation:
+    """Fine-tuning on held-out clients, as an ``evaluate_fn``.
+
+    FedFish, sections 4 and 5.2.2: a client that is held out fine-tunes a copy of the
+    server's model on a `fraction` of its training data, and is scored on the half that
+    it never fine-tunes on: before (zero-shot) and after. The halves are drawn once,
+    from the grid's seed and the client's partition, so that every round and fraction is
+    scored on the same examples.
+
+    Clients fine-tune with their own ``train_fn``, which has to be ``LocalSGD`` or
+    another dataclass with a field ``epochs``, and in batches of their ``trainloader``'s
+    size, which has to be a ``DataLoader`` of a map-style data set.
+
+    Parameters
+    ----------
+    grid : MeasuredGrid
+        What the strategy is started with; it holds clients out.
+    fraction : float, default 0.5
+        Of a held-out client's examples, to fine-tune on: in (0, 0.5].
+    epochs : int, default 1
+        Passes over them.
+    lr : float, optional
+        By default the clients' own.
+    every : int, default 1
+        Measure round 0, before any training, and each `every`-th round.
+    timeout : float, default 3600
+        Seconds to wait for the clients.
+    name : str, default "personalised"
+        What its metrics begin with. Give two measures with different fractions
+        different names.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range, or the grid holds no one out.
+
+    Notes
+    -----
+    A round's metrics, plain means over the clients that replied:
+    ``personalised-loss``, ``personalised-accuracy``, ``zero-shot-loss``,
+    ``zero-shot-accuracy``; ``personalised-clients``, how many these are, and
+    ``personalised-missing``, how many could not (with fewer than four examples, for
+    one). If none replied, a warning stands for the round.
+
+    Examples
+    --------
+    ::
+
+        measured = MeasuredGrid(grid, held_out=20)
+        quarter = Personalisation(measured, fraction=0.25, name="personalised-25")
+        half = Personalisation(measured, fraction=0.5, name="personalised-50")
+        strategy.start(measured, arrays, evaluate_fn=combine(quarter, half))
+    """
+
+    def __init__(
+        self,
+        grid: MeasuredGrid,
+        *,
+        fraction: float = 0.5,
+        epochs: int = 1,
+        lr: float | None = None,
+        every: int = 1,
+        timeout: float = 3600,
+        name: str = "personalised",
+    ) -> None:
+        if not 0 < fraction <= 0.5:
+            raise ConfigurationError(f"fraction must be in (0, 0.5], got {fraction}")
+        check_range("epochs", epochs, 1)
+        check_range("every", every, 1)
+        if not grid.num_held_out:
+            raise ConfigurationError(
+                "personalisation is of clients that never train: give the grid some, "
+                "MeasuredGrid(grid, held_out=20)"
+            )
+        self.grid, self.every, self.timeout, self.name = grid, every, timeout, name
+        self.config = {"personalise-fraction": fraction, "personalise-epochs": epochs}
+        if lr is not None:
+            check_range("lr", lr, 0)
+            self.config["lr"] = lr
+
+    def __call__(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Return how held-out clients fare with the parameters."""
+        if server_round % self.every:
+            return None
+        nodes = self.grid.held_out()
+        replies = self.grid.evaluate(
+            nodes, server_round, arrays, self.config, self.timeout
+        )
+        rows = [numbers(record) for record in replies.values()]
+        good = [
+            row for row in rows if {"zero-shot-loss", "personalised-loss"} <= set(row)
+        ]
+        if not good:
+            logger.warning(
+                "No personalisation in round %d: none of %d held-out clients replied",
+                server_round,
+                len(nodes),
+            )
+            return None
+        mean = means(good)
+        found = {k: v for k, v in mean.items() if k.startswith("zero-shot-")}
+        tuned = {k: v for k, v in mean.items() if k.startswith("personalised-")}
+        found |= {k.replace("personalised", self.name, 1): v for k, v in tuned.items()}
+        counts = {"clients": len(good), "missing": len(nodes) - len(good)}
+        return MetricRecord(
+            {**found, **{f"{self.name}-{key}": n for key, n in counts.items()}}
+        )

@@ -1,0 +1,119 @@
+"""FedFish's server step: an average of updates, weighted by Fishers (Dhawan et al.)."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.params import Params, check_same_layout, weighted_mean
+
+__all__ = ["fedfish_average"]
+
+
+def fedfish_average(
+    deltas: Sequence[Params], fishers: Sequence[Params], weights: Sequence[float]
+) -> dict[str, Tensor]:
+    r"""Return FedFish's pseudo-gradient, a Fisher-weighted mean of updates.
+
+    Elementwise,
+
+    .. math:: g = \frac{\sum_i w_i F_i \Delta_i}{\sum_i w_i F_i}
+
+    (Dhawan, Mitchell, Charles, Garrett & Dziugaite, "Leveraging Function Space
+    Aggregation for Federated Learning at Scale", TMLR 2024, Algorithm 1, line 8; with
+    parameters for updates it is the minimiser of its eq. 4). Where all clients' Fishers
+    are equal, also where they are all zero, it is FedAvg's
+    :math:`\sum_i w_i \Delta_i / \sum_i w_i`, bit for bit what
+    :func:`~flwr_fisher.params.weighted_mean` gives; where only one client's is not
+    zero, it is that client's update.
+
+    Parameters
+    ----------
+    deltas : Sequence[Mapping[str, Tensor]]
+        A client's :math:`\Delta_i = \theta_G - \theta_i`, of any shapes, all with the
+        same keys and shapes. Parameters :math:`\theta_i` may stand in their place.
+    fishers : Sequence[Mapping[str, Tensor]]
+        A client's diagonal :math:`F_i \ge 0`, shaped like its update. A key that they
+        lack (a buffer) gets FedAvg's value.
+    weights : Sequence[float]
+        A client's :math:`w_i \ge 0`, not all zero; the paper's are :math:`|D_i|`.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        With the first client's order and dtypes.
+
+    Raises
+    ------
+    ParamsError
+        Naming client and key, if layouts differ, an update is not finite, or a Fisher
+        is negative or not finite; also if there is no client or weights are unusable.
+
+    Notes
+    -----
+    Sums are taken in float64, and each entry's Fishers divided by the largest of them
+    first: their common scale does not matter, and no product overflows or vanishes.
+
+    Examples
+    --------
+    The first entry matters to the second client alone, the last to neither:
+
+    >>> deltas = [{"w": torch.ones(3)}, {"w": torch.zeros(3)}]
+    >>> fishers = [[0.0, 3.0, 0.0], [2.0, 1.0, 0.0]]
+    >>> fishers = [{"w": torch.tensor(fisher)} for fisher in fishers]
+    >>> fedfish_average(deltas, fishers, weights=[10, 10])
+    {'w': tensor([0.0000, 0.7500, 0.5000])}
+    """
+    mean = weighted_mean(deltas, weights)
+    if len(fishers) != len(deltas):
+        raise ParamsError(f"{len(fishers)} Fishers for {len(deltas)} updates")
+    covered = {key: v for key, v in deltas[0].items() if key in fishers[0]}
+    for index, (delta, fisher) in enumerate(zip(deltas, fishers, strict=True)):
+        check_same_layout(covered, fisher, f"client {index}'s Fisher")
+        _check_values(index, delta, fisher)
+    total = float(sum(weights))
+    shares = [float(weight) / total for weight in weights]
+    # Who has no weight has no say in what the largest Fisher is either.
+    heard = [index for index, share in enumerate(shares) if share > 0]
+    return mean | {
+        key: _weighted(
+            [deltas[i][key] for i in heard],
+            [fishers[i][key] for i in heard],
+            [shares[i] for i in heard],
+            mean[key],
+        )
+        for key in covered
+    }
+
+
+def _weighted(
+    deltas: list[Tensor], fishers: list[Tensor], shares: list[float], mean: Tensor
+) -> Tensor:
+    wide = [f.to(mean.device, torch.float64) for f in fishers]
+    lowest, highest = reduce(torch.minimum, wide), reduce(torch.maximum, wide)
+    scale = torch.where(highest > 0, highest, 1.0)
+    parts = [s * (f / scale) for f, s in zip(wide, shares, strict=True)]
+    total = reduce(torch.add, parts)
+    average = torch.zeros_like(mean, dtype=torch.float64)
+    for part, delta in zip(parts, deltas, strict=True):
+        average += part / total * delta.to(torch.float64)
+    return torch.where(lowest == highest, mean, average.to(mean.dtype))
+
+
+def _check_values(index: int, delta: Params, fisher: Params) -> None:
+    for key, value in delta.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise ParamsError(f"client {index}: '{key}' holds NaN or infinity")
+    for key, value in fisher.items():
+        if not delta[key].is_floating_point():
+            raise ParamsError(
+                f"client {index}'s Fisher covers '{key}', which is {delta[key].dtype}: "
+                "leave out what is not trained"
+            )
+        if not (value.isfinite() & (value >= 0)).all():
+            raise ParamsError(
+                f"client {index}'s Fisher: '{key}' has entries that are negative, NaN "
+                "or infinite"
+            )

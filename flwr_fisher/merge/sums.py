@@ -1,0 +1,253 @@
+r"""FedFisher's merge of diagonal Fishers from sums over clients alone.
+
+With diagonals, everything that the merge needs of its clients is a sum over them:
+:math:`\sum n_i`, :math:`\sum n_i \theta_i`, :math:`\sum n_i F_i` and
+:math:`\sum n_i F_i \theta_i`. A secure sum reveals nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Diagonal, WeightedSum
+from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
+from flwr_fisher.merge.fisher import MergeResult, solve_from
+from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
+from flwr_fisher.merge.posterior import LocalPosterior
+from flwr_fisher.merge.solvers import Progress, Score
+from flwr_fisher.merge.system import Block
+from flwr_fisher.params import Params, check_same_layout, select
+
+__all__ = ["DiagonalSums", "add_sums", "merge_sums", "sum_dtype", "sums_options"]
+
+
+@dataclass(frozen=True)
+class DiagonalSums:
+    r"""What one client adds to the sums, or the sums over several clients.
+
+    Floats are float32, or float64 for a float64 model; integers are int64. float32 is
+    enough: no :math:`F_i` is negative, so that in
+    :math:`\sum n_i F_i \theta_i / \sum n_i F_i` rounding costs some 1e-7 of the largest
+    :math:`|\theta_i|`.
+
+    Parameters
+    ----------
+    num_examples : float
+        :math:`n_i`.
+    params : dict[str, Tensor]
+        :math:`n_i \theta_i`, parameters and buffers.
+    fisher : dict[str, Tensor]
+        :math:`n_i F_i`, over the parameters to merge by curvature.
+    fisher_params : dict[str, Tensor]
+        :math:`n_i F_i \theta_i`, over the same.
+
+    Raises
+    ------
+    ConfigurationError
+        If `num_examples` is not positive.
+    ParamsError
+        If keys or shapes do not fit each other.
+    """
+
+    num_examples: float
+    params: dict[str, Tensor]
+    fisher: dict[str, Tensor]
+    fisher_params: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_examples < float("inf"):
+            raise ConfigurationError(f"num_examples must be > 0: {self.num_examples}")
+        check_same_layout(self.fisher, self.fisher_params, "fisher_params")
+        covered = select(self.params, self.fisher)
+        check_same_layout(covered, self.fisher, "fisher")
+
+    @classmethod
+    def of(cls, posterior: LocalPosterior) -> "DiagonalSums":
+        """Return what a client adds.
+
+        Raises
+        ------
+        StructureError
+            If its curvature is not diagonal.
+
+        Examples
+        --------
+        >>> F = Diagonal({"w": torch.tensor([0.5])})
+        >>> DiagonalSums.of(LocalPosterior({"w": torch.tensor([3.0])}, F, 4))
+        DiagonalSums(num_examples=4.0, params={'w': tensor([12.])}, fisher={'w': \
+tensor([2.])}, fisher_params={'w': tensor([6.])})
+        """
+        n, entries = float(posterior.num_examples), _diagonal(posterior)
+        weighted = {k: n * F.double() for k, F in entries.items()}
+        products = {k: nF * posterior.params[k] for k, nF in weighted.items()}
+        return cls(
+            n,
+            {k: _stored(n * v.double(), v.dtype) for k, v in posterior.params.items()},
+            {k: _stored(nF, entries[k].dtype) for k, nF in weighted.items()},
+            {k: _stored(nFt, entries[k].dtype) for k, nFt in products.items()},
+        )
+
+    def mean(self, like: Params | None = None) -> dict[str, Tensor]:
+        r"""Return FedAvg's mean :math:`\sum n_i \theta_i / \sum n_i`.
+
+        Parameters
+        ----------
+        like : Mapping[str, Tensor], optional
+            Gives the dtypes. Default: those of the sums.
+        """
+        if like is not None:
+            check_same_layout(like, self.params, "sums")
+        dtypes = {k: v.dtype for k, v in (like or self.params).items()}
+        return {
+            k: _rounded(total.double() / self.num_examples, dtypes[k])
+            for k, total in self.params.items()
+        }
+
+
+def add_sums(parts: Sequence[DiagonalSums]) -> DiagonalSums:
+    """Return the sums over all clients; they are taken in float64.
+
+    Raises
+    ------
+    ParamsError
+        If there is none, or their layouts differ.
+    """
+    if not parts:
+        raise ParamsError("there are no sums to add")
+    return DiagonalSums(
+        sum(part.num_examples for part in parts),
+        _added([part.params for part in parts]),
+        _added([part.fisher for part in parts]),
+        _added([part.fisher_params for part in parts]),
+    )
+
+
+def merge_sums(
+    sums: DiagonalSums,
+    *,
+    like: Params | None = None,
+    score: Score | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> MergeResult:
+    r"""Merge as :func:`~flwr_fisher.merge.merge_fisher` does, knowing nothing but sums.
+
+    With :math:`N = \sum n_i`, :math:`\bar\theta = \sum n_i \theta_i / N` and
+    :math:`F = \sum n_i F_i / N` it solves the same system,
+    :math:`F \delta = \sum n_i F_i \theta_i / N - F \bar\theta`, so that the parts give
+    the same model within 1e-5 (of a tensor's largest entry, or of 1). Where Fishers are
+    above 1, ``adam`` magnifies any rounding to some 1e-3, of the parts as of the sums.
+
+    Parameters
+    ----------
+    sums : DiagonalSums
+        Over all clients.
+    like : Mapping[str, Tensor], optional
+        Gives the result's dtypes, which sums of integers and of half floats have lost.
+    score, progress : optional
+        As for ``merge_fisher``.
+    **options
+        See :func:`sums_options`.
+
+    Returns
+    -------
+    MergeResult
+        Its ``shares`` are empty: the server cannot know them.
+
+    Raises
+    ------
+    ConfigurationError
+        If an option is out of range, or is one that needs more than sums.
+    ParamsError
+        If the sums are not finite, or do not fit `like`.
+
+    Examples
+    --------
+    >>> sure = LocalPosterior({"w": torch.zeros(1)}, Diagonal({"w": torch.ones(1)}), 5)
+    >>> flat = Diagonal({"w": torch.full((1,), 0.25)})
+    >>> unsure = LocalPosterior({"w": torch.ones(1)}, flat, 5)
+    >>> sums = add_sums([DiagonalSums.of(sure), DiagonalSums.of(unsure)])
+    >>> merge_sums(sums, solver="closed-form").params
+    {'w': tensor([0.2000])}
+    """
+    chosen = sums_options(**options)
+    check_score(score, chosen.solver)
+    for part in (sums.params, sums.fisher, sums.fisher_params):
+        for name, value in part.items():
+            if not value.isfinite().all():
+                raise ParamsError(f"the sums hold NaN or infinity for '{name}'")
+    mean = sums.mean(like)
+    blocks = [_block(sums, name, mean[name], chosen.anchor) for name in sums.fisher]
+    return solve_from(mean, blocks, [], chosen, score, progress)
+
+
+def sums_options(
+    solver: str = "cg", *, balance: float | None = None, **options: Any
+) -> MergeOptions:
+    """Return :func:`merge_options` for sums, whose `balance` is 0 and nothing else.
+
+    `shrink` and `damping` do nothing to a diagonal.
+
+    Raises
+    ------
+    ConfigurationError
+        If `balance` is not 0, or an option is out of range.
+    """
+    if balance:
+        raise ConfigurationError(
+            "balance must be 0 where the server knows sums only, since it takes the "
+            f"trace of each client's curvature; got {balance}"
+        )
+    return merge_options(solver, balance=0.0, **options)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the products of a tensor are summed."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _block(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> Block:
+    dtype = sums.fisher[name].dtype
+    entry = sums.fisher[name].double() / sums.num_examples
+    pull = sums.fisher_params[name].double() / sums.num_examples
+    curvature = WeightedSum([Diagonal({name: entry.to(dtype)})], [1.0])
+    rhs = pull - entry * mean.double()
+    return Block.anchored(curvature, {name: rhs.to(dtype)}, anchor)
+
+
+def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
+    entries: dict[str, Tensor] = {}
+    for block in posterior.curvature.blocks():
+        if not isinstance(block, Diagonal):
+            raise StructureError(
+                f"the curvature of {list(block.shapes)} is a {type(block).__name__}, "
+                "and only diagonals can be summed: use structure='diagonal'"
+            )
+        entries |= block.entries
+    return entries
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return _rounded(value, sum_dtype(dtype))
+
+
+def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return (value if dtype.is_floating_point else value.round()).to(dtype)
+
+
+def _added(parts: Sequence[Params]) -> dict[str, Tensor]:
+    for index, other in enumerate(parts[1:], start=1):
+        check_same_layout(parts[0], other, f"client {index}")
+    totals = {}
+    for key, first in parts[0].items():
+        wide = torch.float64 if first.is_floating_point() else first.dtype
+        total = torch.zeros_like(first, dtype=wide)
+        for part in parts:
+            total.add_(part[key])
+        totals[key] = total.to(first.dtype)
+    return totals

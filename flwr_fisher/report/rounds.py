@@ -1,0 +1,157 @@
+"""What a run of several rounds leaves: its metrics by round, and their picture."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from flwr.serverapp.strategy import Result
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from flwr_fisher.report.style import GRID, INK, QUIET, RUNS, panels, save
+
+__all__ = ["plot_rounds", "rounds_of"]
+
+logger = logging.getLogger("flwr")
+
+History = Mapping[int, Mapping[str, Any]]
+
+_DASHES = ("-", "--", ":", "-.")
+_PER_CENT = ("accuracy", "error")
+_LABELS = {
+    "accuracy": "test accuracy, %",
+    "loss": "test loss",
+    "barrier-loss": "client-server barrier, loss",
+    "barrier-error": "client-server barrier, error in points",
+}
+
+
+def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return a result's metrics by round, and then by where they come from.
+
+    ``{1: {"train": {…}, "evaluate": {…}, "server": {…}}, …}``: ``server`` is what
+    ``evaluate_fn`` found, ``train`` and ``evaluate`` are the clients' metrics,
+    aggregated. What a round has none of is left out.
+    """
+    histories = {
+        "train": result.train_metrics_clientapp,
+        "evaluate": result.evaluate_metrics_clientapp,
+        "server": result.evaluate_metrics_serverapp,
+    }
+    numbers = sorted({number for history in histories.values() for number in history})
+    return {
+        number: {
+            source: dict(history[number])
+            for source, history in histories.items()
+            if number in history
+        }
+        for number in numbers
+    }
+
+
+def plot_rounds(
+    path: Path, runs: Mapping[str, History], metrics: Sequence[str | Sequence[str]]
+) -> None:
+    """Draw metrics by round, a panel for each, for one run or several.
+
+    Parameters
+    ----------
+    path : Path
+        The picture's file.
+    runs : Mapping[str, Mapping[int, Mapping[str, Any]]]
+        By label, a run's metrics by round: ``result.evaluate_metrics_serverapp``, for
+        example. Every run has a colour, the first the one that stands out.
+    metrics : Sequence[str | Sequence[str]]
+        What to draw; several metrics in one panel have a line style each. Accuracies
+        and errors are drawn in per cent. A panel for which no run has anything is left
+        out, with a warning.
+
+    Examples
+    --------
+    ::
+
+        plot_rounds(
+            path / "rounds.png",
+            {"FedFish": fedfish.evaluate_metrics_serverapp, "FedAvg": …},
+            ["barrier-loss", ("personalised-accuracy", "zero-shot-accuracy")],
+        )
+    """
+    wanted = [(m,) if isinstance(m, str) else tuple(m) for m in metrics]
+    drawn = [keys for keys in wanted if any(_points(h, keys) for h in runs.values())]
+    for keys in wanted:
+        if keys not in drawn:
+            logger.warning("%s: no run has %s", path.name, " or ".join(keys))
+    if not drawn:
+        return
+    figure, axes = panels(len(drawn), height=3.2)
+    for one, keys in zip(axes, drawn, strict=True):
+        _panel(one, runs, keys)
+    if len(runs) > 1:
+        figure.legend(
+            [Line2D([], [], color=RUNS[i % len(RUNS)], lw=2) for i in range(len(runs))],
+            list(runs),
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=min(len(runs), 4),
+            frameon=False,
+        )
+    figure.tight_layout()
+    save(figure, path)
+
+
+def _panel(axes: Axes, runs: Mapping[str, History], keys: tuple[str, ...]) -> None:
+    for index, history in enumerate(runs.values()):
+        for key, dashes in zip(keys, cycle(_DASHES), strict=False):
+            points = _points(history, (key,))
+            axes.plot(
+                [number for number, _ in points],
+                [value for _, value in points],
+                color=RUNS[index % len(RUNS)],
+                linestyle=dashes,
+                linewidth=2,
+                # Few points are measurements to tell apart, many are a curve.
+                marker="o" if len(points) <= 15 else None,
+                markersize=4,
+            )
+    axes.set_xlabel("round")
+    axes.set_ylabel(_label(keys))
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=True))
+    axes.grid(axis="y", color=GRID)
+    axes.set_axisbelow(True)
+    if any(key in ("barrier-loss", "barrier-error") for key in keys):
+        axes.axhline(0, color=QUIET, linewidth=1, zorder=1)
+    if len(keys) > 1:
+        axes.legend(
+            [Line2D([], [], color=INK, lw=2, ls=d) for d in _DASHES[: len(keys)]],
+            [_short(key) for key in keys],
+            frameon=False,
+            fontsize="small",
+        )
+
+
+def _points(history: History, keys: Sequence[str]) -> list[tuple[int, float]]:
+    """Return (round, value) of numbers under any of the keys, in per cent if rates."""
+    return [
+        (number, record[key] * (100 if key.endswith(_PER_CENT) else 1))
+        for number, record in sorted(history.items())
+        for key in keys
+        if isinstance(record.get(key), int | float)
+    ]
+
+
+def _label(keys: tuple[str, ...]) -> str:
+    if len(keys) == 1:
+        plain = keys[0].replace("-", " ")
+        unit = ", %" if keys[0].endswith(_PER_CENT) else ""
+        return _LABELS.get(keys[0], plain + unit)
+    (kind, *others) = dict.fromkeys(key.split("-")[-1] for key in keys)
+    unit = ", %" if kind.endswith(_PER_CENT) else ""
+    return ", ".join(keys) if others else kind + unit
+
+
+def _short(key: str) -> str:
+    """Return a key without what the axis says already."""
+    return key.rpartition("-")[0] or key

@@ -1,0 +1,54 @@
+"""What every report ends with: sizes of replies, a table, and where the files are."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flwr.app import RecordDict
+from rich.console import Console
+from rich.table import Table
+
+from flwr_fisher.params import Params
+from flwr_fisher.strategies import Upload
+from flwr_fisher.wire import serialized_bytes, tensors_to_arrays
+
+__all__ = ["log_summary", "reply_sizes"]
+
+logger = logging.getLogger("flwr")
+
+
+def reply_sizes(uploads: Sequence[Upload], params: Params) -> dict[str, float]:
+    """Return the mean size of a reply, and of FedAvg's: parameters and metrics alone.
+
+    Parameters
+    ----------
+    uploads : Sequence[Upload]
+        A round's; of none there is no size.
+    params : Mapping[str, Tensor]
+        Any parameters of the model, which weigh what each client's do.
+    """
+    if not uploads:
+        return {}
+    arrays = tensors_to_arrays(params)
+    plain = [
+        serialized_bytes(RecordDict({"arrays": arrays, "metrics": upload.metrics}))
+        for upload in uploads
+    ]
+    return {
+        "upload_per_client": sum(u.num_bytes for u in uploads) / len(uploads),
+        "fedavg_per_client": sum(plain) / len(plain),
+    }
+
+
+def log_summary(table: Table, sizes: Mapping[str, float], path: Path) -> None:
+    """Tell the log a table, what an upload weighs, and where the results are."""
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        logger.info(line)
+    if sizes:
+        upload, plain = sizes["upload_per_client"], sizes["fedavg_per_client"]
+        kilobytes = upload / 1e3, plain / 1e3
+        logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", *kilobytes)
+    logger.info("Results are in %s", path)

@@ -1,0 +1,124 @@
+"""A text that every Python has: the language reference behind ``help()``."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import DataError
+from flwr_fisher.tasks.texts import Sequences, TextData, encode
+
+__all__ = ["cut", "load_language", "without_repeats"]
+
+_LENGTH = 64
+_HELD = 10
+
+
+def load_language() -> TextData:
+    """Read Python's language reference, one document a topic of ``help()``.
+
+    The standard library ships it as ``pydoc_data.topics``, under Python's own licence:
+    some eighty topics of 200 to 60,000 characters. Where topics share paragraphs, as
+    "compound statements" and "with" do, one of them keeps each
+    (:func:`without_repeats`). The last tenth of every document is for the test.
+
+    The text differs a little between versions of Python, so server and clients should
+    run the same; the tokens, and so the model, do not.
+
+    Returns
+    -------
+    TextData
+        Sequences of 64 tokens, a character each.
+
+    Raises
+    ------
+    DataError
+        If this Python comes without the text.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            "this Python comes without pydoc_data, the text of data set 'language':"
+            " use a full installation of Python, or another data set"
+        ) from error
+    return cut(without_repeats(topics), _LENGTH, _HELD)
+
+
+def without_repeats(documents: Mapping[str, str]) -> list[tuple[str, str]]:
+    r"""Leave every paragraph to the shortest document that has it.
+
+    Otherwise the test split would hold much that is in the training split, from
+    another document. In Python's topics it is a fifth of the text.
+
+    Parameters
+    ----------
+    documents : Mapping[str, str]
+        Texts by name; blank lines part their paragraphs.
+
+    Returns
+    -------
+    list[tuple[str, str]]
+        Names and what remains, in the order of the names.
+
+    Examples
+    --------
+    >>> without_repeats({"all": "One.\n\nTwo.\n\nThree.", "one": "One."})
+    [('all', 'Two.\n\nThree.'), ('one', 'One.')]
+    """
+    seen: set[str] = set()
+    remaining: dict[str, str] = {}
+    for name in sorted(documents, key=lambda name: (len(documents[name]), name)):
+        own = []
+        for paragraph in documents[name].split("\n\n"):
+            words = " ".join(paragraph.split())  # however it is indented
+            if words not in seen:
+                seen.add(words)
+                own.append(paragraph)
+        remaining[name] = "\n\n".join(own)
+    return sorted(remaining.items())
+
+
+def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> TextData:
+    """Cut documents into pieces that share no character, the last ones for the test.
+
+    Parameters
+    ----------
+    documents : Sequence[tuple[str, str]]
+        Names and texts. What is left over at a document's end is not used, nor is a
+        document of fewer than two pieces.
+    length : int
+        Positions of an example, T; a piece has one character more.
+    held : int
+        One piece in `held`, rounded up, is for the test, from each document's end.
+
+    Returns
+    -------
+    TextData
+        With the documents in the order given.
+
+    Raises
+    ------
+    DataError
+        If no document is long enough.
+    """
+    names: list[str] = []
+    train: list[tuple[Tensor, Tensor]] = []
+    test: list[tuple[Tensor, Tensor]] = []
+    for name, text in documents:
+        count = len(text) // (length + 1)
+        if count < 2:
+            continue
+        pieces = encode(text[: count * (length + 1)]).reshape(count, length + 1)
+        document = torch.full((count,), len(names))
+        names.append(name)
+        end = count - -(-count // held)
+        train.append((pieces[:end], document[:end]))
+        test.append((pieces[end:], document[end:]))
+    if not names:
+        raise DataError(f"no document has two pieces of {length + 1} characters")
+    first, second = (
+        Sequences(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        for parts in (train, test)
+    )
+    return TextData(first, second, tuple(names))

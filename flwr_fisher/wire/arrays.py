@@ -1,0 +1,174 @@
+"""Named tensors as an ``ArrayRecord``, and back from whatever bytes arrived.
+
+Flower sends an array as the bytes that ``np.save`` writes: a header with dtype, order
+and shape, then the entries. ``np.load`` allocates what a header asks for before it
+looks how many bytes follow, so that a hundred bytes can ask for a terabyte. Here the
+header must account for every byte that came before anything of its size is allocated.
+"""
+
+import io
+import math
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from numpy.lib import format as npy
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+
+__all__ = ["arrays_to_tensors", "tensors_to_arrays"]
+
+_STYPE = "numpy.ndarray"
+# `np.save` needs less than 512 bytes for the longest of shapes. Python's parser, which
+# reads the header, can be driven deep into recursion by a few thousand.
+_HEADER_BYTES = 1024
+_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
+    np.dtype(name): getattr(torch, name)  # native: '>f4' is another dtype than '<f4'
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64"),
+        *("int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+_SHOWN = 80
+
+
+def tensors_to_arrays(tensors: Params) -> ArrayRecord:
+    """Return an ``ArrayRecord`` of the tensors, moved to the CPU.
+
+    Raises
+    ------
+    WireError
+        Naming the key of a tensor whose dtype NumPy lacks, such as bfloat16.
+    """
+    arrays = {}
+    for key, tensor in tensors.items():
+        try:
+            # `np.save` writes non-contiguous arrays in another order, with a flag.
+            arrays[key] = Array(tensor.detach().cpu().contiguous().numpy())
+        except TypeError as error:
+            reason = f"dtype {tensor.dtype} cannot be sent: cast the model to float32"
+            raise WireError(reason, field=key) from error
+    return ArrayRecord(arrays)
+
+
+def arrays_to_tensors(
+    record: ArrayRecord, *, limit: int | None = None
+) -> dict[str, Tensor]:
+    """Read every array of a record, in memory that is the tensors' own.
+
+    Whatever the bytes are, this allocates no more than about their number.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+        What arrived.
+    limit : int | None
+        The most bytes that its arrays may have, headers included. Default: any number.
+
+    Raises
+    ------
+    WireError
+        Naming the key of an array that cannot be read, is none of real numbers that
+        torch knows, is not what it declares to be, or holds a NaN or an infinity; or
+        of the largest array, if all together have more than `limit` bytes.
+
+    Examples
+    --------
+    >>> record = tensors_to_arrays({"w": torch.ones(2, 3)})
+    >>> arrays_to_tensors(record, limit=1000)["w"].shape
+    torch.Size([2, 3])
+    >>> record["w"].shape = (6,)
+    >>> arrays_to_tensors(record)
+    Traceback (most recent call last):
+    flwr_fisher.errors.WireError: 'w': unreadable array: declared as float32 of ...
+    """
+    if limit is not None:
+        _check_size(record, limit)
+    tensors = {}
+    for key, array in record.items():
+        try:
+            tensors[key] = tensor = _read(array)
+        except Exception as error:  # the bytes are a stranger's: anything can happen
+            raise WireError(f"unreadable array: {error}", field=key) from error
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise WireError("holds NaN or infinity", field=key)
+    return tensors
+
+
+def _check_size(record: ArrayRecord, limit: int) -> None:
+    sizes = {key: len(array.data) for key, array in record.items()}
+    if (total := sum(sizes.values())) > limit:
+        reason = f"{total} bytes arrived, and at most {limit} fit"
+        raise WireError(reason, field=max(sizes, key=sizes.__getitem__))
+
+
+def _read(array: Array) -> Tensor:
+    """Return an array as a tensor, or raise anything at all."""
+    if array.stype != _STYPE:
+        raise ValueError(f"stype {_shown(array.stype)}, expected {_STYPE}")
+    shape, fortran_order, dtype, start = _header(array.data[:_HEADER_BYTES])
+    _check_dtype(dtype)
+    if (array.dtype, tuple(array.shape)) != (str(dtype), shape):
+        raise ValueError(
+            f"declared as {_shown(array.dtype)} of shape {_shown(tuple(array.shape))}, "
+            f"but it is {dtype} of shape {_shown(shape)}"
+        )
+    if any(length < 0 for length in shape):
+        raise ValueError(f"negative shape {_shown(shape)}")
+    expected = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
+    if (arrived := len(array.data) - start) != expected:
+        raise ValueError(
+            f"{arrived} bytes of entries, but shape {_shown(shape)} of {dtype} has "
+            f"{_shown(expected)}"
+        )
+    # A view of the message's bytes, which are read-only and not the tensor's to keep.
+    entries = np.ndarray(
+        shape, dtype, array.data, start, order="F" if fortran_order else "C"
+    )
+    if dtype == np.bool_ and entries.view(np.uint8).max(initial=0) > 1:
+        raise ValueError("bool entries other than 0 and 1")
+    return torch.from_numpy(np.array(entries, order="C"))
+
+
+def _header(
+    head: bytes,
+) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
+    """Return shape, whether the order is Fortran's, dtype and where the entries start.
+
+    NumPy's own header reader does the work, and sees no more than `head`.
+    """
+    stream = io.BytesIO(head)
+    version = npy.read_magic(stream)
+    if version not in _READERS:  # 3.0 is for the names of records' fields
+        raise ValueError(f"npy version {version}, expected one of {list(_READERS)}")
+    read = _READERS[version]
+    shape, fortran_order, dtype = read(stream, max_header_size=_HEADER_BYTES)
+    return shape, fortran_order, dtype, stream.tell()
+
+
+def _check_dtype(dtype: np.dtype[np.generic]) -> None:
+    known = _DTYPES.get(dtype)
+    if known is None:
+        raise ValueError(f"torch has no {_shown(dtype)}")
+    # Symmetry, signs and isfinite mean something else there.
+    if known.is_complex:
+        raise ValueError(f"dtype {known}, expected real numbers")
+
+
+def _shown(value: object) -> str:
+    r"""Return a stranger's word printable and short enough for a log.
+
+    Examples
+    --------
+    >>> _shown((2, 3)), _shown("a\nb"), len(_shown("x" * 10**6))
+    ('(2, 3)', 'a\\nb', 80)
+    """
+    try:
+        text = ascii(str(value))[1:-1]
+    except ValueError:  # an integer with more digits than Python prints
+        return "…"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -1,0 +1,135 @@
+"""Small unsigned integers packed without a gap between them.
+
+The bits are in little-endian order: code i occupies the bits ``i * bits`` to
+``(i + 1) * bits - 1``, its lowest first, and bit j of the stream is bit ``j % 8`` of
+byte ``j // 8``, counted from the lowest. What the last byte has left over is zero. The
+host is taken to be little-endian too.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flwr_fisher.errors import check_range
+
+__all__ = ["pack", "packed_size", "unpack"]
+
+_GROUP = 8  # codes; the fewest that fill whole bytes whatever their width
+_WORD = 64  # bits
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Return how many bytes `count` codes of `bits` bits take.
+
+    Examples
+    --------
+    >>> packed_size(3, 6)
+    3
+    """
+    return -(-count * bits // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes into bytes.
+
+    Parameters
+    ----------
+    codes : Tensor
+        ``[n]``, of any integer dtype, every one in ``[0, 2**bits)``; this is not
+        checked, and a larger one spills over its neighbours.
+    bits : int
+        From 1 to 16.
+
+    Returns
+    -------
+    Tensor
+        uint8, ``[packed_size(n, bits)]``, on the codes' device.
+
+    Raises
+    ------
+    ConfigurationError
+        If `bits` is out of range.
+
+    Examples
+    --------
+    >>> pack(torch.tensor([1, 2, 3]), 6)  # 000011 000010 000001, read from the right
+    tensor([129,  48,   0], dtype=torch.uint8)
+    """
+    check_range("bits", bits, 1, 16)
+    if bits == 8:
+        return codes.to(torch.uint8)
+    if bits == 16:
+        return codes.to(torch.int16).view(torch.uint8)
+    groups = pad(codes, (0, -len(codes) % _GROUP)).view(-1, _GROUP)
+    words = codes.new_zeros(len(groups), _words(bits), dtype=torch.int64)
+    for i in range(_GROUP):
+        code = groups[:, i].to(torch.int64)
+        word, shift = divmod(i * bits, _WORD)
+        words[:, word] |= code << shift
+        if shift + bits > _WORD:
+            words[:, word + 1] |= code >> (_WORD - shift)
+    stream = words.view(torch.uint8)[:, :bits]
+    return stream.reshape(-1)[: packed_size(len(codes), bits)]
+
+
+def unpack(data: Tensor, bits: int, count: int) -> Tensor:
+    """Undo :func:`pack`.
+
+    Parameters
+    ----------
+    data : Tensor
+        uint8, ``[packed_size(count, bits)]``. Left-over bits are ignored.
+    bits : int
+        From 1 to 16.
+    count : int
+        How many codes there are.
+
+    Returns
+    -------
+    Tensor
+        int32, ``[count]``, on the data's device.
+
+    Raises
+    ------
+    ConfigurationError
+        If `bits` is out of range.
+    ValueError
+        If `data` has another size than `count` codes have, or another dtype.
+
+    Examples
+    --------
+    >>> unpack(torch.tensor([129, 48, 0], dtype=torch.uint8), 6, 3)
+    tensor([1, 2, 3], dtype=torch.int32)
+    """
+    check_range("bits", bits, 1, 16)
+    size = packed_size(count, bits)
+    if data.dtype != torch.uint8 or data.shape != (size,):
+        raise ValueError(
+            f"{count} codes of {bits} bits are torch.uint8 of shape ({size},), "
+            f"got {data.dtype} of shape {tuple(data.shape)}"
+        )
+    if bits == 8:
+        return data.to(torch.int32)
+    if bits == 16:
+        # A slice may begin at an odd byte, which a view of wider numbers cannot.
+        wide = data.clone(memory_format=torch.contiguous_format).view(torch.int16)
+        return wide.to(torch.int32) & 0xFFFF
+    groups = -(-count // _GROUP)
+    stream = pad(data, (0, groups * bits - size)).view(groups, bits)
+    row = pad(stream, (0, _words(bits) * _WORD // 8 - bits))
+    words = row.view(torch.int64)
+    codes = data.new_empty(groups, _GROUP, dtype=torch.int32)
+    for i in range(_GROUP):
+        word, shift = divmod(i * bits, _WORD)
+        # The mask also takes off the sign that a shift to the right drags in.
+        held = min(bits, _WORD - shift)
+        code = (words[:, word] >> shift) & ((1 << held) - 1)
+        if held < bits:
+            code |= (words[:, word + 1] << held) & ((1 << bits) - 1)
+        codes[:, i] = code
+    return codes.view(-1)[:count]
+
+
+def _words(bits: int) -> int:
+    """Return how many words a group takes."""
+    return -(-_GROUP * bits // _WORD)

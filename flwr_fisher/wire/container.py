@@ -1,0 +1,139 @@
+"""Many packed tensors in one array: a safetensors file inside an ``ArrayRecord``.
+
+Flower spends some 450 bytes on every array of a record, a safetensors file 80. The
+entry ``curvature/format`` says in JSON which version and codec the others are of.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from flwr.app import Array, ArrayRecord
+from safetensors.torch import save
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import arrays_to_tensors
+from flwr_fisher.wire.layout import PREFIX
+from flwr_fisher.wire.size import bytes_in_one_array
+
+__all__ = [
+    "FORMAT",
+    "PACKED",
+    "container_bytes",
+    "from_container",
+    "parse_text",
+    "text_of",
+    "to_container",
+]
+
+PACKED = "packed"
+FORMAT = f"{PREFIX}format"
+_ENTRY = 64  # bytes of JSON around an entry's name and three numbers
+_DESCRIPTION = 256
+_FRAME = 16  # the header's length, and padding
+_LENGTH = 8  # bytes that say how long the header is
+_HEADER = 4096  # bytes a parameter: its own entry and a curvature's, with long names
+
+
+def container_bytes(sizes: Mapping[str, int]) -> int:
+    """Return at most what the record of a container with entries of these sizes weighs.
+
+    Parameters
+    ----------
+    sizes : Mapping[str, int]
+        Bytes by key.
+    """
+    total = sum(sizes.values())
+    digits = 3 * len(str(total + 1000))
+    head = sum(_ENTRY + len(json.dumps(key)) + digits for key in sizes)
+    size = _FRAME + _ENTRY + len(FORMAT) + digits + _DESCRIPTION + head + total
+    return bytes_in_one_array(PACKED, size)
+
+
+def to_container(entries: Params, description: Mapping[str, Any]) -> ArrayRecord:
+    """Return a record of one array that holds all entries.
+
+    Parameters
+    ----------
+    entries : Mapping[str, Tensor]
+        uint8, one-dimensional.
+    description : Mapping[str, Any]
+        What the entries are, as JSON.
+    """
+    tensors = {FORMAT: text_of(description)} | {k: v.cpu() for k, v in entries.items()}
+    return ArrayRecord({PACKED: Array(np.frombuffer(save(tensors), np.uint8))})
+
+
+def from_container(
+    record: ArrayRecord, *, limit: int, count: int
+) -> tuple[dict[str, Tensor], object]:
+    """Return the entries and the description of a record that may be anybody's.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+        What arrived.
+    limit : int
+        The most bytes that it may weigh.
+    count : int
+        How many parameters the model has.
+
+    Raises
+    ------
+    WireError
+        If it weighs more than `limit` bytes, is no container, holds anything else than
+        bytes, or has a header that is too long for so many parameters.
+    """
+    if list(record) != [PACKED]:
+        keys = ", ".join(map(repr, list(record)[:3]))
+        raise WireError(f"expected this key alone, got {keys}"[:200], field=PACKED)
+    data = arrays_to_tensors(record, limit=limit)[PACKED]
+    if data.dtype != torch.uint8 or data.dim() != 1:
+        reason = f"{data.dtype} of shape {tuple(data.shape)}, expected bytes"
+        raise WireError(reason, field=PACKED)
+    # Parsed, an entry that is all header takes many times its bytes.
+    length = int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
+    if length > _HEADER * (count + 1):
+        raise WireError(f"a header of {length} bytes", field=PACKED)
+    try:
+        found = safetensors.deserialize(data.numpy().tobytes())  # type: ignore[no-untyped-call]
+    except Exception as error:  # the bytes are a stranger's: anything can happen
+        raise WireError(f"not a container: {error}"[:200], field=PACKED) from error
+    entries = {}
+    for key, entry in found:
+        if entry["dtype"] != "U8" or len(entry["shape"]) != 1:
+            raise WireError("not an array of bytes", field=key)
+        entries[key] = _bytes(entry["data"])
+    return entries, parse_text(entries.pop(FORMAT, None), FORMAT)
+
+
+def text_of(description: Mapping[str, Any]) -> Tensor:
+    """Return a description as JSON in uint8."""
+    return _bytes(json.dumps(description, separators=(",", ":")).encode())
+
+
+def parse_text(text: Tensor | None, field: str) -> object:
+    """Undo :func:`text_of`; the text may be anybody's.
+
+    Raises
+    ------
+    WireError
+        If there is none, or it is not JSON.
+    """
+    if text is None or text.dtype != torch.uint8 or text.numel() > _DESCRIPTION:
+        raise WireError("missing, too long, or no text", field=field)
+    try:
+        return json.loads(text.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}"[:200], field=field) from error
+
+
+def _bytes(data: bytes | bytearray) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

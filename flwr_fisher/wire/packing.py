@@ -1,0 +1,232 @@
+"""Named tensors in few bytes each: in which form, and back with every check.
+
+An entry begins with its form and its bits, one byte each. A parameter's form is
+
+``RAW``
+    its own bytes;
+``LINEAR``
+    codes, as :class:`~flwr_fisher.wire.quantise.Linear` makes them.
+
+In a part of a curvature there follow three sizes as uint32, and its form is
+
+``LOG``, ``ROOT``
+    what is not negative, by ``Logarithmic`` or ``SquareRoot``; the sizes are the shape
+    of E-KFAC's moments, and 0 in a diagonal, which has its parameter's;
+``WHOLE``, ``COLUMNS``
+    positive semi-definite matrices, see :mod:`flwr_fisher.wire.factors`; the sizes are
+    groups, n and rank (0 with ``WHOLE``);
+``BASIS``
+    the leading columns of orthonormal matrices, the others being zero; sizes as above.
+"""
+
+import math
+import struct
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire import factors
+from flwr_fisher.wire.layout import Part, check_shape, parse_key
+from flwr_fisher.wire.quantise import Linear, Logarithmic, Quantiser, SquareRoot
+
+__all__ = [
+    "HEAD",
+    "pack_basis",
+    "pack_columns",
+    "pack_diagonal",
+    "pack_params",
+    "pack_whole",
+    "size_of_diagonal",
+    "size_of_params",
+    "unpack_params",
+    "unpack_part",
+]
+
+_SHORT, _LONG = struct.Struct("<BB"), struct.Struct("<BBIII")
+HEAD = _LONG.size
+
+
+class Form(IntEnum):
+    """What an entry's first byte says."""
+
+    RAW = 0
+    LINEAR = 1
+    LOG = 2
+    ROOT = 3
+    WHOLE = 4
+    COLUMNS = 5
+    BASIS = 6
+
+
+_PSD = (Form.WHOLE, Form.COLUMNS)
+_FORMS = {
+    Part.DIAGONAL: (Form.LOG, Form.ROOT),
+    Part.MOMENTS: (Form.LOG, Form.ROOT),
+    Part.FACTOR: _PSD,
+    Part.DENSE: _PSD,
+    Part.BASIS: (Form.BASIS,),
+}
+_SCALES: dict[Form, type[Quantiser]] = {Form.LOG: Logarithmic, Form.ROOT: SquareRoot}
+
+
+def raw_is_smaller(tensor: Tensor, bits: int) -> bool:
+    """Return whether a tensor's own bytes are no more than codes of `bits` bits."""
+    return not tensor.is_floating_point() or 8 * tensor.itemsize <= bits
+
+
+def size_of_params(tensor: Tensor, bits: int) -> int:
+    """Return the size of :func:`pack_params`'s entry."""
+    if raw_is_smaller(tensor, bits):
+        return _SHORT.size + tensor.numel() * tensor.itemsize
+    return _SHORT.size + Linear(bits).size(tensor.numel())
+
+
+def pack_params(tensor: Tensor, bits: int) -> Tensor:
+    """Pack a parameter, or, with at least as many bits as it has, its own bytes."""
+    if raw_is_smaller(tensor, bits):
+        flat = tensor.detach().contiguous().view(-1)
+        return _entry(_SHORT.pack(Form.RAW, 0), flat.view(torch.uint8))
+    return _entry(_SHORT.pack(Form.LINEAR, bits), Linear(bits).encode(tensor))
+
+
+def size_of_diagonal(tensor: Tensor, bits: int) -> int:
+    """Return the largest size of :func:`pack_diagonal`'s entry."""
+    return HEAD + Logarithmic(bits).size(tensor.numel())
+
+
+def pack_diagonal(tensor: Tensor, bits: int) -> Tensor:
+    r"""Pack what is not negative by the scale that keeps it better.
+
+    Better is what has the smaller :math:`\sum (x - \hat x)^2 / x`: a Fisher's entries
+    span many decades, and are themselves second moments of a sample.
+    """
+    flat, field = tensor.detach().reshape(-1), "diagonal"
+    found = []
+    for form in (Form.LOG, Form.ROOT):
+        scale = _SCALES[form](bits)
+        data = scale.encode(flat)
+        back = scale.decode(data, len(flat), flat.dtype, field=field).double()
+        away = (back - flat.double()).square() / flat.double().clamp_min(1e-300)
+        found.append((float(away.sum()), form, data))
+    _, form, data = min(found, key=lambda trial: trial[0])
+    shape = tensor.shape if len(tensor.shape) == 3 else (0, 0, 0)
+    return _entry(_LONG.pack(form, bits, *shape), data)
+
+
+def pack_whole(matrices: Tensor, bits: int) -> Tensor:
+    """Pack ``[groups, n, n]`` or ``[n, n]`` whole."""
+    stacked = _stacked(matrices)
+    head = _LONG.pack(Form.WHOLE, bits, *stacked.shape[:2], 0)
+    return _entry(head, factors.encode_whole(stacked, bits))
+
+
+def pack_columns(values: Tensor, vectors: Tensor, rank: int, bits: int) -> Tensor:
+    """Pack ``[groups, n, n]`` by its eigenvalues, descending, and eigenvectors."""
+    head = _LONG.pack(Form.COLUMNS, bits, *values.shape, rank)
+    return _entry(head, factors.encode_columns(values, vectors, rank, bits))
+
+
+def pack_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
+    """Pack the first `rank` columns of ``[groups, n, n]``."""
+    head = _LONG.pack(Form.BASIS, bits, *vectors.shape[:2], rank)
+    return _entry(head, factors.encode_basis(vectors, rank, bits))
+
+
+def _entry(head: bytes, body: Tensor) -> Tensor:
+    start = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    return torch.cat([start.to(body.device), body])
+
+
+def _stacked(matrices: Tensor) -> Tensor:
+    return matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
+
+
+def unpack_params(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
+    """Read a parameter of the shape and dtype of `like`."""
+    if len(entry) < _SHORT.size:
+        raise WireError(f"{len(entry)} bytes", field=field)
+    form, bits = _SHORT.unpack(entry[: _SHORT.size].numpy().tobytes())
+    body = entry[_SHORT.size :]
+    if form == Form.RAW:
+        return _raw(body, like, field)
+    if form != Form.LINEAR or not like.is_floating_point():
+        raise WireError(f"form {form} for a parameter of {like.dtype}", field=field)
+    linear = Linear(_bits(bits, field))
+    return linear.decode(body, like.numel(), like.dtype, field=field).view(like.shape)
+
+
+def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
+    if len(body) != (expected := like.numel() * like.itemsize):
+        raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
+    if like.dtype == torch.bool and len(body) and body.max() > 1:
+        raise WireError("holds what is no bool", field=field)
+    tensor = body.clone().view(like.dtype).view(like.shape)
+    if not tensor.isfinite().all():
+        raise WireError("holds NaN or infinity", field=field)
+    return tensor
+
+
+def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor:
+    """Read a part of a curvature over `params`.
+
+    Nothing is allocated before the shape that is announced is one that they can have.
+    """
+    part, names = parse_key(field, params)
+    dtype = params[names[0]].dtype
+    form, bits, a, b, c, body = _long(entry, field)
+    if form not in _FORMS[part]:
+        raise WireError(f"form {form.name} for this part", field=field)
+    if part == Part.DIAGONAL:
+        shape: tuple[int, ...] = tuple(params[names[0]].shape)
+    elif part == Part.MOMENTS:
+        shape = (a, b, c)
+    else:
+        shape = (b, b) if part == Part.DENSE else (a, b, b)
+    check_shape(field, shape, params)
+    if part in (Part.DIAGONAL, Part.MOMENTS):
+        scale = _SCALES[form](bits)
+        count = math.prod(shape)
+        return scale.decode(body, count, dtype, field=field).view(shape)
+    if part == Part.DENSE and a != 1:
+        raise WireError(f"{a} matrices, expected one", field=field)
+    if form == Form.WHOLE:
+        matrices = factors.decode_whole(body, a, b, bits, field=field)
+    elif c > b:
+        raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
+    elif form == Form.COLUMNS:
+        matrices = factors.decode_columns(body, a, b, c, bits, field=field)
+    else:
+        basis = factors.decode_basis(body, a, b, c, bits, field=field)
+        matrices = pad(basis, (0, b - c))
+    return _as_dtype(matrices, dtype, field).view(shape)
+
+
+def _as_dtype(matrices: Tensor, dtype: torch.dtype, field: str) -> Tensor:
+    matrices = matrices.to(dtype)
+    if not matrices.isfinite().all():
+        raise WireError(f"does not fit into {dtype}", field=field)
+    return matrices
+
+
+def _long(entry: Tensor, field: str) -> tuple[Form, int, int, int, int, Tensor]:
+    if len(entry) < HEAD:
+        raise WireError(f"{len(entry)} bytes, and {HEAD} of head", field=field)
+    form, bits, *sizes = _LONG.unpack(entry[:HEAD].numpy().tobytes())
+    return (_form(form, field), _bits(bits, field), *sizes, entry[HEAD:])
+
+
+def _form(number: int, field: str) -> Form:
+    try:
+        return Form(number)
+    except ValueError as error:
+        raise WireError(f"unknown form {number}", field=field) from error
+
+
+def _bits(bits: int, field: str) -> int:
+    if not 2 <= bits <= 16:
+        raise WireError(f"codes of {bits} bits", field=field)
+    return bits

@@ -1,0 +1,281 @@
+"""The Fisher of a small decoder-only transformer, against loops over its tokens.
+
+nngeometry is no oracle here: it has no label at every position, and gets neither
+embeddings nor layer norms; the engine refuses them by name.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import Tensors, cut, flat, kinds, randn, relative, rng, seeded
+from torch import Tensor, nn
+
+from flwr_fisher import curvature
+from flwr_fisher.curvature import Dense, Diagonal, Kronecker
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import trainable_names
+from flwr_fisher.tasks import Transformer
+
+# Every piece, so that only rounding separates it from the oracles.
+fisher = partial(curvature.fisher, tolerance=0)
+
+TOLERANCE = 1e-10  # float64
+V, T, WIDTH = 7, 5, 8
+
+
+class Packed(nn.Module):
+    """The same with torch's own layers, which hold attention in one packed matrix."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, WIDTH), nn.Embedding(T, WIDTH)
+        layer = partial(
+            nn.TransformerEncoderLayer, WIDTH, 2, 16, 0.1, F.gelu, batch_first=True
+        )
+        self.blocks = nn.ModuleList(layer(norm_first=i > 0) for i in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, V)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        x = self.tokens(tokens) + self.positions(torch.arange(length))
+        mask = torch.full((length, length), -torch.inf, dtype=x.dtype).triu(1)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return self.head(self.norm(x))
+
+
+def ours(layers: int) -> nn.Module:
+    return Transformer(V, T, width=WIDTH, layers=layers, heads=2)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "one-layer": partial(ours, 1),
+    "two-layers": partial(ours, 2),
+    "packed": partial(Packed, 2),
+}
+all_models = pytest.mark.parametrize("name", MODELS)
+
+
+def make(name: str) -> nn.Module:
+    """Return a model in float64 whose norms and biases are not ones and zeros."""
+    model = seeded(MODELS[name]).double().eval()
+    for i, p in enumerate(model.parameters()):
+        p.data.add_(randn(i, *p.shape, dtype=torch.float64), alpha=0.3)
+    return model
+
+
+def sequences(n: int = 5, length: int = T) -> tuple[Tensor, Tensor]:
+    pieces = torch.randint(V, (n, length + 1), generator=rng(8))
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def gradients(model: nn.Module, value: Tensor) -> Tensors:
+    names = trainable_names(model)
+    params = [model.get_parameter(n) for n in names]
+    found = torch.autograd.grad(value, params, retain_graph=True)
+    return dict(zip(names, found, strict=True))
+
+
+def token_gradients(model: nn.Module, x: Tensor) -> Iterator[tuple[float, Tensors]]:
+    """Yield p and the gradient of log p, for every example, position and token."""
+    for example in x:
+        log_p = model(example.unsqueeze(0))[0].log_softmax(-1)
+        for value in log_p.flatten():
+            yield float(value.detach().exp()), gradients(model, value)
+
+
+def dense_oracle(model: nn.Module, x: Tensor) -> Tensor:
+    rows = [p**0.5 * flat(g) for p, g in token_gradients(model, x)]
+    return torch.stack(rows).T @ torch.stack(rows) / len(x)
+
+
+def check_diagonal(got: Tensors, want: Tensors) -> None:
+    """Parameter by parameter, so that none hides behind another."""
+    assert list(got) == list(want)
+    for name, entries in want.items():
+        assert entries.any(), name
+        assert relative(got[name], entries) <= TOLERANCE, name
+
+
+@all_models
+def test_exact(name: str) -> None:
+    model, (x, _) = make(name), sequences()
+    want = dense_oracle(model, x)
+    dense, diagonal = fisher(model, x.split(2), structure=["dense", "diagonal"])
+    assert list(dense.shapes) == list(diagonal.shapes) == trainable_names(model)
+    assert relative(dense.to_dense(), want) <= TOLERANCE
+    check_diagonal(diagonal.diagonal(), cut(want.diagonal(), diagonal.diagonal()))
+
+
+@all_models
+def test_exact_within_the_default_tolerance(name: str) -> None:
+    model, (x, _) = make(name), sequences()
+    exact = flat(fisher(model, [x], structure="diagonal").diagonal())
+    close = flat(curvature.fisher(model, [x], structure="diagonal").diagonal())
+    assert 0 < relative(close, exact) <= 5e-3
+    assert (close <= exact * (1 + 1e-9)).all()
+
+
+@all_models
+def test_empirical(name: str) -> None:
+    model, (x, y) = make(name), sequences()
+    rows = []
+    for example, labels in zip(x, y, strict=True):
+        logits = model(example.unsqueeze(0))[0]
+        rows.append(flat(gradients(model, F.cross_entropy(logits, labels) * T)))
+    want = torch.stack(rows).T @ torch.stack(rows) / len(x)
+    batches = list(zip(x.split(2), y.split(2), strict=True))
+    how = {"expectation": "empirical", "structure": ["dense", "diagonal"]}
+    dense, diagonal = fisher(model, batches, **how)
+    assert relative(dense.to_dense(), want) <= TOLERANCE
+    check_diagonal(diagonal.diagonal(), cut(want.diagonal(), diagonal.diagonal()))
+
+
+@all_models
+def test_empirical_batch(name: str) -> None:
+    """FedFish's: the square of the gradient of each batch's mean loss."""
+    model, (x, y) = make(name), sequences()
+    batches = list(zip(x.split(2), y.split(2), strict=True))
+    want = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for inputs, labels in batches:
+        # A sequence is an example, and its loss the sum over its tokens.
+        loss = F.cross_entropy(model(inputs).mT, labels) * T
+        for key, gradient in gradients(model, loss).items():
+            want[key] += gradient.square() / len(batches)
+    how = {"expectation": "empirical-batch", "structure": "diagonal"}
+    check_diagonal(fisher(model, batches, **how).diagonal(), want)
+
+
+def test_sampled_is_right_on_average() -> None:
+    model, (x, _) = make("one-layer"), sequences(3)
+    exact, samples = (
+        fisher(model, [x], structure="diagonal", expectation=e, num_samples=2000)
+        for e in ("exact", "sampled")
+    )
+    for name, entries in exact.diagonal().items():
+        assert relative(samples.diagonal()[name], entries) < 0.2, name
+
+
+# --- K-FAC ----------------------------------------------------------------------------
+
+
+@all_models
+def test_every_parameter_is_in_one_block(name: str) -> None:
+    """Linear layers have a Kronecker product; all else has its exact diagonal."""
+    model, (x, _) = make(name), sequences()
+    kfac, diagonal = fisher(model, x.split(2), structure=["kfac", "diagonal"])
+    found = kinds(kfac)
+    assert sorted(found) == sorted(trainable_names(model))
+    linear = {
+        f"{layer}.{part}"
+        for layer, module in model.named_modules()
+        # MultiheadAttention never calls its projections, packed or not.
+        if isinstance(module, nn.Linear) and "self_attn" not in layer
+        for part in ("weight", "bias")
+    }
+    assert {key for key, kind in found.items() if kind is Kronecker} == linear
+    assert {found[key] for key in found.keys() - linear} == {Diagonal}
+    if name != "packed":  # the attention's projections too
+        assert {"blocks.0.qkv.weight", "blocks.0.out.bias"} <= linear
+    for key in found.keys() - linear:
+        assert relative(kfac.diagonal()[key], diagonal.diagonal()[key]) <= TOLERANCE
+
+
+def test_a_linear_layers_factors() -> None:
+    """A is summed over positions and G averaged, as in a convolution."""
+    model, (x, _) = make("two-layers"), sequences()
+    layers = {k: m for k, m in model.named_modules() if isinstance(m, nn.Linear)}
+    caught: dict[str, tuple[Tensor, Tensor]] = {}
+    for key, layer in layers.items():
+        layer.register_forward_hook(
+            lambda _, args, out, key=key: caught.update({key: (args[0], out)})
+        )
+    factors: dict[str, list[Tensor]] = {}
+    for example in x:
+        log_p = model(example.unsqueeze(0))[0].log_softmax(-1)
+        now = dict(caught)
+        for key, (inputs, _) in now.items():
+            a = F.pad(inputs.detach()[0], (0, 1), value=1.0)
+            A, G = factors.setdefault(
+                key, [torch.zeros(()).double(), torch.zeros(()).double()]
+            )
+            factors[key] = [A + a.T @ a / len(x), G]
+        for value in log_p.flatten():
+            outs = [out for _, out in now.values()]
+            found = torch.autograd.grad(value, outs, retain_graph=True)
+            for key, (g,) in zip(now, found, strict=True):
+                weight = float(value.detach().exp()) / (T * len(x))
+                factors[key][1] = factors[key][1] + weight * g.T @ g
+    blocks = {
+        block.weight.removesuffix(".weight"): block
+        for block in fisher(model, x.split(2)).blocks()
+        if isinstance(block, Kronecker)
+    }
+    assert blocks.keys() == factors.keys() == layers.keys()
+    for key, (A, G) in factors.items():
+        assert relative(blocks[key].A[0], A) <= TOLERANCE, key
+        assert relative(blocks[key].G[0], G) <= TOLERANCE, key
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "block"])
+def test_one_token_is_exact(structure: str) -> None:
+    """With one example of one position a layer's Fisher is a Kronecker product."""
+    model, (x, _) = make("two-layers"), sequences(1, length=1)
+    dense = dense_oracle(model, x)
+    names = trainable_names(model)
+    places = cut(torch.arange(len(dense)), {n: model.get_parameter(n) for n in names})
+    for block in fisher(model, [x], structure=structure).blocks():
+        rows = flat({n: places[n] for n in block.shapes}).long()
+        want = dense[rows][:, rows]
+        if isinstance(block, Diagonal):
+            want = want.diagonal().diag()
+        assert relative(block.to_dense(), want) <= TOLERANCE, list(block.shapes)
+
+
+def test_blocks_are_the_dense_matrixs() -> None:
+    model, (x, _) = make("one-layer"), sequences()
+    dense = fisher(model, [x], structure="dense")
+    places = cut(torch.arange(dense.numel()), dense.diagonal())
+    for block in fisher(model, x.split(2), structure="block").blocks():
+        if isinstance(block, Dense):
+            rows = flat({n: places[n] for n in block.shapes}).long()
+            want = dense.to_dense()[rows][:, rows]
+            assert relative(block.to_dense(), want) <= TOLERANCE, list(block.shapes)
+
+
+# --- what is not used, not known ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "expectation", ["exact", "sampled", "empirical", "empirical-batch"]
+)
+def test_tokens_and_positions_that_do_not_occur_have_none(expectation: str) -> None:
+    model, (x, y) = make("one-layer"), sequences(4, length=3)
+    x = x % 4
+    how = {"structure": "diagonal", "expectation": expectation}
+    found = fisher(model, [(x, y)], **how).diagonal()
+    for key, used in (("tokens.weight", x.unique()), ("positions.weight", range(3))):
+        rows = found[key].any(1).nonzero().flatten()
+        assert rows.tolist() == list(used), key
+
+
+def test_frozen_embeddings_stay_out() -> None:
+    model, (x, _) = make("one-layer"), sequences()
+    want = fisher(model, [x], structure="diagonal").diagonal()
+    frozen = {"tokens.weight", "positions.weight"}
+    for key in frozen:
+        model.get_parameter(key).requires_grad_(False)
+    got = fisher(model, [x], structure="diagonal").diagonal()
+    assert want.keys() - got.keys() == frozen
+    for key, entries in got.items():
+        assert relative(entries, want[key]) <= TOLERANCE, key
+
+
+@all_models
+def test_nngeometry_is_not_asked(name: str) -> None:
+    model, (x, _) = make(name), sequences()
+    with pytest.raises(StructureError, match="layer 'tokens' through nngeometry: Emb"):
+        fisher(model, [x], structure="diagonal", engine="nngeometry")

@@ -1,0 +1,161 @@
+"""FedFisher with packed uploads: asked for, obeyed, checked, and refused in time."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, RecordDict
+from virtual import (
+    Watched,
+    ask,
+    same_bits,
+    set_array,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+)
+
+from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import (
+    CODECS,
+    Codec,
+    FisherUpload,
+    arrays_to_tensors,
+    fedavg_bytes,
+    resolve,
+    serialized_bytes,
+)
+
+LIKE = arrays_to_tensors(tiny_arrays())
+FINE = Codec(6.0, 16, 16, 16)
+
+
+def run(app: Any = None, **options: Any) -> CurvatureResult:
+    start = {k: options.pop(k) for k in ("checkpoint_dir", "resume") if k in options}
+    strategy = FedFisherOneShot(**{"fraction_evaluate": 0.0, **options})
+    return strategy.start(
+        LocalGrid(tiny_app() if app is None else app, 3), tiny_arrays(), **start
+    )
+
+
+def distance(left: CurvatureResult, right: CurvatureResult) -> float:
+    a, b = (arrays_to_tensors(r.arrays) for r in (left, right))
+    return max(float((a[k] - b[k]).abs().max()) for k in a if a[k].is_floating_point())
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "ekfac", "block", "dense"])
+def test_at_many_bits_the_model_is_the_lossless_one(structure):
+    options: dict[str, Any] = {"structure": structure, "anchor": 0.1}
+    exact = run(codec="lossless", **options)
+    assert distance(exact, run(codec=FINE, **options)) < 3e-3
+    assert distance(exact, run(codec="fedavg", budget=1.5, **options)) > 0
+
+
+@pytest.mark.parametrize("codec", ["fedavg", FINE, "paper"])
+def test_an_upload_is_as_large_as_it_may_be_at_most(codec):
+    app = Watched()
+    result = run(app, codec=codec)
+    codec = CODECS[codec] if isinstance(codec, str) else codec
+    for upload in result.uploads:
+        metrics = serialized_bytes(RecordDict({"metrics": upload.metrics}))
+        plain = fedavg_bytes(LIKE) + metrics
+        assert upload.num_bytes <= codec.budget * plain
+    assert {config["codec"] for config in app.configs} == {codec.scheme}
+
+
+def test_by_default_a_model_of_a_few_numbers_is_sent_lossless(caplog):
+    caplog.set_level("INFO", logger="flwr")
+    tiny = {"w": torch.zeros(2, 1), "b": torch.zeros(2)}
+    assert resolve(CODECS["auto"], tiny) == CODECS["lossless"]
+    large = {"w": torch.zeros(300, 100)}
+    assert resolve(CODECS["auto"], large) == CODECS["fedavg"]
+
+
+def test_the_same_seed_gives_the_same_bits(tmp_path):
+    first, second = run(codec="fedavg"), run(codec="fedavg")
+    assert same_bits(first.arrays, second.arrays)
+    kept = run(codec="fedavg", checkpoint_dir=tmp_path)
+    (tmp_path / "round-0001.safetensors").unlink()
+    resumed = run(codec="fedavg", checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(kept.arrays, resumed.arrays)
+    assert same_bits(kept.arrays, first.arrays)
+
+
+def test_uploads_of_a_killed_round_are_read_back_and_nobody_is_asked_twice(tmp_path):
+    whole = run(codec="fedavg")
+    app = Watched(tamper={2: lambda content: (_ for _ in ()).throw(KeyError("x"))})
+    with pytest.raises(Exception, match="2 usable replies"):
+        run(app, codec="fedavg", min_train_nodes=3, checkpoint_dir=tmp_path)
+    again = Watched()
+    options = {"min_train_nodes": 3, "checkpoint_dir": tmp_path, "resume": True}
+    resumed = run(again, codec="fedavg", **options)
+    assert [partition for _, partition in again.trained] == [2]
+    assert same_bits(resumed.arrays, whole.arrays)
+
+
+def test_a_packed_upload_of_rubbish_is_left_out_by_name(caplog):
+    caplog.set_level("WARNING", logger="flwr")
+    app = Watched(tamper={1: set_array("packed", [1, 2, 3])})
+    result = run(app, codec="fedavg")
+    assert len(result.uploads) == 2
+    assert re.search(r"left out partition-1: node \d+: 'packed':", caplog.text)
+
+
+def test_another_codec_than_the_one_that_was_asked_for_is_refused(caplog):
+    caplog.set_level("WARNING", logger="flwr")
+
+    def lossless(content: RecordDict) -> None:
+        reply = ask(tiny_client(1), config={"structure": "kfac"})
+        content["arrays"] = reply.content["arrays"]
+
+    def small(content: RecordDict) -> None:
+        read = FisherUpload.from_arrays(content["arrays"], LIKE, FINE)
+        content["arrays"] = read.to_arrays(Codec(6.0, 8, 8, 8))
+
+    result = run(Watched(tamper={0: lossless, 1: small}), codec=FINE, min_train_nodes=1)
+    assert [upload.client for upload in result.uploads] == ["partition-2"]
+    assert "partition-0" in caplog.text
+    assert "another codec was asked for: {'weight_bits': 16" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"budget": 0.0}, "budget must be"),
+        ({"codec": "fedavg", "budget": float("nan")}, "budget must be"),
+        ({"codec": "lossless", "budget": 2.0}, "takes no budget"),
+        ({"codec": "paper", "structure": "ekfac"}, "no form for 'ekfac'"),
+    ],
+)
+def test_bad_options_are_refused_at_construction(options, text):
+    with pytest.raises(ConfigurationError, match=text):
+        FedFisherOneShot(**options)
+    with pytest.raises(UnknownNameError, match="unknown codec 'gzip'; known: auto"):
+        FedFisherOneShot(codec="gzip")
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_budget_that_is_too_small_is_refused_before_any_client_trains(hooks):
+    app = Watched()
+    grid = LocalGrid(app, 3)
+    strategy = FedFisherOneShot(codec="fedavg", budget=0.05)
+    start = (
+        partial(strategy.configure_train, 1, tiny_arrays(), ConfigRecord(), grid)
+        if hooks
+        else partial(strategy.start, grid, tiny_arrays())
+    )
+    with pytest.raises(ConfigurationError, match=r"budget must be >= [\d.]+") as caught:
+        start()
+    assert not app.trained
+    needed = float(str(caught.value).split(">= ")[1].split()[0])
+    run(codec="fedavg", budget=needed)
+
+
+def test_a_client_refuses_a_format_that_it_does_not_write_before_it_trains():
+    config = {"structure": "kfac", **CODECS["fedavg"].to_config(), "codec-version": 99}
+    with pytest.raises(ConfigurationError, match=r"asks for version 99 .* writes 1"):
+        ask(tiny_client(0), config=config)

@@ -1,0 +1,873 @@
+"""The measures, against what they say they are, computed by hand."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp.strategy import FedAdam, FedAvg, Strategy
+from flwr.supercore.run import Run
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from virtual import (
+    FEATURES,
+    Tamper,
+    Watched,
+    ask,
+    close,
+    fail,
+    metrics_of,
+    node_of,
+    same_bits,
+    set_metric,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import ClientError, ConfigurationError, DataError
+from flwr_fisher.measures import (
+    ClientServerBarrier,
+    MeasuredGrid,
+    Personalisation,
+    combine,
+)
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+TRAIN = {"evaluate-on": "train"}
+HALF = {"personalise-fraction": 0.5, "personalise-epochs": 2}
+
+STRATEGIES: dict[str, Callable[..., Strategy]] = {
+    "FedAvg": FedAvg,
+    "FedAdam": FedAdam,
+    "ours": partial(FedFisherOneShot, codec="lossless"),
+}
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+@pytest.fixture(params=STRATEGIES)
+def make_strategy(request: pytest.FixtureRequest) -> Callable[..., Strategy]:
+    made = STRATEGIES[request.param]
+    return lambda **options: made(**{"fraction_evaluate": 0.0, **options})
+
+
+def scores(
+    arrays: ArrayRecord | Mapping[str, torch.Tensor], data: TensorDataset
+) -> tuple[float, float]:
+    """Mean loss and accuracy of a tiny model, the plain way."""
+    model = tiny_model()
+    tensors = arrays_to_tensors(arrays) if isinstance(arrays, ArrayRecord) else arrays
+    model.load_state_dict(dict(tensors), strict=False)
+    model.eval()
+    x, y = data.tensors
+    with torch.no_grad():
+        output = model(x)
+    right = (output.argmax(1) == y).double().mean()
+    return float(F.cross_entropy(output, y)), float(right)
+
+
+class Remembers(Watched):
+    """Keeps what every client uploaded, and refuses to evaluate where told to."""
+
+    def __init__(self, app: ClientApp | None = None, silent: Iterable[int] = ()):
+        super().__init__(app)
+        self.uploads: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self.silent = set(silent)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        kind = message.metadata.message_type
+        if kind == "evaluate" and partition in self.silent:
+            raise ValueError("no time")
+        reply = super().__call__(message, context)
+        if kind == "train":
+            self.uploads[self.trained[-1]] = {
+                k: v
+                for k, v in tensors_of(reply).items()
+                if not k.startswith("curvature")
+            }
+        return reply
+
+
+def run(
+    strategy: Strategy,
+    measures: Callable[[MeasuredGrid], Evaluate],
+    app: ClientApp | None = None,
+    clients: int = 4,
+    *,
+    seed: int | None = None,
+    num_rounds: int = 2,
+    held_out: float = 0,
+    **options: Any,
+) -> tuple[dict[int, MetricRecord], Any]:
+    grid = LocalGrid(app or tiny_app(), clients, seed=seed)
+    measured = MeasuredGrid(grid, held_out=held_out)
+    result = strategy.start(
+        measured,
+        tiny_arrays(),
+        num_rounds=num_rounds,
+        evaluate_fn=measures(measured),
+        **options,
+    )
+    return result.evaluate_metrics_serverapp, result
+
+
+# The barrier
+
+
+def test_the_barrier_is_what_the_paper_says(
+    make_strategy: Callable[..., Strategy],
+) -> None:
+    app, seen = Remembers(), {}
+
+    def measures(grid: MeasuredGrid) -> Evaluate:
+        def remember(server_round: int, arrays: ArrayRecord) -> None:
+            seen[server_round] = arrays
+
+        return combine(remember, ClientServerBarrier(grid))
+
+    found, _ = run(make_strategy(), measures, app)
+    assert set(found) == {1, 2}
+    for server_round, metrics in found.items():
+        own = [scores(app.uploads[server_round, i], tiny_data(i)) for i in range(4)]
+        server = [scores(seen[server_round], tiny_data(i)) for i in range(4)]
+        expected = {
+            "barrier-loss": sum(s[0] - o[0] for o, s in zip(own, server, strict=True)),
+            "barrier-error": sum(o[1] - s[1] for o, s in zip(own, server, strict=True)),
+            "barrier-local-loss": sum(o[0] for o in own),
+            "barrier-local-accuracy": sum(o[1] for o in own),
+            "barrier-server-loss": sum(s[0] for s in server),
+            "barrier-server-accuracy": sum(s[1] for s in server),
+        }
+        counts = {"barrier-clients": 4, "barrier-missing": 0}
+        assert set(metrics) == {*expected, *counts}
+        for key, value in expected.items():
+            assert metrics[key] == pytest.approx(value / 4, rel=1e-5, abs=1e-7), key
+        assert {k: metrics[k] for k in counts} == counts
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_one_client_has_no_barrier_to_its_own_model(shuffle: bool) -> None:
+    def client_fn(context: Context) -> FisherClient:
+        client = tiny_client(2)
+        client.trainloader = DataLoader(tiny_data(2, 40), 7, shuffle=shuffle)
+        return client
+
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    found, _ = run(strategy, ClientServerBarrier, make_client_app(client_fn), 1)
+    for metrics in found.values():
+        assert metrics["barrier-loss"] == metrics["barrier-error"] == 0.0
+        assert metrics["barrier-server-loss"] == metrics["barrier-local-loss"]
+
+
+def test_clients_that_hold_the_same_have_no_barrier() -> None:
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, codec="lossless")
+    found, _ = run(strategy, ClientServerBarrier, tiny_app([1, 1, 1]), 3)
+    for metrics in found.values():
+        assert metrics["barrier-loss"] == pytest.approx(0.0, abs=1e-7)
+        assert metrics["barrier-error"] == 0.0
+
+
+def test_only_the_cohort_that_trained_is_asked() -> None:
+    app = Remembers()
+    strategy = FedFisherOneShot(fraction_train=0.5, fraction_evaluate=0.0)
+    found, _ = run(strategy, ClientServerBarrier, app, 6, num_rounds=3)
+    assert [metrics["barrier-clients"] for metrics in found.values()] == [3, 3, 3]
+    assert sorted(app.evaluated) == sorted(app.trained)
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "ours"])
+def test_a_measured_run_gives_the_same_model(name: str) -> None:
+    def client_fn(context: Context) -> FisherClient:
+        client = tiny_client(int(context.node_config["partition-id"]))
+        client.trainloader = DataLoader(client.trainloader.dataset, 4, shuffle=True)
+        return client
+
+    app = make_client_app(client_fn)
+    first, second = (STRATEGIES[name](fraction_evaluate=0.0) for _ in range(2))
+    plain = first.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=2)
+    _, measured = run(second, ClientServerBarrier, app)
+    same = same_bits if name == "ours" else close  # FedAvg adds in order of arrival
+    assert same(plain.arrays, measured.arrays)
+
+
+def test_identical_runs_measure_identical_numbers() -> None:
+    def measures(grid: MeasuredGrid) -> Evaluate:
+        return combine(ClientServerBarrier(grid), Personalisation(grid))
+
+    def measured(seed: int) -> dict[int, MetricRecord]:
+        strategy = FedFisherOneShot(fraction_evaluate=0.0)
+        return run(strategy, measures, clients=6, seed=seed, held_out=2)[0]
+
+    assert measured(1) == measured(2) != {}
+
+
+def test_clients_that_do_not_evaluate_are_left_out_of_both_means(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = Remembers(silent=[1, 3])
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        found, _ = run(FedAvg(fraction_evaluate=0.0), ClientServerBarrier, app)
+    own = [scores(app.uploads[1, i], tiny_data(i))[0] for i in (0, 2)]
+    assert found[1]["barrier-local-loss"] == pytest.approx(sum(own) / 2, rel=1e-5)
+    assert [found[r]["barrier-clients"] for r in found] == [2, 2]
+    assert [found[r]["barrier-missing"] for r in found] == [2, 2]
+    assert "2 of 4 clients failed to evaluate" in caplog.text
+    assert "ValueError: no time" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        fail,
+        set_metric("local-loss", float("nan")),
+        set_metric("local-loss", [1.0]),
+        set_metric("local-loss", None),
+    ],
+    ids=["failed", "nan", "list", "none"],
+)
+def test_clients_that_do_not_score_their_model_are_left_out(tamper: Tamper) -> None:
+    app = Remembers()
+    app.tamper = {2: tamper}
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    found, _ = run(strategy, ClientServerBarrier, app, num_rounds=1)
+    assert found[1]["barrier-clients"] == 3
+    assert found[1]["barrier-missing"] == 1
+    assert 2 not in {partition for _, partition in app.evaluated}
+
+
+def test_a_reply_that_was_not_aggregated_is_left_out() -> None:
+    app = Remembers()
+    app.tamper = {2: set_metric("num-examples", -1)}
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    found, _ = run(strategy, ClientServerBarrier, app, num_rounds=1)
+    assert found[1]["barrier-clients"] == 3
+    assert found[1]["barrier-missing"] == 1
+
+
+def test_nobody_there_costs_a_warning_and_not_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        found, result = run(
+            FedAvg(fraction_evaluate=0.0),
+            ClientServerBarrier,
+            Remembers(silent=range(4)),
+        )
+    assert found == {}
+    assert set(result.train_metrics_clientapp) == {1, 2}
+    assert "No client-server barrier in round 2: none of 4 clients" in caplog.text
+
+
+def test_a_strategy_that_got_another_grid_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    grid = LocalGrid(tiny_app(), 2)
+    barrier = ClientServerBarrier(MeasuredGrid(grid))
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        FedAvg(fraction_evaluate=0.0).start(
+            grid, tiny_arrays(), num_rounds=1, evaluate_fn=barrier
+        )
+    assert "Start the strategy with the MeasuredGrid" in caplog.text
+
+
+def test_every_says_which_rounds_are_measured() -> None:
+    app = Watched()
+    found, _ = run(
+        FedAvg(fraction_evaluate=0.0),
+        lambda grid: ClientServerBarrier(grid, every=2),
+        app,
+        num_rounds=5,
+    )
+    assert set(found) == {2, 4}
+    asked = {c["server-round"] for c in app.configs if "report-local" in c}
+    assert asked == {2, 4}
+
+
+def test_without_classes_there_is_a_loss_and_no_error() -> None:
+    def client_fn(context: Context) -> FisherClient:
+        generator = torch.Generator().manual_seed(context.node_id)
+        data = TensorDataset(
+            torch.randn(8, 2, generator=generator),
+            torch.randn(8, 3, generator=generator),
+        )
+        loader = DataLoader(data, batch_size=4)
+        loss: Any = F.mse_loss
+        train = LocalSGD(loss_fn=loss)
+        return FisherClient(
+            nn.Linear(2, 3), loader, train_fn=train, loss_fn=loss,
+            likelihood="gaussian", device="cpu",
+        )  # fmt: skip
+
+    measured = MeasuredGrid(LocalGrid(make_client_app(client_fn), 4), held_out=2)
+    evaluate_fn = combine(ClientServerBarrier(measured), Personalisation(measured))
+    arrays = ArrayRecord(nn.Linear(2, 3).state_dict())
+    result = FedFisherOneShot(fraction_evaluate=0.0).start(
+        measured, arrays, evaluate_fn=evaluate_fn
+    )
+    keys = set(result.evaluate_metrics_serverapp[1])
+    assert {"barrier-loss", "personalised-loss", "zero-shot-loss"} < keys
+    assert not any("accuracy" in key or "error" in key for key in keys)
+
+
+# Personalisation
+
+
+def by_hand(
+    arrays: ArrayRecord, partition: int, config: Mapping[str, Any]
+) -> dict[str, float]:
+    """A client's reply, from its data's halves, in a plain loop."""
+    from flwr_fisher.client.randomness import derive_seed, seeded
+
+    data = tiny_data(partition)
+    n = len(data)
+    generator = torch.Generator()
+    generator.manual_seed(derive_seed("personalise", 0, partition))
+    order = torch.randperm(n, generator=generator)
+    test = TensorDataset(*data[order[n // 2 :]])
+    zero_shot = scores(arrays, test)
+    count = round(config["personalise-fraction"] * n)
+    x, y = data[order[:count]]
+    model = tiny_model()
+    model.load_state_dict(arrays_to_tensors(arrays), strict=False)
+    optimizer = torch.optim.SGD(model.parameters(), config.get("lr", 0.1), 0.9)
+    model.train()
+    with seeded(derive_seed(0, int(config.get("server-round", 0)), partition)):
+        torch.empty((), dtype=torch.int64).random_()  # zero-shot's, as below
+        for _ in range(config["personalise-epochs"]):
+            torch.empty((), dtype=torch.int64).random_()  # a DataLoader's base seed
+            for batch in torch.randperm(count).split(4):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[batch]), y[batch]).backward()
+                optimizer.step()
+    tuned = scores(model.state_dict(), test)
+    return {
+        "num-examples": len(test),
+        "zero-shot-loss": zero_shot[0],
+        "zero-shot-accuracy": zero_shot[1],
+        "personalised-loss": tuned[0],
+        "personalised-accuracy": tuned[1],
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        HALF,
+        {"personalise-fraction": 0.25, "personalise-epochs": 3, "lr": 0.5},
+        HALF | {"server-round": 4},
+    ],
+)
+@pytest.mark.parametrize("partition", [2, 4])
+def test_a_client_personalises_as_by_hand(
+    config: dict[str, Any], partition: int
+) -> None:
+    arrays = tiny_arrays(3)
+    reply = ask(
+        tiny_client(partition), arrays, config, partition=partition, kind="evaluate"
+    )
+    expected = by_hand(arrays, partition, config)
+    found = metrics_of(reply)
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-4), key
+    assert expected["personalised-loss"] != expected["zero-shot-loss"]
+
+
+def test_the_measure_is_the_plain_mean_over_held_out_clients(
+    make_strategy: Callable[..., Strategy],
+) -> None:
+    app, seen = Remembers(), {}
+
+    def measures(grid: MeasuredGrid) -> Evaluate:
+        def remember(server_round: int, arrays: ArrayRecord) -> None:
+            seen[server_round] = arrays
+
+        return combine(remember, Personalisation(grid, epochs=2, every=2))
+
+    found, _ = run(make_strategy(), measures, app, 6, held_out=2)
+    assert set(found) == {0, 2}
+    held_out = {partition for _, partition in app.evaluated}
+    assert len(held_out) == 2
+    assert held_out.isdisjoint({partition for _, partition in app.trained})
+    for number, metrics in found.items():
+        config = HALF | {"server-round": number}
+        rows = [by_hand(seen[number], partition, config) for partition in held_out]
+        assert metrics["personalised-clients"] == 2
+        assert metrics["personalised-missing"] == 0
+        for key in rows[0].keys() - {"num-examples"}:
+            mean = sum(row[key] for row in rows) / 2
+            assert metrics[key] == pytest.approx(mean, rel=1e-4), key
+
+
+def test_fractions_share_the_test_half_and_have_names_of_their_own() -> None:
+    def measures(grid: MeasuredGrid) -> Evaluate:
+        return combine(
+            Personalisation(grid, fraction=0.25, lr=0.5, name="quarter"),
+            Personalisation(grid, fraction=0.5, lr=0.5, name="half"),
+        )
+
+    found, _ = run(FedAvg(fraction_evaluate=0.0), measures, held_out=2, num_rounds=1)
+    metrics = found[1]
+    assert metrics["quarter-loss"] != metrics["half-loss"]
+    assert {"zero-shot-loss", "quarter-accuracy", "half-clients"} < set(metrics)
+
+
+def test_the_halves_do_not_overlap_and_stay_the_same() -> None:
+    """With features that tell who an example is."""
+    x = torch.arange(20.0).unsqueeze(1).repeat(1, FEATURES)
+    seen: list[list[float]] = []
+
+    class Notes(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(inputs[:, 0].tolist())
+            return super().forward(inputs * 0)
+
+    def halves(fraction: float, server_round: int, seed: int = 0) -> list[set[float]]:
+        seen.clear()
+        data = TensorDataset(x, torch.zeros(20, dtype=torch.long))
+        model = Notes(FEATURES, 2)
+        client = FisherClient(model, DataLoader(data, 20), device="cpu")
+        config = {
+            "personalise-fraction": fraction,
+            "server-round": server_round,
+            "seed": seed,
+        }
+        arrays = ArrayRecord(model.state_dict())
+        ask(client, arrays, config, kind="evaluate")
+        return [set(batch) for batch in seen]
+
+    before, tuned, after = halves(0.5, 1)
+    assert before == after
+    assert len(before) == len(tuned) == 10
+    assert before.isdisjoint(tuned)
+    again, quarter, _ = halves(0.25, 7)
+    assert again == before
+    assert len(quarter) == 5
+    assert quarter < tuned
+    assert halves(0.5, 1, seed=3)[0] != before
+
+
+def test_the_clients_model_is_the_servers_again_afterwards() -> None:
+    client = tiny_client(4)
+    arrays = tiny_arrays(2)
+    client.model.eval()
+    ask(client, arrays, HALF, kind="evaluate")
+    assert not client.model.training
+    sent = arrays_to_tensors(arrays)
+    assert all(torch.equal(v, sent[k]) for k, v in client.model.state_dict().items())
+
+
+def test_a_loader_whose_sampler_gives_batches_can_be_split() -> None:
+    """As those of flwr_fisher.tasks do."""
+    data = tiny_data(4)
+    batches = torch.utils.data.BatchSampler(range(len(data)), 4, drop_last=False)
+    client = tiny_client(4)
+    plain = metrics_of(ask(client, config=HALF, partition=4, kind="evaluate"))
+    for loader in (
+        DataLoader(data, sampler=batches, batch_size=None),
+        DataLoader(data, batch_sampler=batches),
+    ):
+        client.trainloader = loader
+        reply = ask(client, config=HALF, partition=4, kind="evaluate")
+        assert metrics_of(reply) == plain
+
+
+def test_a_rest_that_the_loader_drops_is_dropped() -> None:
+    """Of batch norm's batches, one example would be too few."""
+    client = tiny_client(1)  # 10 examples, so that 5 are for tuning, in batches of 4
+    with pytest.raises(ValueError, match="more than 1 value"):
+        ask(client, config=HALF, kind="evaluate")
+    client.trainloader = DataLoader(tiny_data(1), 4, drop_last=True)
+    metrics = metrics_of(ask(client, config=HALF, kind="evaluate"))
+    assert metrics["personalised-loss"] != metrics["zero-shot-loss"]
+    client.trainloader = DataLoader(tiny_data(1), 8, drop_last=True)
+    metrics = metrics_of(ask(client, config=HALF, kind="evaluate"))
+    assert metrics["personalised-loss"] != metrics["zero-shot-loss"]
+
+
+@pytest.mark.parametrize(
+    ("client", "config", "error", "text"),
+    [
+        (tiny_client(0), {"personalise-fraction": 0.6}, ConfigurationError, "0.5"),
+        (tiny_client(0), {"personalise-fraction": 0.0}, ConfigurationError, "0.5"),
+        (
+            tiny_client(0),
+            {"personalise-fraction": 0.5, "personalise-epochs": 0},
+            ConfigurationError,
+            "personalise-epochs",
+        ),
+        (tiny_client(0), {"evaluate-on": "test"}, ConfigurationError, "evaluate-on"),
+        (
+            FisherClient(tiny_model(), DataLoader(tiny_data(0, 3)), device="cpu"),
+            HALF,
+            DataError,
+            "partition 0 has 3 examples, .* at least 4",
+        ),
+        (
+            tiny_client(0, train_fn=lambda *_: {}),
+            HALF,
+            ClientError,
+            "LocalSGD, or another dataclass with a field 'epochs'",
+        ),
+        (
+            FisherClient(tiny_model(), [tiny_data(0).tensors], device="cpu"),
+            HALF,
+            ClientError,
+            "map-style data set, not list",
+        ),
+    ],
+)
+def test_what_a_client_cannot_do_it_says(
+    client: FisherClient, config: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        ask(client, config=config, kind="evaluate")
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from zip(*tiny_data(0).tensors, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (DataLoader(Endless(), batch_size=4), "map-style data set, not Endless"),
+        (DataLoader([tiny_data(0).tensors], batch_size=None), "with a batch_size"),
+    ],
+)
+def test_a_loader_that_cannot_be_split_is_refused(
+    loader: DataLoader[Any], text: str
+) -> None:
+    client = FisherClient(tiny_model(), loader, device="cpu")
+    with pytest.raises(ClientError, match=text):
+        ask(client, config=HALF, kind="evaluate")
+
+
+def test_clients_with_too_little_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def client_fn(context: Context) -> FisherClient:
+        partition = int(context.node_config["partition-id"])
+        client = tiny_client(partition)
+        few = DataLoader(tiny_data(partition, 3), batch_size=4)
+        client.trainloader = few if partition % 2 else client.trainloader
+        return client
+
+    app = make_client_app(client_fn)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        found, _ = run(
+            FedAvg(fraction_evaluate=0.0), Personalisation, app, 12, held_out=10
+        )
+    metrics = found[1]
+    assert metrics["personalised-clients"] + metrics["personalised-missing"] == 10
+    assert metrics["personalised-missing"] >= 4
+    assert "has 3 examples" in caplog.text
+    assert "partition-1: DataError" in caplog.text
+    assert "…" in caplog.text
+
+
+def test_nobody_to_personalise_costs_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = Remembers(silent=range(4))
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        found, _ = run(FedAvg(fraction_evaluate=0.0), Personalisation, app, held_out=2)
+    assert found == {}
+    assert "No personalisation in round 1: none of 2 held-out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"fraction": 0.0}, {"fraction": 0.51}, {"epochs": 0}, {"every": 0},
+                {"lr": -1.0}]
+)  # fmt: skip
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    grid = MeasuredGrid(LocalGrid(tiny_app(), 2), held_out=1)
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Personalisation(grid, **options)
+
+
+def test_personalisation_needs_someone_held_out() -> None:
+    with pytest.raises(ConfigurationError, match="held_out=20"):
+        Personalisation(MeasuredGrid(LocalGrid(tiny_app(), 2)))
+
+
+# The grid
+
+
+def held_out(seed: int = 0, clients: int = 10, ids: int | None = None, **o: Any) -> Any:
+    grid = LocalGrid(tiny_app(), clients, seed=ids)
+    measured = MeasuredGrid(grid, seed=seed, **o)
+    shown = {grid.nodes[node] for node in measured.get_node_ids()}
+    hidden = [grid.nodes[node] for node in measured.held_out()]
+    assert shown == set(range(clients)) - set(hidden)
+    assert hidden == sorted(hidden)
+    return hidden
+
+
+def test_who_is_held_out_depends_on_the_seed_and_not_on_node_ids() -> None:
+    chosen = held_out(held_out=3)
+    assert len(chosen) == 3
+    assert all(held_out(held_out=3, ids=i) == chosen for i in range(5))
+    assert held_out(held_out=0.3) == chosen
+    assert len({tuple(held_out(seed, held_out=3)) for seed in range(8)}) > 4
+    assert held_out(held_out=0) == []
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, -0.1])
+def test_how_many_are_held_out_is_checked(wrong: float) -> None:
+    with pytest.raises(ConfigurationError, match="held_out"):
+        MeasuredGrid(LocalGrid(tiny_app(), 2), held_out=wrong)
+
+
+def test_the_choice_is_made_before_the_first_training() -> None:
+    """Nodes that come late take part, and no one who trained is held out later."""
+    grid = LocalGrid(tiny_app(), 8, seed=0)
+    nodes = sorted(grid.nodes)
+    connected = nodes[:4]
+    grid.get_node_ids = lambda: list(connected)  # type: ignore[method-assign]
+    measured = MeasuredGrid(grid, held_out=0.5)
+    assert len(measured.held_out()) == 2
+    connected += nodes[4:6]
+    hidden = measured.held_out()
+    assert len(hidden) == 3
+    content = RecordDict({"arrays": tiny_arrays(), "config": ConfigRecord()})
+    first = next(iter(measured.get_node_ids()))
+    measured.send_and_receive([Message(content, first, "train")])
+    connected += nodes[6:]
+    assert measured.held_out() == hidden
+    assert set(measured.get_node_ids()) == set(nodes) - set(hidden)
+    connected.remove(hidden[0])
+    assert measured.held_out() == hidden[1:]
+
+
+def test_all_held_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    measured = MeasuredGrid(LocalGrid(tiny_app(), 2), held_out=5)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        assert list(measured.get_node_ids()) == []
+    assert "All 2 connected nodes are held out" in caplog.text
+
+
+def test_a_client_that_knows_no_query_can_be_held_out() -> None:
+    app = ClientApp()
+    measured = MeasuredGrid(LocalGrid(app, 4), held_out=1)
+    assert len(list(measured.get_node_ids())) == 3
+
+
+class Whole(LocalGrid):
+    """A grid that notes what is done to it."""
+
+    def set_run(self, run: Run) -> None:
+        self.was_set = run
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(node_id=node) for node in self.nodes]
+
+
+def test_everything_else_is_the_grids() -> None:
+    grid = Whole(tiny_app(), 3)
+    measured = MeasuredGrid(grid, held_out=1)
+    assert measured.run == grid.run
+    measured.set_run(grid.run)
+    assert grid.was_set == grid.run
+    shown = {node.node_id for node in measured.get_nodes()}
+    assert shown == set(measured.get_node_ids())
+    assert len(shown) == 2
+    message = measured.create_message(RecordDict(), "query", next(iter(shown)), "9")
+    assert message.metadata.group_id == "9"
+    (reply,) = measured.send_and_receive([message])
+    assert set(metrics_of(reply)) == {"partition-id"}
+    ids = list(
+        measured.push_messages([Message(RecordDict(), node_of(grid, 0), "query")])
+    )
+    assert len(list(measured.pull_messages(ids))) == 1
+
+
+@pytest.mark.parametrize("kind", ["train", "train.named"])
+def test_messages_are_not_changed(kind: str) -> None:
+    grid = LocalGrid(Watched(), 2)
+    measured = MeasuredGrid(grid)
+    ClientServerBarrier(measured)
+    config = ConfigRecord({"server-round": 1})
+    content = RecordDict({"arrays": tiny_arrays(), "config": config})
+    message = Message(content, node_of(grid, 0), kind)
+    before = copy.deepcopy(config)
+    for send in (measured.push_messages, measured.send_and_receive):
+        list(send([message]))
+        assert message.content is content
+        assert content.config_records["config"] is config
+        assert config == before
+        assert message.metadata.message_id
+
+
+def test_a_message_without_config_gets_one() -> None:
+    class Asks(ClientApp):
+        asked: Any = None
+
+        def __call__(self, message: Message, context: Context) -> Message:
+            self.asked = {k: dict(v) for k, v in message.content.config_records.items()}
+            return Message(RecordDict(), reply_to=message)
+
+    app = Asks()
+    measured = MeasuredGrid(LocalGrid(app, 1))
+    ClientServerBarrier(measured)
+    (node,) = measured.get_node_ids()
+    for content, expected in [
+        (RecordDict(), {"config": {"report-local": True}}),
+        (
+            RecordDict({"a": ConfigRecord({"x": 1}), "b": ConfigRecord()}),
+            {"a": {"x": 1, "report-local": True}, "b": {}},
+        ),
+    ]:
+        measured.send_and_receive([Message(content, node, "train")])
+        assert app.asked == expected
+
+
+def test_nothing_is_asked_where_nothing_is_measured() -> None:
+    app = Watched()
+    measured = MeasuredGrid(LocalGrid(app, 3))
+    FedAvg(fraction_evaluate=0.0).start(measured, tiny_arrays(), num_rounds=1)
+    assert all(set(config) == {"server-round"} for config in app.configs)
+
+
+def test_the_callers_config_is_left_as_it_was() -> None:
+    config = ConfigRecord({"lr": 0.2})
+    run(FedFisherOneShot(), ClientServerBarrier, train_config=config)
+    assert dict(config) == {"lr": 0.2}
+
+
+# The client
+
+
+def test_the_local_scores_are_those_of_the_model_that_is_sent() -> None:
+    reply = ask(tiny_client(3), config={"report-local": True})
+    loss, accuracy = scores(tensors_of(reply), tiny_data(3))
+    metrics = metrics_of(reply)
+    assert metrics["local-loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["local-accuracy"] == accuracy
+    assert metrics["num-examples"] == 14
+
+
+@pytest.mark.parametrize("config", [{}, {"report-local": False}])
+def test_they_are_not_reported_unless_asked_for(config: dict[str, Any]) -> None:
+    assert "local-loss" not in metrics_of(ask(tiny_client(3), config=config))
+
+
+@pytest.mark.parametrize("structure", [None, "kfac"])
+def test_reporting_changes_nothing_else_in_the_reply(structure: str | None) -> None:
+    config = {} if structure is None else {"structure": structure}
+    config["expectation"] = "sampled"
+    client = tiny_client(3)
+    client.trainloader = DataLoader(tiny_data(3), 4, shuffle=True)
+    plain, told = (
+        ask(client, config=config | extra) for extra in ({}, {"report-local": True})
+    )
+    assert same_bits(
+        *(next(iter(r.content.array_records.values())) for r in (plain, told))
+    )
+    assert metrics_of(plain).items() < metrics_of(told).items()
+
+
+def test_evaluating_on_the_training_data_needs_no_valloader() -> None:
+    client = FisherClient(tiny_model(), DataLoader(tiny_data(4), 4), device="cpu")
+    arrays = tiny_arrays(5)
+    metrics = metrics_of(ask(client, arrays, TRAIN, kind="evaluate"))
+    loss, accuracy = scores(arrays, tiny_data(4))
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["accuracy"] == accuracy
+    assert metrics["num-examples"] == 16
+
+
+# Stopped, and resumed
+
+
+@pytest.mark.parametrize("asked", [2, 4, 5, 8, 11])
+def test_a_resumed_run_measures_the_same(tmp_path: Path, asked: int) -> None:
+    def measures(grid: MeasuredGrid) -> Evaluate:
+        return combine(ClientServerBarrier(grid), Personalisation(grid, every=2))
+
+    def start(app: Watched, where: Path | None = None, **options: Any) -> Any:
+        strategy = FedFisherOneShot(fraction_evaluate=0.0)
+        options |= {"checkpoint_dir": where, "held_out": 2, "num_rounds": 3}
+        return run(strategy, measures, app, 6, **options)[0]
+
+    killed = Watched()
+
+    def kill(content: RecordDict) -> None:
+        if len(killed.trained) > asked:
+            raise KeyboardInterrupt
+
+    killed.tamper = dict.fromkeys(range(6), kill)
+    with pytest.raises(KeyboardInterrupt):
+        start(killed, tmp_path)
+    resumed = Watched()
+    assert start(resumed, tmp_path, resume=True) == start(Watched())
+    assert len(resumed.trained) == 12 - asked
+
+
+def test_a_run_stopped_before_its_measure_is_measured_when_resumed(
+    tmp_path: Path,
+) -> None:
+    def broken(grid: MeasuredGrid) -> Evaluate:
+        def evaluate_fn(server_round: int, arrays: ArrayRecord) -> None:
+            if server_round == 1:
+                raise KeyboardInterrupt
+
+        barrier = ClientServerBarrier(grid)
+        return combine(lambda r, a: barrier(r, a) if r == 0 else None, evaluate_fn)
+
+    options: dict[str, Any] = {"num_rounds": 1}
+    expected, _ = run(FedFisherOneShot(), ClientServerBarrier, **options)
+    options["checkpoint_dir"] = tmp_path
+    with pytest.raises(KeyboardInterrupt):
+        run(FedFisherOneShot(), broken, **options)
+    app = Watched()
+    found, _ = run(FedFisherOneShot(), ClientServerBarrier, app, resume=True, **options)
+    assert app.trained == []
+    assert found == expected
+    assert found[1]["barrier-clients"] == 4
+
+
+# Together
+
+
+def test_combine_joins_and_tells_of_names_used_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def one(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"a": 1, "b": 2.0})
+
+    def two(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"b": 3.0, "round": server_round})
+
+    assert combine()(1, tiny_arrays()) is None
+    assert combine(None, lambda *_: None)(1, tiny_arrays()) is None
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        found = combine(one, None, one)(1, tiny_arrays())
+        assert found == MetricRecord({"a": 1, "b": 2.0})
+        assert not caplog.text
+        found = combine(one, two)(5, tiny_arrays())
+    assert found == MetricRecord({"a": 1, "b": 3.0, "round": 5})
+    assert "two functions measure b" in caplog.text

@@ -1,0 +1,293 @@
+"""FedFish's average against a loop over single entries."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import randn, rng
+from torch import Tensor
+
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.merge import fedfish_average
+from flwr_fisher.params import weighted_mean
+
+Tensors = dict[str, Tensor]
+WEIGHTS = [5.0, 1.0, 3.0]
+
+
+def entry_by_entry(
+    deltas: list[Tensors], fishers: list[Tensors], weights: list[float]
+) -> Tensors:
+    """Return sum w F D / sum w F in Python's floats; FedAvg's where all F are equal."""
+    out = {}
+    for key, first in deltas[0].items():
+        value = torch.empty(first.numel(), dtype=torch.float64)
+        for j in range(first.numel()):
+            d = [float(delta[key].reshape(-1)[j]) for delta in deltas]
+            f = [float(fisher[key].reshape(-1)[j]) for fisher in fishers]
+            if len({x for x, w in zip(f, weights, strict=True) if w}) == 1:
+                f = [1.0] * len(f)
+            terms = [w * x for w, x in zip(weights, f, strict=True)]
+            products = [t * y for t, y in zip(terms, d, strict=True)]
+            value[j] = math.fsum(products) / math.fsum(terms)
+        out[key] = value.reshape(first.shape)
+    return out
+
+
+def clients(
+    seed: int = 0,
+    count: int = 3,
+    zeros: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[Tensors], list[Tensors]]:
+    """Make updates, and Fishers some of whose entries are zero."""
+    shapes = {"w": (3, 4), "b": (3,), "s": ()}
+    deltas, fishers = [], []
+    for i in range(count):
+        g = rng(1000 * seed + i)
+        deltas.append(
+            {k: torch.randn(s, generator=g).to(dtype) for k, s in shapes.items()}
+        )
+        fishers.append(
+            {
+                k: (
+                    torch.randn(s, generator=g).square()
+                    * (torch.rand(s, generator=g) >= zeros)
+                ).to(dtype)
+                for k, s in shapes.items()
+            }
+        )
+    return deltas, fishers
+
+
+def assert_close(got: Tensors, want: Tensors, rtol: float = 1e-6) -> None:
+    assert list(got) == list(want)
+    for key, value in want.items():
+        torch.testing.assert_close(
+            got[key].double(), value.double(), rtol=rtol, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("weights", [WEIGHTS, [1, 1, 1], [0.0, 2.0, 1.0], [0, 0, 9]])
+def test_it_is_the_formula_entry_by_entry(zeros: float, weights: list[float]) -> None:
+    for seed in range(5):
+        deltas, fishers = clients(seed, zeros=zeros)
+        want = entry_by_entry(deltas, fishers, weights)
+        assert_close(fedfish_average(deltas, fishers, weights), want)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(1, 5),
+    shape=st.lists(st.integers(0, 4), max_size=3),
+    zeros=st.sampled_from([0.0, 0.5, 1.0]),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_and_any_zeros(
+    count: int, shape: list[int], zeros: float, exponent: int, seed: int
+) -> None:
+    g = rng(seed)
+    deltas = [
+        {"w": torch.randn(shape, generator=g, dtype=torch.float64)}
+        for _ in range(count)
+    ]
+    fishers = [
+        {
+            "w": torch.rand(shape, generator=g, dtype=torch.float64)
+            * (torch.rand(shape, generator=g) >= zeros)
+            * 10.0**exponent
+        }
+        for _ in range(count)
+    ]
+    weights = [1.0 + i for i in range(count)]
+    got = fedfish_average(deltas, fishers, weights)["w"]
+    want = entry_by_entry(deltas, fishers, weights)["w"]
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    stacked = torch.stack([delta["w"] for delta in deltas])
+    assert (got <= stacked.amax(0) + 1e-12).all()
+    assert (got >= stacked.amin(0) - 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e-38, 7e30])
+def test_equal_fishers_give_fedavg_bit_for_bit(
+    dtype: torch.dtype, value: float
+) -> None:
+    for seed in range(10):
+        deltas, fishers = clients(seed, count=7, dtype=dtype)
+        weights = [float(w) for w in torch.rand(7, generator=rng(seed)) + 0.01]
+        same = [{k: torch.full_like(v, value) for k, v in f.items()} for f in fishers]
+        want = weighted_mean(deltas, weights)
+        got = fedfish_average(deltas, same, weights)
+        for key in want:
+            assert got[key].dtype == dtype
+            assert torch.equal(got[key], want[key])
+
+
+def test_equal_fishers_need_not_be_constant_to_give_fedavg() -> None:
+    deltas, fishers = clients(0, zeros=0.3)
+    got = fedfish_average(deltas, [fishers[0]] * 3, WEIGHTS)
+    want = weighted_mean(deltas, WEIGHTS)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_where_one_client_alone_has_a_fisher_its_update_is_taken() -> None:
+    deltas, fishers = clients(0, zeros=0.0)
+    fishers[0] = {k: torch.zeros_like(v) for k, v in fishers[0].items()}
+    fishers[2] = fishers[0]
+    got = fedfish_average(deltas, fishers, [0.3, 0.1, 0.7])
+    assert all(torch.equal(got[k], v) for k, v in deltas[1].items())
+
+
+def test_the_order_of_clients_does_not_matter() -> None:
+    deltas, fishers = clients(0)
+    want = fedfish_average(deltas, fishers, WEIGHTS)
+    order = [2, 0, 1]
+    got = fedfish_average(
+        [deltas[i] for i in order],
+        [fishers[i] for i in order],
+        [WEIGHTS[i] for i in order],
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("factor", [2.0**-100, 0.5, 2.0**60])
+def test_the_common_scale_of_fishers_does_not_matter(factor: float) -> None:
+    deltas, fishers = clients(0, dtype=torch.float64)
+    want = fedfish_average(deltas, fishers, WEIGHTS)
+    scaled = [{k: v * factor for k, v in f.items()} for f in fishers]
+    got = fedfish_average(deltas, scaled, WEIGHTS)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_the_scale_of_weights_does_not_matter() -> None:
+    deltas, fishers = clients(0)
+    want = fedfish_average(deltas, fishers, WEIGHTS)
+    assert_close(fedfish_average(deltas, fishers, [w * 1e-3 for w in WEIGHTS]), want)
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e150, 1e308])
+def test_tiny_and_huge_fishers(size: float) -> None:
+    deltas = [
+        {"w": torch.tensor([1.0, 1e300], dtype=torch.float64)},
+        {"w": torch.zeros(2, dtype=torch.float64)},
+    ]
+    fishers = [
+        {"w": torch.full((2,), s * size, dtype=torch.float64)} for s in (1.0, 0.25)
+    ]
+    got = fedfish_average(deltas, fishers, [1e6, 2e6])["w"]
+    want = torch.tensor([2 / 3, 2e300 / 3], dtype=torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
+
+
+def test_fishers_far_apart_leave_the_larger() -> None:
+    deltas, _ = clients(0, count=2)
+    fishers = [
+        {k: torch.full_like(v, s) for k, v in deltas[0].items()} for s in (1e-38, 1e38)
+    ]
+    got = fedfish_average(deltas, fishers, [1, 1])
+    assert all(torch.equal(got[k], v) for k, v in deltas[1].items())
+
+
+def test_a_client_without_weight_is_not_heard() -> None:
+    deltas, fishers = clients(0)
+    want = fedfish_average(deltas[:2], fishers[:2], WEIGHTS[:2])
+    fishers[2] = {k: torch.full_like(v, 1e38) for k, v in fishers[2].items()}
+    got = fedfish_average(deltas, fishers, [*WEIGHTS[:2], 0.0])
+    assert all(torch.equal(got[k], want[k]) for k in want)
+    # Nor is one whose share is too small for a float.
+    got = fedfish_average(deltas, fishers, [5e300, 1e300, 1e-100])
+    assert_close(got, want)
+
+
+def test_buffers_without_a_fisher_are_averaged_in_their_place() -> None:
+    deltas, fishers = clients(0)
+    for i in range(3):
+        deltas[i] = {"mean": randn(i, 2), **deltas[i], "count": torch.tensor(i + 7)}
+    got = fedfish_average(deltas, fishers, WEIGHTS)
+    want = weighted_mean(deltas, WEIGHTS)
+    assert list(got) == ["mean", "w", "b", "s", "count"]
+    assert torch.equal(got["mean"], want["mean"])
+    assert torch.equal(got["count"], want["count"])
+    assert not torch.equal(got["w"], want["w"])
+    bare = [{} for _ in deltas]
+    assert all(
+        torch.equal(fedfish_average(deltas, bare, WEIGHTS)[k], want[k]) for k in want
+    )
+
+
+def test_arguments_are_left_alone_and_order_comes_from_the_first_client() -> None:
+    deltas, fishers = clients(0)
+    deltas[1] = dict(reversed(deltas[1].items()))
+    fishers[2] = dict(reversed(fishers[2].items()))
+    before = [{k: v.clone() for k, v in t.items()} for t in (*deltas, *fishers)]
+    got = fedfish_average(deltas, fishers, WEIGHTS)
+    assert_close(got, entry_by_entry(deltas, fishers, WEIGHTS))
+    for old, new in zip(before, (*deltas, *fishers), strict=True):
+        assert all(torch.equal(old[k], new[k]) for k in old)
+
+
+def test_a_federation_of_one() -> None:
+    deltas, fishers = clients(0, count=1)
+    got = fedfish_average(deltas, fishers, [3])
+    assert all(torch.equal(got[k], v) for k, v in deltas[0].items())
+
+
+@pytest.mark.parametrize(
+    ("client", "key", "value", "message"),
+    [
+        (1, "w", -1e-9, r"client 1's Fisher: 'w' has entries that are negative"),
+        (2, "b", math.nan, r"client 2's Fisher: 'b'"),
+        (0, "s", math.inf, r"client 0's Fisher: 's'"),
+    ],
+)
+def test_unusable_fishers_are_named(
+    client: int, key: str, value: float, message: str
+) -> None:
+    deltas, fishers = clients(0)
+    fishers[client][key].reshape(-1)[-1] = value
+    with pytest.raises(ParamsError, match=message):
+        fedfish_average(deltas, fishers, WEIGHTS)
+
+
+def test_layouts_that_differ_are_named() -> None:
+    deltas, fishers = clients(0)
+    short = [deltas[0], {"w": deltas[1]["w"]}, deltas[2]]
+    with pytest.raises(ParamsError, match=r"client 1 lacks the keys \['b', 's'\]"):
+        fedfish_average(short, fishers, WEIGHTS)
+    partial = [*fishers[:2], {"w": fishers[2]["w"]}]
+    with pytest.raises(ParamsError, match=r"client 2's Fisher lacks the keys"):
+        fedfish_average(deltas, partial, WEIGHTS)
+    extra = [{**fisher, "v": torch.ones(1)} for fisher in fishers]
+    with pytest.raises(ParamsError, match=r"client 0's Fisher has the unexpected keys"):
+        fedfish_average(deltas, extra, WEIGHTS)
+    reshaped = [fishers[0], {**fishers[1], "w": torch.ones(4, 3)}, fishers[2]]
+    with pytest.raises(ParamsError, match=r"client 1's Fisher: 'w' has shape \(4, 3\)"):
+        fedfish_average(deltas, reshaped, WEIGHTS)
+    with pytest.raises(ParamsError, match="2 Fishers for 3 updates"):
+        fedfish_average(deltas, fishers[:2], WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "weights", [[1, 1], [1, -1, 3], [0, 0, 0], [1, math.nan, 1], [1, math.inf, 1]]
+)
+def test_unusable_weights(weights: list[float]) -> None:
+    deltas, fishers = clients(0)
+    with pytest.raises(ParamsError, match="weights"):
+        fedfish_average(deltas, fishers, weights)
+
+
+def test_no_clients_updates_that_are_not_finite_and_fishers_of_counters() -> None:
+    deltas, fishers = clients(0)
+    with pytest.raises(ParamsError, match="0 sets of params"):
+        fedfish_average([], [], [])
+    deltas[1]["b"][0] = math.nan
+    with pytest.raises(ParamsError, match="client 1: 'b' holds NaN or infinity"):
+        fedfish_average(deltas, fishers, WEIGHTS)
+    counts = [{"n": torch.tensor(i)} for i in range(3)]
+    with pytest.raises(ParamsError, match=r"client 0's Fisher covers 'n', which is"):
+        fedfish_average(counts, [{"n": torch.tensor(1.0)}] * 3, WEIGHTS)

@@ -1,0 +1,119 @@
+"""Metrics by round: what is written, and that something is drawn."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import MetricRecord
+from flwr.serverapp.strategy import Result
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from flwr_fisher.report import ReportDir, plot_rounds, rounds_of
+
+RUN = {
+    0: MetricRecord({"accuracy": 0.1, "personalised-accuracy": 0.2}),
+    1: MetricRecord({"accuracy": 0.5, "barrier-loss": 0.3, "shares": [0.5, 0.5]}),
+    2: MetricRecord(
+        {"accuracy": 0.6, "barrier-loss": -0.1, "personalised-accuracy": 1}
+    ),
+}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(self: Figure, *args: Any, **kwargs: Any) -> None:
+        figures.append(self)
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def lines(figure: Figure, panel: int) -> list[tuple[list[float], list[float]]]:
+    """The curves of a panel; a line across it is not one."""
+    every = [
+        (list(line.get_xdata()), list(line.get_ydata()))
+        for line in figure.axes[panel].lines
+        if line.get_transform() == figure.axes[panel].transData
+    ]
+    return every
+
+
+def test_metrics_by_round_say_where_they_come_from() -> None:
+    result = Result(
+        train_metrics_clientapp={1: MetricRecord({"loss": 2.0})},
+        evaluate_metrics_clientapp={2: MetricRecord({"loss": 3.0})},
+        evaluate_metrics_serverapp=RUN,
+    )
+    found = rounds_of(result)
+    assert list(found) == [0, 1, 2]
+    assert list(found[0]) == ["server"]
+    assert found[1]["train"] == {"loss": 2.0}
+    assert found[1]["server"]["barrier-loss"] == 0.3
+    assert found[2]["evaluate"] == {"loss": 3.0}
+
+
+def test_they_reach_metrics_json(tmp_path: Path) -> None:
+    rounds = {n: {"server": dict(RUN[n % 3])} for n in range(11)}
+    empty: dict[str, float] = {}
+    folder = ReportDir(tmp_path)
+    folder.metrics(accuracy=empty, bytes=empty, seconds=empty, config={}, rounds=rounds)
+    written = json.loads((tmp_path / "metrics.json").read_text())
+    assert list(written["rounds"]) == [str(n) for n in range(11)]
+    assert written["rounds"]["1"]["server"] == dict(RUN[1])
+    folder.metrics(accuracy=empty, bytes=empty, seconds=empty, config={})
+    assert "rounds" not in json.loads((tmp_path / "metrics.json").read_text())
+
+
+def test_one_run_is_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
+    path = tmp_path / "rounds.png"
+    plot_rounds(path, {"FedAvg": RUN}, ["accuracy"])
+    (figure,) = drawn
+    assert lines(figure, 0) == [([0, 1, 2], [10, 50, 60])]
+    assert figure.axes[0].get_ylabel() == "test accuracy, %"
+    assert not figure.legends
+    assert imread(path).shape[1] > 500
+
+
+def test_several_runs_and_metrics_are_drawn(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    short = {1: MetricRecord({"barrier-loss": 0.4})}
+    plot_rounds(
+        tmp_path / "rounds.png",
+        {"FedFish": RUN, "FedAvg": short},
+        ["barrier-loss", ("personalised-accuracy", "accuracy"), "shares-error"],
+    )
+    (figure,) = drawn
+    assert len(figure.axes) == 2
+    assert lines(figure, 0) == [([1, 2], [0.3, -0.1]), ([1], [0.4])]
+    first, second, *_ = lines(figure, 1)
+    assert first == ([0, 2], [20, 100])
+    assert second == ([0, 1, 2], [10, 50, 60])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["FedFish", "FedAvg"]
+    inner = figure.axes[1].get_legend()
+    assert inner is not None
+    names = [text.get_text() for text in inner.get_texts()]
+    assert names == ["personalised", "accuracy"]
+    assert figure.axes[1].get_ylabel() == "accuracy, %"
+
+
+def test_what_no_run_has_costs_a_warning(
+    tmp_path: Path, drawn: list[Figure], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rounds.png"
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        plot_rounds(path, {"a": RUN, "b": {}}, ["loss", "accuracy", ("x", "shares")])
+        plot_rounds(tmp_path / "none.png", {"a": {}}, ["accuracy"])
+    assert len(drawn) == len(drawn[0].axes) == 1
+    assert "rounds.png: no run has loss" in caplog.text
+    assert "rounds.png: no run has x or shares" in caplog.text
+    assert not (tmp_path / "none.png").exists()

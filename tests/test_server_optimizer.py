@@ -1,0 +1,325 @@
+"""The server's optimiser, stopped and restored at every step, against torch's own."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import randn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flwr_fisher.errors import ConfigurationError, ParamsError, UnknownNameError
+from flwr_fisher.merge import OPTIMIZERS, make_optimizer, server_step
+
+Tensors = dict[str, Tensor]
+Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+FACTORIES: dict[str, Factory] = {
+    "sgd": make_optimizer("sgd", 0.1),
+    "sgd momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": make_optimizer("Adam", 0.1),
+    "amsgrad": partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "adamw": make_optimizer("ADAMW", 0.1),
+    "adagrad": make_optimizer("adagrad", 0.1),
+    "rmsprop": make_optimizer("rmsprop", 0.1),
+    "rmsprop centred": partial(
+        torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True, weight_decay=0.01
+    ),
+    **{
+        name: make_optimizer(name, 0.1)
+        for name in (
+            "adadelta",
+            "adafactor",
+            "adamax",
+            "asgd",
+            "nadam",
+            "radam",
+            "rprop",
+        )
+    },
+}
+
+
+def start(dtype: torch.dtype = torch.float32) -> Tensors:
+    return {
+        "a.w": randn(0, 3, 4, dtype=dtype),
+        "count": torch.tensor(7),
+        "b": randn(1, 3, dtype=dtype),
+        "scale": randn(2, dtype=dtype),
+    }
+
+
+def gradients(dtype: torch.dtype = torch.float32, count: int = 6) -> list[Tensors]:
+    # In another order than the parameters.
+    return [
+        {
+            "scale": randn(100 * t + 1, dtype=dtype),
+            "b": randn(100 * t + 2, 3, dtype=dtype),
+            "a.w": randn(100 * t + 3, 3, 4, dtype=dtype),
+        }
+        for t in range(count)
+    ]
+
+
+def uninterrupted(factory: Factory, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Return where torch's optimiser gets, kept alive over all steps."""
+    params = start(dtype)
+    trained = {k: nn.Parameter(v) for k, v in params.items() if k != "count"}
+    optimizer = factory(list(trained.values()))
+    for gradient in gradients(dtype):
+        for name, parameter in trained.items():
+            parameter.grad = gradient[name].clone()
+        optimizer.step()
+    return {k: trained[k].detach() if k in trained else v for k, v in params.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_saved_and_restored_it_is_one_optimiser_bit_for_bit(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    factory, params = FACTORIES[name], start(dtype)
+    state: Tensors = {}
+    for t, gradient in enumerate(gradients(dtype)):
+        params, state = server_step(params, gradient, state, factory)
+        assert all(isinstance(value, Tensor) for value in state.values())
+        if state:
+            save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / f"{t}")
+            state = load_file(tmp_path / f"{t}")
+    want = uninterrupted(factory, dtype)
+    assert list(params) == list(want)
+    for key, value in want.items():
+        assert params[key].dtype == value.dtype
+        assert torch.equal(params[key], value), key
+
+
+def test_the_state_is_called_after_parameter_and_entry() -> None:
+    _, state = server_step(start(), gradients()[0], {}, make_optimizer("adam", 0.1))
+    entries = ("exp_avg", "exp_avg_sq", "step")
+    names = ("a.w", "b", "scale")
+    assert sorted(state) == [f"optimizer/{n}/{e}" for n in names for e in entries]
+    assert state["optimizer/a.w/exp_avg"].shape == (3, 4)
+    assert float(state["optimizer/b/step"]) == 1
+    assert server_step(start(), gradients()[0], {}, make_optimizer("sgd", 1.0))[1] == {}
+
+
+@pytest.mark.parametrize("name", ["sgd", "SGD", "Sgd"])
+def test_sgd_at_one_subtracts_the_gradient_exactly(name: str) -> None:
+    params, gradient = start(), gradients()[0]
+    got, state = server_step(params, gradient, {}, make_optimizer(name, 1.0))
+    assert state == {}
+    assert list(got) == list(params)
+    for key, value in gradient.items():
+        assert torch.equal(got[key], params[key] - value)
+    assert got["count"] is params["count"]
+
+
+def test_adams_first_step_by_hand() -> None:
+    params, gradient = start(torch.float64), gradients(torch.float64)[0]
+    got, _ = server_step(params, gradient, {}, make_optimizer("adam", 0.01))
+    for key, g in gradient.items():
+        # Both moments are bias-corrected to g and g squared.
+        want = params[key] - 0.01 * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(got[key], want)
+
+
+def test_only_what_has_a_floating_gradient_is_stepped() -> None:
+    params, gradient = start(), {"b": torch.ones(3), "count": torch.tensor(2)}
+    factory = make_optimizer("adam", 0.1)
+    got, state = server_step(params, gradient, {}, factory)
+    assert all(torch.equal(got[k], params[k]) for k in ("a.w", "count", "scale"))
+    assert not torch.equal(got["b"], params["b"])
+    assert {key.split("/")[1] for key in state} == {"b"}
+    # State of a parameter that has no gradient this time is kept.
+    kept, state_2 = server_step(got, {"scale": torch.tensor(1.0)}, state, factory)
+    assert torch.equal(kept["b"], got["b"])
+    assert all(torch.equal(state_2[k], v) for k, v in state.items())
+    assert {key.split("/")[1] for key in state_2} == {"b", "scale"}
+    same, state_3 = server_step(got, {}, state_2, factory)
+    assert all(same[k] is v for k, v in got.items())
+    assert list(state_3) == list(state_2)
+    assert all(torch.equal(state_3[k], v) for k, v in state_2.items())
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "amsgrad", "adagrad"])
+def test_the_arguments_are_left_alone(name: str) -> None:
+    factory, first, second = FACTORIES[name], *gradients()[:2]
+    params, state = server_step(start(), first, {}, factory)
+    before = [{k: v.clone() for k, v in t.items()} for t in (params, second, state)]
+    once = server_step(params, second, state, factory)
+    for old, new in zip(before, (params, second, state), strict=True):
+        assert all(torch.equal(old[k], new[k]) for k in old)
+    again = server_step(params, second, state, factory)
+    for left, right in zip(once, again, strict=True):
+        assert all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_a_gradient_of_another_precision_takes_the_parameters() -> None:
+    gradient = {k: v.double() for k, v in gradients()[0].items()}
+    got, _ = server_step(start(), gradient, {}, make_optimizer("sgd", 1.0))
+    assert torch.equal(got["b"], start()["b"] - gradients()[0]["b"])
+
+
+def test_parameters_names_may_hold_anything() -> None:
+    params = {"a/b:c": torch.ones(2), "a": torch.ones(2)}
+    factory, state = make_optimizer("adam", 0.1), {}
+    for _ in range(3):
+        params, state = server_step(params, dict(params), state, factory)
+    assert torch.equal(params["a/b:c"], params["a"])
+    assert {k.rpartition("/")[0] for k in state} == {"optimizer/a/b:c", "optimizer/a"}
+
+
+def test_keys_of_others_are_not_looked_at() -> None:
+    state = {"moment": torch.ones(2)}
+    _, new = server_step(start(), gradients()[0], state, make_optimizer("adagrad"))
+    assert "moment" not in new
+
+
+class Odd(torch.optim.SGD):
+    """Keeps what no optimiser of torch keeps: Python values."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state |= {"t": 0, "decay": 1.0, "warm": True, "buffer": None}
+            assert type(state["t"]) is int
+            assert type(state["decay"]) is float
+            assert type(state["warm"]) is bool
+            assert state["buffer"] is None
+            state["t"] += 1
+            state["decay"] /= 3
+            state["warm"] = state["t"] < 2
+            p.data -= p.grad * state["decay"] * (2 if state["warm"] else 1)
+
+
+def test_values_that_are_no_tensors_come_back_as_what_they_were() -> None:
+    params, state = start(), {}
+    for gradient in gradients():
+        params, state = server_step(params, gradient, state, Odd)
+        assert all(isinstance(value, Tensor) for value in state.values())
+    want = uninterrupted(Odd)
+    assert all(torch.equal(params[k], want[k]) for k in want)
+    assert int(state["optimizer/b/t:int"]) == 6
+
+
+def test_a_momentum_buffer_that_is_none() -> None:
+    class Unstarted(torch.optim.SGD):
+        def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+            super().__init__(parameters, lr=0.1, momentum=0.9)
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {"momentum_buffer": None}
+
+    got, state = server_step(start(), gradients()[0], {}, Unstarted)
+    want, _ = server_step(start(), gradients()[0], {}, FACTORIES["sgd momentum"])
+    assert all(torch.equal(got[k], want[k]) for k in want)
+    assert set(state) == {f"optimizer/{k}/momentum_buffer" for k in gradients()[0]}
+
+
+def test_every_name_makes_its_optimiser() -> None:
+    assert {"sgd", "adam", "adamw", "adagrad", "rmsprop"} <= set(OPTIMIZERS)
+    assert set(OPTIMIZERS).isdisjoint({"optimizer", "lbfgs", "sparseadam"})
+    for name in OPTIMIZERS:
+        made = make_optimizer(name, 0.5)([nn.Parameter(torch.zeros(2, 2))])
+        assert type(made).__name__.lower() == name
+        assert made.param_groups[0]["lr"] == 0.5
+
+
+def test_a_factory_has_its_own_learning_rate() -> None:
+    own = partial(torch.optim.SGD, lr=0.25, momentum=0.9)
+    made = make_optimizer(own, 1.0)([nn.Parameter(torch.zeros(1))])
+    assert made.param_groups[0]["lr"] == 0.25
+    default = make_optimizer("adam")([nn.Parameter(torch.zeros(1))])
+    assert default.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("name", ["adm", "", "Optimizer", "torch.optim.SGD"])
+def test_an_unknown_name_lists_the_known(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown optimizer .*adagrad, adam, "):
+        make_optimizer(name, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lr", "message"),
+    [
+        ("LBFGS", 1.0, "closure"),
+        (torch.optim.LBFGS, None, "closure"),
+        ("sparseadam", 1.0, "sparse"),
+        (torch.optim.SparseAdam, None, "sparse"),
+        ("sgd", -0.1, "lr must be >= 0"),
+        ("sgd", float("nan"), "lr must be >= 0"),
+        (partial(torch.optim.SGD, lr=-1.0), None, "Invalid learning rate"),
+        (partial(torch.optim.SGD, lt=1.0), None, "lt"),
+        (lambda parameters: None, None, "factory returned a NoneType"),
+        (
+            torch.optim.Adam([nn.Parameter(torch.zeros(1))]),
+            None,
+            "or a factory such as",
+        ),
+    ],
+)
+def test_what_cannot_be_a_servers_optimiser(
+    optimizer: Any, lr: float | None, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_optimizer(optimizer, lr)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_a_step_refuses_them_too(kind: Factory) -> None:
+    with pytest.raises(ConfigurationError, match=r"closure|sparse"):
+        server_step(start(), gradients()[0], {}, kind)
+
+
+def test_an_optimiser_that_refuses_a_parameter_says_why() -> None:
+    with pytest.raises(ConfigurationError, match="2D"):
+        server_step(start(), gradients()[0], {}, make_optimizer("muon", 0.1))
+
+
+def test_state_that_would_be_lost_is_refused() -> None:
+    class InGroups(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["t"] = self.param_groups[0].get("t", 0) + 1
+
+    class Global(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state["t"] = torch.tensor(1)  # type: ignore[index]
+
+    class Lists(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["history"] = [p]
+
+    for kind, message in (
+        (InGroups, "InGroups keeps state in its parameter groups"),
+        (Global, "Global keeps state that belongs to no parameter"),
+        (Lists, "'a.w/history' is a list"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            server_step(start(), gradients()[0], {}, kind)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "message"),
+    [
+        ({"c": torch.ones(1)}, "the gradient has 'c', which the params lack"),
+        ({"b": torch.ones(1)}, r"'b' has shape \(1,\), expected \(3,\)"),
+        ({"b": torch.tensor([0.0, float("nan"), 0.0])}, "'b' holds NaN or infinity"),
+        ({"count": torch.tensor(1.0)}, r"'count' is torch.float32, but the parameter"),
+    ],
+)
+def test_an_unusable_gradient_is_named(gradient: Tensors, message: str) -> None:
+    with pytest.raises(ParamsError, match=message):
+        server_step(start(), gradient, {}, make_optimizer("sgd", 1.0))
+
+
+@pytest.mark.parametrize("key", ["optimizer/c/step", "optimizer/b/step:complex"])
+def test_a_state_of_another_model_is_refused(key: str) -> None:
+    with pytest.raises(ParamsError, match=f"the state has '{key}'"):
+        server_step(
+            start(), gradients()[0], {key: torch.ones(())}, make_optimizer("adam")
+        )

@@ -1,0 +1,877 @@
+"""``aggregate="sums"``: the server needs nothing but sums, and gets the same model."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from oracles import posteriors, random_blocks
+from test_strategy_checkpoint import (
+    ALL,
+    CLIENTS,
+    assert_same_result,
+    killing_app,
+    start,
+)
+
+# What the contract asks of every strategy, but for what it says of keys without a
+# prefix, of weights that the server alone applies, and of exactly equal models: float32
+# sums are equal up to rounding. Below there is the like of each for sums.
+from test_strategy_contract import (  # noqa: F401
+    BAD_REPLIES,
+    Row,
+    clock,
+    left_out,
+    run,
+    test_a_client_that_never_answers_costs_the_timeout_and_no_more,
+    test_an_argument_that_does_not_exist_is_a_type_error,
+    test_an_odd_evaluation_costs_a_warning_and_not_the_round,
+    test_arguments_out_of_range_are_named,
+    test_configure_train_leaves_the_callers_records_too,
+    test_evaluation_can_be_left_out,
+    test_flowers_own_loop_gives_the_same,
+    test_good_clients_leave_nothing_out,
+    test_metrics_can_be_aggregated_in_the_users_way,
+    test_no_rounds_return_the_start,
+    test_node_ids_and_the_order_of_replies_do_not_matter,
+    test_nodes_without_a_partition_go_by_their_id,
+    test_records_travel_under_the_keys_that_were_asked_for,
+    test_sampling_depends_on_seed_and_round_not_on_node_ids,
+    test_silence_is_a_reason_too,
+    test_start_samples_as_the_hooks_do,
+    test_the_callers_config_cannot_change_what_the_strategy_asks_for,
+    test_the_callers_records_are_left_as_they_were,
+    test_the_hooks_do_by_hand_what_start_does,
+    test_the_minimum_is_a_floor_of_the_sample,
+    test_the_model_is_not_the_start_and_each_round_goes_on,
+    test_the_result_has_uploads_and_weighted_metrics,
+    test_the_round_waits_for_nodes,
+    test_the_wait_for_nodes_ends,
+    test_two_nodes_that_claim_one_partition_both_take_part,
+    test_without_training_the_start_is_evaluated_as_with_fedavg,
+)
+from torch import Tensor, nn
+from virtual import (
+    FEATURES,
+    Tamper,
+    Watched,
+    ask,
+    change_array,
+    close,
+    drop_array,
+    fail,
+    node_of,
+    same_bits,
+    set_array,
+    set_metric,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.curvature import Blocks, Diagonal, WeightedSum, fisher
+from flwr_fisher.errors import (
+    CheckpointError,
+    ClientError,
+    ConfigurationError,
+    ParamsError,
+    RoundError,
+    StructureError,
+    UnknownNameError,
+    WireError,
+)
+from flwr_fisher.merge import (
+    SOLVERS,
+    DiagonalSums,
+    LocalPosterior,
+    add_sums,
+    fedavg,
+    merge_fisher,
+    merge_sums,
+)
+from flwr_fisher.params import shared_state
+from flwr_fisher.report import report_one_shot
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.tasks import load_task
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import SumsUpload, arrays_to_tensors
+
+NAN, INF = float("nan"), float("inf")
+Named = dict[str, Tensor]
+Posteriors = list[LocalPosterior]
+SUMS = {"structure": "diagonal", "aggregate": "sums"}
+PARTS = {"structure": "diagonal", "codec": "lossless", "balance": 0.0}
+every_solver = pytest.mark.parametrize("solver", SOLVERS)
+
+
+def assert_within(got: Named, want: Named, tolerance: float = 1e-5) -> None:
+    """Relative to each tensor's largest entry, or to 1."""
+    assert list(got) == list(want)
+    for key, value in want.items():
+        assert (got[key].dtype, got[key].shape) == (value.dtype, value.shape), key
+        apart = float((got[key].double() - value.double()).abs().max())
+        assert apart <= tolerance * max(1.0, float(value.double().abs().max())), key
+
+
+# The algebra
+
+
+def sums_of(clients: Posteriors) -> DiagonalSums:
+    return add_sums([DiagonalSums.of(client) for client in clients])
+
+
+def by_hand(theta: float, f: float, n: int, count: int) -> LocalPosterior:
+    params = {
+        "w": torch.tensor([theta]),
+        "mean": torch.tensor([theta]),
+        "count": torch.tensor(count),
+    }
+    return LocalPosterior(params, Diagonal({"w": torch.tensor([f])}), n)
+
+
+def test_two_clients_by_hand() -> None:
+    sums = sums_of([by_hand(1.0, 2.0, 3, 5), by_hand(5.0, 4.0, 1, 8)])
+    assert sums.num_examples == 4
+    assert sums.params["w"].tolist() == [3 * 1 + 1 * 5]
+    assert sums.fisher["w"].tolist() == [3 * 2 + 1 * 4]
+    assert sums.fisher_params["w"].tolist() == [3 * 2 * 1 + 1 * 4 * 5]
+    assert (int(sums.params["count"]), sums.params["count"].dtype) == (23, torch.int64)
+    merged = merge_sums(sums, solver="closed-form").params
+    assert merged["w"].tolist() == pytest.approx([26 / 10])
+    assert merged["mean"].tolist() == [2.0]  # what has no Fisher is averaged: 8 / 4
+    assert int(merged["count"]) == 6  # 23 / 4, rounded
+    # A ridge of half the curvature 2.5: 2 + (6.5 - 2.5 * 2) / (2.5 + 1.25).
+    anchored = merge_sums(sums, anchor=0.5)
+    assert anchored.params["w"].tolist() == pytest.approx([2.4])
+    assert anchored.shares == []
+
+
+def trained(model: nn.Module, n: int) -> LocalPosterior:
+    """A client whose model is some steps away from the start."""
+    dtype = next(model.parameters()).dtype
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, FEATURES, generator=generator, dtype=dtype)
+    y = torch.randint(2, (n,), generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    params = {k: v.clone() for k, v in shared_state(model).items()}
+    return LocalPosterior(params, fisher(model, [x], structure="diagonal"), n)
+
+
+def each_trained(make: Callable[[], nn.Module]) -> Posteriors:
+    clients = []
+    for n in (4, 9, 30):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            clients.append(trained(make(), n))
+    return clients
+
+
+def drawn(
+    count: int = 4, scale: float = 1.0, sizes: tuple[int, ...] = (1, 20, 3, 50)
+) -> Posteriors:
+    """Clients with Fishers over ten decades and weights over six."""
+    clients = []
+    for i in range(count):
+        generator = torch.Generator().manual_seed(i)
+        low, *draws = torch.rand(5, 40, generator=generator)
+        weights = 10 ** (6 * draws[0] - 4) * (draws[1] - 0.5).sign()
+        params = {"w": weights.reshape(8, 5), "b": low}
+        entries = {
+            "w": (scale * 10 ** (-10 * draws[2])).reshape(8, 5),
+            "b": scale * draws[3],
+        }
+        n = sizes[i % len(sizes)]
+        clients.append(LocalPosterior(params, Diagonal(entries), n))
+    return clients
+
+
+def with_zeros() -> Posteriors:
+    """Entries of which one client knows anything, or none."""
+    clients = drawn()
+    for index, client in enumerate(clients):
+        entries = client.curvature.diagonal()
+        entries["w"][0] = 0.0
+        entries["w"][1] *= index == 2
+        clients[index] = replace(client, curvature=Diagonal(entries))
+    return clients
+
+
+def with_other_dtypes() -> Posteriors:
+    flags = {"flag": torch.tensor(True), "steps": torch.tensor(7, dtype=torch.int32)}
+    return [replace(c, params=flags | c.params) for c in drawn()]
+
+
+def in_children() -> Posteriors:
+    """The same diagonals, as blocks."""
+
+    def split(client: LocalPosterior) -> LocalPosterior:
+        parts = [Diagonal({k: v}) for k, v in client.curvature.diagonal().items()]
+        return replace(client, curvature=Blocks([Blocks(parts[:1]), parts[1]]))
+
+    return [split(client) for client in drawn()]
+
+
+def partly_covered() -> Posteriors:
+    return [
+        replace(c, curvature=Diagonal({"w": c.curvature.diagonal()["w"]}))
+        for c in drawn()
+    ]
+
+
+CASES: dict[str, Callable[[], Posteriors]] = {
+    "linear": lambda: each_trained(lambda: nn.Linear(FEATURES, 2)),
+    "batch norm": lambda: each_trained(tiny_model),
+    "double": lambda: each_trained(lambda: nn.Linear(FEATURES, 2).double()),
+    "one client": lambda: drawn(1),
+    "many clients": lambda: drawn(40),
+    "identical clients": lambda: drawn(1) * 3,
+    "weights of all sizes": drawn,
+    "clients of all sizes": lambda: drawn(sizes=(1, 10**6, 3, 70_000)),
+    "tiny Fishers": lambda: drawn(scale=1e-27),
+    "large Fishers": lambda: drawn(scale=1e6),
+    "zeros": with_zeros,
+    "integers and flags": with_other_dtypes,
+    "blocks of diagonals": in_children,
+    "a parameter without a Fisher": partly_covered,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"solver": solver} for solver in SOLVERS),
+        {"solver": "cg", "anchor": 0.0},
+        {"solver": "closed-form", "anchor": 0.2},
+        {"solver": "gd", "anchor": 0.2, "iterations": 50},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_sums_give_the_model_of_the_parts(case: str, options: dict[str, Any]) -> None:
+    if case == "large Fishers" and options["solver"] == "adam":
+        pytest.skip("magnifies rounding: the next test")
+    clients = CASES[case]()
+    parts = merge_fisher(clients, balance=0.0, **options)
+    sums = merge_sums(sums_of(clients), like=clients[0].params, **options)
+    assert_within(sums.params, parts.params)
+    assert len(sums.residuals) == sums.iterations + 1
+
+
+def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts() -> None:
+    clients = CASES["large Fishers"]()
+    nudged = [
+        replace(c, params={k: v * (1 + 2e-7) for k, v in c.params.items()})
+        for c in clients
+    ]
+    first, second = (merge_fisher(c, solver="adam").params for c in (clients, nudged))
+    sums = merge_sums(sums_of(clients), solver="adam").params
+
+    def apart(other: Named) -> float:
+        return max(float((other[k] - v).abs().max()) for k, v in first.items())
+
+    assert apart(second) > 1e-4
+    assert apart(sums) < 3 * apart(second)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_mean_of_the_sums_is_fedavgs(case: str) -> None:
+    clients = CASES[case]()
+    mean = sums_of(clients).mean(clients[0].params)
+    assert_within(mean, fedavg(clients), 1e-6)
+
+
+def test_cg_does_not_depend_on_its_iterations_where_it_divides() -> None:
+    sums = sums_of(drawn())
+    few, many = (merge_sums(sums, iterations=i) for i in (1, 500))
+    assert all(torch.equal(few.params[k], v) for k, v in many.params.items())
+    assert few.iterations == 1
+    assert few.residuals[-1] < 1e-6
+
+
+def test_sums_of_sums_are_sums() -> None:
+    parts = [DiagonalSums.of(client) for client in drawn(5)]
+    whole = add_sums(parts)
+    nested = add_sums([add_sums(parts[:2]), add_sums(parts[2:])])
+    assert nested.num_examples == whole.num_examples
+    for field in ("params", "fisher", "fisher_params"):
+        assert_within(getattr(nested, field), getattr(whole, field), 1e-6)
+
+
+def test_a_score_chooses_among_adams_steps() -> None:
+    clients, seen = drawn(), []
+
+    def score(params: Named) -> float:
+        seen.append(params)
+        return -len(seen)
+
+    merged = merge_sums(sums_of(clients), solver="adam", iterations=300, score=score)
+    assert len(seen) == 3
+    early = merge_sums(sums_of(clients), solver="adam", iterations=100)
+    assert_within(merged.params, early.params, 0.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: posteriors(random_blocks)[0],
+        lambda: replace(
+            drawn()[0], curvature=WeightedSum([drawn()[0].curvature], [1.0])
+        ),
+    ],
+    ids=["kfac", "lazy sum"],
+)
+def test_only_diagonals_can_be_summed(make: Callable[[], LocalPosterior]) -> None:
+    with pytest.raises(StructureError, match="only diagonals can be summed"):
+        DiagonalSums.of(make())
+
+
+@pytest.mark.parametrize("balance", [1.0, 0.5, -1.0, NAN])
+def test_balance_needs_more_than_sums(balance: float) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^balance must be 0 where the server"
+    ):
+        merge_sums(sums_of(drawn()), balance=balance)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    one, two = (DiagonalSums.of(client) for client in drawn(2))
+    nothing: dict[str, Named] = {"fisher": {}, "fisher_params": {}}
+    with pytest.raises(ParamsError, match="no sums"):
+        add_sums([])
+    with pytest.raises(ParamsError, match=r"client 1 lacks the keys \['b'\]"):
+        add_sums([one, replace(two, params={"w": two.params["w"]}, **nothing)])
+    with pytest.raises(ParamsError, match="fisher_params lacks"):
+        replace(one, fisher_params={})
+    with pytest.raises(ParamsError, match="params lack"):
+        replace(one, params={"w": one.params["w"]})
+    with pytest.raises(ConfigurationError, match="num_examples must be > 0"):
+        replace(one, num_examples=0)
+    with pytest.raises(ParamsError, match="NaN or infinity for 'b'"):
+        merge_sums(replace(one, fisher=one.fisher | {"b": one.fisher["b"] * NAN}))
+    with pytest.raises(ParamsError, match="sums has the unexpected keys"):
+        merge_sums(one, like={"w": one.params["w"]})
+    with pytest.raises(ConfigurationError, match="score is for solver='adam'"):
+        merge_sums(one, score=lambda params: 0.0)
+    with pytest.raises(ConfigurationError, match=r"^anchor must be"):
+        merge_sums(one, anchor=-1)
+
+
+# What travels
+
+
+def tiny_upload() -> SumsUpload:
+    return SumsUpload(DiagonalSums.of(each_trained(tiny_model)[0]))
+
+
+LIKE = arrays_to_tensors(tiny_arrays())
+
+
+def travelled(record: ArrayRecord) -> ArrayRecord:
+    """Serialise a record as Flower does."""
+    proto = recorddict_to_proto(RecordDict({"arrays": record}))
+    (arrived,) = recorddict_from_proto(proto).array_records.values()
+    return arrived
+
+
+def test_an_upload_comes_back_bit_for_bit_in_any_order() -> None:
+    sent = tiny_upload()
+    record = travelled(sent.to_arrays())
+    shuffled = ArrayRecord({key: record[key] for key in reversed(list(record))})
+    for arrived in (record, shuffled):
+        got = SumsUpload.from_arrays(arrived, LIKE)
+        assert got.layout() == sent.layout()
+        assert got.sums.num_examples == 4
+        assert same_bits(got.to_arrays(), sent.to_arrays())
+
+
+def test_the_layout_is_the_documented_one() -> None:
+    tensors = arrays_to_tensors(tiny_upload().to_arrays())
+    trainable = [n for n, _ in tiny_model().named_parameters()]
+    assert list(tensors) == [
+        "sums/format",
+        "sums/num-examples",
+        *(f"sums/params/{name}" for name in LIKE),
+        *(f"sums/fisher/{name}" for name in trainable),
+        *(f"sums/fisher-params/{name}" for name in trainable),
+    ]
+    assert bytes(tensors["sums/format"].tolist()) == (
+        b'{"version":1,"form":"diagonal-sums"}'
+    )
+    assert tensors["sums/num-examples"].dtype == torch.float64
+    assert tensors["sums/params/1.num_batches_tracked"].dtype == torch.int64
+    assert tensors["sums/params/1.running_var"].dtype == torch.float32
+
+
+def test_a_client_uploads_its_summands() -> None:
+    client = tiny_client(1)  # ten examples
+    asked = {"structure": "diagonal", "seed": 3}
+    parts = tensors_of(ask(client, config=asked))
+    reply = ask(tiny_client(1), config=asked | {"aggregate": "sums"})
+    sums = tensors_of(reply)
+    assert float(sums["sums/num-examples"]) == 10
+    for name in LIKE:
+        torch.testing.assert_close(sums[f"sums/params/{name}"], 10 * parts[name])
+    for name, _ in tiny_model().named_parameters():
+        f = parts[f"curvature/diagonal/{name}"]
+        torch.testing.assert_close(sums[f"sums/fisher/{name}"], 10 * f)
+        product = 10 * f * parts[name]
+        torch.testing.assert_close(sums[f"sums/fisher-params/{name}"], product)
+    assert not [key for key in sums if not key.startswith("sums/")]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"structure": "kfac"}, ClientError, "structure='diagonal' and .* not for 'kf"),
+        ({}, ClientError, "not for None"),
+        (
+            {"structure": "diagonal", "codec": "packed", "codec-version": 1},
+            ClientError,
+            "and 'packed'",
+        ),
+        (
+            {"structure": "diagonal", "aggregate": "mean"},
+            UnknownNameError,
+            "unknown aggregate 'mean'; known: parts, sums",
+        ),
+        (
+            {"structure": "diagonal", "codec": "lossless", "codec-version": 2},
+            ConfigurationError,
+            "version 2 of the upload format",
+        ),
+    ],
+)
+def test_a_client_refuses_before_training_what_it_cannot_upload(
+    config: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    def train_fn(*_: Any) -> dict[str, float]:
+        raise AssertionError("it trained")
+
+    with pytest.raises(error, match=text):
+        ask(tiny_client(train_fn=train_fn), config={"aggregate": "sums"} | config)
+
+
+def with_entry(value: float) -> Callable[[Any], Any]:
+    def change(array: Any) -> Any:
+        changed = array.copy()
+        changed.flat[0] = value
+        return changed
+
+    return change
+
+
+def with_text(text: str) -> Any:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def cut_short(content: RecordDict) -> None:
+    record = content.array_records["arrays"]
+    array = record["sums/fisher/3.weight"]
+    record["sums/fisher/3.weight"] = Array(
+        array.dtype, array.shape, array.stype, array.data[:-3]
+    )
+
+
+def drop_all(prefix: str) -> Tamper:
+    def tamper(content: RecordDict) -> None:
+        record = content.array_records["arrays"]
+        for key in [k for k in record if k.startswith(prefix)]:
+            del record[key]
+
+    return tamper
+
+
+def together(*tampers: Tamper) -> Tamper:
+    def tamper(content: RecordDict) -> None:
+        for one in tampers:
+            one(content)
+
+    return tamper
+
+
+def as_parts(content: RecordDict) -> None:
+    """Reply as a client does that has never heard of sums."""
+    reply = ask(tiny_client(2), config={"structure": "diagonal"})
+    content["arrays"] = reply.content["arrays"]
+
+
+PARAM, F, FT = "sums/params/", "sums/fisher/", "sums/fisher-params/"
+COUNTER, FORMAT, EXAMPLES = (
+    f"{PARAM}1.num_batches_tracked",
+    "sums/format",
+    "sums/num-examples",
+)
+BAD: dict[str, tuple[Tamper, str, str]] = {
+    "missing parameter": (drop_array(f"{PARAM}3.bias"), f"{PARAM}3.bias", "missing"),
+    "missing buffer": (
+        drop_array(f"{PARAM}1.running_var"),
+        f"{PARAM}1.running_var",
+        "missing",
+    ),
+    "missing product": (drop_array(f"{FT}3.bias"), f"{FT}3.bias", "missing"),
+    "missing Fisher": (drop_array(f"{F}3.bias"), f"{F}3.bias", "missing"),
+    "no Fisher": (together(drop_all(F), drop_all(FT)), F, "no Fisher arrived"),
+    "Fisher of fewer parameters": (
+        together(drop_array(f"{F}1.bias"), drop_array(f"{FT}1.bias")),
+        "curvature/",
+        f"other parameters than most clients' does: ['{F}1.bias']",
+    ),
+    "unknown parameter": (set_array(f"{PARAM}9", [1.0]), f"{PARAM}9", "unexpected key"),
+    "Fisher of no parameter": (set_array(f"{F}9", [1.0]), f"{F}9", "unexpected key"),
+    "unknown prefix": (set_array("sums/more", [1.0]), "sums/more", "unexpected key"),
+    "no prefix": (set_array("3.bias", [1.0] * 3), "3.bias", "unexpected key"),
+    "Fisher of a counter": (
+        set_array(f"{F}1.num_batches_tracked", 1.0),
+        f"{F}1.num_batches_tracked",
+        "only floats have a Fisher",
+    ),
+    "transposed": (
+        change_array(f"{PARAM}0.weight", np.transpose),
+        f"{PARAM}0.weight",
+        "shape (3, 4), expected (4, 3)",
+    ),
+    "Fisher's shape": (
+        change_array(f"{F}0.weight", np.ravel),
+        f"{F}0.weight",
+        "shape (12,), expected (4, 3)",
+    ),
+    "scalar in a list": (
+        change_array(COUNTER, np.atleast_1d),
+        COUNTER,
+        "shape (1,), expected ()",
+    ),
+    "double": (
+        change_array(f"{FT}3.weight", np.float64),
+        f"{FT}3.weight",
+        "dtype torch.float64, expected torch.float32",
+    ),
+    "float counter": (
+        change_array(COUNTER, np.float32),
+        COUNTER,
+        "dtype torch.float32, expected torch.int64",
+    ),
+    "NaN": (
+        change_array(f"{PARAM}3.bias", with_entry(NAN)),
+        f"{PARAM}3.bias",
+        "holds NaN or infinity",
+    ),
+    "infinite product": (
+        change_array(f"{FT}3.bias", with_entry(INF)),
+        f"{FT}3.bias",
+        "holds NaN or infinity",
+    ),
+    "negative Fisher": (
+        change_array(f"{F}0.bias", with_entry(-1e-3)),
+        f"{F}0.bias",
+        "must not be negative",
+    ),
+    "product without a Fisher": (
+        together(
+            change_array(f"{F}0.bias", with_entry(0.0)),
+            change_array(f"{FT}0.bias", with_entry(1.0)),
+        ),
+        f"{FT}0.bias",
+        "must be zero where the Fisher is",
+    ),
+    "unreadable": (cut_short, f"{F}3.weight", "unreadable array"),
+    "no examples": (drop_array(EXAMPLES), EXAMPLES, "missing"),
+    "zero examples": (set_array(EXAMPLES, 0.0), EXAMPLES, "must be positive, got 0"),
+    "negative examples": (set_array(EXAMPLES, -3.0), EXAMPLES, "must be positive"),
+    "infinite examples": (set_array(EXAMPLES, INF), EXAMPLES, "NaN or infinity"),
+    "list of examples": (set_array(EXAMPLES, [12.0]), EXAMPLES, "of shape (1,)"),
+    "integer examples": (set_array(EXAMPLES, 12), EXAMPLES, "torch.int64"),
+    "other examples": (
+        set_array(EXAMPLES, 13.0),
+        EXAMPLES,
+        "13 examples, but the metrics say 12",
+    ),
+    "other examples in the metrics": (
+        set_metric("num-examples", 13),
+        EXAMPLES,
+        "12 examples, but the metrics say 13",
+    ),
+    "no format": (drop_array(FORMAT), FORMAT, "missing"),
+    "no text": (set_array(FORMAT, [1.0]), FORMAT, "no text"),
+    "no JSON": (set_array(FORMAT, with_text("{")), FORMAT, "not JSON"),
+    "no version": (set_array(FORMAT, with_text("[1]")), FORMAT, "does not say which"),
+    "another version": (
+        set_array(FORMAT, with_text('{"version":2,"form":"diagonal-sums"}')),
+        FORMAT,
+        "format version 2, and this server reads 1",
+    ),
+    "another form": (
+        set_array(FORMAT, with_text('{"version":1,"form":"kfac-sums"}')),
+        FORMAT,
+        "got {'version': 1, 'form': 'kfac-sums'}",
+    ),
+    "parts": (as_parts, FORMAT, "missing"),
+    **{
+        name: (tamper, field, "")
+        for name, (tamper, field) in BAD_REPLIES.items()
+        if field in ("content", "num-examples", "metrics", "error")
+    },
+}
+
+
+def sums(**options: Any) -> FedFisherOneShot:
+    return FedFisherOneShot(**{"fraction_evaluate": 0.0, **SUMS, **options})
+
+
+@pytest.fixture(scope="module")
+def without_2() -> ArrayRecord:
+    return run(sums(), tiny_app([0, 1, 3])).arrays
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_upload_is_left_out_by_name_and_the_round_goes_on(
+    case: str, without_2: ArrayRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    tamper, field, reason = BAD[case]
+    grid = LocalGrid(Watched(tiny_app(), {2: tamper}), 4)
+    result = sums().start(grid, tiny_arrays())
+    assert same_bits(result.arrays, without_2)
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["num-replies"], metrics["num-rejected"]) == (3, 1)
+    (said,) = left_out(caplog)
+    assert f"partition-2: node {node_of(grid, 2)}: '{field}': " in said
+    assert reason in said
+
+
+def test_all_bad_uploads_at_once_spoil_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tampers = [tamper for tamper, _, _ in BAD.values()]
+    app = Watched(tiny_app([0, 1, 2, *[2] * len(tampers)]), dict(enumerate(tampers, 3)))
+    result = run(sums(), app, 3 + len(tampers))
+    assert same_bits(result.arrays, run(sums()).arrays)
+    assert len(left_out(caplog)) == len(tampers)
+
+
+def test_too_few_usable_uploads_end_the_round_with_every_reason() -> None:
+    app = Watched(tiny_app(), {0: fail, 1: drop_array(f"{PARAM}3.bias")})
+    with pytest.raises(RoundError, match="1 usable replies") as caught:
+        run(sums(), app)
+    assert "ValueError: out of cheese" in str(caught.value)
+    assert f"'{PARAM}3.bias': missing" in str(caught.value)
+
+
+def test_any_bytes_are_read_or_refused() -> None:
+    record = tiny_upload().to_arrays()
+    random, refused = np.random.default_rng(0), 0
+    for _ in range(400):
+        changed = ArrayRecord(dict(record))
+        key = random.choice(list(record))
+        array, data = record[key], bytearray(record[key].data)
+        for place in random.integers(len(data), size=random.integers(1, 4)):
+            data[place] = random.integers(256)
+        changed[key] = Array(array.dtype, array.shape, array.stype, bytes(data))
+        try:
+            SumsUpload.from_arrays(changed, LIKE)
+        except WireError:
+            refused += 1
+    assert 0 < refused < 400
+
+
+# The strategy
+
+
+@pytest.fixture(params=SOLVERS)
+def row(request: pytest.FixtureRequest) -> Row:
+    """What the contract's tests are run with."""
+    short = {"gd": {"iterations": 30}, "adam": {"iterations": 30}}
+    own = {**SUMS, "solver": request.param, **short.get(request.param, {})}
+    return Row(FedFisherOneShot, own)
+
+
+@every_solver
+@pytest.mark.parametrize("holdings", [(0, 1, 2), (0, 30), (4, 4, 4)])
+def test_a_round_gives_the_model_of_the_parts(
+    solver: str, holdings: tuple[int, ...]
+) -> None:
+    results = [
+        run(
+            FedFisherOneShot(fraction_evaluate=0.0, solver=solver, **options),
+            tiny_app(holdings),
+            len(holdings),
+        )
+        for options in (PARTS, SUMS)
+    ]
+    parts, sums = (arrays_to_tensors(result.arrays) for result in results)
+    assert_within(sums, parts)
+    told = [set(result.train_metrics_clientapp[1]) for result in results]
+    assert told[0] - told[1] == {"client-share"}
+    assert told[1] < told[0]
+    assert results[1].details.shares == []
+
+
+def test_several_rounds_follow_the_parts() -> None:
+    parts, sums = (
+        run(FedFisherOneShot(fraction_evaluate=0.0, **options), num_rounds=3)
+        for options in (PARTS, SUMS)
+    )
+    # Each round trains on from where the last one's rounding has led.
+    assert close(sums.arrays, parts.arrays, 1e-4)
+
+
+def test_the_defaults_give_the_model_of_parts_without_balance() -> None:
+    strategy = sums()
+    assert strategy.merge.balance == 0
+    assert strategy.merge.anchor == 0.03
+    assert strategy.codec.scheme == "lossless"
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_identical_clients_get_their_model_up_to_rounding(clients: int) -> None:
+    few = {"min_train_nodes": 1, "min_available_nodes": 1}
+    result = run(sums(**few), tiny_app([1] * clients), clients)
+    alone = tensors_of(ask(tiny_client(1)))
+    assert_within(arrays_to_tensors(result.arrays), alone, 1e-6)
+
+
+def test_clients_count_by_their_examples() -> None:
+    result = run(sums(), tiny_app([0, 20]), 2)
+    small, large = (tensors_of(ask(tiny_client(i))) for i in (0, 20))
+    merged = arrays_to_tensors(result.arrays)["1.running_mean"]
+    mean = (8 * small["1.running_mean"] + 48 * large["1.running_mean"]) / 56
+    torch.testing.assert_close(merged, mean)
+
+
+def test_clients_are_asked_for_sums_and_only_then() -> None:
+    for strategy, asked in ((sums(), "sums"), (FedFisherOneShot(**PARTS), None)):
+        app = Watched()
+        run(strategy, app, 2)
+        trained = [c for c in app.configs if "structure" in c]
+        assert {c.get("aggregate") for c in trained} == {asked}
+        assert {c["codec"] for c in trained} == {"lossless"}
+
+
+def test_an_upload_has_sums_or_a_posterior() -> None:
+    upload = run(sums()).uploads[1]
+    assert upload.sums.num_examples == upload.num_examples == 10
+    with pytest.raises(StructureError, match="partition-1 uploaded a SumsUpload"):
+        _ = upload.posterior
+    upload = run(FedFisherOneShot(fraction_evaluate=0.0, **PARTS)).uploads[1]
+    with pytest.raises(StructureError, match="partition-1 uploaded a FisherUpload"):
+        _ = upload.sums
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"structure": "kfac"}, "aggregate='sums' needs structure='diagonal', not 'kf"),
+        ({"codec": "fedavg"}, "aggregate='sums' needs codec='lossless'"),
+        ({"codec": "small"}, "aggregate='sums' needs codec='lossless'"),
+        ({"codec": "paper"}, "aggregate='sums' needs codec='lossless'"),
+        ({"budget": 0.5}, "takes no budget"),
+        ({"balance": 1.0}, "balance must be 0 where the server knows sums only"),
+        ({"weighted_by_key": "trust"}, "needs weighted_by_key='num-examples'"),
+        ({"anchor": -1.0}, "anchor must be"),
+        ({"score": lambda params: 0.0}, "score is for solver='adam'"),
+        ({"aggregate": "mean"}, "unknown aggregate 'mean'; known: parts, sums"),
+        ({"structure": "kfac", "solver": "closed-form"}, "needs structure='diagonal'"),
+    ],
+)
+def test_what_sums_cannot_do_is_refused_at_construction(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        sums(**options)
+
+
+@pytest.mark.parametrize("codec", ["auto", "lossless"])
+@pytest.mark.parametrize("balance", [None, 0, 0.0])
+def test_what_sums_can_do_is_not(codec: str, balance: float | None) -> None:
+    same = sums(codec=codec, balance=balance).options()
+    assert same == sums().options()
+    assert same["aggregate"] == "sums"
+
+
+# Runs that stop
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Any:
+    return start(**SUMS)
+
+
+def test_checkpoints_do_not_change_the_result(
+    tmp_path: Path, uninterrupted: Any
+) -> None:
+    assert_same_result(start(where=tmp_path, **SUMS), uninterrupted)
+
+
+@pytest.mark.parametrize("asked", [1, 3, CLIENTS, CLIENTS + 2, 11])
+def test_killed_while_uploads_arrive(
+    tmp_path: Path, uninterrupted: Any, asked: int
+) -> None:
+    app = killing_app(asked)
+    with pytest.raises(KeyboardInterrupt):
+        start(app, tmp_path, **SUMS)
+    again = Watched()
+    assert_same_result(start(again, tmp_path, resume=True, **SUMS), uninterrupted)
+    assert sorted(again.trained + app.trained[:-1]) == ALL
+
+
+def test_a_kept_upload_is_checked_again(tmp_path: Path) -> None:
+    app = Watched(tamper=dict.fromkeys((1, 2, 3), fail))
+    with pytest.raises(RoundError):
+        start(app, tmp_path, **SUMS)
+    (path,) = (tmp_path / "uploads-0001").rglob("*.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"diagonal-sums", b"diagonal-sumz"))
+    with pytest.raises(CheckpointError, match="partition-0 is damaged: 'sums/format'"):
+        start(where=tmp_path, resume=True, **SUMS)
+
+
+def test_a_run_with_parts_is_not_continued_with_sums(tmp_path: Path) -> None:
+    start(where=tmp_path, num_rounds=1, **PARTS)
+    with pytest.raises(CheckpointError) as caught:
+        start(where=tmp_path, resume=True, **SUMS)
+    assert str(caught.value).endswith("options: aggregate: 'parts' -> 'sums'")
+
+
+# The report
+
+
+def test_the_report_leaves_out_what_the_server_cannot_know(tmp_path: Path) -> None:
+    task = load_task(
+        dataset="digits", model="mlp", partition="dirichlet-client", alpha=0.5,
+        num_partitions=3, seed=0,
+    )  # fmt: skip
+
+    def client_fn(context: Any) -> FisherClient:
+        loader = task.train_loader(context.node_config["partition-id"], 32)
+        train = LocalSGD(epochs=1, lr=0.05)
+        return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")
+
+    reports = []
+    for name, options in (("parts", PARTS), ("sums", SUMS)):
+        strategy = FedFisherOneShot(fraction_evaluate=0.0, **options)
+        grid = LocalGrid(make_client_app(client_fn), 3)
+        result = strategy.start(grid, ArrayRecord(shared_state(task.make_model())))
+        path = tmp_path / name
+        path.mkdir()
+        config = {"seed": 0}
+        report_one_shot(path, task=task, result=result, seconds={}, config=config)
+        reports.append(json.loads((path / "metrics.json").read_text()))
+    parts, sums = reports
+    assert set(sums["accuracy"]) == {"fedavg", "fedfisher"}
+    for method, value in sums["accuracy"].items():
+        assert value == pytest.approx(parts["accuracy"][method], abs=0.005)
+    plain = sums["bytes"]["fedavg_per_client"]
+    assert plain == parts["bytes"]["fedavg_per_client"]
+    assert 2.9 < sums["bytes"]["upload_per_client"] / plain < 3.1

@@ -1,0 +1,455 @@
+"""The language data set, its natural partition and its transformer."""
+
+import math
+import sys
+import warnings
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flwr_fisher.client import LocalSGD, cross_entropy, score
+from flwr_fisher.errors import ConfigurationError, DataError
+from flwr_fisher.measures import accuracies
+from flwr_fisher.tasks import (
+    MODELS,
+    PARTITIONS,
+    VOCABULARY,
+    Sequences,
+    Task,
+    TextData,
+    Transformer,
+    load_dataset,
+    load_task,
+    make_model,
+    partition_indices,
+    task_from_run_config,
+)
+from flwr_fisher.tasks.by_document import ByDocumentPartitioner, share_out_documents
+from flwr_fisher.tasks.language import cut, load_language, without_repeats
+from flwr_fisher.tasks.task import _share_out
+
+
+def language(**changes: Any) -> Task:
+    arguments = {
+        "dataset": "language",
+        "model": "transformer",
+        "partition": "by-document",
+        "num_partitions": 8,
+    }
+    return load_task(**{**arguments, **changes})
+
+
+def text(tokens: torch.Tensor) -> str:
+    return "".join(VOCABULARY[token] for token in tokens.flatten().tolist())
+
+
+# --- the text
+
+
+def test_the_vocabulary_is_printable_ascii_a_newline_and_one_more() -> None:
+    assert len(VOCABULARY) == len(set(VOCABULARY)) == 97
+    known = [c for c in map(chr, range(128)) if c.isprintable() or c == "\n"]
+    assert sorted(VOCABULARY[1:]) == sorted(known)
+
+
+def test_language() -> None:
+    data = load_dataset("language")
+    assert isinstance(data, TextData)
+    assert (data.shape, data.num_outputs) == ((64,), 97)
+    assert data.num_classes == len(data.class_names) >= 70
+    assert {"assert", "while", "string-methods"} <= set(data.class_names)
+    assert len(data.train) > 4000
+    assert 0.1 < len(data.test) / len(data.train) < 0.15
+    x, y = data.train[[3, 0]]
+    assert x.shape == y.shape == (2, 64)
+    assert x.dtype == y.dtype == torch.int64
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    single = data.train[3]
+    assert torch.equal(single[0], x[0])
+    assert torch.equal(single[1], y[0])
+    # Characters outside the vocabulary are rare.
+    assert (data.train.tokens == 0).float().mean() < 0.01
+    first = (data.train.documents == data.class_names.index("assert")).nonzero()[0]
+    assert text(data.train.tokens[first]).startswith('The "assert" statement\n***')
+
+
+def test_every_document_is_in_both_splits_and_the_test_is_its_end() -> None:
+    from pydoc_data.topics import topics
+
+    whole = dict(without_repeats(topics))
+    data = load_language()
+    for index, name in enumerate(data.class_names):
+        train, test = (
+            text(split.tokens[split.documents == index])
+            for split in (data.train, data.test)
+        )
+        assert train
+        assert test
+        # One after the other: no character is in two pieces or in both splits.
+        found, want = train + test, whole[name]
+        assert len(want) - len(found) in range(65)
+        assert (
+            found
+            == "".join(c if c in VOCABULARY else VOCABULARY[0] for c in want)[
+                : len(found)
+            ]
+        )
+
+
+def test_the_splits_share_hardly_any_text() -> None:
+    """As they would if topics kept the paragraphs that other topics have."""
+    data = load_language()
+    train = text(data.train.tokens)
+    starts = [text(tokens[10:50]) for tokens in data.test.tokens]
+    assert np.mean([start in train for start in starts]) < 0.04
+
+
+def test_a_paragraph_stays_in_the_shortest_document_that_has_it() -> None:
+    topics = {
+        "all": "A.\n\n   B is\n   long.\n\nC.\n\nA.",
+        "b": "B is long.",
+        "also-b": "Also.\n\nB is long.",
+    }
+    assert without_repeats(topics) == [
+        ("all", "A.\n\nC."),
+        ("also-b", "Also."),
+        ("b", "B is long."),
+    ]
+
+
+def test_cutting_documents() -> None:
+    documents = [("long", "abcdefghijkl"), ("short", "abcde"), ("two", "éb\ncde")]
+    data = cut(documents, length=2, held=4)
+    assert data.class_names == ("long", "two")
+    assert [text(t) for t in data.train.tokens] == ["abc", "def", "ghi", "\ufffdb\n"]
+    assert [text(t) for t in data.test.tokens] == ["jkl", "cde"]
+    assert data.train.documents.tolist() == [0, 0, 0, 1]
+    assert data.test.documents.tolist() == [0, 1]
+    with pytest.raises(DataError, match="no document has two pieces of 8 characters"):
+        cut(documents, length=7, held=4)
+
+
+def test_a_python_without_the_text_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(DataError, match=r"without pydoc_data.*another data set"):
+        load_language()
+
+
+# --- Sequences and TextData
+
+
+def pieces(count: int = 4, length: int = 3) -> Sequences:
+    tokens = torch.arange(count * length).reshape(count, length)
+    return Sequences(tokens, torch.arange(count) % 2)
+
+
+def test_subset_keeps_order_and_copies() -> None:
+    some = pieces()
+    part = some.subset([3, 0])
+    assert torch.equal(part[[0, 1]][0], some[[3, 0]][0])
+    assert torch.equal(part.classes, some.classes[[3, 0]])
+    part.tokens.zero_()
+    assert some.tokens[3].any()
+    assert len(some.subset([])) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "documents", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2), r"int64 tensor \[n, T \+ 1\].*float32"),
+        (torch.zeros(2, 1).long(), torch.zeros(2).long(), r"not torch.int64 \[2, 1\]"),
+        (torch.zeros(6).long(), torch.zeros(6).long(), r"not torch.int64 \[6\]"),
+        (torch.zeros(2, 3).long(), torch.zeros(3).long(), r"2 sequences need as many"),
+        (torch.zeros(2, 3).long(), torch.zeros(2), r"documents, not torch.float32"),
+    ],
+)
+def test_sequences_of_the_wrong_form_are_refused(
+    tokens: torch.Tensor, documents: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        Sequences(tokens, documents)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        (pieces(), pieces().subset([]), "the test split is empty"),
+        (pieces(60), pieces(), "training split's tokens run from 0 to 179, .* 97 "),
+        (pieces(), pieces(length=4), "test sequences have 4 tokens, training .* 3"),
+        (
+            pieces(),
+            Sequences(torch.zeros(1, 3).long(), torch.tensor([2])),
+            "test split's documents run from 2 to 2, outside the 2 known",
+        ),
+    ],
+)
+def test_splits_that_do_not_fit_are_refused(
+    train: Sequences, test: Sequences, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        TextData(train, test, ("a", "b"))
+
+
+# --- by-document
+
+
+@pytest.mark.parametrize("clients", [1, 8, 20, 60])
+def test_every_document_is_at_one_client(clients: int) -> None:
+    task = language(num_partitions=clients)
+    counts = task.label_histogram()
+    assert counts.shape == (clients, task.data.num_classes)
+    assert ((counts > 0).sum(dim=0) == 1).all()
+    assert torch.equal(counts.sum(dim=0), task.data.train.classes.bincount())
+    sizes = [task.num_examples(i) for i in range(clients)]
+    assert counts.sum(dim=1).tolist() == sizes
+    # No client has more than its fair share by more than one document.
+    largest = int(counts.max())
+    assert max(sizes) <= sum(sizes) / clients + largest
+    if clients <= 8:
+        assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_the_seed_decides_who_has_what() -> None:
+    first = language(seed=1)
+    _share_out.cache_clear()
+    np.random.seed(5)  # noqa: NPY002 - the global state must not matter
+    assert language(seed=1).parts == first.parts
+    assert language(seed=2).parts != first.parts
+    # Not only the names of the clients change.
+    groups = [
+        {frozenset(row.nonzero().flatten().tolist()) for row in task.label_histogram()}
+        for task in (first, language(seed=2))
+    ]
+    assert groups[0] != groups[1]
+
+
+def test_documents_are_dealt_out_to_who_has_least() -> None:
+    sizes = np.array([3, 100, 40, 6, 36, 1])
+    for seed in range(5):
+        parts = share_out_documents(sizes, 3, np.random.default_rng(seed))
+        assert sorted(sizes[part].sum() for part in parts) == [43, 43, 100]
+        assert sorted(document for part in parts for document in part) == list(range(6))
+
+
+def test_the_partitioner_works_in_flower_s_own_federated_dataset_form() -> None:
+    from datasets import Dataset
+
+    partitioner = ByDocumentPartitioner(2, "author", seed=0)
+    authors = ["b", "a", "c", "a", "b", "a"]
+    partitioner.dataset = Dataset.from_dict({"author": authors})
+    found = [partitioner.load_partition(i)["author"][:] for i in range(2)]
+    assert sorted(map(sorted, found)) == [["a", "a", "a"], ["b", "b", "c"]]
+    assert partitioner.num_partitions == 2
+
+
+def test_more_clients_than_documents() -> None:
+    with pytest.raises(
+        DataError, match=r"'by-document': 3 documents.*4 clients.*fewer"
+    ):
+        partition_indices(torch.arange(12) % 3, "by-document", num_partitions=4)
+    with pytest.raises(ConfigurationError, match="num_partitions must be ≥ 1"):
+        ByDocumentPartitioner(0, "label")
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_the_other_partitions_share_out_documents_too(partition: str) -> None:
+    with warnings.catch_warnings():
+        # Few clients with two documents each leave out most documents.
+        warnings.filterwarnings("ignore", message=".*no client holds")
+        task = language(partition=partition, alpha=1.0)
+    used = [index for part in task.parts for index in part]
+    assert len(used) == len(set(used))
+    assert task.label_histogram().sum() == len(used)
+
+
+# --- the task
+
+
+def test_loaders() -> None:
+    task = language(validation=40)
+    assert isinstance(task.validation, Sequences)
+    everyone = [index for part in task.parts for index in part]
+    assert len(everyone) == len(task.data.train) - 40
+    batches = list(task.train_loader(2, 16))
+    assert {(x.shape[1], y.shape[1]) for x, y in batches} == {(64, 64)}
+    rows = Counter(tuple(row) for x, _ in batches for row in x.tolist())
+    expected = task.data.train[list(task.parts[2])][0].tolist()
+    assert rows == Counter(map(tuple, expected))
+    tested = torch.cat([y for _, y in task.test_loader(100)])
+    assert torch.equal(tested, task.data.test.tokens[:, 1:])
+    held = list(task.eval_loader(task.validation, 16))
+    assert [len(x) for x, _ in held] == [16, 16, 8]
+    assert repr(task).startswith("Task(TextData(")
+    assert "sequences of 64 tokens" in repr(task)
+    assert len(repr(task)) < 200
+
+
+def test_an_app_s_run_config_names_it() -> None:
+    config = {
+        "dataset": "language",
+        "data-dir": "",
+        "model": "transformer",
+        "partition": "by-document",
+        "alpha": 0.1,
+        "seed": 3,
+    }
+    task = task_from_run_config(config, num_partitions=5)
+    assert task.parts == language(seed=3, num_partitions=5).parts
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"dataset": "digits", "model": "mlp"},
+            ConfigurationError,
+            "'by-document' .* 'digits' has no documents: use dataset 'language', or",
+        ),
+        (
+            {"model": "lenet"},
+            ConfigurationError,
+            r"'lenet' is for images .* shape \(64,\); for these: transformer$",
+        ),
+        (
+            {"dataset": "digits", "partition": "iid"},
+            ConfigurationError,
+            r"'transformer' is for sequences .* \(1, 8, 8\); for these: logistic, mlp",
+        ),
+        ({"num_partitions": 500}, DataError, "fewer clients"),
+        ({"num_partitions": 0}, ConfigurationError, "num_partitions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_way_out(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        language(**changes)
+
+
+# --- the model
+
+
+def small(**changes: Any) -> Transformer:
+    sizes = {"vocabulary": 7, "length": 5, "width": 8, "layers": 2, "heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Transformer(**{**sizes, **changes})
+
+
+def test_the_model_s_size_and_calls() -> None:
+    model = language().make_model()
+    block = (64 * 3 + 64 + 256 + 64) + (64 * 64 * 12) + 4 * 64
+    assert sum(p.numel() for p in model.parameters()) == (
+        97 * 64 + 64 * 64 + 2 * block + 2 * 64 + 97 * 64 + 97
+    )
+    calls = Counter[str]()
+    layers = {k: m for k, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    for key, layer in layers.items():
+        layer.register_forward_hook(lambda *_, key=key: calls.update([key]))
+    logits = model(torch.zeros(2, 64, dtype=torch.int64))
+    assert logits.shape == (2, 64, 97)
+    assert calls == dict.fromkeys(layers, 1)
+    logits.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_token_sees_those_before_it_alone() -> None:
+    model = small()
+    x = torch.tensor([[1, 2, 3, 4, 5]])
+    for position in range(5):
+        other = x.clone()
+        other[0, position] = 6
+        changed = (model(x) - model(other)).abs().amax(-1)[0] > 1e-6
+        # All that follow do see it.
+        assert changed.tolist() == [t >= position for t in range(5)]
+
+
+def test_the_model_computes_what_its_weights_say() -> None:
+    """One sequence, position by position and head by head."""
+    model = small(layers=1).double()
+    w = {k: v.detach() for k, v in model.state_dict().items()}
+    tokens = [3, 1, 1, 6]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        scaled = (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
+        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return w[f"{name}.weight"] @ x + w[f"{name}.bias"]
+
+    xs = [
+        w["tokens.weight"][t] + w["positions.weight"][i] for i, t in enumerate(tokens)
+    ]
+    seen = [linear(norm(x, "blocks.0.attention_norm"), "blocks.0.qkv") for x in xs]
+    for t, x in enumerate(xs):
+        heads = []
+        for h in (0, 4):
+            keys = torch.stack([s[8 + h : 12 + h] for s in seen[: t + 1]])
+            values = torch.stack([s[16 + h : 20 + h] for s in seen[: t + 1]])
+            heads.append((keys @ seen[t][h : h + 4] / 2).softmax(0) @ values)
+        x = x + linear(torch.cat(heads), "blocks.0.out")
+        hidden = linear(norm(x, "blocks.0.mlp_norm"), "blocks.0.up")
+        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+        x = x + linear(hidden, "blocks.0.down")
+        logits = linear(norm(x, "norm"), "head")
+        torch.testing.assert_close(model(torch.tensor([tokens]))[0, t], logits)
+
+
+@pytest.mark.parametrize("change", [{"heads": 3}, {"layers": 0}, {"vocabulary": 0}])
+def test_sizes_that_make_no_model(change: dict[str, int]) -> None:
+    ((name, value),) = change.items()
+    said = f"{value} {name}" if name != "vocabulary" else f"{name} {value}"
+    with pytest.raises(ConfigurationError, match=said):
+        small(**change)
+
+
+def test_no_tokens() -> None:
+    with pytest.raises(ConfigurationError, match=r"0 classes of examples \(5,\)"):
+        make_model("transformer", shape=(5,), num_classes=0)
+    assert "transformer" in MODELS
+
+
+def test_it_learns_more_than_how_often_each_token_is() -> None:
+    task = language(num_partitions=20)
+    model, loader = task.make_model(), task.train_loader(0, 8)
+    counts = task.data.train.tokens.flatten().bincount().double()
+    p = counts[counts > 0] / counts.sum()
+    entropy = -float((p * p.log()).sum())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss(x, y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+    with torch.no_grad():
+        x, y = task.data.test[:]
+        assert float(loss(x, y)) < entropy - 0.25
+
+
+def test_the_client_s_loops_and_the_measures_take_tokens() -> None:
+    task, device = language(num_partitions=60), torch.device("cpu")
+    model, test = task.make_model(), task.test_loader()
+    x, y = task.data.test[:]
+    with torch.no_grad():
+        logits = model(x)
+    want = F.cross_entropy(logits.mT, y)
+    torch.testing.assert_close(cross_entropy(logits, y), want)
+    right = float((logits.argmax(-1) == y).float().mean())
+    loss, accuracy, count = score(model, test, device, cross_entropy)
+    assert loss == pytest.approx(float(want), rel=1e-5)
+    assert (accuracy, count) == (pytest.approx(right), len(x))
+    same = accuracies(model, {"own": model.state_dict()}, test)
+    assert same["own"] == pytest.approx(right)
+    before = score(model, task.train_loader(0, 8), device, cross_entropy)[0]
+    LocalSGD(epochs=2, lr=0.1)(model, task.train_loader(0, 8), device, {})
+    assert score(model, task.train_loader(0, 8), device, cross_entropy)[0] < before

@@ -1,0 +1,395 @@
+"""Reading arrays that strangers wrote: a tensor or a WireError, and no memory."""
+
+import io
+import re
+import tracemalloc
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.lib import format as npy
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+
+REAL = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32"]
+REAL += ["uint64", "float16", "float32", "float64"]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5,), (2, 3), (0, 3), (3, 0, 2)]
+SHAPES += [(2, 1, 3, 2), (1,) * 12]
+
+
+def entries(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray[Any, Any]:
+    count = int(np.prod(shape))
+    return np.arange(count).reshape(shape).astype(dtype)
+
+
+def saved(values: Any, version: tuple[int, int] = (1, 0)) -> bytes:
+    stream = io.BytesIO()
+    npy.write_array(stream, np.asarray(values), version)
+    return stream.getvalue()
+
+
+def with_header(header: str, body: bytes = b"", version: int = 1) -> bytes:
+    """Bytes with whatever header, of the length that it really has."""
+    text = header.encode("latin1")
+    length = len(text).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + length + text + body
+
+
+def header(
+    shape: object = (2, 3), descr: object = "<f4", fortran_order: object = False
+) -> str:
+    return repr({"descr": descr, "fortran_order": fortran_order, "shape": shape})
+
+
+def declared(
+    data: bytes, shape: Any = (2, 3), dtype: Any = "float32", stype: Any = None
+) -> Array:
+    """An array with whatever metadata: the constructor would check their types."""
+    array = Array(entries((2, 3)))
+    array.data, array.shape, array.dtype = data, shape, dtype
+    array.stype = array.stype if stype is None else stype
+    return array
+
+
+def read(array: Array) -> Tensor:
+    record = ArrayRecord()
+    record["fine"], record["layer.w"] = Array(entries((2,))), array
+    return arrays_to_tensors(record)["layer.w"]
+
+
+def complaint(array: Array) -> str:
+    with pytest.raises(WireError) as caught:
+        read(array)
+    assert caught.value.field == "layer.w"
+    assert caught.value.reason.isprintable()
+    return caught.value.reason
+
+
+GOOD = saved(entries((2, 3)))
+BODY = entries((2, 3)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_what_flower_writes_is_read(
+    shape: tuple[int, ...], dtype: str, order: Any
+) -> None:
+    values = np.asarray(entries(shape, dtype), order=order)
+    tensor = read(Array(values))
+    assert tensor.dtype == getattr(torch, dtype)
+    assert tensor.shape == shape
+    assert tensor.is_contiguous()
+    assert np.array_equal(tensor.numpy(), values)
+
+
+def test_fortrans_order_is_among_what_flower_writes() -> None:
+    array = Array(entries((3, 4)).T)
+    assert b"'fortran_order': True" in array.data
+    assert torch.equal(read(array), torch.arange(12.0).reshape(3, 4).mT)
+
+
+def test_flower_writes_what_numpy_saves() -> None:
+    array = Array(entries((2, 3)))
+    assert array.data == GOOD
+    assert (array.dtype, array.shape) == ("float32", (2, 3))
+    assert array.stype == "numpy.ndarray"
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_both_versions_of_the_header_are_read(version: tuple[int, int]) -> None:
+    data = saved(entries((2, 3)), version)
+    assert data[6:8] == bytes(version)
+    assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize("padding", range(4))
+def test_entries_that_start_at_an_odd_byte_are_read(padding: int) -> None:
+    data = with_header(header() + " " * padding, BODY)
+    assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
+
+
+def test_the_longest_header_that_numpy_writes_would_be_read() -> None:
+    shape = (1,) * 46 + (10,) * 18  # 64 dimensions and 63 bits are all there can be
+    stream = io.BytesIO()
+    whole = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    npy.write_array_header_1_0(stream, whole)
+    said = complaint(declared(stream.getvalue(), shape, "float64"))
+    assert "0 bytes of entries" in said  # the header itself was read
+
+
+def test_the_tensor_is_writable_and_its_memory_its_own() -> None:
+    array = Array(entries((2, 3)))
+    read(array).fill_(7)
+    assert array.data == GOOD
+    assert torch.equal(read(array), torch.arange(6.0).reshape(2, 3))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_nan_and_infinity_are_refused(value: float, dtype: str, order: Any) -> None:
+    values = np.ones((2, 3), dtype, order=order)
+    values[1, 1] = value
+    assert complaint(Array(values)) == "holds NaN or infinity"
+
+
+def huge_int(digits: int) -> int:
+    return 10 ** (digits - 1)
+
+
+# What arrives in (data, shape, dtype), and the complaint.
+HOSTILE: dict[str, tuple[Array, str]] = {
+    "no bytes": (declared(b""), "magic"),
+    "only magic": (declared(GOOD[:6]), "magic"),
+    "no header": (declared(GOOD[:8]), "EOF"),
+    "cut header": (declared(GOOD[:50]), "EOF"),
+    "other magic": (declared(b"\x93NUMPX" + GOOD[6:]), "magic"),
+    "version 3": (declared(with_header(header(), BODY, 3)), "npy version"),
+    "version 9": (declared(with_header(header(), BODY, 9)), "npy version"),
+    "long header": (
+        declared(with_header(header() + " " * 1000, BODY)),
+        "EOF: reading array header, expected 10",
+    ),
+    "header of 4 GB": (
+        declared(b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 2000),
+        "EOF: reading array header, expected 4294967295",
+    ),
+    "nested brackets": (declared(with_header("[" * 990)), "unreadable"),
+    "signs": (declared(with_header("-" * 990 + "1")), "unreadable"),
+    "a null byte": (declared(with_header("\0")), "unreadable"),
+    "a call": (declared(with_header("__import__('os')")), "malformed"),
+    "a list": (declared(with_header("[1, 2]")), "not a dictionary"),
+    "unsortable keys": (declared(with_header("{1: 2, 'a': 3}")), "unreadable"),
+    "another key": (declared(with_header(header()[:-1] + ",'x':1}")), "keys"),
+    "float shape": (declared(with_header(header((2.0, 3)), BODY)), "shape"),
+    "list shape": (declared(with_header(header([2, 3]), BODY)), "shape"),
+    "int order": (declared(with_header(header(fortran_order=1), BODY)), "fortran"),
+    "one byte short": (declared(GOOD[:-1]), "23 bytes of entries, but shape"),
+    "one byte more": (declared(GOOD + b"\0"), "25 bytes of entries"),
+    "twice": (declared(GOOD + GOOD), "bytes of entries"),
+    "no entries": (declared(GOOD[:128]), "0 bytes of entries, .* has 24"),
+    "entries in an empty array": (
+        declared(with_header(header((0, 3)), BODY), (0, 3)),
+        "24 bytes of entries",
+    ),
+    "no entry in a 0-d array": (declared(with_header(header(())), ()), "0 bytes"),
+    "negative": (declared(with_header(header((-6,)), BODY), (-6,)), "negative"),
+    "twice negative": (
+        declared(with_header(header((-2, -3)), BODY), (-2, -3)),
+        "negative",
+    ),
+    "too many dimensions": (
+        declared(with_header(header((1,) * 200), BODY[:4]), (1,) * 200),
+        "dimension",
+    ),
+    "an empty array too large to index": (
+        declared(with_header(header((0, huge_int(30)))), (0, huge_int(30))),
+        "unreadable",
+    ),
+    "wraps around 64 bits": (
+        declared(with_header(header((2**32, 2**32)), b""), (2**32, 2**32)),
+        "0 bytes of entries",
+    ),
+    "astronomic": (
+        declared(with_header(header((huge_int(400),) * 2)), (huge_int(400),) * 2),
+        "0 bytes of entries",
+    ),
+    "astronomic, declared": (declared(GOOD, (huge_int(5000), 3)), "declared as"),
+    "long, declared": (declared(GOOD, (1,) * 10**5), "declared as float32 of shape"),
+    "big-endian": (declared(saved(entries((2, 3), ">f4")), dtype=">f4"), "no >f4"),
+    "objects": (declared(with_header(header(descr="|O"), BODY), dtype="object"), "no"),
+    "a text": (declared(saved(np.array("abc")), (), "<U3"), "torch has no <U3"),
+    "bytes": (declared(saved(np.array(b"abc")), (), "|S3"), r"torch has no \|S3"),
+    "2 GB an entry": (
+        declared(with_header(header((0,), "|V2000000000")), (0,), "|V2000000000"),
+        "torch has no",
+    ),
+    "dates": (declared(saved(np.zeros(2, "M8[s]")), (2,), "datetime64[s]"), "no date"),
+    "records": (
+        declared(saved(np.zeros(2, [("a", "f4")])), (2,), "[('a', '<f4')]"),
+        "torch has no",
+    ),
+    "arrays as entries": (
+        declared(with_header(header((2,), ("<f4", (3,))), BODY), (2,)),
+        "torch has no",
+    ),
+    "long double": (
+        declared(saved(np.zeros(2, np.longdouble)), (2,), str(np.dtype("g"))),
+        "torch has no|unreadable",
+    ),
+    "complex": (
+        declared(saved(np.ones(2, np.complex64)), (2,), "complex64"),
+        "dtype torch.complex64, expected real",
+    ),
+    "no dtype": (declared(with_header(header(descr="nope"), BODY)), "nope"),
+    "no dtype at all": (declared(with_header(header(descr=None), BODY)), "unreadable"),
+    "a third truth": (
+        declared(with_header(header((2,), "|b1"), b"\x01\x02"), (2,), "bool"),
+        "bool entries other than 0 and 1",
+    ),
+    "other shape": (declared(GOOD, (3, 2)), r"as .* \(3, 2\), but .* \(2, 3\)"),
+    "flat": (declared(GOOD, (6,)), "declared as"),
+    "other dtype": (declared(GOOD, dtype="int32"), "declared as int32"),
+    "garbage dtype": (declared(GOOD, dtype="\x1b[2J\n\ud800"), "declared as"),
+    "long dtype": (declared(GOOD, dtype="x" * 10**6), "declared as x{79}…"),
+    "dtype None": (declared(GOOD, dtype=None), "declared as None"),
+    "shape None": (declared(GOOD, None), "unreadable"),
+    "shape of texts": (declared(GOOD, ("2", "3")), "declared as"),
+    "shape of NaN": (declared(GOOD, (float("nan"), 3)), "declared as"),
+    "shape of negatives": (declared(GOOD, (-2, -3)), "declared as"),
+    "nested shape": (declared(GOOD, ((2, 3),)), "declared as"),
+    "other stype": (declared(GOOD, stype="torch.tensor"), "stype torch.tensor"),
+    "long stype": (declared(GOOD, stype="\n" * 10**6), r"stype \\n\\n"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.filterwarnings("default")  # numpy's and Python's parsers may warn first
+def test_what_is_not_an_array_is_refused_by_name(case: str) -> None:
+    array, reason = HOSTILE[case]
+    said = complaint(array)
+    assert said.startswith("unreadable array: ")
+    assert re.search(reason, said)
+    assert len(said) < 2500
+
+
+def test_a_list_as_shape_is_as_good_as_a_tuple() -> None:
+    assert read(declared(GOOD, [2, 3])).shape == (2, 3)
+
+
+PEAK = 10**6
+
+
+def peak_of(data: bytes, shape: tuple[int, ...], dtype: str) -> int:
+    array = declared(data, shape, dtype)
+    tracemalloc.start()
+    try:
+        complaint(array)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("descr", ["<f4", "|i1", "|b1", "<f8"])
+@pytest.mark.parametrize("fortran_order", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(10**12,), (10**8,), (10**6, 10**6), (2**62, 4), (10**300,)], ids=repr
+)
+def test_a_header_that_asks_for_a_terabyte_allocates_nothing(
+    shape: tuple[int, ...], fortran_order: bool, descr: str
+) -> None:
+    data = with_header(header(shape, descr, fortran_order), BODY)
+    assert peak_of(data, shape, np.dtype(descr).name) < PEAK
+    assert peak_of(data, (2, 3), "float32") < PEAK
+
+
+def test_the_peak_would_show_what_np_load_allocates() -> None:
+    array = declared(with_header(header((10**8,), "|i1"), BODY), (10**8,), "int8")
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"EOF|cannot reshape|entries"):
+        array.numpy()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak >= 10**8
+
+
+def test_an_array_takes_its_size_and_little_more() -> None:
+    array = Array(np.zeros((1000, 1000), np.float32).T)
+    tracemalloc.start()
+    read(array)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(array.data) + PEAK
+
+
+def test_a_record_within_the_limit_is_read() -> None:
+    record = tensors_to_arrays({"a": torch.zeros(10), "b": torch.zeros(20)})
+    total = sum(len(array.data) for array in record.values())
+    assert list(arrays_to_tensors(record, limit=total)) == ["a", "b"]
+    assert arrays_to_tensors(ArrayRecord(), limit=0) == {}
+
+
+def test_a_record_over_the_limit_is_refused_by_its_largest_array() -> None:
+    record = tensors_to_arrays({"a": torch.zeros(10), "b": torch.zeros(20)})
+    record["c"] = declared(b"not even read")
+    total = sum(len(array.data) for array in record.values())
+    with pytest.raises(WireError) as caught:
+        arrays_to_tensors(record, limit=total - 1)
+    assert caught.value.field == "b"
+    assert caught.value.reason == (
+        f"{total} bytes arrived, and at most {total - 1} fit"
+    )
+
+
+TOKENS = [b"(", b"-1", b"'<f8'", b"'|O'", b"'>f4'", b"True ", b"999999999999", b"L"]
+TOKENS += [b"0", b"(0,", b"\\d", b"\n", b"{", b"\x00", b"\xff\xff", b"\x02\x00"]
+SCALARS = st.one_of(
+    st.integers(), st.floats(), st.none(), st.booleans(), st.text(max_size=5)
+)
+SHAPE_LIKE = st.one_of(
+    st.just((2, 3)), st.lists(st.integers(0, 4), max_size=3).map(tuple), SCALARS
+) | st.lists(SCALARS, max_size=4)
+DTYPE_LIKE = st.sampled_from(REAL) | SCALARS
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> bytes:
+    """A valid array's bytes, flipped, cut, doubled, or with text put in."""
+    shape = draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
+    values = np.asarray(
+        entries(shape, draw(st.sampled_from(REAL))),
+        order=draw(st.sampled_from("CF")),
+    )
+    data = bytearray(saved(values, draw(st.sampled_from([(1, 0), (2, 0)]))))
+    for _ in range(draw(st.integers(0, 3))):
+        # Most of a small array's bytes are padding; what matters is around it.
+        at = draw(st.integers(0, 80) | st.integers(0, len(data)))
+        piece = draw(st.binary(max_size=6) | st.sampled_from(TOKENS))
+        match draw(st.sampled_from(["write", "insert", "cut", "drop"])):
+            case "write":
+                data[at : at + len(piece)] = piece
+            case "insert":
+                data[at:at] = piece
+            case "cut":
+                del data[at:]
+            case "drop":
+                del data[at : at + len(piece)]
+    return bytes(data)
+
+
+def says(data: bytes) -> tuple[tuple[int, ...], str]:
+    stream = io.BytesIO(data)
+    first = npy.read_magic(stream) == (1, 0)
+    read_header = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
+    shape, _, dtype = read_header(stream)
+    return shape, str(dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(deadline=None, database=None, derandomize=True, max_examples=500)
+@given(data=payloads(), shape=SHAPE_LIKE, dtype=DTYPE_LIKE, honest=st.booleans())
+def test_whatever_arrives_is_a_tensor_or_a_wire_error(
+    data: bytes, shape: Any, dtype: Any, honest: bool
+) -> None:
+    array = declared(data, shape, dtype)
+    if honest:  # about a header that can be read
+        with suppress(Exception):
+            array.shape, array.dtype = says(data)
+    try:
+        tensor = read(array)
+    except WireError as error:
+        assert error.field == "layer.w"  # noqa: PT017
+        assert error.reason.isprintable()  # noqa: PT017
+        return
+    assert tensor.shape == tuple(array.shape)
+    assert str(tensor.dtype) == f"torch.{array.dtype}"
+    assert np.array_equal(tensor.numpy(), array.numpy())
+    assert tensor.isfinite().all()

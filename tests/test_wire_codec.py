@@ -1,0 +1,1010 @@
+"""Packed uploads: within the budget, near what was sent, and refused by name."""
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from torch import Tensor
+from uploads import (
+    LAYOUTS,
+    STRUCTURES,
+    Layout,
+    curvature_of,
+    fedavg_reply_bytes,
+    norm,
+    params_of,
+    psd,
+    reply_bytes,
+    rng,
+    upload_of,
+)
+
+from flwr_fisher.curvature import Dense, Diagonal, EigenKronecker, Kronecker
+from flwr_fisher.errors import ConfigurationError, WireError
+from flwr_fisher.wire import (
+    CODECS,
+    Codec,
+    FisherUpload,
+    curvature_to_tensors,
+    fedavg_bytes,
+    get_codec,
+    resolve,
+    smallest_budget,
+)
+from flwr_fisher.wire.budget import _greedy, _Matrix, _ranks, byte_limit, pack_upload
+from flwr_fisher.wire.packing import HEAD
+
+SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=60)
+SMALL = ("mlp", "linear", "cnn", "odd")  # a dense matrix of the others is too large
+CASES = [
+    (name, structure)
+    for name in LAYOUTS
+    for structure in STRUCTURES
+    if name in SMALL or structure not in ("dense", "block")
+]
+PAPER = [(name, s) for name in ("mlp", "cnn", "odd") for s in ("kfac", "diagonal")]
+FORMAT = "curvature/format"
+
+
+def sent_and_read(
+    sent: FisherUpload, codec: Codec, structure: str | None = None
+) -> FisherUpload:
+    record = sent.to_arrays(codec)
+    return FisherUpload.from_arrays(record, sent.params, codec, structure=structure)
+
+
+def enough(codec: Codec, params: dict[str, Tensor]) -> Codec:
+    """The codec, at a larger budget if need be."""
+    needed = round(smallest_budget(params, codec) + 5e-4, 3)
+    return replace(codec, budget=max(needed, codec.budget))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    error = (got.double() - want.double()).norm()
+    return float(error / want.double().norm()) if error else 0.0
+
+
+def assert_sound(got: FisherUpload, like: dict[str, Tensor]) -> None:
+    """What holds of everything that is read, whatever it is."""
+    assert list(got.params) == list(like)
+    for key, value in got.params.items():
+        assert (value.shape, value.dtype) == (like[key].shape, like[key].dtype), key
+        assert value.isfinite().all(), key
+    for key, value in curvature_to_tensors(got.curvature).items():
+        assert value.isfinite().all(), key
+        if "/diagonal/" in key or key.endswith("/S"):
+            assert (value >= 0).all(), key
+        elif "/ekfac/" not in key:
+            assert torch.equal(value, value.mT), key
+            assert (value.diagonal(dim1=-2, dim2=-1) >= 0).all(), key
+
+
+# --- round trips ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["fedavg", "small"])
+@pytest.mark.parametrize(("name", "structure"), CASES)
+def test_an_upload_comes_back_much_as_it_was(
+    name: str, structure: str, preset: str
+) -> None:
+    sent = upload_of(name, structure)
+    got = sent_and_read(sent, enough(CODECS[preset], sent.params), structure)
+    assert_sound(got, sent.params)
+    blocks = [(type(b), set(b.shapes)) for b in sent.curvature.blocks()]
+    for block in got.curvature.blocks():
+        assert (type(block), set(block.shapes)) in blocks
+    assert len(got.curvature.blocks()) == len(blocks)
+    bits = 16 if preset == "fedavg" else 8
+    for key in LAYOUTS[name].trained:
+        assert relative(got.params[key], sent.params[key]) < 2 / 2 ** (bits - 1), key
+
+
+@pytest.mark.parametrize(("name", "structure"), CASES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+)
+def test_at_16_bits_hardly_anything_is_lost(
+    name: str, structure: str, dtype: torch.dtype
+) -> None:
+    sent = upload_of(name, structure, dtype, "flat")
+    budget = {"block": 400.0, "dense": 400.0}.get(structure, 4.0)
+    if name == "linear":  # whose 40 inputs make larger factors than that
+        budget *= 2
+    got = sent_and_read(sent, Codec(budget, 16, 16, 16), structure)
+    assert_sound(got, sent.params)
+    near = 2e-4 if dtype.itemsize > 2 else 4 * torch.finfo(dtype).eps
+    for key, value in sent.params.items():
+        assert relative(got.params[key], value) < near, key
+    want = curvature_to_tensors(sent.curvature)
+    parts = curvature_to_tensors(got.curvature)
+    assert parts.keys() == want.keys()
+    for (key, part), block in zip(
+        sorted(parts.items()), sorted(want.items()), strict=True
+    ):
+        if "/ekfac/" not in key:  # whose columns come in another order
+            assert relative(part, block[1]) < near, key
+    if dtype == torch.float32 and name in SMALL:
+        assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 2e-4
+
+
+def ordered_dense(sent: FisherUpload, got: FisherUpload) -> Tensor:
+    """What was sent, in the order of parameters of what was read."""
+    places, start = {}, 0
+    for key, shape in sent.curvature.shapes.items():
+        places[key] = torch.arange(start, start + shape.numel())
+        start += shape.numel()
+    order = torch.cat([places[key] for key in got.curvature.shapes])
+    return sent.curvature.to_dense()[order][:, order]
+
+
+@pytest.mark.parametrize(("name", "structure"), PAPER)
+def test_the_papers_codec_comes_back_as_well_as_it_can(
+    name: str, structure: str
+) -> None:
+    sent = upload_of(name, structure)
+    got = sent_and_read(sent, resolve(CODECS["paper"], sent.params), structure)
+    assert_sound(got, sent.params)
+    for key, value in sent.params.items():
+        assert relative(got.params[key], value) < 1e-3, key
+    dense = got.curvature.to_dense().double()
+    assert torch.linalg.eigvalsh(dense).min() >= -1e-5 * dense.diagonal().max()
+    if structure == "diagonal":
+        assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 1e-2
+
+
+@pytest.mark.parametrize("structure", ["block", "ekfac", "dense"])
+def test_the_paper_has_no_form_for_other_structures(structure: str) -> None:
+    with pytest.raises(ConfigurationError, match="codec 'paper' has no form for"):
+        upload_of("cnn", structure).to_arrays(CODECS["paper"])
+
+
+@pytest.mark.parametrize("spectrum", ["zero", "huge", "low-rank", "steep"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("budget", [1.0, 400.0])
+def test_no_curvature_is_too_odd(budget: float, structure: str, spectrum: str) -> None:
+    for name in SMALL:
+        sent = upload_of(name, structure, spectrum=spectrum)
+        got = sent_and_read(sent, enough(Codec(budget), sent.params), structure)
+        assert_sound(got, sent.params)
+        if spectrum == "zero":
+            for key, part in curvature_to_tensors(got.curvature).items():
+                assert "/ekfac/" in key or not part.any(), key
+
+
+@pytest.mark.parametrize("scheme", ["packed", "paper"])
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_are_cut_as_well(
+    scheme: str, structure: str, dtype: torch.dtype
+) -> None:
+    """That is, also where not everything fits whole."""
+    sent = upload_of("cnn", structure, dtype)
+    assert_sound(sent_and_read(sent, Codec(scheme=scheme)), sent.params)
+
+
+def test_buffers_travel_as_they_are() -> None:
+    for name in ("odd", "cnn"):
+        sent = upload_of(name, "kfac")
+        got = sent_and_read(sent, enough(CODECS["small"], sent.params))
+        for key in LAYOUTS[name].buffers:
+            assert torch.equal(got.params[key], sent.params[key]), key
+
+
+def test_factors_that_fit_are_within_the_bound_of_their_bits() -> None:
+    sent = upload_of("mlp", "kfac", spectrum="flat")
+    got = sent_and_read(sent, Codec(6.0))
+    for mine, theirs in zip(
+        sent.curvature.blocks(), got.curvature.blocks(), strict=True
+    ):
+        assert isinstance(mine, Kronecker)
+        assert isinstance(theirs, Kronecker)
+        for a, b in ((mine.A, theirs.A), (mine.G, theirs.G)):
+            torch.testing.assert_close(
+                a.diagonal(dim1=-2, dim2=-1), b.diagonal(dim1=-2, dim2=-1)
+            )
+            step = a.shape[-1] ** 0.5 / 127
+            roots = a.diagonal(dim1=-2, dim2=-1).sqrt()
+            scale = roots.unsqueeze(-1) * roots.unsqueeze(-2)
+            assert ((a - b).abs() <= (2 * step + step**2 + 1e-5) * scale).all()
+
+
+def test_e_kfac_keeps_the_columns_that_carry_most() -> None:
+    sent = upload_of("wide", "ekfac")
+    got = sent_and_read(sent, Codec(0.8))
+    (mine,) = [b for b in sent.curvature.blocks() if b.shapes.keys() >= {"0.weight"}]
+    (theirs,) = [b for b in got.curvature.blocks() if b.shapes.keys() >= {"0.weight"}]
+    assert isinstance(mine, EigenKronecker)
+    assert isinstance(theirs, EigenKronecker)
+    kept = int(theirs.basis_A.any(-2).sum())
+    assert 0 < kept < theirs.basis_A.shape[-1]
+    order = mine.moments.sum(-2).argsort(-1, descending=True)[0, :kept]
+    away = theirs.basis_A[0, :, :kept] - mine.basis_A[0][:, order]
+    assert away.norm(dim=0).max() < 150**0.5 / 31 + 0.05
+
+
+def test_the_order_of_blocks_is_not_that_of_arrival() -> None:
+    sent = upload_of("cnn", "kfac")
+    for codec in (CODECS["lossless"], CODECS["fedavg"], CODECS["paper"]):
+        record = sent.to_arrays(codec)
+        if codec.scheme == "lossless":
+            backwards = ArrayRecord({k: record[k] for k in reversed(list(record))})
+        else:
+            entries = entries_of(record)
+            backwards = container({k: entries[k] for k in reversed(list(entries))})
+        read = [
+            FisherUpload.from_arrays(arrived, sent.params, codec).curvature
+            for arrived in (record, backwards)
+        ]
+        orders = [[list(block.shapes) for block in c.blocks()] for c in read]
+        assert orders[0] == orders[1]
+        assert torch.equal(read[0].to_dense(), read[1].to_dense())
+
+
+# --- the budget -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.4, 0.5, 0.75, 0.95, 1.0, 1.1, 1.5, 2.5, 4.0])
+@pytest.mark.parametrize(("name", "structure"), CASES)
+def test_a_reply_weighs_at_most_the_budget(
+    name: str, structure: str, budget: float
+) -> None:
+    for spectrum in ("steep", "flat"):
+        sent = upload_of(name, structure, spectrum=spectrum)
+        codec = Codec(budget)
+        if smallest_budget(sent.params, codec) > budget:
+            with pytest.raises(ConfigurationError, match="budget must be >="):
+                resolve(codec, sent.params)
+            continue
+        record = sent.to_arrays(resolve(codec, sent.params))
+        assert reply_bytes(record) <= budget * fedavg_reply_bytes(sent.params)
+
+
+@pytest.mark.parametrize(("name", "structure"), PAPER)
+def test_the_papers_reply_weighs_at_most_fedavgs(name: str, structure: str) -> None:
+    sent = upload_of(name, structure)
+    record = sent.to_arrays(resolve(CODECS["paper"], sent.params))
+    assert reply_bytes(record) <= fedavg_reply_bytes(sent.params)
+
+
+def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget() -> None:
+    layout = Layout({"0.weight": (900, 700), "1.weight": (900, 900)})
+    sent = FisherUpload(params_of(layout), curvature_of(layout, "kfac"))
+    for budget in (0.3, 0.4, 1.0):
+        record = sent.to_arrays(Codec(budget))
+        used = reply_bytes(record) / fedavg_reply_bytes(sent.params)
+        assert 0.9 * min(budget, 0.75) < used <= budget
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(
+    name: str, structure: str
+) -> None:
+    if (name, structure) not in CASES:
+        pytest.skip("too large")
+    params = params_of(LAYOUTS[name])
+    for bits in (None, 2, 5, 16):
+        for asked in (0.01, 0.3, 0.6):
+            codec = enough(Codec(asked, bits), params)
+            for spectrum in ("flat", "zero"):
+                sent = upload_of(name, structure, spectrum=spectrum)
+                assert_sound(sent_and_read(sent, resolve(codec, params)), params)
+
+
+@pytest.mark.parametrize("bits", [None, 2, 7, 16])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_budget_too_small_is_refused_with_the_smallest_that_works(
+    name: str, bits: int | None
+) -> None:
+    params = params_of(LAYOUTS[name])
+    sent = upload_of(name, "kfac")
+    for asked in (0.001, 0.05, 0.2):
+        with pytest.raises(ConfigurationError, match="budget must be >=") as caught:
+            resolve(Codec(asked, bits), params)
+        (said,) = re.findall(r">= ([\d.]+)", str(caught.value))
+        codec = Codec(float(said), bits)
+        assert resolve(codec, params) == codec
+        record = sent.to_arrays(codec)
+        assert reply_bytes(record) <= float(said) * fedavg_reply_bytes(params)
+        with pytest.raises(ConfigurationError, match="budget must be >="):
+            resolve(Codec(float(said) - 0.002, bits), params)
+
+
+def test_what_cannot_be_packed_is_refused_without_resolve_too() -> None:
+    with pytest.raises(ConfigurationError, match=r"budget must be >= \d"):
+        upload_of("mlp", "kfac").to_arrays(Codec(0.05))
+
+
+def test_the_papers_codec_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(ConfigurationError, match="use codec='lossless'"):
+        resolve(CODECS["paper"], params_of(LAYOUTS["linear"]))
+
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 40)),
+    st.tuples(st.integers(1, 12), st.integers(1, 20)),
+    st.tuples(st.integers(1, 24), st.integers(1, 3), st.integers(1, 3), st.just(2)),
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    trained, groups, buffers = {}, {}, {}
+    for i, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=5))):
+        trained[f"{i}.weight"] = shape
+        if draw(st.booleans()):
+            trained[f"{i}.bias"] = shape[:1]
+        divisors = [g for g in range(1, shape[0] + 1) if shape[0] % g == 0]
+        if len(shape) > 2:
+            groups[f"{i}.weight"] = draw(st.sampled_from(divisors))
+        if draw(st.booleans()):
+            buffers |= norm(f"n{i}", draw(st.integers(1, 300)))[1]
+    return Layout(trained, groups, buffers)
+
+
+@SETTINGS
+@given(
+    layout=layouts(),
+    structure=st.sampled_from(["kfac", "diagonal", "ekfac"]),
+    budget=st.floats(0.3, 4.0),
+    bits=st.tuples(*[st.none() | st.integers(2, 16)] * 3),
+)
+def test_any_model_fits_or_is_refused(
+    layout: Layout, structure: str, budget: float, bits: tuple[int | None, ...]
+) -> None:
+    params = params_of(layout)
+    codec = enough(Codec(budget, *bits), params)
+    sent = FisherUpload(params, curvature_of(layout, structure))
+    record = sent.to_arrays(resolve(codec, params))
+    assert reply_bytes(record) <= codec.budget * fedavg_reply_bytes(params)
+    got = FisherUpload.from_arrays(record, params, codec, structure=structure)
+    assert_sound(got, params)
+
+
+def test_more_budget_is_used() -> None:
+    sent = upload_of("wide", "kfac")
+    errors = []
+    for budget in (0.4, 0.7, 1.0, 2.0, 4.0):
+        got = sent_and_read(sent, Codec(budget, 8, 8, 8))
+        read = curvature_to_tensors(got.curvature)
+        parts = curvature_to_tensors(sent.curvature)
+        errors.append(max(relative(read[key], v) for key, v in parts.items()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.05 < errors[0]
+
+
+# --- who gets the bytes ---------------------------------------------------------------
+
+
+def twin(
+    columns: list[list[tuple[float, float]]], left: float
+) -> tuple[list[int], float]:
+    """Buy one (gain, cost) after the other, the best first, as long as one can pay."""
+    counts = [0] * len(columns)
+    while True:
+        best, owner = 0.0, None
+        for index, found in enumerate(columns):
+            if counts[index] < len(found) and found[counts[index]][0] > best:
+                best, owner = found[counts[index]][0], index
+        if owner is None or columns[owner][counts[owner]][1] > left:
+            return counts, left
+        left -= columns[owner][counts[owner]][1]
+        counts[owner] += 1
+
+
+def offered(matrix: _Matrix, bits: int) -> list[tuple[float, float]]:
+    """Each column's share of its matrix's trace a byte, and its bytes."""
+    values = matrix.spectrum()[0].double()
+    cost = matrix.groups * (matrix.n * bits / 8 + 4)
+    shares = []
+    for column in range(matrix.n):
+        share = 0.0
+        for group in range(matrix.groups):
+            total = float(values[group].sum())
+            share += float(values[group, column]) / total if total > 0 else 0.0
+        shares.append((share / matrix.groups / cost, cost))
+    return shares
+
+
+@SETTINGS
+@given(
+    sizes=st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.integers(1, 9),
+            st.sampled_from(["steep", "flat", "low-rank", "zero"]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    left=st.integers(0, 800),
+    bits=st.integers(2, 16),
+)
+def test_columns_are_bought_as_the_slow_twin_buys_them(
+    sizes: list[tuple[int, int, str]], left: int, bits: int
+) -> None:
+    matrices = [
+        _Matrix(str(i), psd(i, groups, n, spectrum), None)
+        for i, (groups, n, spectrum) in enumerate(sizes)
+    ]
+    spectra = {m.key: m.spectrum() for m in matrices}
+    got = _greedy(matrices, spectra, left, bits)
+    counts, rest = twin([offered(m, bits) for m in matrices], left)
+    assert list(got.values()) == counts
+    assert rest >= 0
+    # Whole where it is no larger, and all together within what is left.
+    ranks = _ranks(matrices, spectra, left, bits)
+    spent, todo = 0.0, []
+    for m in matrices:
+        if m.key not in ranks:
+            spent += max(0, m.whole(bits))
+            continue
+        todo.append(m)
+        assert ranks[m.key] * m.column(bits) < m.whole(bits) or m.whole(bits) <= 0
+        spent += ranks[m.key] * m.column(bits)
+    assert spent <= max(left, 0)
+    freed = left - sum(max(0, m.whole(bits)) for m in matrices if m.key not in ranks)
+    counts, _ = twin([offered(m, bits) for m in todo], freed)
+    assert [ranks[m.key] for m in todo] == counts
+
+
+def forms_of(sent: FisherUpload, codec: Codec) -> dict[str, tuple[int, ...]]:
+    """Form, bits and sizes of each part."""
+    parts = curvature_to_tensors(sent.curvature)
+    return {
+        key: struct.unpack("<BBIII", bytes(entry[:HEAD].tolist()))
+        for key, entry in pack_upload(
+            sent.params, parts, codec, sent.curvature.shapes
+        ).items()
+        if key in parts
+    }
+
+
+def test_a_matrix_is_sent_whole_where_that_is_smaller() -> None:
+    sent = upload_of("wide", "kfac", spectrum="flat")
+    whole, columns = 4, 5
+    assert {head[:2] for head in forms_of(sent, Codec(4.0)).values()} == {(whole, 8)}
+    heads = forms_of(sent, Codec(0.6)).values()
+    assert {head[1] for head in heads} == {6}
+    assert {head[0] for head in heads} == {whole, columns}
+    for form, bits, groups, n, rank in heads:
+        if form == columns:
+            size = rank * (n * bits / 8 + 4)
+            assert size < n * 4 + n * (n + 1) / 2 * bits / 8
+            assert groups == 1
+
+
+@pytest.mark.parametrize("bits", range(2, 17))
+def test_bits_that_are_asked_for_are_those_that_travel(bits: int) -> None:
+    sent = upload_of("cnn", "kfac")
+    codec = Codec(8.0, bits, bits, bits)
+    assert {head[1] for head in forms_of(sent, codec).values()} == {bits}
+    entries = entries_of(sent.to_arrays(codec))
+    for key in LAYOUTS["cnn"].trained:
+        count = sent.params[key].numel()
+        assert entries[key][:2].tolist() == [1, bits]
+        blocks = -(-count // 256)
+        assert len(entries[key]) == 2 + 4 * blocks + -(-count * bits // 8), key
+
+
+# --- the codec itself -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["weight_bits", "diagonal_bits", "factor_bits"])
+@pytest.mark.parametrize("bits", [0, 1, 17, -3, 7.5, 8.0, float("nan"), True])
+def test_bits_out_of_range_are_refused(name: str, bits: float) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        Codec(**{name: bits})
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1e-4, 1e4, float("nan"), float("inf")])
+def test_a_budget_out_of_range_is_refused(budget: float) -> None:
+    with pytest.raises(ConfigurationError, match="budget"):
+        Codec(budget)
+
+
+@pytest.mark.parametrize("scheme", ["auto", "lossless", "paper"])
+@pytest.mark.parametrize("free", [{"budget": 0.5}, {"weight_bits": 8}])
+def test_only_packed_takes_numbers(scheme: str, free: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="takes no budget and bits"):
+        Codec(scheme=scheme, **free)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown codec 'zip'"):
+        get_codec("zip")
+    with pytest.raises(ConfigurationError, match="unknown codec 'zip'"):
+        Codec(scheme="zip")
+
+
+@pytest.mark.parametrize(
+    "codec", [*CODECS.values(), Codec(0.37, 5, 6, 7), Codec(2), Codec(1 / 3, None, 2)]
+)
+def test_a_codec_comes_back_from_a_config(codec: Codec) -> None:
+    assert Codec.from_config(codec.to_config()) == codec
+    codec.check_description(json.loads(json.dumps(codec.describe())), field="x")
+
+
+def test_a_server_that_asks_for_no_codec_gets_plain_arrays() -> None:
+    assert Codec.from_config({}) == CODECS["lossless"]
+
+
+@pytest.mark.parametrize("version", [0, 2, None, "1"])
+def test_a_client_refuses_to_write_another_version(version: object) -> None:
+    config = {**CODECS["fedavg"].to_config(), "codec-version": version}
+    with pytest.raises(ConfigurationError, match=r"version .* of the upload format"):
+        Codec.from_config(config)
+
+
+def test_auto_is_fedavg_where_that_fits() -> None:
+    auto = CODECS["auto"]
+    assert resolve(auto, params_of(LAYOUTS["wide"])) == CODECS["fedavg"]
+    assert resolve(auto, {"w": torch.zeros(2)}) == CODECS["lossless"]
+
+
+def test_another_budget_replaces_the_presets() -> None:
+    assert get_codec("small") == Codec(0.5)
+    assert get_codec("small", 0.7) == Codec(0.7)
+    assert get_codec(Codec(2.0, 9), 0.7) == Codec(0.7, 9)
+    with pytest.raises(ConfigurationError, match="takes no budget"):
+        get_codec("paper", 0.5)
+
+
+def test_the_limit_is_the_budget_less_the_metrics_below_one() -> None:
+    params = params_of(LAYOUTS["mlp"])
+    plain = fedavg_bytes(params)
+    assert byte_limit(params, Codec(1.0)) == plain
+    assert byte_limit(params, Codec(2.0)) == 2 * plain
+    assert byte_limit(params, Codec(0.5)) == int(0.5 * plain - 256)
+
+
+# --- what arrives wrong ---------------------------------------------------------------
+
+
+def entries_of(record: ArrayRecord) -> dict[str, Tensor]:
+    return load(record["packed"].numpy().tobytes())
+
+
+def container(entries: dict[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({"packed": Array(np.frombuffer(save(entries), np.uint8))})
+
+
+def raw(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+
+
+def text(**description: Any) -> Tensor:
+    return raw(json.dumps(description).encode())
+
+
+@cache
+def good(scheme: str, structure: str = "kfac") -> FisherUpload:
+    return upload_of("cnn", structure)
+
+
+def changed(
+    key: str, change: Callable[[Tensor], Tensor | None] | Tensor | None, codec: Codec
+) -> ArrayRecord:
+    structure = next((s for s in STRUCTURES if f"/{s}/" in key), "kfac")
+    structure = "kfac" if structure == "diagonal" else structure
+    structure = "block" if structure == "dense" and "," in key else structure
+    entries = entries_of(upload_of("cnn", structure).to_arrays(codec))
+    new = change(entries[key].clone()) if callable(change) else change
+    if new is None:
+        del entries[key]
+    else:
+        entries[key] = new
+    return container(entries)
+
+
+def with_head(**fields: int) -> Callable[[Tensor], Tensor]:
+    """Change what the first bytes say."""
+    names = ("form", "bits", "a", "b", "c")
+
+    def change(entry: Tensor) -> Tensor:
+        head = dict(
+            zip(
+                names,
+                struct.unpack("<BBIII", bytes(entry[:HEAD].tolist())),
+                strict=True,
+            )
+        )
+        head |= fields
+        return torch.cat([raw(struct.pack("<BBIII", *head.values())), entry[HEAD:]])
+
+    return change
+
+
+def with_byte(at: int, value: int) -> Callable[[Tensor], Tensor]:
+    def change(entry: Tensor) -> Tensor:
+        entry[at] = value
+        return entry
+
+    return change
+
+
+def with_float(at: int, value: float) -> Callable[[Tensor], Tensor]:
+    def change(entry: Tensor) -> Tensor:
+        entry[at : at + 4] = raw(struct.pack("<f", value))
+        return entry
+
+    return change
+
+
+def columns_of(groups: int, n: int, rank: int) -> Callable[[Tensor], Tensor]:
+    """An entry of eigenvectors that is whole in itself."""
+
+    def change(_: Tensor) -> Tensor:
+        codes = b"\1" * (groups * n * rank)
+        norms = struct.pack("<f", 1) * (groups * (rank + 1))
+        return raw(struct.pack("<BBIII", 5, 8, groups, n, rank) + norms + codes)
+
+    return change
+
+
+W, WC, B = "0.weight", "3.weight", "6.bias"
+A, G = f"curvature/kfac/{W}/A", f"curvature/kfac/{W}/G"
+GROUPED = f"curvature/kfac/{WC}/A"
+EA, ES = f"curvature/ekfac/{W}/A", f"curvature/ekfac/{W}/S"
+D = "curvature/diagonal/1.weight"
+DENSE = f"curvature/dense/{W},0.bias"
+COUNTER, MEAN = "1.num_batches_tracked", "1.running_mean"
+NAN, INF = float("nan"), float("inf")
+FINE = Codec(1.0)
+WIDE = Codec(20.0)  # all of a dense block fits
+
+HOSTILE: dict[str, tuple[str, Any, str]] = {
+    "no format": (FORMAT, None, "missing"),
+    "format that is no JSON": (FORMAT, raw(b"{nope"), "not JSON"),
+    "format that is no text": (FORMAT, raw(b"\xff\xfe\x00"), "not JSON"),
+    "format that nests": (FORMAT, raw(b"[" * 250), "not JSON"),
+    "format too long": (FORMAT, raw(b" " * 300), "too long"),
+    "format of another kind": (FORMAT, raw(b"[1]"), "which format"),
+    "format without a version": (FORMAT, text(budget=1.0), "which format"),
+    "older version": (FORMAT, text(version=0), "format version 0, .* reads 1"),
+    "newer version": (FORMAT, text(version=2), "format version 2, .* reads 1"),
+    "odd version": (FORMAT, text(version="x"), "format version 'x'"),
+    "another budget": (
+        FORMAT,
+        text(**{**FINE.describe(), "budget": 2.0}),
+        "another codec was asked for.*budget",
+    ),
+    "another scheme": (
+        FORMAT,
+        text(**CODECS["paper"].describe()),
+        "another codec was asked for.*scheme",
+    ),
+    "other bits": (
+        FORMAT,
+        text(**{**FINE.describe(), "weight_bits": 3}),
+        "another codec.*weight_bits",
+    ),
+    "too much said": (FORMAT, text(**FINE.describe(), more=1), "another codec"),
+    "missing parameter": (W, None, "missing"),
+    "missing buffer": (MEAN, None, "missing"),
+    "unknown parameter": ("nope", raw(b"\0\0"), "unexpected key"),
+    "unknown kind": ("curvature/lowrank/x", raw(b"\0" * 20), "unknown key"),
+    "bare prefix": ("curvature/", raw(b"\0" * 20), "unknown key"),
+    "unknown weight": ("curvature/kfac/no/A", raw(b"\0" * 20), "no such parameter"),
+    "curvature of a counter": (
+        f"curvature/diagonal/{COUNTER}",
+        lambda: None,
+        "dtype torch.int64",
+    ),
+    "empty parameter": (W, raw(b""), "0 bytes"),
+    "cut head of a parameter": (W, raw(b"\1"), "1 bytes"),
+    "unknown form of a parameter": (W, with_byte(0, 9), "form 9"),
+    "form of a part for a parameter": (W, with_byte(0, 2), "form 2"),
+    "coded counter": (
+        COUNTER,
+        with_byte(0, 1),
+        "form 1 for a parameter of torch.int64",
+    ),
+    "0 bits": (W, with_byte(1, 0), "codes of 0 bits"),
+    "1 bit": (W, with_byte(1, 1), "codes of 1 bits"),
+    "17 bits": (W, with_byte(1, 17), "codes of 17 bits"),
+    "255 bits": (W, with_byte(1, 255), "codes of 255 bits"),
+    "other bits of a parameter": (W, with_byte(1, 7), "shape"),
+    "NaN scale of a parameter": (W, with_float(2, NAN), "scale"),
+    "infinite scale": (W, with_float(2, INF), "scale"),
+    "negative scale": (W, with_float(2, -1.0), "scale"),
+    "short parameter": (W, lambda e: e[:-1], "shape"),
+    "long parameter": (W, lambda e: torch.cat([e, e[:1]]), "shape"),
+    "short counter": (COUNTER, lambda e: e[:-1], "7 bytes, expected 8"),
+    "long counter": (COUNTER, lambda e: torch.cat([e, e]), "bytes, expected 8"),
+    "NaN buffer": (MEAN, with_float(2, NAN), "NaN or infinity"),
+    "infinite buffer": (MEAN, with_float(2, -INF), "NaN or infinity"),
+    "raw parameter of another size": (W, with_byte(0, 0), "bytes, expected"),
+    "missing factor A": (A, None, "missing"),
+    "missing factor G": (G, None, "missing"),
+    "empty part": (A, raw(b""), "of head"),
+    "cut head": (A, lambda e: e[: HEAD - 1], "of head"),
+    "head alone": (A, lambda e: e[:HEAD], "of norms"),
+    "unknown form": (A, with_head(form=77), "unknown form 77"),
+    "form of a diagonal for a factor": (A, with_head(form=2), "form LOG for this part"),
+    "form of a factor for a diagonal": (D, with_head(form=4), "form WHOLE for this"),
+    "basis for a factor": (A, with_head(form=6), "form BASIS for this part"),
+    "factor of 0 bits": (A, with_head(bits=0), "codes of 0 bits"),
+    "factor of 1 bit": (A, with_head(bits=1), "codes of 1 bits"),
+    "factor of 17 bits": (A, with_head(bits=17), "codes of 17 bits"),
+    "factor of other bits": (A, with_head(bits=11), "expected"),
+    "no groups": (A, with_head(a=0), "factors of a weight"),
+    "groups that do not divide": (A, with_head(a=3), "factors of a weight"),
+    "too many groups": (A, with_head(a=2**32 - 1), "factors of a weight"),
+    "other groups": (A, with_head(a=8), "bytes"),
+    "huge n": (A, with_head(b=2**32 - 1), "expected"),
+    "n of no rows": (A, with_head(b=0), "expected"),
+    "n of a layer without a bias": (A, with_head(b=18), "bytes"),
+    "rank above n": (A, with_head(form=5, c=20), "rank 20 of a matrix with 19 rows"),
+    "huge rank": (A, with_head(form=5, c=2**32 - 1), "rank"),
+    "other rank": (A, with_head(form=5, c=19), "bytes"),
+    "groups that do not match the other side": (
+        GROUPED,
+        columns_of(2, 8, 1),
+        "does not fit",
+    ),
+    "NaN norm": (A, with_float(HEAD, NAN), "norm"),
+    "infinite norm": (A, with_float(HEAD, INF), "norm"),
+    "negative norm": (A, with_float(HEAD, -0.5), "norm"),
+    "norm that overflows": (A, with_float(HEAD, 3e38), "overflow"),
+    "short factor": (A, lambda e: e[:-1], "bytes of codes, expected"),
+    "long factor": (A, lambda e: torch.cat([e, e[:1]]), "bytes of codes, expected"),
+    "code for nothing": (A, with_byte(-1, 255), "stands for no value"),
+    "diagonal of 1 bit": (D, with_head(bits=1), "codes of 1 bits"),
+    "diagonal of other bits": (D, with_head(bits=3), "shape"),
+    "NaN scale of a diagonal": (D, with_float(HEAD, NAN), "scale"),
+    "negative scale of a diagonal": (D, with_float(HEAD, -1.0), "scale"),
+    "short diagonal": (D, lambda e: e[:-1], "shape"),
+    "long diagonal": (D, lambda e: torch.cat([e, e[:1]]), "shape"),
+    "missing moments": (ES, None, "missing"),
+    "missing basis": (EA, None, "missing"),
+    "huge moments": (ES, with_head(a=1, b=2**32 - 1, c=2**32 - 1), "expected"),
+    "factor for a basis": (EA, with_head(form=5), "form COLUMNS for this part"),
+    "rank of a basis above n": (EA, with_head(c=20), "rank 20"),
+    "short basis": (EA, lambda e: e[:-1], "bytes of codes"),
+    "NaN scale of moments": (ES, with_float(HEAD, NAN), "scale"),
+    "more than one dense matrix": (DENSE, with_head(a=2), "2 matrices, expected one"),
+    "huge dense matrix": (DENSE, with_head(b=2**31), "expected"),
+    "dense matrix of other rank": (DENSE, with_head(form=5, c=2**20), "rank"),
+    "short dense matrix": (DENSE, lambda e: e[:-1], "bytes of codes"),
+    "negative norm of a dense matrix": (DENSE, with_float(HEAD, -1), "norm"),
+}
+HOSTILE["curvature of a counter"] = (
+    f"curvature/diagonal/{COUNTER}",
+    raw(struct.pack("<BBIII", 2, 8, 0, 0, 0) + b"\0" * 9),
+    "dtype torch.int64",
+)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_arrives_wrong_is_refused_by_name(case: str) -> None:
+    key, change, reason = HOSTILE[case]
+    like = params_of(LAYOUTS["cnn"])
+    codec = WIDE if key == DENSE else FINE
+    with pytest.raises(WireError, match=reason) as caught:
+        FisherUpload.from_arrays(changed(key, change, codec), like, codec)
+    field = caught.value.field
+    assert field == key or field == key[:-1] + "A", field
+    assert f"'{field}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [W, A, ES, DENSE])
+def test_without_any_change_nothing_is_refused(key: str) -> None:
+    codec = WIDE if key == DENSE else FINE
+    record = changed(key, lambda entry: entry, codec)
+    like = params_of(LAYOUTS["cnn"])
+    assert_sound(FisherUpload.from_arrays(record, like, codec), like)
+
+
+PAPERS: dict[str, tuple[str, Any, str]] = {
+    "missing parameter": (W, None, "missing"),
+    "missing factor": (G, None, "missing"),
+    "unknown parameter": ("nope", raw(b""), "unexpected key"),
+    "short parameter": (W, lambda e: e[:-1], "expected"),
+    "long parameter": (W, lambda e: torch.cat([e, e[:1]]), "1 bytes too many"),
+    "NaN scale": (W, with_float(0, NAN), "scale"),
+    "negative scale": (W, with_float(0, -1.0), "scale"),
+    "code for nothing": (
+        W,
+        lambda e: e.index_fill(0, torch.tensor([4, 5]), 255),
+        "code",
+    ),
+    "short counter": (COUNTER, lambda e: e[:-1], "7 bytes"),
+    "negative diagonal": (D, lambda e: torch.cat([e[:4], e[4:] * 0]), "negative"),
+    "cut head": (A, lambda e: e[:11], "no form"),
+    "huge rank": (A, lambda e: torch.cat([e[:8], raw(b"\xff" * 4), e[12:]]), "rank"),
+    "other rank": (
+        A,
+        lambda e: torch.cat([e[:8], raw(b"\0" * 4), e[12:]]),
+        "bytes|scale",
+    ),
+    "huge n": (A, lambda e: torch.cat([e[:4], raw(b"\xff" * 4), e[8:]]), "expected"),
+    "huge groups": (A, lambda e: torch.cat([raw(b"\xff" * 4), e[4:]]), "factors of"),
+    "overflow": (A, lambda e: overflowing(e), "overflow"),
+    "E-KFAC": (f"curvature/ekfac/{W}/A", raw(b"\0" * 40), "no form of codec 'paper'"),
+    "packed": (FORMAT, text(**FINE.describe()), "another codec"),
+}
+
+
+def overflowing(entry: Tensor) -> Tensor:
+    rank = struct.unpack("<III", bytes(entry[:12].tolist()))[2]
+    n = 19
+    for at in (12, 12 + 4 + n * rank):
+        entry[at : at + 4] = raw(struct.pack("<f", 3e38))
+    return entry
+
+
+@pytest.mark.parametrize("case", PAPERS)
+def test_what_arrives_wrong_of_the_papers_is_refused_by_name(case: str) -> None:
+    key, change, reason = PAPERS[case]
+    like, codec = params_of(LAYOUTS["cnn"]), CODECS["paper"]
+    entries = entries_of(upload_of("cnn", "kfac").to_arrays(codec))
+    new = change(entries[key].clone()) if callable(change) else change
+    entries = {k: v for k, v in entries.items() if k != key}
+    entries |= {} if new is None else {key: new}
+    with pytest.raises(WireError, match=reason) as caught:
+        FisherUpload.from_arrays(container(entries), like, codec)
+    assert caught.value.field in (key, key[:-1] + "A")
+
+
+def packed(data: bytes, **fields: Any) -> ArrayRecord:
+    array = Array(np.frombuffer(data, np.uint8))
+    for name, value in fields.items():
+        setattr(array, name, value)
+    return ArrayRecord({"packed": array})
+
+
+def safetensors_file(header: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+NO_CONTAINER = {
+    "nothing": packed(b""),
+    "too short": packed(b"\1\0"),
+    "a header that is not there": packed(struct.pack("<Q", 500)),
+    "a header beyond all": packed(struct.pack("<Q", 2**64 - 1)),
+    "a header that is no JSON": packed(safetensors_file(b"{nope")),
+    "a header that nests": packed(safetensors_file(b"[" * 2000)),
+    "an entry beyond the end": packed(
+        safetensors_file(b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}')
+    ),
+    "an entry of another size": packed(
+        safetensors_file(b'{"a":{"dtype":"U8","shape":[9],"data_offsets":[0,1]}}', b"1")
+    ),
+    "bytes that belong to no entry": packed(
+        safetensors_file(
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"123"
+        )
+    ),
+    "floats": ArrayRecord({"packed": Array(np.zeros(9, np.float32))}),
+    "a matrix": ArrayRecord({"packed": Array(np.zeros((3, 3), np.uint8))}),
+    "another dtype than said": packed(b"123", dtype="int8"),
+    "another shape than said": packed(b"123", shape=(4,)),
+    "another stype": packed(b"123", stype="pickle"),
+    "no arrays": ArrayRecord(),
+    "another key": ArrayRecord({"other": Array(np.zeros(3, np.uint8))}),
+    "one key too many": ArrayRecord(
+        {k: Array(np.zeros(3, np.uint8)) for k in ("packed", "x" * 10**4)}
+    ),
+    "plain arrays": upload_of("cnn", "kfac").to_arrays(),
+}
+
+
+@pytest.mark.parametrize("scheme", ["packed", "paper"])
+@pytest.mark.parametrize("case", NO_CONTAINER)
+def test_what_is_no_container_is_refused(case: str, scheme: str) -> None:
+    codec, like = Codec(scheme=scheme), params_of(LAYOUTS["cnn"])
+    with pytest.raises(WireError) as caught:
+        FisherUpload.from_arrays(NO_CONTAINER[case], like, codec)
+    assert caught.value.field == "packed"
+    assert len(str(caught.value)) < 300
+
+
+def test_an_entry_that_holds_no_bytes_is_refused_by_name() -> None:
+    for value in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8)):
+        record = container({"a": value})
+        with pytest.raises(WireError, match="not an array of bytes") as caught:
+            FisherUpload.from_arrays(record, params_of(LAYOUTS["cnn"]), FINE)
+        assert caught.value.field == "a"
+
+
+def test_a_record_beyond_the_budget_is_refused_unread() -> None:
+    like = params_of(LAYOUTS["cnn"])
+    limit = byte_limit(like, FINE)
+    record = packed(b"\xff" * limit)
+    with pytest.raises(WireError, match=f"at most {limit} fit") as caught:
+        FisherUpload.from_arrays(record, like, FINE)
+    assert caught.value.field == "packed"
+    more = upload_of("cnn", "block").to_arrays(Codec(4.0))
+    with pytest.raises(WireError, match="at most"):
+        FisherUpload.from_arrays(more, like, FINE)
+
+
+def test_a_header_of_too_many_entries_is_refused_unread() -> None:
+    like = {"weight": torch.zeros(500, 500)}
+    many = {f"{i}": torch.zeros(0, dtype=torch.uint8) for i in range(5000)}
+    with pytest.raises(WireError, match="a header of") as caught:
+        FisherUpload.from_arrays(container(many), like, FINE)
+    assert caught.value.field == "packed"
+
+
+def test_few_bytes_do_not_become_a_large_matrix() -> None:
+    """What a rank of 0 stands for costs nothing to announce."""
+    like = {"weight": torch.zeros(2000, 1000), "conv": torch.zeros(512, 512, 5, 5)}
+    big = {"a": torch.zeros(200_000), "b": torch.zeros(200_000)}
+    for params, key, sizes in (
+        (like, "curvature/kfac/weight/A", (2000, 1000)),
+        (like, "curvature/kfac/conv/A", (512, 512 * 25)),
+        (big, "curvature/dense/a,b", (1, 400_000)),
+    ):
+        entry = columns_of(*sizes, 0)(torch.empty(0))
+        entries = {FORMAT: text(**FINE.describe()), key: entry}
+        with pytest.raises(WireError) as caught:
+            FisherUpload.from_arrays(container(entries), params, FINE)
+        assert caught.value.field == key
+
+
+def test_dense_matrices_over_the_same_parameters_are_refused_unread() -> None:
+    like = {"a": torch.zeros(50), "b": torch.zeros(50), "c": torch.zeros(2000)}
+    entry = columns_of(1, 100, 0)(torch.empty(0))
+    entries = {f"curvature/dense/{names}": entry.clone() for names in ("a,b", "b,a")}
+    entries[FORMAT] = text(**FINE.describe())
+    with pytest.raises(WireError, match="more than one block"):
+        FisherUpload.from_arrays(container(entries), like, FINE)
+
+
+@pytest.mark.parametrize("codec", [CODECS["lossless"], WIDE])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_another_structure_than_was_asked_for_is_refused(
+    structure: str, codec: Codec
+) -> None:
+    sent = upload_of("cnn", structure)
+    record = sent.to_arrays(codec)
+    FisherUpload.from_arrays(record, sent.params, codec, structure=structure)
+    others = {"kfac": "ekfac", "ekfac": "kfac", "block": "dense", "dense": "block"}
+    if structure in ("kfac", "ekfac", "block"):
+        asked = "diagonal"
+        with pytest.raises(WireError, match="structure 'diagonal' was asked for"):
+            FisherUpload.from_arrays(record, sent.params, codec, structure=asked)
+    if structure in ("kfac", "ekfac", "diagonal"):
+        asked = others.get(structure, "dense")
+        with pytest.raises(WireError, match=f"structure '{asked}' was asked for"):
+            FisherUpload.from_arrays(record, sent.params, codec, structure=asked)
+
+
+def test_the_kinds_of_curvature_are_those_that_were_sent() -> None:
+    kinds = {"kfac": Kronecker, "ekfac": EigenKronecker, "block": Dense}
+    for structure, kind in kinds.items():
+        got = sent_and_read(upload_of("cnn", structure), WIDE).curvature
+        assert {type(block) for block in got.blocks()} == {kind, Diagonal}
+    for structure, kind in (("dense", Dense), ("diagonal", Diagonal)):
+        assert type(sent_and_read(upload_of("cnn", structure), WIDE).curvature) is kind
+
+
+def test_nothing_of_what_is_sent_is_changed() -> None:
+    for structure in STRUCTURES:
+        sent = upload_of("cnn", structure)
+        before = {k: v.clone() for k, v in curvature_to_tensors(sent.curvature).items()}
+        first, second = (sent.to_arrays(FINE)["packed"].data for _ in range(2))
+        assert first == second
+        for key, part in curvature_to_tensors(sent.curvature).items():
+            assert torch.equal(part, before[key]), key
+
+
+def test_strides_and_gradients_do_not_matter() -> None:
+    params = {"weight": torch.randn(4, 6, generator=rng(0)).mT.requires_grad_()}
+    sent = FisherUpload(params, curvature_of(Layout({"weight": (6, 4)}), "kfac"))
+    codec = enough(FINE, params)
+    got = sent_and_read(sent, codec)
+    assert relative(got.params["weight"], params["weight"].detach()) < 1e-4

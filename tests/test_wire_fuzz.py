@@ -1,0 +1,151 @@
+"""A few spoiled uploads; ``make fuzz`` reads a hundred thousand."""
+
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+from fuzz_wire import (
+    SOURCES,
+    Good,
+    check,
+    check_memory,
+    fuzz,
+    good,
+    load_what_is_loaded_once,
+    spoil_entries,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from torch import Tensor
+
+from flwr_fisher.wire import CODECS, Codec
+
+SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=150)
+PACKED = [source for source in SOURCES if source[2].scheme != "lossless"]
+
+
+def packed(entries: dict[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({"packed": Array(np.frombuffer(save(entries), np.uint8))})
+
+
+def tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+
+
+def test_spoiled_uploads_are_read_or_refused() -> None:
+    found = fuzz(2000, seed=1, every=4)
+    assert set(found) == {"read", "refused"}
+    assert min(found.values()) > 100
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_what_is_not_spoiled_is_read_in_the_memory_it_may_take(
+    source: tuple[str, str, Codec],
+) -> None:
+    load_what_is_loaded_once()
+    of = good(*source)
+    assert check_memory(of.record, of) == "read"
+
+
+def test_the_fuzzer_sees_what_is_allocated() -> None:
+    load_what_is_loaded_once()
+    of = good("mlp", "kfac", CODECS["fedavg"])
+    little = Good(of.record, of.like, of.codec, of.structure, -(10**6))
+    with pytest.raises(AssertionError, match=r"allowed|a tensor of"):
+        check_memory(of.record, little)
+
+
+def test_a_seed_is_a_sequence() -> None:
+    assert fuzz(60, seed=5, every=60) == fuzz(60, seed=5, every=60)
+
+
+def test_entries_are_spoiled_within_a_good_container() -> None:
+    of = good("mlp", "kfac", CODECS["fedavg"])
+    array = of.record["packed"]
+    data = array.data[len(array.data) - array.shape[0] :]
+    for seed in range(50):
+        load(spoil_entries(data, random.Random(seed)))
+
+
+@SETTINGS
+@given(data=st.data())
+def test_any_bytes_for_an_entry_are_read_or_refused(data: st.DataObject) -> None:
+    of = good(*data.draw(st.sampled_from(PACKED)))
+    entries = load(of.record["packed"].numpy().tobytes())
+    key = data.draw(st.sampled_from(sorted(entries)))
+    entries[key] = tensor_of(data.draw(st.binary(max_size=300)))
+    check(packed(entries), of)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_any_head_is_read_or_refused(data: st.DataObject) -> None:
+    of = good(*data.draw(st.sampled_from(PACKED)))
+    entries = load(of.record["packed"].numpy().tobytes())
+    key = data.draw(st.sampled_from([k for k in sorted(entries) if "/" in k]))
+    number = st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1))
+    head = struct.pack(
+        "<BBIII",
+        data.draw(st.integers(0, 8)),
+        data.draw(st.integers(0, 18)),
+        *(data.draw(number) for _ in range(3)),
+    )
+    rest = entries[key][len(head) :].numpy().tobytes()
+    size = data.draw(st.integers(0, len(rest)))
+    entries[key] = tensor_of(head + rest[:size])
+    load_what_is_loaded_once()
+    check_memory(packed(entries), of, asked=data.draw(st.booleans()))
+
+
+@SETTINGS
+@given(data=st.data())
+def test_any_floats_for_norms_and_scales_are_read_or_refused(
+    data: st.DataObject,
+) -> None:
+    of = good(*data.draw(st.sampled_from(PACKED)))
+    entries = load(of.record["packed"].numpy().tobytes())
+    for key in data.draw(st.lists(st.sampled_from(sorted(entries)), max_size=5)):
+        entry = entries[key].clone()
+        at = data.draw(st.sampled_from((0, 2, 4, 12, 14, 18, 22, len(entry) // 2)))
+        if at + 4 <= len(entry):
+            value = struct.pack("<f", data.draw(st.floats(width=32)))
+            entry[at : at + 4] = tensor_of(value)
+        entries[key] = entry
+    check(packed(entries), of)
+
+
+@SETTINGS
+@given(header=st.binary(max_size=120), rest=st.binary(max_size=60), right=st.booleans())
+def test_any_header_is_refused(header: bytes, rest: bytes, right: bool) -> None:
+    of = good("cnn", "kfac", CODECS["fedavg"])
+    length = struct.pack("<Q", len(header)) if right else b""
+    data = np.frombuffer(length + header + rest, np.uint8)
+    assert check(ArrayRecord({"packed": Array(data)}), of) == "refused"
+
+
+NAMES = st.sampled_from(["packed", "0.weight", "curvature/format", "curvature/x", ""])
+KINDS = st.sampled_from(["uint8", "float32", "bool", "O", "<f4", "", "complex128"])
+LENGTHS = st.lists(st.integers(-2, 2**70) | st.integers(0, 4), max_size=4)
+
+
+@SETTINGS
+@given(
+    data=st.lists(
+        st.tuples(NAMES, KINDS, LENGTHS, st.text(max_size=8), st.binary(max_size=200)),
+        max_size=3,
+    ),
+    source=st.sampled_from(SOURCES),
+)
+def test_any_record_is_refused(
+    data: list[tuple[str, str, list[int], str, bytes]],
+    source: tuple[str, str, Codec],
+) -> None:
+    arrays = {
+        name: Array(dtype, tuple(shape), stype or "numpy.ndarray", content)
+        for name, dtype, shape, stype, content in data
+    }
+    assert check(ArrayRecord(arrays), good(*source)) == "refused"
