@@ -692,7 +692,7 @@ def test_the_hooks_do_what_start_does(name: str) -> None:
             {"upload": "product", "server_optimizer": "adam", "codec": "small"},
             "upload='product' has FedAvg's bytes as it is: leave codec out",
         ),
-        ({"budget": 0.5}, "takes no budget and bits: name 'fedavg'"),
+        ({"codec": "paper", "budget": 0.5}, "takes no budget and bits: name 'fedavg'"),
         ({"codec": "fedavg", "budget": -1.0}, "budget must be in"),
     ],
 )

@@ -75,6 +75,10 @@ def test_by_default_a_model_of_a_few_numbers_is_sent_lossless(caplog):
     assert resolve(CODECS["auto"], large) == CODECS["fedavg"]
 
 
+def test_a_budget_alone_packs():
+    assert FedFisherOneShot(budget=0.75).codec == Codec(0.75)
+
+
 def test_the_same_seed_gives_the_same_bits(tmp_path):
     first, second = run(codec="fedavg"), run(codec="fedavg")
     assert same_bits(first.arrays, second.arrays)

@@ -776,7 +776,7 @@ def test_an_upload_has_sums_or_a_posterior() -> None:
         ({"codec": "fedavg"}, "aggregate='sums' needs codec='lossless'"),
         ({"codec": "small"}, "aggregate='sums' needs codec='lossless'"),
         ({"codec": "paper"}, "aggregate='sums' needs codec='lossless'"),
-        ({"budget": 0.5}, "takes no budget"),
+        ({"budget": 0.5}, "aggregate='sums' needs codec='lossless'"),
         ({"balance": 1.0}, "balance must be 0 where the server knows sums only"),
         ({"weighted_by_key": "trust"}, "needs weighted_by_key='num-examples'"),
         ({"anchor": -1.0}, "anchor must be"),

@@ -145,7 +145,7 @@ def get_codec(codec: str | Codec, budget: float | None = None) -> Codec:
     codec : "auto" | "lossless" | "fedavg" | "small" | "paper" | Codec
         ``fedavg`` keeps an upload at FedAvg's size, ``small`` at half of it.
     budget : float, optional
-        Replaces the codec's own.
+        Replaces the codec's own; ``auto`` with a budget is ``fedavg`` with it.
 
     Raises
     ------
@@ -160,4 +160,6 @@ def get_codec(codec: str | Codec, budget: float | None = None) -> Codec:
     if isinstance(codec, str):
         check_known("codec", codec, CODECS)
         codec = CODECS[codec]
-    return codec if budget is None else replace(codec, budget=budget)
+    if budget is None:
+        return codec
+    return replace(CODECS["fedavg"] if codec.scheme == "auto" else codec, budget=budget)
