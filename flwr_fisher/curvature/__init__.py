@@ -11,6 +11,7 @@ from flwr_fisher.curvature.diagonal import Diagonal
 from flwr_fisher.curvature.fisher import ENGINES, EXPECTATIONS, TOLERANCE, fisher
 from flwr_fisher.curvature.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.probes import gradient, gradient_and_hvp, hvp
 from flwr_fisher.curvature.structures import STRUCTURES
 
 __all__ = [
@@ -28,4 +29,7 @@ __all__ = [
     "WeightedSum",
     "aligned_blocks",
     "fisher",
+    "gradient",
+    "gradient_and_hvp",
+    "hvp",
 ]

@@ -166,7 +166,7 @@ def fisher(
     check_known("likelihood", likelihood, LIKELIHOODS)
     check_range("tolerance", tolerance, 0, 1)
     check_range("num_samples", num_samples, 1)
-    place = _device(model, device)
+    place = device_of(model, device)
     if max_batch_bytes is not None:
         check_range("max_batch_bytes", max_batch_bytes, 1)
     terms = Terms(LIKELIHOODS[likelihood], expectation, tolerance, num_samples, seed)
@@ -178,7 +178,7 @@ def fisher(
                 raise ConfigurationError(
                     "expectation='empirical-batch' is for structure='diagonal' alone"
                 )
-            batches = _batches(loader, place)
+            batches = batches_on(loader, place)
             found = [squared_batch_gradients(model, batches, terms.likelihood)]
         else:
             found = _compute(model, loader, place, structures, terms, max_batch_bytes)
@@ -204,7 +204,7 @@ def _compute(
 
     def sums(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
         plan, generator = None, torch.Generator(device).manual_seed(terms.seed)
-        for batch in _batches(loader, device):
+        for batch in batches_on(loader, device):
             if plan is None:
                 plan = Plan(model, batch[0], wanted, max_batch_bytes, kfac)
             terms.add(plan.engine, batch, generator)
@@ -233,11 +233,11 @@ def _with_nngeometry(
         raise ConfigurationError(
             "engine='nngeometry' is for the exact expectation over classes alone"
         )
-    batches = [inputs for inputs, _ in _batches(loader, device)]
+    batches = [inputs for inputs, _ in batches_on(loader, device)]
     return [nngeometry_fisher(model, batches, name) for name in structures]
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     names = trainable_names(model)
     if not names:
         raise ConfigurationError(
@@ -251,7 +251,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     return actual
 
 
-def _batches(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
+def batches_on(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
     if isinstance(loader, Tensor):
         raise DataError("the loader must yield batches; for a single one pass [inputs]")
     for batch in loader:

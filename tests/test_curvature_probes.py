@@ -1,0 +1,615 @@
+"""Gradients and Hessian-vector products against dense Hessians in float64."""
+
+import copy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import (
+    IMAGES,
+    SERIES,
+    TOKENS,
+    VECTORS,
+    Attention,
+    CalledTwice,
+    Encoder,
+    First,
+    OverTime,
+    RawParameter,
+    Sentence,
+    SquaredWeight,
+    Tied,
+    Unused,
+    UsedOutside,
+    freeze,
+    mlp,
+    with_statistics,
+)
+from oracles import cut, flat, headed, randn, relative, rng, seeded, small_net
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp, probes
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    StructureError,
+    UnknownNameError,
+)
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+EXACT, SINGLE = 1e-10, 2e-5
+
+
+class Scaled(nn.Module):
+    """Attention by torch's fused kernel, which it differentiates once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(3, 12), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(seen.squeeze(1).mean(1))
+
+
+class Normed(nn.Module):
+    """Attention and a perceptron, each behind a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.norm, self.attention = nn.LayerNorm(4), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(F.gelu(self.norm(self.embedding(x))))
+
+
+def images(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: headed(layer(), IMAGES.shape[1:])
+
+
+def normed_conv(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 2), with_statistics(norm), nn.Softplus())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "linear": (lambda: nn.Linear(3, 3), VECTORS),
+    "mlp": (lambda: mlp(nn.Linear(3, 3), nn.Tanh()), VECTORS),
+    "relu": (lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
+    "layer norm": (lambda: mlp(with_statistics(nn.LayerNorm(3)), nn.GELU()), VECTORS),
+    "dropout": (lambda: mlp(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.9)), VECTORS),
+    "conv": (small_net, randn(5, 5, 1, 4, 4)),
+    "conv, pooled": (
+        images(lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.MaxPool2d(2))),
+        IMAGES,
+    ),
+    "conv1d": (
+        lambda: nn.Sequential(headed(nn.Conv1d(5, 2, 2), (5, 3)), nn.Dropout()),
+        SERIES,
+    ),
+    "batch norm": (images(lambda: normed_conv(nn.BatchNorm2d(4))), IMAGES),
+    "frozen": (lambda: freeze(small_net(), "0.weight", "7.bias"), randn(5, 5, 1, 4, 4)),
+    "over time": (OverTime, SERIES),
+    "embedding": (Sentence, TOKENS),
+    "tied": (Tied, TOKENS),
+    "attention": (lambda: nn.Sequential(nn.Linear(3, 4), Attention()), SERIES),
+    "fused attention": (Scaled, SERIES),
+    "raw": (RawParameter, VECTORS),
+    "called twice": (CalledTwice, VECTORS),
+    "used outside": (UsedOutside, VECTORS),
+    "squared": (lambda: mlp(SquaredWeight(3, 3), nn.Tanh()), VECTORS),
+    "gru": (
+        lambda: nn.Sequential(First(nn.GRU(3, 3, batch_first=True)), nn.Flatten()),
+        SERIES,
+    ),
+    "unused": (Unused, VECTORS),
+    "unused conv": (lambda: WithSpare(nn.Conv2d(2, 2, 2), Unused()), VECTORS),
+}
+
+
+class WithSpare(nn.Module):
+    def __init__(self, spare: nn.Module, model: nn.Module) -> None:
+        super().__init__()
+        self.spare, self.model = spare, model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def doubled(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """Return both in float64, the model in training mode: probes put it in eval."""
+    twin = copy.deepcopy(model).double().train()
+    return twin, x.double() if x.is_floating_point() else x
+
+
+def labels_for(x: Tensor) -> Tensor:
+    return torch.randint(3, (len(x),), generator=rng(9))
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
+
+
+def at(model: nn.Module, x: Tensor, y: Tensor, loss_fn: Loss) -> Callable[..., Tensor]:
+    """Return the mean loss over all examples as a function of flat parameters."""
+    twin, like = copy.deepcopy(model).eval(), trained(model)
+
+    def value(theta: Tensor) -> Tensor:
+        outputs = functional_call(twin, cut(theta, like), (x,))
+        return loss_fn(outputs, y)
+
+    return value
+
+
+def dense(
+    model: nn.Module, x: Tensor, y: Tensor, loss_fn: Loss = F.cross_entropy
+) -> tuple[Tensor, Tensor]:
+    """Return gradient and Hessian of the mean loss, ``[d]`` and ``[d, d]``."""
+    value, theta = at(model, x, y, loss_fn), flat(trained(model))
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        warnings.simplefilter("ignore")  # torch's, of its own use of torch.jit
+        return torch.func.grad(value)(theta), torch.func.hessian(value)(theta)
+
+
+def differenced(model: nn.Module, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
+    """Return Hu by central differences of the gradient.
+
+    For where torch's own Hessian is not implemented, or not right: that of a
+    transformer is not symmetric.
+    """
+    steps = cut(u, trained(model))
+
+    def slope(step: float) -> Tensor:
+        twin = copy.deepcopy(model).eval()
+        moved = [p for p in twin.parameters() if p.requires_grad]
+        with torch.no_grad():
+            for p, change in zip(moved, steps.values(), strict=True):
+                p.add_(change, alpha=step)
+        found = torch.autograd.grad(F.cross_entropy(twin(x), y), moved)
+        return torch.cat([v.flatten() for v in found])
+
+    h = 1e-5
+    return (slope(h) - slope(-h)) / (2 * h)
+
+
+def in_batches(x: Tensor, y: Tensor, size: int = 2) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_against_the_dense_hessian(name: str) -> None:
+    make, inputs = MODELS[name]
+    model, x = doubled(seeded(make), inputs)
+    y = labels_for(x)
+    g, H = dense(model, x, y)
+    u = randn(7, len(g), dtype=torch.float64)
+    for probe, want in ((cut(u, trained(model)), H @ u), ("first", H[0]), (3, H[3])):
+        found, product, loss = gradient_and_hvp(model, in_batches(x, y), probe)
+        assert list(found) == list(product) == list(trained(model))
+        assert all(found[k].shape == p.shape for k, p in trained(model).items())
+        assert relative(flat(found), g) <= EXACT
+        assert float((flat(product) - want).norm()) <= EXACT * float(H.norm())
+        assert loss == pytest.approx(
+            float(at(model, x, y, F.cross_entropy)(flat_of(model)))
+        )
+        alone, same = gradient(model, in_batches(x, y))
+        assert relative(flat(alone), g) <= EXACT
+        assert same == pytest.approx(loss)
+        assert relative(flat(hvp(model, in_batches(x, y), probe)), flat(product)) == 0
+
+
+def flat_of(model: nn.Module) -> Tensor:
+    return flat(trained(model))
+
+
+def weight_norm(layer: nn.Module, dim: int | None = 0) -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(layer, dim=dim)
+
+
+class Patches(nn.Module):
+    """A small vision transformer: forward mode through attention and layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.norm = nn.Conv2d(2, 4, 2), nn.LayerNorm(4)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patch(x).flatten(2).mT
+        return self.head(self.encoder(self.norm(tokens)).mean(1))
+
+
+DIFFERENCED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "transformer": (Normed, TOKENS),
+    "encoder": (lambda: nn.Sequential(nn.Linear(3, 4), Encoder()), SERIES),
+    "patches": (Patches, IMAGES),
+    "lstm": (
+        lambda: nn.Sequential(First(nn.LSTM(3, 3, batch_first=True)), nn.Flatten()),
+        SERIES,
+    ),
+    "weight norm": (lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()), VECTORS),
+    "one weight norm": (
+        lambda: mlp(weight_norm(nn.Linear(3, 3), None), nn.Tanh()),
+        VECTORS,
+    ),
+    "weight norm, conv": (
+        images(lambda: weight_norm(nn.Conv2d(2, 2, 2), 1)),
+        IMAGES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCED)
+def test_against_differences_of_gradients(name: str) -> None:
+    make, inputs = DIFFERENCED[name]
+    model, x = doubled(seeded(make), inputs)
+    y = labels_for(x)
+    u = randn(7, flat_of(model).numel(), dtype=torch.float64)
+    product = hvp(model, in_batches(x, y), cut(u, trained(model)))
+    want = differenced(model, x, y, u)
+    assert relative(flat(product), want) <= 1e-6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_float32(name: str) -> None:
+    make, inputs = MODELS[name]
+    model = seeded(make)
+    y = labels_for(inputs)
+    twin, x = doubled(model, inputs)
+    g, H = dense(twin, x, y)
+    u = randn(7, len(g))
+    found, product, _ = gradient_and_hvp(
+        model, in_batches(inputs, y), cut(u, trained(model))
+    )
+    assert {v.dtype for v in (*found.values(), *product.values())} == {torch.float32}
+    assert relative(flat(found), g) <= SINGLE
+    assert float((flat(product) - H @ u.double()).norm()) <= SINGLE * float(H.norm())
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        F.mse_loss,
+        F.l1_loss,
+        lambda outputs, _: outputs.mean(),  # linear: its Hessian is the model's alone
+        lambda outputs, y: F.nll_loss(F.log_softmax(outputs, 1), y.argmax(1)),
+        lambda outputs, y: F.binary_cross_entropy_with_logits(outputs, y.sigmoid()),
+    ],
+)
+@pytest.mark.parametrize("name", ["mlp", "conv", "linear"])
+def test_any_loss(name: str, loss_fn: Loss) -> None:
+    make, inputs = MODELS[name]
+    model, x = doubled(seeded(make), inputs)
+    y = randn(4, len(x), 3, dtype=torch.float64)
+    g, H = dense(model, x, y, loss_fn)
+    u = randn(7, len(g), dtype=torch.float64)
+    found, product, _ = gradient_and_hvp(
+        model, in_batches(x, y), cut(u, trained(model)), loss_fn=loss_fn
+    )
+    assert relative(flat(found), g) <= EXACT
+    assert float((flat(product) - H @ u).norm()) <= EXACT * max(1, float(H.norm()))
+
+
+# --- which way, and when forward mode gives way ---------------------------------------
+
+
+class Counts:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        for name in ("_forward_over_reverse", "_double_backward"):
+            monkeypatch.setattr(probes._Passes, name, self.counted(name))
+
+    def counted(self, name: str) -> Callable[..., Any]:
+        method = getattr(probes._Passes, name)
+
+        def call(*args: Any) -> Any:
+            self.calls.append(name)
+            return method(*args)
+
+        return call
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    return Counts(monkeypatch)
+
+
+def test_forward_mode_for_convolutions_alone(counts: Counts) -> None:
+    for name, want in (("conv", "_forward_over_reverse"), ("mlp", "_double_backward")):
+        make, x = MODELS[name]
+        gradient_and_hvp(seeded(make), in_batches(x, labels_for(x), 3))
+        assert counts.calls == [want] * 2
+        counts.calls.clear()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda z: self.conv(z).sigmoid(), x, use_reentrant=False)
+        return self.head(hidden.flatten(1))
+
+
+class Cube(torch.autograd.Function):
+    """Without a formula for forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+class Cubed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Cube.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Aside(nn.Module):
+    """Keeps its parameters in a list too, past every substitution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(12, 3)
+        self.aside = [self.head.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv(x).flatten(1).tanh()
+        return self.head(hidden) + F.linear(hidden**2, self.aside[0])
+
+
+AWKWARD: dict[str, Callable[[], nn.Module]] = {
+    "group norm": images(lambda: normed_conv(nn.GroupNorm(2, 4))),
+    "own function": images(lambda: nn.Sequential(nn.Conv2d(2, 2, 2), Cubed())),
+    "checkpoint": Checkpointed,
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_forward_mode_gives_way_once(name: str, counts: Counts) -> None:
+    model, x = doubled(seeded(AWKWARD[name]), IMAGES)
+    y = labels_for(x)
+    u = randn(7, flat_of(model).numel(), dtype=torch.float64)
+    _, product, _ = gradient_and_hvp(model, in_batches(x, y, 1), cut(u, trained(model)))
+    assert counts.calls == ["_forward_over_reverse", *["_double_backward"] * len(x)]
+    assert relative(flat(product), differenced(model, x, y, u)) <= 1e-7
+
+
+def test_a_parameter_that_is_used_past_the_module(counts: Counts) -> None:
+    model, x = doubled(seeded(Aside), IMAGES)
+    y = labels_for(x)
+    assert model.aside[0] is model.head.weight  # type: ignore[union-attr,index]
+    u = randn(7, flat_of(model).numel(), dtype=torch.float64)
+    product = hvp(model, in_batches(x, y), cut(u, trained(model)))
+    assert counts.calls[:2] == ["_forward_over_reverse", "_double_backward"]
+    assert relative(flat(product), differenced(model, x, y, u)) <= 1e-7
+
+
+def test_a_loss_that_looks_at_the_parameters(counts: Counts) -> None:
+    model, x = doubled(seeded(small_net), randn(5, 5, 1, 4, 4))
+    y = labels_for(x)
+
+    def decayed(outputs: Tensor, labels: Tensor) -> Tensor:
+        squares = [p.square().sum() for p in model.parameters()]
+        return F.cross_entropy(outputs, labels) + 0.5 * torch.stack(squares).sum()
+
+    g, H = dense(model, x, y)
+    u = randn(7, len(g), dtype=torch.float64)
+    found, product, _ = gradient_and_hvp(
+        model, in_batches(x, y), cut(u, trained(model)), loss_fn=decayed
+    )
+    assert relative(flat(found), g + flat_of(model)) <= EXACT
+    assert relative(flat(product), H @ u + u) <= EXACT
+    assert "_double_backward" in counts.calls
+
+
+class Stem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(12, 3)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.conv(x).flatten(1).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.hidden(x)
+        return self.head(hidden)
+
+
+def test_what_is_computed_without_gradient_is_constant(counts: Counts) -> None:
+    model, x = doubled(seeded(Stem), IMAGES)
+    y = labels_for(x)
+    with torch.no_grad():
+        hidden = model.hidden(x)  # type: ignore[operator]
+    _, H = dense(model.head, hidden, y)  # type: ignore[arg-type]
+    u = cut(randn(7, flat_of(model).numel(), dtype=torch.float64), trained(model))
+    want = H @ flat({k: v for k, v in u.items() if k.startswith("head")})
+    found, product, _ = gradient_and_hvp(model, in_batches(x, y), u)
+    assert not any(found[k].any() or product[k].any() for k in u if "conv" in k)
+    assert relative(flat({k: product[k] for k in u if "head" in k}), want) <= EXACT
+    assert counts.calls[:2] == ["_forward_over_reverse", "_double_backward"]
+
+
+def test_what_torch_cannot_differentiate_twice_is_named() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 3))
+    batches = in_batches(TOKENS, labels_for(TOKENS))
+    assert gradient(model, batches)[0]["0.weight"].any()
+    with pytest.raises(StructureError, match=r"twice.*embedding_bag"):
+        gradient_and_hvp(model, batches)
+
+
+def test_a_users_own_error_stays_its_own() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("the sensor is on fire")
+
+    for model in (Fails(), nn.Sequential(Fails())):
+        with pytest.raises(RuntimeError, match="on fire"):
+            gradient_and_hvp(model, in_batches(IMAGES, labels_for(IMAGES)))
+
+
+def test_no_warning_comes_of_forward_mode() -> None:
+    code = (
+        "import torch\n"
+        "from flwr_fisher.curvature import gradient_and_hvp\n"
+        "model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 2), torch.nn.Flatten())\n"
+        "gradient_and_hvp(model, [(torch.ones(2, 1, 2, 2), torch.tensor([0, 1]))])\n"
+    )
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+# --- batches, modes and what is left behind -------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "batch norm", "dropout"])
+def test_how_examples_are_batched_does_not_matter(name: str) -> None:
+    make, inputs = MODELS[name]
+    model, x = doubled(seeded(make), inputs)
+    y = labels_for(x)
+    want = gradient_and_hvp(model, [(x, y)])
+    uneven = [(x[:1], y[:1]), (x[1:1], y[1:1]), (x[1:], y[1:])]
+    for batches, size in ((in_batches(x, y, 1), None), (uneven, None), ([(x, y)], 3)):
+        got = gradient_and_hvp(model, batches, max_batch_size=size)
+        assert got[2] == pytest.approx(want[2])
+        for a, b in zip(got[:2], want[:2], strict=True):
+            assert relative(flat(a), flat(b)) <= EXACT
+
+
+def test_max_batch_size_bounds_what_the_model_sees() -> None:
+    sizes: list[int] = []
+    model = nn.Linear(3, 3)
+    model.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
+    gradient(model, [(VECTORS, labels_for(VECTORS))], max_batch_size=2)
+    assert sizes == [2, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["dropout", "batch norm", "conv"])
+def test_the_model_is_left_as_it_was_and_the_result_repeats(name: str) -> None:
+    make, x = MODELS[name]
+    model = seeded(make).train()
+    list(model.modules())[-1].eval()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    batches = in_batches(x, labels_for(x))
+    first, again = (gradient_and_hvp(model, batches) for _ in range(2))
+    for a, b in zip(first[:2], again[:2], strict=True):
+        assert all(torch.equal(a[k], b[k]) for k in a)
+        assert not any(v.requires_grad for v in a.values())
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())  # type: ignore[union-attr]
+
+
+def test_without_gradients_around_it() -> None:
+    with torch.no_grad():
+        g, product, _ = gradient_and_hvp(
+            nn.Linear(3, 3), [(VECTORS, labels_for(VECTORS))]
+        )
+    assert g["weight"].any()
+    assert product["weight"].any()
+
+
+def test_a_coordinate_is_a_vector() -> None:
+    make, x = MODELS["conv"]
+    model = seeded(make)
+    batches = in_batches(x, labels_for(x))
+    like = trained(model)
+    for place in (0, 20, flat(like).numel() - 1):
+        unit = torch.zeros(flat(like).numel())
+        unit[place] = 1
+        want = hvp(model, batches, cut(unit, like))
+        assert relative(flat(hvp(model, batches, place)), flat(want)) <= 1e-6
+    zero = hvp(model, batches, {k: torch.zeros_like(v) for k, v in like.items()})
+    assert not flat(zero).any()
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    model = nn.Linear(3, 3).bfloat16()
+    x = VECTORS.bfloat16().repeat(200, 1)
+    y = labels_for(VECTORS).repeat(200)
+    got, _ = gradient(model, in_batches(x, y, 5))
+    want, _ = gradient(model, [(VECTORS.bfloat16(), labels_for(VECTORS))])
+    assert got["weight"].dtype == torch.bfloat16
+    assert relative(flat(got), flat(want)) <= 1e-2
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+def test_data_that_is_not_there() -> None:
+    model, y = nn.Linear(3, 3), labels_for(VECTORS)
+    for batches in ([], [(VECTORS[:0], y[:0])]):
+        with pytest.raises(DataError, match="no examples"):
+            gradient_and_hvp(model, batches)
+    for batch in (VECTORS, (VECTORS,), (VECTORS, y[:2]), (VECTORS, None)):
+        with pytest.raises(DataError, match="label for each example"):
+            gradient(model, [batch])
+    with pytest.raises(DataError, match="must yield"):
+        gradient(model, [{"x": VECTORS}])
+
+
+def test_a_probe_that_does_not_fit() -> None:
+    model, batches = nn.Linear(3, 3), [(VECTORS, labels_for(VECTORS))]
+    with pytest.raises(StructureError, match=r"\['bias'\]"):
+        gradient_and_hvp(model, batches, {"weight": torch.ones(3, 3)})
+    wrong = {"weight": torch.ones(3, 2), "bias": torch.ones(3)}
+    with pytest.raises(StructureError, match=r"'weight' has shape \(3, 2\).*\(3, 3\)"):
+        hvp(model, batches, wrong)
+    for place in (12, -1):
+        with pytest.raises(StructureError, match=f"coordinate {place}.*12"):
+            gradient_and_hvp(model, batches, place)
+    with pytest.raises(UnknownNameError, match="probe 'last'; known: first"):
+        gradient_and_hvp(model, batches, "last")
+
+
+def test_arguments_out_of_range() -> None:
+    model, batches = nn.Linear(3, 3), [(VECTORS, labels_for(VECTORS))]
+    with pytest.raises(ConfigurationError, match="max_batch_size must be >= 1"):
+        gradient(model, batches, max_batch_size=0)
+    with pytest.raises(ConfigurationError, match=r"loss_fn must return.*\(5,\)"):
+        gradient(
+            model, batches, loss_fn=lambda o, y: F.cross_entropy(o, y, reduction="none")
+        )
+    with pytest.raises(ConfigurationError, match=r"loss_fn must return.*float"):
+        gradient(model, batches, loss_fn=lambda o, y: 1.0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigurationError, match="move it first"):
+        gradient(model, batches, device="meta")
+    with pytest.raises(ConfigurationError, match="no trainable parameter"):
+        gradient(freeze(model, "weight", "bias"), batches)
+
+
+@pytest.mark.parametrize("take", [gradient, gradient_and_hvp])
+def test_a_loss_that_is_no_sum_over_examples_or_has_no_gradient(
+    take: Callable[..., Any],
+) -> None:
+    model = mlp(nn.BatchNorm1d(3, track_running_stats=False))
+    with pytest.raises(StructureError, match="layer '0' normalises by the batch"):
+        take(model, [(VECTORS, labels_for(VECTORS))])
+    for model, x in ((nn.Linear(3, 3), VECTORS), (nn.Conv2d(2, 3, 3), IMAGES)):
+        with pytest.raises(StructureError, match="depends on no trainable"):
+            take(model, [(x, labels_for(x))], loss_fn=lambda o, y: o.detach().mean())

@@ -1,0 +1,315 @@
+"""FAGH's step against a dense solve, and what could make it infinite."""
+
+from typing import Any
+
+import pytest
+import torch
+from oracles import cut, flat, randn, relative, seeded
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import gradient_and_hvp
+from flwr_fisher.errors import ConfigurationError, ParamsError
+from flwr_fisher.merge import FaghStep, fagh_step
+from flwr_fisher.params import dot
+
+SHAPES = {"w": torch.Size((3, 2)), "b": torch.Size((4,))}
+D = 10
+Tensors = dict[str, Tensor]
+
+
+def vector(seed: int, dtype: torch.dtype = torch.float64) -> Tensors:
+    return cut(
+        randn(seed, D, dtype=dtype), {k: torch.empty(s) for k, s in SHAPES.items()}
+    )
+
+
+def spd(seed: int) -> Tensor:
+    rows = randn(seed, 2 * D, D, dtype=torch.float64)
+    return rows.mT @ rows / D
+
+
+def times(H: Tensor, u: Tensors) -> Tensors:
+    return cut(H @ flat(u), u)
+
+
+def unit(u: Tensors) -> Tensors:
+    return cut(flat(u) / flat(u).norm(), u)
+
+
+def dense_direction(G: Tensor, V: Tensor, c: float, rho: float) -> Tensor:
+    H = torch.outer(V, V) / c
+    return torch.linalg.solve(H + rho * torch.eye(len(V), dtype=V.dtype), G)
+
+
+def first_step(
+    params: Tensors, g: Tensors, v: Tensors, c: float, **changes: Any
+) -> FaghStep:
+    return fagh_step(params, g, v, c, {}, **{"t": 1, "lr": 0.1, "rho": 0.5} | changes)
+
+
+@pytest.mark.parametrize(
+    ("rho", "exact"), [(1.0, 1e-12), (0.1, 1e-12), (1e-3, 1e-10), (1e-9, 1e-5)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_one_step_is_the_dense_solution(seed: int, rho: float, exact: float) -> None:
+    params, g, u = vector(seed), vector(10 + seed), unit(vector(20 + seed))
+    v = times(spd(seed), u)
+    c = float(dot(u, v))
+    step = first_step(params, g, v, c, rho=rho)
+    want = dense_direction(flat(g), flat(v), c, rho)
+    assert not step.fell_back
+    assert step.curvature == pytest.approx(c)
+    assert relative(flat(step.direction), want) <= exact
+    assert relative(flat(step.params), flat(params) - 0.1 * want) <= exact
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.0, 0.0), (0.5, 0.0), (0.0, 0.9)])
+def test_moments_are_means_with_their_bias_corrected(
+    betas: tuple[float, float],
+) -> None:
+    params, moments, u = vector(0), {}, unit(vector(1))
+    G, V = (torch.zeros(D, dtype=torch.float64) for _ in range(2))
+    for t in range(1, 6):
+        g, v = vector(10 + t), times(spd(t), u)
+        G = betas[0] * G + (1 - betas[0]) * flat(g)
+        V = betas[1] * V + (1 - betas[1]) * flat(v)
+        c = float(flat(u) @ V) / (1 - betas[1] ** t)
+        want = dense_direction(
+            G / (1 - betas[0] ** t), V / (1 - betas[1] ** t), c, rho=0.5
+        )
+        step = fagh_step(
+            params, g, v, dot(u, v), moments, t=t, lr=0.1, rho=0.5, betas=betas
+        )
+        assert step.curvature == pytest.approx(c)
+        assert relative(flat(step.direction), want) <= 1e-10
+        assert relative(flat(step.params), flat(params) - 0.1 * want) <= 1e-10
+        params, moments = step.params, step.moments
+
+
+def test_a_constant_round_needs_no_warming_up() -> None:
+    g, u = vector(1), unit(vector(2))
+    v = times(spd(3), u)
+    steps, moments = [], {}
+    for t in range(1, 5):
+        steps.append(
+            fagh_step(vector(0), g, v, dot(u, v), moments, t=t, lr=0.1, rho=0.5)
+        )
+        moments = steps[-1].moments
+    for step in steps[1:]:
+        assert relative(flat(step.direction), flat(steps[0].direction)) <= 1e-12
+
+
+def test_a_moving_probe_averages_its_curvature_beside_it() -> None:
+    probes = [unit(vector(s)) for s in (1, 2)]
+    products = [times(spd(3), u) for u in probes]
+    curvatures = [float(dot(u, v)) for u, v in zip(probes, products, strict=True)]
+    g, moments, beta = vector(4), {}, 0.99
+    for t in (1, 2):
+        step = fagh_step(
+            vector(0), g, products[t - 1], curvatures[t - 1], moments, t=t, lr=1, rho=1
+        )
+        moments = step.moments
+    want = (beta * curvatures[0] + curvatures[1]) / (1 + beta)
+    assert step.curvature == pytest.approx(want)
+    # Without memory, the last probe alone counts.
+    moments = {}
+    for t in (1, 2):
+        step = fagh_step(
+            vector(0),
+            g,
+            products[t - 1],
+            curvatures[t - 1],
+            moments,
+            t=t,
+            lr=1.0,
+            rho=1.0,
+            betas=(0.9, 0.0),
+        )
+        moments = step.moments
+    alone = dense_direction(flat(g), flat(products[1]), curvatures[1], 1.0)
+    assert relative(flat(step.direction), alone) <= 1e-10
+
+
+def test_the_first_coordinate_is_a_probe_like_any() -> None:
+    H, g = spd(1), vector(2)
+    e1 = cut(torch.eye(D, dtype=torch.float64)[0], g)
+    row = times(H, e1)
+    assert torch.equal(flat(row), H[0])
+    by_row = first_step(vector(0), g, row, float(flat(row)[0]))
+    by_probe = first_step(vector(0), g, times(H, e1), float(dot(e1, row)))
+    assert relative(flat(by_probe.params), flat(by_row.params)) == 0
+    assert relative(flat(by_row.direction), dense_direction(
+        flat(g), H[0], float(H[0, 0]), 0.5
+    )) <= 1e-12  # fmt: skip
+
+
+def test_the_direction_descends_and_solves_along_the_probes_image() -> None:
+    for seed in range(5):
+        g, u = vector(seed), unit(vector(10 + seed))
+        H = spd(seed)
+        v = times(H, u)
+        step = first_step(vector(0), v, v, float(dot(u, v)), rho=1e-7)
+        # For a gradient along Hu the rank-one Hessian is Newton's: H d = g along u.
+        assert float(dot(v, step.direction)) == pytest.approx(float(dot(u, v)))
+        step = first_step(vector(0), g, v, float(dot(u, v)))
+        assert float(dot(step.direction, g)) > 0
+
+
+def plain(step: FaghStep, params: Tensors, g: Tensors, rho: float = 0.5) -> bool:
+    """Return whether the step fell back to G / rho, all finite."""
+    G = flat(g) / rho
+    finite = all(
+        v.isfinite().all() for v in (*step.params.values(), *step.moments.values())
+    )
+    near = relative(flat(step.params), flat(params) - 0.1 * G) <= 1e-6
+    return step.fell_back and finite and near
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_curvature_that_cannot_be_used(dtype: torch.dtype) -> None:
+    params, g = vector(0, dtype), vector(1, dtype)
+    v = vector(2, dtype)
+    zero = cut(torch.zeros(D, dtype=dtype), v)
+    tiny = torch.finfo(dtype).smallest_normal / 16
+    assert tiny > 0
+    flattest = cut(torch.cat([torch.tensor([tiny]), flat(v)[1:]]).to(dtype), v)
+    hazards = [
+        (zero, 0.0),  # the row of a pixel that is always black
+        (v, -0.1),  # negative curvature
+        (v, 0.0),
+        (v, 1e-7 * float(flat(v).norm())),  # rounding of float32
+        (flattest, float(flat(flattest)[0])),  # V[0] denormal
+        (zero, 1.0),
+        (zero, -1.0),
+    ]
+    for row, c in hazards:
+        step = first_step(params, g, row, c)
+        assert plain(step, params, g), (row, c)
+        assert step.curvature == pytest.approx(c)
+        assert {v.dtype for v in step.params.values()} == {dtype}
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-300, 1e-30, 1e30, 1e300])
+def test_a_row_of_any_size_is_finite(size: float) -> None:
+    params, g, u = vector(0), vector(1), unit(vector(2))
+    v = cut(flat(times(spd(3), u)) * size, u)
+    step = first_step(params, g, v, float(dot(u, v)), rho=0.5)
+    assert not step.fell_back
+    assert all(value.isfinite().all() for value in step.params.values())
+    along = flat(times(spd(3), u))
+    want = flat(g) / 0.5
+    if size >= 1e30:  # infinitely curved along V: no step there
+        want = want - along * (along @ want) / (along @ along)
+    assert relative(flat(step.direction), want) <= 1e-10
+
+
+def test_epsilon_is_the_smallest_cosine_between_probe_and_product() -> None:
+    g = vector(1)
+    v = cut(torch.eye(D, dtype=torch.float64)[3] * 7, g)
+    assert first_step(vector(0), g, v, 7 * 0.29, epsilon=0.3).fell_back
+    assert not first_step(vector(0), g, v, 7 * 0.31, epsilon=0.3).fell_back
+
+
+def test_it_recovers_after_falling_back() -> None:
+    g, u = vector(1), unit(vector(2))
+    v = times(spd(3), u)
+    step = first_step(vector(0), g, cut(torch.zeros(D), g), 0.0)
+    again = fagh_step(step.params, g, v, dot(u, v), step.moments, t=2, lr=0.1, rho=0.5)
+    assert (step.fell_back, again.fell_back) == (True, False)
+
+
+def images(shift: float) -> list[tuple[Tensor, Tensor]]:
+    x = randn(3, 40, 1, 4, 4).abs()
+    x[:, :, 0, 0] = 0  # a corner that is always black
+    return [(x - shift, torch.arange(40) % 3)]
+
+
+def test_logistic_regressions_dead_corner_is_counted() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    for shift, dead in ((0.0, True), (0.5, False)):
+        g, row, _ = gradient_and_hvp(model, images(shift), "first")
+        c = flat(row)[0]
+        assert bool(flat(row).any()) is not dead
+        step = first_step(params, g, row, float(c), lr=0.1, rho=0.5)
+        assert step.fell_back is dead
+        assert all(v.isfinite().all() for v in step.params.values())
+
+
+def test_buffers_stay_and_order_and_dtypes_too() -> None:
+    params = {
+        "b": randn(0, 4),
+        "mean": torch.ones(2),
+        "count": torch.tensor(3),
+        "w": randn(1, 3, 2).bfloat16(),
+    }
+    g = {"w": randn(2, 3, 2).bfloat16(), "b": randn(3, 4)}
+    step = first_step(params, g, g, 1.0)
+    assert list(step.params) == list(params)
+    assert {k: v.dtype for k, v in step.params.items()} == {
+        k: v.dtype for k, v in params.items()
+    }
+    assert torch.equal(step.params["mean"], params["mean"])
+    assert torch.equal(step.params["count"], params["count"])
+    assert step.moments["fagh/gradient/w"].dtype == torch.float32
+    assert all(isinstance(v, Tensor) for v in step.moments.values())
+
+
+def test_inputs_are_not_changed_and_others_state_is_not_looked_at() -> None:
+    params, g, u = vector(0), vector(1), unit(vector(2))
+    v = times(spd(3), u)
+    step = first_step(params, g, v, 1.0)
+    copies = [
+        {k: t.clone() for k, t in d.items()} for d in (params, g, v, step.moments)
+    ]
+    beside = step.moments | {"optimizer/w/step": torch.tensor(5.0)}
+    again = fagh_step(params, g, v, 1.0, beside, t=2, lr=0.1, rho=0.5)
+    assert not any(key.startswith("optimizer") for key in again.moments)
+    for before, now in zip(copies, (params, g, v, step.moments), strict=True):
+        assert all(torch.equal(before[k], now[k]) for k in before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"t": 0}, "t must be >= 1"),
+        ({"lr": -1.0}, "lr must be >= 0"),
+        ({"lr": float("nan")}, "lr must be >= 0"),
+        ({"rho": 0.0}, "rho must be > 0"),
+        ({"rho": float("inf")}, "rho must be > 0"),
+        ({"rho": float("nan")}, "rho must be > 0"),
+        ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\)"),
+        ({"betas": (0.9, -0.1)}, "betas must be"),
+        ({"betas": (0.9,)}, "betas must be"),
+        ({"epsilon": -1e-9}, "epsilon must be in"),
+        ({"epsilon": 2.0}, "epsilon must be in"),
+    ],
+)
+def test_numbers_out_of_range(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        first_step(vector(0), vector(1), vector(2), 1.0, **changes)
+
+
+def test_tensors_that_do_not_fit() -> None:
+    params, g, v = vector(0), vector(1), vector(2)
+    with pytest.raises(ParamsError, match=r"hvp lacks the keys \['b'\]"):
+        first_step(params, g, {"w": v["w"]}, 1.0)
+    with pytest.raises(ParamsError, match="'b' of shape"):
+        first_step({"w": params["w"]}, g, v, 1.0)
+    for bad, others in ((g | {"w": g["w"] / 0}, v), (g, v | {"b": v["b"] * torch.nan})):
+        with pytest.raises(ParamsError, match="holds NaN or infinity"):
+            first_step(params, bad, others, 1.0)
+    with pytest.raises(ParamsError, match="probe_dot must be finite"):
+        first_step(params, g, v, float("nan"))
+
+
+def test_moments_of_another_step_or_model() -> None:
+    params, g, v = vector(0), vector(1), vector(2)
+    moments = first_step(params, g, v, 1.0).moments
+    with pytest.raises(ParamsError, match="step 2 of FAGH without moments"):
+        first_step(params, g, v, 1.0, t=2)
+    with pytest.raises(ParamsError, match="step 1 of FAGH with moments"):
+        fagh_step(params, g, v, 1.0, moments, t=1, lr=0.1, rho=0.5)
+    del moments["fagh/hvp/b"]
+    with pytest.raises(ParamsError, match=r"moments lacks the keys \['b'\]"):
+        fagh_step(params, g, v, 1.0, moments, t=2, lr=0.1, rho=0.5)
