@@ -10,7 +10,7 @@ from flwr_fisher.params import Params
 __all__ = ["fedavg_bytes", "record_bytes", "serialized_bytes"]
 
 _NPY_HEADER = 128
-_CHUNK = 1 << 20  # Flower cuts arrays into larger pieces; each has a header
+_CHUNK = 5 << 20  # Flower cuts arrays into pieces of that size; each has a header
 _CHUNK_HEADER = 512
 
 
