@@ -1,8 +1,14 @@
 """The algorithms, as Flower ``Strategy`` classes."""
 
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.done import DONE
+from flwr_fisher.strategies.fagh import FAGH
+from flwr_fisher.strategies.fedexp import FedExP
 from flwr_fisher.strategies.fedfish import FedFish
 from flwr_fisher.strategies.fedfisher import FedFisherOneShot
+from flwr_fisher.strategies.fedga import FedGA
+from flwr_fisher.strategies.giant import GIANT
+from flwr_fisher.strategies.scaffold import Scaffold
 from flwr_fisher.strategies.state import (
     CurvatureResult,
     Exchange,
@@ -12,11 +18,17 @@ from flwr_fisher.strategies.state import (
 )
 
 __all__ = [
+    "DONE",
+    "FAGH",
+    "GIANT",
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",
+    "FedExP",
     "FedFish",
     "FedFisherOneShot",
+    "FedGA",
+    "Scaffold",
     "ServerState",
     "Step",
     "Upload",

@@ -12,8 +12,15 @@ from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg
+from torch import Tensor
 
-from flwr_fisher.errors import CheckpointError, RoundError, WireError, check_range
+from flwr_fisher.errors import (
+    CheckpointError,
+    ConfigurationError,
+    RoundError,
+    WireError,
+    check_range,
+)
 from flwr_fisher.measures import EvaluateFn, MeasuredGrid
 from flwr_fisher.strategies.cohort import Cohort
 from flwr_fisher.strategies.replies import MetricsAggregator, Replies
@@ -25,7 +32,7 @@ from flwr_fisher.strategies.state import (
     Step,
     Upload,
 )
-from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import SERVER, arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.nodes import collect
 
 __all__ = ["CurvatureStrategy", "EvaluateFn"]
@@ -120,6 +127,10 @@ class CurvatureStrategy(FedAvg):
             Naming the argument, and the way out.
         """
 
+    def extra(self) -> dict[str, Tensor]:
+        """Return what a new run's state holds beside parameters; by default nothing."""
+        return {}
+
     def options(self) -> dict[str, Any]:
         """Return what a resumed run must have in common with the one it continues."""
         return {
@@ -173,7 +184,9 @@ class CurvatureStrategy(FedAvg):
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
         self._timeout, began = timeout, time.monotonic()
-        run = Run.begin(initial_arrays, self.options(), checkpoint_dir, resume)
+        run = Run.begin(
+            initial_arrays, self.options(), checkpoint_dir, resume, self.extra()
+        )
         self.check(run.state)
         if evaluate_fn and run.server_round == 0:
             run.evaluated(0, evaluate_fn(0, initial_arrays))
@@ -195,12 +208,16 @@ class CurvatureStrategy(FedAvg):
         if self.fraction_train == 0.0:  # FedAvg's way to evaluate without training
             return
         for index, exchange in enumerate(self.exchanges(server_round), start=1):
-            place = f"uploads-{server_round:04d}/exchange-{index}"
+            place = self._place(server_round, index)
             nodes = self._sample_to_train(grid, server_round)
             replies = self._replies(exchange, run.state, expected=len(nodes))
             asked = self._restore(run, place, nodes, replies)
+            # What the next exchange's clients answered hangs on who answered this one.
+            if run.has_uploads(self._place(server_round, index + 1)):
+                asked = []
+            arrays = _joined(exchange, run.state)
             messages = self._messages(
-                server_round, run.arrays(), exchange.configure(config), asked
+                server_round, arrays, exchange.configure(config), asked
             )
             for message in collect(grid, messages, self._timeout):
                 records = replies.take(message)
@@ -210,9 +227,13 @@ class CurvatureStrategy(FedAvg):
             uploads = replies.settle(self.min_train_nodes)
             if isinstance(grid, MeasuredGrid):
                 grid.aggregated({u.node_id: u.metrics for u in uploads})
-            step = self._step(run.state, uploads)
+            step = self._step(exchange, run.state, uploads)
             metrics = replies.metrics(self.train_metrics_aggr_fn)
             run.stepped(server_round, step, uploads, metrics)
+
+    @staticmethod
+    def _place(server_round: int, exchange: int) -> str:
+        return f"uploads-{server_round:04d}/exchange-{exchange}"
 
     def _replies(
         self, exchange: Exchange, state: ServerState, expected: int
@@ -237,9 +258,11 @@ class CurvatureStrategy(FedAvg):
                 ) from error
         return sorted(by_name.values(), key=self._cohort.order)
 
-    def _step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+    def _step(
+        self, exchange: Exchange, state: ServerState, uploads: Sequence[Upload]
+    ) -> Step:
         """Take the step, and see that it led somewhere."""
-        step = self.step(state, uploads)
+        step = (exchange.step or self.step)(state, uploads)
         for name, value in step.state.params.items():
             if value.is_floating_point() and not value.isfinite().all():
                 raise RoundError(
@@ -301,17 +324,29 @@ class CurvatureStrategy(FedAvg):
 
     # Flower's own hooks, for loops other than `start`; they know one exchange a round.
 
+    def _only_exchange(self, server_round: int) -> Exchange:
+        exchange, *others = self.exchanges(server_round)
+        if others:
+            raise ConfigurationError(
+                f"a round of {type(self).__name__} has {1 + len(others)} exchanges, "
+                "and configure_train and aggregate_train know one: use this library's "
+                "`start`"
+            )
+        return exchange
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Sample clients and make their messages; `config` is left as it is."""
         if self.fraction_train == 0.0:
             return []
-        (exchange,) = self.exchanges(server_round)
-        self._state = ServerState(arrays_to_tensors(arrays), self._state.extra)
+        exchange = self._only_exchange(server_round)
+        extra = self._state.extra or self.extra()
+        self._state = ServerState(arrays_to_tensors(arrays), extra)
         self.check(self._state)
         nodes = self._sample_to_train(grid, server_round)
-        return self._messages(server_round, arrays, exchange.configure(config), nodes)
+        joined = _joined(exchange, self._state)
+        return self._messages(server_round, joined, exchange.configure(config), nodes)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -320,11 +355,12 @@ class CurvatureStrategy(FedAvg):
         if self.fraction_train == 0.0:
             return None, None
         replies = list(replies)
-        (exchange,) = self.exchanges(server_round)
+        exchange = self._only_exchange(server_round)
         checked = self._replies(exchange, self._state, expected=len(replies))
         for message in replies:
             checked.take(message)
-        step = self._step(self._state, checked.settle(self.min_train_nodes))
+        uploads = checked.settle(self.min_train_nodes)
+        step = self._step(exchange, self._state, uploads)
         self._state = step.state
         metrics = {**checked.metrics(self.train_metrics_aggr_fn), **step.metrics}
         return tensors_to_arrays(step.state.params), MetricRecord(metrics)
@@ -355,3 +391,9 @@ class CurvatureStrategy(FedAvg):
         except InconsistentMessageReplies as error:
             logger.warning("aggregate_evaluate: left out the round: %s", error)
             return None
+
+
+def _joined(exchange: Exchange, state: ServerState) -> ArrayRecord:
+    """Return the parameters' record with what else is sent, under ``server/``."""
+    sent = {f"{SERVER}{key}": value for key, value in exchange.send(state).items()}
+    return tensors_to_arrays({**exchange.start(state), **sent})

@@ -26,6 +26,7 @@ class Cohort(NodeNames):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
+        self.connected = 0  # how many nodes were, when last sampled from
 
     def sample(
         self,
@@ -48,6 +49,7 @@ class Cohort(NodeNames):
         nodes = self._wait(grid, max(available, minimum), timeout)
         self.learn(grid, nodes, timeout)
         nodes.sort(key=self.order)
+        self.connected = len(nodes)
         size = max(int(len(nodes) * fraction), minimum)
         chosen = random.Random(f"{self.seed}/{server_round}/{purpose}")
         return sorted(chosen.sample(nodes, size), key=self.order)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
+from torch import Tensor
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError
 from flwr_fisher.strategies.checkpoint import CheckpointDir, RoundCheckpoint
@@ -57,8 +58,9 @@ class Run:
         options: Mapping[str, Any],
         checkpoint_dir: str | Path | None,
         resume: bool,
+        extra: Mapping[str, Tensor] | None = None,
     ) -> "Run":
-        """Start from the initial arrays, or resume from the last finished round.
+        """Start from the initial arrays and `extra`, or resume after the last round.
 
         Raises
         ------
@@ -70,7 +72,7 @@ class Run:
                 "initial_arrays must be an ArrayRecord, got "
                 f"{type(initial_arrays).__name__}: wrap it, ArrayRecord(...)"
             )
-        state = ServerState(arrays_to_tensors(initial_arrays))
+        state = ServerState(arrays_to_tensors(initial_arrays), dict(extra or {}))
         if checkpoint_dir is None:
             if resume:
                 raise CheckpointError("resume=True needs a checkpoint_dir")
@@ -135,6 +137,10 @@ class Run:
         """Return what was kept of an interrupted round."""
         return iter(()) if self._disk is None else self._disk.load_uploads(place)
 
+    def has_uploads(self, place: str) -> bool:
+        """Return whether an interrupted round got as far as that exchange."""
+        return self._disk is not None and (self._disk.path / place).exists()
+
     def stepped(
         self,
         server_round: int,
@@ -146,9 +152,11 @@ class Run:
         self.state = step.state
         self._result.uploads, self._result.details = list(uploads), step.details
         history = self._result.train_metrics_clientapp
-        history[server_round] = MetricRecord(
-            {**history.get(server_round, {}), **metrics, **step.metrics}
-        )
+        earlier = dict(history.get(server_round, {}))
+        joined = {**earlier, **metrics, **step.metrics}
+        rejected = [record.get("num-rejected", 0) for record in (earlier, metrics)]
+        joined["num-rejected"] = sum(n for n in rejected if isinstance(n, int))
+        history[server_round] = MetricRecord(joined)
         logger.info("\t└──> Aggregated MetricRecord: %s", history[server_round])
 
     def client_evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:

@@ -1,6 +1,6 @@
 """What a strategy hands from one step to the next: frozen values, in and out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,10 +38,21 @@ class Exchange:
     read : Callable[[ArrayRecord, Params], Payload]
         Decodes and checks a reply, given the parameters that were sent out; raises
         ``WireError``.
+    send : Callable[[ServerState], Params]
+        What is sent beside the parameters, by name; a client finds it under
+        ``server/``.
+    step : Callable[[ServerState, Sequence[Upload]], Step], optional
+        What the uploads make of the state, where it is not the strategy's ``step``: in
+        a round of two exchanges, the first's.
+    start : Callable[[ServerState], Params]
+        The parameters and buffers that are sent out, where they are not the state's.
     """
 
     config: Mapping[str, ConfigRecordValues] = field(default_factory=dict)
     read: Reader = FisherUpload.from_arrays
+    send: "Callable[[ServerState], Params]" = lambda state: {}
+    step: "Callable[[ServerState, Sequence[Upload]], Step] | None" = None
+    start: "Callable[[ServerState], Params]" = lambda state: state.params
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's keys, and over them the exchange's."""

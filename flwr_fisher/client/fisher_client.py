@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 
 from flwr_fisher.client.evaluation import check_evaluation, evaluate, local_scores
 from flwr_fisher.client.randomness import derive_seed, seeded
+from flwr_fisher.client.state import DEFAULT_STATE_DIR, partition_of
+from flwr_fisher.client.tasks import TASKS
 from flwr_fisher.client.training import (
     Loader,
     LocalSGD,
@@ -23,7 +27,7 @@ from flwr_fisher.client.uploads import Asked
 from flwr_fisher.curvature import LIKELIHOODS, Curvature
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.params import select, trainable_names
-from flwr_fisher.wire import arrays_to_tensors
+from flwr_fisher.wire import arrays_to_tensors, server_vectors
 
 __all__ = ["ClientFn", "FisherClient", "make_client_app"]
 
@@ -64,6 +68,9 @@ class FisherClient:
         logarithm.
     device : torch.device | str, optional
         Default: CUDA where there is any, else the CPU.
+    state_dir : Path | str, optional
+        Where this client keeps what it needs from one round to the next (SCAFFOLD's
+        control variate). Default: ``~/.cache/flwr-fisher/state``.
 
     Examples
     --------
@@ -85,6 +92,7 @@ class FisherClient:
         loss_fn: Loss = cross_entropy,
         likelihood: str = "categorical",
         device: torch.device | str | None = None,
+        state_dir: Path | str | None = None,
     ) -> None:
         check_known("likelihood", likelihood, LIKELIHOODS)
         default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,6 +101,7 @@ class FisherClient:
         self.trainloader, self.valloader = trainloader, valloader
         self.train_fn: TrainFn = LocalSGD() if train_fn is None else train_fn
         self.loss_fn, self.likelihood = loss_fn, likelihood
+        self.state_dir = Path(DEFAULT_STATE_DIR if state_dir is None else state_dir)
 
     def fit(self, message: Message, context: Context) -> Message:
         """Train from the arrays that arrived, then compute what the config asks for.
@@ -108,9 +117,17 @@ class FisherClient:
         ClientError
             If the arrays do not fit the model, or there is no such upload.
         """
-        config, partition = _config(message), _partition(context)
+        config, partition = _config(message), partition_of(context)
         num_examples = _count(self.trainloader, partition)
-        start = self._load(_arrays(message))
+        start, sent = self._load(_arrays(message))
+        if (task := str(config.get("task", "train"))) != "train":
+            check_known("task", task, TASKS)
+            with seeded(_seed(config, partition)):
+                upload, returned = TASKS[task](self, sent, config, context)
+            metrics = _checked_metrics(returned)
+            params = {k: v for k, v in upload.params.items() if k in start}
+            record = MetricRecord({"num-examples": num_examples, **metrics})
+            return _reply(message, record, replace(upload, params=params).to_arrays())
         asked = Asked.of(config, start, self.train_fn)
         with seeded(_seed(config, partition)):
             returned, curvature = asked.train(
@@ -147,7 +164,7 @@ class FisherClient:
         ClientError
             If there is no such data, or the arrays do not fit the model.
         """
-        config, partition = _config(message), _partition(context)
+        config, partition = _config(message), partition_of(context)
         check_evaluation(self, config)
         self._load(_arrays(message))
         with seeded(_seed(config, partition)):
@@ -158,10 +175,17 @@ class FisherClient:
         """Return a ``ClientApp`` with this client behind it, on every node."""
         return make_client_app(lambda context: self, mods)
 
-    def _load(self, arrays: ArrayRecord) -> dict[str, torch.Tensor]:
-        """Put the arrays into the model; return them, where the model is."""
+    def _load(
+        self, arrays: ArrayRecord
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Put the arrays into the model; return them, and what else was sent.
+
+        Both are where the model is.
+        """
         self.model.to(self.device)
-        tensors = {k: v.to(self.device) for k, v in arrays_to_tensors(arrays).items()}
+        tensors, sent = server_vectors(
+            {k: v.to(self.device) for k, v in arrays_to_tensors(arrays).items()}
+        )
         own = self.model.state_dict()
         for name, tensor in tensors.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -181,7 +205,7 @@ class FisherClient:
                 "would undo the merge of the first: start from shared_state(model)"
             )
         self.model.load_state_dict(tensors, strict=False)
-        return tensors
+        return tensors, sent
 
 
 ClientFn = Callable[[Context], FisherClient]
@@ -278,10 +302,6 @@ def _arrays(message: Message) -> ArrayRecord:
 def _config(message: Message) -> dict[str, Any]:
     records = message.content.config_records.values()
     return {key: value for record in records for key, value in record.items()}
-
-
-def _partition(context: Context) -> int:
-    return int(context.node_config.get("partition-id", context.node_id))
 
 
 def _seed(config: Mapping[str, Any], partition: int) -> int:

@@ -86,11 +86,12 @@ class LocalSGD:
         device: torch.device,
         config: Mapping[str, Any],
         *,
-        observe: Callable[[], object] | None = None,
+        on_gradients: Callable[[int], object] | None = None,
     ) -> dict[str, float]:
         """Train the model in place; return ``train_loss``, the last epoch's mean.
 
-        `observe` is called in the last epoch, when a batch's gradients are in place.
+        `on_gradients` is called with the epoch's number, from 1, when a batch's
+        gradients are in place; it may change them.
         """
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
@@ -113,8 +114,8 @@ class LocalSGD:
                 optimizer.zero_grad()
                 loss = self.loss_fn(model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]
-                if observe is not None and epoch == self.epochs:
-                    observe()
+                if on_gradients is not None:
+                    on_gradients(epoch)
                 proximal.add_gradient()
                 optimizer.step()
                 total += loss.detach() * len(y)

@@ -143,7 +143,12 @@ class Asked:
             return train_fn(model, loader, device, config), None
         assert isinstance(train_fn, LocalSGD)
         squares = SquaredGradients(model)
-        metrics = train_fn(model, loader, device, config, observe=squares)
+
+        def last(epoch: int) -> None:
+            if epoch == train_fn.epochs:
+                squares()
+
+        metrics = train_fn(model, loader, device, config, on_gradients=last)
         return metrics, squares.curvature()
 
     def curvature(

@@ -1,0 +1,145 @@
+"""FedExP: federated averaging whose server steps further than the mean."""
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.merge import fedexp_step, last_two_mean
+from flwr_fisher.params import Params
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
+from flwr_fisher.strategies.updates import double, updates, weights_of, with_averages
+from flwr_fisher.wire import VectorUpload
+
+__all__ = ["FedExP"]
+
+logger = logging.getLogger("flwr")
+
+_ITERATE = "iterate/"
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class FedExP(CurvatureStrategy):
+    r"""Federated averaging with extrapolation (Jhunjhunwala et al., ICLR 2023).
+
+    Algorithm 1 of *FedExP: Speeding Up Federated Averaging via Extrapolation*: clients
+    train as ever, with any loop, and the server takes
+
+    .. math:: \theta \leftarrow \theta - \eta_g \bar\Delta, \qquad
+              \eta_g = \max\Big(1, \frac{\sum_i p_i \|\Delta_i\|^2}
+              {2 (\|\bar\Delta\|^2 + \epsilon)}\Big)
+
+    with :math:`\Delta_i = \theta - \theta_i` and clients weighted by examples. Uploads
+    are FedAvg's.
+
+    Parameters
+    ----------
+    epsilon : float, default 1e-3
+        :math:`\epsilon`; the paper's, and its scale is that of a squared update.
+    average_last_two : bool, default False
+        Report and evaluate the mean of the last two iterates, as the paper does,
+        since extrapolated iterates oscillate. Training goes on from the last.
+    trained : Collection[str], optional
+        The names of the trained parameters (``trainable_names(model)``): norms are over
+        them, buffers are averaged. By default everything of floating point that is not
+        named like the statistics of torch's batch norm.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range, or the model lacks a parameter of `trained`.
+
+    Notes
+    -----
+    A round's metrics have ``server-lr``, :math:`\eta_g`; 1 is FedAvg.
+    ``CurvatureResult.details`` is the last :class:`~flwr_fisher.merge.FedExpStep`, with
+    the last iterate's trained parameters. With ``average_last_two`` the checkpoints
+    keep both iterate and mean; clients evaluate the mean.
+
+    Examples
+    --------
+    ::
+
+        strategy = FedExP(fraction_train=0.2)
+        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 1e-3,
+        average_last_two: bool = False,
+        trained: Collection[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_range("epsilon", epsilon, 0)
+        self.epsilon, self.average_last_two = epsilon, average_last_two
+        self.trained = None if trained is None else sorted(trained)
+
+    def check(self, state: ServerState) -> None:
+        """Refuse names that the model does not have."""
+        missing = [n for n in self.trained or () if n not in state.params]
+        if missing:
+            raise ConfigurationError(f"trained: the model has no {missing}")
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+        """Ask every sampled client to train."""
+        return [Exchange({}, VectorUpload.reader(params=True), start=_iterate)]
+
+    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+        """Step along the mean update, and beyond."""
+        start = _iterate(state)
+        names = self._names(start)
+        found = fedexp_step(
+            double(start, names),
+            updates(start, uploads, names),
+            weights_of(uploads),
+            epsilon=self.epsilon,
+        )
+        last = with_averages(start, found.params, uploads)
+        metrics: dict[str, int | float | list[float]] = {"server-lr": found.lr}
+        if not self.average_last_two:
+            return Step(ServerState(last), metrics, found)
+        mean = last_two_mean(last, start if state.extra else None)
+        extra = {f"{_ITERATE}{key}": value.clone() for key, value in last.items()}
+        return Step(ServerState(mean, extra), metrics, found)
+
+    def _names(self, params: Params) -> list[str]:
+        if self.trained is not None:
+            return [key for key in params if key in self.trained]
+        return [
+            key
+            for key, value in params.items()
+            if value.is_floating_point() and key.rpartition(".")[2] not in _STATISTICS
+        ]
+
+    def options(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common."""
+        return super().options() | {
+            "epsilon": self.epsilon,
+            "average_last_two": self.average_last_two,
+            "trained": self.trained,
+        }
+
+    def summary(self) -> None:
+        """Log the strategy's configuration."""
+        logger.info(
+            "\t├──> Server: epsilon %g%s",
+            self.epsilon,
+            ", mean of the last two iterates" if self.average_last_two else "",
+        )
+        super().summary()
+
+
+def _iterate(state: ServerState) -> Params:
+    """Return where clients start: the last iterate, which is not always the result."""
+    last = {
+        key.removeprefix(_ITERATE): value
+        for key, value in state.extra.items()
+        if key.startswith(_ITERATE)
+    }
+    return last or state.params

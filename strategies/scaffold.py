@@ -1,0 +1,165 @@
+"""SCAFFOLD: federated averaging whose clients correct their steps for their drift."""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import check_range
+from flwr_fisher.merge import scaffold_step
+from flwr_fisher.params import Params, norm, scale
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
+from flwr_fisher.strategies.updates import (
+    double,
+    updates,
+    vectors,
+    weights_of,
+    with_averages,
+)
+from flwr_fisher.wire import Roster, VectorUpload
+
+__all__ = ["Scaffold"]
+
+logger = logging.getLogger("flwr")
+
+_CONTROL = "control"
+_RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
+
+
+class Scaffold(CurvatureStrategy):
+    r"""Stochastic controlled averaging (Karimireddy et al., ICML 2020).
+
+    Algorithm 1, option II. A client's steps follow :math:`g_i(y) - c_i + c`; then
+
+    .. math:: c_i^+ = c_i - c + \frac{\theta - \theta_i}{K \eta_l}, \qquad
+              \theta \leftarrow \theta - \eta_g \sum_{i \in S} p_i (\theta - \theta_i),
+              \qquad c \leftarrow c + \frac{|S|}{N} \sum_{i \in S} p_i (c_i^+ - c_i)
+
+    so that clients of unlike data, however long they train, agree on one optimum,
+    where FedAvg's is another.
+
+    Clients must train with ``LocalSGD(momentum=0)``, and upload twice a model's size.
+    Each keeps :math:`c_i` on its own disk (``FisherClient(state_dir=...)``); the server
+    tells which of its rounds it heard of last, so that a round that failed, was
+    repeated or lost a reply leaves no trace in :math:`c_i`.
+
+    Parameters
+    ----------
+    server_lr : float, default 1.0
+        :math:`\eta_g`.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range.
+
+    Notes
+    -----
+    The paper weights clients equally. Here :math:`c` is the mean of all clients'
+    :math:`c_i` weighted by their examples, as the model is, so that the optimum is that
+    of the mean over examples; give all clients one weight for the paper's. For that
+    :math:`|S|/N` is the cohort's share of all clients' weight. N is how many nodes are
+    connected, or have taken part, whichever is more; those never heard of count with
+    the mean weight of the others, and :math:`c` is rescaled when more is known.
+
+    A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
+    it had added to :math:`c` stays there, and shifts the optimum: look at
+    ``num-lost-states`` among a round's metrics. Another is ``control-norm``. Buffers
+    are averaged. ``CurvatureResult.details`` is :math:`c`, by parameter.
+
+    Examples
+    --------
+    ::
+
+        strategy = Scaffold(fraction_train=0.2)
+        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
+    """
+
+    def __init__(self, *, server_lr: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_range("server_lr", server_lr, 0)
+        self.server_lr = server_lr
+
+    def extra(self) -> dict[str, Tensor]:
+        """Name the run: clients keep their state under its number."""
+        return {_RUN: torch.tensor(secrets.randbits(62)), _STEPS: torch.tensor(0)}
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+        """Ask every sampled client to train with corrected steps."""
+        read = VectorUpload.reader(_CONTROL, params=True)
+        return [Exchange({"task": "scaffold"}, read, _send)]
+
+    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+        """Average models, and renew the control variate."""
+        weights, changes = weights_of(uploads), vectors(uploads, _CONTROL)
+        steps = int(state.extra[_STEPS]) + 1
+        roster = Roster.from_tensors(state.extra).heard(
+            steps, {u.client: u.num_examples for u in uploads}
+        )
+        known = len(roster.weights)
+        everyone = max(known, self._cohort.connected)
+        total = fsum(roster.weights.values()) * (everyone / known)
+        names = changes[0].keys()
+        control = {n: torch.zeros_like(v).double() for n, v in changes[0].items()}
+        if (before := float(state.extra.get(_TOTAL, 0.0))) > 0:
+            control |= scale(double(_control(state), names), before / total)
+        stepped, control = scaffold_step(
+            double(state.params, names),
+            control,
+            updates(state.params, uploads, names),
+            [double(change, names) for change in changes],
+            weights,
+            participation=min(1.0, fsum(weights) / total),
+            lr=self.server_lr,
+        )
+        control = {n: v.to(changes[0][n].dtype) for n, v in control.items()}
+        extra = {
+            _RUN: state.extra[_RUN],
+            _STEPS: torch.tensor(steps),
+            _TOTAL: torch.tensor(total, dtype=torch.float64),
+            **roster.to_tensors(),
+            **{f"{_CONTROL}/{name}": value for name, value in control.items()},
+        }
+        params = with_averages(state.params, stepped, uploads)
+        lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
+        if lost:
+            logger.warning(
+                "%d clients have lost their control variate, and start from zero", lost
+            )
+        metrics: dict[str, int | float | list[float]] = {
+            "num-lost-states": lost,
+            "control-norm": float(norm(double(control, names))),
+        }
+        return Step(ServerState(params, extra), metrics, control)
+
+    def options(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common."""
+        return super().options() | {"server_lr": self.server_lr}
+
+    def summary(self) -> None:
+        """Log the strategy's configuration."""
+        logger.info("\t├──> Server: lr %g", self.server_lr)
+        super().summary()
+
+
+def _control(state: ServerState) -> dict[str, Tensor]:
+    start = f"{_CONTROL}/"
+    return {
+        key.removeprefix(start): value
+        for key, value in state.extra.items()
+        if key.startswith(start)
+    }
+
+
+def _send(state: ServerState) -> Params:
+    """Return the control variate, and what a client finds its own by."""
+    told = {key: state.extra[key] for key in (_RUN, _STEPS)}
+    control = {f"{_CONTROL}/{k}": v for k, v in _control(state).items()}
+    return told | Roster.from_tensors(state.extra).sent() | control

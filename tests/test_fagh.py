@@ -1,0 +1,462 @@
+"""FAGH as a strategy: against dense Hessians, and what could go wrong with a row."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+from oracles import cut, flat, randn, relative, rng, seeded
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    Watched,
+    ask,
+    close,
+    fail,
+    same_bits,
+    set_metric,
+    tiny_arrays,
+    tiny_client,
+)
+
+from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.curvature.random_probe import random_probe
+from flwr_fisher.errors import (
+    CheckpointError,
+    ClientError,
+    ConfigurationError,
+    UnknownNameError,
+)
+from flwr_fisher.params import norm, shared_state
+from flwr_fisher.strategies import FAGH, CurvatureResult
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import SERVER, arrays_to_tensors
+
+Tensors = dict[str, Tensor]
+PROBES = ("first", "random", "momentum", "none")
+NAN = float("nan")
+
+
+def net() -> nn.Module:
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    return seeded(layers).double()
+
+
+def regression() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 3))).double()
+
+
+def data(partition: int, black: bool = False) -> TensorDataset:
+    n = 5 + 2 * partition
+    x = randn(partition, n, 4 if black else 3, dtype=torch.float64)
+    if black:
+        x[:, 0] = 0
+    return TensorDataset(x, torch.randint(3, (n,), generator=rng(partition)))
+
+
+def app_of(
+    model: Callable[[], nn.Module] = net,
+    black: bool = False,
+    loss_fn: Callable[..., Tensor] = F.cross_entropy,
+) -> ClientApp:
+    def client_fn(context: Context) -> FisherClient:
+        held = data(int(context.node_config["partition-id"]), black)
+        loader = DataLoader(held, batch_size=4)
+        return FisherClient(model(), loader, loss_fn=loss_fn, device="cpu")
+
+    return make_client_app(client_fn)
+
+
+def fagh(**options: Any) -> FAGH:
+    return FAGH(**{"fraction_evaluate": 0.0, "lr": 0.3, "rho": 0.5, **options})
+
+
+def run(
+    strategy: FAGH,
+    app: ClientApp | None = None,
+    clients: int = 3,
+    arrays: ArrayRecord | None = None,
+    **options: Any,
+) -> CurvatureResult:
+    grid = LocalGrid(app_of() if app is None else app, clients)
+    start = ArrayRecord(shared_state(net())) if arrays is None else arrays
+    return strategy.start(grid, start, **options)
+
+
+# A dense twin
+
+TWIN = net()
+
+
+def dense_loss(vector: Tensor, like: Tensors, held: TensorDataset) -> Tensor:
+    x, y = held.tensors
+    outputs = torch.func.functional_call(TWIN, cut(vector, like), (x,))
+    return F.cross_entropy(outputs, y)
+
+
+def dense_rounds(
+    cohorts: Sequence[Sequence[int]],
+    probe: str,
+    betas: tuple[float, float],
+    lr: float = 0.3,
+    rho: float = 0.5,
+) -> tuple[Tensors, int]:
+    """Return parameters after the rounds, and how often the row was of no use."""
+    like = {k: v.detach() for k, v in net().named_parameters()}
+    theta = flat(like)
+    G, V, c = torch.zeros_like(theta), torch.zeros_like(theta), 0.0
+    fallbacks, direction, slope = 0, None, torch.func.grad(dense_loss)
+    for t, cohort in enumerate(cohorts, start=1):
+        sizes = torch.tensor([float(len(data(i))) for i in cohort]).double()
+        g, H = torch.zeros_like(theta), torch.zeros(len(theta), len(theta)).double()
+        for i, share in zip(cohort, sizes / sizes.sum(), strict=True):
+            about = like, data(i)
+            g += share * slope(theta, *about)
+            H += share * torch.func.jacrev(slope)(theta, *about)
+        if probe == "first":
+            u = torch.eye(len(theta)).double()[0]
+        elif probe == "random" or direction is None:
+            u = flat(random_probe(like, 0))
+        else:
+            u = direction / direction.norm()
+        v = H @ u
+        G, V = betas[0] * G + (1 - betas[0]) * g, betas[1] * V + (1 - betas[1]) * v
+        c = betas[1] * c + (1 - betas[1]) * float(u @ v)
+        m, r = G / (1 - betas[0] ** t), V / (1 - betas[1] ** t)
+        bent = c / (1 - betas[1] ** t)
+        useful = bent > 1e-6 * r.norm() and probe != "none"
+        fallbacks += probe != "none" and not useful
+        dense = torch.outer(r, r) / bent if useful else torch.zeros_like(H)
+        eye = torch.eye(len(theta)).double()
+        direction = torch.linalg.solve(dense + rho * eye, m)
+        theta = theta - lr * direction
+    return cut(theta, like), fallbacks
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_rounds_are_the_dense_computation(probe: str) -> None:
+    app = Watched(app_of())
+    result = run(fagh(probe=probe, fraction_train=0.5), app, 6, num_rounds=4)
+    cohorts = [[p for n, p in app.trained if n == t] for t in (1, 2, 3, 4)]
+    assert {len(cohort) for cohort in cohorts} == {3}
+    assert len({tuple(sorted(cohort)) for cohort in cohorts}) > 1
+    betas = (0.9, 0.0 if probe == "momentum" else 0.99)
+    want, fallbacks = dense_rounds(cohorts, probe, betas)
+    got = arrays_to_tensors(result.arrays)
+    assert relative(flat(got), flat(want)) < 1e-10
+    last = result.train_metrics_clientapp[4]
+    assert last["fallbacks"] == fallbacks
+    assert last["gradient-norm"] > 0
+    told = [result.train_metrics_clientapp[t]["fell-back"] for t in (1, 2, 3, 4)]
+    assert sum(told) == fallbacks
+    start = flat({k: v.detach() for k, v in net().named_parameters()})
+    assert relative(flat(got), start) > 1e-2
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_dropped_clients_weight_leaves_the_sum(probe: str) -> None:
+    app = Watched(app_of(), {1: fail})
+    result = run(fagh(probe=probe, betas=(0.5, 0.0)), app, 4, num_rounds=2)
+    want, _ = dense_rounds([[0, 2, 3]] * 2, probe, (0.5, 0.0))
+    assert relative(flat(arrays_to_tensors(result.arrays)), flat(want)) < 1e-10
+    assert result.train_metrics_clientapp[2]["num-rejected"] == 1
+
+
+def test_weights_are_the_clients_own() -> None:
+    app = Watched(app_of(), {0: set_metric("num-examples", 700)})
+    heavy = run(fagh(), app)
+    assert not close(heavy.arrays, run(fagh()).arrays, 1e-3)
+
+
+def test_the_first_coordinate_is_the_clients_whatever_the_servers_order() -> None:
+    start = shared_state(net())
+    turned = ArrayRecord({k: start[k] for k in reversed(start)})
+    got = arrays_to_tensors(run(fagh(), arrays=turned).arrays)
+    want = arrays_to_tensors(run(fagh()).arrays)
+    assert list(got) == list(turned)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+# Probes
+
+
+def test_a_random_probe_depends_on_the_seed_alone() -> None:
+    results = [run(fagh(probe="random"), num_rounds=2) for _ in range(2)]
+    assert same_bits(results[0].arrays, results[1].arrays)
+    other = run(fagh(probe="random", seed=1), num_rounds=2)
+    assert not close(results[0].arrays, other.arrays, 1e-6)
+
+
+def test_a_random_probe_has_length_one_and_no_order() -> None:
+    like = {"a": torch.zeros(3, 5), "b": torch.zeros(2).double(), "c": torch.zeros(())}
+    probe = random_probe(like, 3)
+    turned = random_probe({k: like[k] for k in reversed(like)}, 3)
+    assert float(flat(probe).norm()) == pytest.approx(1)
+    assert list(turned) == ["c", "b", "a"]
+    for name, value in probe.items():
+        assert torch.equal(value, turned[name])
+        assert (value.shape, value.dtype) == (like[name].shape, like[name].dtype)
+    assert relative(flat(random_probe(like, 4)), flat(probe)) > 0.1
+
+
+class Ear(ClientApp):
+    """Notes what else the server sent, by round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.app = app_of()
+        self.heard: dict[int, Tensors] = {}
+        self.asked: dict[int, Any] = {}
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "train":
+            config = message.content.config_records["config"]
+            tensors = arrays_to_tensors(message.content.array_records["arrays"])
+            n = int(config["server-round"])
+            self.asked[n] = config["probe"]
+            self.heard[n] = {
+                k.removeprefix(f"{SERVER}probe/"): v
+                for k, v in tensors.items()
+                if k.startswith(SERVER)
+            }
+        return self.app(message, context)
+
+
+def test_the_momentum_probe_is_the_last_direction_at_length_one() -> None:
+    ear, directions = Ear(), {}
+    for n in (1, 2):
+        directions[n] = run(fagh(probe="momentum"), num_rounds=n).details
+    run(fagh(probe="momentum"), ear, num_rounds=3)
+    assert ear.asked == {1: "random", 2: "momentum", 3: "momentum"}
+    assert ear.heard[1] == {}
+    for n, direction in directions.items():
+        sent = ear.heard[n + 1]
+        assert list(sent) == list(direction)
+        want = flat(direction) / flat(direction).norm()
+        torch.testing.assert_close(flat(sent), want)
+
+
+@pytest.mark.parametrize("probe", ["first", "random"])
+def test_other_probes_send_nothing(probe: str) -> None:
+    ear = Ear()
+    run(fagh(probe=probe), ear, num_rounds=2)
+    assert ear.heard == {1: {}, 2: {}}
+    assert set(ear.asked.values()) == {probe}
+
+
+def test_without_a_probe_the_upload_is_fedavgs_size() -> None:
+    bare, row = (run(fagh(probe=p)).uploads[0] for p in ("none", "first"))
+    assert list(bare.payload.vectors) == ["gradient"]
+    assert list(row.payload.vectors) == ["gradient", "hvp"]
+    assert bare.num_bytes < 0.6 * row.num_bytes
+
+
+def test_a_momentum_probe_cannot_join_late() -> None:
+    strategy, grid = fagh(probe="momentum"), LocalGrid(app_of(), 3)
+    start = ArrayRecord(shared_state(net()))
+    with pytest.raises(ConfigurationError, match="needs the last step's direction"):
+        strategy.configure_train(2, start, ConfigRecord(), grid)
+
+
+# A row of no use
+
+
+@pytest.mark.parametrize("probe", ["first", "none"])
+def test_a_black_corner_costs_the_row_and_nothing_else(probe: str) -> None:
+    start = ArrayRecord(shared_state(regression()))
+    app = app_of(regression, black=True)
+    result = run(fagh(probe=probe), app, 3, start, num_rounds=3)
+    history = result.train_metrics_clientapp
+    counted = [0, 0, 0] if probe == "none" else [1, 2, 3]
+    assert [history[n]["fallbacks"] for n in (1, 2, 3)] == counted
+    assert {history[n]["fell-back"] for n in (1, 2, 3)} == {int(probe == "first")}
+    assert all(history[n]["curvature"] == 0 for n in (1, 2, 3))
+    assert all(v.isfinite().all() for v in arrays_to_tensors(result.arrays).values())
+    bare = run(fagh(probe="none"), app, 3, start, num_rounds=3)
+    assert same_bits(result.arrays, bare.arrays)
+
+
+def test_a_random_probe_sees_past_the_black_corner() -> None:
+    start = ArrayRecord(shared_state(regression()))
+    app = app_of(regression, black=True)
+    result = run(fagh(probe="random"), app, 3, start, num_rounds=3)
+    assert result.train_metrics_clientapp[3]["fallbacks"] == 0
+    assert result.train_metrics_clientapp[3]["curvature"] > 0
+
+
+def test_nothing_to_descend_is_no_error() -> None:
+    def flat_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.sum() * 0
+
+    strategy = fagh(probe="momentum")
+    start = ArrayRecord(shared_state(net()))
+    result = run(strategy, app_of(loss_fn=flat_loss), 3, start, num_rounds=3)
+    assert close(result.arrays, start, 0)
+    assert result.train_metrics_clientapp[3]["fallbacks"] == 3
+    assert result.train_metrics_clientapp[3]["gradient-norm"] == 0
+
+
+def test_it_descends() -> None:
+    strategy = fagh(probe="momentum", lr=0.2, rho=0.2)
+    history = run(strategy, num_rounds=25).train_metrics_clientapp
+    losses = [float(history[n]["train_loss"]) for n in (1, 10, 25)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[2] < 0.9 * losses[0]
+
+
+# Resuming
+
+CLIENTS, ROUNDS = 4, 4
+
+
+def killing_app(asked: int) -> Watched:
+    app = Watched()
+
+    def tamper(content: Any) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(CLIENTS), tamper)
+    return app
+
+
+def tiny_run(strategy: FAGH, app: ClientApp | None = None, **options: Any) -> Any:
+    grid = LocalGrid(Watched() if app is None else app, CLIENTS)
+    return strategy.start(grid, tiny_arrays(), num_rounds=ROUNDS, **options)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, probe: str) -> None:
+    whole = tiny_run(fagh(probe=probe))
+    for asked in (2, CLIENTS, 2 * CLIENTS + 3):
+        where = tmp_path / str(asked)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_run(fagh(probe=probe), killing_app(asked), checkpoint_dir=where)
+        again = Watched()
+        resumed = tiny_run(fagh(probe=probe), again, checkpoint_dir=where, resume=True)
+        assert same_bits(resumed.arrays, whole.arrays)
+        assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+        assert len(again.trained) == ROUNDS * CLIENTS - asked
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"rho": 0.1}, "rho: 0.5 -> 0.1"),
+        ({"lr": 1.0}, "lr: 0.3 -> 1.0"),
+        ({"betas": (0.9, 0.9)}, "betas: [0.9, 0.99] -> [0.9, 0.9]"),
+        ({"probe": "random"}, "probe: 'first' -> 'random'"),
+        ({"epsilon": 0.0}, "epsilon: 1e-06 -> 0.0"),
+    ],
+)
+def test_another_runs_options_are_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], change: str
+) -> None:
+    run(fagh(), checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(change)):
+        run(fagh(**options), checkpoint_dir=tmp_path, resume=True, num_rounds=2)
+
+
+# Flower's hooks
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_flowers_own_loop_gives_the_same(probe: str) -> None:
+    ours = run(fagh(probe=probe), num_rounds=3)
+    theirs = Strategy.start(
+        fagh(probe=probe),
+        LocalGrid(app_of(), 3),
+        ArrayRecord(shared_state(net())),
+        num_rounds=3,
+    )
+    assert same_bits(ours.arrays, theirs.arrays)
+    assert ours.train_metrics_clientapp == theirs.train_metrics_clientapp
+
+
+# Arguments, and a server that asks for what cannot be
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": -0.1}, "lr must be >= 0 and finite, got -0.1"),
+        ({"lr": float("inf")}, "lr must be >= 0 and finite, got inf"),
+        ({"rho": 0.0}, "rho must be > 0 and finite, got 0.0"),
+        ({"rho": NAN}, "rho must be > 0 and finite, got nan"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1)"),
+        ({"betas": (-0.1, 0.9)}, "betas must be two numbers in [0, 1)"),
+        ({"betas": (0.9,)}, "betas must be two numbers in [0, 1)"),
+        ({"epsilon": 2}, "epsilon must be in [0, 1], got 2"),
+    ],
+)
+def test_what_is_out_of_range_is_named_when_it_is_made(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        FAGH(**options)
+
+
+def test_an_unknown_probe_lists_the_known() -> None:
+    known = "unknown probe 'second'; known: first, random, momentum, none"
+    with pytest.raises(UnknownNameError, match=known):
+        FAGH(probe="second")
+    with pytest.raises(UnknownNameError, match="unknown probe 'second'"):
+        ask(tiny_client(), config={"task": "probe", "probe": "second"})
+
+
+def with_probe(change: Callable[[Tensors], Tensors]) -> ArrayRecord:
+    start = arrays_to_tensors(tiny_arrays())
+    trained = {k: v for k, v in start.items() if "running" not in k and "num" not in k}
+    probe = change({k: torch.ones_like(v) for k, v in trained.items()})
+    return ArrayRecord({**start, **{f"{SERVER}probe/{k}": v for k, v in probe.items()}})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda probe: {}, "the server sent no 'probe'"),
+        (
+            lambda probe: {k: v for k, v in probe.items() if k != "3.bias"},
+            "the 'probe' that the server sent lacks the keys ['3.bias']",
+        ),
+        (
+            lambda probe: probe | {"1.running_mean": torch.ones(4)},
+            "has the unexpected keys ['1.running_mean']",
+        ),
+        (
+            lambda probe: probe | {"3.bias": torch.ones(4)},
+            "'3.bias' has shape (4,), expected (3,)",
+        ),
+    ],
+    ids=["none", "part", "more", "shape"],
+)
+def test_a_probe_that_does_not_fit_is_an_error_that_says_so(
+    change: Callable[[Tensors], Tensors], text: str
+) -> None:
+    config = {"task": "probe", "probe": "momentum"}
+    with pytest.raises(ClientError, match=re.escape(text)):
+        ask(tiny_client(), with_probe(change), config)
+    ask(tiny_client(), with_probe(lambda probe: probe), config)
+
+
+def test_the_summary_tells_the_settings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="flwr"):
+        fagh(probe="momentum").summary()
+    assert "Probe: momentum" in caplog.text
+    assert "'betas': (0.9, 0.0)" in caplog.text
+
+
+def test_details_are_the_direction() -> None:
+    result = run(fagh(lr=0.25))
+    start, end = shared_state(net()), arrays_to_tensors(result.arrays)
+    moved = {k: (start[k] - end[k]) / 0.25 for k in start}
+    assert relative(flat(moved), flat(result.details)) < 1e-10
+    assert float(norm(result.details)) > 0

@@ -1,0 +1,233 @@
+"""FedExP as a strategy: a round by hand, its two results, and what it owes users."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_strategy_contract as contract
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    Watched,
+    change_array,
+    close,
+    drop_array,
+    fail,
+    same_bits,
+    set_array,
+    tiny_app,
+    tiny_arrays,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.merge import last_two_mean
+from flwr_fisher.params import shared_state, trainable_names
+from flwr_fisher.strategies import CurvatureResult, FedExP
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+SHARED = [
+    "test_identical_clients_get_their_model",
+    "test_one_client_gets_its_model",
+    "test_node_ids_and_the_order_of_replies_do_not_matter",
+    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
+    "test_weights_may_come_from_another_metric",
+    "test_good_clients_leave_nothing_out",
+    "test_too_few_usable_replies_end_the_round_with_every_reason",
+    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
+    "test_the_callers_records_are_left_as_they_were",
+    "test_configure_train_leaves_the_callers_records_too",
+    "test_records_travel_under_the_keys_that_were_asked_for",
+    "test_nodes_without_a_partition_go_by_their_id",
+    "test_the_hooks_do_by_hand_what_start_does",
+    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
+    "test_flowers_own_loop_gives_the_same",
+    "test_the_result_has_uploads_and_weighted_metrics",
+]
+globals().update({name: getattr(contract, name) for name in SHARED})
+clock = contract.clock
+ROWS = {
+    "last": contract.Row(FedExP, {}),
+    "last-two": contract.Row(FedExP, {"average_last_two": True}),
+}
+
+
+@pytest.fixture(params=ROWS)
+def row(request: pytest.FixtureRequest) -> contract.Row:
+    return ROWS[request.param]
+
+
+def run(
+    app: ClientApp | None = None, clients: int = 3, *, num_rounds: int = 1, **own: Any
+) -> CurvatureResult:
+    begin = {k: own.pop(k) for k in ("checkpoint_dir", "resume") if k in own}
+    strategy = FedExP(fraction_evaluate=0.0, **own)
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return strategy.start(grid, tiny_arrays(), num_rounds, **begin)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "field"),
+    [
+        (drop_array("3.bias"), "3.bias"),
+        (set_array("9.bias", [1.0]), "9.bias"),
+        (change_array("0.weight", lambda a: a.T), "0.weight"),
+        (change_array("0.weight", lambda a: a.astype("f8")), "0.weight"),
+        (change_array("0.weight", lambda a: a * float("nan")), "0.weight"),
+        (fail, "error"),
+    ],
+)
+def test_a_bad_reply_is_named_and_tolerated(
+    tamper: Any, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = run(Watched(tamper={2: tamper}), 4)
+    assert result.train_metrics_clientapp[1]["num-rejected"] == 1
+    assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
+    assert f"'{field}'" in caplog.text
+    assert "left out partition-2" in caplog.text
+
+
+# A round by hand
+
+# y = w x with the loss (w x - y)^2 / 2, one step of rate 1 from w = (0, 0): a client
+# with the one example (x, 1) ends at w = x, and Delta = -x. Client 0 has one example,
+# client 1 has x = (1, 2) twice: p = 1/3, 2/3.
+# x = (1, 0): mean Delta = -(1, 4/3), its square 25/9; the mean of squares is
+# 1/3 + 2/3 · 5 = 11/3, less than 2 · 25/9.
+# x = (1, -4): mean Delta = -(1, 0); the mean of squares is 17/3 + 10/3 = 9, so that
+# lr = 9 / (2 (1 + epsilon)).
+
+
+def half_square(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - labels).square().sum(1).mean() / 2
+
+
+def plane() -> nn.Module:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("first", "epsilon", "lr", "mean"),
+    [
+        ([1, 0], 1e-3, 1.0, [1, 4 / 3]),
+        ([1, -4], 0.0, 4.5, [1, 0]),
+        ([1, -4], 0.5, 3.0, [1, 0]),
+        ([1, -4], 9.0, 1.0, [1, 0]),
+    ],
+)
+def test_one_round_is_what_a_pencil_gives(
+    first: list[int], epsilon: float, lr: float, mean: list[float]
+) -> None:
+    def client_fn(context: Context) -> FisherClient:
+        x = [[first], [[1, 2], [1, 2]]][int(context.node_config["partition-id"])]
+        data = TensorDataset(torch.tensor(x).float(), torch.ones(len(x), 1))
+        train = LocalSGD(lr=1.0, momentum=0.0, loss_fn=half_square)
+        return FisherClient(plane(), DataLoader(data, batch_size=2), train_fn=train)
+
+    start = ArrayRecord(shared_state(plane()))
+    strategy = FedExP(fraction_evaluate=0.0, epsilon=epsilon)
+    result = strategy.start(LocalGrid(make_client_app(client_fn), 2), start)
+    got = arrays_to_tensors(result.arrays)["weight"]
+    torch.testing.assert_close(got, lr * torch.tensor([mean]))
+    assert result.train_metrics_clientapp[1]["server-lr"] == pytest.approx(lr)
+
+
+def test_where_nothing_is_extrapolated_it_is_fedavg() -> None:
+    result = run(epsilon=1e6, num_rounds=2)
+    theirs = FedAvg(fraction_evaluate=0.0).start(
+        LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=2
+    )
+    assert result.train_metrics_clientapp[2]["server-lr"] == 1
+    ours, theirs_ = (arrays_to_tensors(r.arrays) for r in (result, theirs))
+    for key in (k for k in ours if "num_batches" not in k):
+        torch.testing.assert_close(ours[key], theirs_[key], rtol=1e-5, atol=1e-6)
+
+
+# The mean of the last two
+
+
+def test_their_mean_is_reported_and_training_goes_on_from_the_last() -> None:
+    app, plain = Watched(), [run(num_rounds=n) for n in (1, 2, 3)]
+    iterates = [arrays_to_tensors(result.arrays) for result in plain]
+    seen: list[ArrayRecord] = []
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        seen.append(arrays)
+        return None
+
+    strategy = FedExP(fraction_evaluate=0.0, average_last_two=True)
+    result = strategy.start(
+        LocalGrid(app, 3), tiny_arrays(), num_rounds=3, evaluate_fn=evaluate
+    )
+    assert same_bits(seen[1], plain[0].arrays)  # there are no two after the first
+    for index in (1, 2):
+        mean = last_two_mean(iterates[index], iterates[index - 1])
+        got = arrays_to_tensors(seen[index + 1])
+        assert all(torch.equal(got[key], value) for key, value in mean.items())
+    assert same_bits(seen[3], result.arrays)
+    for n, alone in enumerate(plain, start=1):
+        lr = result.train_metrics_clientapp[n]["server-lr"]
+        assert lr == alone.train_metrics_clientapp[n]["server-lr"]
+
+
+@pytest.mark.parametrize("average_last_two", [False, True])
+@pytest.mark.parametrize("asked", [1, 4, 6])
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, asked: int, average_last_two: bool
+) -> None:
+    own: dict[str, Any] = {"average_last_two": average_last_two, "num_rounds": 3}
+    app = Watched()
+
+    def die(content: Any) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(3), die)
+    with pytest.raises(KeyboardInterrupt):
+        run(app, checkpoint_dir=tmp_path, **own)
+    resumed = run(checkpoint_dir=tmp_path, resume=True, **own)
+    assert same_bits(resumed.arrays, run(**own).arrays)
+
+
+# Which entries are trained
+
+
+def test_norms_are_over_trained_parameters_alone() -> None:
+    names = trainable_names(tiny_model())
+    assert same_bits(run(trained=names).arrays, run().arrays)
+    # Far from each other, and with the same mean: 8, 10 and 12 are the weights.
+    apart = {
+        i: change_array("1.running_var", lambda a, by=by: a + np.float32(by))
+        for i, by in enumerate((1000.0, -800.0, 0.0))
+    }
+    plain, shifted = run(), run(Watched(tamper=apart))
+    lrs = [r.train_metrics_clientapp[1]["server-lr"] for r in (plain, shifted)]
+    assert lrs[0] == lrs[1]
+    assert close(plain.arrays, shifted.arrays, 1e-3)
+
+
+def test_names_that_the_model_lacks_are_refused_before_training() -> None:
+    app = Watched()
+    with pytest.raises(ConfigurationError, match=r"trained: the model has no \['x'\]"):
+        run(app, trained=["x", "0.weight"])
+    assert not app.trained
+
+
+def test_an_epsilon_out_of_range_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"^epsilon must be"):
+        FedExP(epsilon=-1)
+
+
+def test_extrapolation_is_further_than_fedavg() -> None:
+    result = run(epsilon=0.0, num_rounds=2)
+    assert any(m["server-lr"] > 1 for m in result.train_metrics_clientapp.values())
+    assert not close(result.arrays, run(epsilon=1e6, num_rounds=2).arrays, 1e-4)

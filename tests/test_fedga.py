@@ -1,0 +1,242 @@
+"""FedGA as a strategy: against a loop written out, and what it owes users."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_strategy_contract as contract
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from virtual import (
+    Watched,
+    ask,
+    change_array,
+    fail,
+    same_bits,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.params import shared_state, trainable_names, weighted_mean
+from flwr_fisher.strategies import CurvatureResult, FedGA
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+SHARED = [
+    "test_identical_clients_get_their_model",
+    "test_one_client_gets_its_model",
+    "test_node_ids_and_the_order_of_replies_do_not_matter",
+    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
+    "test_weights_may_come_from_another_metric",
+    "test_the_model_is_not_the_start_and_each_round_goes_on",
+    "test_good_clients_leave_nothing_out",
+    "test_nodes_without_a_partition_go_by_their_id",
+    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
+]
+globals().update({name: getattr(contract, name) for name in SHARED})
+ROW = contract.Row(FedGA, {"beta": 0.3})
+
+
+@pytest.fixture
+def row() -> contract.Row:
+    return ROW
+
+
+def run(
+    app: ClientApp | None = None, clients: int = 3, *, num_rounds: int = 1, **own: Any
+) -> CurvatureResult:
+    begin = {k: own.pop(k) for k in ("checkpoint_dir", "resume") if k in own}
+    strategy = FedGA(**{"fraction_evaluate": 0.0, "beta": 0.3, **own})
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return strategy.start(grid, tiny_arrays(), num_rounds, **begin)
+
+
+# Against a loop
+
+
+def net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def net_app() -> ClientApp:
+    def client_fn(context: Context) -> FisherClient:
+        held = int(context.node_config["partition-id"])
+        loader = DataLoader(tiny_data(held), batch_size=4)
+        train = LocalSGD(epochs=2, lr=0.1, momentum=0.0)
+        return FisherClient(net(), loader, train_fn=train, device="cpu")
+
+    return make_client_app(client_fn)
+
+
+def slopes(params: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    model = net()
+    model.load_state_dict(params)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
+    return dict(zip(names, found, strict=True))
+
+
+def by_hand(rounds: int, beta: float) -> dict[str, Tensor]:
+    theta = {k: v.clone() for k, v in net().state_dict().items()}
+    data = [tiny_data(i).tensors for i in range(3)]
+    total = sum(len(y) for _, y in data)
+    for _ in range(rounds):
+        own = [slopes(theta, x, y) for x, y in data]
+        mean = {
+            k: sum(len(y) / total * g[k] for (_, y), g in zip(data, own, strict=True))
+            for k in theta
+        }
+        new = {k: torch.zeros_like(v) for k, v in theta.items()}
+        for (x, y), g in zip(data, own, strict=True):
+            local = {k: v - beta * (mean[k] - g[k]) for k, v in theta.items()}
+            for _ in range(2):
+                for at in range(0, len(y), 4):
+                    step = slopes(local, x[at : at + 4], y[at : at + 4])
+                    local = {k: v - 0.1 * step[k] for k, v in local.items()}
+            new = {k: v + len(y) / total * local[k] for k, v in new.items()}
+        theta = new
+    return theta
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_rounds_are_the_loop_written_out(beta: float) -> None:
+    start = ArrayRecord(shared_state(net()))
+    result = FedGA(beta=beta, fraction_evaluate=0.0).start(
+        LocalGrid(net_app(), 3), start, num_rounds=3
+    )
+    expected = by_hand(3, beta)
+    for key, value in arrays_to_tensors(result.arrays).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
+    if beta:
+        plain = by_hand(3, 0.0)
+        assert any((plain[k] - v).abs().max() > 1e-3 for k, v in expected.items())
+
+
+def test_beta_zero_is_fedavg_also_for_clients_that_shuffle() -> None:
+    def client_fn(context: Context) -> FisherClient:
+        held = int(context.node_config["partition-id"])
+        client = tiny_client(held)
+        client.trainloader = DataLoader(tiny_data(held), batch_size=4, shuffle=True)
+        return client
+
+    result = run(make_client_app(client_fn), beta=0.0)
+    mine = [
+        client_fn(Context(1, 1, {"partition-id": i}, RecordDict(), {}))
+        for i in range(3)
+    ]
+    replies = [
+        tensors_of(ask(client, config={"server-round": 1}, partition=i))
+        for i, client in enumerate(mine)
+    ]
+    mean = weighted_mean(replies, [8, 10, 12])
+    got = arrays_to_tensors(result.arrays)
+    assert all(torch.equal(got[key], value) for key, value in mean.items())
+
+
+def test_beta_zero_is_flowers_fedavg() -> None:
+    ours = arrays_to_tensors(run(beta=0.0).arrays)
+    theirs = FedAvg(fraction_evaluate=0.0).start(
+        LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1
+    )
+    for key, value in arrays_to_tensors(theirs.arrays).items():
+        if "num_batches" not in key:
+            torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-7)
+
+
+# Replies
+
+
+@pytest.mark.parametrize("exchange", [1, 2])
+def test_a_bad_reply_in_either_exchange_is_named_and_tolerated(
+    exchange: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Watched()
+    bad = change_array(
+        "gradient/0.weight" if exchange == 1 else "0.weight", lambda a: a * float("nan")
+    )
+
+    def tamper(content: Any) -> None:
+        if app.trained.count((1, 2)) == exchange:
+            bad(content)
+
+    app.tamper = {2: tamper}
+    metrics = run(app, 4).train_metrics_clientapp[1]
+    assert metrics["num-gradients"] == (3 if exchange == 1 else 4)
+    assert metrics["num-replies"] == (4 if exchange == 1 else 3)
+    assert caplog.text.count("left out partition-2") == 1
+    assert "0.weight'" in caplog.text
+
+
+def test_a_client_that_fails_always_is_left_out() -> None:
+    result = run(Watched(tamper={2: fail}), 4)
+    assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
+
+
+def test_a_mean_gradient_that_does_not_come_is_named() -> None:
+    with pytest.raises(ClientError, match="the server sent no 'gradient'"):
+        ask(tiny_client(), config={"task": "displaced"})
+
+
+def test_any_loop_will_do_and_what_it_returns_is_checked() -> None:
+    def mine(model: nn.Module, *args: Any) -> Any:
+        return None
+
+    sent = {
+        f"server/gradient/{key}": value
+        for key, value in tiny_arrays().items()
+        if key in trainable_names(tiny_model())
+    }
+    arrays = ArrayRecord({**tiny_arrays(), **sent})
+    with pytest.raises(ClientError, match="must return a dict of metrics"):
+        ask(tiny_client(train_fn=mine), arrays, {"task": "displaced"})
+
+
+# Stopped, and resumed
+
+
+@pytest.mark.parametrize("asked", [1, 3, 4, 6, 8, 11])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
+    """Stopped in the first exchange, between them, in the second, between rounds."""
+    app = Watched()
+
+    def die(content: Any) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(3), die)
+    with pytest.raises(KeyboardInterrupt):
+        run(app, num_rounds=2, checkpoint_dir=tmp_path)
+    again, whole = Watched(), run(num_rounds=2)
+    resumed = run(again, num_rounds=2, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert len(again.trained) == 12 - asked
+
+
+# Arguments
+
+
+def test_a_beta_out_of_range_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"^beta must be"):
+        FedGA(beta=-1)
+
+
+def test_flowers_own_loop_is_refused_with_the_way_out() -> None:
+    strategy = FedGA(fraction_evaluate=0.0)
+    with pytest.raises(ConfigurationError, match="2 exchanges"):
+        strategy.configure_train(
+            1, tiny_arrays(), ConfigRecord(), LocalGrid(tiny_app(), 3)
+        )

@@ -1,0 +1,437 @@
+"""GIANT and DONE against dense Newton steps; what all that send derivatives owe."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from oracles import randn, relative
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    Tamper,
+    Watched,
+    ask,
+    change_array,
+    close,
+    drop_array,
+    fail,
+    node_of,
+    same_bits,
+    set_array,
+    set_metric,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+)
+
+from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.errors import (
+    CheckpointError,
+    ClientError,
+    ConfigurationError,
+    RoundError,
+    UnknownNameError,
+)
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import (
+    DONE,
+    FAGH,
+    GIANT,
+    CurvatureResult,
+    CurvatureStrategy,
+)
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import SERVER, arrays_to_tensors
+
+Make = Callable[..., CurvatureStrategy]
+NAN = float("nan")
+CLIENTS = 3
+
+
+def row(kind: Callable[..., CurvatureStrategy], **own: Any) -> Make:
+    return lambda **options: kind(**{"fraction_evaluate": 0.0, **own, **options})
+
+
+NEWTON: dict[str, Make] = {
+    "giant": row(GIANT, lr=0.5, iterations=3),
+    "done": row(DONE, lr=0.5, iterations=3, alpha=0.1),
+}
+STRATEGIES: dict[str, Make] = {
+    f"fagh-{probe}": row(FAGH, lr=0.3, rho=0.5, probe=probe)
+    for probe in ("first", "random", "momentum", "none")
+} | NEWTON
+
+
+@pytest.fixture(params=STRATEGIES)
+def make(request: pytest.FixtureRequest) -> Make:
+    return STRATEGIES[request.param]
+
+
+@pytest.fixture(params=NEWTON)
+def newton(request: pytest.FixtureRequest) -> Make:
+    return NEWTON[request.param]
+
+
+def run(
+    strategy: CurvatureStrategy,
+    app: ClientApp | None = None,
+    clients: int = CLIENTS,
+    arrays: ArrayRecord | None = None,
+    seed: int | None = None,
+    **options: Any,
+) -> CurvatureResult:
+    grid = LocalGrid(tiny_app() if app is None else app, clients, seed=seed)
+    start = tiny_arrays() if arrays is None else arrays
+    return strategy.start(grid, start, **{"num_rounds": 2, **options})
+
+
+# A quadratic: y = x w, mean squared error, 4 weights
+
+
+def plane() -> nn.Module:
+    model = nn.Linear(4, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def half(partition: int, same: bool) -> tuple[Tensor, Tensor]:
+    n = 60 if same else 60 + 20 * partition
+    x = randn(0 if same else partition, n, 4, dtype=torch.float64)
+    return x, randn(10 + partition, n, 1, dtype=torch.float64)
+
+
+def plane_app(same: bool) -> ClientApp:
+    def client_fn(context: Context) -> FisherClient:
+        held = TensorDataset(*half(int(context.node_config["partition-id"]), same))
+        loader = DataLoader(held, batch_size=32)
+        return FisherClient(plane(), loader, loss_fn=F.mse_loss, device="cpu")
+
+    return make_client_app(client_fn)
+
+
+EXACT: dict[str, Make] = {
+    "giant": row(GIANT, iterations=20),
+    "done": row(DONE, iterations=80, alpha=0.4),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("lost", [None, 1])
+def test_one_round_is_the_mean_of_dense_newton_steps(
+    name: str, lost: int | None
+) -> None:
+    app = Watched(plane_app(same=False), {} if lost is None else {lost: fail})
+    start = ArrayRecord(shared_state(plane()))
+    result = run(EXACT[name](), app, 4, start, num_rounds=1)
+    held = {i: half(i, same=False) for i in range(4) if i != lost}
+    total = sum(len(x) for x, _ in held.values())
+    g = sum(-2 * x.mT @ y for x, y in held.values()) / total
+    steps = [
+        len(x) / total * torch.linalg.solve(2 * x.mT @ x / len(x), g)
+        for x, _ in held.values()
+    ]
+    got = arrays_to_tensors(result.arrays)["weight"].flatten()
+    assert relative(got, -sum(steps).flatten()) < 1e-5
+    assert relative(result.details["weight"], sum(steps).mT) < 1e-5
+    norm = result.train_metrics_clientapp[1]["gradient-norm"]
+    assert norm == pytest.approx(float(g.norm()))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_one_round_solves_a_quadratic_whose_hessians_agree(name: str) -> None:
+    start = ArrayRecord(shared_state(plane()))
+    result = run(EXACT[name](), plane_app(same=True), 3, start, num_rounds=1)
+    x, _ = half(0, same=True)
+    y = sum(half(i, same=True)[1] for i in range(3)) / 3
+    want = torch.linalg.lstsq(x, y).solution.flatten()
+    got = arrays_to_tensors(result.arrays)["weight"].flatten()
+    assert relative(got, want) < 1e-5
+
+
+def test_done_is_its_iterations() -> None:
+    app, start = plane_app(same=True), ArrayRecord(shared_state(plane()))
+    result = run(DONE(alpha=0.1, iterations=2, lr=0.5), app, 3, start, num_rounds=1)
+    x, _ = half(0, same=True)
+    y = sum(half(i, same=True)[1] for i in range(3)) / 3
+    g, H = -2 * x.mT @ y / len(x), 2 * x.mT @ x / len(x)
+    want = -0.5 * (0.1 * g + 0.1 * (g - H @ (0.1 * g)))
+    got = arrays_to_tensors(result.arrays)["weight"].flatten()
+    assert relative(got, want.flatten()) < 1e-12
+
+
+# Two exchanges
+
+
+class Ear(Watched):
+    """Notes tasks, and what the server sent beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[str, int, list[str]]] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "train":
+            config = message.content.config_records["config"]
+            keys = message.content.array_records["arrays"]
+            sent = [k for k in keys if k.startswith(SERVER)]
+            partition = int(context.node_config["partition-id"])
+            self.heard.append((str(config["task"]), partition, sent))
+        return super().__call__(message, context)
+
+
+def test_the_same_clients_get_the_mean_gradient(newton: Make) -> None:
+    ear = Ear()
+    run(newton(fraction_train=0.5), ear, 6, num_rounds=1)
+    asked = {
+        task: sorted(p for t, p, _ in ear.heard if t == task)
+        for task in ("gradient", "direction")
+    }
+    assert len(asked["gradient"]) == 3
+    assert asked["gradient"] == asked["direction"]
+    trained = ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")
+    for task, _, sent in ear.heard:
+        expected = [f"{SERVER}gradient/{name}" for name in trained]
+        assert sent == (expected if task == "direction" else [])
+    asks = [c for c in ear.configs if c["task"] == "direction"]
+    assert {c["iterations"] for c in asks} == {3}
+    assert {c["solver"] for c in asks} <= {"giant", "done"}
+
+
+def test_a_client_that_fails_once_is_asked_again(newton: Make) -> None:
+    def fail_gradient(content: RecordDict) -> None:
+        if any(k.startswith("gradient/") for k in content.array_records["arrays"]):
+            raise ValueError("out of cheese")
+
+    app = Watched(tamper={1: fail_gradient})
+    result = run(newton(), app, num_rounds=1)
+    assert len(result.uploads) == CLIENTS
+    assert not close(result.arrays, run(newton(), num_rounds=1).arrays, 1e-4)
+
+
+def test_flowers_hooks_refuse_two_exchanges(newton: Make) -> None:
+    strategy, grid = newton(), LocalGrid(tiny_app(), CLIENTS)
+    text = "has 2 exchanges, and configure_train and aggregate_train know one"
+    with pytest.raises(ConfigurationError, match=text):
+        strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid)
+    with pytest.raises(ConfigurationError, match=text):
+        strategy.aggregate_train(1, [])
+
+
+def killing_app(asked: int) -> Watched:
+    app = Watched()
+
+    def tamper(content: RecordDict) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(CLIENTS), tamper)
+    return app
+
+
+@pytest.mark.parametrize("asked", [1, 3, 5, 6, 8, 9, 11])
+def test_a_killed_run_goes_on_bit_for_bit(
+    tmp_path: Path, newton: Make, asked: int
+) -> None:
+    whole = run(newton())
+    with pytest.raises(KeyboardInterrupt):
+        run(newton(), killing_app(asked), checkpoint_dir=tmp_path)
+    again = Watched()
+    resumed = run(newton(), again, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert len(again.trained) == 2 * 2 * CLIENTS - asked
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"lr": 1.0}, "lr: 0.5 -> 1.0"),
+        ({"iterations": 4}, "iterations: 3 -> 4"),
+        ({"alpha": 0.2}, "alpha: 0.1 -> 0.2"),
+    ],
+)
+def test_another_runs_options_are_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], change: str
+) -> None:
+    run(NEWTON["done"](), num_rounds=1, checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(change)):
+        run(NEWTON["done"](**options), checkpoint_dir=tmp_path, resume=True)
+
+
+# What every strategy that sends derivatives owes
+
+
+def test_node_ids_and_the_order_of_replies_do_not_matter(make: Make) -> None:
+    first, *others = [run(make(), seed=seed) for seed in (1, 2, 3)]
+    assert not close(first.arrays, tiny_arrays(), 1e-3)
+    for other in others:
+        assert same_bits(first.arrays, other.arrays)
+        assert first.train_metrics_clientapp == other.train_metrics_clientapp
+
+
+def scaled_weights(*factors: float) -> Watched:
+    def scale(factor: float) -> Tamper:
+        def tamper(content: RecordDict) -> None:
+            metrics = content.metric_records["metrics"]
+            metrics["num-examples"] = metrics["num-examples"] * factor
+
+        return tamper
+
+    return Watched(tamper={i: scale(factor) for i, factor in enumerate(factors)})
+
+
+def test_the_scale_of_weights_does_not_matter_but_their_ratio_does(make: Make) -> None:
+    expected = run(make()).arrays
+    assert same_bits(expected, run(make(), scaled_weights(4, 4, 4)).arrays)
+    assert not close(expected, run(make(), scaled_weights(1, 1, 20)).arrays, 1e-3)
+
+
+def first_of(names: tuple[str, ...], then: Callable[[str], Tamper]) -> Tamper:
+    """Spoil the first array there is under one of the names."""
+
+    def tamper(content: RecordDict) -> None:
+        keys = content.array_records["arrays"]
+        then(next(k for k in keys if k.split("/")[0] in names))(content)
+
+    return tamper
+
+
+def vectors(change: Callable[[Any], Any]) -> Tamper:
+    names = ("hvp", "gradient", "direction")
+    return first_of(names, lambda key: change_array(key, change))
+
+
+def parameters_key(content: RecordDict) -> None:
+    set_array("3.bias", [1.0, 1.0, 1.0])(content)
+
+
+def drop_a_parameter(content: RecordDict) -> None:
+    for key in [k for k in content.array_records["arrays"] if "/3.bias" in k]:
+        drop_array(key)(content)
+
+
+BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
+    "NaN": (vectors(lambda a: a * NAN), "0.weight': holds NaN or infinity"),
+    "shape": (vectors(lambda a: a.T), "0.weight': torch.float32 of shape (3, 4)"),
+    "dtype": (vectors(lambda a: a.astype("float64")), "0.weight': torch.float64"),
+    "key": (set_array("hessian/0.weight", [1.0]), "'hessian/0.weight': unexpected"),
+    "parameters": (parameters_key, "'3.bias': unexpected key"),
+    "fewer": (drop_a_parameter, "covers other parameters than most"),
+    "weight": (set_metric("num-examples", NAN), "'num-examples': the weight"),
+    "error": (fail, "ValueError: out of cheese"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REPLIES)
+def test_a_bad_reply_is_left_out_by_name(
+    make: Make, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tamper, text = BAD_REPLIES[case]
+    grid = LocalGrid(Watched(tiny_app([0, 1, 7, 2]), {2: tamper}), 4)
+    result = make().start(grid, tiny_arrays(), num_rounds=2)
+    assert same_bits(result.arrays, run(make(), tiny_app([0, 1, 2])).arrays)
+    metrics = result.train_metrics_clientapp[1]
+    exchanges = len(make().exchanges(1))
+    assert (metrics["num-replies"], metrics["num-rejected"]) == (3, exchanges)
+    said = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert said
+    for line in said:
+        assert f"left out partition-2: node {node_of(grid, 2)}: " in line
+        assert text in line
+
+
+def test_a_product_without_its_gradient_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = Watched(tamper={1: drop_array("gradient/3.bias")})
+    run(STRATEGIES["fagh-first"](), app)
+    assert "left out partition-1" in caplog.text
+    assert "'gradient/3.bias': missing" in caplog.text
+
+
+def test_too_few_usable_replies_end_the_round(make: Make) -> None:
+    app = Watched(tamper={0: fail, 1: BAD_REPLIES["NaN"][0]})
+    with pytest.raises(RoundError, match="holds NaN or infinity"):
+        run(make(), app)
+
+
+def test_the_callers_records_are_left_as_they_were(make: Make) -> None:
+    arrays, config = tiny_arrays(), ConfigRecord({"task": "nonsense", "seed": 9})
+    result = run(make(), arrays=arrays, train_config=config)
+    assert dict(config) == {"task": "nonsense", "seed": 9}
+    assert same_bits(arrays, tiny_arrays())
+    assert same_bits(result.arrays, run(make()).arrays)
+
+
+def test_buffers_stay(make: Make) -> None:
+    before = arrays_to_tensors(tiny_arrays())
+    after = arrays_to_tensors(run(make()).arrays)
+    assert list(before) == list(after)
+    for name, value in before.items():
+        is_buffer = "running" in name or "num_batches" in name
+        assert torch.equal(value, after[name]) == is_buffer, name
+
+
+def test_frozen_parameters_stay(make: Make) -> None:
+    def client_fn(context: Context) -> FisherClient:
+        client = tiny_client(int(context.node_config["partition-id"]))
+        client.model[0].requires_grad_(False)
+        return client
+
+    result = run(make(), make_client_app(client_fn))
+    before, after = arrays_to_tensors(tiny_arrays()), arrays_to_tensors(result.arrays)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert moved == ["1.weight", "1.bias", "3.weight", "3.bias"]
+
+
+# Arguments, and a server that asks for what cannot be
+
+
+@pytest.mark.parametrize("kind", [GIANT, DONE])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": -0.1}, "lr must be >= 0 and finite, got -0.1"),
+        ({"lr": NAN}, "lr must be >= 0 and finite, got nan"),
+        ({"iterations": 0}, "iterations must be >= 1, got 0"),
+        ({"fraction_train": 2}, "fraction_train must be in [0, 1]"),
+    ],
+)
+def test_what_is_out_of_range_is_named(
+    kind: Make, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        kind(**options)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, NAN, float("inf")])
+def test_dones_alpha_is_positive(alpha: float) -> None:
+    with pytest.raises(ConfigurationError, match="alpha must be > 0 and finite"):
+        DONE(alpha=alpha)
+
+
+def test_a_client_names_what_it_was_not_sent() -> None:
+    with pytest.raises(ClientError, match="the server sent no 'gradient'"):
+        ask(tiny_client(), config={"task": "direction"})
+    with pytest.raises(UnknownNameError, match="unknown solver 'lu'; known: giant, d"):
+        ask(tiny_client(), config={"task": "direction", "solver": "lu"})
+    part = ArrayRecord(
+        {
+            **arrays_to_tensors(tiny_arrays()),
+            f"{SERVER}gradient/0.weight": torch.ones(2),
+        }
+    )
+    with pytest.raises(ClientError, match="that the server sent lacks the keys"):
+        ask(tiny_client(), part, {"task": "direction"})
+
+
+def test_the_summary_tells_the_solver(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="flwr"):
+        DONE(alpha=0.01).summary()
+    assert "'solver': 'done', 'iterations': 10, 'alpha': 0.01" in caplog.text

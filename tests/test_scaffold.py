@@ -1,0 +1,454 @@
+"""SCAFFOLD as a strategy: its optimum, its clients' memory, and what it owes users."""
+
+import logging
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_strategy_contract as contract
+import torch
+import torch.nn.functional as F
+import virtual
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    Watched,
+    ask,
+    change_array,
+    close,
+    drop_array,
+    fail,
+    same_bits,
+    set_array,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import CurvatureResult, Scaffold
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import Roster, arrays_to_tensors
+
+ROW = contract.Row(Scaffold, {})
+plain_sgd = partial(LocalSGD, momentum=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _own_home_and_no_momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(virtual, "LocalSGD", plain_sgd)
+
+
+def state_files() -> list[Path]:
+    return sorted(Path("~/.cache/flwr-fisher/state").expanduser().rglob("*.*"))
+
+
+def scaffold(**options: Any) -> Scaffold:
+    return Scaffold(**{"fraction_evaluate": 0.0, **options})
+
+
+def run(
+    strategy: Scaffold, app: ClientApp | None = None, clients: int = 3, **options: Any
+) -> CurvatureResult:
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return strategy.start(grid, tiny_arrays(), **options)
+
+
+# What every strategy owes its users
+
+SHARED = [
+    "test_identical_clients_get_their_model",
+    "test_one_client_gets_its_model",
+    "test_node_ids_and_the_order_of_replies_do_not_matter",
+    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
+    "test_weights_may_come_from_another_metric",
+    "test_good_clients_leave_nothing_out",
+    "test_too_few_usable_replies_end_the_round_with_every_reason",
+    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
+    "test_the_callers_records_are_left_as_they_were",
+    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
+    "test_configure_train_leaves_the_callers_records_too",
+    "test_records_travel_under_the_keys_that_were_asked_for",
+    "test_nodes_without_a_partition_go_by_their_id",
+    "test_the_hooks_do_by_hand_what_start_does",
+    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
+    "test_flowers_own_loop_gives_the_same",
+    "test_the_result_has_uploads_and_weighted_metrics",
+]
+globals().update({name: getattr(contract, name) for name in SHARED})
+clock = contract.clock
+
+
+@pytest.fixture
+def row() -> contract.Row:
+    return ROW
+
+
+def test_a_server_lr_out_of_range_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"^server_lr must be"):
+        Scaffold(server_lr=-1)
+
+
+def test_the_server_goes_as_far_as_its_lr_says() -> None:
+    start, whole, half = (
+        arrays_to_tensors(arrays)
+        for arrays in (
+            tiny_arrays(),
+            run(scaffold()).arrays,
+            run(scaffold(server_lr=0.5)).arrays,
+        )
+    )
+    for key in ("0.weight", "3.bias"):
+        torch.testing.assert_close(half[key], (start[key] + whole[key]) / 2)
+    assert torch.equal(half["1.running_var"], whole["1.running_var"])
+
+
+@pytest.mark.parametrize(
+    ("tamper", "field"),
+    [
+        (drop_array("3.bias"), "3.bias"),
+        (drop_array("control/3.bias"), "control/3.bias"),
+        (set_array("control/9.bias", [1.0]), "control/9.bias"),
+        (change_array("control/0.weight", lambda a: a.T), "control/0.weight"),
+        (change_array("control/0.weight", lambda a: a * float("nan")), "control/0"),
+        (change_array("control/0.weight", lambda a: a.astype("f8")), "control/0"),
+        (fail, "error"),
+    ],
+)
+def test_a_bad_reply_is_named_and_tolerated(
+    tamper: virtual.Tamper, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = run(scaffold(), Watched(tamper={2: tamper}), 4)
+    assert len(result.uploads) == 3
+    assert result.train_metrics_clientapp[1]["num-rejected"] == 1
+    left = [m for m in map(logging.LogRecord.getMessage, caplog.records) if "left" in m]
+    assert re.search(f"partition-2: node .*'{re.escape(field)}", "\n".join(left))
+    kept = result.arrays
+    expected = run(scaffold(), tiny_app([0, 1, 3]), 3).arrays
+    assert close(kept, expected, 1e-6)
+
+
+# Identical clients are one, and one is SGD
+
+
+def by_sgd(rounds: int, epochs: int, lr: float) -> nn.Module:
+    model = virtual.tiny_model()
+    data = DataLoader(tiny_data(1), batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for _ in range(rounds * epochs):
+        for x, y in data:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model
+
+
+def test_identical_clients_are_sgd() -> None:
+    def client_fn(context: Context) -> FisherClient:
+        return tiny_client(1, train_fn=plain_sgd(lr=0.1, epochs=2))
+
+    result = run(scaffold(), make_client_app(client_fn), 4, num_rounds=3)
+    expected = ArrayRecord(shared_state(by_sgd(3, 2, 0.1)))
+    assert close(result.arrays, expected, 1e-5)
+
+
+# Unlike clients on a quadratic
+
+# Client i has n_i examples (x, y) of its own line; the mean over examples has its
+# optimum elsewhere than the mean of the clients' optima.
+QUADRATIC = 4
+
+
+def holding(partition: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(partition)
+    n = 4 + 3 * partition
+    x = torch.randn(n, 2, generator=generator) * torch.tensor([1.0 + partition, 1.0])
+    truth = torch.tensor([[3.0 * partition - 4], [(-1.0) ** partition * 3]])
+    return x, x @ truth
+
+
+def optimum() -> Tensor:
+    x, y = (
+        torch.cat(part) for part in zip(*map(holding, range(QUADRATIC)), strict=True)
+    )
+    return torch.linalg.lstsq(x.double(), y.double()).solution.flatten()
+
+
+def line_app(**options: Any) -> ClientApp:
+    def client_fn(context: Context) -> FisherClient:
+        data = TensorDataset(*holding(int(context.node_config["partition-id"])))
+        train = plain_sgd(epochs=20, lr=0.02, loss_fn=F.mse_loss)
+        loader = DataLoader(data, batch_size=len(data))
+        return FisherClient(line(), loader, train_fn=train, device="cpu", **options)
+
+    return make_client_app(client_fn)
+
+
+def line() -> nn.Module:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def on_lines(strategy: Any, rounds: int, app: ClientApp | None = None) -> Tensor:
+    start = ArrayRecord(shared_state(line()))
+    grid = LocalGrid(app or line_app(), QUADRATIC)
+    result = strategy.start(grid, start, num_rounds=rounds)
+    return arrays_to_tensors(result.arrays)["weight"].double().flatten()
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_it_reaches_the_optimum(fraction: float) -> None:
+    wanted = optimum()
+    rounds = 40 if fraction == 1 else 60
+    ours = on_lines(scaffold(fraction_train=fraction), rounds)
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-3)
+
+
+def test_fedavg_does_not_reach_it() -> None:
+    once, again = (on_lines(FedAvg(fraction_evaluate=0.0), n) for n in (15, 20))
+    assert (once - optimum()).norm() > 0.1
+    assert (again - once).norm() < 0.01
+
+
+# The control variate
+
+
+def own_controls() -> dict[int, dict[str, Tensor]]:
+    """Each client's newest control variate, from its disk."""
+    newest = {p.parent: p for p in state_files()}
+    return {
+        int(folder.name.removeprefix("partition-")): load_file(path)
+        for folder, path in newest.items()
+    }
+
+
+def assert_mean_of(control: dict[str, Tensor], clients: int) -> None:
+    """Those who never took part count with nothing, and the others' mean weight."""
+    found = own_controls()
+    weights = {i: 8 + 2 * i for i in found}
+    total = sum(weights.values()) * clients / len(found)
+    for key, value in control.items():
+        mean = sum(weights[i] * c[key].double() for i, c in found.items()) / total
+        torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_c_stays_the_mean_of_the_clients_own() -> None:
+    counts = []
+    for rounds in range(1, 8):
+        where = Path("~/checkpoints").expanduser()
+        strategy = scaffold(fraction_train=0.4, seed=3)
+        result = run(
+            strategy, None, 5, num_rounds=rounds, checkpoint_dir=where, resume=True
+        )
+        counts.append(len(own_controls()))
+        assert_mean_of(result.details, 5)
+    assert counts[0] == 2
+    assert counts[-1] == 5
+
+
+def test_c_stays_their_mean_where_replies_are_left_out() -> None:
+    """A client whose reply was not used goes on from where the server heard of it."""
+    app = Watched()
+
+    def sometimes(content: Any) -> None:
+        if app.trained.count((2, 1)) == 1 and app.trained[-1] == (2, 1):
+            raise ValueError("lost on the way")
+
+    app.tamper = {1: sometimes}
+    result = run(scaffold(), app, 3, num_rounds=3)
+    assert result.train_metrics_clientapp[2]["num-rejected"] == 1
+    assert result.train_metrics_clientapp[3]["num-lost-states"] == 0
+    assert_mean_of(result.details, 3)
+
+
+def test_a_lost_state_starts_from_zero_is_logged_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    where = Path("~/checkpoints").expanduser()
+    run(scaffold(), num_rounds=2, checkpoint_dir=where)
+    assert "from zero" not in caplog.text
+    (root,) = state_files()[0].parents[2].iterdir()
+    gone, damaged, other = (
+        root / f"partition-{i}" / "control-000002.safetensors" for i in range(3)
+    )
+    gone.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    save_file({"w": torch.ones(1)}, other)
+    result = run(scaffold(), num_rounds=3, checkpoint_dir=where, resume=True)
+    assert result.train_metrics_clientapp[2]["num-lost-states"] == 0
+    assert result.train_metrics_clientapp[3]["num-lost-states"] == 3
+    assert caplog.text.count("the control variate starts from zero") == 3
+    assert f"{damaged} is damaged, and treated as lost" in caplog.text
+    assert "it is another model's, and treated as lost" in caplog.text
+    assert "3 clients have lost their control variate" in caplog.text
+
+
+def test_the_state_is_on_the_clients_disk_and_not_in_its_context() -> None:
+    contexts: list[Context] = []
+    app = tiny_app()
+
+    class Spy(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            contexts.append(context)
+            return app(message, context)
+
+    run(scaffold(), Spy(), num_rounds=3)
+    assert all(not context.state for context in contexts)
+    kept = [f"{p.parent.name}/{p.name}" for p in state_files()]
+    assert kept == [
+        f"partition-{i}/control-{step:06d}.safetensors"
+        for i in range(3)
+        for step in (2, 3)
+    ]
+
+
+def test_two_runs_share_no_state() -> None:
+    first = run(scaffold(), num_rounds=2)
+    again = run(scaffold(), num_rounds=2)
+    assert same_bits(first.arrays, again.arrays)
+    assert len({p.parents[1] for p in state_files()}) == 2
+
+
+def test_a_client_may_keep_its_state_elsewhere(tmp_path: Path) -> None:
+    def client_fn(context: Context) -> FisherClient:
+        return tiny_client(0, state_dir=tmp_path / "mine")
+
+    run(scaffold(), make_client_app(client_fn))
+    assert len(list((tmp_path / "mine").rglob("*.safetensors"))) == 3
+    assert not state_files()
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    sent = {"run": torch.tensor(1), "steps": torch.tensor(0)}
+    arrays = ArrayRecord({**tiny_arrays(), **as_sent(sent)})
+    client = tiny_client(0, state_dir=tmp_path / "file")
+    with pytest.raises(ClientError, match=r"cannot keep .*file.*state_dir="):
+        ask(client, arrays, {"task": "scaffold"})
+
+
+def as_sent(tensors: dict[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({f"server/{key}": value for key, value in tensors.items()})
+
+
+# Stopped, and resumed
+
+CLIENTS, ROUNDS = 4, 4
+
+
+def start(app: Watched, where: Path | None = None, **options: Any) -> CurvatureResult:
+    strategy = scaffold(fraction_train=0.75)
+    return run(
+        strategy, app, CLIENTS, num_rounds=ROUNDS, checkpoint_dir=where, **options
+    )
+
+
+@pytest.mark.parametrize("asked", [0, 1, 3, 4, 6, 8, 11])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
+    """Stopped between rounds, or when a client had saved and not yet been heard."""
+    whole = start(Watched())
+    app = Watched()
+
+    def die(content: Any) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(CLIENTS), die)
+    with pytest.raises(KeyboardInterrupt):
+        start(app, tmp_path / "run")
+    again = Watched()
+    resumed = start(again, tmp_path / "run", resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert all(torch.equal(whole.details[k], v) for k, v in resumed.details.items())
+    assert len(again.trained) == 3 * ROUNDS - asked
+
+
+def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path: Path) -> None:
+    whole = start(Watched())
+    app = Watched()
+
+    def late(content: Any) -> None:
+        if app.trained[-1][0] == 3:
+            raise ValueError("too late")
+
+    app.tamper = dict.fromkeys(range(CLIENTS), late)
+    for resume in (False, True):
+        with pytest.raises(RoundError):
+            start(app, tmp_path / "run", resume=resume)
+    resumed = start(Watched(), tmp_path / "run", resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+
+
+def test_other_options_are_refused(tmp_path: Path) -> None:
+    run(scaffold(), checkpoint_dir=tmp_path / "run")
+    with pytest.raises(Exception, match=r"server_lr: 1.0 -> 0.5"):
+        run(scaffold(server_lr=0.5), checkpoint_dir=tmp_path / "run", resume=True)
+
+
+# What a client must be
+
+
+@pytest.mark.parametrize(
+    ("train_fn", "config", "reason"),
+    [
+        (lambda *args: {}, {}, r"needs train_fn=LocalSGD"),
+        (LocalSGD(momentum=0.9), {}, r"LocalSGD\(momentum=0\), not 0.9"),
+        (LocalSGD(momentum=0.0), {"lr": 0.0}, r"learning rate, which is 0"),
+    ],
+)
+def test_what_a_client_must_be(train_fn: Any, config: Any, reason: str) -> None:
+    with pytest.raises(ClientError, match=reason):
+        ask(tiny_client(0, train_fn=train_fn), config={"task": "scaffold"} | config)
+
+
+def test_a_parameter_that_a_clients_loss_does_not_reach_still_follows_the_others(
+    tmp_path: Path,
+) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model = Half()
+    sent = {f"control/{k}": torch.ones_like(v) for k, v in model.named_parameters()}
+    sent |= {"run": torch.tensor(1), "steps": torch.tensor(0)}
+    arrays = ArrayRecord({**ArrayRecord(shared_state(model)), **as_sent(sent)})
+    before = model.unused.bias.detach().clone()
+    loader = DataLoader(tiny_data(1), batch_size=5)
+    client = FisherClient(
+        model, loader, train_fn=plain_sgd(lr=0.5), state_dir=tmp_path, device="cpu"
+    )
+    reply = virtual.tensors_of(ask(client, arrays, {"task": "scaffold"}))
+    torch.testing.assert_close(reply["unused.bias"], before - 2 * 0.5)
+    torch.testing.assert_close(
+        reply["control/unused.bias"], torch.zeros(3), rtol=0, atol=1e-6
+    )
+
+
+# The roster
+
+
+def test_a_roster_survives_its_tensors_with_large_node_ids() -> None:
+    big = 2**64 - 5
+    roster = Roster().heard(1, {f"node-{big}": 2.0, "partition-0": 1.0})
+    roster = roster.heard(2, {"partition-0": 3.0})
+    assert roster.steps == {big: 1, 0: 2}
+    again = Roster.from_tensors(roster.to_tensors())
+    assert (again.steps, again.weights) == (roster.steps, {big: 2.0, 0: 3.0})
+    assert "client-weights" not in roster.sent()
+    assert Roster.from_tensors({}).steps == {}
