@@ -8,6 +8,7 @@ from flwr_fisher.strategies.fedfish import FedFish
 from flwr_fisher.strategies.fedfisher import FedFisherOneShot
 from flwr_fisher.strategies.fedga import FedGA
 from flwr_fisher.strategies.giant import GIANT
+from flwr_fisher.strategies.repeatable import Repeatable
 from flwr_fisher.strategies.scaffold import Scaffold
 from flwr_fisher.strategies.state import (
     CurvatureResult,
@@ -28,6 +29,7 @@ __all__ = [
     "FedFish",
     "FedFisherOneShot",
     "FedGA",
+    "Repeatable",
     "Scaffold",
     "ServerState",
     "Step",

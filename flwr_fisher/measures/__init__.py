@@ -17,6 +17,7 @@ config: ``report-local`` in a train message, ``evaluate-on`` and
 from flwr_fisher.measures.accuracy import accuracies, ensemble_accuracy
 from flwr_fisher.measures.barrier import ClientServerBarrier
 from flwr_fisher.measures.combine import EvaluateFn, combine
+from flwr_fisher.measures.costs import costs
 from flwr_fisher.measures.grid import MeasuredGrid
 from flwr_fisher.measures.personalisation import Personalisation
 from flwr_fisher.wire import serialized_bytes
@@ -28,6 +29,7 @@ __all__ = [
     "Personalisation",
     "accuracies",
     "combine",
+    "costs",
     "ensemble_accuracy",
     "serialized_bytes",
 ]

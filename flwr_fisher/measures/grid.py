@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.wire import serialized_bytes
 from flwr_fisher.wire.nodes import NodeNames, collect
 
 __all__ = ["MeasuredGrid"]
@@ -56,6 +57,7 @@ class MeasuredGrid(Grid):
         self._settled = not held_out
         self._every = 0
         self._cohort: dict[int, MetricRecord | None] = {}
+        self._uploaded: int | None = None
 
     # What measures use
 
@@ -66,6 +68,11 @@ class MeasuredGrid(Grid):
     def report_local(self, every: int) -> None:
         """Ask clients that train to score their model, each `every`-th round."""
         self._every = every
+
+    def count_uploads(self) -> int:
+        """Return what train replies weighed since the first call, in bytes."""
+        self._uploaded = self._uploaded or 0
+        return self._uploaded
 
     def take_cohort(self) -> dict[int, MetricRecord | None]:
         """Return and forget who was asked to train, with the reply's metrics if any.
@@ -217,6 +224,8 @@ class MeasuredGrid(Grid):
         for reply in seen:
             if not _is_train(reply) or not reply.has_content():
                 continue
+            if self._uploaded is not None:
+                self._uploaded += serialized_bytes(reply.content)
             for record in reply.content.metric_records.values():
                 if "local-loss" in record:
                     self._cohort[reply.metadata.src_node_id] = record

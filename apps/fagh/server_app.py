@@ -1,0 +1,92 @@
+"""Newton's direction from one Hessian row, and what it is compared with."""
+
+import time
+from typing import Any
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
+
+from flwr_fisher.errors import UnknownNameError
+from flwr_fisher.measures import MeasuredGrid, combine, costs
+from flwr_fisher.params import shared_state
+from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
+from flwr_fisher.strategies import (
+    DONE,
+    FAGH,
+    GIANT,
+    FedExP,
+    FedGA,
+    Repeatable,
+    Scaffold,
+)
+from flwr_fisher.tasks import cohort_from_run_config, task_from_run_config
+
+METHODS = ("fagh", "scaffold", "fedexp", "fedga", "giant", "done", "fedavg", "fedprox")
+
+app = ServerApp()
+
+
+def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
+    """Return the method, and what a round of it costs a client, in gradients.
+
+    A local epoch is one gradient; with a Hessian-vector product it is two.
+    """
+    epochs, iterations = int(config["local-epochs"]), int(config["iterations"])
+    lr, seed = float(config["server-lr"]), int(config["seed"])
+    sampled = {"fraction_evaluate": 0.0, **cohort_from_run_config(config, clients)}
+    ours = {"seed": seed, **sampled}
+    match config["method"]:
+        case "fagh":
+            probe, rho = str(config["probe"]), float(config["rho"])
+            betas = float(config["beta1"]), float(config["beta2"])
+            fagh = FAGH(lr=lr, rho=rho, betas=betas, probe=probe, **ours)
+            return fagh, 1 if probe == "none" else 2
+        case "scaffold":
+            return Scaffold(server_lr=lr, **ours), epochs
+        case "fedexp":
+            epsilon, mean = config["fedexp-epsilon"], config["fedexp-average-last-two"]
+            fedexp = FedExP(epsilon=float(epsilon), average_last_two=bool(mean), **ours)
+            return fedexp, epochs
+        case "fedga":
+            return FedGA(beta=float(config["fedga-beta"]), **ours), 2 + epochs
+        case "giant":
+            return GIANT(lr=lr, iterations=iterations, **ours), 1 + 2 * iterations
+        case "done":
+            alpha = float(config["done-alpha"])
+            done = DONE(lr=lr, alpha=alpha, iterations=iterations, **ours)
+            return done, 1 + 2 * (iterations - 1)
+        case "fedavg":
+            return Repeatable(FedAvg(**sampled), seed=seed), epochs
+        case "fedprox":
+            fedprox = FedProx(proximal_mu=float(config["proximal-mu"]), **sampled)
+            return Repeatable(fedprox, seed=seed), epochs
+    raise UnknownNameError("method", config["method"], METHODS)
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the method and write its report."""
+    config, began = dict(context.run_config), time.monotonic()
+    path = resolve_output_dir(str(config["output-dir"]), context.run_id)
+    clients = len(list(grid.get_node_ids()))
+    task = task_from_run_config(config, clients)
+    strategy, gradients = make_strategy(config, clients)
+    measured = MeasuredGrid(grid)
+    result = strategy.start(
+        measured,
+        ArrayRecord(shared_state(task.make_model())),
+        num_rounds=int(config["num-rounds"]),
+        evaluate_fn=combine(
+            evaluate_on_test(task, every=int(config["evaluate-every"])),
+            costs(measured, gradients),
+        ),
+    )
+    report_rounds(
+        path,
+        method=str(config["method"]),
+        task=task,
+        result=result,
+        config=config,
+        seconds={"total": time.monotonic() - began},
+    )

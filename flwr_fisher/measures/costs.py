@@ -1,0 +1,46 @@
+"""What a federation has cost its clients, by round."""
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from flwr_fisher.errors import check_range
+from flwr_fisher.measures.combine import EvaluateFn
+from flwr_fisher.measures.grid import MeasuredGrid
+
+__all__ = ["costs"]
+
+
+def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
+    """Return an ``evaluate_fn`` that tells what the rounds so far have cost.
+
+    Its metrics are ``uploaded-bytes``, all train replies as they are on the wire, of
+    all clients and of all exchanges of a round, and ``gradient-evaluations``.
+
+    Parameters
+    ----------
+    grid : MeasuredGrid
+        The grid that the strategy is started with.
+    gradient_evaluations : int
+        What a round has a client compute, in gradients of its whole loss: a local epoch
+        is one, and a pass for a gradient and its Hessian's product with a vector is
+        two, as it takes about twice as long.
+
+    Examples
+    --------
+    ::
+
+        measured = MeasuredGrid(grid)
+        evaluate_fn = combine(evaluate_on_test(task), costs(measured, 2))
+        result = FAGH().start(measured, arrays, evaluate_fn=evaluate_fn)
+    """
+    check_range("gradient_evaluations", gradient_evaluations, 0)
+    grid.count_uploads()
+
+    def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord(
+            {
+                "uploaded-bytes": grid.count_uploads(),
+                "gradient-evaluations": gradient_evaluations * server_round,
+            }
+        )
+
+    return evaluate_fn
