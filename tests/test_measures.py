@@ -50,6 +50,7 @@ from flwr_fisher.measures import (
     MeasuredGrid,
     Personalisation,
     combine,
+    costs,
 )
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
@@ -607,6 +608,14 @@ def test_options_are_checked(options: dict[str, Any]) -> None:
     grid = MeasuredGrid(LocalGrid(tiny_app(), 2), held_out=1)
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         Personalisation(grid, **options)
+
+
+@pytest.mark.parametrize(
+    "measure", [ClientServerBarrier, Personalisation, lambda grid: costs(grid, 1)]
+)
+def test_a_plain_grid_is_told_apart(measure: Callable[[Any], object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"measured = MeasuredGrid\(grid\)"):
+        measure(LocalGrid(ClientApp(), 2))
 
 
 def test_personalisation_needs_someone_held_out() -> None:

@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import check_range
 from flwr_fisher.measures.combine import means, numbers
-from flwr_fisher.measures.grid import MeasuredGrid
+from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 
 __all__ = ["ClientServerBarrier"]
 
@@ -37,7 +37,7 @@ class ClientServerBarrier:
     Raises
     ------
     ConfigurationError
-        If an argument is out of range.
+        If an argument is out of range, or the grid is no MeasuredGrid.
 
     Notes
     -----
@@ -66,6 +66,7 @@ class ClientServerBarrier:
     def __init__(
         self, grid: MeasuredGrid, *, every: int = 1, timeout: float = 3600
     ) -> None:
+        check_measured(grid)
         check_range("every", every, 1)
         self.grid, self.every, self.timeout = grid, every, timeout
         grid.report_local(every)

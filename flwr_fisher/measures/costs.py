@@ -4,7 +4,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import check_range
 from flwr_fisher.measures.combine import EvaluateFn
-from flwr_fisher.measures.grid import MeasuredGrid
+from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 
 __all__ = ["costs"]
 
@@ -24,6 +24,11 @@ def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
         is one, and a pass for a gradient and its Hessian's product with a vector is
         two, as it takes about twice as long.
 
+    Raises
+    ------
+    ConfigurationError
+        If the number is out of range, or the grid is no MeasuredGrid.
+
     Examples
     --------
     ::
@@ -32,6 +37,7 @@ def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
         evaluate_fn = combine(evaluate_on_test(task), costs(measured, 2))
         result = FAGH().start(measured, arrays, evaluate_fn=evaluate_fn)
     """
+    check_measured(grid)
     check_range("gradient_evaluations", gradient_evaluations, 0)
     grid.count_uploads()
 

@@ -16,11 +16,26 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.wire import serialized_bytes
 from flwr_fisher.wire.nodes import NodeNames, collect
 
-__all__ = ["MeasuredGrid"]
+__all__ = ["MeasuredGrid", "check_measured"]
 
 logger = logging.getLogger("flwr")
 
 _TOLD = 3  # failures that the log spells out
+
+
+def check_measured(grid: Grid) -> None:
+    """Raise unless the grid is a :class:`MeasuredGrid`.
+
+    Raises
+    ------
+    ConfigurationError
+        Saying how to make one.
+    """
+    if not isinstance(grid, MeasuredGrid):
+        raise ConfigurationError(
+            f"grid must be a MeasuredGrid, not {type(grid).__name__}: make one, "
+            "measured = MeasuredGrid(grid), and start the strategy with it too"
+        )
 
 
 class MeasuredGrid(Grid):

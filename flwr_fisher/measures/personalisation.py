@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.measures.combine import means, numbers
-from flwr_fisher.measures.grid import MeasuredGrid
+from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 
 __all__ = ["Personalisation"]
 
@@ -47,7 +47,8 @@ class Personalisation:
     Raises
     ------
     ConfigurationError
-        If an argument is out of range, or the grid holds no one out.
+        If an argument is out of range, or the grid is no MeasuredGrid that holds
+        someone out.
 
     Notes
     -----
@@ -82,6 +83,7 @@ class Personalisation:
             raise ConfigurationError(f"fraction must be in (0, 0.5], got {fraction}")
         check_range("epochs", epochs, 1)
         check_range("every", every, 1)
+        check_measured(grid)
         if not grid.num_held_out:
             raise ConfigurationError(
                 "personalisation is of clients that never train: give the grid some, "
