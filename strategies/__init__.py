@@ -17,11 +17,13 @@ from flwr_fisher.strategies.state import (
     Step,
     Upload,
 )
+from flwr_fisher.strategies.tct import TCT
 
 __all__ = [
     "DONE",
     "FAGH",
     "GIANT",
+    "TCT",
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",

@@ -127,6 +127,15 @@ class CurvatureStrategy(FedAvg):
             Naming the argument, and the way out.
         """
 
+    def check_rounds(self, num_rounds: int) -> None:
+        """Refuse a number of rounds that this strategy cannot work with.
+
+        Raises
+        ------
+        ConfigurationError
+            Saying which it can.
+        """
+
     def extra(self) -> dict[str, Tensor]:
         """Return what a new run's state holds beside parameters; by default nothing."""
         return {}
@@ -181,6 +190,7 @@ class CurvatureStrategy(FedAvg):
         CheckpointError
             If `checkpoint_dir` holds another run, or a damaged file.
         """
+        self.check_rounds(num_rounds)
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
         self._timeout, began = timeout, time.monotonic()

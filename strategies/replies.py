@@ -19,6 +19,8 @@ logger = logging.getLogger("flwr")
 
 MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 
+_DISAGREES = (PREFIX, "covers other parameters than most clients' does")
+
 
 def read_reply(
     message: Message, weighted_by_key: str
@@ -146,7 +148,9 @@ class Replies:
             With every reason, if there are fewer than `needed`.
         """
         self.accepted.sort(key=lambda upload: self.cohort.order(upload.node_id))
-        self._agree(PREFIX, "covers other parameters than most clients' does", _layout)
+        kind = type(self.accepted[0].payload) if self.accepted else None
+        what, reason = getattr(kind, "disagrees", _DISAGREES)
+        self._agree(what, reason, _layout)
         # Flower refuses a whole round whose clients do not report the same metrics.
         self._agree("metrics", "has other entries than most clients' have", _metrics)
         self._check_enough(needed)

@@ -1,9 +1,7 @@
 """SCAFFOLD: federated averaging whose clients correct their steps for their drift."""
 
 import logging
-import secrets
 from collections.abc import Sequence
-from math import fsum
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.merge import scaffold_step
 from flwr_fisher.params import Params, norm, scale
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.membership import Membership
 from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
 from flwr_fisher.strategies.updates import (
     double,
@@ -21,14 +20,13 @@ from flwr_fisher.strategies.updates import (
     weights_of,
     with_averages,
 )
-from flwr_fisher.wire import Roster, VectorUpload
+from flwr_fisher.wire import VectorUpload
 
 __all__ = ["Scaffold"]
 
 logger = logging.getLogger("flwr")
 
 _CONTROL = "control"
-_RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
 
 
 class Scaffold(CurvatureStrategy):
@@ -89,7 +87,7 @@ class Scaffold(CurvatureStrategy):
 
     def extra(self) -> dict[str, Tensor]:
         """Name the run: clients keep their state under its number."""
-        return {_RUN: torch.tensor(secrets.randbits(62)), _STEPS: torch.tensor(0)}
+        return Membership.new().to_tensors()
 
     def exchanges(self, server_round: int) -> Sequence[Exchange]:
         """Ask every sampled client to train with corrected steps."""
@@ -99,34 +97,25 @@ class Scaffold(CurvatureStrategy):
     def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
         """Average models, and renew the control variate."""
         weights, changes = weights_of(uploads), vectors(uploads, _CONTROL)
-        steps = int(state.extra[_STEPS]) + 1
-        roster = Roster.from_tensors(state.extra).heard(
-            steps, {u.client: u.num_examples for u in uploads}
-        )
-        known = len(roster.weights)
-        everyone = max(known, self._cohort.connected)
-        total = fsum(roster.weights.values()) * (everyone / known)
+        before = Membership.from_tensors(state.extra)
+        members = before.heard(uploads, self._cohort.connected)
         names = changes[0].keys()
         control = {n: torch.zeros_like(v).double() for n, v in changes[0].items()}
-        if (before := float(state.extra.get(_TOTAL, 0.0))) > 0:
-            control |= scale(double(_control(state), names), before / total)
+        if before.steps:
+            known = double(_control(state), names)
+            control |= scale(known, members.rescale(before))
         stepped, control = scaffold_step(
             double(state.params, names),
             control,
             updates(state.params, uploads, names),
             [double(change, names) for change in changes],
             weights,
-            participation=min(1.0, fsum(weights) / total),
+            participation=members.participation(weights),
             lr=self.server_lr,
         )
         control = {n: v.to(changes[0][n].dtype) for n, v in control.items()}
-        extra = {
-            _RUN: state.extra[_RUN],
-            _STEPS: torch.tensor(steps),
-            _TOTAL: torch.tensor(total, dtype=torch.float64),
-            **roster.to_tensors(),
-            **{f"{_CONTROL}/{name}": value for name, value in control.items()},
-        }
+        kept = {f"{_CONTROL}/{name}": value for name, value in control.items()}
+        extra = members.to_tensors() | kept
         params = with_averages(state.params, stepped, uploads)
         lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
         if lost:
@@ -160,6 +149,5 @@ def _control(state: ServerState) -> dict[str, Tensor]:
 
 def _send(state: ServerState) -> Params:
     """Return the control variate, and what a client finds its own by."""
-    told = {key: state.extra[key] for key in (_RUN, _STEPS)}
     control = {f"{_CONTROL}/{k}": v for k, v in _control(state).items()}
-    return told | Roster.from_tensors(state.extra).sent() | control
+    return Membership.from_tensors(state.extra).sent() | control

@@ -18,7 +18,11 @@ __all__ = ["CurvatureResult", "Exchange", "Payload", "ServerState", "Step", "Upl
 
 
 class Payload(Protocol):
-    """What a client computed, decoded and checked."""
+    """What a client computed, decoded and checked.
+
+    One whose layout is not of parameters has ``disagrees``: a field, and what is wrong
+    with a layout there that is not most clients'.
+    """
 
     def layout(self) -> tuple[str, ...]:
         """Return what all clients of a round must have in common."""

@@ -1,8 +1,8 @@
 """A client that trains, and then computes the statistics that the server asks for."""
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
 
 from flwr_fisher.client.evaluation import check_evaluation, evaluate, local_scores
+from flwr_fisher.client.feature_cache import CACHE_BYTES
 from flwr_fisher.client.randomness import derive_seed, seeded
 from flwr_fisher.client.state import DEFAULT_STATE_DIR, partition_of
+from flwr_fisher.client.tangent import check_tangent
 from flwr_fisher.client.tasks import TASKS
 from flwr_fisher.client.training import (
     Loader,
@@ -24,10 +26,17 @@ from flwr_fisher.client.training import (
     cross_entropy,
 )
 from flwr_fisher.client.uploads import Asked
-from flwr_fisher.curvature import LIKELIHOODS, Curvature
-from flwr_fisher.errors import ClientError, DataError, check_known
+from flwr_fisher.curvature import LIKELIHOODS, Curvature, TCTModel
+from flwr_fisher.errors import (
+    ClientError,
+    DataError,
+    ParamsError,
+    check_known,
+    check_range,
+)
 from flwr_fisher.params import select, trainable_names
 from flwr_fisher.wire import arrays_to_tensors, server_vectors
+from flwr_fisher.wire.tangent import TCT
 
 __all__ = ["ClientFn", "FisherClient", "make_client_app"]
 
@@ -69,8 +78,11 @@ class FisherClient:
     device : torch.device | str, optional
         Default: CUDA where there is any, else the CPU.
     state_dir : Path | str, optional
-        Where this client keeps what it needs from one round to the next (SCAFFOLD's
-        control variate). Default: ``~/.cache/flwr-fisher/state``.
+        Where this client keeps what it needs from one round to the next (control
+        variates, TCT's features). Default: ``~/.cache/flwr-fisher/state``.
+    cache_bytes : int, default 4 GiB
+        How much of that its features may take, of all runs; those that were not used
+        for longest go first.
 
     Examples
     --------
@@ -93,8 +105,10 @@ class FisherClient:
         likelihood: str = "categorical",
         device: torch.device | str | None = None,
         state_dir: Path | str | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         check_known("likelihood", likelihood, LIKELIHOODS)
+        check_range("cache_bytes", cache_bytes, 1)
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(default if device is None else device)
         self.model = model
@@ -102,6 +116,7 @@ class FisherClient:
         self.train_fn: TrainFn = LocalSGD() if train_fn is None else train_fn
         self.loss_fn, self.likelihood = loss_fn, likelihood
         self.state_dir = Path(DEFAULT_STATE_DIR if state_dir is None else state_dir)
+        self.cache_bytes = cache_bytes
 
     def fit(self, message: Message, context: Context) -> Message:
         """Train from the arrays that arrived, then compute what the config asks for.
@@ -120,14 +135,15 @@ class FisherClient:
         config, partition = _config(message), partition_of(context)
         num_examples = _count(self.trainloader, partition)
         start, sent = self._load(_arrays(message))
+        if config.get("tct-stage") == 1:  # what could fail in the second
+            check_tangent(self, config, num_examples)
         if (task := str(config.get("task", "train"))) != "train":
             check_known("task", task, TASKS)
             with seeded(_seed(config, partition)):
                 upload, returned = TASKS[task](self, sent, config, context)
             metrics = _checked_metrics(returned)
-            params = {k: v for k, v in upload.params.items() if k in start}
             record = MetricRecord({"num-examples": num_examples, **metrics})
-            return _reply(message, record, replace(upload, params=params).to_arrays())
+            return _reply(message, record, upload.only(start).to_arrays())
         asked = Asked.of(config, start, self.train_fn)
         with seeded(_seed(config, partition)):
             returned, curvature = asked.train(
@@ -166,10 +182,29 @@ class FisherClient:
         """
         config, partition = _config(message), partition_of(context)
         check_evaluation(self, config)
-        self._load(_arrays(message))
+        scored = self._scored(_arrays(message), config)
         with seeded(_seed(config, partition)):
-            found = evaluate(self, config, partition)
+            found = evaluate(scored, config, partition)
         return _reply(message, MetricRecord({**found}))
+
+    def _scored(self, arrays: ArrayRecord, config: Mapping[str, Any]) -> "FisherClient":
+        """Return a client whose model is what arrived: its own, or TCT's around it."""
+        if f"{TCT}weight" not in arrays:
+            self._load(arrays)
+            return self
+        if "personalise-fraction" in config:
+            raise ClientError(
+                "a TCT model has no parameters to personalise: its features are fixed"
+            )
+        other = copy.copy(self)
+        try:
+            model = TCTModel.from_tensors(self.model, arrays_to_tensors(arrays))
+        except ParamsError as error:
+            raise ClientError(
+                f"the server's TCT model is not of this client's network: {error}"
+            ) from error
+        other.model = model.to(self.device)
+        return other
 
     def as_client_app(self, mods: list[Mod] | None = None) -> ClientApp:
         """Return a ``ClientApp`` with this client behind it, on every node."""

@@ -8,13 +8,14 @@ and of the node's context; it returns what to upload, and metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context
 from torch import Tensor
 
 from flwr_fisher.client.randomness import seeded
 from flwr_fisher.client.scaffold import scaffold_task
+from flwr_fisher.client.tct import tct_moments_task, tct_spectrum_task, tct_step_task
 from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import ClientError, ParamsError, check_known
@@ -25,14 +26,25 @@ from flwr_fisher.wire import VectorUpload
 if TYPE_CHECKING:
     from flwr_fisher.client.fisher_client import FisherClient
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["TASKS", "Task", "TaskUpload"]
 
 _PROBES = ("first", "random", "momentum")
 _SOLVERS = ("giant", "done")
 
+
+class TaskUpload(Protocol):
+    """What a task returns to be uploaded."""
+
+    def only(self, names: Params) -> TaskUpload:
+        """Return it without the parameters that are not among the names."""
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels."""
+
+
 Task = Callable[
     ["FisherClient", Mapping[str, Tensor], Mapping[str, Any], Context],
-    tuple[VectorUpload, Mapping[str, float]],
+    tuple[TaskUpload, Mapping[str, float]],
 ]
 
 
@@ -154,4 +166,7 @@ TASKS: dict[str, Task] = {
     "gradient": gradient_task,
     "probe": probe_task,
     "scaffold": scaffold_task,
+    "tct-moments": tct_moments_task,
+    "tct-spectrum": tct_spectrum_task,
+    "tct-step": tct_step_task,
 }

@@ -13,6 +13,8 @@ from flwr_fisher.curvature.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.likelihood import LIKELIHOODS
 from flwr_fisher.curvature.probes import gradient, gradient_and_hvp, hvp
 from flwr_fisher.curvature.structures import STRUCTURES
+from flwr_fisher.curvature.tangent import TangentFeatures
+from flwr_fisher.curvature.tct_model import TCTModel
 
 __all__ = [
     "ENGINES",
@@ -26,6 +28,8 @@ __all__ = [
     "Diagonal",
     "EigenKronecker",
     "Kronecker",
+    "TCTModel",
+    "TangentFeatures",
     "WeightedSum",
     "aligned_blocks",
     "fisher",

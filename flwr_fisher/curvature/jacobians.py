@@ -15,13 +15,13 @@ from flwr_fisher.curvature.dense import Dense
 from flwr_fisher.curvature.diagonal import Diagonal
 from flwr_fisher.errors import StructureError
 
-__all__ = ["DenseJacobian", "DiagonalJacobian", "JacobianMoments"]
+__all__ = ["DenseJacobian", "DiagonalJacobian", "JacobianMoments", "Jacobians"]
 
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
 
 
-class JacobianMoments(ABC):
-    """Sums products of per-example gradients of some parameters over batches."""
+class Jacobians:
+    """Per-example gradients of some parameters."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         parameters = dict(model.named_parameters())
@@ -29,14 +29,6 @@ class JacobianMoments(ABC):
         self.params = {name: parameters[name].detach() for name in names}
         self.rest = {k: v.detach() for k, v in parameters.items() if k not in names}
         self.rest |= dict(model.named_buffers())
-
-    @abstractmethod
-    def add(self, inputs: Tensor, pieces: Tensor) -> None:
-        """Take examples ``[n, ...]`` with rank-one pieces ``[K, n, *outputs]``."""
-
-    @abstractmethod
-    def mean(self, num_examples: int) -> Curvature:
-        """Return the mean over examples."""
 
     def gradients(self, inputs: Tensor, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield ``[n', K, *shape]``: the pieces pulled back, in small chunks."""
@@ -67,6 +59,18 @@ class JacobianMoments(ABC):
         state = (params | self.rest,)
         output: Tensor = functional_call(self.model, state, (x.unsqueeze(0),))
         return output.squeeze(0)
+
+
+class JacobianMoments(Jacobians, ABC):
+    """Sums products of per-example gradients over batches."""
+
+    @abstractmethod
+    def add(self, inputs: Tensor, pieces: Tensor) -> None:
+        """Take examples ``[n, ...]`` with rank-one pieces ``[K, n, *outputs]``."""
+
+    @abstractmethod
+    def mean(self, num_examples: int) -> Curvature:
+        """Return the mean over examples."""
 
 
 @contextmanager

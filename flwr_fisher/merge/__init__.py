@@ -5,6 +5,12 @@ from flwr_fisher.merge.fedexp import FedExpStep, fedexp_step, last_two_mean
 from flwr_fisher.merge.fedfish import fedfish_average
 from flwr_fisher.merge.fedga import fedga_start
 from flwr_fisher.merge.fisher import MergeResult, fisher_merge, merge_fisher
+from flwr_fisher.merge.moments import (
+    FeatureMoments,
+    combine_moments,
+    feature_moments,
+    standardisation,
+)
 from flwr_fisher.merge.newton import done_direction, giant_direction, newton_step
 from flwr_fisher.merge.options import (
     SOLVERS,
@@ -21,6 +27,12 @@ from flwr_fisher.merge.server_optimizer import (
     make_optimizer,
     server_step,
 )
+from flwr_fisher.merge.spectrum import (
+    Spectrum,
+    check_lr,
+    gram_spectrum,
+    largest_safe_lr,
+)
 from flwr_fisher.merge.sums import (
     DiagonalSums,
     add_sums,
@@ -28,27 +40,36 @@ from flwr_fisher.merge.sums import (
     sum_dtype,
     sums_options,
 )
+from flwr_fisher.merge.tct import tct_residual, tct_steps, tct_update
+from flwr_fisher.merge.tct_average import tct_average, tct_control
 
 __all__ = [
     "OPTIMIZERS",
     "SOLVERS",
     "DiagonalSums",
     "FaghStep",
+    "FeatureMoments",
     "FedExpStep",
     "LocalPosterior",
     "MergeOptions",
     "MergeResult",
     "OptimizerFactory",
+    "Spectrum",
     "add_sums",
+    "check_lr",
     "check_score",
+    "combine_moments",
     "done_direction",
     "fagh_step",
+    "feature_moments",
     "fedavg",
     "fedexp_step",
     "fedfish_average",
     "fedga_start",
     "fisher_merge",
     "giant_direction",
+    "gram_spectrum",
+    "largest_safe_lr",
     "last_two_mean",
     "make_optimizer",
     "merge_fisher",
@@ -59,6 +80,12 @@ __all__ = [
     "scaffold_control",
     "scaffold_step",
     "server_step",
+    "standardisation",
     "sum_dtype",
     "sums_options",
+    "tct_average",
+    "tct_control",
+    "tct_residual",
+    "tct_steps",
+    "tct_update",
 ]

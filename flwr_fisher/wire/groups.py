@@ -1,7 +1,7 @@
 """Vectors over a model's parameters, several of them, each under a name of its own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from flwr.app import ArrayRecord
@@ -36,6 +36,12 @@ class VectorUpload:
     def layout(self) -> tuple[str, ...]:
         """Return what clients must have in common: the parameters of the vectors."""
         return tuple(f"{k}/{p}" for k, vector in self.vectors.items() for p in vector)
+
+    def only(self, names: Params) -> "VectorUpload":
+        """Return it without the parameters that are not among the names."""
+        return replace(
+            self, params={k: v for k, v in self.params.items() if k in names}
+        )
 
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels; it is lossless."""

@@ -1,0 +1,257 @@
+"""The model that TCT ends with: a linear one on tangent features."""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.tangent import TangentFeatures
+from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
+from flwr_fisher.params import check_same_layout, shared_state
+
+__all__ = ["TCTModel"]
+
+_PREFIX = "tct/"
+_AT_ONCE = 2**24  # features of some examples, 64 MiB
+_KEYS = ("weight", "mean", "std", "seed", "head")
+
+
+class TCTModel(nn.Module):
+    r"""Predict from standardised tangent features, as TCT does after stage 2.
+
+    .. math:: f(x) = \frac{\phi(x) - \mu}{\sigma} \, \Theta
+
+    (TCT, section 4.2.) The class is the largest entry; they are regressions on one-hot
+    labels minus 1/C, not log-probabilities.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The network as it was trained, with its own head. It is copied; eval mode is
+        used for features whatever the mode.
+    weight : Tensor
+        :math:`\Theta`, ``[p, C]``.
+    mean, std : Tensor
+        Of each feature, ``[p]``; `std` is positive.
+    seed : int
+        Of the features.
+    head : str, optional
+        The layer that features replace, as for
+        :class:`~flwr_fisher.curvature.TangentFeatures`.
+
+    Attributes
+    ----------
+    num_features, num_classes : int
+        p and C.
+    head : str
+        The layer's name.
+    seed : int
+        As given.
+
+    Raises
+    ------
+    ParamsError
+        If shapes do not fit each other or the model, or a `std` is not positive.
+    ConfigurationError, StructureError
+        As :class:`~flwr_fisher.curvature.TangentFeatures`.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> weight, mean, std = torch.randn(20, 3), torch.zeros(20), torch.ones(20)
+    >>> tct = TCTModel(model, weight, mean, std, seed=0)
+    >>> tct(torch.randn(5, 4)).shape
+    torch.Size([5, 3])
+    >>> TCTModel.is_in(tct.to_tensors())
+    True
+    """
+
+    weight: Tensor
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weight: Tensor,
+        mean: Tensor,
+        std: Tensor,
+        *,
+        seed: int,
+        head: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_shapes(weight, mean, std)
+        self.model = copy.deepcopy(model)
+        self.num_features, self.num_classes = weight.shape
+        self.seed, self._named = seed, head
+        self._features: TangentFeatures | None = None
+        features = self._tangent()
+        self.head = features.head
+        found = (features.num_features, features.num_classes)
+        if found != (self.num_features, self.num_classes):
+            raise ParamsError(
+                f"weight is {tuple(weight.shape)}, and the model has {found[0]} "
+                f"features for {found[1]} classes of its head '{self.head}'"
+            )
+        for name, value in (("weight", weight), ("mean", mean), ("std", std)):
+            self.register_buffer(name, value.detach().clone().to(features.device))
+        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores ``[B, C]`` of examples ``[B, ...]``; the largest is the class.
+
+        No gradients: neither with respect to the examples nor to the features.
+        """
+        some = max(1, _AT_ONCE // self.num_features)
+        return torch.cat([self._scores(part) for part in torch.split(x, some)])
+
+    def _scores(self, x: Tensor) -> Tensor:
+        z = self._tangent()(x).sub_(self.mean).div_(self.std)
+        return z @ self.weight.to(z.dtype)
+
+    def _tangent(self) -> TangentFeatures:
+        """Return the features of the network where and as it is now."""
+        if self._features is None:
+            self._features = TangentFeatures(
+                self.model, self.num_features, seed=self.seed, head=self._named
+            )
+        return self._features
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TCTModel":
+        # To another device or dtype.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._features = None
+        return self
+
+    @staticmethod
+    def is_in(tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether these are a TCT model's tensors, not a plain model's."""
+        return f"{_PREFIX}weight" in tensors
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the model under its own keys, and ``tct/…`` for the rest.
+
+        Returns
+        -------
+        dict[str, Tensor]
+            What :func:`~flwr_fisher.params.shared_state` gives for the network, then
+            ``tct/weight`` ``[p, C]``, ``tct/mean`` and ``tct/std`` ``[p]``,
+            ``tct/seed``, an int64 scalar, and ``tct/head``, the layer's name in UTF-8
+            as uint8. On the CPU, sharing no memory with the model.
+        """
+        found = shared_state(self.model)
+        found |= {f"{_PREFIX}{k}": getattr(self, k) for k in ("weight", "mean", "std")}
+        found[f"{_PREFIX}seed"] = torch.tensor(self.seed)
+        name = list(self.head.encode())
+        found[f"{_PREFIX}head"] = torch.tensor(name, dtype=torch.uint8)
+        return {k: v.detach().cpu().clone().contiguous() for k, v in found.items()}
+
+    @classmethod
+    def from_tensors(
+        cls, model: nn.Module, tensors: Mapping[str, Tensor]
+    ) -> "TCTModel":
+        """Undo :meth:`to_tensors`.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Of the same architecture, with its own head. Its values do not matter, but
+            for frozen parameters, which the tensors do not hold; it is left as it was.
+        tensors : Mapping[str, Tensor]
+            As :meth:`to_tensors` returns them; a TCT run's arrays from the end of its
+            stage 1 on are such.
+
+        Raises
+        ------
+        ParamsError
+            If a key is missing or unexpected, or a shape does not fit.
+        """
+        own, rest = {}, {}
+        for key, value in tensors.items():
+            if key.startswith(_PREFIX):
+                rest[key.removeprefix(_PREFIX)] = value
+            else:
+                own[key] = value
+        if rest.keys() != set(_KEYS):
+            wrong = sorted(_PREFIX + key for key in rest.keys() ^ set(_KEYS))
+            raise ParamsError(f"a TCT model's tensors lack, or have too many: {wrong}")
+        check_same_layout(shared_state(model), own, "the tensors of the network")
+        network = copy.deepcopy(model)
+        network.load_state_dict(own, strict=False)
+        weight, mean, std = (rest[key] for key in ("weight", "mean", "std"))
+        seed, head = _settings(rest)
+        return cls(network, weight, mean, std, seed=seed, head=head)
+
+    def save(self, path: Path | str) -> None:
+        """Write :meth:`to_tensors` as a safetensors file.
+
+        Raises
+        ------
+        CheckpointError
+            If the disk refuses.
+        """
+        path = Path(path)
+        aside = path.with_name(f"{path.name}.partial")
+        try:
+            save_file(self.to_tensors(), aside)
+            aside.replace(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path | str, model: nn.Module) -> "TCTModel":
+        """Read what :meth:`save` wrote, bit for bit.
+
+        Parameters
+        ----------
+        path : Path | str
+            The file.
+        model : nn.Module
+            As for :meth:`from_tensors`.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is missing, damaged, or another model's.
+        """
+        try:
+            tensors = load_file(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+        try:
+            return cls.from_tensors(model, tensors)
+        except FlwrFisherError as error:
+            raise CheckpointError(
+                f"{path} does not hold a TCT model of this architecture: {error}"
+            ) from error
+
+
+def _forget(module: TCTModel, _: object) -> None:
+    module._features = None  # they were those of the values before
+
+
+def _check_shapes(weight: Tensor, mean: Tensor, std: Tensor) -> None:
+    if weight.dim() != 2 or not mean.shape == std.shape == weight.shape[:1]:
+        raise ParamsError(
+            f"weight must be [p, C], mean and std [p]; got {tuple(weight.shape)}, "
+            f"{tuple(mean.shape)} and {tuple(std.shape)}"
+        )
+    if not bool((std > 0).all()):
+        raise ParamsError("std must be positive; give a constant feature's 1")
+
+
+def _settings(tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Return the seed and the head's name."""
+    seed, head = tensors["seed"], tensors["head"]
+    if seed.numel() != 1 or seed.is_floating_point() or head.dtype != torch.uint8:
+        raise ParamsError("'tct/seed' must be one integer, and 'tct/head' bytes")
+    try:
+        return int(seed), bytes(head.flatten().tolist()).decode()
+    except UnicodeDecodeError as error:
+        raise ParamsError(f"'tct/head' is not a name: {error}") from error

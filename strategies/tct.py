@@ -1,0 +1,343 @@
+"""TCT: any strategy first, and then a convex problem on its network's features."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.app import ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Strategy
+from torch import Tensor
+
+from flwr_fisher.errors import (
+    CheckpointError,
+    ConfigurationError,
+    check_known,
+    check_range,
+)
+from flwr_fisher.merge import check_lr
+from flwr_fisher.merge.power import MOST_EXAMPLES
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.first_stage import FirstStage
+from flwr_fisher.strategies.membership import Membership
+from flwr_fisher.strategies.repeatable import Repeatable
+from flwr_fisher.strategies.run import Run
+from flwr_fisher.strategies.second_stage import (
+    LR,
+    network,
+    regressed,
+    send,
+    settled,
+    standardised,
+)
+from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
+from flwr_fisher.wire.tangent import (
+    TCT as PREFIX,
+)
+from flwr_fisher.wire.tangent import (
+    read_local_weight,
+    read_moments,
+    read_spectrum,
+)
+
+__all__ = ["TCT"]
+
+logger = logging.getLogger("flwr")
+
+_SOLVERS, _DTYPES = ("closed-form", "steps"), ("float32", "float16")
+
+
+class TCT(CurvatureStrategy):
+    r"""Train, convexify, train (Yu, Wei, Karimireddy, Ma & Jordan, NeurIPS 2022).
+
+    *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels.*
+
+    **Stage 1**, `stage1_rounds` rounds: any strategy trains the network to
+    :math:`\theta`. **Convexify**, one round with every client that is connected: the
+    network's last layer gives way to a fresh one with a single output :math:`f_1`, and
+    clients agree on the mean and deviation of each of the p features
+    :math:`\phi(x) = \partial f_1(x) / \partial \theta` over all their examples.
+    **Stage 2**, the rounds that are left: linear regression of one-hot labels less
+    :math:`1/C` on the standardised features Z,
+
+    .. math:: \min_{\Theta \in \mathbb{R}^{p \times C}} \sum_i p_i
+              \frac{1}{2 n_i} \| Z_i \Theta - Y_i \|^2 ,
+
+    by M full-batch steps a round and client, :math:`\Theta \leftarrow \Theta - \eta
+    (Z_i^\top (Z_i \Theta - Y_i) / n_i - c_i + c)`, corrected as SCAFFOLD's; it is
+    convex, and clients of unlike data reach one optimum. The M steps are taken at once,
+    in closed form (:func:`flwr_fisher.merge.tct_update`).
+
+    The result's arrays are a :class:`~flwr_fisher.curvature.TCTModel`'s, network and
+    ``tct/…``, from the convexifying round on, also those that `evaluate_fn` gets and
+    clients evaluate.
+
+    Parameters
+    ----------
+    stage1 : Strategy, optional
+        Any Flower strategy whose rounds have one exchange: Flower's own, also in
+        :class:`Repeatable`, or :class:`Scaffold`, …. It samples clients and evaluates
+        by its own keywords. Default: Flower's ``FedAvg`` with those given here.
+    stage1_rounds : int, default 20
+        The paper's is 100. With 0, `initial_arrays` are the network: pre-trained.
+    num_features : int, default 20000
+        p, the paper's is 100 000; all, where the network has fewer parameters.
+    local_steps : int, default 500
+        M.
+    lr : float, optional
+        :math:`\eta`. Default: 5 / p, the paper's, but no more than
+        :math:`1 / \lambda_\max`, of the largest eigenvalue that
+        :math:`Z_i Z_i^\top / n_i` has at any client.
+    head : str, optional
+        The name of the layer to replace, an ``nn.Linear``. Default: the last one.
+    solver : "closed-form" | "steps", default "closed-form"
+        How clients take the M steps. One by one takes M passes over the features in
+        place of three, and has no bound on a client's examples.
+    control_variates : bool, default True
+        Without them stage 2 is FedAvg, or with ``local_steps=1`` gradient descent.
+    standardise : bool, default True
+        Whether features are standardised. (Without it, a larger `lr` is called for.)
+    feature_dtype : "float32" | "float16", default "float32"
+        In which clients store features; float16 halves their disks' share.
+    **kwargs
+        :class:`CurvatureStrategy`'s, for stage 2: FedAvg's sampling keywords and
+        ``seed``, which also determines features.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range, `stage1` has several exchanges a round, or
+        there are too few rounds. Before stage 2, if `lr` is 2 / λ_max or more for some
+        clients, naming them and the largest that is safe: with ``checkpoint_dir``,
+        resume with another `lr`, and nothing is asked again. In stage 1, if a client
+        has more than 20 000 examples, whose spectrum is out of reach.
+
+    Notes
+    -----
+    Clients keep features (``FisherClient(cache_bytes=...)`` bounds them) and control
+    variates on their disks. Those that are absent in some rounds, or lose their
+    state, are treated as by :class:`Scaffold`. A client that was not there, or failed,
+    when features were standardised can join later: its features are standardised as
+    the others' are. Stage 2 uploads :math:`\Theta_i` alone.
+
+    Metrics of a round: ``stage``, 1 or 2; in stage 2 ``lr``, ``num-lost-states``,
+    ``control-norm`` and ``train_loss``, half the mean squared error at the round's
+    start; of the convexifying round, ``num-features``, ``lr`` and
+    ``largest-eigenvalue``. ``CurvatureResult.details`` is :math:`c`.
+
+    Resumed, stage 2 and stages of this library's strategies continue bit for bit.
+    Flower's strategies that keep state of their own (FedAdam, …) start it anew when
+    resumed inside stage 1; a warning says so.
+
+    Examples
+    --------
+    ::
+
+        strategy = TCT(stage1=Scaffold(fraction_train=0.4), fraction_train=0.4)
+        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=50)
+        tensors = arrays_to_tensors(result.arrays)
+        TCTModel.from_tensors(model, tensors).save("tct.safetensors")
+    """
+
+    def __init__(
+        self,
+        *,
+        stage1: Strategy | None = None,
+        stage1_rounds: int = 20,
+        num_features: int = 20_000,
+        local_steps: int = 500,
+        lr: float | None = None,
+        head: str | None = None,
+        solver: str = "closed-form",
+        control_variates: bool = True,
+        standardise: bool = True,
+        feature_dtype: str = "float32",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_range("stage1_rounds", stage1_rounds, 0)
+        check_range("num_features", num_features, 1)
+        check_range("local_steps", local_steps, 1)
+        if lr is not None:
+            check_lr(lr, 0.0)
+        check_known("solver", solver, _SOLVERS)
+        check_known("feature_dtype", feature_dtype, _DTYPES)
+        if self.fraction_train == 0.0:
+            raise ConfigurationError(
+                "fraction_train must be > 0: TCT has no stage 2 without training"
+            )
+        self.stage1_rounds, self.num_features = stage1_rounds, num_features
+        self.local_steps, self.lr, self.head = local_steps, lr, head
+        self.solver, self.feature_dtype = solver, feature_dtype
+        self.control_variates, self.standardise = control_variates, standardise
+        first = self._fedavg() if stage1 is None else stage1
+        self._first = FirstStage(first, self._cohort, self.weighted_by_key)
+
+    def _fedavg(self) -> Strategy:
+        """Return FedAvg with this strategy's sampling."""
+        strategy = FedAvg(
+            fraction_train=self.fraction_train,
+            fraction_evaluate=self.fraction_evaluate,
+            min_train_nodes=self.min_train_nodes,
+            min_evaluate_nodes=self.min_evaluate_nodes,
+            min_available_nodes=self.min_available_nodes,
+            weighted_by_key=self.weighted_by_key,
+            arrayrecord_key=self.arrayrecord_key,
+            configrecord_key=self.configrecord_key,
+            train_metrics_aggr_fn=self.train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn=self.evaluate_metrics_aggr_fn,
+        )
+        return Repeatable(strategy, seed=self.seed)
+
+    def check_rounds(self, num_rounds: int) -> None:
+        """Refuse too few rounds for a stage 2."""
+        fewest = self.stage1_rounds + 2
+        if num_rounds < fewest:
+            raise ConfigurationError(
+                f"num_rounds={num_rounds} leaves no round of stage 2: "
+                f"stage1_rounds={self.stage1_rounds} and the convexifying round need "
+                f"at least num_rounds={fewest}"
+            )
+
+    def check(self, state: ServerState) -> None:
+        """Refuse another run's learning rate, and a TCT model to start from."""
+        if (taken := state.extra.get(LR)) is None:
+            if odd := sorted(k for k in state.params if k.startswith(PREFIX)):
+                raise ConfigurationError(
+                    f"the initial arrays hold {odd}: start from the network alone, "
+                    "shared_state(model)"
+                )
+        elif self.lr not in (None, float(taken)):
+            raise CheckpointError(
+                f"this run's stage 2 has begun with lr={float(taken)}, not {self.lr}:"
+                " pass that, or none"
+            )
+
+    def extra(self) -> dict[str, Tensor]:
+        """Name the run: clients keep their state under its number."""
+        return Membership.new().to_tensors() | self._first.extra()
+
+    # What a round asks, and what comes of it
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+        """Ask for features' moments and largest eigenvalue, or for a step."""
+        if server_round <= self.stage1_rounds:
+            raise ConfigurationError(
+                f"round {server_round} of TCT is stage 1's, which it hands on to "
+                f"{self._first.name}: use this library's `start`"
+            )
+        asked = self._asked()
+        if server_round > self.stage1_rounds + 1:
+            asked |= {"task": "tct-step", "local-steps": self.local_steps}
+            return [Exchange(asked, read_local_weight, send, start=network)]
+        moments = Exchange(
+            asked | {"task": "tct-moments"},
+            read_moments(self.num_features),
+            send,
+            step=self._standardise,
+            start=network,
+        )
+        spectrum = Exchange(
+            asked | {"task": "tct-spectrum"},
+            read_spectrum(),
+            send,
+            step=self._settle,
+            start=network,
+        )
+        return [moments, spectrum]
+
+    def _asked(self) -> dict[str, Any]:
+        """Return what says which features are meant, and how they are used."""
+        return {
+            "num-features": self.num_features,
+            "head": self.head or "",
+            "solver": self.solver,
+            "feature-dtype": self.feature_dtype,
+        }
+
+    def _standardise(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+        standardise = self.standardise
+        return standardised(state, uploads, seed=self.seed, standardise=standardise)
+
+    def _settle(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+        return settled(state, uploads, lr=self.lr, control=self.control_variates)
+
+    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+        """Average the clients' weights, and renew the control variate."""
+        connected = self._cohort.connected
+        return regressed(state, uploads, connected, local_steps=self.local_steps)
+
+    # The stages
+
+    def _train(
+        self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
+    ) -> None:
+        if server_round > self.stage1_rounds:
+            name = "convexifying" if server_round == self.stage1_rounds + 1 else "2"
+            logger.info("TCT: stage %s", name)
+            super()._train(grid, run, server_round, config)
+            return
+        logger.info(
+            "TCT: stage 1, round %s of %s of %s",
+            server_round,
+            self.stage1_rounds,
+            self._first.name,
+        )
+        told = {**config, **self._asked(), "tct-stage": 1, "seed": self.seed}
+        found = self._first.train(grid, run, server_round, told, self._timeout)
+        if self.solver != "steps":
+            _check_sizes(found)
+
+    def _evaluate(
+        self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
+    ) -> None:
+        if server_round > self.stage1_rounds:
+            super()._evaluate(grid, run, server_round, config)
+            return
+        told = {**config, "seed": self.seed}
+        self._first.evaluate(grid, run, server_round, told, self._timeout)
+
+    def _sample_to_train(self, grid: Grid, server_round: int) -> list[int]:
+        if server_round != self.stage1_rounds + 1:
+            return super()._sample_to_train(grid, server_round)
+        # Everyone's features count, and everyone's eigenvalues.
+        return self._sample(grid, server_round, "train", 1.0, self.min_train_nodes)
+
+    def options(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common; `lr` when it is settled."""
+        own = {
+            "stage1_rounds": self.stage1_rounds,
+            "local_steps": self.local_steps,
+            "control_variates": self.control_variates,
+            "standardise": self.standardise,
+        }
+        return super().options() | self._asked() | own | self._first.options()
+
+    def summary(self) -> None:
+        """Log the strategy's configuration."""
+        logger.info(
+            "\t├──> Stage 1: %s rounds of %s", self.stage1_rounds, self._first.name
+        )
+        logger.info(
+            "\t├──> Stage 2: %s features, %s local steps (%s), lr %s",
+            self.num_features,
+            self.local_steps,
+            self.solver,
+            "5 / p, or what clients allow" if self.lr is None else self.lr,
+        )
+        super().summary()
+
+
+def _check_sizes(metrics: Mapping[str, MetricRecord]) -> None:
+    """Refuse clients of too many examples for a spectrum, in the first round."""
+    counts = {client: found.get("num-examples") for client, found in metrics.items()}
+    large = {
+        k: n for k, n in counts.items() if isinstance(n, int) and n > MOST_EXAMPLES
+    }
+    if large:
+        named = ", ".join(f"{client} has {n}" for client, n in large.items())
+        raise ConfigurationError(
+            f"{named} examples, and stage 2's closed form decomposes a matrix of n x n"
+            f" for at most {MOST_EXAMPLES}: use TCT(solver='steps'), or share the data "
+            "out to more clients"
+        )

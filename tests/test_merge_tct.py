@@ -1,0 +1,613 @@
+"""TCT's regression: the closed form against plain loops, and where rounds end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import randn, relative, rng
+from torch import Tensor
+
+from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
+from flwr_fisher.merge import (
+    FeatureMoments,
+    Spectrum,
+    check_lr,
+    combine_moments,
+    feature_moments,
+    gram_spectrum,
+    largest_safe_lr,
+    products,
+    scaffold_control,
+    scaffold_step,
+    standardisation,
+    tct_average,
+    tct_control,
+    tct_residual,
+    tct_steps,
+    tct_update,
+)
+
+F64 = torch.float64
+C = 3
+
+
+def plain_steps(
+    Z: Tensor, Y: Tensor, weight: Tensor, h: Tensor | None, lr: float, steps: int
+) -> Tensor:
+    """Take gradient steps in float64, as the paper writes them."""
+    Z, Y, theta = Z.double(), Y.double(), weight.double()
+    shift = torch.zeros_like(theta) if h is None else h.double()
+    for _ in range(steps):
+        theta = theta - lr * (Z.T @ (Z @ theta - Y) / len(Z) - shift)
+    return theta
+
+
+def targets(seed: int, n: int, classes: int = C) -> Tensor:
+    labels = torch.randint(classes, (n,), generator=rng(seed))
+    return torch.nn.functional.one_hot(labels, classes).double() - 1 / classes
+
+
+def f64(seed: int, *shape: int) -> Tensor:
+    return randn(seed, *shape, dtype=F64)
+
+
+# --- the closed form ------------------------------------------------------------------
+
+SHAPES: dict[str, Callable[[int], Tensor]] = {
+    "wide": lambda s: f64(s, 6, 20),
+    "tall": lambda s: f64(s, 20, 6),
+    "square": lambda s: f64(s, 7, 7),
+    "rank 2": lambda s: f64(s, 9, 2) @ f64(s + 1, 2, 14),
+    "duplicated rows": lambda s: f64(s, 4, 9).repeat(3, 1),
+    "one example": lambda s: f64(s, 1, 5),
+    "one feature": lambda s: f64(s, 5, 1),
+    "zeros": lambda s: torch.zeros(4, 5, dtype=F64),
+    "some zeros": lambda s: f64(s, 5, 8) * (torch.arange(5) < 3).unsqueeze(1),
+    "steep": lambda s: f64(s, 8, 12) * torch.logspace(0, -6, 12, dtype=F64),
+}
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    shape=st.sampled_from(sorted(SHAPES)),
+    seed=st.integers(0, 10**6),
+    fraction=st.one_of(
+        st.floats(1e-7, 1.99), st.sampled_from([0.5, 1.0, 1.5, 1.9, 1.99])
+    ),
+    steps=st.integers(1, 500),
+    stored=st.sampled_from([torch.float16, torch.float32, F64]),
+    dtype=st.sampled_from([torch.float32, F64]),
+    corrected=st.booleans(),
+)
+def test_the_closed_form_is_where_the_steps_end(
+    shape: str,
+    seed: int,
+    fraction: float,
+    steps: int,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    corrected: bool,
+) -> None:
+    Z = SHAPES[shape](seed).to(stored)
+    p, Y = Z.shape[1], targets(seed, len(Z))
+    weight = f64(seed + 2, p, C).to(dtype)
+    h = f64(seed + 3, p, C).to(dtype) if corrected else None
+    spectrum = gram_spectrum(Z)
+    lr = fraction / (spectrum.largest or 1.0)
+    want = plain_steps(Z, Y, weight, h, lr, steps)
+    closed = tct_update(Z, Y, weight, h, spectrum, lr=lr, local_steps=steps)
+    looped = tct_steps(Z, Y, weight, h, lr=lr, local_steps=steps)
+    # M eta h is part of each sum, also where the steps along h end far below it.
+    drift = 0.0 if h is None else lr * steps * float(h.norm())
+    scale = float(weight.norm() + want.norm()) + drift
+    for got in (closed, looped):
+        assert got.dtype == dtype
+        assert got.shape == (p, C)
+        error = float((got.double() - want).norm())
+        assert error <= (1e-12 if dtype == F64 else 5e-5) * scale
+
+
+def exact(z: float, y: float, start: float, h: float, lr: float, steps: int) -> float:
+    """Return the M-th iterate of one weight on one example, with 60 digits."""
+    with localcontext() as context:
+        context.prec = 60
+        a, theta = Decimal(z), Decimal(start)
+        phi = (1 - (1 - Decimal(lr) * a * a) ** steps) / (a * a)
+        return float(theta - phi * (a * (a * theta - Decimal(y)) - Decimal(h)))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 499, 500, 100_000])
+def test_the_closed_form_keeps_its_digits_at_every_eigenvalue(steps: int) -> None:
+    edges = [1e-4 / steps * f for f in (0.999, 1.001)] + [0.4999999, 0.5, 0.5000001]
+    grid = [10.0**-k for k in range(0, 25, 2)] + edges
+    for x in [*grid, 0.9, 1.0, 1.0000001, 1.5, 1.99, 1.9999999]:
+        for lr in (1e-4, 3.0):
+            z = (x / lr) ** 0.5
+            Z = torch.tensor([[z]], dtype=F64)
+            spectrum = gram_spectrum(Z)
+            for y, start, h in ((1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (1.0, 2.0, 0.5)):
+                got = tct_update(
+                    Z,
+                    torch.tensor([[y]], dtype=F64),
+                    torch.tensor([[start]], dtype=F64),
+                    torch.tensor([[h]], dtype=F64),
+                    spectrum,
+                    lr=lr,
+                    local_steps=steps,
+                )
+                want = exact(z, y, start, h, lr, steps)
+                # What theta moves by at most; M amplifies the rounding of z * z.
+                path = min(lr * steps, 2 / z**2) * abs(z * (z * start - y) - h)
+                error = (1e-15 * steps + 1e-12) * (start + path)
+                assert abs(float(got) - want) <= error, (x, lr, y)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 500])
+def test_what_multiplies_the_correction_keeps_its_digits_too(steps: int) -> None:
+    one, zero, lr = torch.ones(1, 1, dtype=F64), torch.zeros(1, 1, dtype=F64), 3.0
+    eta = Decimal(lr)
+    for x in [10.0**-k for k in range(30)] + [0.999e-4 / steps, 1.001e-4 / steps]:
+        # Not Z's own, so that psi stands alone and is not multiplied by lambda.
+        spectrum = Spectrum(torch.tensor([x / lr], dtype=F64), one)
+        got = tct_update(one, zero, zero, one, spectrum, lr=lr, local_steps=steps)
+        with localcontext() as context:
+            context.prec = 80
+            lam = Decimal(x / lr)
+            phi = (1 - (1 - eta * lam) ** steps) / lam
+            want = float((phi - eta * steps) / lam + eta * steps)
+        assert abs(float(got) - want) <= 1e-9 * (lr * steps) ** 2, x
+
+
+def test_without_targets_and_correction_it_is_a_power_of_a_matrix() -> None:
+    Z, weight = f64(0, 5, 8), f64(1, 8, C)
+    step = torch.eye(8, dtype=F64) - 0.1 * Z.T @ Z / 5
+    want = torch.linalg.matrix_power(step, 37) @ weight
+    zero = torch.zeros(5, C, dtype=F64)
+    spectrum = gram_spectrum(Z)
+    got = tct_update(Z, zero, weight, None, spectrum, lr=0.1, local_steps=37)
+    assert relative(got, want) <= 1e-12
+
+
+def test_no_correction_is_a_correction_of_zero() -> None:
+    Z, Y, weight = f64(0, 5, 8), targets(0, 5), f64(1, 8, C)
+    zero, options = torch.zeros_like(weight), {"lr": 0.1, "local_steps": 20}
+    spectrum = gram_spectrum(Z)
+    none = tct_update(Z, Y, weight, None, spectrum, **options)
+    assert relative(tct_update(Z, Y, weight, zero, spectrum, **options), none) <= 1e-14
+    steps = tct_steps(Z, Y, weight, zero, **options)
+    assert torch.equal(steps, tct_steps(Z, Y, weight, None, **options))
+
+
+def test_a_residual_that_is_known_changes_nothing() -> None:
+    Z, Y, weight, h = f64(0, 5, 8), targets(0, 5), f64(1, 8, C), f64(2, 8, C)
+    E, spectrum = tct_residual(Z, Y, weight), gram_spectrum(Z)
+    assert relative(E, Z @ weight - Y) <= 1e-14
+    for correction in (h, None):
+        want = tct_update(Z, Y, weight, correction, spectrum, lr=0.1, local_steps=9)
+        got = tct_update(
+            Z, Y, weight, correction, spectrum, lr=0.1, local_steps=9, residual=E
+        )
+        assert relative(got, want) <= 1e-13
+
+
+def test_features_of_one_kind_and_the_next_are_multiplied_in_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Z, Y = randn(0, 11, 6).half(), targets(0, 11)
+    weight, h, spectrum = randn(1, 6, C), randn(2, 6, C), gram_spectrum(Z)
+    whole = tct_update(Z, Y, weight, h, spectrum, lr=0.1, local_steps=50)
+    moments = feature_moments(Z)
+    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * 6 * 4)
+    assert products.block_rows(6, torch.float32) == 2
+    cut = tct_update(Z, Y, weight, h, spectrum, lr=0.1, local_steps=50)
+    assert relative(cut, whole) <= 1e-6
+    assert relative(feature_moments(Z).mean, moments.mean) <= 1e-14
+    assert relative(feature_moments(Z).m2, moments.m2) <= 1e-14
+
+
+def test_half_precision_is_for_storage_alone() -> None:
+    Z, Y = randn(0, 9, 30).half(), targets(0, 9)
+    weight, spectrum = randn(1, 30, C).half(), gram_spectrum(Z)
+    got = tct_update(Z, Y, weight, None, spectrum, lr=0.1, local_steps=50)
+    want = plain_steps(Z, Y, weight, None, 0.1, 50)
+    assert got.dtype == torch.float16
+    assert relative(got, want) <= 1e-3
+    assert (
+        relative(tct_residual(Z, Y, weight), Z.double() @ weight.double() - Y) <= 1e-6
+    )
+
+
+def test_inputs_are_left_alone_and_layouts_do_not_matter() -> None:
+    Z, Y, weight, h = f64(0, 5, 8), targets(0, 5), f64(1, 8, C), f64(2, 8, C)
+    before = [t.clone() for t in (Z, Y, weight, h)]
+    spectrum, options = gram_spectrum(Z), {"lr": 0.1, "local_steps": 20}
+    want = tct_update(Z, Y, weight, h, spectrum, **options)
+    tct_steps(Z, Y, weight, h, **options)
+    assert all(map(torch.equal, before, (Z, Y, weight, h)))
+    columns = [t.T.contiguous().T for t in (Z, Y, weight, h)]
+    assert relative(tct_update(*columns, spectrum, **options), want) <= 1e-13
+    assert want.is_contiguous()
+
+
+# --- the spectrum and the learning rate -----------------------------------------------
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_the_spectrum_is_the_gram_matrixs(shape: str) -> None:
+    Z = SHAPES[shape](5)
+    spectrum, n = gram_spectrum(Z), len(Z)
+    K, Q = Z @ Z.T / n, spectrum.eigenvectors
+    assert relative(Q @ torch.diag(spectrum.eigenvalues) @ Q.T, K) <= 1e-13
+    assert relative(Q @ Q.T, torch.eye(n, dtype=F64)) <= 1e-13
+    assert (spectrum.eigenvalues >= 0).all()
+    hessian = torch.linalg.eigvalsh(Z.T @ Z / n)[-1]
+    assert spectrum.largest == pytest.approx(float(hessian), rel=1e-12, abs=1e-300)
+
+
+def test_the_spectrum_is_summed_over_blocks_in_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Z = randn(0, 13, 40)
+    want = torch.linalg.eigvalsh(Z.double() @ Z.double().T / 13)
+    for columns, rows in ((2048, 256), (7, 5), (1, 1)):
+        monkeypatch.setattr("flwr_fisher.merge.spectrum._COLUMNS", columns)
+        monkeypatch.setattr("flwr_fisher.merge.spectrum._ROWS", rows)
+        assert relative(gram_spectrum(Z).eigenvalues, want) <= 1e-13
+
+
+@pytest.mark.parametrize("largest", [1e-300, 1e-3, 0.3, 1.0, 7.0, 12345.678, 1e9])
+def test_the_largest_safe_rate_is_just_safe(largest: float) -> None:
+    lr = largest_safe_lr(largest)
+    assert 2 * (1 - 1e-15) <= lr * largest < 2
+    check_lr(lr, largest)
+    with pytest.raises(ConfigurationError, match="too large"):
+        check_lr(2.000001 / largest, largest)
+
+
+def test_a_rate_that_is_too_large_is_refused_with_one_that_is_not() -> None:
+    Z, Y, weight = f64(0, 5, 8), targets(0, 5), f64(1, 8, C)
+    spectrum = gram_spectrum(Z)
+    lr = 2.5 / spectrum.largest
+    with pytest.raises(ConfigurationError, match=f"lr {lr:g} is too large") as caught:
+        tct_update(Z, Y, weight, None, spectrum, lr=lr, local_steps=500)
+    shown = float(str(caught.value).split()[-1])
+    assert 1.99 < shown * spectrum.largest < 2
+    tct_update(Z, Y, weight, None, spectrum, lr=shown, local_steps=500)
+    steps = tct_steps(Z, Y, weight, None, lr=lr, local_steps=500)
+    assert steps.norm() > 1e50
+    assert largest_safe_lr(0.0) == float("inf")
+    check_lr(1e30, 0.0)
+
+
+# --- standardisation ------------------------------------------------------------------
+
+
+def pooled(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return all features' means and standard deviations, from exact sums."""
+    means, stds = [], []
+    for column in torch.cat(parts).double().T.tolist():
+        values = [Fraction(x) for x in column]
+        mean = sum(values) / len(values)
+        variance = sum((x - mean) ** 2 for x in values) / len(values)
+        means.append(float(mean))
+        stds.append(float(variance) ** 0.5)
+    return torch.tensor(means, dtype=F64), torch.tensor(stds, dtype=F64)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 1e3, 2e4])
+def test_standardisation_is_that_of_the_pooled_features(offset: float) -> None:
+    sizes, spread = [1, 50, 7, 200], torch.tensor([0.01, 1.0, 30.0], dtype=F64)
+    parts = [(f64(i, n, 3) + i + offset) * spread for i, n in enumerate(sizes)]
+    moments = combine_moments([feature_moments(part) for part in parts])
+    mean, std = standardisation(moments)
+    want_mean, want_std = pooled(parts)
+    assert moments.count == sum(sizes)
+    assert ((mean - want_mean) / want_mean).abs().max() <= 1e-12
+    assert ((std - want_std) / want_std).abs().max() <= 1e-12
+    Z = (torch.cat(parts) - mean) / std
+    assert Z.mean(0).abs().max() <= 1e-15 * max(offset, 10)
+    assert (Z.square().mean(0) - 1).abs().max() <= 1e-11
+
+
+def test_standardisation_of_narrow_features_is_computed_in_float64() -> None:
+    for dtype in (torch.float16, torch.float32):
+        parts = [(randn(i, n, 3) + 30).to(dtype) for i, n in enumerate([3, 200, 70])]
+        moments = combine_moments([feature_moments(part) for part in parts])
+        mean, std = standardisation(moments)
+        want_mean, want_std = pooled(parts)
+        assert mean.dtype == std.dtype == F64
+        assert torch.allclose(mean, want_mean, rtol=1e-13)
+        assert torch.allclose(std, want_std, rtol=1e-12)
+
+
+def test_the_order_and_grouping_of_clients_do_not_matter() -> None:
+    parts = [feature_moments(f64(i, 5 + i, 6) + 100 * i) for i in range(4)]
+    want = combine_moments(parts)
+    grouped = combine_moments([combine_moments(parts[2:]), combine_moments(parts[:2])])
+    for got in (combine_moments(parts[::-1]), grouped):
+        assert relative(got.mean, want.mean) <= 1e-14
+        assert relative(got.m2, want.m2) <= 1e-13
+    alone = combine_moments([parts[0]])
+    assert torch.equal(alone.mean, parts[0].mean)
+    assert torch.equal(alone.m2, parts[0].m2)
+
+
+def test_a_constant_feature_does_not_count() -> None:
+    wobble = 1.0 + torch.finfo(torch.float32).eps * (torch.arange(20) % 2)
+    columns = [
+        torch.full((20,), 0.1),
+        torch.zeros(20),
+        wobble,
+        torch.full((20,), 1e-42) * (torch.arange(20) % 2),
+        torch.arange(20.0),
+        1e4 + torch.arange(20.0),
+    ]
+    parts = torch.stack(columns, dim=1).split([3, 17])
+    moments = combine_moments([feature_moments(part) for part in parts])
+    mean, std = standardisation(moments)
+    assert std[:4].tolist() == [1.0] * 4
+    assert torch.allclose(std[4:], torch.arange(20.0).double().std(correction=0))
+    Z = (torch.cat(parts) - mean) / std
+    assert Z[:, :4].abs().max() <= 1e-7
+
+
+# --- rounds ---------------------------------------------------------------------------
+
+
+@dataclass
+class Federation:
+    """Clients of unequal size and labels, whose pooled regression has a residual."""
+
+    seed: int = 0
+    sizes: tuple[int, ...] = (20, 7, 13, 40)
+    p: int = 8
+    lr: float = field(init=False)
+    steps: int = 40
+
+    def __post_init__(self) -> None:
+        self.Z = [f64(self.seed + i, n, self.p) + 0.3 for i, n in enumerate(self.sizes)]
+        for i, Z in enumerate(self.Z):
+            Z[:, 0] = Z[:, 1]  # so that least squares has many solutions
+            Z[:, 2:4] *= 1 + i
+        # Each client holds two of three classes.
+        self.Y = [targets(i, n, 2) + 1 / 2 - 1 / C for i, n in enumerate(self.sizes)]
+        rest = [torch.full((n, 1), -1 / C, dtype=F64) for n in self.sizes]
+        pairs = zip(self.Y, rest, range(len(rest)), strict=True)
+        self.Y = [torch.cat([y, r], dim=1).roll(i, 1) for y, r, i in pairs]
+        self.spectra = [gram_spectrum(Z) for Z in self.Z]
+        self.lr = 0.5 / max(s.largest for s in self.spectra)
+        self.zero = torch.zeros(self.p, C, dtype=F64)
+
+    def best(self, weights: list[float] | None = None) -> Tensor:
+        """Return the minimum-norm least squares of all, each client's mean weighted."""
+        weights = weights or [float(n) for n in self.sizes]
+        pairs = zip(weights, self.sizes, strict=True)
+        roots = [(w / n) ** 0.5 for w, n in pairs]
+        Z = torch.cat([r * z for r, z in zip(roots, self.Z, strict=True)])
+        Y = torch.cat([r * y for r, y in zip(roots, self.Y, strict=True)])
+        return torch.linalg.lstsq(Z, Y, driver="gelsd").solution
+
+    def local(self, i: int, weight: Tensor, h: Tensor | None) -> Tensor:
+        options = {"lr": self.lr, "local_steps": self.steps}
+        return tct_update(self.Z[i], self.Y[i], weight, h, self.spectra[i], **options)
+
+    def train(
+        self,
+        cohorts: list[list[int]],
+        *,
+        control: bool = True,
+        weights: list[float] | None = None,
+    ) -> Tensor:
+        """Run rounds of TCT, and check that c stays the mean of all c_i."""
+        weights = weights or [float(n) for n in self.sizes]
+        weight, c, own = self.zero, self.zero, [self.zero for _ in self.sizes]
+        options = {"lr": self.lr, "local_steps": self.steps}
+        for cohort in cohorts:
+            ends = [
+                self.local(i, weight, own[i] - c if control else None) for i in cohort
+            ]
+            for i, end in zip(cohort, ends, strict=True):
+                own[i] = tct_control(own[i], c, weight, end, **options)
+            shares = [weights[i] for i in cohort]
+            part = sum(shares) / sum(weights)
+            weight, c = tct_average(
+                weight, c, ends, shares, participation=part, **options
+            )
+            if control:
+                mean = sum(w * x for w, x in zip(weights, own, strict=True))
+                assert (c - mean / sum(weights)).norm() <= 1e-10 * (1 + c.norm())
+        return weight
+
+    def train_by_h(self, cohorts: list[list[int]]) -> Tensor:
+        """Run the paper's Algorithm 1: h_i from the global weights met next."""
+        weight, h = self.zero, [self.zero for _ in self.sizes]
+        last: dict[int, Tensor] = {}
+        for cohort in cohorts:
+            for i in cohort:
+                if i in last:
+                    h[i] = h[i] + (weight - last[i]) / (self.steps * self.lr)
+                last[i] = self.local(i, weight, h[i])
+            total = sum(self.sizes[i] for i in cohort)
+            weight = sum((self.sizes[i] / total * last[i] for i in cohort), self.zero)
+        return weight
+
+
+EVERYONE = [[0, 1, 2, 3]] * 300
+
+
+def pairs(rounds: int) -> list[list[int]]:
+    generator = rng(1)
+    return [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(rounds)]
+
+
+def test_rounds_end_at_the_pooled_minimum_norm_least_squares() -> None:
+    clients = Federation()
+    best = clients.best()
+    pinv = torch.linalg.pinv(torch.cat(clients.Z)) @ torch.cat(clients.Y)
+    assert relative(best, pinv) <= 1e-10
+    assert relative(clients.train(EVERYONE), best) <= 1e-9
+    assert relative(clients.train(EVERYONE, control=False), best) >= 0.05
+
+
+def test_with_more_features_than_examples_they_end_at_an_interpolation() -> None:
+    clients = Federation(sizes=(5, 3, 8, 4), p=60)
+    weight = clients.train([[0, 1, 2, 3]] * 600)
+    assert relative(weight, clients.best()) <= 1e-8
+    assert relative(torch.cat(clients.Z) @ weight, torch.cat(clients.Y)) <= 1e-8
+
+
+def test_the_papers_form_is_the_same_while_everyone_is_there() -> None:
+    clients = Federation()
+    for rounds in (1, 2, 5, 50):
+        cohorts = EVERYONE[:rounds]
+        assert relative(clients.train(cohorts), clients.train_by_h(cohorts)) <= 1e-10
+
+
+def test_with_absent_clients_only_scaffolds_form_ends_there() -> None:
+    clients = Federation()
+    best, cohorts = clients.best(), pairs(800)
+    assert relative(clients.train(cohorts), best) <= 1e-9
+    assert not relative(clients.train_by_h(pairs(60)), best) <= 0.05
+
+
+def test_equal_weights_solve_another_problem() -> None:
+    clients = Federation()
+    equal = [1.0] * len(clients.sizes)
+    weight = clients.train(EVERYONE, weights=equal)
+    assert relative(weight, clients.best(equal)) <= 1e-9
+    assert relative(weight, clients.best()) >= 0.05
+
+
+def test_one_client_alone_descends_its_own_loss() -> None:
+    clients = Federation(sizes=(30,), steps=10)
+    want = plain_steps(clients.Z[0], clients.Y[0], clients.zero, None, clients.lr, 30)
+    assert relative(clients.train([[0]] * 3), want) <= 1e-11
+
+
+def test_the_average_is_scaffolds() -> None:
+    weight, c, own = f64(0, 4, C), f64(1, 4, C), [f64(i, 4, C) for i in (2, 3)]
+    ends, weights = [f64(4, 4, C), f64(5, 4, C)], [3.0, 1.0]
+    deltas = [{"w": weight - end} for end in ends]
+    shifts = []
+    for before, delta in zip(own, deltas, strict=True):
+        after = scaffold_control({"w": before}, {"w": c}, delta, steps=7, lr=0.1)
+        shifts.append({"w": after["w"] - before})
+    want, control = scaffold_step(
+        {"w": weight}, {"w": c}, deltas, shifts, weights, participation=0.3
+    )
+    got = tct_average(
+        weight, c, ends, weights, participation=0.3, lr=0.1, local_steps=7
+    )
+    assert relative(got[0], want["w"]) <= 1e-14
+    assert relative(got[1], control["w"]) <= 1e-14
+    alone = tct_control(own[0], c, weight, ends[0], lr=0.1, local_steps=7)
+    assert relative(alone - own[0], shifts[0]["w"]) <= 1e-14
+
+
+def test_averages_of_float32_are_taken_in_float64() -> None:
+    weight, c = randn(0, 50, C), randn(1, 50, C)
+    ends = [weight + 1e-3 * randn(i, 50, C) for i in range(2, 9)]
+    options = {"lr": 1e-3, "local_steps": 100}
+    new, control = tct_average(weight, c, ends, [1.0] * 7, **options)
+    assert new.dtype == control.dtype == torch.float32
+    exact_new, exact_control = tct_average(
+        weight.double(), c.double(), [e.double() for e in ends], [1.0] * 7, **options
+    )
+    assert torch.equal(new, exact_new.float())
+    assert torch.equal(control, exact_control.float())
+    same, _ = tct_average(weight, c, [ends[0]] * 3, [5, 1, 7], **options)
+    assert torch.equal(same, ends[0])
+    assert tct_control(c, c, weight, ends[0].double(), **options).dtype == c.dtype
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    Z, Y, weight = f64(0, 5, 8), targets(0, 5), f64(1, 8, C)
+    spectrum = gram_spectrum(Z)
+    options = {"lr": 0.1, "local_steps": 2}
+    for culprit, args in {
+        "Y has shape": (Z, Y[:4], weight, weight),
+        "weight has shape": (Z, Y, weight[:7], weight),
+        "h has shape": (Z, Y, weight, weight[:, :2]),
+        "Y must be": (Z, Y[:, 0], weight, weight),
+    }.items():
+        with pytest.raises(ParamsError, match=culprit):
+            tct_update(*args, spectrum, **options)
+        with pytest.raises(ParamsError, match=culprit):
+            tct_steps(*args, **options)
+    with pytest.raises(ParamsError, match="residual has shape"):
+        tct_update(Z, Y, weight, None, spectrum, residual=Y[:2], **options)
+    with pytest.raises(ParamsError, match="the spectrum is of 5 examples, Z has 4"):
+        tct_update(Z[:4], Y[:4], weight, None, spectrum, **options)
+    with pytest.raises(ParamsError, match="are not a spectrum"):
+        Spectrum(torch.ones(3), torch.eye(4))
+    with pytest.raises(ParamsError, match="shape"):
+        tct_average(weight, weight, [weight, weight[:3]], [1, 1], **options)
+    with pytest.raises(ParamsError, match="shape"):
+        tct_average(weight, weight[:3], [weight], [1], **options)
+    with pytest.raises(ParamsError, match="0 sets of params"):
+        tct_average(weight, weight, [], [], **options)
+
+
+def test_numbers_out_of_range_are_named() -> None:
+    Z, Y, weight = f64(0, 5, 8), targets(0, 5), f64(1, 8, C)
+    spectrum = gram_spectrum(Z)
+    for lr in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="lr must be > 0"):
+            tct_update(Z, Y, weight, None, spectrum, lr=lr, local_steps=2)
+        with pytest.raises(ConfigurationError, match="lr must be > 0"):
+            tct_steps(Z, Y, weight, None, lr=lr, local_steps=2)
+        with pytest.raises(ConfigurationError, match="lr must be > 0"):
+            tct_control(weight, weight, weight, weight, lr=lr, local_steps=2)
+    with pytest.raises(ConfigurationError, match="local_steps must be >= 1"):
+        tct_update(Z, Y, weight, None, spectrum, lr=0.1, local_steps=0)
+    with pytest.raises(ConfigurationError, match="local_steps must be >= 1"):
+        tct_steps(Z, Y, weight, None, lr=0.1, local_steps=0)
+    with pytest.raises(ConfigurationError, match="participation"):
+        tct_average(
+            weight, weight, [weight], [1], participation=2, lr=0.1, local_steps=1
+        )
+    for largest in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="largest eigenvalue must be"):
+            largest_safe_lr(largest)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_features_that_are_not_finite_are_refused(value: float) -> None:
+    Z = randn(0, 5, 8)
+    Z[3, 2] = value
+    for refuse in (gram_spectrum, feature_moments):
+        with pytest.raises(DataError, match="NaN or infinity"):
+            refuse(Z)
+
+
+@pytest.mark.parametrize(
+    "Z", [torch.zeros(0, 3), torch.zeros(3, 0), torch.zeros(3), torch.ones(2, 2).int()]
+)
+def test_features_that_are_no_matrix_are_refused(Z: Tensor) -> None:
+    for refuse in (gram_spectrum, feature_moments):
+        with pytest.raises(DataError, match="features must be a matrix"):
+            refuse(Z)
+
+
+def test_moments_that_cannot_be_are_refused() -> None:
+    one, two = torch.ones(1, dtype=F64), torch.ones(2, dtype=F64)
+    with pytest.raises(ParamsError, match="must both be"):
+        FeatureMoments(one, two, 3)
+    for count in (0, -1, float("nan")):
+        with pytest.raises(ParamsError, match="at least one example"):
+            FeatureMoments(one, one, count)  # type: ignore[arg-type]
+    for mean, m2 in ((one, -one), (one, one / 0), (one * float("nan"), one)):
+        with pytest.raises(ParamsError, match="moments hold"):
+            FeatureMoments(mean, m2, 3)
+    with pytest.raises(ParamsError, match="no moments"):
+        combine_moments([])
+    with pytest.raises(ParamsError, match=r"numbers of features: \[1, 2\]"):
+        combine_moments([FeatureMoments(one, one, 1), FeatureMoments(two, two, 1)])

@@ -1,0 +1,576 @@
+"""`TangentFeatures` against per-example autograd of a network with a head by hand."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import (
+    IMAGES,
+    SERIES,
+    TOKENS,
+    VECTORS,
+    Attention,
+    CalledTwice,
+    Encoder,
+    FewerInputs,
+    Folded,
+    NotCalled,
+    OverTime,
+    PadsItself,
+    SquaredWeight,
+    Tied,
+    TiedLinear,
+    TimeFirst,
+    Unused,
+    UsedOutside,
+    freeze,
+    mlp,
+    with_statistics,
+)
+from oracles import SMALL_SHAPE, randn, relative, seeded, small_net
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from flwr_fisher.curvature import TangentFeatures, tangent_engine
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    StructureError,
+    UnknownNameError,
+)
+from flwr_fisher.tasks import make_model
+
+ALL = 10**9
+
+
+def by_hand(features: TangentFeatures, model: nn.Module, x: Tensor) -> Tensor:
+    """Return every feature of every example, one backward pass at a time, float64.
+
+    The new head's weights are taken from the features; the rest is done anew.
+    """
+    twin = copy.deepcopy(model).double().eval()
+    old = twin.get_submodule(features.head)
+    new = nn.Linear(old.in_features, 1, bias=old.bias is not None).double()
+    drawn = features._network.get_submodule(features.head)
+    with torch.no_grad():
+        for mine, its in zip(new.parameters(), drawn.parameters(), strict=True):
+            mine.copy_(its)
+    if features.head:
+        twin.set_submodule(features.head, new)
+    else:
+        twin = new
+    parameters = [p for p in twin.parameters() if p.requires_grad]
+    rows = []
+    for example in x.double() if x.is_floating_point() else x:
+        output = twin(example.unsqueeze(0)).squeeze()
+        found = torch.autograd.grad(output, parameters, allow_unused=True)
+        pairs = zip(parameters, found, strict=True)
+        filled = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+        rows.append(torch.cat([g.flatten() for g in filled]))
+    return torch.stack(rows)
+
+
+def coordinates(features: TangentFeatures, total: int) -> Tensor:
+    """Return the places of the features among all, from the public numbers alone."""
+    assert features.num_features <= total
+    start, places = 0, []
+    for name, p in features._network.named_parameters():
+        if not p.requires_grad:
+            continue
+        if name in features._chosen:
+            places.append(features._chosen[name].entries + start)
+        start += p.numel()
+    assert start == total
+    return torch.cat(places)
+
+
+class OwnParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 4)
+        self.temperature = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.fc(x) * self.temperature).tanh())
+
+
+class TiedBelow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied, self.head = TiedLinear(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tied(x).tanh())
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.fc(self.norm(self.embedding(x))).tanh().mean(1))
+
+
+class Pooled(OverTime):
+    """With its mean over time before the head: one output an example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.step(x).tanh().mean(1))
+
+
+def conv(*layers: nn.Module, width: int) -> nn.Module:
+    return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(width, 3))
+
+
+def batch_norm() -> nn.Module:
+    norm = with_statistics(nn.BatchNorm2d(4))
+    return conv(nn.Conv2d(2, 4, 2), norm, width=16)
+
+
+def dropout() -> nn.Module:
+    layers = nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)
+    return nn.Sequential(*layers)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "conv and linear": (small_net, randn(5, 4, *SMALL_SHAPE)),
+    "lenet": (
+        lambda: make_model("lenet-bias", shape=(1, 8, 8), num_classes=3),
+        randn(6, 3, 1, 8, 8),
+    ),
+    "one layer": (lambda: nn.Linear(3, 4), VECTORS),
+    "groups": (lambda: conv(nn.Conv2d(2, 4, 2, groups=2), width=16), IMAGES),
+    "dilation and stride": (
+        lambda: conv(nn.Conv2d(2, 3, 2, dilation=2, stride=1), width=3),
+        IMAGES,
+    ),
+    "padding": (
+        lambda: conv(
+            nn.Conv2d(2, 3, 3, padding="same", padding_mode="reflect"), width=27
+        ),
+        IMAGES,
+    ),
+    "conv1d": (lambda: conv(nn.Conv1d(5, 3, 2), width=6), SERIES),
+    "over time": (Pooled, SERIES),
+    "over time, no bias": (lambda: Pooled(bias=False), SERIES),
+    "batch norm": (batch_norm, IMAGES),
+    "group norm": (
+        lambda: conv(nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), width=16),
+        IMAGES,
+    ),
+    "dropout": (dropout, VECTORS),
+    "embedding and norm": (Words, TOKENS),
+    "attention": (Attention, SERIES[..., :1].expand(-1, -1, 4)),
+    "encoder": (Encoder, SERIES[..., :1] * torch.arange(1.0, 5.0)),
+    "own parameter": (OwnParameter, VECTORS),
+    "called twice": (CalledTwice, VECTORS),
+    "tied below the head": (TiedBelow, VECTORS),
+    "used outside": (UsedOutside, VECTORS),
+    "not called": (NotCalled, VECTORS),
+    "time in the batch": (Folded, SERIES),
+    "time first": (TimeFirst, SERIES),
+    "squared weight": (lambda: mlp(SquaredWeight(3, 3), nn.Tanh()), VECTORS),
+    "fewer inputs": (lambda: mlp(FewerInputs(3, 3), nn.Tanh()), randn(7, 5, 4)),
+    "pads itself": (lambda: conv(PadsItself(2, 3, 2), width=27), IMAGES),
+    "weight norm": (lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()), VECTORS),
+    "in place": (lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
+    "frozen weight": (
+        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight"),
+        VECTORS,
+    ),
+    "frozen bias": (
+        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.bias"),
+        VECTORS,
+    ),
+    "frozen below": (
+        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight", "0.bias"),
+        VECTORS,
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+    make, x = CASES[request.param]
+    return seeded(make), x
+
+
+# --- the numbers ----------------------------------------------------------------------
+
+
+def test_all_coordinates_are_the_gradient(case: tuple[nn.Module, Tensor]) -> None:
+    model, x = case
+    model.double()
+    features = TangentFeatures(model, ALL, seed=3)
+    got = features(x.double() if x.is_floating_point() else x)
+    want = by_hand(features, model, x)
+    assert got.dtype == torch.float64
+    assert want.norm() > 0
+    assert relative(got, want) < 1e-10
+    assert features.num_features == want.shape[1]
+
+
+def test_some_coordinates_are_entries_of_it(case: tuple[nn.Module, Tensor]) -> None:
+    model, x = case
+    total = TangentFeatures(model, ALL).num_features
+    features = TangentFeatures(model, total // 2, seed=4)
+    got = features(x)
+    assert got.dtype == torch.float32
+    assert got.shape == (len(x), total // 2)
+    places = coordinates(features, total)
+    assert (places.diff() > 0).all()
+    assert relative(got, by_hand(features, model, x)[:, places]) < 1e-5
+
+
+@pytest.mark.parametrize("num_features", [1, 2, 30])
+def test_few_coordinates_of_convolutions(num_features: int) -> None:
+    """So few that entries are gathered instead of forming a layer's gradient."""
+    model = seeded(
+        lambda: conv(
+            nn.Conv2d(2, 16, 2, groups=2), nn.Tanh(), nn.Conv2d(16, 40, 2), width=40
+        )
+    )
+    for seed in range(5):
+        features = TangentFeatures(model, num_features, seed=seed)
+        places = coordinates(features, TangentFeatures(model, ALL).num_features)
+        want = by_hand(features, model, IMAGES)[:, places]
+        assert relative(features(IMAGES), want) < 1e-5
+
+
+def test_a_log_softmax_behind_the_head_has_no_part() -> None:
+    body = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)]
+    model = seeded(lambda: nn.Sequential(*body))
+    wrapped = nn.Sequential(*body, nn.LogSoftmax(dim=1), nn.ReLU(inplace=True))
+    features = TangentFeatures(wrapped, ALL)
+    assert features.head == "2"
+    assert torch.equal(features(VECTORS), TangentFeatures(model, ALL)(VECTORS))
+
+
+def test_parts_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make, x in (CASES["embedding and norm"], CASES["conv and linear"]):
+        features = TangentFeatures(seeded(make).double(), 25)
+        x = x.double() if x.is_floating_point() else x
+        whole = features(x)
+        one_by_one = torch.cat([features(x[i : i + 1]) for i in range(len(x))])
+        assert relative(one_by_one, whole) < 1e-12
+        monkeypatch.setattr(tangent_engine, "_AT_ONCE", 1)
+        monkeypatch.setattr(tangent_engine, "_PRODUCTS", {"cpu": 1})
+        parts = TangentFeatures(seeded(make).double(), 25)
+        assert relative(parts(x), whole) < 1e-12
+        assert parts._engine is not None
+        assert parts._engine.chunk == 1
+        monkeypatch.undo()
+
+
+def test_beginning_with_one_example() -> None:
+    """What is settled on the first batch holds for those that are larger."""
+    for name in ("time in the batch", "time first", "batch norm"):
+        make, x = CASES[name]
+        features = TangentFeatures(seeded(make), ALL)
+        features(x[:1])
+        assert relative(features(x), by_hand(features, seeded(make), x)) < 1e-5
+
+
+def test_no_examples_have_no_features() -> None:
+    features = TangentFeatures(nn.Linear(3, 2), 3)
+    assert features(VECTORS[:0]).shape == (0, 3)
+    assert features(VECTORS).shape == (5, 3)
+
+
+def test_without_gradients_and_in_inference_mode() -> None:
+    want = TangentFeatures(seeded(dropout), 20)(VECTORS)
+    with torch.no_grad():
+        assert torch.equal(TangentFeatures(seeded(dropout), 20)(VECTORS), want)
+    with torch.inference_mode():
+        x = VECTORS.clone()
+        assert torch.equal(TangentFeatures(seeded(dropout), 20)(x), want)
+    assert not want.requires_grad
+    x = VECTORS.clone().requires_grad_()
+    assert not TangentFeatures(seeded(dropout), 20)(x).requires_grad
+
+
+def test_linear_layers_need_no_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the slow path")
+
+    monkeypatch.setattr(tangent_engine.Jacobians, "gradients", refuse)
+    for name in ("conv and linear", "dilation and stride", "groups", "over time"):
+        make, x = CASES[name]
+        TangentFeatures(seeded(make), ALL)(x)
+    with pytest.raises(AssertionError, match="slow"):
+        TangentFeatures(seeded(Words), ALL)(TOKENS)
+
+
+def test_half_precision_gives_single() -> None:
+    model = seeded(dropout).bfloat16()
+    features = TangentFeatures(model, ALL)
+    got = features(VECTORS.bfloat16())
+    assert got.dtype == features.dtype == torch.float32
+    assert relative(got, by_hand(features, model, VECTORS.bfloat16())) < 0.03
+
+
+def test_a_head_with_a_parametrisation() -> None:
+    plain, model = seeded(dropout), seeded(dropout)
+    weight_norm(model[3])
+    assert torch.equal(
+        TangentFeatures(model, ALL)(VECTORS), TangentFeatures(plain, ALL)(VECTORS)
+    )
+    assert TangentFeatures(weight_norm(nn.Linear(3, 2)), ALL).num_features == 4
+
+
+# --- what is drawn --------------------------------------------------------------------
+
+
+def test_every_coordinate_once_if_there_are_no_more() -> None:
+    model = seeded(dropout)
+    features = TangentFeatures(model, 10**6)
+    assert features.num_features == 3 * 5 + 5 + 5 + 1
+    assert torch.equal(coordinates(features, 26), torch.arange(26))
+
+
+def test_coordinates_are_drawn_evenly() -> None:
+    model, counts = nn.Linear(39, 2), torch.zeros(40)
+    for seed in range(200):
+        counts[coordinates(TangentFeatures(model, 10, seed=seed), 40)] += 1
+    assert counts.sum() == 2000
+    assert counts.min() > 25
+    assert counts.max() < 80
+
+
+def test_the_new_head_is_distributed_as_linear_layers_are() -> None:
+    model = nn.Sequential(nn.Linear(3, 10_000), nn.ReLU(), nn.Linear(10_000, 2))
+    head = TangentFeatures(model, 10)._network.get_submodule("2").requires_grad_(False)
+    usual = seeded(lambda: nn.Linear(10_000, 1)).weight.detach()
+    assert head.weight.shape == (1, 10_000)
+    assert head.bias.shape == (1,)
+    assert head.weight.abs().max() <= 0.01
+    assert head.bias.abs() <= 0.01
+    assert float(head.weight.std() / usual.std()) == pytest.approx(1, abs=0.02)
+    assert abs(float(head.weight.mean())) < 2e-4
+
+
+def test_the_digest_is_not_of_the_values() -> None:
+    first, second = seeded(small_net, 1), seeded(small_net, 2).double()
+    digests = {TangentFeatures(m, 30, seed=5).digest for m in (first, second)}
+    assert len(digests) == 1
+    assert TangentFeatures(first, 30, seed=5, head="7").digest in digests
+
+
+def test_the_digest_is_of_all_else() -> None:
+    model = seeded(small_net)
+    wider = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
+    renamed = nn.Sequential(nn.Identity(), *wider)
+    partly = freeze(copy.deepcopy(wider), "0.bias")
+    found = [
+        TangentFeatures(model, 30),
+        TangentFeatures(model, 30, seed=1),
+        TangentFeatures(model, 31),
+        TangentFeatures(model, 30, head="5"),
+        TangentFeatures(wider, ALL),
+        TangentFeatures(renamed, ALL),
+        TangentFeatures(partly, ALL),
+    ]
+    assert len({features.digest for features in found}) == len(found)
+    # More features than there are make no difference.
+    assert TangentFeatures(wider, 10**6).digest == TangentFeatures(wider, ALL).digest
+
+
+def test_the_same_seed_gives_the_same_features() -> None:
+    model = seeded(small_net)
+    x = CASES["conv and linear"][1]
+    twice = [TangentFeatures(model, 30, seed=2)(x) for _ in range(2)]
+    assert torch.equal(*twice)
+    assert not torch.equal(twice[0], TangentFeatures(model, 30, seed=3)(x))
+
+
+# --- what is left alone ---------------------------------------------------------------
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = batch_norm()
+    model.train()
+    model[0].eval()
+    model(IMAGES).sum().backward()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    grads = [p.grad.clone() for p in model.parameters()]
+    modes = [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    TangentFeatures(model, 20)(IMAGES)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == modes
+    for value, old in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(value.grad, old)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert model[-1].out_features == 3
+
+
+def test_values_are_those_at_construction() -> None:
+    model = seeded(dropout)
+    features = TangentFeatures(model, 20)
+    want = features(VECTORS)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    assert torch.equal(features(VECTORS), want)
+    assert not torch.equal(TangentFeatures(model, 20)(VECTORS), want)
+
+
+def test_a_copy_works_alone() -> None:
+    features = TangentFeatures(seeded(dropout), 20)
+    want = features(VECTORS)
+    twin = copy.deepcopy(features)
+    del features
+    assert torch.equal(twin(VECTORS), want)
+
+
+# --- the head -------------------------------------------------------------------------
+
+
+class OutOfOrder(nn.Module):
+    """Its last linear layer in definition is not the last that is called."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.head, self.fc = nn.Linear(width, 4), nn.Linear(3, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.fc(x).tanh())
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.fc(-x)
+
+
+class Alias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.classifier = nn.Linear(3, 3), nn.Linear(3, 5)
+        self.head = self.classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.fc(x).tanh())
+
+
+def test_the_head_is_found_or_named() -> None:
+    found = TangentFeatures(small_net(), 10)
+    assert (found.head, found.num_classes, found.seed) == ("7", 3, 0)
+    named = TangentFeatures(OutOfOrder(), 10, head="head")
+    assert (named.head, named.num_classes) == ("head", 4)
+    named(VECTORS)
+    lonely = TangentFeatures(nn.Linear(3, 4), ALL)
+    assert (lonely.head, lonely.num_classes, lonely.num_features) == ("", 4, 4)
+
+
+def test_a_head_in_the_middle_is_the_end() -> None:
+    """A named head need not be last; what follows it does not matter."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Flatten(0)))
+    features = TangentFeatures(model, ALL, head="0")
+    assert torch.equal(features(VECTORS)[:, :3], VECTORS)
+
+
+def test_a_head_with_two_names_is_replaced_under_both() -> None:
+    model = seeded(Alias)
+    features = TangentFeatures(model, ALL)
+    assert features.head == "classifier"
+    assert features(VECTORS).shape == (5, 9 + 3 + 3 + 1)
+
+
+def test_a_frozen_head_counts_all_the_same() -> None:
+    model = freeze(seeded(dropout), "3.weight", "3.bias")
+    assert TangentFeatures(model, ALL).num_features == 26
+
+
+def test_heads_that_cannot_be() -> None:
+    with pytest.raises(StructureError, match=r"no nn\.Linear.*end the model in one"):
+        TangentFeatures(nn.Conv2d(1, 2, 3), 10)
+    with pytest.raises(UnknownNameError, match=r"unknown head 'fc'; known: 5, 7"):
+        TangentFeatures(small_net(), 10, head="fc")
+    with pytest.raises(ConfigurationError, match=r"head='0' is a Conv2d.*5, 7"):
+        TangentFeatures(small_net(), 10, head="0")
+    with pytest.raises(StructureError, match=r"'head' shares .* 'embedding'"):
+        TangentFeatures(Tied(), 10)
+    with pytest.raises(StructureError, match=r"'head' is called after 'fc'.*='head'"):
+        TangentFeatures(OutOfOrder(), 10)(VECTORS)
+    with pytest.raises(StructureError, match=r"'head' is called after 'fc'"):
+        TangentFeatures(OutOfOrder(width=1), 10)(VECTORS)
+    with pytest.raises(StructureError, match=r"behind its head 'fc' fails"):
+        TangentFeatures(OutOfOrder(), 10, head="fc")(VECTORS)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        TangentFeatures(small_net(), 10)(randn(0, 2, 1, 9, 9))
+    with pytest.raises(StructureError, match=r"'fc' is called 2 times"):
+        TangentFeatures(Twice(), 10)(VECTORS)
+    with pytest.raises(StructureError, match=r"'spare' is called 0 times"):
+        TangentFeatures(Unused(), 10)(VECTORS)
+
+
+@pytest.mark.parametrize("num_features", [0, -1, float("nan")])
+def test_too_few_features(num_features: int) -> None:
+    with pytest.raises(ConfigurationError, match="num_features must be >= 1"):
+        TangentFeatures(small_net(), num_features)
+
+
+# --- examples -------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x - x.mean(0))
+
+
+def test_examples_that_are_not_independent() -> None:
+    norm = nn.BatchNorm1d(3, track_running_stats=False)
+    with pytest.raises(StructureError, match=r"layer '1' normalises by the batch"):
+        TangentFeatures(mlp(nn.Linear(3, 3), norm), 10)
+    for x in (VECTORS, VECTORS[:1]):
+        with pytest.raises(StructureError, match="depends on the other examples"):
+            TangentFeatures(Centred(), 3)(x)
+
+
+def test_outputs_that_are_not_one_an_example() -> None:
+    with pytest.raises(StructureError, match=r"\(4, 5, 1\) for 4 examples.*pool"):
+        TangentFeatures(OverTimeHead(), 3)(SERIES)
+    with pytest.raises(DataError, match="one tensor, got list"):
+        TangentFeatures(nn.Linear(3, 2), 3)([VECTORS])  # type: ignore[arg-type]
+
+
+class OverTimeHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).mean(1)
+
+
+class Varying(nn.Module):
+    """Calls a layer twice for long examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2 if x.shape[1] > 5 else 1):
+            x = F.tanh(self.fc(x))
+        return self.head(x.mean(1))
+
+
+def test_calls_that_depend_on_the_data() -> None:
+    features = TangentFeatures(Varying(), 3)
+    features(SERIES)
+    with pytest.raises(StructureError, match=r"'fc' was called .* must not depend"):
+        features(SERIES.repeat(1, 2, 1))

@@ -1,0 +1,1132 @@
+"""TCT as a strategy: two stages, their optimum, and what survives a crash."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import virtual
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    CLASSES,
+    FEATURES,
+    Watched,
+    change_array,
+    close,
+    drop_array,
+    fail,
+    same_bits,
+    set_array,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import tangent as client_tangent
+from flwr_fisher.client.examples import read_examples
+from flwr_fisher.curvature import TangentFeatures, TCTModel
+from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
+from flwr_fisher.merge import (
+    Spectrum,
+    combine_moments,
+    feature_moments,
+    gram_spectrum,
+    standardisation,
+    tct_average,
+    tct_control,
+    tct_update,
+)
+from flwr_fisher.merge.power import largest_eigenvalue
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import (
+    DONE,
+    FAGH,
+    GIANT,
+    TCT,
+    CurvatureResult,
+    FedExP,
+    FedFisherOneShot,
+    FedGA,
+    Repeatable,
+    Scaffold,
+)
+from flwr_fisher.strategies import tct as tct_module
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+P = 29  # all of the tiny net's features
+CLIENTS, STAGE1, ROUNDS = 3, 2, 5
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
+
+
+def tct(**options: Any) -> TCT:
+    own: dict[str, Any] = {"stage1_rounds": STAGE1, "num_features": 20}
+    own |= {"local_steps": 30, "fraction_evaluate": 0.0}
+    return TCT(**{**own, **options})
+
+
+def client_app(
+    change: Callable[[int, FisherClient], FisherClient | None] | None = None,
+    **options: Any,
+) -> ClientApp:
+    def client_fn(context: Context) -> FisherClient:
+        partition = int(context.node_config["partition-id"])
+        client = tiny_client(partition, **options)
+        return (change and change(partition, client)) or client
+
+    return make_client_app(client_fn)
+
+
+def run(
+    strategy: TCT,
+    app: ClientApp | None = None,
+    clients: int = CLIENTS,
+    num_rounds: int = ROUNDS,
+    **options: Any,
+) -> CurvatureResult:
+    grid = LocalGrid(client_app() if app is None else app, clients)
+    return strategy.start(grid, tiny_arrays(), num_rounds=num_rounds, **options)
+
+
+@cache
+def plain(num_rounds: int = ROUNDS, **options: Any) -> CurvatureResult:
+    """What good clients give, without anything special."""
+    return run(tct(**options), num_rounds=num_rounds)
+
+
+class Problem:
+    """The regression as the clients have it, made by hand from a run's network."""
+
+    def __init__(
+        self,
+        arrays: ArrayRecord,
+        clients: Sequence[int] = range(CLIENTS),
+        standardised: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        network = tiny_model()
+        tensors = arrays_to_tensors(arrays)
+        own = {k: v for k, v in tensors.items() if not k.startswith("tct/")}
+        network.load_state_dict(own)
+        num_features = options.get("num_features", 20)
+        features = TangentFeatures(network, num_features, seed=options.get("seed", 0))
+        raw, self.Y, self.n = {}, {}, {}
+        for i in clients:
+            found = read_examples(tiny_client(i), i)
+            raw[i] = features(found.inputs)
+            self.Y[i] = torch.eye(CLASSES).double()[found.labels] - 1 / CLASSES
+            self.n[i] = len(found.labels)
+        everyone = clients if standardised is None else standardised
+        moments = combine_moments([feature_moments(raw[i]) for i in everyone])
+        self.mean, self.std = (t.float() for t in standardisation(moments))
+        self.Z = {i: (z - self.mean) / self.std for i, z in raw.items()}
+        self.spectra: dict[int, Spectrum] = {
+            i: gram_spectrum(z) for i, z in self.Z.items()
+        }
+        self.largest = max(s.largest for s in self.spectra.values())
+
+    def optimum(self) -> Tensor:
+        Z = torch.cat([z.double() for z in self.Z.values()])
+        return torch.linalg.pinv(Z, rtol=1e-6) @ torch.cat(list(self.Y.values()))
+
+    def predictions(self, weight: Tensor) -> Tensor:
+        return torch.cat([z.double() @ weight.double() for z in self.Z.values()])
+
+
+def weight_of(result: CurvatureResult) -> Tensor:
+    return arrays_to_tensors(result.arrays)["tct/weight"]
+
+
+def metric(result: CurvatureResult, name: str) -> list[Any]:
+    rounds = result.train_metrics_clientapp
+    return [rounds[r][name] for r in sorted(rounds) if name in rounds[r]]
+
+
+# The result
+
+
+def test_the_result_is_a_model_that_predicts() -> None:
+    result = plain()
+    tensors = arrays_to_tensors(result.arrays)
+    assert TCTModel.is_in(tensors)
+    model = TCTModel.from_tensors(tiny_model(), tensors)
+    by_hand = Problem(result.arrays)
+    for i in range(CLIENTS):
+        inputs = read_examples(tiny_client(i), i).inputs
+        expected = by_hand.Z[i] @ tensors["tct/weight"]
+        torch.testing.assert_close(model(inputs), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tensors["tct/mean"], by_hand.mean)
+    torch.testing.assert_close(tensors["tct/std"], by_hand.std)
+    assert int(tensors["tct/seed"]) == 0
+    assert bytes(tensors["tct/head"].tolist()) == b"3"
+
+
+def test_features_are_the_seeds() -> None:
+    result = plain(seed=4)
+    tensors = arrays_to_tensors(result.arrays)
+    assert int(tensors["tct/seed"]) == 4
+    by_hand = Problem(result.arrays, seed=4)
+    torch.testing.assert_close(tensors["tct/mean"], by_hand.mean)
+
+
+def test_the_networks_of_stage_1_and_of_the_result_are_one() -> None:
+    result = plain()
+    alone = Repeatable(FedAvg(fraction_evaluate=0.0)).start(
+        LocalGrid(client_app(), CLIENTS), tiny_arrays(), num_rounds=STAGE1
+    )
+    network = arrays_to_tensors(result.arrays)
+    # Flower's loop makes it a float, which clients truncate.
+    assert network.pop("1.num_batches_tracked").dtype == torch.int64
+    for key, value in arrays_to_tensors(alone.arrays).items():
+        if key in network:
+            assert torch.equal(network[key], value), key
+
+
+def test_pre_trained_weights_need_no_stage_1() -> None:
+    app = Watched(client_app())
+    result = run(tct(stage1_rounds=0), app, num_rounds=3)
+    network, start = arrays_to_tensors(result.arrays), arrays_to_tensors(tiny_arrays())
+    assert all(torch.equal(network[key], value) for key, value in start.items())
+    tasks = [config["task"] for config in app.configs]
+    assert tasks == [
+        name for name in ("tct-moments", "tct-spectrum", "tct-step", "tct-step")
+        for _ in range(CLIENTS)
+    ]  # fmt: skip
+
+
+def test_metrics_show_the_stages(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    result = run(tct())
+    assert metric(result, "stage") == [1, 1, 2, 2, 2]
+    assert metric(result, "num-rejected") == [0] * ROUNDS
+    lr = metric(result, "lr")
+    assert len(set(lr)) == 1
+    assert len(lr) == 3
+    by_hand = Problem(result.arrays)
+    assert metric(result, "largest-eigenvalue") == [pytest.approx(by_hand.largest)]
+    loss = [
+        sum(
+            float((by_hand.Z[i].double() @ w.double() - by_hand.Y[i]).square().sum())
+            for i in by_hand.Z
+        )
+        / (2 * sum(by_hand.n.values()))
+        for w in (torch.zeros(20, CLASSES), weight_of(plain(num_rounds=4)))
+    ]
+    assert metric(result, "train_loss")[2:] == pytest.approx(loss)
+    assert "stage 1, round 2 of 2 of FedAvg" in caplog.text
+    assert "stage convexifying" in caplog.text
+    assert f"stage 2 begins with lr {lr[0]:g}" in caplog.text
+
+
+# Stage 2 against the functions that it is made of
+
+
+def by_functions(
+    problem: Problem, rounds: Sequence[Sequence[int]], *, lr: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    """SCAFFOLD's algorithm, over who takes part in each round; all weigh in at once."""
+    rates: dict[str, Any] = {"lr": lr, "local_steps": steps}
+    weight = torch.zeros(len(problem.mean), CLASSES)
+    control = torch.zeros_like(weight)
+    own = {i: torch.zeros_like(weight) for i in problem.Z}
+    everyone = sum(problem.n.values())
+    for cohort in rounds:
+        locals_ = []
+        for i in cohort:
+            h = own[i] - control
+            Z, Y, spectrum = problem.Z[i], problem.Y[i], problem.spectra[i]
+            locals_.append(tct_update(Z, Y, weight, h, spectrum, **rates))
+            own[i] = tct_control(own[i], control, weight, locals_[-1], **rates)
+        counts = [problem.n[i] for i in cohort]
+        weight, control = tct_average(
+            weight, control, locals_, counts, participation=sum(counts) / everyone,
+            **rates,
+        )  # fmt: skip
+    return weight, control
+
+
+def test_a_round_is_the_functions_by_hand() -> None:
+    result = plain(num_rounds=STAGE1 + 1 + 3)
+    problem = Problem(result.arrays)
+    (lr,) = set(metric(result, "lr"))
+    weight, control = by_functions(problem, [range(CLIENTS)] * 3, lr=lr, steps=30)
+    torch.testing.assert_close(weight_of(result), weight, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(result.details, control, rtol=1e-4, atol=1e-6)
+
+
+def test_with_everyone_there_it_is_the_papers_h_form() -> None:
+    result = plain(num_rounds=STAGE1 + 1 + 4)
+    problem = Problem(result.arrays)
+    (lr,) = set(metric(result, "lr"))
+    total = sum(problem.n.values())
+    weight = torch.zeros(20, CLASSES)
+    h = {i: torch.zeros_like(weight) for i in problem.Z}
+    for _ in range(4):
+        locals_ = {
+            i: tct_update(
+                problem.Z[i], problem.Y[i], weight, h[i], problem.spectra[i],
+                lr=lr, local_steps=30,
+            )
+            for i in h
+        }  # fmt: skip
+        weight = sum(problem.n[i] / total * local for i, local in locals_.items())
+        h = {i: h[i] + (weight - locals_[i]) / (30 * lr) for i in h}
+    torch.testing.assert_close(weight_of(result), weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("control_variates", [True, False])
+def test_steps_one_by_one_end_where_the_closed_form_does(
+    control_variates: bool,
+) -> None:
+    both = [
+        plain(solver=solver, control_variates=control_variates)
+        for solver in ("closed-form", "steps")
+    ]
+    assert close(both[0].arrays, both[1].arrays, 1e-4)
+    assert metric(both[0], "train_loss") == pytest.approx(metric(both[1], "train_loss"))
+
+
+def test_many_rounds_reach_the_pooled_least_squares() -> None:
+    result = run(tct(num_features=8, local_steps=10), num_rounds=STAGE1 + 1 + 40)
+    problem = Problem(result.arrays, num_features=8)
+    found, best = (
+        problem.predictions(w) for w in (weight_of(result), problem.optimum())
+    )
+    assert (found - best).norm() < 1e-3 * best.norm()
+
+
+def test_without_control_variates_it_is_another_point() -> None:
+    options = {"num_features": 8, "local_steps": 100, "control_variates": False}
+    result = run(tct(**options), num_rounds=STAGE1 + 1 + 20)
+    problem = Problem(result.arrays, num_features=8)
+    found, best = (
+        problem.predictions(w) for w in (weight_of(result), problem.optimum())
+    )
+    assert (found - best).norm() > 1e-2 * best.norm()
+    assert result.details is None
+    assert not metric(result, "control-norm")
+    assert not list(Path("~").expanduser().rglob("tct-control*"))
+
+
+def test_one_step_without_control_variates_is_gradient_descent() -> None:
+    result = plain(local_steps=1, control_variates=False)
+    problem = Problem(result.arrays)
+    (lr,) = set(metric(result, "lr"))
+    weight = torch.zeros(20, CLASSES).double()
+    total = sum(problem.n.values())
+    for _ in range(2):
+        slopes = [z.double().mT @ (z.double() @ weight - problem.Y[i])
+                  for i, z in problem.Z.items()]  # fmt: skip
+        weight = weight - lr * sum(slopes) / total
+    torch.testing.assert_close(weight_of(result).double(), weight, rtol=1e-4, atol=1e-6)
+
+
+def test_features_may_stay_as_they_are() -> None:
+    tensors = arrays_to_tensors(plain(standardise=False).arrays)
+    assert bool((tensors["tct/mean"] == 0).all())
+    assert bool((tensors["tct/std"] == 1).all())
+    assert tensors["tct/weight"].norm() > 0
+
+
+def test_half_precision_is_about_the_same() -> None:
+    whole, half = plain(), plain(feature_dtype="float16")
+    assert not same_bits(whole.arrays, half.arrays)
+    torch.testing.assert_close(weight_of(half), weight_of(whole), rtol=0.1, atol=3e-3)
+
+
+def test_features_too_far_out_for_half_precision_are_named() -> None:
+    class Far(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(1e6 * x)
+
+    def change(i: int, client: FisherClient) -> FisherClient:
+        return FisherClient(Far(), client.trainloader, device="cpu")
+
+    start = ArrayRecord(shared_state(Far()))
+    strategy = tct(stage1_rounds=0, standardise=False, feature_dtype="float16")
+    with pytest.raises(RoundError, match=r"do not fit into torch.float16: .*float32"):
+        strategy.start(LocalGrid(client_app(change), 2), start, num_rounds=2)
+
+
+# Who takes part
+
+
+def test_half_of_the_clients_a_round_reach_the_optimum_too() -> None:
+    options = {"num_features": 8, "local_steps": 10, "fraction_train": 0.5}
+    app = Watched(client_app())
+    result = run(tct(**options), app, clients=4, num_rounds=STAGE1 + 1 + 80)
+    problem = Problem(result.arrays, range(4), num_features=8)
+    found, best = (
+        problem.predictions(w) for w in (weight_of(result), problem.optimum())
+    )
+    assert (found - best).norm() < 1e-3 * best.norm()
+    asked = {r: sorted(p for q, p in app.trained if q == r) for r in (1, 3, 4)}
+    assert len(asked[1]) == len(asked[4]) == 2
+    assert asked[3] == [0, 0, 1, 1, 2, 2, 3, 3]  # all, and twice
+    assert set(metric(result, "num-lost-states")) == {0}
+
+
+def test_absent_clients_are_scaffolds_by_hand() -> None:
+    app = Watched(client_app())
+    strategy = tct(fraction_train=0.5, seed=1)
+    result = run(strategy, app, clients=4, num_rounds=STAGE1 + 1 + 5)
+    rounds = range(STAGE1 + 2, STAGE1 + 7)
+    cohorts = [sorted(p for q, p in app.trained if q == r) for r in rounds]
+    assert len({tuple(cohort) for cohort in cohorts}) > 1
+    problem = Problem(result.arrays, range(4), seed=1)
+    weights = [sum(problem.n[i] for i in cohort) for cohort in cohorts]
+    # What is known of absent clients' weights is their mean until they were seen.
+    assert len(set(weights)) > 1
+    (lr,) = set(metric(result, "lr"))
+    weight, control = members_by_hand(problem, cohorts, lr=lr)
+    torch.testing.assert_close(weight_of(result), weight, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(result.details, control, rtol=1e-3, atol=1e-5)
+
+
+def members_by_hand(
+    problem: Problem, cohorts: Sequence[Sequence[int]], *, lr: float
+) -> tuple[Tensor, Tensor]:
+    """The server's c is the clients' c_i, by what is known of all clients' weight."""
+    rates: dict[str, Any] = {"lr": lr, "local_steps": 30}
+    weight = torch.zeros(20, CLASSES)
+    own: dict[int, Tensor] = {}
+    control = torch.zeros_like(weight)
+    for cohort in cohorts:
+        locals_ = {}
+        for i in cohort:
+            mine = own.get(i, torch.zeros_like(weight))
+            Z, Y, spectrum = problem.Z[i], problem.Y[i], problem.spectra[i]
+            locals_[i] = tct_update(Z, Y, weight, mine - control, spectrum, **rates)
+            own[i] = tct_control(mine, control, weight, locals_[i], **rates)
+        share = sum(problem.n[i] for i in cohort)
+        weight = sum(problem.n[i] / share * local for i, local in locals_.items())
+        total = sum(problem.n[i] for i in own) * 4 / len(own)
+        control = sum(problem.n[i] / total * c for i, c in own.items())
+    return weight, control
+
+
+def test_a_lost_state_starts_from_zero_is_logged_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = tmp_path / "run"
+    run(tct(), num_rounds=4, checkpoint_dir=where)
+    states = sorted(Path("~").expanduser().rglob("tct-control-*"))
+    assert len(states) == CLIENTS
+    states[1].unlink()
+    states[2].write_bytes(states[2].read_bytes()[:-4])
+    result = run(tct(), num_rounds=5, checkpoint_dir=where, resume=True)
+    assert metric(result, "num-lost-states") == [0, 2]
+    assert "2 clients have lost their control variate" in caplog.text
+    assert caplog.text.count("the control variate starts from zero") == 2
+
+
+def test_who_failed_while_features_were_standardised_joins_later() -> None:
+    app = Watched(client_app())
+
+    def failing(content: RecordDict) -> None:
+        if app.trained[-1][0] == STAGE1 + 1:
+            raise ValueError("out of cheese")
+
+    app.tamper = {2: failing}
+    result = run(tct(lr=0.01), app)
+    assert metric(result, "num-replies") == [3, 3, 2, 3, 3]
+    # Both exchanges of the convexifying round asked it.
+    assert metric(result, "num-rejected") == [0, 0, 2, 0, 0]
+    problem = Problem(result.arrays, standardised=[0, 1])
+    tensors = arrays_to_tensors(result.arrays)
+    torch.testing.assert_close(tensors["tct/mean"], problem.mean)
+    (lr,) = set(metric(result, "lr"))
+    weight, _ = by_functions(problem, [range(CLIENTS)] * 2, lr=lr, steps=30)
+    torch.testing.assert_close(tensors["tct/weight"], weight, rtol=1e-3, atol=1e-5)
+
+
+def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was not there when the rate was settled."""
+    app = Watched(client_app(larger(2, 50.0)))
+
+    def failing(content: RecordDict) -> None:
+        if app.trained[-1][0] == STAGE1 + 1:
+            raise ValueError("out of cheese")
+
+    app.tamper = {2: failing}
+    result = run(tct(), app)
+    assert metric(result, "num-rejected")[3:] == [1, 1]
+    assert "left out partition-2" in caplog.text
+    assert "too large for these features" in caplog.text
+
+
+def larger(which: int, factor: float) -> Callable[[int, FisherClient], None]:
+    """Scale a client's inputs."""
+
+    def change(partition: int, client: FisherClient) -> None:
+        if partition == which:
+            x, y = tiny_data(partition).tensors
+            data = TensorDataset(x * factor, y)
+            client.trainloader = DataLoader(data, batch_size=4)
+
+    return change
+
+
+# Stage 1 is anybody's
+
+
+@pytest.mark.parametrize(
+    "stage1",
+    [
+        lambda: FedAvg(fraction_evaluate=0.0),
+        lambda: FedProx(fraction_evaluate=0.0, proximal_mu=0.5),
+        lambda: Repeatable(FedAdam(fraction_evaluate=0.0), seed=2),
+        lambda: Scaffold(fraction_evaluate=0.0),
+        lambda: FedExP(fraction_evaluate=0.0),
+        lambda: FAGH(fraction_evaluate=0.0, probe="momentum"),
+        lambda: FedFisherOneShot(fraction_evaluate=0.0, codec="lossless"),
+    ],
+)
+def test_stage_1_is_the_strategy_that_is_handed_in(
+    stage1: Callable[[], Strategy],
+) -> None:
+    result = run(tct(stage1=stage1()))
+    network = arrays_to_tensors(result.arrays)
+    grid = LocalGrid(client_app(), CLIENTS)
+    expected = stage1().start(grid, tiny_arrays(), num_rounds=2)
+    for key, value in arrays_to_tensors(expected.arrays).items():
+        if network[key].is_floating_point():
+            torch.testing.assert_close(network[key], value.to(network[key].dtype))
+    assert metric(result, "stage") == [1, 1, 2, 2, 2]
+
+
+def test_stage_1_evaluates_on_its_own_clients_and_stage_2_on_its() -> None:
+    app = Watched(client_app())
+    first = Repeatable(FedAvg(fraction_evaluate=0.4, min_evaluate_nodes=1))
+    result = run(tct(stage1=first, fraction_evaluate=1.0), app)
+    assert sorted(r for r, _ in app.evaluated) == [1, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    scores = result.evaluate_metrics_clientapp
+    assert sorted(scores) == [1, 2, 3, 4, 5]
+    model = TCTModel.from_tensors(tiny_model(), arrays_to_tensors(result.arrays))
+    right = total = 0
+    for i in range(CLIENTS):
+        x, y = tiny_data(i).tensors
+        right, total = right + int((model(x).argmax(1) == y).sum()), total + len(y)
+    assert scores[ROUNDS]["accuracy"] == pytest.approx(right / total)
+
+
+def test_clients_may_evaluate_on_training_data_but_not_personalise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = ConfigRecord({"evaluate-on": "train"})
+    result = run(tct(fraction_evaluate=1.0), evaluate_config=config)
+    assert 0 <= result.evaluate_metrics_clientapp[ROUNDS]["accuracy"] <= 1
+    config = ConfigRecord({"personalise-fraction": 0.5})
+    result = run(tct(fraction_evaluate=1.0), evaluate_config=config)
+    assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
+    assert "no parameters to personalise" in caplog.text
+
+
+def test_the_server_evaluates_the_network_and_then_the_model() -> None:
+    seen: dict[int, bool] = {}
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen[server_round] = TCTModel.is_in(arrays_to_tensors(arrays))
+        return MetricRecord({"round": server_round})
+
+    result = run(tct(), evaluate_fn=evaluate)
+    assert seen == {0: False, 1: False, 2: False, 3: True, 4: True, 5: True}
+    assert sorted(result.evaluate_metrics_serverapp) == sorted(seen)
+
+
+def test_a_bad_reply_in_stage_1_is_left_out_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = Watched(client_app())
+
+    def tamper(content: RecordDict) -> None:
+        if app.trained[-1][0] <= STAGE1:
+            change_array("3.bias", lambda a: a * float("nan"))(content)
+
+    app.tamper = {1: tamper}
+    result = run(tct(), app)
+    assert metric(result, "num-rejected") == [1, 1, 0, 0, 0]
+    assert "left out partition-1: '3.bias': holds NaN" in caplog.text
+    without = run(
+        tct(), client_app(lambda i, c: tiny_client(2) if i == 1 else c), 2, num_rounds=4
+    )
+    for key in ("0.weight", "1.running_var"):
+        a, b = (arrays_to_tensors(r.arrays)[key] for r in (result, without))
+        torch.testing.assert_close(a, b)
+
+
+def test_a_stage_1_that_aggregates_nothing_ends_with_every_reason() -> None:
+    with pytest.raises(RoundError) as caught:
+        run(tct(), Watched(client_app(), dict.fromkeys(range(CLIENTS), fail)))
+    said = str(caught.value)
+    assert "FedAvg aggregated nothing in stage 1" in said
+    for i in range(CLIENTS):
+        assert f"partition-{i}: node" in said
+    assert said.count("out of cheese") == CLIENTS
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"stage1_rounds": -1}, r"^stage1_rounds must be >= 0"),
+        ({"num_features": 0}, r"^num_features must be >= 1"),
+        ({"local_steps": 0}, r"^local_steps must be >= 1"),
+        ({"lr": 0.0}, r"^lr must be > 0"),
+        ({"lr": float("nan")}, r"^lr must be > 0"),
+        ({"solver": "cg"}, r"unknown solver 'cg'; known: closed-form, steps"),
+        ({"feature_dtype": "int8"}, r"unknown feature_dtype 'int8'"),
+        ({"fraction_train": 0.0}, r"^fraction_train must be > 0"),
+        ({"fraction_train": 2.0}, r"^fraction_train must be in"),
+        ({"stage1": FedAvg}, r"^stage1 must be a Flower Strategy, not ABCMeta"),
+        ({"stage1": GIANT()}, r"^a round of GIANT has more than one exchange"),
+        ({"stage1": DONE()}, r"^a round of DONE has"),
+        ({"stage1": Repeatable(FedGA())}, r"^a round of FedGA has"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        tct(**options)
+
+
+def test_another_tct_cannot_be_stage_1() -> None:
+    with pytest.raises(ConfigurationError, match="TCT"):
+        tct(stage1=tct())
+    with pytest.raises(ConfigurationError, match="TCT"):
+        tct(stage1=tct(stage1_rounds=0))
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_too_few_rounds_for_a_stage_2_are_refused(num_rounds: int) -> None:
+    app = Watched(client_app())
+    with pytest.raises(ConfigurationError, match=r"leaves no round of stage 2.*=4"):
+        run(tct(), app, num_rounds=num_rounds)
+    assert not app.trained
+
+
+def test_a_tct_model_is_nothing_to_start_from() -> None:
+    result = plain()
+    grid = LocalGrid(client_app(), CLIENTS)
+    with pytest.raises(ConfigurationError, match=r"\['tct/head', .*shared_state"):
+        tct().start(grid, result.arrays, num_rounds=5)
+
+
+@pytest.mark.parametrize("server_round", [1, 3])
+def test_other_loops_than_start_are_refused(server_round: int) -> None:
+    grid = LocalGrid(client_app(), CLIENTS)
+    with pytest.raises(ConfigurationError, match="use this library's `start`"):
+        tct().configure_train(server_round, tiny_arrays(), ConfigRecord(), grid)
+
+
+def test_a_head_that_is_none_is_named_in_the_first_round() -> None:
+    app = Watched(client_app())
+    with pytest.raises(RoundError, match=r"partition-0: .*unknown head 'fc9'"):
+        run(tct(head="fc9"), app)
+    assert {server_round for server_round, _ in app.trained} == {1}
+
+
+def test_another_head_may_be_named() -> None:
+    result = plain(head="3")
+    assert same_bits(result.arrays, plain().arrays)
+    with pytest.raises(RoundError, match=r"only an nn.Linear"):
+        plain(head="1")
+
+
+# The learning rate
+
+
+def test_a_rate_that_is_too_large_is_refused_before_stage_2(tmp_path: Path) -> None:
+    problem = Problem(plain().arrays)
+    by_client = {i: s.largest for i, s in problem.spectra.items()}
+    order = sorted(by_client, key=by_client.__getitem__)
+    steepest, next_one = by_client[order[-1]], by_client[order[-2]]
+    lr = 2 / ((steepest + next_one) / 2)
+    app = Watched(client_app())
+    with pytest.raises(ConfigurationError) as caught:
+        run(tct(lr=lr), app, checkpoint_dir=tmp_path / "run")
+    said = str(caught.value)
+    assert f"partition-{order[-1]}: lr {lr:g} is too large" in said
+    assert f"partition-{order[0]}" not in said
+    safe = float(said.split("largest safe lr is ")[1].split(" ")[0])
+    assert 0 < 2 / steepest - safe < 1e-3 * safe
+    assert max(server_round for server_round, _ in app.trained) == STAGE1 + 1
+    # Nothing is lost: the safe one goes on from there, and nobody is asked again.
+    again = Watched(client_app())
+    resumed = run(tct(lr=safe), again, checkpoint_dir=tmp_path / "run", resume=True)
+    assert min(server_round for server_round, _ in again.trained) == STAGE1 + 2
+    assert same_bits(resumed.arrays, plain(lr=safe).arrays)
+
+
+@pytest.mark.parametrize("lr", [1e-4, 0.05])
+def test_a_rate_that_is_given_is_taken(lr: float) -> None:
+    assert set(metric(plain(lr=lr), "lr")) == {lr}
+
+
+def test_the_default_is_the_papers_or_what_is_safe() -> None:
+    result = plain()
+    largest = Problem(result.arrays).largest
+    assert 1 / largest < 5 / 20
+    assert metric(result, "lr")[0] == pytest.approx(1 / largest)
+    # Features that hardly vary have small eigenvalues.
+    flat = run(tct(standardise=False, stage1_rounds=0), num_rounds=2)
+    small = metric(flat, "largest-eigenvalue")[0]
+    assert metric(flat, "lr")[0] == pytest.approx(min(5 / 20, 1 / small))
+
+
+def test_once_stage_2_has_begun_the_rate_stays(tmp_path: Path) -> None:
+    where = tmp_path / "run"
+    run(tct(lr=0.02), num_rounds=4, checkpoint_dir=where)
+    with pytest.raises(CheckpointError, match=r"begun with lr=0.02, not 0.01"):
+        run(tct(lr=0.01), checkpoint_dir=where, resume=True)
+    resumed = run(tct(), checkpoint_dir=where, resume=True)
+    assert same_bits(resumed.arrays, plain(lr=0.02).arrays)
+
+
+def test_other_options_are_refused(tmp_path: Path) -> None:
+    run(tct(), num_rounds=4, checkpoint_dir=tmp_path / "run")
+    for options, said in (
+        ({"local_steps": 7}, "local_steps: 30 -> 7"),
+        ({"num_features": 7}, "num-features: 20 -> 7"),
+        ({"stage1": FedProx()}, "stage1: 'FedAvg' -> 'FedProx'"),
+        ({"stage1_rounds": 1}, "stage1_rounds: 2 -> 1"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            run(tct(**options), checkpoint_dir=tmp_path / "run", resume=True)
+
+
+# Too many examples, and other networks
+
+
+def test_too_many_examples_are_refused_by_name_in_the_first_round(
+    few: None,
+) -> None:
+    app = Watched(client_app())
+    with pytest.raises(ConfigurationError, match=r"^partition-2 has 12 examples") as e:
+        run(tct(), app)
+    assert "solver='steps'" in str(e.value)
+    assert {server_round for server_round, _ in app.trained} == {1}
+    with pytest.raises(RoundError, match=r"partition-2: .* 12 examples.*'steps'"):
+        run(tct(stage1_rounds=0, min_train_nodes=3), num_rounds=2)
+
+
+def test_steps_need_no_spectrum(few: None) -> None:
+    stepped = run(tct(solver="steps", lr=0.05))
+    assert [p.name.split(".")[1] for p in cached()] == [
+        *("features", "spectrum"),
+        *("features", "spectrum"),
+        *("features", "steepest"),
+    ]
+    assert close(stepped.arrays, plain(solver="steps", lr=0.05).arrays, 1e-5)
+    largest = [metric(r, "largest-eigenvalue") for r in (stepped, plain(lr=0.05))]
+    assert largest[0] == pytest.approx(largest[1])
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ten examples be as many as there may be for a spectrum."""
+    plain(solver="steps", lr=0.05)
+    monkeypatch.setattr(tct_module, "MOST_EXAMPLES", 10)
+    monkeypatch.setattr(client_tangent, "MOST_EXAMPLES", 10)
+
+
+@pytest.mark.parametrize("shape", [(40, 7), (7, 40), (1, 5), (5, 1), (300, 20)])
+def test_the_largest_eigenvalue_needs_no_matrix(shape: tuple[int, int]) -> None:
+    Z = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    exact = gram_spectrum(Z).largest
+    found = largest_eigenvalue(Z)
+    assert exact * (1 - 1e-6) <= found <= exact * 1.05
+
+
+def test_a_cache_that_is_too_small_is_named_before_training() -> None:
+    app = Watched(client_app(cache_bytes=500))
+    with pytest.raises(RoundError, match=r"20 features of 12 .*float16"):
+        run(tct(), app)
+    assert {server_round for server_round, _ in app.trained} == {1}
+
+
+def other_network(partition: int, client: FisherClient) -> FisherClient | None:
+    """Partition 1 has one layer frozen, so its features are of other parameters."""
+    if partition == 1:
+        client.model[1].requires_grad_(False)  # type: ignore[index]
+    return None
+
+
+def other_client(
+    partition: int, client: FisherClient, **config: Any
+) -> FisherClient | None:
+    """Partition 1 obeys another config than the server's."""
+    if partition == 1:
+        fit = client.fit
+
+        def other(message: Any, context: Context) -> Any:
+            message.content.config_records["config"].update(config)
+            return fit(message, context)
+
+        client.fit = other  # type: ignore[method-assign]
+    return None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(other_client, seed=9),
+        partial(other_client, **{"num-features": 19}),
+        other_network,
+    ],
+)
+def test_a_client_whose_features_are_others_is_refused_by_name(
+    change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = run(tct(), client_app(change))
+    assert metric(result, "num-rejected") == [0, 0, 2, 1, 1]
+    left = [m for m in map(logging.LogRecord.getMessage, caplog.records) if "left" in m]
+    assert all("left out partition-1: node" in m for m in left)
+    assert "'tct/': has other features (p, seed, head, network)" in left[0]
+    assert "build the same model on both sides" in caplog.text
+
+
+def test_a_client_of_another_likelihood_is_refused_by_name() -> None:
+    with pytest.raises(RoundError, match=r"regresses on classes.*'gaussian'"):
+        run(tct(), client_app(likelihood="gaussian"))
+
+
+@pytest.mark.parametrize(
+    ("server_round", "tamper", "field"),
+    [
+        (3, drop_array("tct/m2"), "tct/m2': missing"),
+        (3, drop_array("tct/digest"), "tct/digest': missing"),
+        (3, set_array("tct/more", [1.0]), "tct/more': unexpected key"),
+        (3, change_array("tct/mean", lambda a: a.astype("f4")), "tct/mean': torch.fl"),
+        (3, change_array("tct/mean", lambda a: a[:5]), "tct/m2': 20 entries for 5"),
+        (3, change_array("tct/m2", lambda a: -a - 1), "tct/m2': a negative"),
+        (3, change_array("tct/mean", lambda a: a * float("nan")), "tct/mean': holds"),
+        (3, change_array("tct/count", lambda a: a * 0), "tct/count': must be posi"),
+        (
+            3,
+            change_array("tct/num-classes", lambda a: a * 10**9),
+            "num-classes': 30000",
+        ),
+        (3, change_array("tct/head", lambda a: a + 200), "tct/head': is no text"),
+        (3, set_array("tct/mean", [0.0] * 21), "tct/mean': 21 features, and 20 were"),
+        (3, set_array("tct/digest", [[1]]), "tct/digest': torch.int64"),
+        (4, change_array("tct/weight", lambda a: a.T), "tct/weight': torch.float32 of"),
+        (4, change_array("tct/weight", lambda a: a.astype("f8")), "tct/weight': torch"),
+        (4, set_array("3.bias", [1.0]), "3.bias': unexpected key"),
+        (4, set_array("tct/weight", [0.0] * 10**5), "arrived, and at most"),
+    ],
+)
+def test_a_bad_upload_is_named_and_tolerated(
+    server_round: int,
+    tamper: virtual.Tamper,
+    field: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = Watched(client_app())
+
+    def sometimes(content: RecordDict) -> None:
+        told = app.configs[-1]
+        task = "tct-moments" if server_round == 3 else "tct-step"
+        if app.trained[-1][0] == server_round and told["task"] == task:
+            tamper(content)
+
+    app.tamper = {2: sometimes}
+    result = run(tct(lr=0.01), app)
+    assert metric(result, "num-rejected")[server_round - 1] == 1
+    assert field in caplog.text
+
+
+@pytest.mark.parametrize("value", [-1.0, [1.0]])
+def test_an_eigenvalue_that_is_none_is_named(
+    value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Watched(client_app())
+
+    def sometimes(content: RecordDict) -> None:
+        if app.configs[-1].get("task") == "tct-spectrum":
+            set_array("tct/largest-eigenvalue", value)(content)
+
+    app.tamper = {2: sometimes}
+    assert metric(run(tct(lr=0.01), app), "num-rejected")[2] == 1
+    assert "'tct/largest-eigenvalue': " in caplog.text
+
+
+# What every strategy owes its users
+
+
+def test_node_ids_and_the_order_of_replies_do_not_matter() -> None:
+    results = [
+        tct(fraction_evaluate=1.0).start(
+            LocalGrid(client_app(), CLIENTS, seed=seed),
+            tiny_arrays(),
+            num_rounds=ROUNDS,
+        )
+        for seed in (1, 2)
+    ]
+    first, second = results
+    assert same_bits(first.arrays, second.arrays)
+    assert first.train_metrics_clientapp == second.train_metrics_clientapp
+    assert first.evaluate_metrics_clientapp == second.evaluate_metrics_clientapp
+
+
+def test_the_callers_records_are_left_as_they_were() -> None:
+    arrays = tiny_arrays()
+    train, evaluate = ConfigRecord({"lr": 0.2}), ConfigRecord({"note": "hi"})
+    app = Watched(client_app())
+    tct(fraction_evaluate=1.0).start(
+        LocalGrid(app, CLIENTS),
+        arrays,
+        num_rounds=ROUNDS,
+        train_config=train,
+        evaluate_config=evaluate,
+    )
+    assert dict(train) == {"lr": 0.2}
+    assert dict(evaluate) == {"note": "hi"}
+    assert same_bits(arrays, tiny_arrays())
+    assert all(c.get("lr") == 0.2 or c.get("note") == "hi" for c in app.configs)
+    assert all(c["seed"] == 0 for c in app.configs)
+
+
+def test_records_travel_under_the_keys_that_were_asked_for() -> None:
+    seen: set[frozenset[str]] = set()
+    app = client_app()
+
+    class Spy(ClientApp):
+        def __call__(self, message: Any, context: Context) -> Any:
+            if message.metadata.message_type == "train":
+                seen.add(frozenset(message.content))
+            return app(message, context)
+
+    run(tct(arrayrecord_key="model", configrecord_key="how"), Spy())
+    assert seen == {frozenset({"model", "how"})}
+
+
+def test_too_few_usable_replies_end_the_round() -> None:
+    app = Watched(client_app())
+
+    def late(content: RecordDict) -> None:
+        if app.trained[-1][0] == STAGE1 + 2:
+            raise ValueError("out of cheese")
+
+    app.tamper = {0: late, 1: late}
+    with pytest.raises(RoundError, match="1 usable replies, and min_train_nodes=2"):
+        run(tct(), app)
+
+
+# Features on disk
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many examples' features were computed, call by call."""
+    calls: list[int] = []
+
+    class Counting(TangentFeatures):
+        def __call__(self, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return super().__call__(x)
+
+    monkeypatch.setattr(client_tangent, "TangentFeatures", Counting)
+    return calls
+
+
+def cached() -> list[Path]:
+    return sorted(Path("~/.cache/flwr-fisher/state/features").expanduser().rglob("*.*"))
+
+
+def test_features_are_computed_once_a_client_and_run(
+    counted: list[int], tmp_path: Path
+) -> None:
+    run(tct(), num_rounds=6, checkpoint_dir=tmp_path / "run")
+    assert sorted(counted) == [8, 10, 12]
+    run(tct(), num_rounds=9, checkpoint_dir=tmp_path / "run", resume=True)
+    assert sorted(counted) == [8, 10, 12]
+    names = [path.name.split(".")[1] for path in cached()]
+    assert names == ["features", "spectrum"] * CLIENTS
+
+
+def test_another_run_computes_its_own(counted: list[int]) -> None:
+    """No key knows what a model's code does."""
+    first, second = run(tct()), run(tct())
+    assert len(counted) == 2 * CLIENTS
+    assert same_bits(first.arrays, second.arrays)
+
+
+@pytest.mark.parametrize("what", ["data", "labels", "network"])
+def test_what_changes_is_computed_again(
+    what: str, counted: list[int], tmp_path: Path
+) -> None:
+    where = tmp_path / "run"
+    run(tct(lr=1e-3), num_rounds=4, checkpoint_dir=where)
+    counted.clear()
+
+    def change(partition: int, client: FisherClient) -> None:
+        x, y = tiny_data(partition).tensors
+        if partition == 1 and what == "data":
+            x = x + 1e-3
+        if partition == 1 and what == "labels":
+            y = (y + 1) % CLASSES
+        client.trainloader = DataLoader(TensorDataset(x, y), batch_size=4)
+        if partition == 1 and what == "network":
+            model = nn.Sequential(*client.model.children())
+            model[2] = nn.Tanh()
+            client.model = model
+
+    resumed = run(tct(lr=1e-3), client_app(change), checkpoint_dir=where, resume=True)
+    assert counted == [10]
+    assert not same_bits(resumed.arrays, plain(lr=1e-3).arrays)
+
+
+def test_features_take_no_more_room_than_the_bound(counted: list[int]) -> None:
+    # One client's: 12 examples of 20 features, and their spectrum.
+    app = client_app(cache_bytes=12 * (20 * 4 + 8) + 8 * 12 * 13 + 400)
+    for _ in range(3):
+        run(tct(), app)
+    assert len(cached()) <= 2 * 3 * CLIENTS
+    sizes: dict[Path, int] = {}
+    for path in cached():
+        sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
+    assert max(sizes.values()) < 12 * (20 * 4 + 8) + 8 * 12 * 13 + 1000
+    assert len(counted) == 3 * CLIENTS
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("features", "truncated"),
+        ("features", "flipped"),
+        ("features", "garbage"),
+        ("spectrum", "flipped"),
+    ],
+)
+def test_a_corrupt_file_is_named_and_made_again(
+    name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = tmp_path / "run"
+    run(tct(), num_rounds=4, checkpoint_dir=where)
+    (path,) = [p for p in cached() if "partition-1" in str(p) and name in p.name]
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        data = data[:-9]
+    elif how == "flipped":
+        data[-9] ^= 4
+    else:
+        data[:64] = b"\xff" * 64
+    path.write_bytes(data)
+    resumed = run(tct(), checkpoint_dir=where, resume=True)
+    assert f"{path} is damaged, and is made again" in caplog.text
+    assert path.exists()
+    assert same_bits(resumed.arrays, plain().arrays)
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    app = client_app(state_dir=tmp_path / "file")
+    with pytest.raises(RoundError, match=r"cannot keep .*file.*state_dir="):
+        run(tct(), app)
+
+
+# Stopped, and resumed
+
+
+def whole_run(app: Watched, where: Path | None = None, **options: Any) -> Any:
+    own = {k: options.pop(k) for k in ("stage1", "solver") if k in options}
+    strategy = tct(fraction_train=0.75, fraction_evaluate=0.5, **own)
+    return run(strategy, app, 4, num_rounds=6, checkpoint_dir=where, **options)
+
+
+def first(stage1: Callable[..., Strategy] | None) -> dict[str, Any]:
+    sampling = {"fraction_train": 0.75, "fraction_evaluate": 0.5}
+    return {} if stage1 is None else {"stage1": stage1(**sampling)}
+
+
+@cache
+def uninterrupted(stage1: Callable[..., Strategy] | None) -> CurvatureResult:
+    return whole_run(Watched(client_app()), **first(stage1))
+
+
+ASKED = [3, 3, 8, 3, 3, 3]  # requests to train, by round
+
+
+@pytest.mark.parametrize(
+    ("asked", "stage1"),
+    [
+        *((asked, None) for asked in (0, 2, 6, 8, 10, 12, 15, 22)),
+        *((asked, Scaffold) for asked in (1, 4, 11)),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, asked: int, stage1: Callable[..., Strategy] | None
+) -> None:
+    """Stopped anywhere, once a client had saved and was not yet heard of."""
+
+    expected = uninterrupted(stage1)
+    app = Watched(client_app())
+
+    def die(content: RecordDict) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(4), die)
+    with pytest.raises(KeyboardInterrupt):
+        whole_run(app, tmp_path / "run", **first(stage1))
+    again = Watched(client_app())
+    resumed = whole_run(again, tmp_path / "run", resume=True, **first(stage1))
+    assert same_bits(resumed.arrays, expected.arrays)
+    assert resumed.train_metrics_clientapp == expected.train_metrics_clientapp
+    assert resumed.evaluate_metrics_clientapp == expected.evaluate_metrics_clientapp
+    assert torch.equal(resumed.details, expected.details)
+    assert len(again.trained) == sum(ASKED) - asked
+
+
+def test_a_lost_cache_changes_no_bit(tmp_path: Path, counted: list[int]) -> None:
+    where = tmp_path / "run"
+    run(tct(), num_rounds=4, checkpoint_dir=where)
+    for path in cached():
+        path.unlink()
+    counted.clear()
+    resumed = run(tct(), checkpoint_dir=where, resume=True)
+    assert sorted(counted) == [8, 10, 12]
+    assert same_bits(resumed.arrays, plain().arrays)
+
+
+def test_strategies_that_forget_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Watched(client_app())
+
+    def die(content: RecordDict) -> None:
+        if app.trained[-1][0] == 2:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(CLIENTS), die)
+    for strategy, says in ((FedAdam, True), (FedProx, False)):
+        where = tmp_path / strategy.__name__
+        first = partial(strategy, fraction_evaluate=0.0)
+        with pytest.raises(KeyboardInterrupt):
+            run(tct(stage1=first()), app, checkpoint_dir=where)
+        assert "starts anew" not in caplog.text
+        run(tct(stage1=first()), checkpoint_dir=where, resume=True)
+        assert (f"what {strategy.__name__} keeps" in caplog.text) == says
+        caplog.clear()
