@@ -11,6 +11,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flwr_fisher.curvature import TCTModel
 from flwr_fisher.params import shared_state
 from flwr_fisher.testing import LocalGrid
 
@@ -85,6 +86,19 @@ def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):
     history = namespace["result"].evaluate_metrics_serverapp
     assert "barrier-loss" in history[1]
     assert history[20]["personalised-clients"] == 1
+
+
+def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkeypatch):
+    client: dict[str, object] = {}
+    exec(BLOCKS[0].replace("epochs=30", "epochs=1"), client)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
+    exec(BLOCKS[5], namespace)
+    x, y = next(iter(load_data(0)[1]))
+    model = TCTModel.load(tmp_path / "tct.safetensors", Net())
+    assert torch.equal(model(x), namespace["model"](x))
+    assert (model(x).argmax(1) == y).float().mean() > 0.6
 
 
 def test_every_link_leads_somewhere():

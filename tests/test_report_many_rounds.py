@@ -177,6 +177,8 @@ def test_evaluation_leaves_rounds_out() -> None:
     found = [evaluate(n, arrays) for n in range(5)]
     assert [n for n, metrics in enumerate(found) if metrics is not None] == [0, 3]
     assert found[0] == found[3]
+    further = evaluate_on_test(task, every=3, also=[2])
+    assert [n for n in range(5) if further(n, arrays) is not None] == [0, 2, 3]
     with pytest.raises(ConfigurationError, match="every must be >= 1"):
         evaluate_on_test(task, every=0)
 

@@ -106,6 +106,16 @@ def test_several_runs_and_metrics_are_drawn(
     assert figure.axes[1].get_ylabel() == "accuracy, %"
 
 
+def test_a_mark_says_what_begins(tmp_path: Path, drawn: list[Figure]) -> None:
+    marks = {1: "stage 2"}
+    plot_rounds(tmp_path / "a.png", {"a": RUN}, ["accuracy", "shares"], marks=marks)
+    (figure,) = drawn
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["stage 2"]
+    upright = [line.get_xdata() for line in axes.lines[1:]]
+    assert [list(x) for x in upright] == [[1, 1]]
+
+
 def test_what_no_run_has_costs_a_warning(
     tmp_path: Path, drawn: list[Figure], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,6 @@
 """The report of a run of several rounds, of any strategy."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,13 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_fisher.client import cross_entropy, score
+from flwr_fisher.curvature import TCTModel
 from flwr_fisher.errors import check_range
 from flwr_fisher.measures import EvaluateFn
+from flwr_fisher.params import shared_state
 from flwr_fisher.report.folder import ReportDir
 from flwr_fisher.report.plots import plot_labels
 from flwr_fisher.report.rounds import plot_rounds, rounds_of
@@ -38,10 +40,14 @@ _PANELS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def evaluate_on_test(task: Task, *, every: int = 1) -> EvaluateFn:
+def evaluate_on_test(
+    task: Task, *, every: int = 1, also: Collection[int] = ()
+) -> EvaluateFn:
     """Return an ``evaluate_fn`` that scores the server's model on the test set.
 
-    Its metrics are ``accuracy`` and ``loss``.
+    Its metrics are ``accuracy`` and ``loss``. A TCT model in its second stage has no
+    ``loss``, since it is no cross-entropy that it was fitted by; before that stage's
+    first round, when it predicts nothing yet, it is not scored.
 
     Parameters
     ----------
@@ -49,6 +55,8 @@ def evaluate_on_test(task: Task, *, every: int = 1) -> EvaluateFn:
         Model and test set.
     every : int, default 1
         Score the start and each `every`-th round.
+    also : Collection[int], default ()
+        Further rounds to score: the last of a stage, for example.
 
     Raises
     ------
@@ -58,9 +66,12 @@ def evaluate_on_test(task: Task, *, every: int = 1) -> EvaluateFn:
     check_range("every", every, 1)
 
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        if server_round % every:
+        if server_round % every and server_round not in also:
             return None
-        return MetricRecord({**_scores(task, arrays_to_tensors(arrays))})
+        params = arrays_to_tensors(arrays)
+        if TCTModel.is_in(params) and not params["tct/weight"].any():
+            return None
+        return MetricRecord({**_scores(task, params)})
 
     return evaluate_fn
 
@@ -73,6 +84,8 @@ def report_rounds(
     result: Result,
     seconds: Mapping[str, float],
     config: Mapping[str, Any],
+    also: Mapping[str, int] | None = None,
+    marks: Mapping[int, str] | None = None,
 ) -> dict[str, float]:
     """Write what a run of several rounds gave, round by round; tell the log the rest.
 
@@ -92,12 +105,18 @@ def report_rounds(
         scored on the test set if it is not yet.
     seconds, config : Mapping
         Go to ``metrics.json`` as they are.
+    also : Mapping[str, int], optional
+        By a name for ``metrics.json``, further rounds whose accuracy is reported:
+        ``{"stage1": 20}``, for example. They must have been scored.
+    marks : Mapping[int, str], optional
+        As for :func:`plot_rounds`.
 
     Returns
     -------
     dict[str, float]
-        The accuracies of ``metrics.json``: the method's own after the last round, and
-        ``zero_shot`` and ``personalised`` of held-out clients where last measured.
+        The accuracies of ``metrics.json``: the method's own after the last round, those
+        of `also`, and ``zero_shot`` and ``personalised`` of held-out clients where last
+        measured.
     """
     params = arrays_to_tensors(result.arrays)
     rounds = rounds_of(result)
@@ -107,18 +126,20 @@ def report_rounds(
     history = {number: found.get("server", {}) for number, found in rounds.items()}
     curves = {key: points for key in _TITLES if (points := _points(history, key))}
     accuracy = {method.lower(): last["accuracy"]}
+    accuracy |= {k: history[n]["accuracy"] for k, n in (also or {}).items()}
     for key in ("zero-shot-accuracy", "personalised-accuracy"):
         if key in curves:
             name = key.removesuffix("-accuracy").replace("-", "_")
             accuracy[name] = curves[key][-1][1]
-    sizes = reply_sizes(getattr(result, "uploads", []), params)
+    plain = shared_state(_network(task, params))
+    sizes = reply_sizes(getattr(result, "uploads", []), plain)
     folder = ReportDir(path)
     folder.metrics(
         accuracy=accuracy, bytes=sizes, seconds=seconds, config=config, rounds=rounds
     )
     folder.model(params)
     drawn = [keys for keys in _PANELS if curves.keys() & set(keys)]
-    plot_rounds(path / "rounds.png", {method: history}, drawn)
+    plot_rounds(path / "rounds.png", {method: history}, drawn, marks=marks)
     if len(task.data.shape) == 3:  # a text has documents, too many to tell apart
         labels = task.label_histogram(), task.data.class_names
         plot_labels(path / "labels.png", *labels)
@@ -128,10 +149,25 @@ def report_rounds(
 
 def _scores(task: Task, params: Mapping[str, Tensor]) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = task.make_model().to(device)
-    model.load_state_dict(dict(params), strict=False)
+    model = _model(task, params).to(device)
     loss, accuracy, _ = score(model, task.test_loader(), device, cross_entropy)
+    if isinstance(model, TCTModel):
+        return {"accuracy": accuracy}
     return {"accuracy": accuracy, "loss": loss}
+
+
+def _model(task: Task, params: Mapping[str, Tensor]) -> nn.Module:
+    model = task.make_model()
+    if TCTModel.is_in(params):
+        return TCTModel.from_tensors(model, params)
+    model.load_state_dict(dict(params), strict=False)
+    return model
+
+
+def _network(task: Task, params: Mapping[str, Tensor]) -> nn.Module:
+    """Return the network itself, whose upload is what FedAvg's would be."""
+    model = _model(task, params)
+    return model.model if isinstance(model, TCTModel) else model
 
 
 def _points(

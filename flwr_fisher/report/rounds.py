@@ -53,7 +53,11 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def plot_rounds(
-    path: Path, runs: Mapping[str, History], metrics: Sequence[str | Sequence[str]]
+    path: Path,
+    runs: Mapping[str, History],
+    metrics: Sequence[str | Sequence[str]],
+    *,
+    marks: Mapping[int, str] | None = None,
 ) -> None:
     """Draw metrics by round, a panel for each, for one run or several.
 
@@ -68,6 +72,8 @@ def plot_rounds(
         What to draw; several metrics in one panel have a line style each. Accuracies
         and errors are drawn in per cent. A panel for which no run has anything is left
         out, with a warning.
+    marks : Mapping[int, str], optional
+        Rounds at which a vertical line is drawn, with what begins there.
 
     Examples
     --------
@@ -89,6 +95,7 @@ def plot_rounds(
     figure, axes = panels(len(drawn), height=3.2)
     for one, keys in zip(axes, drawn, strict=True):
         _panel(one, runs, keys)
+        _mark(one, marks or {})
     if len(runs) > 1:
         figure.legend(
             [Line2D([], [], color=RUNS[i % len(RUNS)], lw=2) for i in range(len(runs))],
@@ -128,6 +135,20 @@ def _panel(axes: Axes, runs: Mapping[str, History], keys: tuple[str, ...]) -> No
             [Line2D([], [], color=INK, lw=2, ls=d) for d in _DASHES[: len(keys)]],
             [_short(key) for key in keys],
             frameon=False,
+            fontsize="small",
+        )
+
+
+def _mark(axes: Axes, marks: Mapping[int, str]) -> None:
+    for number, label in marks.items():
+        axes.axvline(number, color=QUIET, linestyle="--", linewidth=1, zorder=1)
+        axes.annotate(
+            label,
+            (number, 0.02),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=INK,
             fontsize="small",
         )
 
