@@ -2,9 +2,9 @@
 
     python benchmarks/rounds.py --data-dir DIR   # DIR/MNIST/raw has the files
 
-`--only cost`, `mlr` or `lenet` runs a part; the page has all that were ever run.
-Finished runs are kept in `benchmarks/cache/rounds`: a programme that was stopped goes
-on.
+`--only cost`, `mlr`, `lenet` or `spectrum` runs a part; the page has all that were ever
+run. Finished runs are kept in `benchmarks/cache/rounds`: a programme that was stopped
+goes on.
 
 **Setting.** MNIST, 200 clients, 40 % of them a round, batches of at most 512: most
 clients' whole data. *MLR* is multinomial logistic regression, 100 rounds, on two
@@ -45,16 +45,17 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
+from matplotlib.figure import Figure
 from torch import Tensor
 from uploads import CACHE, SHARED
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.training import cross_entropy, score
-from flwr_fisher.curvature import gradient, gradient_and_hvp
+from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
 from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.measures import MeasuredGrid, costs
-from flwr_fisher.params import shared_state
-from flwr_fisher.report.style import BEST, GRID, RUNS, panels, save
+from flwr_fisher.params import flatten, shared_state, unflatten
+from flwr_fisher.report.style import BEST, GRID, RUNS, save
 from flwr_fisher.strategies import (
     DONE,
     FAGH,
@@ -467,6 +468,57 @@ def cost_section(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+# What limits a Hessian of rank one
+
+ROUNDS_SEEN, EIGENVALUES, PROBED = (0, 5, 10, 30), 12, 8000
+
+
+def spectra(data_dir: Path) -> dict[str, list[float]]:
+    """Return the largest eigenvalues of MLR's Hessian on the way of gradient descent.
+
+    By subspace iteration, on some of all clients' images.
+    """
+    torch.manual_seed(0)
+    here = world("mlr", "dirichlet-class", CHOICE, data_dir)
+    x, y = (torch.cat([getattr(c, name) for c in here.clients]) for name in "xy")
+    chosen = torch.randperm(len(y))[:PROBED]
+    model, loader = here.task.make_model(), [(x[chosen], y[chosen])]
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    found = {}
+    for server_round in range(max(ROUNDS_SEEN) + 1):
+        if server_round in ROUNDS_SEEN:
+            found[str(server_round)] = _eigenvalues(model, loader, shapes)
+        slope, _ = gradient(model, loader)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter -= 0.1 * slope[name]
+    return found
+
+
+def _eigenvalues(model: torch.nn.Module, loader: Any, shapes: Any) -> list[float]:
+    size = sum(shape.numel() for shape in shapes.values())
+    basis = torch.linalg.qr(torch.randn(size, EIGENVALUES)).Q
+    for _ in range(15):
+        columns = [unflatten(column, shapes) for column in basis.T]
+        moved = torch.stack([flatten(hvp(model, loader, c)) for c in columns], dim=1)
+        small = basis.T @ moved
+        basis = torch.linalg.qr(moved).Q
+    values: list[float] = torch.linalg.eigvalsh((small + small.T) / 2).tolist()
+    return values[::-1]
+
+
+def spectrum_section(found: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the eigenvalues as a table."""
+    lines = ["## The Hessian of multinomial logistic regression", ""]
+    lines += [f"Its {EIGENVALUES} largest eigenvalues, on {PROBED} images of all"]
+    lines += ["clients, along gradient descent with the rate 0.1.", ""]
+    lines += ["| step | |", "|---|---|"]
+    return lines + [
+        f"| {step} | {', '.join(f'{v:.1f}' for v in values)} |"
+        for step, values in found.items()
+    ]
+
+
 # The tables
 
 
@@ -544,7 +596,8 @@ def at_budget(runs: Sequence[Mapping[str, Any]], rounds: int) -> str:
 
 def plot(part: Part, methods: Mapping[str, Any], path: Path) -> None:
     """Draw loss and accuracy by round, and accuracy by gradient evaluations."""
-    figure, axes = panels(3, height=3.6)
+    figure = Figure(figsize=(10.0, 7.2), dpi=150)
+    axes = [figure.add_subplot(2, 2, index) for index in (1, 2, 3)]
     others = [name for name in methods if name not in OURS]
     styles = {name: (BEST, d) for name, d in zip(OURS, ("-", "--", ":"), strict=True)}
     for index, name in enumerate(others):
@@ -564,12 +617,14 @@ def plot(part: Part, methods: Mapping[str, Any], path: Path) -> None:
         one.set_xlabel("round")
         one.set_ylabel(label)
         one.grid(axis="y", color=GRID)
+        one.spines[["top", "right"]].set_visible(False)
     axes[0].set_yscale("log")
     axes[0].set_ylim(top=3)  # a model that knows nothing has 2.3
-    axes[1].set_ylim(50, 100 * top + 1)
+    axes[1].set_ylim(100 * part.targets[0] - 5, 100 * top + 1)
     axes[2].sharey(axes[1])
     axes[2].set_xlabel("gradient evaluations of a client")
-    axes[2].set_xlim(0, max(part.budgets))
+    for one, end in zip(axes, (part.rounds,) * 2 + (max(part.budgets),), strict=True):
+        one.set_xlim(0, end)
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="center", bbox_to_anchor=(0.76, 0.26), ncols=2)
     figure.tight_layout()
@@ -585,7 +640,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data-dir", type=Path, default=SHARED)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", choices=("cost", *PARTS))
+    parser.add_argument("--only", choices=("cost", "spectrum", *PARTS))
     parser.add_argument(
         "--smoke", action="store_true", help="a few rounds, to the cache"
     )
@@ -597,9 +652,11 @@ def main() -> None:
     results.mkdir(parents=True, exist_ok=True)
     numbers_at = results / "rounds.json"
     numbers = json.loads(numbers_at.read_text()) if numbers_at.exists() else {}
-    for name in (options.only,) if options.only else ("cost", *PARTS):
+    for name in (options.only,) if options.only else ("cost", *PARTS, "spectrum"):
         if name == "cost":
             numbers[name] = client_cost(data_dir, 20 if options.smoke else 200)
+        elif name == "spectrum":
+            numbers[name] = spectra(data_dir)
         else:
             part = PARTS[name]
             if options.smoke:
@@ -612,6 +669,9 @@ def main() -> None:
         lines += [*cost_section(numbers["cost"]), ""]
     for part in (part for part in PARTS.values() if part.name in numbers):
         lines += section(part, numbers[part.name])
+    if "spectrum" in numbers:
+        lines += spectrum_section(numbers["spectrum"])
+    for part in (part for part in PARTS.values() if part.name in numbers):
         for split, methods in numbers[part.name].items():
             plot(part, methods, results / f"rounds_{part.name}_{split}.png")
     (results / "rounds.md").write_text("\n".join(lines).rstrip() + "\n")

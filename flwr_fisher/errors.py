@@ -6,6 +6,7 @@ that callers who catch ``ValueError`` keep working.
 """
 
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 __all__ = [
     "CheckpointError",
@@ -19,7 +20,9 @@ __all__ = [
     "UnknownNameError",
     "WireError",
     "check_known",
+    "check_number",
     "check_range",
+    "check_whole",
 ]
 
 
@@ -107,6 +110,34 @@ def check_known(what: str, name: object, known: Iterable[str]) -> None:
         raise UnknownNameError(what, name, known)
 
 
+def check_number(name: str, value: object) -> None:
+    """Raise :class:`ConfigurationError` unless the value is a number.
+
+    Examples
+    --------
+    >>> check_number("lr", "0.1")
+    Traceback (most recent call last):
+    flwr_fisher.errors.ConfigurationError: lr must be a number, got '0.1'
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be a number, got {value!r}")
+
+
+def check_whole(name: str, value: object, low: int | None = None) -> None:
+    """Raise :class:`ConfigurationError` unless the value is an integer from `low` on.
+
+    Examples
+    --------
+    >>> check_whole("num_features", 100.5, 1)
+    Traceback (most recent call last):
+    flwr_fisher.errors.ConfigurationError: num_features must be an integer, got 100.5
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be an integer, got {value!r}")
+    if low is not None:
+        check_range(name, int(value), low)
+
+
 def check_range(
     name: str, value: float, low: float, high: float = float("inf")
 ) -> None:
@@ -118,6 +149,7 @@ def check_range(
     Traceback (most recent call last):
     flwr_fisher.errors.ConfigurationError: shrink must be in [0, 1], got 1.5
     """
+    check_number(name, value)
     if not low <= value <= high:
         span = f">= {low}" if high == float("inf") else f"in [{low}, {high}]"
         raise ConfigurationError(f"{name} must be {span}, got {value}")

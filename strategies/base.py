@@ -20,6 +20,7 @@ from flwr_fisher.errors import (
     RoundError,
     WireError,
     check_range,
+    check_whole,
 )
 from flwr_fisher.measures import EvaluateFn, MeasuredGrid
 from flwr_fisher.strategies.cohort import Cohort
@@ -105,6 +106,7 @@ class CurvatureStrategy(FedAvg):
             train_metrics_aggr_fn=train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
+        check_whole("seed", seed)
         self.seed = seed
         self._cohort = Cohort(seed)
         self._state = ServerState({})

@@ -72,8 +72,10 @@ class FAGH(CurvatureStrategy):
 
     Notes
     -----
-    Clients are weighted by their examples. Buffers stay as they are: models are
-    evaluated in eval mode, with their batch norms' running statistics.
+    Clients differentiate ``FisherClient``'s `loss_fn`, and are weighted by their
+    examples. A rate that is too large shows in ``train_loss``, and in the end in
+    clients' gradients that are NaN: lower `lr`, or raise `rho`. Buffers stay as they
+    are: models are evaluated in eval mode, with their batch norms' running statistics.
     ``CurvatureResult.details`` is the last step's direction, by parameter. A round's
     metrics have ``gradient-norm`` of the mean gradient, ``curvature``
     (:math:`u^\top V`), ``fell-back`` (0 or 1) and ``fallbacks``, those so far.

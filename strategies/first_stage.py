@@ -62,7 +62,8 @@ class FirstStage:
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise ConfigurationError(
-                f"stage1 must be a Flower Strategy, not {type(strategy).__name__}"
+                "stage1 must be an instance of a Flower Strategy, such as FedProx(), "
+                f"not {strategy!r}"
             )
         inner = strategy.strategy if isinstance(strategy, Repeatable) else strategy
         if isinstance(inner, CurvatureStrategy) and len(inner.exchanges(1)) > 1:

@@ -6,6 +6,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.strategies.cohort import Cohort
 
 __all__ = ["Repeatable"]
@@ -29,6 +30,11 @@ class Repeatable(Strategy):
     seed : int, default 0
         Determines sampling, and with the round and the partition a client's randomness.
 
+    Raises
+    ------
+    ConfigurationError
+        If it is no strategy, or the seed no integer.
+
     Examples
     --------
     ::
@@ -38,6 +44,12 @@ class Repeatable(Strategy):
     """
 
     def __init__(self, strategy: Strategy, *, seed: int = 0) -> None:
+        if not isinstance(strategy, Strategy):
+            raise ConfigurationError(
+                "strategy must be an instance of a Flower Strategy, such as FedAvg(), "
+                f"not {strategy!r}"
+            )
+        check_whole("seed", seed)
         self.strategy, self.seed = strategy, seed
         self._cohort = Cohort(seed)
 

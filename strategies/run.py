@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError
+from flwr_fisher.params import Params
 from flwr_fisher.strategies.checkpoint import CheckpointDir, RoundCheckpoint
 from flwr_fisher.strategies.state import CurvatureResult, ServerState, Step, Upload
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
@@ -88,7 +89,9 @@ class Run:
                 f"{disk.path} holds a run up to round {rounds[-1]}: pass resume=True "
                 "to go on with it, or another checkpoint_dir"
             )
-        return cls._load(disk, rounds[-1], options)
+        run = cls._load(disk, rounds[-1], options)
+        _check_model(state.params, run.state.params, disk)
+        return run
 
     @classmethod
     def _load(
@@ -188,3 +191,16 @@ class Run:
         """Return the result, with the parameters as they are now."""
         self._result.arrays = self.arrays()
         return self._result
+
+
+def _check_model(initial: Params, saved: Params, disk: CheckpointDir) -> None:
+    """Refuse to go on with another model than the caller has."""
+    for name, value in initial.items():
+        if name not in saved or saved[name].shape != value.shape:
+            found = (
+                f"of shape {tuple(saved[name].shape)}" if name in saved else "absent"
+            )
+            raise CheckpointError(
+                f"{disk.path} holds a run of another model: '{name}' of shape "
+                f"{tuple(value.shape)} is {found} there; pass another checkpoint_dir"
+            )

@@ -13,7 +13,7 @@ from flwr_fisher.errors import (
     CheckpointError,
     ConfigurationError,
     check_known,
-    check_range,
+    check_whole,
 )
 from flwr_fisher.merge import check_lr
 from flwr_fisher.merge.power import MOST_EXAMPLES
@@ -123,7 +123,9 @@ class TCT(CurvatureStrategy):
     Metrics of a round: ``stage``, 1 or 2; in stage 2 ``lr``, ``num-lost-states``,
     ``control-norm`` and ``train_loss``, half the mean squared error at the round's
     start; of the convexifying round, ``num-features``, ``lr`` and
-    ``largest-eigenvalue``. ``CurvatureResult.details`` is :math:`c`.
+    ``largest-eigenvalue``; ``state-lost`` is the share of clients that lost theirs.
+    Clients that evaluate in stage 2 report their `loss_fn` of the regression's scores,
+    which are no logits: look at ``accuracy``. ``CurvatureResult.details`` is :math:`c`.
 
     Resumed, stage 2 and stages of this library's strategies continue bit for bit.
     Flower's strategies that keep state of their own (FedAdam, …) start it anew when
@@ -135,7 +137,7 @@ class TCT(CurvatureStrategy):
 
         strategy = TCT(stage1=Scaffold(fraction_train=0.4), fraction_train=0.4)
         result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=50)
-        tensors = arrays_to_tensors(result.arrays)
+        tensors = result.arrays.to_torch_state_dict()
         TCTModel.from_tensors(model, tensors).save("tct.safetensors")
     """
 
@@ -155,9 +157,9 @@ class TCT(CurvatureStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_range("stage1_rounds", stage1_rounds, 0)
-        check_range("num_features", num_features, 1)
-        check_range("local_steps", local_steps, 1)
+        check_whole("stage1_rounds", stage1_rounds, 0)
+        check_whole("num_features", num_features, 1)
+        check_whole("local_steps", local_steps, 1)
         if lr is not None:
             check_lr(lr, 0.0)
         check_known("solver", solver, _SOLVERS)
@@ -319,7 +321,7 @@ class TCT(CurvatureStrategy):
             "\t├──> Stage 1: %s rounds of %s", self.stage1_rounds, self._first.name
         )
         logger.info(
-            "\t├──> Stage 2: %s features, %s local steps (%s), lr %s",
+            "\t├──> Stage 2: at most %s features, %s local steps (%s), lr %s",
             self.num_features,
             self.local_steps,
             self.solver,

@@ -2,18 +2,24 @@
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import FedProx
 from torch import nn
-from virtual import ask, metrics_of, tiny_app, tiny_arrays, tiny_client
+from virtual import ask, metrics_of, tiny_app, tiny_arrays, tiny_client, tiny_model
 
-from flwr_fisher.curvature import Diagonal, fisher
+from flwr_fisher.client import LocalSGD, make_client_app
+from flwr_fisher.curvature import Diagonal, TCTModel, fisher
 from flwr_fisher.errors import (
+    CheckpointError,
     ClientError,
     ConfigurationError,
     DataError,
     ParamsError,
+    RoundError,
 )
+from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.merge import LocalPosterior, merge_fisher
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FAGH, TCT, FedFisherOneShot, Repeatable
 from flwr_fisher.testing import LocalGrid
 
 
@@ -78,3 +84,125 @@ def test_parameters_that_require_gradients_or_are_not_finite():
 def test_a_batch_where_a_loader_is_wanted():
     with pytest.raises(DataError, match=r"pass \[inputs\]"):
         fisher(nn.Linear(2, 2), torch.randn(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: TCT(num_features=100.5), "num_features must be an integer, got 100.5"),
+        (lambda: TCT(stage1_rounds=True), "stage1_rounds must be an integer"),
+        (lambda: TCT(local_steps="5"), "local_steps must be an integer, got '5'"),
+        (lambda: TCT(lr="0.1"), "lr must be a number, got '0.1'"),
+        (lambda: TCT(stage1=FedProx), r"an instance of a Flower Strategy, such as Fed"),
+        (lambda: FAGH(lr="1"), "lr must be a number, got '1'"),
+        (lambda: FAGH(rho="a"), "rho must be a number"),
+        (lambda: FAGH(betas=0.9), "betas must be two numbers"),
+        (lambda: FAGH(betas=("a", 1)), "betas must be two numbers"),
+        (lambda: FAGH(seed="a"), "seed must be an integer, got 'a'"),
+        (lambda: FAGH(fraction_train="0.5"), "fraction_train must be a number"),
+        (lambda: Repeatable(FedProx), "an instance of a Flower Strategy"),
+        (lambda: Repeatable(FedProx(), seed=1.5), "seed must be an integer"),
+    ],
+)
+def test_arguments_of_another_type_are_named(make, text):
+    with pytest.raises(ConfigurationError, match=text):
+        make()
+
+
+def app_of(model=None, **options):
+    def client_fn(context):
+        client = tiny_client(int(context.node_config["partition-id"]), **options)
+        client.model = client.model if model is None else model
+        return client
+
+    return make_client_app(client_fn)
+
+
+def test_the_loss_that_clients_train_with_is_the_one_that_they_differentiate():
+    def nothing(outputs, labels):
+        return outputs.sum() * 0
+
+    norms = []
+    for train_fn in (LocalSGD(), LocalSGD(loss_fn=nothing)):
+        grid = LocalGrid(app_of(train_fn=train_fn), 3)
+        result = FAGH(fraction_evaluate=0.0).start(grid, tiny_arrays())
+        norms.append(result.train_metrics_clientapp[1]["gradient-norm"])
+    assert norms[0] > 0.01
+    assert norms[1] == 0
+
+
+def test_a_gradient_of_no_classes_needs_a_loss():
+    grid = LocalGrid(app_of(likelihood="gaussian"), 3)
+    with pytest.raises(RoundError, match=r"FisherClient\(loss_fn=\.\.\.\)"):
+        FAGH().start(grid, tiny_arrays())
+
+
+def test_costs_of_a_strategy_that_got_another_grid(caplog):
+    grid = LocalGrid(tiny_app(), 3)
+    spent, arrays = costs(MeasuredGrid(grid), 1), tiny_arrays()
+    FAGH(fraction_evaluate=0.0).start(grid, arrays, evaluate_fn=spent)
+    assert "start the strategy with the MeasuredGrid too" in caplog.text
+
+
+def test_costs_begin_anew_with_another_run():
+    measured = MeasuredGrid(LocalGrid(tiny_app(), 3))
+    spent, arrays = costs(measured, 1), tiny_arrays()
+    first, second = (
+        FAGH(fraction_evaluate=0.0).start(measured, arrays, evaluate_fn=spent)
+        for _ in "ab"
+    )
+    histories = [r.evaluate_metrics_serverapp for r in (first, second)]
+    assert histories[0] == histories[1]
+    assert histories[0][0]["uploaded-bytes"] == 0 < histories[0][1]["uploaded-bytes"]
+
+
+def test_a_run_is_not_resumed_with_another_model(tmp_path):
+    grid = LocalGrid(tiny_app(), 3)
+    FAGH(fraction_evaluate=0.0).start(grid, tiny_arrays(), checkpoint_dir=tmp_path)
+    other = ArrayRecord(nn.Linear(7, 2).state_dict())
+    with pytest.raises(CheckpointError, match="holds a run of another model: 'weight'"):
+        FAGH(fraction_evaluate=0.0).start(
+            grid, other, checkpoint_dir=tmp_path, resume=True
+        )
+
+
+def test_a_tct_model_is_loaded_into_a_module(tmp_path):
+    with pytest.raises(ParamsError, match=r"load\(path, model\) takes a module"):
+        TCTModel.load(nn.Linear(2, 2), tmp_path / "tct.safetensors")
+
+
+class Unused(nn.Module):
+    """Its last linear layer is for something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.aux = tiny_model(), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_a_layer_that_is_never_called_is_no_head_of_tct():
+    app = app_of(model=Unused())
+    with pytest.raises(RoundError, match="pass another one's name as head") as raised:
+        TCT(stage1_rounds=0, fraction_evaluate=0.0).start(
+            LocalGrid(app, 3), ArrayRecord(Unused().state_dict()), num_rounds=2
+        )
+    assert "labels must be" not in str(raised.value)
+
+
+def test_features_that_are_no_numbers_lead_to_the_inputs():
+    class NoNumber(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = tiny_model()
+
+        def forward(self, x):
+            return self.net(x / 0.0)
+
+    model = NoNumber()
+    app = app_of(model=model)
+    with pytest.raises(RoundError, match="look for such values among its inputs"):
+        TCT(stage1_rounds=0, fraction_evaluate=0.0).start(
+            LocalGrid(app, 3), ArrayRecord(model.state_dict()), num_rounds=2
+        )

@@ -88,13 +88,26 @@ def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):
     assert history[20]["personalised-clients"] == 1
 
 
+def test_methods_compare_as_the_readme_says(my_app, tmp_path, monkeypatch):
+    client: dict[str, object] = {}
+    exec(BLOCKS[0].replace("epochs=30", "epochs=1"), client)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    namespace = {"grid": LocalGrid(client["app"], num_supernodes=4)}
+    exec(BLOCKS[5], namespace)
+    assert (tmp_path / "rounds.png").exists()
+    assert namespace["runs"]["FAGH"][10]["loss"] < namespace["runs"]["FAGH"][1]["loss"]
+    told = namespace["result"].evaluate_metrics_serverapp[10]
+    assert told["gradient-evaluations"] == 10
+    assert told["uploaded-bytes"] > 0
+
+
 def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkeypatch):
     client: dict[str, object] = {}
     exec(BLOCKS[0].replace("epochs=30", "epochs=1"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
-    exec(BLOCKS[5], namespace)
+    exec(BLOCKS[6], namespace)
     x, y = next(iter(load_data(0)[1]))
     model = TCTModel.load(tmp_path / "tct.safetensors", Net())
     assert torch.equal(model(x), namespace["model"](x))

@@ -70,8 +70,10 @@ class FisherClient:
     train_fn : Callable, optional
         Trains in place: ``train_fn(model, trainloader, device, config)`` returns
         metrics. Default ``LocalSGD()``: one epoch.
-    loss_fn : Callable, default :func:`cross_entropy`
-        For :meth:`evaluate`.
+    loss_fn : Callable, optional
+        The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
+        FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, which
+        ``LocalSGD`` has, or else :func:`cross_entropy`.
     likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
         What the model's outputs mean to the Fisher; the loss is to be its negative
         logarithm.
@@ -101,7 +103,7 @@ class FisherClient:
         valloader: Loader | None = None,
         *,
         train_fn: TrainFn | None = None,
-        loss_fn: Loss = cross_entropy,
+        loss_fn: Loss | None = None,
         likelihood: str = "categorical",
         device: torch.device | str | None = None,
         state_dir: Path | str | None = None,
@@ -114,7 +116,9 @@ class FisherClient:
         self.model = model
         self.trainloader, self.valloader = trainloader, valloader
         self.train_fn: TrainFn = LocalSGD() if train_fn is None else train_fn
-        self.loss_fn, self.likelihood = loss_fn, likelihood
+        trained_with: Loss = getattr(self.train_fn, "loss_fn", cross_entropy)
+        self.loss_fn: Loss = trained_with if loss_fn is None else loss_fn
+        self.likelihood = likelihood
         self.state_dir = Path(DEFAULT_STATE_DIR if state_dir is None else state_dir)
         self.cache_bytes = cache_bytes
 

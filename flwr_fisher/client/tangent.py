@@ -106,6 +106,7 @@ class ClientFeatures:
     def examples(self) -> Examples:
         """The client's training data, read once a round."""
         found = read_examples(self.client, self.partition)
+        self.tangent(found.inputs[:1].to(self.client.device))  # checks the head
         found.check_classes(self.tangent.num_classes)
         n = len(found.labels)
         if n > MOST_EXAMPLES and self.solver != "steps":
@@ -189,6 +190,11 @@ class ClientFeatures:
         for start in range(0, len(inputs), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
             out[some] = self.tangent(inputs[some].to(self.client.device))
+        if not out.isfinite().all():
+            raise ClientError(
+                f"the features of partition {self.partition} hold NaN or infinity: "
+                "look for such values among its inputs"
+            )
         return out
 
     def _key(self, kind: str, statistics: Mapping[str, Tensor] | None = None) -> str:
@@ -217,7 +223,7 @@ def _tangent(client: FisherClient, config: Mapping[str, Any]) -> TangentFeatures
     if client.likelihood != "categorical":
         raise ClientError(
             "TCT regresses on classes, and this client's likelihood is "
-            f"'{client.likelihood}'"
+            f"'{client.likelihood}': take another strategy, such as FedFish"
         )
     return TangentFeatures(
         client.model,

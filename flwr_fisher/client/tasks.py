@@ -16,6 +16,7 @@ from torch import Tensor
 from flwr_fisher.client.randomness import seeded
 from flwr_fisher.client.scaffold import scaffold_task
 from flwr_fisher.client.tct import tct_moments_task, tct_spectrum_task, tct_step_task
+from flwr_fisher.client.training import Loss, cross_entropy
 from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import ClientError, ParamsError, check_known
@@ -55,7 +56,7 @@ def gradient_task(
     context: Context,
 ) -> tuple[VectorUpload, dict[str, float]]:
     """Return the gradient of the mean loss over all of the client's examples."""
-    found, loss = gradient(client.model, client.trainloader, loss_fn=client.loss_fn)
+    found, loss = gradient(client.model, client.trainloader, loss_fn=_loss(client))
     return VectorUpload({"gradient": found}), {"train_loss": loss}
 
 
@@ -78,7 +79,7 @@ def probe_task(
     elif kind == "momentum":
         probe = _sent_vector(client, sent, "probe")
     slope, product, loss = gradient_and_hvp(
-        client.model, client.trainloader, probe, loss_fn=client.loss_fn
+        client.model, client.trainloader, probe, loss_fn=_loss(client)
     )
     return VectorUpload({"gradient": slope, "hvp": product}), {"train_loss": loss}
 
@@ -100,7 +101,7 @@ def direction_task(
     iterations = int(config.get("iterations", 10))
 
     def product(vector: Params) -> dict[str, Tensor]:
-        return hvp(client.model, client.trainloader, vector, loss_fn=client.loss_fn)
+        return hvp(client.model, client.trainloader, vector, loss_fn=_loss(client))
 
     if solver == "giant":
         found = giant_direction(product, g, iterations=iterations)
@@ -122,12 +123,28 @@ def displaced_task(
     """
     mean = _sent_vector(client, sent, "gradient")
     with seeded(0):  # training begins with the randomness of FedAvg's
-        own, _ = gradient(client.model, client.trainloader, loss_fn=client.loss_fn)
+        own, _ = gradient(client.model, client.trainloader, loss_fn=_loss(client))
     start = {n: p.detach() for n, p in _trained(client).items()}
     start = fedga_start(start, mean, own, beta=float(config.get("beta", 0.0)))
     client.model.load_state_dict(start, strict=False)
     metrics = client.train_fn(client.model, client.trainloader, client.device, config)
     return VectorUpload({}, client.model.state_dict()), metrics
+
+
+def _loss(client: FisherClient) -> Loss:
+    """Return what to differentiate.
+
+    Raises
+    ------
+    ClientError
+        If it is the default, and outputs are no logits of classes.
+    """
+    if client.likelihood != "categorical" and client.loss_fn is cross_entropy:
+        raise ClientError(
+            f"likelihood='{client.likelihood}' and no loss_fn, whose default is of "
+            "classes: pass the loss to differentiate, FisherClient(loss_fn=...)"
+        )
+    return client.loss_fn
 
 
 def _trained(client: FisherClient) -> dict[str, Tensor]:

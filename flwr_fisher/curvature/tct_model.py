@@ -219,7 +219,11 @@ class TCTModel(nn.Module):
         ------
         CheckpointError
             If the file is missing, damaged, or another model's.
+        ParamsError
+            If `model` is no module.
         """
+        if not isinstance(model, nn.Module):
+            raise ParamsError(f"load(path, model) takes a module, got {model!r}")
         try:
             tensors = load_file(path)
         except (SafetensorError, OSError, ValueError) as error:

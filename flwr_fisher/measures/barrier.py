@@ -82,7 +82,8 @@ class ClientServerBarrier:
             logger.warning(
                 "No client-server barrier in round %d: none of %d clients replied with "
                 "a local-loss. Start the strategy with the MeasuredGrid, and make "
-                "clients with FisherClient",
+                "clients with FisherClient; where clients train no model, as in FAGH "
+                "or TCT's stage 2, there is none",
                 server_round,
                 len(cohort),
             )

@@ -1,5 +1,7 @@
 """What a federation has cost its clients, by round."""
 
+import logging
+
 from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import check_range
@@ -7,6 +9,8 @@ from flwr_fisher.measures.combine import EvaluateFn
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 
 __all__ = ["costs"]
+
+logger = logging.getLogger("flwr")
 
 
 def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
@@ -34,19 +38,27 @@ def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
     ::
 
         measured = MeasuredGrid(grid)
-        evaluate_fn = combine(evaluate_on_test(task), costs(measured, 2))
+        evaluate_fn = combine(my_evaluate_fn, costs(measured, 2))
         result = FAGH().start(measured, arrays, evaluate_fn=evaluate_fn)
     """
     check_measured(grid)
     check_range("gradient_evaluations", gradient_evaluations, 0)
-    grid.count_uploads()
+    before = grid.count_uploads()
 
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        nonlocal before
+        if server_round == 0:  # another run begins
+            before = grid.count_uploads()
+        uploaded = grid.count_uploads() - before
+        if server_round and not uploaded:
+            logger.warning(
+                "Nothing was uploaded up to round %d: start the strategy with the "
+                "MeasuredGrid too",
+                server_round,
+            )
+        evaluations = gradient_evaluations * server_round
         return MetricRecord(
-            {
-                "uploaded-bytes": grid.count_uploads(),
-                "gradient-evaluations": gradient_evaluations * server_round,
-            }
+            {"uploaded-bytes": uploaded, "gradient-evaluations": evaluations}
         )
 
     return evaluate_fn

@@ -1,12 +1,18 @@
 """FAGH's server step: Newton's direction from one Hessian row (Sen, Qin & Mohan)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, ParamsError, check_range
+from flwr_fisher.errors import (
+    ConfigurationError,
+    ParamsError,
+    check_number,
+    check_range,
+)
 from flwr_fisher.params import Params, check_same_layout
 
 __all__ = ["FaghStep", "fagh_step"]
@@ -187,11 +193,15 @@ def _check_numbers(
 ) -> None:
     check_range("t", t, 1)
     check_range("epsilon", epsilon, 0, 1)
+    for name, value in (("lr", lr), ("rho", rho)):
+        check_number(name, value)
     if not 0 <= lr < float("inf"):
         raise ConfigurationError(f"lr must be >= 0 and finite, got {lr}")
     if not 0 < rho < float("inf"):
         raise ConfigurationError(f"rho must be > 0 and finite, got {rho}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    pair = tuple(betas) if isinstance(betas, Sequence) else ()
+    numbers = [beta for beta in pair if isinstance(beta, Real) and 0 <= beta < 1]
+    if len(pair) != 2 or len(numbers) != 2:
         raise ConfigurationError(f"betas must be two numbers in [0, 1), got {betas}")
 
 

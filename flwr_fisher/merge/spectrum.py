@@ -7,7 +7,12 @@ from decimal import ROUND_FLOOR, Context
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    ParamsError,
+    check_number,
+)
 
 __all__ = [
     "Spectrum",
@@ -137,6 +142,7 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
 
 def check_rate(lr: float) -> None:
     """Raise :class:`ConfigurationError` unless `lr` is positive and finite."""
+    check_number("lr", lr)
     if not 0 < lr < math.inf:
         raise ConfigurationError(f"lr must be > 0 and finite, got {lr}")
 
