@@ -16,7 +16,7 @@ initial model and cohorts. Clients go without 5000 validation images.
 
 **Hyperparameters** are chosen for each method and split by the mean validation accuracy
 over 30 rounds of one seed that is not among the final runs', from six configurations a
-method (LeNet: four); no test image is looked at. Then the final runs: seeds 0, 2 and 3
+method (LeNet: three); no test image is looked at. Then the final runs: seeds 0, 2 and 3
 (LeNet: 0 and 2), since the split of seed 1 leaves a client with a single image.
 
 **Costs.** A *gradient evaluation* is one of a client's whole loss, so a local epoch is
@@ -119,7 +119,7 @@ LENET = Part(
     seeds=(0, 2),
     targets=(0.70, 0.80, 0.90, 0.95),
     budgets=(25, 50, 100),
-    configurations=4,
+    configurations=3,
     without=("GIANT", "DONE"),
     cap=100,
 )
@@ -140,8 +140,11 @@ def _grid(**values: Sequence[Any]) -> tuple[Options, ...]:
     return tuple(product(*pairs))
 
 
-RATES = {"mlr": (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), "lenet": (0.05, 0.1, 0.2, 0.4)}
+RATES = {"mlr": (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), "lenet": (0.05, 0.1, 0.2)}
 FEWER = {"mlr": (0.02, 0.05, 0.2), "lenet": (0.1, 0.3)}
+# On LeNet one step a round wants a larger rate, and SCAFFOLD diverges with such.
+LARGER = RATES | {"lenet": (0.1, 0.2, 0.4)}
+SMALLER = RATES | {"lenet": (0.01, 0.02, 0.05)}
 # FAGH's are lr / rho, its step against no curvature; rho itself hardly matters.
 STEPS = {"mlr": (0.1, 0.2, 0.5), "lenet": (0.2, 0.5)}
 RHO = 0.1
@@ -162,10 +165,10 @@ def _methods() -> dict[str, Method]:
         "FAGH, random": Method(1, 2, fagh),
         "FAGH, momentum": Method(1, 2, fagh),
         "momentum alone": Method(1, 1, fagh),
-        "FedAvg, E = 1": Method(1, 1, each(client_lr=RATES)),
+        "FedAvg, E = 1": Method(1, 1, each(client_lr=LARGER)),
         f"FedAvg, E = {e}": Method(e, e, each(client_lr=RATES)),
         "FedProx": Method(e, e, each(client_lr=FEWER, mu=(0.01, 0.1))),
-        "SCAFFOLD": Method(e, e, each(client_lr=RATES)),
+        "SCAFFOLD": Method(e, e, each(client_lr=SMALLER)),
         "FedExP": Method(e, e, each(client_lr=FEWER, epsilon=(0.001, 0.1))),
         "FedGA": Method(e, 2 + e, each(client_lr=FEWER, beta=(0.02, 0.2))),
         "GIANT": Method(

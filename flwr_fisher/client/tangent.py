@@ -14,7 +14,7 @@ from torch import Tensor
 from flwr_fisher.client.examples import Examples, read_examples
 from flwr_fisher.client.feature_cache import FeatureCache, content_key
 from flwr_fisher.curvature import TangentFeatures
-from flwr_fisher.errors import ClientError, check_known
+from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.merge import Spectrum, gram_spectrum
 from flwr_fisher.merge.power import MOST_EXAMPLES, largest_eigenvalue
 
@@ -106,8 +106,12 @@ class ClientFeatures:
     def examples(self) -> Examples:
         """The client's training data, read once a round."""
         found = read_examples(self.client, self.partition)
-        self.tangent(found.inputs[:1].to(self.client.device))  # checks the head
-        found.check_classes(self.tangent.num_classes)
+        try:
+            found.check_classes(self.tangent.num_classes)
+        except DataError:
+            # A head that is not the model's last layer is the better reason.
+            self.tangent(found.inputs[:1].to(self.client.device))
+            raise
         n = len(found.labels)
         if n > MOST_EXAMPLES and self.solver != "steps":
             raise ClientError(
