@@ -47,15 +47,13 @@ client with few classes grows without bound.
 
 import argparse
 import json
-import logging
 import math
-import multiprocessing
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -64,6 +62,8 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
+from jobs import quiet
+from jobs import run_all as run_in_order
 from matplotlib.figure import Figure
 from torch import Tensor
 from uploads import CACHE, SHARED
@@ -365,38 +365,13 @@ def _grid_of(
     return LocalGrid(make_client_app(client_fn), CLIENTS, seed=seed)
 
 
-def measured_run(job: Job, data_dir: Path) -> dict[str, Any]:
-    """Return a job's numbers, from disk if they are there."""
-    if not job.path.exists():
-        found = asdict(job) | federate(job, data_dir)
-        partial = job.path.with_suffix(".partial")
-        partial.write_text(json.dumps(found))
-        partial.rename(job.path)
-        last = found["accuracy"][-1]
-        print(f"{job.path.stem} {last:.4f} {found['seconds']:.0f} s", flush=True)
-    numbers: dict[str, Any] = json.loads(job.path.read_text())
-    return numbers
-
-
-def _start(arguments: tuple[Job, Path]) -> dict[str, Any]:
-    return measured_run(*arguments)
-
-
-def _quiet() -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-
-
 Found = Mapping[Job, Mapping[str, Any]]
 
 
 def run_all(jobs: Sequence[Job], data_dir: Path, workers: int) -> Found:
     """Run jobs in as many processes, seed by seed, the longest first."""
-    CACHED.mkdir(parents=True, exist_ok=True)
     order = sorted(set(jobs), key=lambda job: (job.seed, -job.work, str(job.path)))
-    with multiprocessing.get_context("fork").Pool(workers, _quiet) as pool:
-        found = pool.map(_start, [(job, data_dir) for job in order], chunksize=1)
-    return dict(zip(order, found, strict=True))
+    return run_in_order(order, federate, data_dir, workers)
 
 
 def run_part(part: Part, data_dir: Path, workers: int) -> dict[str, Any]:
@@ -453,7 +428,7 @@ def _rounded(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def client_cost(data_dir: Path, repeats: int) -> dict[str, Any]:
     """Time a client's gradient, alone and with a probe, in random order."""
-    _quiet()
+    quiet()
     shuffled, found = random.Random(0), {}
     for part in PARTS.values():
         here = world(part.name, "shards", 0, data_dir)

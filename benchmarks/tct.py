@@ -24,15 +24,13 @@ Nothing of TCT's stage 2 is chosen.
 
 import argparse
 import json
-import logging
-import multiprocessing
 import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg, Strategy
+from jobs import run_all as run_in_order
 from torch import Tensor, nn
 from uploads import CACHE, SHARED
 
@@ -270,38 +269,13 @@ def _grid_of(here: World, model: nn.Module, job: Job, state_dir: str) -> LocalGr
     return LocalGrid(make_client_app(client_fn), CLIENTS, seed=job.seed)
 
 
-def measured_run(job: Job, data_dir: Path) -> dict[str, Any]:
-    """Return a job's numbers, from disk if they are there."""
-    if not job.path.exists():
-        found = asdict(job) | federate(job, data_dir)
-        partial = job.path.with_suffix(".partial")
-        partial.write_text(json.dumps(found))
-        partial.rename(job.path)
-        last = found["accuracy"][-1]
-        print(f"{job.path.stem} {last:.4f} {found['seconds']:.0f} s", flush=True)
-    numbers: dict[str, Any] = json.loads(job.path.read_text())
-    return numbers
-
-
-def _start(arguments: tuple[Job, Path]) -> dict[str, Any]:
-    return measured_run(*arguments)
-
-
-def _quiet() -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-
-
 Found = dict[Job, dict[str, Any]]
 
 
 def run_all(jobs: Sequence[Job], data_dir: Path, workers: int) -> Found:
     """Run jobs in as many processes, seed by seed."""
-    CACHED.mkdir(parents=True, exist_ok=True)
     order = sorted(dict.fromkeys(jobs), key=lambda job: job.seed)
-    with multiprocessing.get_context("fork").Pool(workers, _quiet) as pool:
-        found = pool.map(_start, [(job, data_dir) for job in order], chunksize=1)
-    return dict(zip(order, found, strict=True))
+    return run_in_order(order, federate, data_dir, workers)
 
 
 @dataclass(frozen=True)
