@@ -8,27 +8,28 @@ Every figure is a median over runs that take turns. An epoch is the client's own
 slow loop flatters nobody. The CNN sees generated images of CIFAR-10's shape.
 """
 
-import argparse
-import json
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.page import RESULTS, blocks, command_line, opening, write_page
+from harness.plots import without_frame
+from harness.tables import head, row
+from harness.timing import seconds
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import TOLERANCE, fisher
 from flwr_fisher.params import flatten
+from flwr_fisher.report.style import save
 from flwr_fisher.tasks import load_dataset, make_model
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-RESULTS = Path(__file__).parent / "results"
 BOTH = ("kfac", "diagonal")
 EXACT: dict[str, Any] = {"tolerance": 0.0}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -95,17 +96,6 @@ def _trained(
     metrics = LocalSGD(epochs=5)(model, Batches(x, y, 64), device, {})
     print(f"trained: loss {metrics['train_loss']:.3f}", flush=True)
     return model, Batches(x[:some].clone(), y[:some].clone(), 64)
-
-
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return how long something took, the device's queue included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -184,69 +174,68 @@ def table(times: dict[str, float], examples: int) -> list[str]:
     lines = [
         f"One epoch: {1e6 * epoch / examples:.0f} µs an example.",
         "",
-        "| | local epochs | times faster than nngeometry |",
-        "|---|---|---|",
+        *head("", "local epochs", "times faster than nngeometry"),
     ]
     for name in VARIANTS:
         ratio = peer.get(name.split(",")[0])
         faster = "" if ratio is None else f"{ratio / times[name]:.1f}"
-        lines.append(f"| {name} | {times[name] / epoch:.2f} | {faster} |")
+        lines.append(row(name, f"{times[name] / epoch:.2f}", faster))
     return lines
+
+
+def measure_all(data_dir: Path, runs: int, device: torch.device) -> dict[str, Any]:
+    """Return every model's times, memory and errors."""
+    numbers: dict[str, Any] = {}
+    for case, (model, batches) in cases(data_dir, device).items():
+        for size in (64, 512):
+            found = {"seconds": measure(model, batches, size, runs, device)}
+            found["examples"] = len(batches.x)
+            if device.type == "cpu":
+                found["peak_bytes"] = memory(model, batches, size)
+            numbers[f"{case}, batch {size}"] = found
+            print(f"{case}, batch {size}", found, flush=True)
+        numbers[f"{case}, error"] = error(model, Batches(batches.x, batches.y, 512))
+    return numbers
+
+
+def page(numbers: Mapping[str, Any], where: str, runs: int) -> list[str]:
+    """Return the page's lines."""
+    shown: list[str | list[str]] = [
+        opening("What a Fisher costs", __doc__),
+        f"Measured on {where}; median of {runs} runs. The default tolerance is "
+        f'{TOLERANCE:g}; "both" is K-FAC and the diagonal at once.',
+    ]
+    for title, found in numbers.items():
+        if "seconds" not in found:
+            errors = ", ".join(f"{k} {v:.1e}" for k, v in found.items())
+            shown += [f"Relative error of the default tolerance: {errors}."]
+            continue
+        shown += [f"## {title}", table(found["seconds"], found["examples"])]
+        if peaks := found.get("peak_bytes"):
+            ratios = {k: v / peaks["training step"] for k, v in peaks.items()}
+            each = ", ".join(f"{k} {v:.2f}" for k, v in ratios.items())
+            shown += [f"Peak memory, in a training step's on the same batch: {each}."]
+    return blocks(*shown)
 
 
 def main() -> None:
     """Write the tables, the plot and the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=SHARED)
+    parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    threads = torch.get_num_threads()
-    where = f"{platform.machine()}, {threads} threads, torch {torch.__version__}"
+    options = parser.parse_args()
+    device, torch_is = torch.device(options.device), f"torch {torch.__version__}"
+    where = f"{platform.machine()}, {torch.get_num_threads()} threads, {torch_is}"
     if device.type == "cuda":
-        where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    lines = [
-        "# What a Fisher costs",
-        "",
-        (__doc__ or "").split("\n", 2)[2].strip("\n"),
-        "",
-    ]
-    lines += [
-        f"Measured on {where}; median of {arguments.runs} runs. The default ",
-    ]
-    lines[-1] += (
-        f'tolerance is {TOLERANCE:g}; "both" is K-FAC and the diagonal at once.'
-    )
-    numbers: dict[str, Any] = {}
-    for case, (model, batches) in cases(arguments.data_dir.resolve(), device).items():
-        for size in (64, 512):
-            times = measure(model, batches, size, arguments.runs, device)
-            title = f"{case}, batch {size}"
-            numbers[title] = {"seconds": times, "examples": len(batches.x)}
-            lines += ["", f"## {title}", "", *table(times, len(batches.x))]
-            if device.type == "cpu":
-                peaks = memory(model, batches, size)
-                numbers[title]["peak_bytes"] = peaks
-                ratio = {k: v / peaks["training step"] for k, v in peaks.items()}
-                lines += ["", "Peak memory, in a training step's on the same batch: "]
-                lines[-1] += ", ".join(f"{k} {v:.2f}" for k, v in ratio.items()) + "."
-            print("\n".join(lines[-24:]), flush=True)
-        errors = error(model, Batches(batches.x, batches.y, 512))
-        numbers[f"{case}, error"] = errors
-        lines += ["", "Relative error of the default tolerance: "]
-        lines[-1] += ", ".join(f"{k} {v:.1e}" for k, v in errors.items()) + "."
-        print(lines[-1], flush=True)
+        where = f"{torch.cuda.get_device_name()}, {torch_is}"
+    numbers = measure_all(options.data_dir, options.runs, device)
     name = "curvature" if device.type == "cpu" else f"curvature_{device.type}"
-    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
-    (RESULTS / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    write_page(name, page(numbers, where, options.runs), numbers)
     plot(numbers, RESULTS / f"{name}.png")
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
     """Draw every variant's cost in local epochs."""
-    from matplotlib.figure import Figure
-
     shown = {title: found for title, found in numbers.items() if "seconds" in found}
     figure = Figure(figsize=(10, 1.2 + 2.6 * ((len(shown) + 1) // 2)), dpi=150)
     for index, (title, found) in enumerate(shown.items(), start=1):
@@ -259,10 +248,10 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_title(title, fontsize="medium")
         axes.tick_params(labelsize="small")
-        axes.spines[["top", "right"]].set_visible(False)
+        without_frame(axes)
         axes.set_xlabel("local epochs")
     figure.tight_layout()
-    figure.savefig(path, bbox_inches="tight")
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,31 @@ examples that the server holds, as the paper's do; the others see no data.
 """
 
 import json
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
 import torch
+from harness.page import (
+    RESULTS,
+    blocks,
+    command_line,
+    mnist_folder,
+    opening,
+    write_page,
+)
+from harness.plots import without_frame
+from harness.stats import each, paired, spread
+from harness.tables import head, row
+from harness.uploads import Setting, posteriors
 from matplotlib.figure import Figure
 from torch import Tensor
-from uploads import Setting, mnist_folder, posteriors
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
-from flwr_fisher.merge import fedavg, fisher_merge, merge_fisher, regmean
+from flwr_fisher.merge import fedavg, fedfisher, fisher_merge, regmean
+from flwr_fisher.report.style import save
 
 ALPHAS, SEEDS = (0.2, 0.1, 0.05), (0, 1, 2)
-RESULTS = Path(__file__).parent / "results"
 OURS, PAPER = "FedFisher K-FAC, CG (default)", "FedFisher K-FAC, paper's Adam *"
 
 
@@ -42,14 +53,14 @@ def evaluate(setting: Setting, data_dir: Path) -> dict[str, float]:
         "RegMean *": max(
             (regmean(kfac, off_diagonal=a) for a in (0.9, 0.1)), key=score
         ),
-        "FedFisher diagonal, paper's Adam *": merge_fisher(
+        "FedFisher diagonal, paper's Adam *": fedfisher(
             diagonal, solver="adam", score=score
         ).params,
-        PAPER: merge_fisher(kfac, solver="adam", score=score).params,
-        "FedFisher K-FAC, CG, no regularisation": merge_fisher(
+        PAPER: fedfisher(kfac, solver="adam", score=score).params,
+        "FedFisher K-FAC, CG, no regularisation": fedfisher(
             kfac, anchor=0.0, shrink=0.0, damping=0.0, balance=0.0
         ).params,
-        OURS: merge_fisher(kfac).params,
+        OURS: fedfisher(kfac).params,
     }
     members = [p.params for p in kfac]
     weights = [p.num_examples for p in kfac]
@@ -65,26 +76,18 @@ def evaluate(setting: Setting, data_dir: Path) -> dict[str, float]:
 
 def table(results: Mapping[float, list[dict[str, float]]]) -> list[str]:
     """Return the table's lines: mean and standard deviation over seeds."""
-    names = list(results[ALPHAS[0]][0])
-    lines = ["| test accuracy, % | " + " | ".join(f"α = {a}" for a in ALPHAS) + " |"]
-    lines.append("|---|" + "---|" * len(ALPHAS))
-    for name in names:
-        cells = []
-        for alpha in ALPHAS:
-            values = [split[name] for split in results[alpha]]
-            spread = statistics.stdev(values)
-            cells.append(f"{statistics.mean(values):.1f} ± {spread:.1f}")
+    lines = head("test accuracy, %", *(f"α = {alpha}" for alpha in ALPHAS))
+    for name in results[ALPHAS[0]][0]:
         shown = f"**{name}**" if name == OURS else name
-        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
-    cells = []
-    for alpha in ALPHAS:
-        gains = [split[OURS] - split[PAPER] for split in results[alpha]]
-        each = ", ".join(f"{gain:+.1f}" for gain in gains)
-        cells.append(f"{statistics.mean(gains):+.1f} ({each})")
-    lines.append(
-        "| default minus paper's Adam (each seed) | " + " | ".join(cells) + " |"
-    )
-    return lines
+        lines.append(row(shown, *(spread(of(results[a], name)) for a in ALPHAS)))
+    gains = (paired(of(results[a], OURS), of(results[a], PAPER)) for a in ALPHAS)
+    cells = (each(gain, 1) for gain in gains)
+    return [*lines, row("default minus paper's Adam (each seed)", *cells)]
+
+
+def of(splits: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """Return a method's accuracies, one a split."""
+    return [split[name] for split in splits]
 
 
 def plot(results: Mapping[float, list[dict[str, float]]]) -> None:
@@ -93,23 +96,23 @@ def plot(results: Mapping[float, list[dict[str, float]]]) -> None:
     names = list(results[ALPHAS[0]][0])
     for index, alpha in enumerate(ALPHAS):
         axes = figure.add_subplot(1, len(ALPHAS), index + 1)
-        for row, name in enumerate(names):
-            values = [split[name] for split in results[alpha]]
+        for place, name in enumerate(names):
+            values = of(results[alpha], name)
             color = "#d1495b" if name == OURS else "#9aa5b1"
-            axes.barh(row, statistics.mean(values), color=color, height=0.65)
-            axes.plot(values, [row] * len(values), ".", color="#222222", markersize=4)
+            axes.barh(place, mean(values), color=color, height=0.65)
+            axes.plot(values, [place] * len(values), ".", color="#222222", markersize=4)
         axes.set_title(f"α = {alpha}", fontsize="medium")
         axes.set_xlim(0, 100)
         axes.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
         axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
+        without_frame(axes)
     figure.supxlabel("test accuracy, % (bars: mean of 3 splits; dots: splits)")
-    figure.savefig(RESULTS / "fedfisher_mnist.png", bbox_inches="tight")
+    save(figure, RESULTS / "fedfisher_mnist.png")
 
 
 def main() -> None:
     """Write the table, the plot and the numbers behind them."""
-    data_dir = mnist_folder(__doc__)
+    data_dir = mnist_folder(command_line(__doc__).parse_args())
     torch.set_num_threads(1)
     results: dict[float, list[dict[str, float]]] = {}
     for alpha in ALPHAS:
@@ -118,14 +121,9 @@ def main() -> None:
             setting = Setting("mnist", "lenet", alpha, seed)
             results[alpha].append(evaluate(setting, data_dir))
             print(alpha, seed, json.dumps(results[alpha][-1]), flush=True)
-    text = "\n".join(table(results))
-    head = "# One-shot merging on MNIST\n\n" + (__doc__ or "").split("\n", 2)[2].strip(
-        "\n"
-    )
-    (RESULTS / "fedfisher_mnist.md").write_text(f"{head}\n\n{text}\n")
-    (RESULTS / "fedfisher_mnist.json").write_text(json.dumps(results, indent=1) + "\n")
+    lines = blocks(opening("One-shot merging on MNIST", __doc__), table(results))
+    write_page("fedfisher_mnist", lines, results)
     plot(results)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,20 @@ clients train without the validation examples, and no test image is looked at.
     python benchmarks/fedfisher_defaults.py --data-dir DIR   # DIR/MNIST has the files
 """
 
-import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from uploads import SHARED, Setting, posteriors
+from harness.page import command_line, write_page
+from harness.tables import head, row
+from harness.uploads import Setting, posteriors
 
 from flwr_fisher.measures import accuracies
-from flwr_fisher.merge import LocalPosterior, fedavg, merge_fisher, regmean
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
 from flwr_fisher.tasks import Task
 
 ALPHAS = (0.2, 0.1, 0.05)
-RESULTS = Path(__file__).parent / "results" / "fedfisher_defaults.md"
 Method = Callable[[Sequence[LocalPosterior]], dict[str, torch.Tensor]]
 
 
@@ -65,7 +65,7 @@ def candidate(anchor: float, shrink: float, damping: float, balance: float) -> M
     """Return the default solver with these values."""
 
     def merge(clients: Sequence[LocalPosterior]) -> dict[str, torch.Tensor]:
-        return merge_fisher(
+        return fedfisher(
             clients, anchor=anchor, shrink=shrink, damping=damping, balance=balance
         ).params
 
@@ -89,9 +89,7 @@ def column(splits: list[Setting], data_dir: Path) -> dict[str, float]:
 
 def main() -> None:
     """Write the table, best first under the references."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=SHARED)
-    data_dir = parser.parse_args().data_dir.resolve()
+    data_dir = command_line(__doc__).parse_args().data_dir
     torch.set_num_threads(1)
     columns = {
         name: column(splits, data_dir)
@@ -110,14 +108,12 @@ def main() -> None:
         "Made by `python benchmarks/fedfisher_defaults.py`. "
         "The 25 best of 81 and the 5 worst:",
         "",
-        "| conjugate gradients with | " + " | ".join(columns) + " | mean |",
-        "|---|" + "---|" * (len(columns) + 1),
+        *head("conjugate gradients with", *columns, "mean"),
     ]
     for name in [*order[:28], *order[-5:]]:
-        cells = " | ".join(f"{value:.1f}" for value in rows[name])
-        lines.append(f"| {name} | {cells} | {mean[name]:.2f} |")
-    RESULTS.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        cells = (f"{value:.1f}" for value in rows[name])
+        lines.append(row(name, *cells, f"{mean[name]:.2f}"))
+    write_page("fedfisher_defaults", lines)
 
 
 if __name__ == "__main__":

@@ -8,62 +8,54 @@ set.
 """
 
 import dataclasses
+import itertools
 import statistics
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from uploads import Setting, mnist_folder, posteriors
+from harness.page import blocks, command_line, mnist_folder, opening, write_page
+from harness.tables import head, row
+from harness.uploads import Setting, posteriors
 
 from flwr_fisher.curvature import TOLERANCE, fisher
 from flwr_fisher.measures import accuracies
-from flwr_fisher.merge import merge_fisher
+from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.tasks import Task
 
-RESULTS = Path(__file__).parent / "results"
+SPLITS = tuple(itertools.product((0.2, 0.1, 0.05), (0, 1, 2)))
+
+
+def accuracy(task: Task, clients: Sequence[LocalPosterior], tolerance: float) -> float:
+    """Return the test accuracy in per cent with K-FAC of this tolerance."""
+    model, again = task.make_model(), []
+    for index, client in enumerate(clients):
+        model.load_state_dict(client.params)
+        loader = task.eval_loader(task.train_images(index))
+        curvature = fisher(model, loader, tolerance=tolerance)
+        again.append(dataclasses.replace(client, curvature=curvature))
+    merged = fedfisher(again).params
+    return 100 * accuracies(model, {"x": merged}, task.test_loader())["x"]
 
 
 def main() -> None:
     """Write the table."""
-    data_dir = mnist_folder(__doc__)
+    data_dir = mnist_folder(command_line(__doc__).parse_args())
     torch.set_num_threads(1)
-    lines = [
-        "# What the default tolerance costs in accuracy",
-        "",
-        (__doc__ or "").split("\n", 2)[2].strip("\n"),
-        "",
-        f"| α, seed | all classes | tolerance {TOLERANCE:g} | difference |",
-        "|---|---|---|---|",
-    ]
+    lines = head("α, seed", "all classes", f"tolerance {TOLERANCE:g}", "difference")
     differences = []
-    for alpha in (0.2, 0.1, 0.05):
-        for seed in (0, 1, 2):
-            setting = Setting("mnist", "lenet", alpha, seed)
-            task, model = setting.task(data_dir), None
-            clients = posteriors(setting, task)
-            model = task.make_model()
-            found = {}
-            for tolerance in (0.0, TOLERANCE):
-                again = []
-                for index, client in enumerate(clients):
-                    model.load_state_dict(client.params)
-                    loader = task.eval_loader(task.train_images(index))
-                    curvature = fisher(model, loader, tolerance=tolerance)
-                    again.append(dataclasses.replace(client, curvature=curvature))
-                merged = merge_fisher(again).params
-                score = accuracies(model, {"x": merged}, task.test_loader())["x"]
-                found[tolerance] = 100 * score
-            exact, close = found[0.0], found[TOLERANCE]
-            differences.append(close - exact)
-            cells = f"{exact:.2f} | {close:.2f} | {close - exact:+.2f}"
-            row = f"| {alpha}, {seed} | {cells} |"
-            lines.append(row)
-            print(row, flush=True)
+    for alpha, seed in SPLITS:
+        setting = Setting("mnist", "lenet", alpha, seed)
+        task = setting.task(data_dir)
+        clients = posteriors(setting, task)
+        exact, close = (accuracy(task, clients, t) for t in (0.0, TOLERANCE))
+        differences.append(close - exact)
+        cells = f"{exact:.2f}", f"{close:.2f}", f"{close - exact:+.2f}"
+        lines.append(row(f"{alpha}, {seed}", *cells))
+        print(lines[-1], flush=True)
     largest = max(abs(value) for value in differences)
-    lines += [
-        "",
-        f"Mean {statistics.mean(differences):+.3f}, largest {largest:.2f} points.",
-    ]
-    (RESULTS / "tolerance.md").write_text("\n".join(lines) + "\n")
-    print(lines[-1])
+    summary = f"Mean {statistics.mean(differences):+.3f}, largest {largest:.2f} points."
+    start = opening("What the default tolerance costs in accuracy", __doc__)
+    write_page("tolerance", blocks(start, lines, summary))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from torch.func import functional_call
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.curvature import fisher
-from flwr_fisher.merge import fedfish_average
 from flwr_fisher.params import Params, shared_state, subtract, weighted_mean
+from flwr_fisher.rounds import fedfish_average
 
 SUPPORTS: dict[str, list[tuple[float, float]]] = {
     "full overlap": [(-4, 4), (-4, 4)],

@@ -1,22 +1,19 @@
-"""The algorithms, as Flower ``Strategy`` classes."""
+"""The four algorithms, as Flower ``Strategy`` classes, and the methods beside them."""
 
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.done import DONE
+from flwr_fisher.strategies.baselines import (
+    DONE,
+    GIANT,
+    FedExP,
+    FedGA,
+    Repeatable,
+    Scaffold,
+)
 from flwr_fisher.strategies.fagh import FAGH
-from flwr_fisher.strategies.fedexp import FedExP
 from flwr_fisher.strategies.fedfish import FedFish
 from flwr_fisher.strategies.fedfisher import FedFisherOneShot
-from flwr_fisher.strategies.fedga import FedGA
-from flwr_fisher.strategies.giant import GIANT
-from flwr_fisher.strategies.repeatable import Repeatable
-from flwr_fisher.strategies.scaffold import Scaffold
-from flwr_fisher.strategies.state import (
-    CurvatureResult,
-    Exchange,
-    ServerState,
-    Step,
-    Upload,
-)
 from flwr_fisher.strategies.tct import TCT
 
 __all__ = [

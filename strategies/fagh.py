@@ -1,6 +1,5 @@
 """FAGH: Newton's direction from one row of the Hessian."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +9,26 @@ from torch import Tensor
 
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import ConfigurationError, check_known
-from flwr_fisher.merge import fagh_step
 from flwr_fisher.params import Params, dot, flatten, norm, weighted_mean
+from flwr_fisher.rounds import FaghMoments, FaghStep, fagh_step
+from flwr_fisher.rounds.updates import double
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Upload,
+    weights_of,
+)
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
 from flwr_fisher.wire import VectorUpload
 
 __all__ = ["FAGH"]
 
-logger = logging.getLogger("flwr")
-
 _PROBES = ("first", "random", "momentum", "none")
-_DIRECTION = "fagh/direction/"
-_STEPS, _FALLBACKS = "fagh/steps", "fagh/fallbacks"
+# Groups of the state's tensors.
+_GRADIENT, _PRODUCT, _DIRECTION = "gradient-moment", "hvp-moment", "direction"
+_COUNTERS = "counters"
 
 
 class FAGH(CurvatureStrategy):
@@ -36,7 +42,7 @@ class FAGH(CurvatureStrategy):
     .. math:: \theta \leftarrow \theta - \eta (H + \rho I)^{-1} G,
               \qquad H = V V^\top / u^\top V
 
-    (eq. 6, where :math:`u = e_1`); see :func:`flwr_fisher.merge.fagh_step`. Where
+    (eq. 6, where :math:`u = e_1`); see :func:`flwr_fisher.rounds.fagh_step`. Where
     :math:`u^\top V` is not positive, or no more than rounding (the first weight sees an
     image's black corner), the step is along :math:`G / \rho`, and counted.
 
@@ -104,71 +110,66 @@ class FAGH(CurvatureStrategy):
         self.betas = default if betas is None else betas
         self.lr, self.rho, self.probe, self.epsilon = lr, rho, probe, epsilon
         # A step of nothing, for its checks.
-        fagh_step({}, {}, {}, 0.0, {}, t=1, **self._numbers())
+        fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients, and for the Hessian's products with the probe."""
         if self.probe == "none":
-            return [Exchange({"task": "gradient"}, VectorUpload.reader("gradient"))]
+            read = VectorUpload.reader("gradient")
+            return [Exchange({"task": "gradient"}, read, self._step)]
         moves = self.probe == "momentum" and server_round > 1
-        asked = {
+        config = {
             "task": "probe",
             "probe": "random" if self.probe == "momentum" and not moves else self.probe,
         }
-        return [Exchange(asked, _read, self._send if moves else lambda state: {})]
+        if moves:
+            return [Exchange(config, _read, self._step, send=_send)]
+        return [Exchange(config, _read, self._step)]
 
-    def _send(self, state: ServerState) -> Params:
-        direction = _last_direction(state)
-        if not direction:
-            raise ConfigurationError(
-                "probe='momentum' needs the last step's direction after round 1, and "
-                "this strategy has made no step: begin at round 1, or resume a run of "
-                "`start` from its checkpoint_dir"
-            )
-        return {f"probe/{name}": value for name, value in direction.items()}
-
-    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+    def _step(
+        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+    ) -> Step:
         """Update the moments, and step along Newton's direction."""
-        weights = [upload.num_examples for upload in uploads]
-        gradient = weighted_mean([_vector(u, "gradient") for u in uploads], weights)
+        weights = weights_of(uploads)
+        gradient = weighted_mean(
+            [u.payload.vectors["gradient"] for u in uploads], weights
+        )
         if self.probe == "none":
             product = {k: torch.zeros_like(v) for k, v in gradient.items()}
             along = torch.zeros(())
         else:
-            product = weighted_mean([_vector(u, "hvp") for u in uploads], weights)
+            product = weighted_mean(
+                [u.payload.vectors["hvp"] for u in uploads], weights
+            )
             along = self._along(state, product)
-        before = _count(state, _STEPS)
+        moments, t, fallbacks = _memory(state)
         step = fagh_step(
             state.params,
             gradient,
             product,
             along,
-            state.extra,
-            t=before + 1,
+            moments,
+            t=t + 1,
             **self._numbers(),
         )
         fell_back = int(step.fell_back and self.probe != "none")
-        fallbacks = _count(state, _FALLBACKS) + fell_back
-        extra = step.moments | {
-            _STEPS: torch.tensor(before + 1),
-            _FALLBACKS: torch.tensor(fallbacks),
-        }
+        groups = _groups(step, t + 1, fallbacks + fell_back)
         if self.probe == "momentum":
-            extra |= {_DIRECTION + k: v for k, v in step.direction.items()}
+            groups[_DIRECTION] = step.direction
         metrics: dict[str, int | float | list[float]] = {
             "curvature": step.curvature,
-            "fallbacks": fallbacks,
+            "fallbacks": fallbacks + fell_back,
             "fell-back": fell_back,
-            "gradient-norm": float(norm(_double(gradient))),
+            "gradient-norm": float(norm(double(gradient))),
         }
-        return Step(ServerState(step.params, extra), metrics, step.direction)
+        return Step(ServerState(step.params, groups), metrics, step.direction)
 
     def _along(self, state: ServerState, product: Params) -> Tensor:
         """Return the probe's inner product with the Hessian's product with it."""
         if self.probe == "first":
             return flatten(product)[0]
         probe = _last_direction(state) or random_probe(product, self.seed)
-        return dot(_double(probe), _double(product))
+        return dot(double(probe), double(product))
 
     def _numbers(self) -> dict[str, Any]:
         return {
@@ -178,16 +179,9 @@ class FAGH(CurvatureStrategy):
             "epsilon": self.epsilon,
         }
 
-    def options(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common."""
-        own = self._numbers() | {"betas": list(self.betas), "probe": self.probe}
-        return super().options() | own
-
-    def summary(self) -> None:
-        """Log the strategy's configuration."""
-        logger.info("\t├──> Probe: %s", self.probe)
-        logger.info("\t├──> Step: %s", self._numbers())
-        super().summary()
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return self._numbers() | {"betas": list(self.betas), "probe": self.probe}
 
 
 def _read(record: ArrayRecord, like: Params) -> VectorUpload:
@@ -201,25 +195,43 @@ def _read(record: ArrayRecord, like: Params) -> VectorUpload:
     )
 
 
-def _vector(upload: Upload, name: str) -> dict[str, Tensor]:
-    assert isinstance(upload.payload, VectorUpload)
-    return upload.payload.vectors[name]
+def _send(state: ServerState) -> Groups:
+    direction = _last_direction(state)
+    if not direction:
+        raise ConfigurationError(
+            "probe='momentum' needs the last step's direction after round 1, and this "
+            "strategy has made no step: begin at round 1, or resume a run of `start` "
+            "from its checkpoint_dir"
+        )
+    return {"probe": direction}
 
 
 def _last_direction(state: ServerState) -> dict[str, Tensor]:
     """Return the last step's direction at length 1 (or 0, where it is nothing)."""
-    found = {
-        key.removeprefix(_DIRECTION): value
-        for key, value in state.extra.items()
-        if key.startswith(_DIRECTION)
+    last = state.group(_DIRECTION)
+    length = float(norm(double(last))) if last else 0.0
+    return {k: (v.double() / (length or 1.0)).to(v.dtype) for k, v in last.items()}
+
+
+def _memory(state: ServerState) -> tuple[FaghMoments | None, int, int]:
+    """Return the moments, how many steps were made, and how many fell back."""
+    if not (counters := state.group(_COUNTERS)):
+        return None, 0, 0
+    moments = FaghMoments(
+        dict(state.group(_GRADIENT)),
+        dict(state.group(_PRODUCT)),
+        float(counters["curvature"]),
+    )
+    return moments, int(counters["steps"]), int(counters["fallbacks"])
+
+
+def _groups(step: FaghStep, steps: int, fallbacks: int) -> dict[str, Params]:
+    """Return the state's groups after a step, which :func:`_memory` reads."""
+    moments = step.moments
+    curvature = torch.tensor(moments.curvature, dtype=torch.float64)
+    counters = {"steps": torch.tensor(steps), "fallbacks": torch.tensor(fallbacks)}
+    return {
+        _GRADIENT: moments.gradient,
+        _PRODUCT: moments.hvp,
+        _COUNTERS: {"curvature": curvature, **counters},
     }
-    length = float(norm(_double(found))) if found else 0.0
-    return {k: (v.double() / (length or 1.0)).to(v.dtype) for k, v in found.items()}
-
-
-def _count(state: ServerState, key: str) -> int:
-    return int(state.extra[key]) if key in state.extra else 0
-
-
-def _double(params: Params) -> dict[str, Tensor]:
-    return {name: value.double() for name, value in params.items()}

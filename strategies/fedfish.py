@@ -1,27 +1,26 @@
 """FedFish: federated averaging, weighted by what each client's predictions hang on."""
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
-from flwr_fisher.merge import fedfish_average, make_optimizer, server_step
-from flwr_fisher.params import Params, norm, select, subtract, weighted_mean
+from flwr_fisher.params import Params, norm, weighted_mean
+from flwr_fisher.rounds import fedfish_average, make_optimizer, server_step
+from flwr_fisher.rounds.updates import double, updates
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
 from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, get_codec, resolve
 
 __all__ = ["FedFish"]
 
-logger = logging.getLogger("flwr")
-
 _SOURCES = ("extra-pass", "last-epoch")
 _UPLOADS = ("fisher", "product")
 _REDUCTIONS = ("sum", "mean")
+_OPTIMIZER = "optimizer"
 _EPS = 1e-16  # products of a small Fisher and a small step are far below Adam's 1e-8
 
 
@@ -115,20 +114,22 @@ class FedFish(CurvatureStrategy):
         self.server_optimizer, self.server_lr = server_optimizer, server_lr
         self._make_optimizer = make_optimizer(server_optimizer, server_lr)
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask every sampled client to train and to add its Fisher, or to multiply."""
-        read = ProductUpload.from_arrays if self.upload == "product" else self._read
-        return [Exchange(self._asked(), read)]
+        if self.upload == "product":
+            read = ProductUpload.from_arrays
+            return [Exchange(self._config(), read, self._step_of_products)]
+        return [Exchange(self._config(), self._read, self._step)]
 
-    def _asked(self) -> dict[str, str | int | float]:
-        asked: dict[str, str | int | float] = {
+    def _config(self) -> dict[str, str | int | float]:
+        config: dict[str, str | int | float] = {
             "structure": "diagonal",
             "expectation": "empirical-batch",
             "fisher-source": self.fisher_source,
             "fisher-reduction": self.reduction,
             "upload": self.upload,
         }
-        return asked if self.upload == "product" else asked | self.codec.to_config()
+        return config if self.upload == "product" else config | self.codec.to_config()
 
     def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:
         codec = resolve(self.codec, like)
@@ -138,22 +139,46 @@ class FedFish(CurvatureStrategy):
         """Refuse a budget that is too small for the model."""
         resolve(self.codec, state.params)
 
-    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+    def _step(
+        self, state: ServerState, uploads: Sequence[Upload[FisherUpload]]
+    ) -> Step:
+        """Step along the Fisher-weighted mean of the clients' updates."""
+        fishers = [upload.payload.curvature.diagonal() for upload in uploads]
+        trained = [upload.payload.params for upload in uploads]
+        deltas = [
+            updates(state.params, [params], fisher)[0]
+            for params, fisher in zip(trained, fishers, strict=True)
+        ]
+        gradient = fedfish_average(deltas, fishers, weights_of(uploads))
+        buffers = [
+            {k: v for k, v in params.items() if k not in gradient} for params in trained
+        ]
+        return self._descend(state, gradient, fishers, buffers, weights_of(uploads))
+
+    def _step_of_products(
+        self, state: ServerState, uploads: Sequence[Upload[ProductUpload]]
+    ) -> Step:
+        """Step along the mean of the clients' products."""
+        products = [upload.payload.products for upload in uploads]
+        gradient = weighted_mean(products, weights_of(uploads))
+        buffers = [upload.payload.buffers for upload in uploads]
+        return self._descend(state, gradient, products, buffers, weights_of(uploads))
+
+    def _descend(
+        self,
+        state: ServerState,
+        gradient: Params,
+        fishers: Sequence[Params],
+        buffers: Sequence[Params],
+        weights: Sequence[float],
+    ) -> Step:
         """Take one step of the server's optimiser on the pseudo-gradient."""
-        weights = [upload.num_examples for upload in uploads]
-        if self.upload == "product":
-            gradient = weighted_mean([_products(u) for u in uploads], weights)
-            fishers = [_products(u) for u in uploads]
-        else:
-            fishers = [u.posterior.curvature.diagonal() for u in uploads]
-            deltas = [
-                subtract(_double(state.params, F), _double(u.posterior.params, F))
-                for u, F in zip(uploads, fishers, strict=True)
-            ]
-            gradient = fedfish_average(deltas, fishers, weights)
-        averaged = weighted_mean([_buffers(u, gradient) for u in uploads], weights)
-        stepped, extra = server_step(
-            _double(state.params, gradient), gradient, state.extra, self._optimizer
+        averaged = weighted_mean(buffers, weights)
+        stepped, kept = server_step(
+            double(state.params, gradient),
+            gradient,
+            state.group(_OPTIMIZER),
+            self._optimizer,
         )
         params = {
             k: averaged[k] if k in averaged else stepped[k].to(v.dtype)
@@ -164,7 +189,7 @@ class FedFish(CurvatureStrategy):
             "num-zero-fishers": sum(zeros),
             "pseudo-gradient-norm": float(norm(gradient)),
         }
-        return Step(ServerState(params, extra), metrics, gradient)
+        return Step(ServerState(params, {_OPTIMIZER: kept}), metrics, gradient)
 
     def _optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = self._make_optimizer(parameters)
@@ -173,39 +198,13 @@ class FedFish(CurvatureStrategy):
                 group.update({"eps": _EPS} if "eps" in group else {})
         return optimizer
 
-    def options(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common."""
-        asked = {f"client-{name}": value for name, value in self._asked().items()}
-        made = self._optimizer([nn.Parameter(torch.zeros(()))])
-        settings = {
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        config = {f"client-{name}": value for name, value in self._config().items()}
+        optimizer = self._optimizer([nn.Parameter(torch.zeros(()))])
+        defaults = {
             f"server-{key}": value
-            for key, value in made.defaults.items()
+            for key, value in optimizer.defaults.items()
             if isinstance(value, str | int | float | bool)
         }
-        return super().options() | asked | {"server": type(made).__name__} | settings
-
-    def summary(self) -> None:
-        """Log the strategy's configuration."""
-        logger.info("\t├──> Fisher: %s, %s", self.fisher_source, self.reduction)
-        logger.info("\t├──> Upload: %s", self.upload)
-        options = self.options()
-        shown = {k: v for k, v in options.items() if k.startswith("server")}
-        logger.info("\t├──> Server: %s", shown)
-        super().summary()
-
-
-def _double(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return some parameters in float64, where a step away and back changes no bit."""
-    return {k: v.double() for k, v in select(params, names).items()}
-
-
-def _products(upload: Upload) -> dict[str, Tensor]:
-    assert isinstance(upload.payload, ProductUpload)
-    return upload.payload.products
-
-
-def _buffers(upload: Upload, trained: Params) -> dict[str, Tensor]:
-    payload = upload.payload
-    if isinstance(payload, ProductUpload):
-        return payload.buffers
-    return {k: v for k, v in upload.posterior.params.items() if k not in trained}
+        return config | {"server": type(optimizer).__name__} | defaults

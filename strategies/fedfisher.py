@@ -12,16 +12,16 @@ from flwr_fisher.errors import ConfigurationError, check_known, check_range
 from flwr_fisher.merge import (
     MergeResult,
     add_sums,
-    check_score,
-    merge_fisher,
+    fedfisher,
+    fedfisher_from_sums,
     merge_options,
-    merge_sums,
     sums_options,
 )
-from flwr_fisher.merge.solvers import Score
+from flwr_fisher.merge.iterative import Score
+from flwr_fisher.merge.options import check_score
 from flwr_fisher.params import Params
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
 from flwr_fisher.wire import (
     AGGREGATES,
     CODECS,
@@ -55,7 +55,7 @@ class FedFisherOneShot(CurvatureStrategy):
     structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", default "kfac"
         What clients upload beside their parameters.
     solver : "cg" | "closed-form" | "adam" | "gd", default "cg"
-        See :func:`flwr_fisher.merge.merge_fisher`, as for the next ones.
+        See :func:`flwr_fisher.merge.fedfisher`, as for the next ones.
     anchor, shrink, damping, balance : float, optional
         Regularisation of ``cg``.
     iterations : int, optional
@@ -164,14 +164,14 @@ class FedFisherOneShot(CurvatureStrategy):
             )
         self.codec = CODECS["lossless"]
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask every client to train and to add its Fisher."""
         if self.aggregate == "sums":
-            asked = self._asked() | {"aggregate": self.aggregate}
-            return [Exchange(asked, SumsUpload.from_arrays)]
-        return [Exchange(self._asked(), self._read)]
+            config = self._config() | {"aggregate": self.aggregate}
+            return [Exchange(config, SumsUpload.from_arrays, self._step_from_sums)]
+        return [Exchange(self._config(), self._read, self._step)]
 
-    def _asked(self) -> dict[str, str | int | float]:
+    def _config(self) -> dict[str, str | int | float]:
         return {
             "structure": self.structure,
             "expectation": self.expectation,
@@ -191,39 +191,40 @@ class FedFisherOneShot(CurvatureStrategy):
                 "codec='auto': the model is so small that uploads are sent lossless"
             )
 
-    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+    def _step(
+        self, state: ServerState, uploads: Sequence[Upload[FisherUpload]]
+    ) -> Step:
         """Merge the uploads."""
-        merged = self._merged(state, uploads)
-        metrics: dict[str, int | float | list[float]] = {
-            "solver-iterations": merged.iterations,
-            "solver-residual": merged.residuals[-1],
-        }
-        if merged.shares:
-            metrics["client-share"] = merged.shares
-        return Step(ServerState(merged.params), metrics, merged)
+        posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
+        merged = fedfisher(
+            posteriors, score=self.score, progress=logger.info, **asdict(self.merge)
+        )
+        return _step(merged)
 
-    def _merged(self, state: ServerState, uploads: Sequence[Upload]) -> MergeResult:
-        options = asdict(self.merge)
-        score, progress = self.score, logger.info
-        if self.aggregate == "sums":
-            sums = add_sums([upload.sums for upload in uploads])
-            like = state.params
-            return merge_sums(
-                sums, like=like, score=score, progress=progress, **options
-            )
-        posteriors = [upload.posterior for upload in uploads]
-        return merge_fisher(posteriors, score=score, progress=progress, **options)
+    def _step_from_sums(
+        self, state: ServerState, uploads: Sequence[Upload[SumsUpload]]
+    ) -> Step:
+        """Merge the sums over the uploads."""
+        merged = fedfisher_from_sums(
+            add_sums([upload.payload.sums for upload in uploads]),
+            like=state.params,
+            score=self.score,
+            progress=logger.info,
+            **asdict(self.merge),
+        )
+        return _step(merged)
 
-    def options(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common."""
-        asked = {f"client-{name}": value for name, value in self._asked().items()}
-        own = asdict(self.merge) | {"aggregate": self.aggregate}
-        return super().options() | asked | own
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        config = {f"client-{name}": value for name, value in self._config().items()}
+        return config | asdict(self.merge) | {"aggregate": self.aggregate}
 
-    def summary(self) -> None:
-        """Log the strategy's configuration."""
-        logger.info("\t├──> Structure: %s (%s)", self.structure, self.expectation)
-        options = ", ".join(f"{k} {v}" for k, v in asdict(self.merge).items())
-        logger.info("\t├──> Merge: %s", options)
-        logger.info("\t├──> Uploads: %s, %s", self.aggregate, self.codec)
-        super().summary()
+
+def _step(merged: MergeResult) -> Step:
+    metrics: dict[str, int | float | list[float]] = {
+        "solver-iterations": merged.iterations,
+        "solver-residual": merged.residuals[-1],
+    }
+    if merged.shares:
+        metrics["client-share"] = merged.shares
+    return Step(ServerState(merged.params), metrics, merged)

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from flwr.app import ConfigRecord, MetricRecord
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Strategy
-from torch import Tensor
 
 from flwr_fisher.errors import (
     CheckpointError,
@@ -15,26 +14,26 @@ from flwr_fisher.errors import (
     check_known,
     check_whole,
 )
-from flwr_fisher.merge import check_lr
-from flwr_fisher.merge.power import MOST_EXAMPLES
+from flwr_fisher.server.driver import Driver
+from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Upload
+from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.first_stage import FirstStage
-from flwr_fisher.strategies.membership import Membership
-from flwr_fisher.strategies.repeatable import Repeatable
-from flwr_fisher.strategies.run import Run
-from flwr_fisher.strategies.second_stage import (
-    LR,
+from flwr_fisher.strategies.baselines.repeatable import Repeatable
+from flwr_fisher.strategies.tct_first_stage import FirstStage
+from flwr_fisher.strategies.tct_regression import (
+    MEMBERSHIP,
+    agree_on_rate,
+    average,
     network,
-    regressed,
+    rate_of,
     send,
-    settled,
-    standardised,
+    standardise_features,
 )
-from flwr_fisher.strategies.state import Exchange, ServerState, Step, Upload
-from flwr_fisher.wire.tangent import (
-    TCT as PREFIX,
-)
-from flwr_fisher.wire.tangent import (
+from flwr_fisher.tangent import check_lr
+from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES
+from flwr_fisher.wire.tangent_upload import TCT as PREFIX
+from flwr_fisher.wire.tangent_upload import (
+    TangentUpload,
     read_local_weight,
     read_moments,
     read_spectrum,
@@ -66,9 +65,9 @@ class TCT(CurvatureStrategy):
     by M full-batch steps a round and client, :math:`\Theta \leftarrow \Theta - \eta
     (Z_i^\top (Z_i \Theta - Y_i) / n_i - c_i + c)`, corrected as SCAFFOLD's; it is
     convex, and clients of unlike data reach one optimum. The M steps are taken at once,
-    in closed form (:func:`flwr_fisher.merge.tct_update`).
+    in closed form (:func:`flwr_fisher.tangent.tct_update`).
 
-    The result's arrays are a :class:`~flwr_fisher.curvature.TCTModel`'s, network and
+    The result's arrays are a :class:`~flwr_fisher.tangent.TCTModel`'s, network and
     ``tct/…``, from the convexifying round on, also those that `evaluate_fn` gets and
     clients evaluate.
 
@@ -172,24 +171,10 @@ class TCT(CurvatureStrategy):
         self.local_steps, self.lr, self.head = local_steps, lr, head
         self.solver, self.feature_dtype = solver, feature_dtype
         self.control_variates, self.standardise = control_variates, standardise
-        first = self._fedavg() if stage1 is None else stage1
-        self._first = FirstStage(first, self._cohort, self.weighted_by_key)
-
-    def _fedavg(self) -> Strategy:
-        """Return FedAvg with this strategy's sampling."""
-        strategy = FedAvg(
-            fraction_train=self.fraction_train,
-            fraction_evaluate=self.fraction_evaluate,
-            min_train_nodes=self.min_train_nodes,
-            min_evaluate_nodes=self.min_evaluate_nodes,
-            min_available_nodes=self.min_available_nodes,
-            weighted_by_key=self.weighted_by_key,
-            arrayrecord_key=self.arrayrecord_key,
-            configrecord_key=self.configrecord_key,
-            train_metrics_aggr_fn=self.train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn=self.evaluate_metrics_aggr_fn,
-        )
-        return Repeatable(strategy, seed=self.seed)
+        if stage1 is None:
+            same = {name: getattr(self, name) for name in signature(FedAvg).parameters}
+            stage1 = Repeatable(FedAvg(**same), seed=self.seed)
+        self.stage1 = FirstStage(stage1, self.cohort, self.weighted_by_key)
 
     def check_rounds(self, num_rounds: int) -> None:
         """Refuse too few rounds for a stage 2."""
@@ -203,52 +188,56 @@ class TCT(CurvatureStrategy):
 
     def check(self, state: ServerState) -> None:
         """Refuse another run's learning rate, and a TCT model to start from."""
-        if (taken := state.extra.get(LR)) is None:
+        if (agreed := rate_of(state)) is None:
             if odd := sorted(k for k in state.params if k.startswith(PREFIX)):
                 raise ConfigurationError(
                     f"the initial arrays hold {odd}: start from the network alone, "
                     "shared_state(model)"
                 )
-        elif self.lr not in (None, float(taken)):
+        elif self.lr not in (None, agreed):
             raise CheckpointError(
-                f"this run's stage 2 has begun with lr={float(taken)}, not {self.lr}:"
+                f"this run's stage 2 has begun with lr={agreed}, not {self.lr}:"
                 " pass that, or none"
             )
 
-    def extra(self) -> dict[str, Tensor]:
+    def initial_groups(self) -> Groups:
         """Name the run: clients keep their state under its number."""
-        return Membership.new().to_tensors() | self._first.extra()
+        own = {MEMBERSHIP: Membership.new().to_tensors()}
+        return {**own, **self.stage1.initial_groups()}
 
     # What a round asks, and what comes of it
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[TangentUpload]]:
         """Ask for features' moments and largest eigenvalue, or for a step."""
         if server_round <= self.stage1_rounds:
             raise ConfigurationError(
                 f"round {server_round} of TCT is stage 1's, which it hands on to "
-                f"{self._first.name}: use this library's `start`"
+                f"{self.stage1.name}: use this library's `start`"
             )
-        asked = self._asked()
+        config = self._features()
         if server_round > self.stage1_rounds + 1:
-            asked |= {"task": "tct-step", "local-steps": self.local_steps}
-            return [Exchange(asked, read_local_weight, send, start=network)]
+            config |= {"task": "tct-step", "local-steps": self.local_steps}
+            return [Exchange(config, read_local_weight, self._average, send, network)]
+        # Everyone's features count, and everyone's eigenvalues.
         moments = Exchange(
-            asked | {"task": "tct-moments"},
+            config | {"task": "tct-moments"},
             read_moments(self.num_features),
+            self._standardise,
             send,
-            step=self._standardise,
-            start=network,
+            network,
+            everyone=True,
         )
         spectrum = Exchange(
-            asked | {"task": "tct-spectrum"},
+            config | {"task": "tct-spectrum"},
             read_spectrum(),
+            self._agree_on_rate,
             send,
-            step=self._settle,
-            start=network,
+            network,
+            everyone=True,
         )
         return [moments, spectrum]
 
-    def _asked(self) -> dict[str, Any]:
+    def _features(self) -> dict[str, Any]:
         """Return what says which features are meant, and how they are used."""
         return {
             "num-features": self.num_features,
@@ -257,82 +246,72 @@ class TCT(CurvatureStrategy):
             "feature-dtype": self.feature_dtype,
         }
 
-    def _standardise(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
+    def _standardise(
+        self, state: ServerState, uploads: Sequence[Upload[TangentUpload]]
+    ) -> Step:
         standardise = self.standardise
-        return standardised(state, uploads, seed=self.seed, standardise=standardise)
+        return standardise_features(
+            state, uploads, seed=self.seed, standardise=standardise
+        )
 
-    def _settle(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
-        return settled(state, uploads, lr=self.lr, control=self.control_variates)
+    def _agree_on_rate(
+        self, state: ServerState, uploads: Sequence[Upload[TangentUpload]]
+    ) -> Step:
+        return agree_on_rate(state, uploads, lr=self.lr, control=self.control_variates)
 
-    def step(self, state: ServerState, uploads: Sequence[Upload]) -> Step:
-        """Average the clients' weights, and renew the control variate."""
-        connected = self._cohort.connected
-        return regressed(state, uploads, connected, local_steps=self.local_steps)
+    def _average(
+        self, state: ServerState, uploads: Sequence[Upload[TangentUpload]]
+    ) -> Step:
+        connected = self.cohort.connected
+        return average(state, uploads, connected, local_steps=self.local_steps)
 
     # The stages
 
-    def _train(
-        self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
+    def train_round(
+        self, driver: Driver, server_round: int, config: ConfigRecord
     ) -> None:
+        """Do a round of the stage that it belongs to."""
         if server_round > self.stage1_rounds:
             name = "convexifying" if server_round == self.stage1_rounds + 1 else "2"
             logger.info("TCT: stage %s", name)
-            super()._train(grid, run, server_round, config)
+            super().train_round(driver, server_round, config)
             return
         logger.info(
             "TCT: stage 1, round %s of %s of %s",
             server_round,
             self.stage1_rounds,
-            self._first.name,
+            self.stage1.name,
         )
-        told = {**config, **self._asked(), "tct-stage": 1, "seed": self.seed}
-        found = self._first.train(grid, run, server_round, told, self._timeout)
+        joined = {**config, **self._features(), "tct-stage": 1, "seed": self.seed}
+        metrics = self.stage1.train(driver, server_round, ConfigRecord(joined))
         if self.solver != "steps":
-            _check_sizes(found)
+            _check_sizes(metrics)
 
-    def _evaluate(
-        self, grid: Grid, run: Run, server_round: int, config: ConfigRecord
+    def evaluate_round(
+        self, driver: Driver, server_round: int, config: ConfigRecord
     ) -> None:
+        """Have clients evaluate, as the stage's strategy does."""
         if server_round > self.stage1_rounds:
-            super()._evaluate(grid, run, server_round, config)
+            super().evaluate_round(driver, server_round, config)
             return
-        told = {**config, "seed": self.seed}
-        self._first.evaluate(grid, run, server_round, told, self._timeout)
+        seeded = ConfigRecord({**config, "seed": self.seed})
+        self.stage1.evaluate(driver, server_round, seeded)
 
-    def _sample_to_train(self, grid: Grid, server_round: int) -> list[int]:
-        if server_round != self.stage1_rounds + 1:
-            return super()._sample_to_train(grid, server_round)
-        # Everyone's features count, and everyone's eigenvalues.
-        return self._sample(grid, server_round, "train", 1.0, self.min_train_nodes)
-
-    def options(self) -> dict[str, Any]:
-        """Return what a resumed run must have in common; `lr` when it is settled."""
-        own = {
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings; `lr` is agreed on as the run goes."""
+        return {
             "stage1_rounds": self.stage1_rounds,
+            **self._features(),
             "local_steps": self.local_steps,
             "control_variates": self.control_variates,
             "standardise": self.standardise,
+            **self.stage1.options(),
         }
-        return super().options() | self._asked() | own | self._first.options()
-
-    def summary(self) -> None:
-        """Log the strategy's configuration."""
-        logger.info(
-            "\t├──> Stage 1: %s rounds of %s", self.stage1_rounds, self._first.name
-        )
-        logger.info(
-            "\t├──> Stage 2: at most %s features, %s local steps (%s), lr %s",
-            self.num_features,
-            self.local_steps,
-            self.solver,
-            "5 / p, or what clients allow" if self.lr is None else self.lr,
-        )
-        super().summary()
 
 
 def _check_sizes(metrics: Mapping[str, MetricRecord]) -> None:
     """Refuse clients of too many examples for a spectrum, in the first round."""
-    counts = {client: found.get("num-examples") for client, found in metrics.items()}
+    counts = {client: m.get("num-examples") for client, m in metrics.items()}
     large = {
         k: n for k, n in counts.items() if isinstance(n, int) and n > MOST_EXAMPLES
     }

@@ -35,7 +35,7 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.wire import CODECS, Codec, FisherUpload, curvature_to_tensors
 from flwr_fisher.wire.budget import byte_limit
 
-TIMES = 8  # so much memory may be taken of what an upload may weigh and become
+TIMES = 8  # memory may be this many times an upload's size plus what it is decoded to
 FRAME = 1 << 18  # bytes of Python's own: objects, messages, caches
 CAP = 1 << 29  # bytes beyond what the process has when the full run begins
 
@@ -78,18 +78,18 @@ class Good:
 def good(name: str, structure: str, codec: Codec) -> Good:
     sent = upload_of(name, structure)
     record = sent.to_arrays(codec)
-    weighs = sum(len(array.data) for array in record.values())
+    size = sum(len(array.data) for array in record.values())
     if codec.scheme != "lossless":
-        weighs = max(weighs, byte_limit(sent.params, codec))
+        size = max(size, byte_limit(sent.params, codec))
     floats = [v for v in sent.params.values() if v.is_floating_point()]
     total = sum(v.numel() for v in floats)
-    becomes = 4 * (total * (total if structure in ("block", "dense") else 2))
+    decoded = 4 * (total * (total if structure in ("block", "dense") else 2))
     for weight in floats:  # factors, of as many groups as there can be
         if weight.dim() > 1:
             groups = weight.shape[0] if weight.dim() > 2 else 1
             inputs = weight.shape[1:].numel() + 1
-            becomes += 4 * (groups * inputs**2 + weight.shape[0] ** 2)
-    return Good(record, sent.params, codec, structure, TIMES * (weighs + becomes))
+            decoded += 4 * (groups * inputs**2 + weight.shape[0] ** 2)
+    return Good(record, sent.params, codec, structure, TIMES * (size + decoded))
 
 
 # --- how it is spoiled ----------------------------------------------------------------
@@ -100,7 +100,7 @@ def spoil_bytes(data: bytes, rng: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(len(changed) + 1)
-        if rng.random() < 0.4:  # heads and scales are where most is said
+        if rng.random() < 0.4:  # heads and scales are where most information is
             at = min(at, rng.randrange(48))
         word = rng.choice(WORDS) if rng.random() < 0.6 else rng.randbytes(4)
         match rng.randrange(7):
@@ -146,7 +146,7 @@ def spoil_floats(entry: bytes, rng: random.Random) -> bytes:
 
 
 def invented(rng: random.Random) -> bytes:
-    """An entry that is whole in itself, though it may not fit the model."""
+    """An entry that is consistent in itself, though it may not fit the model."""
     form, bits = rng.randrange(2, 7), rng.choice((2, 3, 6, 8, 8, 11, 16))
     groups, n = rng.choice((1, 1, 2, 4, 8, 3)), rng.choice((1, 1, *range(25), 168, 365))
     rank = rng.choice((0, 0, 1, n, n + 1))
@@ -328,9 +328,9 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def check(record: ArrayRecord, of: Good, *, asked: bool = True) -> str:
+def check(record: ArrayRecord, of: Good, *, requested: bool = True) -> str:
     """Read a record; return "read" or "refused", and raise at anything else."""
-    structure = of.structure if asked else None
+    structure = of.structure if requested else None
     try:
         got = FisherUpload.from_arrays(record, of.like, of.codec, structure=structure)
     except WireError as error:
@@ -356,14 +356,14 @@ def check(record: ArrayRecord, of: Good, *, asked: bool = True) -> str:
     return "read"
 
 
-def check_memory(record: ArrayRecord, of: Good, *, asked: bool = True) -> str:
+def check_memory(record: ArrayRecord, of: Good, *, requested: bool = True) -> str:
     """Do the same, and look at what it allocates."""
     arrived = sum(len(array.data) for array in record.values())
     allowed = of.memory + TIMES * arrived + FRAME
     tracemalloc.start()
     try:
         with Largest() as torch_made:
-            result = check(record, of, asked=asked)
+            result = check(record, of, requested=requested)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -385,22 +385,22 @@ def fuzz(count: int, seed: int, every: int = 1) -> Counter[str]:
 
     The same seed gives the same payloads. Of every `every`-th, memory is looked at.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     load_what_is_loaded_once()
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         of = good(*rng.choice(SOURCES))
         record = spoil(of.record, of.codec.scheme != "lossless", rng)
-        asked = rng.random() < 0.5
+        requested = rng.random() < 0.5
         try:
             run = check if number % every else check_memory
-            found[run(record, of, asked=asked)] += 1
+            counts[run(record, of, requested=requested)] += 1
         except BaseException as error:
             error.add_note(
                 f"payload {number} of seed {seed}, {of.codec}, {of.structure}"
             )
             raise
-    return found
+    return counts
 
 
 def main() -> None:
@@ -421,10 +421,10 @@ def main() -> None:
         limit = pages * resource.getpagesize() + CAP
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
-    found = fuzz(args.count, args.seed, every=10)
+    counts = fuzz(args.count, args.seed, every=10)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     print(
-        f"{args.count} payloads: {found['read']} read, {found['refused']} refused, "
+        f"{args.count} payloads: {counts['read']} read, {counts['refused']} refused, "
         f"{time.monotonic() - start:.0f} s, peak memory grew by {grown >> 10} MiB"
     )
 

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature import Blocks, Curvature, Dense, Diagonal, Kronecker
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Dense,
+    Diagonal,
+    Kronecker,
+)
 from flwr_fisher.merge import LocalPosterior
 
 Tensors = dict[str, Tensor]
@@ -161,9 +167,9 @@ def random_dense(seed: int, rank: int, **shapes: Sequence[int]) -> Dense:
     return Dense(sizes, random_psd(total, rank, seed))
 
 
-def random_blocks(seed: int) -> Blocks:
+def random_blocks(seed: int) -> BlockDiagonal:
     """Two layers with K-FAC and a norm with a diagonal, as `fisher` returns them."""
-    return Blocks(
+    return BlockDiagonal(
         [
             random_kronecker(3 * seed, "conv.weight", (4, 2, 2), groups=2),
             random_kronecker(3 * seed + 1, "fc.weight", (3, 4), bias="fc.bias"),
@@ -192,8 +198,8 @@ def posteriors(
 
 
 def cast(curvature: Curvature, dtype: torch.dtype) -> Curvature:
-    if isinstance(curvature, Blocks):
-        return Blocks([cast(child, dtype) for child in curvature.children])
+    if isinstance(curvature, BlockDiagonal):
+        return BlockDiagonal([cast(child, dtype) for child in curvature.children])
     if isinstance(curvature, Diagonal):
         return Diagonal({k: entry.to(dtype) for k, entry in curvature.entries.items()})
     if isinstance(curvature, Dense):

@@ -23,7 +23,6 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
-from flwr_fisher.client.randomness import derive_seed, seeded
 from flwr_fisher.curvature import fisher
 from flwr_fisher.errors import (
     ClientError,
@@ -33,6 +32,7 @@ from flwr_fisher.errors import (
     WireError,
 )
 from flwr_fisher.params import shared_state
+from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, FisherUpload, arrays_to_tensors, tensors_to_arrays
 
@@ -98,7 +98,7 @@ def test_with_a_structure_the_fisher_of_the_trained_model_is_added(
     assert all(torch.equal(v, plain[k]) for k, v in upload.params.items())
     model = tiny_model()
     model.load_state_dict(upload.params)
-    expected = fisher(model, client.trainloader, structure=structure)
+    expected = fisher(model, client.problem.trainloader, structure=structure)
     assert torch.equal(upload.curvature.to_dense(), expected.to_dense())
 
 
@@ -135,7 +135,7 @@ def test_a_loader_without_a_dataset_is_counted() -> None:
 
 def test_the_same_seed_round_and_partition_give_the_same_reply_bit_for_bit() -> None:
     client = random_client()
-    arrays = ArrayRecord(shared_state(client.model))
+    arrays = ArrayRecord(shared_state(client.problem.model))
 
     def reply(partition: int | None = 1, **config: Any) -> Message:
         told = {"seed": 3, "server-round": 2, **config, **KFAC}
@@ -158,7 +158,7 @@ def test_the_same_seed_round_and_partition_give_the_same_reply_bit_for_bit() -> 
 
 def test_the_global_generators_are_left_as_they_were() -> None:
     client = random_client(valloader=DataLoader(tiny_data(1), batch_size=4))
-    arrays = ArrayRecord(shared_state(client.model))
+    arrays = ArrayRecord(shared_state(client.problem.model))
     torch.manual_seed(11)
     np.random.seed(11)  # noqa: NPY002
     random.seed(11)
@@ -233,11 +233,13 @@ def test_evaluate_uses_the_loss_it_was_given() -> None:
 
 def test_evaluate_changes_neither_model_nor_mode() -> None:
     client = tiny_client()
-    client.model.train()
+    client.problem.model.train()
     ask(client, kind="evaluate")
-    assert client.model.training
+    assert client.problem.model.training
     sent = arrays_to_tensors(tiny_arrays())
-    assert all(torch.equal(v, sent[k]) for k, v in client.model.state_dict().items())
+    assert all(
+        torch.equal(v, sent[k]) for k, v in client.problem.model.state_dict().items()
+    )
 
 
 def test_evaluate_without_a_valloader_says_what_to_do() -> None:
@@ -280,11 +282,11 @@ def test_arrays_that_do_not_fit_are_refused_by_name(
     kind: str, arrays: ArrayRecord, names: list[str]
 ) -> None:
     client = tiny_client()
-    before = {k: v.clone() for k, v in client.model.state_dict().items()}
+    before = {k: v.clone() for k, v in client.problem.model.state_dict().items()}
     with pytest.raises(ClientError) as caught:
         ask(client, arrays, kind=kind)
     assert all(name in str(caught.value) for name in names)
-    after = client.model.state_dict()
+    after = client.problem.model.state_dict()
     assert all(torch.equal(v, after[k]) for k, v in before.items())
 
 
@@ -307,7 +309,7 @@ def test_buffers_may_stay_with_the_client() -> None:
     client = tiny_client()
     (record,) = records(ask(client, arrays))
     assert list(record) == list(named)
-    assert client.model.get_buffer("1.num_batches_tracked") == 2
+    assert client.problem.model.get_buffer("1.num_batches_tracked") == 2
 
 
 def test_no_data_names_the_partition() -> None:
@@ -320,7 +322,7 @@ def test_no_data_names_the_partition() -> None:
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     client = tiny_client()
-    client.model.requires_grad_(False)
+    client.problem.model.requires_grad_(False)
     for config in ({}, KFAC):
         with pytest.raises(ConfigurationError, match="no trainable parameter"):
             ask(client, config=config)
@@ -345,14 +347,14 @@ def test_an_unknown_name_in_the_config_is_refused(
 
 def frozen_client() -> FisherClient:
     client = tiny_client()
-    client.model[0].requires_grad_(False)
+    client.problem.model[0].requires_grad_(False)
     return client
 
 
 def test_a_frozen_backbone_neither_travels_nor_changes() -> None:
     client = frozen_client()
-    before = {k: v.clone() for k, v in client.model[0].state_dict().items()}
-    arrays = ArrayRecord(shared_state(client.model))
+    before = {k: v.clone() for k, v in client.problem.model[0].state_dict().items()}
+    arrays = ArrayRecord(shared_state(client.problem.model))
     assert not [key for key in arrays if key.startswith("0.")]
     (record,) = records(ask(client, arrays, KFAC))
     assert not [key for key in record if "0.weight" in key or "0.bias" in key]
@@ -360,7 +362,7 @@ def test_a_frozen_backbone_neither_travels_nor_changes() -> None:
     upload = FisherUpload.from_arrays(record, arrays_to_tensors(arrays))
     covered = {"1.weight", "1.bias", "3.weight", "3.bias"}
     assert set(upload.curvature.shapes) == covered
-    for key, value in client.model[0].state_dict().items():
+    for key, value in client.problem.model[0].state_dict().items():
         assert torch.equal(value, before[key])
 
 
@@ -370,7 +372,7 @@ def test_frozen_parameters_that_the_server_sends_are_loaded_and_returned() -> No
     (record,) = records(ask(client, arrays, KFAC))
     assert record["0.weight"].data == arrays["0.weight"].data
     assert record["3.weight"].data != arrays["3.weight"].data
-    assert torch.equal(client.model[0].weight, tiny_model(3)[0].weight)
+    assert torch.equal(client.problem.model[0].weight, tiny_model(3)[0].weight)
 
 
 # The train function
@@ -389,8 +391,8 @@ def test_a_custom_train_fn_gets_model_loader_device_and_config() -> None:
 
     client = tiny_client(train_fn=train)
     reply = ask(client, config={"lr": 0.3, "note": "hello", **KFAC})
-    assert seen["model"] is client.model
-    assert seen["loader"] is client.trainloader
+    assert seen["model"] is client.problem.model
+    assert seen["loader"] is client.problem.trainloader
     assert seen["device"] == CPU
     assert seen["config"] == {"lr": 0.3, "note": "hello", **KFAC}
     assert metrics_of(reply)["mine"] == 1.5
@@ -399,9 +401,9 @@ def test_a_custom_train_fn_gets_model_loader_device_and_config() -> None:
 
 def test_the_device_is_the_one_asked_for() -> None:
     client = tiny_client(device="cpu")
-    assert client.device == CPU
-    assert {p.device for p in client.model.parameters()} == {CPU}
-    default = FisherClient(tiny_model(), DataLoader(tiny_data(0))).device.type
+    assert client.problem.device == CPU
+    assert {p.device for p in client.problem.model.parameters()} == {CPU}
+    default = FisherClient(tiny_model(), DataLoader(tiny_data(0))).problem.device.type
     assert default == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -524,7 +526,7 @@ def test_the_train_loss_is_a_mean_over_examples_not_batches() -> None:
         train_fn=LocalSGD(loss_fn=lambda out, y: 0 * out.sum() + y.float().mean()),
         device="cpu",
     )
-    arrays = ArrayRecord(shared_state(client.model))
+    arrays = ArrayRecord(shared_state(client.problem.model))
     assert metrics_of(ask(client, arrays))["train_loss"] == pytest.approx(0.2)
 
 

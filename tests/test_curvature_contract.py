@@ -22,7 +22,7 @@ from flwr_fisher.curvature import (
     ENGINES,
     EXPECTATIONS,
     STRUCTURES,
-    Blocks,
+    BlockDiagonal,
     Diagonal,
     Kronecker,
 )
@@ -270,7 +270,7 @@ def test_calls_that_depend_on_the_data_are_named(structure: str) -> None:
 def test_every_layer_has_its_own_block() -> None:
     model = seeded(lambda: nn.Sequential(small_net(), nn.LayerNorm(3), nn.Linear(3, 3)))
     found = fisher(model, [randn(1, 3, *SMALL_SHAPE)])
-    assert isinstance(found, Blocks)
+    assert isinstance(found, BlockDiagonal)
     layouts = [(type(child), list(child.shapes)) for child in found.children]
     assert layouts == [
         (Kronecker, ["0.0.weight", "0.0.bias"]),

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.curvature.likelihood import LIKELIHOODS
-from flwr_fisher.curvature.plan import groups, worth_keeping
+from flwr_fisher.curvature.estimate.backward_plan import backward_plan, worth_keeping
+from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError
 from flwr_fisher.params import flatten, trainable_names
 
@@ -92,7 +92,7 @@ def test_the_groups_hold_every_kept_piece_once():
     logits = 5 * torch.randn(30, 6, generator=torch.Generator().manual_seed(3))
     columns = LIKELIHOODS["categorical"].columns(logits)
     total = torch.zeros(30, 6, 6)
-    for group in groups(columns, 0.01):
+    for group in backward_plan(columns, 0.01):
         pieces = group.pieces
         assert group.size <= len(pieces) < 2 * group.size
         total[group.rows] += torch.einsum("knc,knd->ncd", pieces, pieces)

@@ -59,7 +59,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from flwr_fisher import curvature
 from flwr_fisher.curvature import (
     STRUCTURES,
-    Blocks,
+    BlockDiagonal,
     Dense,
     Diagonal,
     Kronecker,
@@ -153,7 +153,7 @@ def check_exact(model: nn.Module, x: Tensor) -> None:
     assert isinstance(diagonal, Diagonal)
     assert list(diagonal.shapes) == names
     kfac = fisher(model, [x])
-    assert isinstance(kfac, Blocks)
+    assert isinstance(kfac, BlockDiagonal)
     assert sorted(kfac.shapes) == sorted(names)
     for name, entries in diagonals.items():
         for other in (dense, diagonal):

@@ -18,14 +18,14 @@ from oracles import (
 from torch import Tensor
 
 from flwr_fisher.curvature import (
-    Blocks,
+    BlockDiagonal,
     Curvature,
     Dense,
     Diagonal,
     Kronecker,
     WeightedSum,
-    aligned_blocks,
 )
+from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.errors import StructureError
 
 Make = Callable[[int], Curvature]
@@ -114,13 +114,13 @@ def test_which_blocks_there_are() -> None:
 
 def test_aligned_blocks_keep_every_curvatures_part_together() -> None:
     first, second = random_blocks(0), random_blocks(1)
-    aligned = aligned_blocks([first, second])
+    aligned = shared_blocks([first, second])
     assert [list(a.shapes) for a, _ in aligned] == [list(b.shapes) for _, b in aligned]
     for index, curvature in enumerate((first, second)):
         parts = [pair[index] for pair in aligned]
-        close(Blocks(parts).to_dense(), curvature.to_dense())
+        close(BlockDiagonal(parts).to_dense(), curvature.to_dense())
     one = random_dense(0, 5, **dict(first.shapes))
-    assert aligned_blocks([first, one]) == [(first, one)]
+    assert shared_blocks([first, one]) == [(first, one)]
 
 
 def test_the_diagonal_is_a_copy() -> None:
@@ -307,7 +307,7 @@ def test_other_constructors_check_too() -> None:
         Diagonal({"n": torch.ones(2, dtype=torch.int64)})
     one = random_diagonal(1, a=(2,), b=(2,))
     with pytest.raises(StructureError, match=r"\['b'\] are in more than one block"):
-        Blocks([one, random_diagonal(1, b=(2,))])
+        BlockDiagonal([one, random_diagonal(1, b=(2,))])
 
 
 def test_terms_of_a_sum_must_cover_the_same_parameters() -> None:

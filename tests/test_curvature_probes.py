@@ -36,7 +36,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp, probes
+from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
+from flwr_fisher.curvature.double_derivatives import DoubleDerivatives
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
@@ -307,10 +308,10 @@ class Counts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         for name in ("_forward_over_reverse", "_double_backward"):
-            monkeypatch.setattr(probes._Passes, name, self.counted(name))
+            monkeypatch.setattr(DoubleDerivatives, name, self.counted(name))
 
     def counted(self, name: str) -> Callable[..., Any]:
-        method = getattr(probes._Passes, name)
+        method = getattr(DoubleDerivatives, name)
 
         def call(*args: Any) -> Any:
             self.calls.append(name)

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from virtual import tiny_client, tiny_data
+from virtual import tiny_data
 
-from flwr_fisher.client import feature_cache
 from flwr_fisher.client.examples import Examples, read_examples
 from flwr_fisher.client.feature_cache import FeatureCache, content_key
 from flwr_fisher.errors import ClientError, DataError
@@ -185,7 +184,7 @@ def test_a_crash_while_writing_leaves_what_was_there(
 
     with monkeypatch.context() as patch:
         if where == "save_file":
-            patch.setattr(feature_cache, "save_file", half)
+            patch.setattr("flwr_fisher.files.save_file", half)
         elif where == "replace":
             patch.setattr(Path, "replace", crash)
         else:
@@ -295,9 +294,7 @@ def test_a_key_depends_on_every_part() -> None:
 
 
 def examples(loader: Any, partition: int = 0) -> Examples:
-    client = tiny_client(0)
-    client.trainloader = loader
-    return read_examples(client, partition)
+    return read_examples(loader, partition)
 
 
 def test_examples_are_the_same_in_whatever_order_and_batches_they_come() -> None:

@@ -27,8 +27,8 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.merge import last_two_mean
 from flwr_fisher.params import shared_state, trainable_names
+from flwr_fisher.rounds import last_two_mean
 from flwr_fisher.strategies import CurvatureResult, FedExP
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors

@@ -170,7 +170,7 @@ def every_fisher(change: Callable[[Any], Any]) -> Tamper:
 def test_equal_fishers_give_fedavg_bit_for_bit(value: float) -> None:
     equal = every_fisher(lambda a: np.full_like(a, value))
     result = run(fedfish(), Watched(tamper=dict.fromkeys(range(4), equal)), 4)
-    posteriors = [upload.posterior for upload in result.uploads]
+    posteriors = [u.payload.posterior(u.num_examples) for u in result.uploads]
     mean = weighted_mean(
         [p.params for p in posteriors], [p.num_examples for p in posteriors]
     )
@@ -320,7 +320,7 @@ def test_the_last_epoch_costs_no_further_backward_pass() -> None:
     for source in ("extra-pass", "last-epoch"):
         client, loader = net_client(epochs=2)
         passes: list[Tensor] = []
-        client.model[2].bias.register_hook(passes.append)
+        client.problem.model[2].bias.register_hook(passes.append)
         fisher_of(client, **{"fisher-source": source})
         counts[source] = len(passes)
     assert counts["last-epoch"] == 2 * len(loader)
@@ -397,7 +397,7 @@ def test_products_are_adams_gradient(source: str) -> None:
 
 def test_products_have_fedavgs_bytes() -> None:
     model = nn.Sequential(nn.Linear(3, 400), nn.BatchNorm1d(400), nn.Linear(400, 3))
-    loader = tiny_client(3).trainloader
+    loader = tiny_client(3).problem.trainloader
     sizes = {}
     for name, config in {
         "fedavg": {},
@@ -490,7 +490,7 @@ def test_a_client_without_any_fisher_has_no_say_and_is_counted() -> None:
     alone = run(fedfish(), tiny_app([0, 2]), 2).arrays
     trained = [k for k in alone if "running" not in k and "num_batches" not in k]
     a, b = arrays_to_tensors(result.arrays), arrays_to_tensors(alone)
-    fishers = result.uploads[0].posterior.curvature.diagonal()
+    fishers = result.uploads[0].payload.curvature.diagonal()
     for key in trained:
         seen = fishers[key] > 0  # elsewhere it is a matter of FedAvg's mean
         torch.testing.assert_close(a[key][seen], b[key][seen])
@@ -514,7 +514,7 @@ def test_a_client_that_returns_zeros_is_tolerated() -> None:
     result = run(fedfish(), Watched(tamper={1: zeros}))
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["num-replies"], metrics["num-zero-fishers"]) == (3, 1)
-    fishers = [u.posterior.curvature.diagonal()["3.bias"] for u in result.uploads]
+    fishers = [u.payload.curvature.diagonal()["3.bias"] for u in result.uploads]
     assert (fishers[0] > 0).all()
     alone = run(fedfish(), tiny_app([0, 2]), 2).arrays
     got, expected = (arrays_to_tensors(a)["3.bias"] for a in (result.arrays, alone))
@@ -526,8 +526,8 @@ def test_examples_and_fishers_both_weigh() -> None:
     result = run(fedfish())
     start = arrays_to_tensors(tiny_arrays())["0.weight"]
     n = [upload.num_examples for upload in result.uploads]
-    theta = [upload.posterior.params["0.weight"] for upload in result.uploads]
-    fisher = [u.posterior.curvature.diagonal()["0.weight"] for u in result.uploads]
+    theta = [upload.payload.params["0.weight"] for upload in result.uploads]
+    fisher = [u.payload.curvature.diagonal()["0.weight"] for u in result.uploads]
     assert n == [8, 10, 12]
     for i, j in ((0, 0), (1, 2), (3, 1)):
         w = [k * float(f[i, j]) for k, f in zip(n, fisher, strict=True)]
@@ -850,10 +850,11 @@ def test_it_trains_a_transformer(server: str) -> None:
 def test_the_summary_tells_the_settings(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="flwr"):
         products(reduction="mean").summary()
-    assert "Fisher: extra-pass, mean" in caplog.text
-    assert "Upload: product" in caplog.text
-    assert "'server': 'Adam'" in caplog.text
-    assert "'server-lr': 0.01" in caplog.text
+    text = " ".join(record.getMessage() for record in caplog.records)
+    text = text.replace(" \t├──> ", " ")
+    for setting in ("fisher-source=extra-pass", "fisher-reduction=mean"):
+        assert f"client-{setting}," in text
+    assert "client-upload=product, server=Adam, server-lr=0.01," in text
 
 
 def test_products_have_no_posterior() -> None:

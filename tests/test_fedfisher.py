@@ -27,7 +27,7 @@ from virtual import same_bits, tiny_app, tiny_arrays
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.curvature import Diagonal, Kronecker
 from flwr_fisher.errors import RoundError
-from flwr_fisher.merge import fedavg, merge_fisher
+from flwr_fisher.merge import fedavg, fedfisher
 from flwr_fisher.params import shared_state, trainable_names
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.tasks import Task, load_task
@@ -77,7 +77,7 @@ def pretrained(task: Task, make: Make, epochs: int) -> nn.Module:
     return model
 
 
-def fedfisher(**options: Any) -> FedFisherOneShot:
+def strategy_of(**options: Any) -> FedFisherOneShot:
     return FedFisherOneShot(**{"fraction_evaluate": 0.0, **options})
 
 
@@ -87,7 +87,7 @@ def fedfisher(**options: Any) -> FedFisherOneShot:
 def test_one_round_beats_fedavg_on_skewed_digits() -> None:
     means = {}
     for name, make in (
-        ("fedfisher", fedfisher),
+        ("fedfisher", strategy_of),
         ("fedavg", lambda: FedAvg(fraction_evaluate=0.0)),
     ):
         scores = []
@@ -108,7 +108,7 @@ def accuracy_by_round(seed: int) -> list[float]:
         value = accuracy(task, task.make_model, arrays)
         return MetricRecord({"accuracy": value})
 
-    result = fedfisher().start(
+    result = strategy_of().start(
         grid_of(task, task.make_model, epochs=5),
         ArrayRecord(shared_state(task.make_model())),
         num_rounds=3,
@@ -134,7 +134,7 @@ def test_a_pretrained_model_survives_the_merge_and_gains_from_it() -> None:
     merged = {}
     for name, start in (("warm", warm), ("cold", cold)):
         grid = grid_of(task, task.make_model, epochs=1, lr=0.01)
-        result = fedfisher().start(grid, start, num_rounds=1)
+        result = strategy_of().start(grid, start, num_rounds=1)
         merged[name] = accuracy(task, task.make_model, result.arrays)
     assert before > 0.85
     assert merged["warm"] > before + 0.02, (before, merged)
@@ -200,7 +200,7 @@ def test_only_what_is_trained_travels_and_is_merged(
 
     start = ArrayRecord(shared_state(model))
     assert set(start) == trained == set(trainable_names(model))
-    result = fedfisher().start(grid_of(task, make, epochs=2), start)
+    result = strategy_of().start(grid_of(task, make, epochs=2), start)
     assert set(result.arrays) == trained
     for upload in result.uploads:
         assert set(upload.payload.params) == trained
@@ -219,9 +219,9 @@ def test_adapters_are_merged_by_their_own_curvature() -> None:
     task = digits(0)
     model = adapted(task)
     start = ArrayRecord(shared_state(model))
-    result = fedfisher().start(grid_of(task, lambda: model, epochs=1), start)
-    posteriors = [upload.posterior for upload in result.uploads]
-    expected = merge_fisher(posteriors).params
+    result = strategy_of().start(grid_of(task, lambda: model, epochs=1), start)
+    posteriors = [u.payload.posterior(u.num_examples) for u in result.uploads]
+    expected = fedfisher(posteriors).params
     mean = fedavg(posteriors)
     got = arrays_to_tensors(result.arrays)
     assert all(torch.equal(got[key], value) for key, value in expected.items())
@@ -246,7 +246,7 @@ def normed() -> nn.Module:
 def test_batch_norm_merges_its_parameters_and_averages_its_statistics() -> None:
     task = digits(0)
     start = ArrayRecord(shared_state(normed()))
-    result = fedfisher().start(grid_of(task, normed, epochs=2), start)
+    result = strategy_of().start(grid_of(task, normed, epochs=2), start)
     merged = arrays_to_tensors(result.arrays)
     uploads = result.uploads
     total = sum(upload.num_examples for upload in uploads)
@@ -272,16 +272,16 @@ def test_batch_norm_merges_its_parameters_and_averages_its_statistics() -> None:
 
 
 def test_clipping_on_the_server_refuses_uploads_with_curvature() -> None:
-    strategy = fedfisher(codec="lossless")
+    strategy = strategy_of(codec="lossless")
     private = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.5, 3)
     with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
         private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
 
 
 def test_noise_on_the_server_alone_falls_on_the_merged_model_only() -> None:
-    private = DifferentialPrivacyClientSideFixedClipping(fedfisher(), 1e-9, 0.5, 3)
+    private = DifferentialPrivacyClientSideFixedClipping(strategy_of(), 1e-9, 0.5, 3)
     noisy = private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
-    clean = fedfisher().start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+    clean = strategy_of().start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
     merged, other = tensors_of_record(noisy.arrays), tensors_of_record(clean.arrays)
     for key, value in merged.items():
         torch.testing.assert_close(value, other[key], rtol=0, atol=1e-6)
@@ -305,7 +305,7 @@ def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(
 ) -> None:
     grid = LocalGrid(tiny_app(mods=[mod]), 3)
     with pytest.raises(RoundError, match=reason):
-        fedfisher().start(grid, tiny_arrays(), num_rounds=1)
+        strategy_of().start(grid, tiny_arrays(), num_rounds=1)
 
 
 @pytest.mark.parametrize("mod", [fixedclipping_mod, adaptiveclipping_mod])
@@ -313,13 +313,13 @@ def test_clipping_mods_refuse_curvature_where_they_get_their_norm(mod: Any) -> N
     grid = LocalGrid(tiny_app(mods=[mod]), 3)
     config = ConfigRecord({"clipping_norm": 1.0})
     with pytest.raises(RoundError, match="expects the keys in the ArrayRecord"):
-        fedfisher().start(grid, tiny_arrays(), num_rounds=1, train_config=config)
+        strategy_of().start(grid, tiny_arrays(), num_rounds=1, train_config=config)
 
 
 def test_client_mods_that_only_look_do_no_harm() -> None:
-    plain = fedfisher().start(LocalGrid(tiny_app(), 3), tiny_arrays())
+    plain = strategy_of().start(LocalGrid(tiny_app(), 3), tiny_arrays())
     app = tiny_app(mods=[arrays_size_mod, message_size_mod])
-    looked_at = fedfisher().start(LocalGrid(app, 3), tiny_arrays())
+    looked_at = strategy_of().start(LocalGrid(app, 3), tiny_arrays())
     assert same_bits(plain.arrays, looked_at.arrays)
 
 

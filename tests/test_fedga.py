@@ -129,7 +129,9 @@ def test_beta_zero_is_fedavg_also_for_clients_that_shuffle() -> None:
     def client_fn(context: Context) -> FisherClient:
         held = int(context.node_config["partition-id"])
         client = tiny_client(held)
-        client.trainloader = DataLoader(tiny_data(held), batch_size=4, shuffle=True)
+        client.problem.trainloader = DataLoader(
+            tiny_data(held), batch_size=4, shuffle=True
+        )
         return client
 
     result = run(make_client_app(client_fn), beta=0.0)

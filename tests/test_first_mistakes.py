@@ -8,7 +8,7 @@ from torch import nn
 from virtual import ask, metrics_of, tiny_app, tiny_arrays, tiny_client, tiny_model
 
 from flwr_fisher.client import LocalSGD, make_client_app
-from flwr_fisher.curvature import Diagonal, TCTModel, fisher
+from flwr_fisher.curvature import Diagonal, fisher
 from flwr_fisher.errors import (
     CheckpointError,
     ClientError,
@@ -18,8 +18,9 @@ from flwr_fisher.errors import (
     RoundError,
 )
 from flwr_fisher.measures import MeasuredGrid, costs
-from flwr_fisher.merge import LocalPosterior, merge_fisher
+from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.strategies import FAGH, TCT, FedFisherOneShot, Repeatable
+from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 
 
@@ -50,7 +51,7 @@ def test_initial_arrays_that_are_a_state_dict():
 
 
 def test_a_keyword_of_start_given_to_the_constructor():
-    with pytest.raises(TypeError, match=r"CurvatureStrategy.*'num_rounds'"):
+    with pytest.raises(TypeError, match=r"^FedFisherOneShot.*'num_rounds'"):
         FedFisherOneShot(num_rounds=3)
 
 
@@ -75,10 +76,10 @@ def test_a_model_where_its_parameters_are_wanted():
 def test_parameters_that_require_gradients_or_are_not_finite():
     F = Diagonal({"w": torch.ones(2)})
     good = LocalPosterior({"w": nn.Parameter(torch.ones(2))}, F, 1)
-    assert not merge_fisher([good, good]).params["w"].requires_grad
+    assert not fedfisher([good, good]).params["w"].requires_grad
     bad = LocalPosterior({"w": torch.tensor([1.0, float("nan")])}, F, 1)
     with pytest.raises(ParamsError, match="posterior 1: 'w' holds NaN"):
-        merge_fisher([good, bad])
+        fedfisher([good, bad])
 
 
 def test_a_batch_where_a_loader_is_wanted():
@@ -112,7 +113,7 @@ def test_arguments_of_another_type_are_named(make, text):
 def app_of(model=None, **options):
     def client_fn(context):
         client = tiny_client(int(context.node_config["partition-id"]), **options)
-        client.model = client.model if model is None else model
+        client.problem.model = client.problem.model if model is None else model
         return client
 
     return make_client_app(client_fn)

@@ -215,8 +215,8 @@ def test_no_nodes_are_refused() -> None:
 def test_a_query_tells_the_partition() -> None:
     grid = LocalGrid(tiny_app(), 4)
     replies = grid.send_and_receive(queries(*grid.nodes))
-    told = {r.metadata.src_node_id: metrics_of(r)["partition-id"] for r in replies}
-    assert told == grid.nodes
+    reported = {r.metadata.src_node_id: metrics_of(r)["partition-id"] for r in replies}
+    assert reported == grid.nodes
 
 
 def test_a_query_tells_nothing_where_there_is_no_partition() -> None:

@@ -172,7 +172,7 @@ def test_the_barrier_is_what_the_paper_says(
 def test_one_client_has_no_barrier_to_its_own_model(shuffle: bool) -> None:
     def client_fn(context: Context) -> FisherClient:
         client = tiny_client(2)
-        client.trainloader = DataLoader(tiny_data(2, 40), 7, shuffle=shuffle)
+        client.problem.trainloader = DataLoader(tiny_data(2, 40), 7, shuffle=shuffle)
         return client
 
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
@@ -202,7 +202,9 @@ def test_only_the_cohort_that_trained_is_asked() -> None:
 def test_a_measured_run_gives_the_same_model(name: str) -> None:
     def client_fn(context: Context) -> FisherClient:
         client = tiny_client(int(context.node_config["partition-id"]))
-        client.trainloader = DataLoader(client.trainloader.dataset, 4, shuffle=True)
+        client.problem.trainloader = DataLoader(
+            client.problem.trainloader.dataset, 4, shuffle=True
+        )
         return client
 
     app = make_client_app(client_fn)
@@ -339,7 +341,7 @@ def by_hand(
     arrays: ArrayRecord, partition: int, config: Mapping[str, Any]
 ) -> dict[str, float]:
     """A client's reply, from its data's halves, in a plain loop."""
-    from flwr_fisher.client.randomness import derive_seed, seeded
+    from flwr_fisher.randomness import derive_seed, seeded
 
     data = tiny_data(partition)
     n = len(data)
@@ -473,11 +475,13 @@ def test_the_halves_do_not_overlap_and_stay_the_same() -> None:
 def test_the_clients_model_is_the_servers_again_afterwards() -> None:
     client = tiny_client(4)
     arrays = tiny_arrays(2)
-    client.model.eval()
+    client.problem.model.eval()
     ask(client, arrays, HALF, kind="evaluate")
-    assert not client.model.training
+    assert not client.problem.model.training
     sent = arrays_to_tensors(arrays)
-    assert all(torch.equal(v, sent[k]) for k, v in client.model.state_dict().items())
+    assert all(
+        torch.equal(v, sent[k]) for k, v in client.problem.model.state_dict().items()
+    )
 
 
 def test_a_loader_whose_sampler_gives_batches_can_be_split() -> None:
@@ -490,7 +494,7 @@ def test_a_loader_whose_sampler_gives_batches_can_be_split() -> None:
         DataLoader(data, sampler=batches, batch_size=None),
         DataLoader(data, batch_sampler=batches),
     ):
-        client.trainloader = loader
+        client.problem.trainloader = loader
         reply = ask(client, config=HALF, partition=4, kind="evaluate")
         assert metrics_of(reply) == plain
 
@@ -500,10 +504,10 @@ def test_a_rest_that_the_loader_drops_is_dropped() -> None:
     client = tiny_client(1)  # 10 examples, so that 5 are for tuning, in batches of 4
     with pytest.raises(ValueError, match="more than 1 value"):
         ask(client, config=HALF, kind="evaluate")
-    client.trainloader = DataLoader(tiny_data(1), 4, drop_last=True)
+    client.problem.trainloader = DataLoader(tiny_data(1), 4, drop_last=True)
     metrics = metrics_of(ask(client, config=HALF, kind="evaluate"))
     assert metrics["personalised-loss"] != metrics["zero-shot-loss"]
-    client.trainloader = DataLoader(tiny_data(1), 8, drop_last=True)
+    client.problem.trainloader = DataLoader(tiny_data(1), 8, drop_last=True)
     metrics = metrics_of(ask(client, config=HALF, kind="evaluate"))
     assert metrics["personalised-loss"] != metrics["zero-shot-loss"]
 
@@ -574,7 +578,9 @@ def test_clients_with_too_little_are_counted(
         partition = int(context.node_config["partition-id"])
         client = tiny_client(partition)
         few = DataLoader(tiny_data(partition, 3), batch_size=4)
-        client.trainloader = few if partition % 2 else client.trainloader
+        client.problem.trainloader = (
+            few if partition % 2 else client.problem.trainloader
+        )
         return client
 
     app = make_client_app(client_fn)
@@ -789,7 +795,7 @@ def test_reporting_changes_nothing_else_in_the_reply(structure: str | None) -> N
     config = {} if structure is None else {"structure": structure}
     config["expectation"] = "sampled"
     client = tiny_client(3)
-    client.trainloader = DataLoader(tiny_data(3), 4, shuffle=True)
+    client.problem.trainloader = DataLoader(tiny_data(3), 4, shuffle=True)
     plain, told = (
         ask(client, config=config | extra) for extra in ({}, {"report-local": True})
     )

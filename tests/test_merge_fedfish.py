@@ -10,8 +10,8 @@ from oracles import randn, rng
 from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
-from flwr_fisher.merge import fedfish_average
 from flwr_fisher.params import weighted_mean
+from flwr_fisher.rounds import fedfish_average
 
 Tensors = dict[str, Tensor]
 WEIGHTS = [5.0, 1.0, 3.0]

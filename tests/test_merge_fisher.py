@@ -24,13 +24,14 @@ from oracles import (
 from torch import Tensor
 
 from flwr_fisher.curvature import (
-    Blocks,
+    BlockDiagonal,
     Curvature,
     Dense,
     Diagonal,
     Kronecker,
-    aligned_blocks,
 )
+from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
+from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.errors import (
     ConfigurationError,
     ParamsError,
@@ -42,12 +43,12 @@ from flwr_fisher.merge import (
     LocalPosterior,
     MergeResult,
     fedavg,
+    fedfisher,
     fisher_merge,
-    merge_fisher,
     merge_options,
     regmean,
 )
-from flwr_fisher.merge.solvers import conjugate_gradient, largest_eigenvalue
+from flwr_fisher.merge.iterative import largest_eigenvalue
 
 Posteriors = Sequence[LocalPosterior]
 Make = Callable[[int], Curvature]
@@ -101,7 +102,7 @@ def solved_densely(
     curvatures = [
         c.curvature.regularised(shrink=shrink, damping=damping) for c in clients
     ]
-    for parts in aligned_blocks(curvatures):
+    for parts in shared_blocks(curvatures):
         layer = {name: merged[name] for name in parts[0].shapes}
         F = [part.to_dense() for part in parts]
         w = [a / float(f.trace()) ** balance for a, f in zip(p, F, strict=True)]
@@ -127,7 +128,7 @@ def apart(got: MergeResult | Tensors, want: Tensors) -> float:
 @all_kinds
 def test_conjugate_gradients_find_the_solution_nearest_the_mean(make: Make) -> None:
     clients = posteriors(make)
-    got = merge_fisher(clients, iterations=500, tolerance=1e-11, **PLAIN)
+    got = fedfisher(clients, iterations=500, tolerance=1e-11, **PLAIN)
     assert got.residuals[-1] <= 1e-11
     assert apart(got, solved_densely(clients)) <= 1e-7
 
@@ -136,7 +137,7 @@ def test_conjugate_gradients_find_the_solution_nearest_the_mean(make: Make) -> N
 def test_many_solutions_and_the_nearest_is_taken(solver: str) -> None:
     clients = posteriors(within_a_subspace)
     options = PLAIN | {"iterations": 3000, "tolerance": 1e-11}
-    got = merge_fisher(clients, solver=solver, **options)
+    got = fedfisher(clients, solver=solver, **options)
     mean = fedavg(clients)
     weights = [c.num_examples / 60 for c in clients]
     parts = [w * c.curvature.to_dense() for w, c in zip(weights, clients, strict=True)]
@@ -163,7 +164,7 @@ def test_the_anchor_is_a_share_of_each_layers_mean_eigenvalue(
 ) -> None:
     clients = posteriors(make)
     options = PLAIN | {"anchor": anchor, "iterations": 30000, "tolerance": 1e-8}
-    got = merge_fisher(clients, solver=solver, **options)
+    got = fedfisher(clients, solver=solver, **options)
     assert apart(got, solved_densely(clients, anchor=anchor)) <= 1e-6
 
 
@@ -185,14 +186,14 @@ def test_the_other_options_do_what_they_say(
 ) -> None:
     clients = posteriors(make)
     solver: dict[str, Any] = {"iterations": 500, "tolerance": 1e-11}
-    got = merge_fisher(clients, **(PLAIN | options), **solver)
+    got = fedfisher(clients, **(PLAIN | options), **solver)
     assert apart(got, solved_densely(clients, **options)) <= 1e-7
 
 
 def test_the_result_minimises_the_stated_objective() -> None:
     clients = posteriors(random_blocks)
     options = {"anchor": 0.1, "balance": 0.5}
-    got = merge_fisher(clients, **(PLAIN | options), iterations=500, tolerance=1e-11)
+    got = fedfisher(clients, **(PLAIN | options), iterations=500, tolerance=1e-11)
     theta = {k: v.clone().requires_grad_() for k, v in got.params.items()}
     mean = fedavg(clients)
     loss = torch.zeros(()).double()
@@ -217,8 +218,8 @@ def test_the_result_minimises_the_stated_objective() -> None:
 
 def test_float32_is_enough_for_the_defaults() -> None:
     clients = posteriors(random_blocks, count=4)
-    want = merge_fisher(clients, iterations=500, tolerance=1e-12).params
-    got = merge_fisher([as_float32(c) for c in clients])
+    want = fedfisher(clients, iterations=500, tolerance=1e-12).params
+    got = fedfisher([as_float32(c) for c in clients])
     assert {v.dtype for v in got.params.values()} == {torch.float32}
     assert apart(got, want) <= 1e-4
     assert got.iterations < 100
@@ -232,8 +233,8 @@ def test_the_curvatures_scale_does_not_matter(solver: str, factor: float) -> Non
     clients = [as_float32(c) for c in posteriors(make)]
     scaled = [replace(c, curvature=c.curvature.scaled(factor)) for c in clients]
     options: dict[str, Any] = {"anchor": 0.5, "iterations": 300}
-    want = merge_fisher(clients, solver=solver, **options)
-    got = merge_fisher(scaled, solver=solver, **options)
+    want = fedfisher(clients, solver=solver, **options)
+    got = fedfisher(scaled, solver=solver, **options)
     assert apart(got, want.params) <= 1e-4
     assert apart(got, fedavg(clients)) > 0.01  # so that staying there is no success
 
@@ -281,7 +282,7 @@ def test_least_squares_clients_merge_into_the_pooled_solution(
         clients.append(LocalPosterior(parts, k, len(X)))
     pooled = torch.cat([X for X, _ in data]), torch.cat([Y for _, Y in data])
     want = torch.linalg.lstsq(*pooled).solution.mT
-    merged = merge_fisher(clients, iterations=200, tolerance=1e-13, **PLAIN).params
+    merged = fedfisher(clients, iterations=200, tolerance=1e-13, **PLAIN).params
     for params in (merged, regmean(clients, off_diagonal=1.0)):
         assert relative(params["w"], want[:, :4]) <= 1e-9
         if bias:
@@ -293,7 +294,7 @@ def test_a_client_that_is_sure_of_a_direction_decides_it() -> None:
     other = {"w": torch.tensor([3.0, 1.0])}, Diagonal({"w": torch.tensor([0.0, 1.0])})
     clients = [LocalPosterior(*sure, 10), LocalPosterior(*other, 30)]
     for solver in ("cg", "closed-form", "gd"):
-        got = merge_fisher(clients, solver=solver, **PLAIN).params["w"]
+        got = fedfisher(clients, solver=solver, **PLAIN).params["w"]
         torch.testing.assert_close(got, torch.tensor([0.0, 1.0]), atol=1e-5, rtol=0)
 
 
@@ -312,15 +313,15 @@ def test_the_closed_form_is_an_average_entry_by_entry() -> None:
                 top += c.num_examples * f * float(c.params[name].reshape(-1)[at])
                 bottom += c.num_examples * f
             tensor.view(-1)[at] = top / bottom
-    got = merge_fisher(clients, solver="closed-form")
+    got = fedfisher(clients, solver="closed-form")
     assert apart(got, want) <= 1e-12
     assert apart(fisher_merge(clients), want) <= 1e-12
     assert got.iterations == 1
     assert got.residuals[0] == 1
     assert got.residuals[1] <= 1e-12
-    by_cg = merge_fisher(clients, iterations=500, tolerance=1e-12, **PLAIN)
+    by_cg = fedfisher(clients, iterations=500, tolerance=1e-12, **PLAIN)
     assert apart(by_cg, want) <= 1e-8
-    anchored = merge_fisher(clients, solver="closed-form", anchor=0.3, balance=0.5)
+    anchored = fedfisher(clients, solver="closed-form", anchor=0.3, balance=0.5)
     assert apart(anchored, solved_densely(clients, anchor=0.3, balance=0.5)) <= 1e-12
 
 
@@ -337,7 +338,7 @@ def test_the_closed_form_falls_back_to_the_mean_below_a_relative_floor() -> None
 @pytest.mark.parametrize("make", [random_blocks, KINDS["dense"], random_kronecker])
 def test_only_diagonals_have_a_closed_form(make: Make) -> None:
     clients = posteriors(make)
-    for merge in (fisher_merge, lambda c: merge_fisher(c, solver="closed-form")):
+    for merge in (fisher_merge, lambda c: fedfisher(c, solver="closed-form")):
         with pytest.raises(StructureError, match="not diagonal, so it has no closed"):
             merge(clients)
 
@@ -347,7 +348,7 @@ def test_blocks_of_diagonals_have_one() -> None:
     split = [
         replace(
             c,
-            curvature=Blocks(
+            curvature=BlockDiagonal(
                 [Diagonal({k: e}) for k, e in c.curvature.entries.items()]
             ),
         )  # type: ignore[attr-defined]
@@ -376,7 +377,7 @@ def test_adam_follows_the_papers_formulas(make: Make) -> None:
         m = v + 0.9 * m
         s = v**2 + 0.99 * s
         theta = theta - 0.03 * m / (s.sqrt() + 0.01 if diagonal else (s + 0.01).sqrt())
-    got = merge_fisher(clients, solver="adam", iterations=5, lr=0.03)
+    got = fedfisher(clients, solver="adam", iterations=5, lr=0.03)
     assert got.iterations == 5
     assert len(got.residuals) == 6
     assert relative(flat({k: got.params[k] for k in names}), theta) <= 1e-12
@@ -384,10 +385,10 @@ def test_adam_follows_the_papers_formulas(make: Make) -> None:
 
 def test_adam_reaches_a_solution() -> None:
     clients = posteriors(within_a_subspace)
-    got = merge_fisher(clients, solver="adam", iterations=3000)
+    got = fedfisher(clients, solver="adam", iterations=3000)
     assert got.residuals[-1] <= 1e-3
     rows = within_a_subspace(1).to_dense()
-    nearest = merge_fisher(clients, iterations=500, tolerance=1e-11, **PLAIN).params
+    nearest = fedfisher(clients, iterations=500, tolerance=1e-11, **PLAIN).params
     away = flat(got.params) - flat(nearest)
     assert float((rows @ away).norm()) <= 1e-2  # some solution, not the nearest
     assert len(got.residuals) == 3001
@@ -401,11 +402,11 @@ def test_the_best_scored_iterate_is_kept() -> None:
         seen.append(params)
         return next(scores)
 
-    got = merge_fisher(clients, solver="adam", iterations=450, score=score)
+    got = fedfisher(clients, solver="adam", iterations=450, score=score)
     assert len(seen) == 4  # after 100, 200, 300 and 400 steps
     assert all(list(params) == list(clients[0].params) for params in seen)
     for params, steps in zip(seen, (100, 200, 300, 400), strict=True):
-        plain = merge_fisher(clients, solver="adam", iterations=steps).params
+        plain = fedfisher(clients, solver="adam", iterations=steps).params
         assert all(torch.equal(params[k], plain[k]) for k in plain)
     assert all(torch.equal(got.params[k], seen[1][k]) for k in seen[1])
     assert len(got.residuals) == 451
@@ -413,8 +414,8 @@ def test_the_best_scored_iterate_is_kept() -> None:
 
 def test_adam_without_a_score_ends_at_its_last_iterate() -> None:
     clients = posteriors(diagonals)
-    last = merge_fisher(clients, solver="adam", iterations=50)
-    unscored = merge_fisher(clients, solver="adam", iterations=50, score=lambda p: 1.0)
+    last = fedfisher(clients, solver="adam", iterations=50)
+    unscored = fedfisher(clients, solver="adam", iterations=50, score=lambda p: 1.0)
     assert apart(unscored, last.params) == 0
 
 
@@ -434,7 +435,7 @@ def test_identical_clients_keep_their_model_bit_for_bit(
 ) -> None:
     clients = [as_float32(c) for c in posteriors(make)]
     same = [replace(c, params=clients[0].params) for c in clients]
-    got = merge_fisher(same, **shortened(solver))
+    got = fedfisher(same, **shortened(solver))
     for name, tensor in clients[0].params.items():
         assert torch.equal(got.params[name], tensor)
     assert set(got.residuals) == {0.0}
@@ -443,7 +444,7 @@ def test_identical_clients_keep_their_model_bit_for_bit(
 @every_solver
 def test_one_client_keeps_its_model(solver: str, make: Make) -> None:
     client = as_float32(posteriors(make, count=1)[0])
-    got = merge_fisher([client], **shortened(solver))
+    got = fedfisher([client], **shortened(solver))
     assert all(torch.equal(got.params[k], v) for k, v in client.params.items())
     assert got.shares == [1.0]
 
@@ -451,8 +452,8 @@ def test_one_client_keeps_its_model(solver: str, make: Make) -> None:
 @every_solver
 def test_the_order_of_clients_does_not_matter(solver: str, make: Make) -> None:
     clients = posteriors(make)
-    forth = merge_fisher(clients, **shortened(solver))
-    back = merge_fisher(clients[::-1], **shortened(solver))
+    forth = fedfisher(clients, **shortened(solver))
+    back = fedfisher(clients[::-1], **shortened(solver))
     assert apart(back, forth.params) <= 1e-6
     assert back.shares[::-1] == pytest.approx(forth.shares)
 
@@ -461,10 +462,10 @@ def test_the_order_of_clients_does_not_matter(solver: str, make: Make) -> None:
 def test_only_the_ratio_of_weights_counts(solver: str, make: Make) -> None:
     clients = posteriors(make)
     tenfold = [replace(c, num_examples=10 * c.num_examples) for c in clients]
-    once = merge_fisher(clients, **shortened(solver))
-    assert apart(merge_fisher(tenfold, **shortened(solver)), once.params) <= 1e-6
+    once = fedfisher(clients, **shortened(solver))
+    assert apart(fedfisher(tenfold, **shortened(solver)), once.params) <= 1e-6
     other = [replace(c, num_examples=60) for c in clients]
-    assert apart(merge_fisher(other, **shortened(solver)), once.params) > 1e-3
+    assert apart(fedfisher(other, **shortened(solver)), once.params) > 1e-3
 
 
 @every_solver
@@ -481,7 +482,7 @@ def test_what_no_curvature_covers_is_averaged(solver: str, make: Make) -> None:
         )
         for i, c in enumerate(posteriors(make))
     ]
-    got = merge_fisher(clients, **shortened(solver)).params
+    got = fedfisher(clients, **shortened(solver)).params
     assert list(got) == list(clients[0].params)
     for name in ("frozen", "norm.running_mean"):
         want = sum(c.num_examples / 60 * c.params[name] for c in clients)
@@ -494,7 +495,7 @@ def test_what_no_curvature_covers_is_averaged(solver: str, make: Make) -> None:
 @every_solver
 def test_without_any_curvature_the_mean_stays(solver: str, make: Make) -> None:
     clients = [replace(c, curvature=c.curvature.scaled(0.0)) for c in posteriors(make)]
-    got = merge_fisher(clients, **shortened(solver))
+    got = fedfisher(clients, **shortened(solver))
     mean = fedavg(clients)
     assert all(torch.equal(got.params[k], mean[k]) for k in mean)
     assert set(got.residuals) == {0.0}
@@ -505,7 +506,7 @@ def test_without_any_curvature_the_mean_stays(solver: str, make: Make) -> None:
 def test_a_client_without_curvature_has_no_say(solver: str, make: Make) -> None:
     clients = posteriors(make, count=2)
     clients[1] = replace(clients[1], curvature=clients[1].curvature.scaled(0.0))
-    got = merge_fisher(clients, **shortened(solver))
+    got = fedfisher(clients, **shortened(solver))
     assert all(torch.isfinite(v).all() for v in got.params.values())
     assert got.shares == pytest.approx([1.0, 0.0])
 
@@ -513,7 +514,7 @@ def test_a_client_without_curvature_has_no_say(solver: str, make: Make) -> None:
 @every_solver
 def test_residuals_and_shares(solver: str, make: Make) -> None:
     clients = posteriors(make)
-    got = merge_fisher(clients, **(PLAIN | shortened(solver)))
+    got = fedfisher(clients, **(PLAIN | shortened(solver)))
     assert got.residuals[0] == 1
     assert got.residuals[-1] < 0.7
     assert len(got.residuals) == got.iterations + 1
@@ -527,7 +528,7 @@ def test_arguments_are_left_alone(solver: str, make: Make) -> None:
     clients = posteriors(make)
     before = [{k: v.clone() for k, v in c.params.items()} for c in clients]
     dense = [c.curvature.to_dense().clone() for c in clients]
-    merge_fisher(clients, **shortened(solver)).params.popitem()
+    fedfisher(clients, **shortened(solver)).params.popitem()
     for c, params, matrix in zip(clients, before, dense, strict=True):
         assert all(torch.equal(c.params[k], params[k]) for k in params)
         assert torch.equal(c.curvature.to_dense(), matrix)
@@ -535,7 +536,7 @@ def test_arguments_are_left_alone(solver: str, make: Make) -> None:
 
 def test_residuals_are_those_of_the_iterates() -> None:
     clients = posteriors(random_blocks)
-    curve = merge_fisher(clients, iterations=6, **PLAIN).residuals
+    curve = fedfisher(clients, iterations=6, **PLAIN).residuals
     names = list(clients[0].curvature.shapes)
 
     def residual(params: Tensors) -> float:
@@ -548,14 +549,14 @@ def test_residuals_are_those_of_the_iterates() -> None:
 
     first = residual(fedavg(clients))
     for steps in range(1, 7):
-        got = merge_fisher(clients, iterations=steps, **PLAIN)
+        got = fedfisher(clients, iterations=steps, **PLAIN)
         assert residual(got.params) / first == pytest.approx(curve[steps], rel=1e-9)
         assert got.residuals == pytest.approx(curve[: steps + 1])
 
 
 def test_balance_makes_the_shares_those_of_the_examples() -> None:
     clients = posteriors(random_blocks)
-    got = merge_fisher(clients, **(PLAIN | {"balance": 1.0}))
+    got = fedfisher(clients, **(PLAIN | {"balance": 1.0}))
     assert got.shares == pytest.approx([10 / 60, 20 / 60, 30 / 60])
 
 
@@ -565,14 +566,14 @@ def test_the_result_keeps_the_clients_dtypes() -> None:
             replace(c, params={k: v.float() for k, v in c.params.items()})
             for c in posteriors(diagonals)
         ]
-        got = merge_fisher(clients, solver=solver)
+        got = fedfisher(clients, solver=solver)
         assert {v.dtype for v in got.params.values()} == {torch.float32}
 
 
 def test_progress_is_told_layer_by_layer() -> None:
     clients = posteriors(random_blocks)
     told: list[str] = []
-    merge_fisher(clients, progress=told.append)
+    fedfisher(clients, progress=told.append)
     assert [line.split(": ")[1] for line in told] == [
         "conv.weight, 1 of 4",
         "fc.weight, 2 of 4",
@@ -580,7 +581,7 @@ def test_progress_is_told_layer_by_layer() -> None:
         "norm.bias, 4 of 4",
     ]
     told.clear()
-    merge_fisher(clients, solver="adam", iterations=250, progress=told.append)
+    fedfisher(clients, solver="adam", iterations=250, progress=told.append)
     assert len(told) == 2
     assert "200 of 250" in told[1]
 
@@ -593,7 +594,7 @@ def test_an_unknown_solver_comes_with_the_known_ones() -> None:
     with pytest.raises(
         UnknownNameError, match=f"unknown solver 'newton'; known: {known}"
     ):
-        merge_fisher(posteriors(diagonals), solver="newton")
+        fedfisher(posteriors(diagonals), solver="newton")
 
 
 @pytest.mark.parametrize(
@@ -617,7 +618,7 @@ def test_an_unknown_solver_comes_with_the_known_ones() -> None:
 def test_a_number_out_of_range_is_named(name: str, value: float) -> None:
     keywords: dict[str, Any] = {name: value}
     with pytest.raises(ConfigurationError, match=rf"^{name} must be .*, got {value}"):
-        merge_fisher(posteriors(diagonals), **keywords)
+        fedfisher(posteriors(diagonals), **keywords)
 
 
 @pytest.mark.parametrize("solver", ["cg", "gd", "closed-form"])
@@ -625,11 +626,11 @@ def test_only_adam_takes_a_score(solver: str) -> None:
     with pytest.raises(
         ConfigurationError, match=f"score is for .*'adam', not '{solver}'"
     ):
-        merge_fisher(posteriors(diagonals), solver=solver, score=lambda params: 0.0)
+        fedfisher(posteriors(diagonals), solver=solver, score=lambda params: 0.0)
 
 
 def test_there_must_be_clients() -> None:
-    for merge in (merge_fisher, fisher_merge, fedavg):
+    for merge in (fedfisher, fisher_merge, fedavg):
         with pytest.raises(ParamsError, match="there is no posterior to merge"):
             merge([])
 
@@ -637,7 +638,7 @@ def test_there_must_be_clients() -> None:
 def test_clients_must_have_one_layout() -> None:
     first, second, third = posteriors(diagonals)
     extra = replace(third, params=third.params | {"extra": torch.zeros(1)})
-    for merge in (merge_fisher, fisher_merge, fedavg):
+    for merge in (fedfisher, fisher_merge, fedavg):
         with pytest.raises(
             ParamsError, match=r"posterior 2 has the unexpected.*'extra'"
         ):
@@ -652,7 +653,7 @@ def test_clients_curvatures_must_cover_the_same() -> None:
     first, second, _ = posteriors(diagonals)
     part = Diagonal({"w": second.curvature.diagonal()["w"]})
     with pytest.raises(StructureError, match=r"curvature 1 covers other.*\['b'\]"):
-        merge_fisher([first, replace(second, curvature=part)])
+        fedfisher([first, replace(second, curvature=part)])
 
 
 def test_clients_with_other_structures_still_merge() -> None:
@@ -664,7 +665,7 @@ def test_clients_with_other_structures_still_merge() -> None:
         lambda seed: random_dense(seed, 3, **shapes),
     ]
     clients = [posteriors(make, count=1, seed=i)[0] for i, make in enumerate(makes)]
-    got = merge_fisher(clients, iterations=300, tolerance=1e-11, **PLAIN)
+    got = fedfisher(clients, iterations=300, tolerance=1e-11, **PLAIN)
     assert apart(got, solved_densely(clients)) <= 1e-7
 
 
@@ -711,7 +712,7 @@ def test_gradient_descent_takes_the_lemmas_steps() -> None:
     theta, step = flat(fedavg(clients)), 1 / torch.linalg.eigvalsh(F)[-1]
     for _ in range(5):
         theta = theta - step * (F @ theta - b)
-    got = merge_fisher(clients, solver="gd", iterations=5)
+    got = fedfisher(clients, solver="gd", iterations=5)
     assert got.iterations == 5
     assert relative(flat(got.params), theta) <= 1e-4  # as exact as the eigenvalue
 

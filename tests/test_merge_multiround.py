@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature import gradient, hvp
 from flwr_fisher.errors import ConfigurationError, ParamsError
-from flwr_fisher.merge import (
+from flwr_fisher.params import subtract, weighted_mean
+from flwr_fisher.rounds import (
     done_direction,
     fedexp_step,
     fedga_start,
@@ -21,7 +22,6 @@ from flwr_fisher.merge import (
     scaffold_control,
     scaffold_step,
 )
-from flwr_fisher.params import subtract, weighted_mean
 
 Tensors = dict[str, Tensor]
 D = 5

@@ -12,7 +12,7 @@ from oracles import (
 )
 from torch import Tensor
 
-from flwr_fisher.curvature import Blocks, Kronecker
+from flwr_fisher.curvature import BlockDiagonal, Kronecker
 from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
 from flwr_fisher.merge import LocalPosterior, fedavg, regmean
 
@@ -144,7 +144,7 @@ def test_off_diagonal_out_of_range(value: float) -> None:
 def test_regmean_needs_input_factors_and_clients() -> None:
     for make in (
         lambda seed: random_diagonal(seed, w=(2, 3)),
-        lambda seed: Blocks([random_diagonal(seed, w=(2, 3))]),
+        lambda seed: BlockDiagonal([random_diagonal(seed, w=(2, 3))]),
     ):
         with pytest.raises(StructureError, match="input factors of structure='kfac'"):
             regmean(posteriors(make))

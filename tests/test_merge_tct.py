@@ -13,7 +13,8 @@ from oracles import randn, relative, rng
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
-from flwr_fisher.merge import (
+from flwr_fisher.rounds import scaffold_control, scaffold_step
+from flwr_fisher.tangent import (
     FeatureMoments,
     Spectrum,
     check_lr,
@@ -22,8 +23,6 @@ from flwr_fisher.merge import (
     gram_spectrum,
     largest_safe_lr,
     products,
-    scaffold_control,
-    scaffold_step,
     standardisation,
     tct_average,
     tct_control,
@@ -255,8 +254,8 @@ def test_the_spectrum_is_summed_over_blocks_in_float64(
     Z = randn(0, 13, 40)
     want = torch.linalg.eigvalsh(Z.double() @ Z.double().T / 13)
     for columns, rows in ((2048, 256), (7, 5), (1, 1)):
-        monkeypatch.setattr("flwr_fisher.merge.spectrum._COLUMNS", columns)
-        monkeypatch.setattr("flwr_fisher.merge.spectrum._ROWS", rows)
+        monkeypatch.setattr("flwr_fisher.tangent.spectrum._COLUMNS", columns)
+        monkeypatch.setattr("flwr_fisher.tangent.spectrum._ROWS", rows)
         assert relative(gram_spectrum(Z).eigenvalues, want) <= 1e-13
 
 

@@ -381,7 +381,7 @@ def test_buffers_stay(make: Make) -> None:
 def test_frozen_parameters_stay(make: Make) -> None:
     def client_fn(context: Context) -> FisherClient:
         client = tiny_client(int(context.node_config["partition-id"]))
-        client.model[0].requires_grad_(False)
+        client.problem.model[0].requires_grad_(False)
         return client
 
     result = run(make(), make_client_app(client_fn))
@@ -434,4 +434,4 @@ def test_a_client_names_what_it_was_not_sent() -> None:
 def test_the_summary_tells_the_solver(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="flwr"):
         DONE(alpha=0.01).summary()
-    assert "'solver': 'done', 'iterations': 10, 'alpha': 0.01" in caplog.text
+    assert "solver=done, iterations=10, alpha=0.01" in caplog.text

@@ -11,8 +11,8 @@ from flwr.app import Context, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.curvature import TCTModel
 from flwr_fisher.params import shared_state
+from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -445,8 +445,8 @@ def test_a_parameter_that_a_clients_loss_does_not_reach_still_follows_the_others
 
 def test_a_roster_survives_its_tensors_with_large_node_ids() -> None:
     big = 2**64 - 5
-    roster = Roster().heard(1, {f"node-{big}": 2.0, "partition-0": 1.0})
-    roster = roster.heard(2, {"partition-0": 3.0})
+    roster = Roster().after(1, {f"node-{big}": 2.0, "partition-0": 1.0})
+    roster = roster.after(2, {"partition-0": 3.0})
     assert roster.steps == {big: 1, 0: 2}
     again = Roster.from_tensors(roster.to_tensors())
     assert (again.steps, again.weights) == (roster.steps, {big: 2.0, 0: 3.0})

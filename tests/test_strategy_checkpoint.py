@@ -21,8 +21,7 @@ from virtual import (
 )
 
 from flwr_fisher.errors import CheckpointError, RoundError
-from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.strategies.state import CurvatureResult
+from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS, ROUNDS = 4, 3
@@ -413,11 +412,11 @@ def test_a_damaged_upload_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        (None, "has format None, and this version reads '1'"),
-        ({"format": "0"}, "has format '0', and this version reads '1'"),
-        ({"format": "1"}, "damaged"),
-        ({"format": "1", "keys": "[]", "record": "{"}, "damaged"),
-        ({"format": "1", "keys": '["gone"]', "record": "{}"}, "damaged"),
+        (None, "has format None, and this version reads '2'"),
+        ({"format": "0"}, "has format '0', and this version reads '2'"),
+        ({"format": "2"}, "damaged"),
+        ({"format": "2", "keys": "[]", "record": "{"}, "damaged"),
+        ({"format": "2", "keys": '["gone"]', "record": "{}"}, "damaged"),
     ],
     ids=["none", "older", "empty", "no-json", "no-tensor"],
 )
@@ -438,7 +437,7 @@ def test_an_upload_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
         start(killing_app(3), tmp_path)
     path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
     metadata = {
-        "format": "1",
+        "format": "2",
         "keys": json.dumps(["w"]),
         "record": json.dumps({"metrics": {"num-examples": 3}}),
     }

@@ -41,15 +41,11 @@ from virtual import (
 )
 
 from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
-from flwr_fisher.strategies import (
-    CurvatureStrategy,
-    FedFish,
-    FedFisherOneShot,
-    cohort,
-)
-from flwr_fisher.strategies.state import CurvatureResult
+from flwr_fisher.server import cohort, collect
+from flwr_fisher.server.run import CurvatureResult
+from flwr_fisher.strategies import CurvatureStrategy, FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import PREFIX, arrays_to_tensors, nodes
+from flwr_fisher.wire import PREFIX, arrays_to_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,7 +337,7 @@ class Silent(LocalGrid):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     stopped = Clock()
     monkeypatch.setattr(cohort, "time", stopped)
-    monkeypatch.setattr(nodes, "time", stopped)
+    monkeypatch.setattr(collect, "time", stopped)
     return stopped
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_fisher.curvature import Blocks, Dense, EigenKronecker, fisher
+from flwr_fisher.curvature import BlockDiagonal, Dense, EigenKronecker, fisher
 from flwr_fisher.errors import WireError
-from flwr_fisher.merge import LocalPosterior, fedavg, merge_fisher
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.params import flatten, shared_state, unflatten
 from flwr_fisher.wire import FisherUpload, curvature_to_tensors, tensors_to_curvature
 
@@ -30,7 +30,7 @@ def test_it_comes_back_as_it_was(structure):
     sent = posterior(structure, 0)
     record = FisherUpload(sent.params, sent.curvature).to_arrays()
     back = FisherUpload.from_arrays(record, sent.params).curvature
-    assert isinstance(back, Blocks)
+    assert isinstance(back, BlockDiagonal)
     kinds = [type(child) for child in sent.curvature.children]
     assert [type(child) for child in back.children] == kinds
     assert (EigenKronecker if structure == "ekfac" else Dense) in kinds
@@ -46,7 +46,7 @@ def test_it_merges_to_the_dense_solution(structure):
     clients = [posterior(structure, seed) for seed in range(3)]
     total = sum(c.num_examples for c in clients)
     mean = fedavg(clients)
-    got = merge_fisher(
+    got = fedfisher(
         clients, anchor=0.1, shrink=0.0, damping=0.0, balance=0.0,
         iterations=500, tolerance=1e-7,
     ).params  # fmt: skip

@@ -79,7 +79,7 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.curvature import Blocks, Diagonal, WeightedSum, fisher
+from flwr_fisher.curvature import BlockDiagonal, Diagonal, WeightedSum, fisher
 from flwr_fisher.errors import (
     CheckpointError,
     ClientError,
@@ -96,8 +96,8 @@ from flwr_fisher.merge import (
     LocalPosterior,
     add_sums,
     fedavg,
-    merge_fisher,
-    merge_sums,
+    fedfisher,
+    fedfisher_from_sums,
 )
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot
@@ -146,12 +146,12 @@ def test_two_clients_by_hand() -> None:
     assert sums.fisher["w"].tolist() == [3 * 2 + 1 * 4]
     assert sums.fisher_params["w"].tolist() == [3 * 2 * 1 + 1 * 4 * 5]
     assert (int(sums.params["count"]), sums.params["count"].dtype) == (23, torch.int64)
-    merged = merge_sums(sums, solver="closed-form").params
+    merged = fedfisher_from_sums(sums, solver="closed-form").params
     assert merged["w"].tolist() == pytest.approx([26 / 10])
     assert merged["mean"].tolist() == [2.0]  # what has no Fisher is averaged: 8 / 4
     assert int(merged["count"]) == 6  # 23 / 4, rounded
     # A ridge of half the curvature 2.5: 2 + (6.5 - 2.5 * 2) / (2.5 + 1.25).
-    anchored = merge_sums(sums, anchor=0.5)
+    anchored = fedfisher_from_sums(sums, anchor=0.5)
     assert anchored.params["w"].tolist() == pytest.approx([2.4])
     assert anchored.shares == []
 
@@ -220,7 +220,9 @@ def in_children() -> Posteriors:
 
     def split(client: LocalPosterior) -> LocalPosterior:
         parts = [Diagonal({k: v}) for k, v in client.curvature.diagonal().items()]
-        return replace(client, curvature=Blocks([Blocks(parts[:1]), parts[1]]))
+        return replace(
+            client, curvature=BlockDiagonal([BlockDiagonal(parts[:1]), parts[1]])
+        )
 
     return [split(client) for client in drawn()]
 
@@ -265,8 +267,8 @@ def test_sums_give_the_model_of_the_parts(case: str, options: dict[str, Any]) ->
     if case == "large Fishers" and options["solver"] == "adam":
         pytest.skip("magnifies rounding: the next test")
     clients = CASES[case]()
-    parts = merge_fisher(clients, balance=0.0, **options)
-    sums = merge_sums(sums_of(clients), like=clients[0].params, **options)
+    parts = fedfisher(clients, balance=0.0, **options)
+    sums = fedfisher_from_sums(sums_of(clients), like=clients[0].params, **options)
     assert_within(sums.params, parts.params)
     assert len(sums.residuals) == sums.iterations + 1
 
@@ -277,8 +279,8 @@ def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts() -> Non
         replace(c, params={k: v * (1 + 2e-7) for k, v in c.params.items()})
         for c in clients
     ]
-    first, second = (merge_fisher(c, solver="adam").params for c in (clients, nudged))
-    sums = merge_sums(sums_of(clients), solver="adam").params
+    first, second = (fedfisher(c, solver="adam").params for c in (clients, nudged))
+    sums = fedfisher_from_sums(sums_of(clients), solver="adam").params
 
     def apart(other: Named) -> float:
         return max(float((other[k] - v).abs().max()) for k, v in first.items())
@@ -296,7 +298,7 @@ def test_the_mean_of_the_sums_is_fedavgs(case: str) -> None:
 
 def test_cg_does_not_depend_on_its_iterations_where_it_divides() -> None:
     sums = sums_of(drawn())
-    few, many = (merge_sums(sums, iterations=i) for i in (1, 500))
+    few, many = (fedfisher_from_sums(sums, iterations=i) for i in (1, 500))
     assert all(torch.equal(few.params[k], v) for k, v in many.params.items())
     assert few.iterations == 1
     assert few.residuals[-1] < 1e-6
@@ -318,9 +320,11 @@ def test_a_score_chooses_among_adams_steps() -> None:
         seen.append(params)
         return -len(seen)
 
-    merged = merge_sums(sums_of(clients), solver="adam", iterations=300, score=score)
+    merged = fedfisher_from_sums(
+        sums_of(clients), solver="adam", iterations=300, score=score
+    )
     assert len(seen) == 3
-    early = merge_sums(sums_of(clients), solver="adam", iterations=100)
+    early = fedfisher_from_sums(sums_of(clients), solver="adam", iterations=100)
     assert_within(merged.params, early.params, 0.0)
 
 
@@ -344,7 +348,7 @@ def test_balance_needs_more_than_sums(balance: float) -> None:
     with pytest.raises(
         ConfigurationError, match=r"^balance must be 0 where the server"
     ):
-        merge_sums(sums_of(drawn()), balance=balance)
+        fedfisher_from_sums(sums_of(drawn()), balance=balance)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -361,13 +365,15 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="num_examples must be > 0"):
         replace(one, num_examples=0)
     with pytest.raises(ParamsError, match="NaN or infinity for 'b'"):
-        merge_sums(replace(one, fisher=one.fisher | {"b": one.fisher["b"] * NAN}))
+        fedfisher_from_sums(
+            replace(one, fisher=one.fisher | {"b": one.fisher["b"] * NAN})
+        )
     with pytest.raises(ParamsError, match="sums has the unexpected keys"):
-        merge_sums(one, like={"w": one.params["w"]})
+        fedfisher_from_sums(one, like={"w": one.params["w"]})
     with pytest.raises(ConfigurationError, match="score is for solver='adam'"):
-        merge_sums(one, score=lambda params: 0.0)
+        fedfisher_from_sums(one, score=lambda params: 0.0)
     with pytest.raises(ConfigurationError, match=r"^anchor must be"):
-        merge_sums(one, anchor=-1)
+        fedfisher_from_sums(one, anchor=-1)
 
 
 # What travels
@@ -759,14 +765,13 @@ def test_clients_are_asked_for_sums_and_only_then() -> None:
         assert {c["codec"] for c in trained} == {"lossless"}
 
 
-def test_an_upload_has_sums_or_a_posterior() -> None:
+def test_an_uploads_payload_has_sums_or_a_posterior() -> None:
     upload = run(sums()).uploads[1]
-    assert upload.sums.num_examples == upload.num_examples == 10
-    with pytest.raises(StructureError, match="partition-1 uploaded a SumsUpload"):
-        _ = upload.posterior
+    assert upload.payload.sums.num_examples == upload.num_examples == 10
     upload = run(FedFisherOneShot(fraction_evaluate=0.0, **PARTS)).uploads[1]
-    with pytest.raises(StructureError, match="partition-1 uploaded a FisherUpload"):
-        _ = upload.sums
+    posterior = upload.payload.posterior(upload.num_examples)
+    assert posterior.num_examples == upload.num_examples == 10
+    assert posterior.curvature is upload.payload.curvature
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,14 @@ from oracles import SMALL_SHAPE, randn, relative, seeded, small_net
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from flwr_fisher.curvature import TangentFeatures, tangent_engine
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
     StructureError,
     UnknownNameError,
 )
+from flwr_fisher.tangent import TangentFeatures
+from flwr_fisher.tangent import feature_engine as tangent_engine
 from flwr_fisher.tasks import make_model
 
 ALL = 10**9

@@ -30,7 +30,7 @@ from flwr_fisher.tasks import (
 )
 from flwr_fisher.tasks.by_document import ByDocumentPartitioner, share_out_documents
 from flwr_fisher.tasks.language import cut, load_language, without_repeats
-from flwr_fisher.tasks.task import _share_out
+from flwr_fisher.tasks.load import _share_out
 
 
 def language(**changes: Any) -> Task:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import Task, load_task, task
+from flwr_fisher.tasks import Task, load, load_task
 
 
 def digits(**changes: Any) -> Task:
@@ -20,7 +20,7 @@ def digits(**changes: Any) -> Task:
 
 def test_two_processes_would_agree() -> None:
     first = digits(validation=50, seed=3)
-    task._share_out.cache_clear()
+    load._share_out.cache_clear()
     again = digits(validation=50, seed=3)
     assert first is not again
     assert first.parts == again.parts

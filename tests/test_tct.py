@@ -31,21 +31,9 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.client import tangent as client_tangent
+from flwr_fisher.client import tangent_problem as client_tangent
 from flwr_fisher.client.examples import read_examples
-from flwr_fisher.curvature import TangentFeatures, TCTModel
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
-from flwr_fisher.merge import (
-    Spectrum,
-    combine_moments,
-    feature_moments,
-    gram_spectrum,
-    standardisation,
-    tct_average,
-    tct_control,
-    tct_update,
-)
-from flwr_fisher.merge.power import largest_eigenvalue
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
     DONE,
@@ -60,6 +48,19 @@ from flwr_fisher.strategies import (
     Scaffold,
 )
 from flwr_fisher.strategies import tct as tct_module
+from flwr_fisher.tangent import (
+    Spectrum,
+    TangentFeatures,
+    TCTModel,
+    combine_moments,
+    feature_moments,
+    gram_spectrum,
+    standardisation,
+    tct_average,
+    tct_control,
+    tct_update,
+)
+from flwr_fisher.tangent.power_iteration import largest_gram_eigenvalue
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -126,7 +127,7 @@ class Problem:
         features = TangentFeatures(network, num_features, seed=options.get("seed", 0))
         raw, self.Y, self.n = {}, {}, {}
         for i in clients:
-            found = read_examples(tiny_client(i), i)
+            found = read_examples(tiny_client(i).problem.trainloader, i)
             raw[i] = features(found.inputs)
             self.Y[i] = torch.eye(CLASSES).double()[found.labels] - 1 / CLASSES
             self.n[i] = len(found.labels)
@@ -166,7 +167,7 @@ def test_the_result_is_a_model_that_predicts() -> None:
     model = TCTModel.from_tensors(tiny_model(), tensors)
     by_hand = Problem(result.arrays)
     for i in range(CLIENTS):
-        inputs = read_examples(tiny_client(i), i).inputs
+        inputs = read_examples(tiny_client(i).problem.trainloader, i).inputs
         expected = by_hand.Z[i] @ tensors["tct/weight"]
         torch.testing.assert_close(model(inputs), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(tensors["tct/mean"], by_hand.mean)
@@ -358,7 +359,7 @@ def test_features_too_far_out_for_half_precision_are_named() -> None:
             return self.net(1e6 * x)
 
     def change(i: int, client: FisherClient) -> FisherClient:
-        return FisherClient(Far(), client.trainloader, device="cpu")
+        return FisherClient(Far(), client.problem.trainloader, device="cpu")
 
     start = ArrayRecord(shared_state(Far()))
     strategy = tct(stage1_rounds=0, standardise=False, feature_dtype="float16")
@@ -482,7 +483,7 @@ def larger(which: int, factor: float) -> Callable[[int, FisherClient], None]:
         if partition == which:
             x, y = tiny_data(partition).tensors
             data = TensorDataset(x * factor, y)
-            client.trainloader = DataLoader(data, batch_size=4)
+            client.problem.trainloader = DataLoader(data, batch_size=4)
 
     return change
 
@@ -755,7 +756,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_eigenvalue_needs_no_matrix(shape: tuple[int, int]) -> None:
     Z = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     exact = gram_spectrum(Z).largest
-    found = largest_eigenvalue(Z)
+    found = largest_gram_eigenvalue(Z)
     assert exact * (1 - 1e-6) <= found <= exact * 1.05
 
 
@@ -769,7 +770,7 @@ def test_a_cache_that_is_too_small_is_named_before_training() -> None:
 def other_network(partition: int, client: FisherClient) -> FisherClient | None:
     """Partition 1 has one layer frozen, so its features are of other parameters."""
     if partition == 1:
-        client.model[1].requires_grad_(False)  # type: ignore[index]
+        client.problem.model[1].requires_grad_(False)  # type: ignore[index]
     return None
 
 
@@ -987,11 +988,11 @@ def test_what_changes_is_computed_again(
             x = x + 1e-3
         if partition == 1 and what == "labels":
             y = (y + 1) % CLASSES
-        client.trainloader = DataLoader(TensorDataset(x, y), batch_size=4)
+        client.problem.trainloader = DataLoader(TensorDataset(x, y), batch_size=4)
         if partition == 1 and what == "network":
-            model = nn.Sequential(*client.model.children())
+            model = nn.Sequential(*client.problem.model.children())
             model[2] = nn.Tanh()
-            client.model = model
+            client.problem.model = model
 
     resumed = run(tct(lr=1e-3), client_app(change), checkpoint_dir=where, resume=True)
     assert counted == [10]

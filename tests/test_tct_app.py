@@ -13,8 +13,8 @@ import torch
 from flwr.app import Context, RecordDict
 from matplotlib.figure import Figure
 
-from flwr_fisher.curvature import TCTModel
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.tangent import TCTModel
 from flwr_fisher.tasks import task_from_run_config
 from flwr_fisher.testing import LocalGrid
 

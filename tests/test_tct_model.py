@@ -11,9 +11,10 @@ from oracles import randn, seeded
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flwr_fisher.curvature import TangentFeatures, TCTModel, tct_model
 from flwr_fisher.errors import CheckpointError, ParamsError, UnknownNameError
 from flwr_fisher.params import shared_state
+from flwr_fisher.tangent import TangentFeatures, TCTModel
+from flwr_fisher.tangent import model as tct_model
 
 P, C = 20, 3
 

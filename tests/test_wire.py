@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from virtual import FEATURES, tiny_model
 
 from flwr_fisher.curvature import (
-    Blocks,
+    BlockDiagonal,
     Curvature,
     Dense,
     Diagonal,
@@ -23,6 +22,7 @@ from flwr_fisher.curvature import (
     fisher,
 )
 from flwr_fisher.errors import StructureError, WireError
+from flwr_fisher.flower_internals import round_trip
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import (
     CODECS,
@@ -69,8 +69,7 @@ def format_entry() -> Named:
 
 def travelled(record: ArrayRecord) -> ArrayRecord:
     """Serialise a record as Flower does."""
-    proto = recorddict_to_proto(RecordDict({"arrays": record}))
-    (arrived,) = recorddict_from_proto(proto).array_records.values()
+    (arrived,) = round_trip(RecordDict({"arrays": record})).array_records.values()
     return arrived
 
 
@@ -112,7 +111,7 @@ def test_a_dense_block_beside_others_comes_back() -> None:
     layer = Kronecker(
         "a.weight", torch.Size([2, 2]), torch.eye(2)[None], 2 * torch.eye(2)[None]
     )
-    curvature = Blocks([layer, dense, Diagonal({"d": torch.rand(2, 2)})])
+    curvature = BlockDiagonal([layer, dense, Diagonal({"d": torch.rand(2, 2)})])
     record = travelled(FisherUpload(params, curvature).to_arrays())
     got = FisherUpload.from_arrays(record, params).curvature
     assert [type(block) for block in got.blocks()] == [Kronecker, Dense, Diagonal]
@@ -122,8 +121,11 @@ def test_a_dense_block_beside_others_comes_back() -> None:
 
 def test_nested_blocks_come_back_flat() -> None:
     params = {"a": torch.zeros(2), "b": torch.zeros(1)}
-    inner = [Blocks([Diagonal({"a": torch.ones(2)})]), Diagonal({"b": torch.ones(1)})]
-    record = FisherUpload(params, Blocks(inner)).to_arrays()
+    inner = [
+        BlockDiagonal([Diagonal({"a": torch.ones(2)})]),
+        Diagonal({"b": torch.ones(1)}),
+    ]
+    record = FisherUpload(params, BlockDiagonal(inner)).to_arrays()
     got = FisherUpload.from_arrays(record, params).curvature
     assert torch.equal(got.to_dense(), torch.eye(3))
 
@@ -429,7 +431,7 @@ def test_a_bias_of_another_size_is_not_the_layers() -> None:
 def test_a_parameter_without_entries_comes_back() -> None:
     params = {"w": torch.ones(0, 2), "b": torch.ones(3)}
     layer = Kronecker("w", params["w"].shape, torch.eye(2)[None], torch.ones(1, 0, 0))
-    sent = FisherUpload(params, Blocks([layer, Diagonal({"b": torch.ones(3)})]))
+    sent = FisherUpload(params, BlockDiagonal([layer, Diagonal({"b": torch.ones(3)})]))
     got = FisherUpload.from_arrays(travelled(sent.to_arrays()), params)
     laid_out = curvature_to_tensors(sent.curvature)
     assert_same(laid_out, curvature_to_tensors(got.curvature))

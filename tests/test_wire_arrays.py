@@ -121,8 +121,8 @@ def test_the_longest_header_that_numpy_writes_would_be_read() -> None:
     stream = io.BytesIO()
     whole = {"descr": "<f8", "fortran_order": False, "shape": shape}
     npy.write_array_header_1_0(stream, whole)
-    said = complaint(declared(stream.getvalue(), shape, "float64"))
-    assert "0 bytes of entries" in said  # the header itself was read
+    reason_given = complaint(declared(stream.getvalue(), shape, "float64"))
+    assert "0 bytes of entries" in reason_given  # the header itself was read
 
 
 def test_the_tensor_is_writable_and_its_memory_its_own() -> None:
@@ -255,10 +255,10 @@ HOSTILE: dict[str, tuple[Array, str]] = {
 @pytest.mark.filterwarnings("default")  # numpy's and Python's parsers may warn first
 def test_what_is_not_an_array_is_refused_by_name(case: str) -> None:
     array, reason = HOSTILE[case]
-    said = complaint(array)
-    assert said.startswith("unreadable array: ")
-    assert re.search(reason, said)
-    assert len(said) < 2500
+    reason_given = complaint(array)
+    assert reason_given.startswith("unreadable array: ")
+    assert re.search(reason, reason_given)
+    assert len(reason_given) < 2500
 
 
 def test_a_list_as_shape_is_as_good_as_a_tuple() -> None:

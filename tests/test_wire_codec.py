@@ -1,4 +1,4 @@
-"""Packed uploads: within the budget, near what was sent, and refused by name."""
+"""Packed uploads: within the budget, near what was sent, else refused with a key."""
 
 import json
 import re
@@ -42,7 +42,8 @@ from flwr_fisher.wire import (
     resolve,
     smallest_budget,
 )
-from flwr_fisher.wire.budget import _greedy, _Matrix, _ranks, byte_limit, pack_upload
+from flwr_fisher.wire.budget import byte_limit, pack_upload
+from flwr_fisher.wire.matrix_budget import Matrix, _greedy, _ranks
 from flwr_fisher.wire.packing import HEAD
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=60)
@@ -65,7 +66,7 @@ def sent_and_read(
 
 
 def enough(codec: Codec, params: dict[str, Tensor]) -> Codec:
-    """The codec, at a larger budget if need be."""
+    """Return the codec, with a larger budget if the model needs it."""
     needed = round(smallest_budget(params, codec) + 5e-4, 3)
     return replace(codec, budget=max(needed, codec.budget))
 
@@ -76,7 +77,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def assert_sound(got: FisherUpload, like: dict[str, Tensor]) -> None:
-    """What holds of everything that is read, whatever it is."""
+    """Check what must hold for everything that is read."""
     assert list(got.params) == list(like)
     for key, value in got.params.items():
         assert (value.shape, value.dtype) == (like[key].shape, like[key].dtype), key
@@ -188,7 +189,7 @@ def test_no_curvature_is_too_odd(budget: float, structure: str, spectrum: str) -
 def test_other_dtypes_are_cut_as_well(
     scheme: str, structure: str, dtype: torch.dtype
 ) -> None:
-    """That is, also where not everything fits whole."""
+    """Float64 and float16 also go where not all matrices are sent whole."""
     sent = upload_of("cnn", structure, dtype)
     assert_sound(sent_and_read(sent, Codec(scheme=scheme)), sent.params)
 
@@ -295,8 +296,8 @@ def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(
         pytest.skip("too large")
     params = params_of(LAYOUTS[name])
     for bits in (None, 2, 5, 16):
-        for asked in (0.01, 0.3, 0.6):
-            codec = enough(Codec(asked, bits), params)
+        for requested in (0.01, 0.3, 0.6):
+            codec = enough(Codec(requested, bits), params)
             for spectrum in ("flat", "zero"):
                 sent = upload_of(name, structure, spectrum=spectrum)
                 assert_sound(sent_and_read(sent, resolve(codec, params)), params)
@@ -309,16 +310,16 @@ def test_a_budget_too_small_is_refused_with_the_smallest_that_works(
 ) -> None:
     params = params_of(LAYOUTS[name])
     sent = upload_of(name, "kfac")
-    for asked in (0.001, 0.05, 0.2):
+    for too_small in (0.001, 0.05, 0.2):
         with pytest.raises(ConfigurationError, match="budget must be >=") as caught:
-            resolve(Codec(asked, bits), params)
-        (said,) = re.findall(r">= ([\d.]+)", str(caught.value))
-        codec = Codec(float(said), bits)
+            resolve(Codec(too_small, bits), params)
+        (needed,) = re.findall(r">= ([\d.]+)", str(caught.value))
+        codec = Codec(float(needed), bits)
         assert resolve(codec, params) == codec
         record = sent.to_arrays(codec)
-        assert reply_bytes(record) <= float(said) * fedavg_reply_bytes(params)
+        assert reply_bytes(record) <= float(needed) * fedavg_reply_bytes(params)
         with pytest.raises(ConfigurationError, match="budget must be >="):
-            resolve(Codec(float(said) - 0.002, bits), params)
+            resolve(Codec(float(needed) - 0.002, bits), params)
 
 
 def test_what_cannot_be_packed_is_refused_without_resolve_too() -> None:
@@ -394,16 +395,16 @@ def twin(
     counts = [0] * len(columns)
     while True:
         best, owner = 0.0, None
-        for index, found in enumerate(columns):
-            if counts[index] < len(found) and found[counts[index]][0] > best:
-                best, owner = found[counts[index]][0], index
+        for index, offers in enumerate(columns):
+            if counts[index] < len(offers) and offers[counts[index]][0] > best:
+                best, owner = offers[counts[index]][0], index
         if owner is None or columns[owner][counts[owner]][1] > left:
             return counts, left
         left -= columns[owner][counts[owner]][1]
         counts[owner] += 1
 
 
-def offered(matrix: _Matrix, bits: int) -> list[tuple[float, float]]:
+def offered(matrix: Matrix, bits: int) -> list[tuple[float, float]]:
     """Each column's share of its matrix's trace a byte, and its bytes."""
     values = matrix.spectrum()[0].double()
     cost = matrix.groups * (matrix.n * bits / 8 + 4)
@@ -435,7 +436,7 @@ def test_columns_are_bought_as_the_slow_twin_buys_them(
     sizes: list[tuple[int, int, str]], left: int, bits: int
 ) -> None:
     matrices = [
-        _Matrix(str(i), psd(i, groups, n, spectrum), None)
+        Matrix(str(i), psd(i, groups, n, spectrum), None)
         for i, (groups, n, spectrum) in enumerate(sizes)
     ]
     spectra = {m.key: m.spectrum() for m in matrices}
@@ -643,7 +644,7 @@ def with_float(at: int, value: float) -> Callable[[Tensor], Tensor]:
 
 
 def columns_of(groups: int, n: int, rank: int) -> Callable[[Tensor], Tensor]:
-    """An entry of eigenvectors that is whole in itself."""
+    """An entry of eigenvectors that is consistent in itself."""
 
     def change(_: Tensor) -> Tensor:
         codes = b"\1" * (groups * n * rank)
@@ -940,7 +941,7 @@ def test_a_header_of_too_many_entries_is_refused_unread() -> None:
 
 
 def test_few_bytes_do_not_become_a_large_matrix() -> None:
-    """What a rank of 0 stands for costs nothing to announce."""
+    """An entry of rank 0 takes few bytes, whatever size it announces."""
     like = {"weight": torch.zeros(2000, 1000), "conv": torch.zeros(512, 512, 5, 5)}
     big = {"a": torch.zeros(200_000), "b": torch.zeros(200_000)}
     for params, key, sizes in (
@@ -974,13 +975,13 @@ def test_another_structure_than_was_asked_for_is_refused(
     FisherUpload.from_arrays(record, sent.params, codec, structure=structure)
     others = {"kfac": "ekfac", "ekfac": "kfac", "block": "dense", "dense": "block"}
     if structure in ("kfac", "ekfac", "block"):
-        asked = "diagonal"
+        requested = "diagonal"
         with pytest.raises(WireError, match="structure 'diagonal' was asked for"):
-            FisherUpload.from_arrays(record, sent.params, codec, structure=asked)
+            FisherUpload.from_arrays(record, sent.params, codec, structure=requested)
     if structure in ("kfac", "ekfac", "diagonal"):
-        asked = others.get(structure, "dense")
-        with pytest.raises(WireError, match=f"structure '{asked}' was asked for"):
-            FisherUpload.from_arrays(record, sent.params, codec, structure=asked)
+        requested = others.get(structure, "dense")
+        with pytest.raises(WireError, match=f"structure '{requested}' was asked for"):
+            FisherUpload.from_arrays(record, sent.params, codec, structure=requested)
 
 
 def test_the_kinds_of_curvature_are_those_that_were_sent() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from uploads import SPECTRA, psd
 
 from flwr_fisher.errors import WireError
-from flwr_fisher.wire import factors
+from flwr_fisher.wire import matrix_codes as factors
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=25)
 WIDTHS = range(2, 17)

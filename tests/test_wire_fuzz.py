@@ -37,9 +37,9 @@ def tensor_of(data: bytes) -> Tensor:
 
 
 def test_spoiled_uploads_are_read_or_refused() -> None:
-    found = fuzz(2000, seed=1, every=4)
-    assert set(found) == {"read", "refused"}
-    assert min(found.values()) > 100
+    counts = fuzz(2000, seed=1, every=4)
+    assert set(counts) == {"read", "refused"}
+    assert min(counts.values()) > 100
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)
@@ -98,7 +98,7 @@ def test_any_head_is_read_or_refused(data: st.DataObject) -> None:
     size = data.draw(st.integers(0, len(rest)))
     entries[key] = tensor_of(head + rest[:size])
     load_what_is_loaded_once()
-    check_memory(packed(entries), of, asked=data.draw(st.booleans()))
+    check_memory(packed(entries), of, requested=data.draw(st.booleans()))
 
 
 @SETTINGS

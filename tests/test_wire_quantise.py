@@ -9,13 +9,8 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.wire.bits import pack, packed_size, unpack
-from flwr_fisher.wire.quantise import (
-    BLOCK,
-    Linear,
-    Logarithmic,
-    Quantiser,
-    SquareRoot,
-)
+from flwr_fisher.wire.levels import Linear, Logarithmic, SquareRoot
+from flwr_fisher.wire.quantise import BLOCK, Quantiser
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=25)
 KINDS = [Linear, SquareRoot, Logarithmic]

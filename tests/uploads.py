@@ -7,7 +7,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from flwr_fisher.curvature import (
-    Blocks,
+    BlockDiagonal,
     Curvature,
     Dense,
     Diagonal,
@@ -157,7 +157,7 @@ def curvature_of(
         for i, (name, shape) in enumerate(shapes.items(), start=seed)
         if name not in covered
     }
-    return Blocks([*parts, Diagonal(rest)] if rest else parts)
+    return BlockDiagonal([*parts, Diagonal(rest)] if rest else parts)
 
 
 def _layer(

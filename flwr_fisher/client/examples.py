@@ -1,19 +1,14 @@
 """A client's training data as a whole, in an order that hangs on no loader."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.randomness import derive_seed, seeded
+from flwr_fisher.client.training import Loader
 from flwr_fisher.errors import DataError
-
-if TYPE_CHECKING:
-    from flwr_fisher.client.fisher_client import FisherClient
+from flwr_fisher.randomness import derive_seed, seeded
 
 __all__ = ["Examples", "read_examples"]
 
@@ -54,7 +49,7 @@ class Examples:
             )
 
 
-def read_examples(client: FisherClient, partition: int) -> Examples:
+def read_examples(loader: Loader, partition: int) -> Examples:
     """Read the loader to its end, each time with the same randomness.
 
     So a loader that shuffles, or augments images, gives the same examples whenever it
@@ -66,7 +61,7 @@ def read_examples(client: FisherClient, partition: int) -> Examples:
         If there are none.
     """
     with seeded(derive_seed("training data", partition)):
-        batches = [(x.cpu(), y.cpu()) for x, y in client.trainloader]
+        batches = [(x.cpu(), y.cpu()) for x, y in loader]
     if not sum(len(y) for _, y in batches):
         raise DataError(f"the training loader of partition {partition} gives no batch")
     inputs, labels = (torch.cat(part) for part in zip(*batches, strict=True))

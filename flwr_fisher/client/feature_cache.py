@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError
+from flwr_fisher.files import ASIDE, save_tensors
 
 __all__ = ["CACHE_BYTES", "FeatureCache", "content_key"]
 
 logger = logging.getLogger("flwr")
 
 CACHE_BYTES = 4 * 2**30
-_SUFFIX, _ASIDE = ".safetensors", ".partial"
+_SUFFIX = ".safetensors"
 _STALE = 3600  # seconds after which nobody is still writing a file
 
 
@@ -132,19 +132,14 @@ class FeatureCache:
             If the disk refuses.
         """
         path = self._file(key, name)
-        aside = path.with_suffix(f".{os.getpid()}{_ASIDE}")
         held = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            save_file(held, aside, {"checksum": str(_checksum(held))})
-            with aside.open("rb") as file:
-                os.fsync(file.fileno())
-            aside.replace(path)
+            save_tensors(path, held, {"checksum": str(_checksum(held))})
             _use(path)
             found = _read(path)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            _delete(aside)
             raise ClientError(
                 f"cannot keep this client's features in {self.path}: {error}; pass "
                 "FisherClient(state_dir=...) another place, or ask for fewer features"
@@ -171,7 +166,7 @@ class FeatureCache:
 
     def _sweep(self) -> None:
         """Delete what a crash left half written; others may be writing just now."""
-        for path in self.path.glob(f"*{_ASIDE}"):
+        for path in self.path.glob(f"*{ASIDE}"):
             if time.time_ns() - _modified(path) > _STALE * 10**9:
                 _delete(path)
 

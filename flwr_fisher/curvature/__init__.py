@@ -1,20 +1,25 @@
 """What a model's loss looks like around its parameters. Works without Flower."""
 
-from flwr_fisher.curvature.base import (
-    Blocks,
-    Curvature,
-    WeightedSum,
-    aligned_blocks,
+from flwr_fisher.curvature.estimate import (
+    ENGINES,
+    EXPECTATIONS,
+    LIKELIHOODS,
+    STRUCTURES,
+    TOLERANCE,
+    fisher,
 )
-from flwr_fisher.curvature.dense import Dense
-from flwr_fisher.curvature.diagonal import Diagonal
-from flwr_fisher.curvature.fisher import ENGINES, EXPECTATIONS, TOLERANCE, fisher
-from flwr_fisher.curvature.kronecker import EigenKronecker, Kronecker
-from flwr_fisher.curvature.likelihood import LIKELIHOODS
-from flwr_fisher.curvature.probes import gradient, gradient_and_hvp, hvp
-from flwr_fisher.curvature.structures import STRUCTURES
-from flwr_fisher.curvature.tangent import TangentFeatures
-from flwr_fisher.curvature.tct_model import TCTModel
+from flwr_fisher.curvature.gradients import gradient
+from flwr_fisher.curvature.operators import (
+    BlockDiagonal,
+    Curvature,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+    WeightedSum,
+)
+from flwr_fisher.curvature.second_order import gradient_and_hvp, hvp
+from flwr_fisher.deprecation import moved_names
 
 __all__ = [
     "ENGINES",
@@ -22,18 +27,23 @@ __all__ = [
     "LIKELIHOODS",
     "STRUCTURES",
     "TOLERANCE",
-    "Blocks",
+    "BlockDiagonal",
     "Curvature",
     "Dense",
     "Diagonal",
     "EigenKronecker",
     "Kronecker",
-    "TCTModel",
-    "TangentFeatures",
     "WeightedSum",
-    "aligned_blocks",
     "fisher",
     "gradient",
     "gradient_and_hvp",
     "hvp",
 ]
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "TCTModel": "flwr_fisher.tangent.TCTModel",
+        "TangentFeatures": "flwr_fisher.tangent.TangentFeatures",
+    },
+)

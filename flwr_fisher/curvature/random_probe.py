@@ -6,27 +6,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flwr_fisher.randomness import random_stream
+
 __all__ = ["random_probe"]
 
 
 def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return a Gaussian vector of length 1, a function of names, shapes and `seed`.
+    """Return a Gaussian vector of length 1 that depends on names, shapes and `seed`.
 
-    NumPy draws it on the CPU, a stream a name, so that it depends on no device, on no
-    order of the names and on no version of torch: whoever knows `seed` has it, and it
-    need not travel.
+    NumPy draws it on the CPU, each name from a stream of its own. So it does not depend
+    on the device, the order of the names or the version of torch: whoever knows `seed`
+    can make it, and it need not be sent.
 
     Parameters
     ----------
     like : Mapping[str, Tensor]
-        What it goes with: names, shapes, dtypes and devices.
+        Tensors with the names, shapes, dtypes and devices that the vector is to have.
     seed : int
         Any integer.
 
     Returns
     -------
     dict[str, Tensor]
-        In the order, dtypes and places of `like`.
+        In the order, dtypes and on the devices of `like`.
 
     Examples
     --------
@@ -36,7 +38,8 @@ def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     1.0
     """
     drawn = {
-        name: _stream(seed, name).standard_normal(like[name].shape) for name in like
+        name: random_stream(seed, name).standard_normal(tensor.shape)
+        for name, tensor in like.items()
     }
     squares = [float(np.square(drawn[name]).sum()) for name in sorted(drawn)]
     length = sum(squares) ** 0.5
@@ -44,7 +47,3 @@ def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
         name: torch.from_numpy(np.asarray(values / length)).to(like[name])
         for name, values in drawn.items()
     }
-
-
-def _stream(seed: int, name: str) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(list(f"{seed}/{name}".encode())))

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.app.message_type import MessageType
 from flwr.app.typing import ConfigRecordValues
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.flower_internals import NodeInfo, Run
+from flwr_fisher.server.collect import collect
+from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.wire import serialized_bytes
-from flwr_fisher.wire.nodes import NodeNames, collect
 
 __all__ = ["MeasuredGrid", "check_measured"]
 

@@ -17,7 +17,7 @@ _ITERATIONS = {"cg": 100}
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """The options of :func:`~flwr_fisher.merge.merge_fisher`, which describes them."""
+    """The options of :func:`~flwr_fisher.merge.fedfisher`, which describes them."""
 
     solver: str
     anchor: float

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal
+from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
 from flwr_fisher.errors import StructureError
-from flwr_fisher.merge.options import MergeOptions
-from flwr_fisher.merge.solvers import (
+from flwr_fisher.merge.iterative import (
     Progress,
     Score,
     best_of,
-    conjugate_gradient,
     gradient_descent,
     paper_adam,
 )
-from flwr_fisher.merge.system import Block
+from flwr_fisher.merge.linear_system import LinearSystem
+from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.params import Params, add, norm, select
 
 __all__ = ["solve"]
@@ -26,7 +26,7 @@ _SCORE_EVERY = 100
 
 
 def solve(
-    blocks: list[Block],
+    blocks: list[LinearSystem],
     options: MergeOptions,
     score: Score | None,
     progress: Progress | None,
@@ -38,7 +38,7 @@ def solve(
 
 
 def _block_by_block(
-    blocks: list[Block], options: MergeOptions, progress: Progress | None
+    blocks: list[LinearSystem], options: MergeOptions, progress: Progress | None
 ) -> tuple[dict[str, Tensor], list[float]]:
     delta: dict[str, Tensor] = {}
     curves = []
@@ -76,11 +76,13 @@ def _relative(curves: list[list[float]]) -> list[float]:
     return [value / norms[0] if norms[0] else 0.0 for value in norms]
 
 
-def _is_diagonal(block: Block) -> bool:
+def _is_diagonal(block: LinearSystem) -> bool:
     return all(isinstance(term, Diagonal) for term in block.curvature.terms)
 
 
-def _closed_form(block: Block, floor: float) -> tuple[dict[str, Tensor], list[float]]:
+def _closed_form(
+    block: LinearSystem, floor: float
+) -> tuple[dict[str, Tensor], list[float]]:
     """Divide; a curvature of at most `floor` of the block's largest knows nothing."""
     if not _is_diagonal(block):
         raise StructureError(
@@ -99,7 +101,7 @@ def _closed_form(block: Block, floor: float) -> tuple[dict[str, Tensor], list[fl
 
 
 def _adam(
-    blocks: list[Block],
+    blocks: list[LinearSystem],
     options: MergeOptions,
     score: Score | None,
     progress: Progress | None,

@@ -14,14 +14,20 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal, WeightedSum
 from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
-from flwr_fisher.merge.fisher import MergeResult, solve_from
+from flwr_fisher.merge.fedfisher import MergeResult, solve_from
+from flwr_fisher.merge.iterative import Progress, Score
+from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior
-from flwr_fisher.merge.solvers import Progress, Score
-from flwr_fisher.merge.system import Block
 from flwr_fisher.params import Params, check_same_layout, select
 
-__all__ = ["DiagonalSums", "add_sums", "merge_sums", "sum_dtype", "sums_options"]
+__all__ = [
+    "DiagonalSums",
+    "add_sums",
+    "fedfisher_from_sums",
+    "sum_dtype",
+    "sums_options",
+]
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def add_sums(parts: Sequence[DiagonalSums]) -> DiagonalSums:
     )
 
 
-def merge_sums(
+def fedfisher_from_sums(
     sums: DiagonalSums,
     *,
     like: Params | None = None,
@@ -133,7 +139,7 @@ def merge_sums(
     progress: Progress | None = None,
     **options: Any,
 ) -> MergeResult:
-    r"""Merge as :func:`~flwr_fisher.merge.merge_fisher` does, knowing nothing but sums.
+    r"""Merge as :func:`~flwr_fisher.merge.fedfisher` does, knowing nothing but sums.
 
     With :math:`N = \sum n_i`, :math:`\bar\theta = \sum n_i \theta_i / N` and
     :math:`F = \sum n_i F_i / N` it solves the same system,
@@ -148,7 +154,7 @@ def merge_sums(
     like : Mapping[str, Tensor], optional
         Gives the result's dtypes, which sums of integers and of half floats have lost.
     score, progress : optional
-        As for ``merge_fisher``.
+        As for ``fedfisher``.
     **options
         See :func:`sums_options`.
 
@@ -170,7 +176,7 @@ def merge_sums(
     >>> flat = Diagonal({"w": torch.full((1,), 0.25)})
     >>> unsure = LocalPosterior({"w": torch.ones(1)}, flat, 5)
     >>> sums = add_sums([DiagonalSums.of(sure), DiagonalSums.of(unsure)])
-    >>> merge_sums(sums, solver="closed-form").params
+    >>> fedfisher_from_sums(sums, solver="closed-form").params
     {'w': tensor([0.2000])}
     """
     chosen = sums_options(**options)
@@ -211,13 +217,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _block(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> Block:
+def _block(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> LinearSystem:
     dtype = sums.fisher[name].dtype
     entry = sums.fisher[name].double() / sums.num_examples
     pull = sums.fisher_params[name].double() / sums.num_examples
     curvature = WeightedSum([Diagonal({name: entry.to(dtype)})], [1.0])
     rhs = pull - entry * mean.double()
-    return Block.anchored(curvature, {name: rhs.to(dtype)}, anchor)
+    return LinearSystem.anchored(curvature, {name: rhs.to(dtype)}, anchor)
 
 
 def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:

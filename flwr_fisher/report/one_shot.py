@@ -14,7 +14,6 @@ from flwr_fisher.report.plots import plot_accuracies, plot_labels, plot_residual
 from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.strategies import CurvatureResult, Upload
 from flwr_fisher.tasks import Task
-from flwr_fisher.wire import SumsUpload
 
 __all__ = ["report_one_shot"]
 
@@ -72,15 +71,15 @@ def report_one_shot(
 
 
 def _accuracies(
-    task: Task, uploads: Sequence[Upload], merged: MergeResult
+    task: Task, uploads: Sequence[Upload[Any]], merged: MergeResult
 ) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, loader = task.make_model().to(device), task.test_loader()
-    if _are_sums(uploads):
-        mean = add_sums([upload.sums for upload in uploads]).mean(merged.params)
+    if not merged.shares:  # a merge of sums, of which no client's part is known
+        mean = add_sums([u.payload.sums for u in uploads]).mean(merged.params)
         both = {"fedavg": mean, "fedfisher": merged.params}
         return accuracies(model, both, loader)
-    posteriors = [upload.posterior for upload in uploads]
+    posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     members = [posterior.params for posterior in posteriors]
     weights = [posterior.num_examples for posterior in posteriors]
     single = accuracies(model, {str(i): p for i, p in enumerate(members)}, loader)
@@ -89,10 +88,6 @@ def _accuracies(
     found["best_client"] = max(single.values())
     found["ensemble"] = ensemble_accuracy(model, members, weights, loader)
     return {name: found[name] for name in _TITLES}
-
-
-def _are_sums(uploads: Sequence[Upload]) -> bool:
-    return isinstance(uploads[0].payload, SumsUpload)
 
 
 def _print(

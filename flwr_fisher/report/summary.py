@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flwr.app import RecordDict
 from rich.console import Console
@@ -17,7 +18,7 @@ __all__ = ["log_summary", "reply_sizes"]
 logger = logging.getLogger("flwr")
 
 
-def reply_sizes(uploads: Sequence[Upload], params: Params) -> dict[str, float]:
+def reply_sizes(uploads: Sequence[Upload[Any]], params: Params) -> dict[str, float]:
     """Return the mean size of a reply, and of FedAvg's: parameters and metrics alone.
 
     Parameters

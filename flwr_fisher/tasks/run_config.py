@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_range
-from flwr_fisher.tasks.task import Task, load_task
+from flwr_fisher.tasks.load import load_task
+from flwr_fisher.tasks.task import Task
 
 __all__ = ["cohort_from_run_config", "task_from_run_config"]
 

@@ -7,13 +7,16 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.flower_internals import (
+    ErrorCode,
+    Run,
+    identify_process,
+    round_trip,
+    set_message_id,
+)
 
 __all__ = ["LocalGrid"]
 
@@ -25,11 +28,11 @@ logger = logging.getLogger("flwr")
 class LocalGrid(Grid):
     """Runs a real ``ClientApp`` for n virtual clients, one after the other.
 
-    What Flower's simulation does through Ray in seconds this does in milliseconds, so
-    a test can run a whole federation: contents are serialised both ways, node ids are
-    random, replies arrive one by one and in any order, an exception in a client becomes
-    an error reply as in a simulation, and each node's ``Context`` lives on between
-    messages.
+    Flower's simulation runs clients through Ray and takes seconds; this takes
+    milliseconds, so a test can run a whole federation. As in a simulation, contents are
+    serialised both ways, node ids are random, replies arrive one by one and in any
+    order, an exception in a client becomes an error reply, and each node keeps its
+    ``Context`` from one message to the next.
 
     Parameters
     ----------
@@ -92,14 +95,14 @@ class LocalGrid(Grid):
         }
         self._waiting: dict[str, Message] = {}
         self._count = 0
-        _identify()
+        identify_process(_RUN_ID)
 
     def set_run(self, run: Run) -> None:
         """Do nothing: there is one run."""
 
     @property
     def run(self) -> Run:
-        """The run that this grid pretends to be in."""
+        """An empty run with the id that all messages have."""
         return Run.create_empty(_RUN_ID)
 
     def create_message(
@@ -110,25 +113,25 @@ class LocalGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Create a message; ``Message(...)`` does the same."""
+        """Create a message, as ``Message(...)`` does."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of the nodes, in an order that means nothing."""
+        """Return the ids of the nodes, in random order."""
         return self._random.sample(list(self.nodes), len(self.nodes))
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Accept messages; each is handled when its reply is first asked for."""
+        """Accept messages; a client handles one when its reply is first pulled."""
         ids = []
         for message in messages:
             self._count += 1
-            message.metadata.__dict__["_message_id"] = f"message-{self._count}"
-            ids.append(message.metadata.message_id)
+            ids.append(f"message-{self._count}")
+            set_message_id(message, ids[-1])
             self._waiting[ids[-1]] = message
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run one of the clients that still owe a reply; return its reply."""
+        """Run one of the clients that have not replied yet; return its reply."""
         due = [id_ for id_ in message_ids if id_ in self._waiting]
         if not due:
             return []
@@ -148,7 +151,7 @@ class LocalGrid(Grid):
 
     def _handle(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
-        message.content = _serialised(message.content)
+        message.content = round_trip(message.content)
         try:
             reply = self.client_app(message, self._contexts[node])
         except Exception as error:  # as the simulation does, whatever a client raises
@@ -157,28 +160,18 @@ class LocalGrid(Grid):
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(code=code, reason=reason), reply_to=message)
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
-            return _astray(message, reply)
+            return _answers_another(message, reply)
         if reply.has_content():
-            reply.content = _serialised(reply.content)
+            reply.content = round_trip(reply.content)
         return reply
 
 
-def _astray(message: Message, reply: Message) -> Message:
-    """Flower's mods answer the client's reply where they refuse it, not the request.
+def _answers_another(message: Message, reply: Message) -> Message:
+    """Return the error reply to a message that the client's reply does not answer.
 
-    A SuperLink drops such an answer, and the server waits until its time is up.
+    Flower's mods reply to the client's reply, not to the request, where they refuse it.
+    A SuperLink drops such a reply, and the server waits until its time is up.
     """
-    said = reply.error.reason if reply.has_error() else "no error"
-    reason = f"the reply answers another message, so a SuperLink drops it: {said}"
+    error = reply.error.reason if reply.has_error() else "no error"
+    reason = f"the reply answers another message, so a SuperLink drops it: {error}"
     return Message(Error(code=ErrorCode.UNKNOWN, reason=reason), reply_to=message)
-
-
-def _serialised(content: RecordDict) -> RecordDict:
-    return recorddict_from_proto(recorddict_to_proto(content))
-
-
-def _identify() -> None:
-    """Messages carry the run's and the sender's id, which Flower keeps per process."""
-    for name in ("run_id", "node_id", "task_id"):
-        if getattr(TaskIdentity, f"_{name}") is None:
-            setattr(TaskIdentity, name, _RUN_ID)

@@ -3,13 +3,16 @@
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import resolve, smallest_budget
 from flwr_fisher.wire.codec import CODECS, Codec, get_codec
-from flwr_fisher.wire.groups import SERVER, VectorUpload, server_vectors
-from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors, tensors_to_curvature
-from flwr_fisher.wire.payload import FisherUpload
-from flwr_fisher.wire.products import ProductUpload
+from flwr_fisher.wire.fisher_upload import FisherUpload
+from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
+from flwr_fisher.wire.payload import Payload
+from flwr_fisher.wire.product_upload import ProductUpload
+from flwr_fisher.wire.read_curvature import tensors_to_curvature
+from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.size import fedavg_bytes, serialized_bytes
-from flwr_fisher.wire.sums import AGGREGATES, SumsUpload
+from flwr_fisher.wire.sums_upload import AGGREGATES, SumsUpload
+from flwr_fisher.wire.vector_upload import VectorUpload
 
 __all__ = [
     "AGGREGATES",
@@ -18,6 +21,7 @@ __all__ = [
     "SERVER",
     "Codec",
     "FisherUpload",
+    "Payload",
     "ProductUpload",
     "Roster",
     "SumsUpload",
@@ -26,10 +30,11 @@ __all__ = [
     "curvature_to_tensors",
     "fedavg_bytes",
     "get_codec",
+    "join_groups",
     "resolve",
     "serialized_bytes",
-    "server_vectors",
     "smallest_budget",
+    "split_groups",
     "tensors_to_arrays",
     "tensors_to_curvature",
 ]

@@ -1,9 +1,10 @@
-"""Named tensors as an ``ArrayRecord``, and back from whatever bytes arrived.
+"""Named tensors as an ``ArrayRecord``, and back from bytes that are not trusted.
 
 Flower sends an array as the bytes that ``np.save`` writes: a header with dtype, order
-and shape, then the entries. ``np.load`` allocates what a header asks for before it
-looks how many bytes follow, so that a hundred bytes can ask for a terabyte. Here the
-header must account for every byte that came before anything of its size is allocated.
+and shape, then the entries. ``np.load`` allocates memory for the header's shape before
+it looks how many bytes follow, so a message of a hundred bytes can make it allocate a
+terabyte. Here the header is compared with the number of bytes that arrived before
+anything is allocated.
 """
 
 import io
@@ -21,8 +22,8 @@ from flwr_fisher.params import Params
 __all__ = ["arrays_to_tensors", "tensors_to_arrays"]
 
 _STYPE = "numpy.ndarray"
-# `np.save` needs less than 512 bytes for the longest of shapes. Python's parser, which
-# reads the header, can be driven deep into recursion by a few thousand.
+# `np.save` needs less than 512 bytes for the longest of shapes. Python's parser reads
+# the header, and a few thousand bytes can drive it into deep recursion.
 _HEADER_BYTES = 1024
 _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
@@ -58,23 +59,23 @@ def tensors_to_arrays(tensors: Params) -> ArrayRecord:
 def arrays_to_tensors(
     record: ArrayRecord, *, limit: int | None = None
 ) -> dict[str, Tensor]:
-    """Read every array of a record, in memory that is the tensors' own.
+    """Read every array of a record; the tensors share no memory with it.
 
-    Whatever the bytes are, this allocates no more than about their number.
+    Whatever the bytes are, this allocates no more than about as many as arrived.
 
     Parameters
     ----------
     record : ArrayRecord
         What arrived.
     limit : int | None
-        The most bytes that its arrays may have, headers included. Default: any number.
+        How many bytes its arrays may have, headers included. Default: any number.
 
     Raises
     ------
     WireError
-        Naming the key of an array that cannot be read, is none of real numbers that
-        torch knows, is not what it declares to be, or holds a NaN or an infinity; or
-        of the largest array, if all together have more than `limit` bytes.
+        Naming the key of an array that cannot be read, has a dtype that torch does not
+        have or that is complex, is not what it is declared as, or holds NaN or
+        infinity; or of the largest array, if all together exceed `limit`.
 
     Examples
     --------
@@ -92,7 +93,7 @@ def arrays_to_tensors(
     for key, array in record.items():
         try:
             tensors[key] = tensor = _read(array)
-        except Exception as error:  # the bytes are a stranger's: anything can happen
+        except Exception as error:  # untrusted bytes can raise anything
             raise WireError(f"unreadable array: {error}", field=key) from error
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise WireError("holds NaN or infinity", field=key)
@@ -107,7 +108,7 @@ def _check_size(record: ArrayRecord, limit: int) -> None:
 
 
 def _read(array: Array) -> Tensor:
-    """Return an array as a tensor, or raise anything at all."""
+    """Return an array as a tensor; the exception that it raises may be any."""
     if array.stype != _STYPE:
         raise ValueError(f"stype {_shown(array.stype)}, expected {_STYPE}")
     shape, fortran_order, dtype, start = _header(array.data[:_HEADER_BYTES])
@@ -125,7 +126,7 @@ def _read(array: Array) -> Tensor:
             f"{arrived} bytes of entries, but shape {_shown(shape)} of {dtype} has "
             f"{_shown(expected)}"
         )
-    # A view of the message's bytes, which are read-only and not the tensor's to keep.
+    # A view of the message's bytes, which are read-only: the tensor gets a copy.
     entries = np.ndarray(
         shape, dtype, array.data, start, order="F" if fortran_order else "C"
     )
@@ -139,7 +140,7 @@ def _header(
 ) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
     """Return shape, whether the order is Fortran's, dtype and where the entries start.
 
-    NumPy's own header reader does the work, and sees no more than `head`.
+    NumPy's own header reader does the work; it is given no bytes beyond `head`.
     """
     stream = io.BytesIO(head)
     version = npy.read_magic(stream)
@@ -154,13 +155,13 @@ def _check_dtype(dtype: np.dtype[np.generic]) -> None:
     known = _DTYPES.get(dtype)
     if known is None:
         raise ValueError(f"torch has no {_shown(dtype)}")
-    # Symmetry, signs and isfinite mean something else there.
+    # The checks for symmetry, signs and finite values are meant for real numbers.
     if known.is_complex:
         raise ValueError(f"dtype {known}, expected real numbers")
 
 
 def _shown(value: object) -> str:
-    r"""Return a stranger's word printable and short enough for a log.
+    r"""Return an untrusted value as text that is printable, and short enough for a log.
 
     Examples
     --------

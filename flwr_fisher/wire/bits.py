@@ -1,9 +1,9 @@
-"""Small unsigned integers packed without a gap between them.
+"""Small unsigned integers (codes) packed into bytes without gaps.
 
 The bits are in little-endian order: code i occupies the bits ``i * bits`` to
 ``(i + 1) * bits - 1``, its lowest first, and bit j of the stream is bit ``j % 8`` of
-byte ``j // 8``, counted from the lowest. What the last byte has left over is zero. The
-host is taken to be little-endian too.
+byte ``j // 8``, counted from the lowest. Unused bits of the last byte are zero. The
+host must be little-endian, too.
 """
 
 import torch
@@ -35,8 +35,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     Parameters
     ----------
     codes : Tensor
-        ``[n]``, of any integer dtype, every one in ``[0, 2**bits)``; this is not
-        checked, and a larger one spills over its neighbours.
+        ``[n]``, of any integer dtype, each in ``[0, 2**bits)``. This is not checked: a
+        larger code would overwrite its neighbours' bits.
     bits : int
         From 1 to 16.
 
@@ -78,11 +78,11 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
     Parameters
     ----------
     data : Tensor
-        uint8, ``[packed_size(count, bits)]``. Left-over bits are ignored.
+        uint8, ``[packed_size(count, bits)]``. Unused bits are ignored.
     bits : int
         From 1 to 16.
     count : int
-        How many codes there are.
+        The number of codes.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
     if bits == 8:
         return data.to(torch.int32)
     if bits == 16:
-        # A slice may begin at an odd byte, which a view of wider numbers cannot.
+        # A view as wider numbers needs aligned bytes, which a clone has.
         wide = data.clone(memory_format=torch.contiguous_format).view(torch.int16)
         return wide.to(torch.int32) & 0xFFFF
     groups = -(-count // _GROUP)
@@ -121,7 +121,7 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
     codes = data.new_empty(groups, _GROUP, dtype=torch.int32)
     for i in range(_GROUP):
         word, shift = divmod(i * bits, _WORD)
-        # The mask also takes off the sign that a shift to the right drags in.
+        # The mask also clears the sign bits that a right shift copies in.
         held = min(bits, _WORD - shift)
         code = (words[:, word] >> shift) & ((1 << held) - 1)
         if held < bits:
@@ -131,5 +131,5 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _words(bits: int) -> int:
-    """Return how many words a group takes."""
+    """Return how many words a group of codes takes."""
     return -(-_GROUP * bits // _WORD)

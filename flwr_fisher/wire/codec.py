@@ -1,4 +1,4 @@
-"""Which form uploads travel in: named, validated, asked for in a ``ConfigRecord``."""
+"""The forms that uploads travel in, and how a server requests one of them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -11,10 +11,10 @@ from flwr_fisher.errors import (
     check_range,
 )
 
-__all__ = ["CODECS", "FORMAT_VERSION", "SCHEMES", "Codec", "get_codec"]
+__all__ = ["CODECS", "FORMAT_VERSION", "Codec", "check_version", "get_codec"]
 
 FORMAT_VERSION = 1
-SCHEMES = ("auto", "packed", "lossless", "paper")
+_SCHEMES = ("auto", "packed", "lossless", "paper")
 _BITS = ("weight_bits", "diagonal_bits", "factor_bits")
 
 
@@ -25,14 +25,14 @@ class Codec:
     Parameters
     ----------
     budget : float, default 1.0
-        The size of an upload in multiples of FedAvg's, which is the same parameters in
-        float32; keys, scales and headers count.
+        The size of an upload in multiples of FedAvg's upload, which is the same
+        parameters in float32. Keys, scales and headers count.
     weight_bits : int, optional
         Bits of a parameter, 2 to 16. By default parameters get half of the budget:
         ``16 * budget``.
     diagonal_bits : int, optional
-        Bits of a diagonal's entry, 2 to 16. By default 8 beside Kronecker factors, else
-        as many as fit.
+        Bits of a diagonal's entry, 2 to 16. By default as many as fit: up to 8 beside
+        factors, else up to 16.
     factor_bits : int, optional
         Bits of an entry of a factor, 2 to 16. By default 8 where all factors fit whole,
         else 6.
@@ -59,7 +59,7 @@ class Codec:
     scheme: str = "packed"
 
     def __post_init__(self) -> None:
-        check_known("codec", self.scheme, SCHEMES)
+        check_known("codec", self.scheme, _SCHEMES)
         check_range("budget", self.budget, 1e-3, 1e3)
         for name in _BITS:
             if (bits := getattr(self, name)) is not None:
@@ -81,25 +81,25 @@ class Codec:
         return min(16, max(2, int(16 * self.budget)))
 
     def to_config(self) -> dict[str, str | int | float]:
-        """Return what asks a client for this codec; 0 stands for a default."""
-        asked: dict[str, str | int | float] = {
+        """Return the config that requests this codec; 0 stands for a default."""
+        config: dict[str, str | int | float] = {
             "codec": self.scheme,
             "codec-version": FORMAT_VERSION,
             "codec-budget": float(self.budget),
         }
         for name in _BITS:
-            asked[f"codec-{name.replace('_', '-')}"] = getattr(self, name) or 0
-        return asked
+            config[f"codec-{name.replace('_', '-')}"] = getattr(self, name) or 0
+        return config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Codec":
-        """Return the codec that a server asks for; ``lossless`` if it names none.
+        """Return the codec that a server requests; ``lossless`` if it names none.
 
         Raises
         ------
         ConfigurationError
-            If it asks for a format that this version does not write, or is out of
-            range.
+            If the server requests a format that this version does not write, or a
+            number is out of range.
         """
         if "codec" not in config:
             return CODECS["lossless"]
@@ -113,18 +113,14 @@ class Codec:
         return cls(budget, **bits, scheme=str(config["codec"]))
 
     def describe(self) -> dict[str, Any]:
-        """Return what an upload carries, so that a server knows what it reads."""
+        """Return the description that an upload carries, so that it can be read."""
         return {"version": FORMAT_VERSION, **asdict(self)}
 
-    def check_description(self, found: object, *, field: str) -> None:
+    def check_description(self, description: object, *, field: str) -> None:
         """Raise :class:`WireError` unless an upload says that it is of this codec."""
-        if not isinstance(found, dict) or "version" not in found:
-            raise WireError("does not say which format it has", field=field)
-        if (version := found["version"]) != FORMAT_VERSION:
-            reason = f"format version {version!r}, and this server reads"
-            raise WireError(f"{reason} {FORMAT_VERSION}"[:200], field=field)
-        if found != (asked := self.describe()):
-            odd = {k: v for k, v in asked.items() if found.get(k) != v}
+        received = check_version(description, field=field)
+        if received != (requested := self.describe()):
+            odd = {k: v for k, v in requested.items() if received.get(k) != v}
             raise WireError(f"another codec was asked for: {odd}", field=field)
 
 
@@ -137,8 +133,24 @@ CODECS = {
 }
 
 
+def check_version(description: object, *, field: str) -> dict[str, Any]:
+    """Return an upload's description, which comes from outside and may be anything.
+
+    Raises
+    ------
+    WireError
+        If it names no format version, or one that this package does not read.
+    """
+    if not isinstance(description, dict) or "version" not in description:
+        raise WireError("does not say which format it has", field=field)
+    if (version := description["version"]) != FORMAT_VERSION:
+        reason = f"format version {version!r}, and this server reads"
+        raise WireError(f"{reason} {FORMAT_VERSION}"[:200], field=field)
+    return description
+
+
 def get_codec(codec: str | Codec, budget: float | None = None) -> Codec:
-    """Return a codec by its preset's name, with another budget if there is one.
+    """Return a codec by its name, with another budget if one is given.
 
     Parameters
     ----------

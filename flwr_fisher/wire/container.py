@@ -1,7 +1,7 @@
 """Many packed tensors in one array: a safetensors file inside an ``ArrayRecord``.
 
-Flower spends some 450 bytes on every array of a record, a safetensors file 80. The
-entry ``curvature/format`` says in JSON which version and codec the others are of.
+Each array of a record costs Flower some 450 bytes, each entry of a safetensors file 80.
+The entry ``curvature/format`` says in JSON which version and codec the others have.
 """
 
 import json
@@ -36,12 +36,12 @@ FORMAT = f"{PREFIX}format"
 _ENTRY = 64  # bytes of JSON around an entry's name and three numbers
 _DESCRIPTION = 256
 _FRAME = 16  # the header's length, and padding
-_LENGTH = 8  # bytes that say how long the header is
-_HEADER = 4096  # bytes a parameter: its own entry and a curvature's, with long names
+_LENGTH = 8  # bytes of the number that says how long the header is
+_HEADER = 4096  # bytes per parameter: its own entry and a curvature's, with long names
 
 
 def container_bytes(sizes: Mapping[str, int]) -> int:
-    """Return at most what the record of a container with entries of these sizes weighs.
+    """Return an upper bound of a container's record, for entries of these sizes.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def to_container(entries: Params, description: Mapping[str, Any]) -> ArrayRecord
     entries : Mapping[str, Tensor]
         uint8, one-dimensional.
     description : Mapping[str, Any]
-        What the entries are, as JSON.
+        What the entries are; it is sent as JSON.
     """
     tensors = {FORMAT: text_of(description)} | {k: v.cpu() for k, v in entries.items()}
     return ArrayRecord({PACKED: Array(np.frombuffer(save(tensors), np.uint8))})
@@ -72,22 +72,22 @@ def to_container(entries: Params, description: Mapping[str, Any]) -> ArrayRecord
 def from_container(
     record: ArrayRecord, *, limit: int, count: int
 ) -> tuple[dict[str, Tensor], object]:
-    """Return the entries and the description of a record that may be anybody's.
+    """Return the entries and the description of a record that is not trusted.
 
     Parameters
     ----------
     record : ArrayRecord
         What arrived.
     limit : int
-        The most bytes that it may weigh.
+        How many bytes it may have.
     count : int
         How many parameters the model has.
 
     Raises
     ------
     WireError
-        If it weighs more than `limit` bytes, is no container, holds anything else than
-        bytes, or has a header that is too long for so many parameters.
+        If it has more than `limit` bytes, is no container, holds anything else than
+        bytes, or has a header that is too long for that many parameters.
     """
     if list(record) != [PACKED]:
         keys = ", ".join(map(repr, list(record)[:3]))
@@ -96,16 +96,16 @@ def from_container(
     if data.dtype != torch.uint8 or data.dim() != 1:
         reason = f"{data.dtype} of shape {tuple(data.shape)}, expected bytes"
         raise WireError(reason, field=PACKED)
-    # Parsed, an entry that is all header takes many times its bytes.
+    # A parsed header takes many times its bytes in memory.
     length = int.from_bytes(data[:_LENGTH].numpy().tobytes(), "little")
     if length > _HEADER * (count + 1):
         raise WireError(f"a header of {length} bytes", field=PACKED)
     try:
-        found = safetensors.deserialize(data.numpy().tobytes())  # type: ignore[no-untyped-call]
-    except Exception as error:  # the bytes are a stranger's: anything can happen
+        items = safetensors.deserialize(data.numpy().tobytes())  # type: ignore[no-untyped-call]
+    except Exception as error:  # untrusted bytes can raise anything
         raise WireError(f"not a container: {error}"[:200], field=PACKED) from error
     entries = {}
-    for key, entry in found:
+    for key, entry in items:
         if entry["dtype"] != "U8" or len(entry["shape"]) != 1:
             raise WireError("not an array of bytes", field=key)
         entries[key] = _bytes(entry["data"])
@@ -118,7 +118,7 @@ def text_of(description: Mapping[str, Any]) -> Tensor:
 
 
 def parse_text(text: Tensor | None, field: str) -> object:
-    """Undo :func:`text_of`; the text may be anybody's.
+    """Undo :func:`text_of`; the text is not trusted.
 
     Raises
     ------

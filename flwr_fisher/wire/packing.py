@@ -1,22 +1,24 @@
-"""Named tensors in few bytes each: in which form, and back with every check.
+"""One tensor packed into few bytes, an *entry*, and back with every check.
 
 An entry begins with its form and its bits, one byte each. A parameter's form is
 
 ``RAW``
-    its own bytes;
+    the tensor's own bytes;
 ``LINEAR``
-    codes, as :class:`~flwr_fisher.wire.quantise.Linear` makes them.
+    codes of :class:`~flwr_fisher.wire.levels.Linear`.
 
-In a part of a curvature there follow three sizes as uint32, and its form is
+In the entry of a part of a curvature, three sizes follow as uint32, and its form is
 
 ``LOG``, ``ROOT``
-    what is not negative, by ``Logarithmic`` or ``SquareRoot``; the sizes are the shape
-    of E-KFAC's moments, and 0 in a diagonal, which has its parameter's;
+    codes of ``Logarithmic`` or ``SquareRoot``, for values that are not negative; the
+    sizes are the shape of E-KFAC's moments, or 0 for a diagonal, whose shape is its
+    parameter's;
 ``WHOLE``, ``COLUMNS``
-    positive semi-definite matrices, see :mod:`flwr_fisher.wire.factors`; the sizes are
-    groups, n and rank (0 with ``WHOLE``);
+    positive semi-definite matrices, see :mod:`flwr_fisher.wire.matrix_codes`; the sizes
+    are groups, n and rank (0 with ``WHOLE``);
 ``BASIS``
-    the leading columns of orthonormal matrices, the others being zero; sizes as above.
+    the leading columns of orthonormal matrices; the other columns are read as zero. The
+    sizes are groups, n and rank.
 """
 
 import math
@@ -29,9 +31,11 @@ from torch.nn.functional import pad
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
-from flwr_fisher.wire import factors
+from flwr_fisher.wire import matrix_codes
+from flwr_fisher.wire.checks import to_finite
 from flwr_fisher.wire.layout import Part, check_shape, parse_key
-from flwr_fisher.wire.quantise import Linear, Logarithmic, Quantiser, SquareRoot
+from flwr_fisher.wire.levels import Linear, Logarithmic, SquareRoot
+from flwr_fisher.wire.quantise import Quantiser
 
 __all__ = [
     "HEAD",
@@ -51,7 +55,7 @@ HEAD = _LONG.size
 
 
 class Form(IntEnum):
-    """What an entry's first byte says."""
+    """How an entry is encoded; its first byte."""
 
     RAW = 0
     LINEAR = 1
@@ -70,24 +74,24 @@ _FORMS = {
     Part.DENSE: _PSD,
     Part.BASIS: (Form.BASIS,),
 }
-_SCALES: dict[Form, type[Quantiser]] = {Form.LOG: Logarithmic, Form.ROOT: SquareRoot}
+_LEVELS: dict[Form, type[Quantiser]] = {Form.LOG: Logarithmic, Form.ROOT: SquareRoot}
 
 
-def raw_is_smaller(tensor: Tensor, bits: int) -> bool:
-    """Return whether a tensor's own bytes are no more than codes of `bits` bits."""
+def _raw_is_smaller(tensor: Tensor, bits: int) -> bool:
+    """Return whether a tensor's own bytes are at most as many as codes would take."""
     return not tensor.is_floating_point() or 8 * tensor.itemsize <= bits
 
 
 def size_of_params(tensor: Tensor, bits: int) -> int:
     """Return the size of :func:`pack_params`'s entry."""
-    if raw_is_smaller(tensor, bits):
+    if _raw_is_smaller(tensor, bits):
         return _SHORT.size + tensor.numel() * tensor.itemsize
     return _SHORT.size + Linear(bits).size(tensor.numel())
 
 
 def pack_params(tensor: Tensor, bits: int) -> Tensor:
-    """Pack a parameter, or, with at least as many bits as it has, its own bytes."""
-    if raw_is_smaller(tensor, bits):
+    """Pack a parameter into codes, or as its own bytes if they are not more."""
+    if _raw_is_smaller(tensor, bits):
         flat = tensor.detach().contiguous().view(-1)
         return _entry(_SHORT.pack(Form.RAW, 0), flat.view(torch.uint8))
     return _entry(_SHORT.pack(Form.LINEAR, bits), Linear(bits).encode(tensor))
@@ -99,20 +103,20 @@ def size_of_diagonal(tensor: Tensor, bits: int) -> int:
 
 
 def pack_diagonal(tensor: Tensor, bits: int) -> Tensor:
-    r"""Pack what is not negative by the scale that keeps it better.
+    r"""Pack values that are not negative, in the form with the smaller error.
 
-    Better is what has the smaller :math:`\sum (x - \hat x)^2 / x`: a Fisher's entries
-    span many decades, and are themselves second moments of a sample.
+    The error is :math:`\sum (x - \hat x)^2 / x`: a Fisher's entries span many decades,
+    and are themselves second moments of a sample.
     """
     flat, field = tensor.detach().reshape(-1), "diagonal"
-    found = []
+    candidates = []
     for form in (Form.LOG, Form.ROOT):
-        scale = _SCALES[form](bits)
-        data = scale.encode(flat)
-        back = scale.decode(data, len(flat), flat.dtype, field=field).double()
-        away = (back - flat.double()).square() / flat.double().clamp_min(1e-300)
-        found.append((float(away.sum()), form, data))
-    _, form, data = min(found, key=lambda trial: trial[0])
+        levels = _LEVELS[form](bits)
+        data = levels.encode(flat)
+        back = levels.decode(data, len(flat), flat.dtype, field=field).double()
+        error = (back - flat.double()).square() / flat.double().clamp_min(1e-300)
+        candidates.append((float(error.sum()), form, data))
+    _, form, data = min(candidates, key=lambda candidate: candidate[0])
     shape = tensor.shape if len(tensor.shape) == 3 else (0, 0, 0)
     return _entry(_LONG.pack(form, bits, *shape), data)
 
@@ -121,19 +125,19 @@ def pack_whole(matrices: Tensor, bits: int) -> Tensor:
     """Pack ``[groups, n, n]`` or ``[n, n]`` whole."""
     stacked = _stacked(matrices)
     head = _LONG.pack(Form.WHOLE, bits, *stacked.shape[:2], 0)
-    return _entry(head, factors.encode_whole(stacked, bits))
+    return _entry(head, matrix_codes.encode_whole(stacked, bits))
 
 
 def pack_columns(values: Tensor, vectors: Tensor, rank: int, bits: int) -> Tensor:
     """Pack ``[groups, n, n]`` by its eigenvalues, descending, and eigenvectors."""
     head = _LONG.pack(Form.COLUMNS, bits, *values.shape, rank)
-    return _entry(head, factors.encode_columns(values, vectors, rank, bits))
+    return _entry(head, matrix_codes.encode_columns(values, vectors, rank, bits))
 
 
 def pack_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
     """Pack the first `rank` columns of ``[groups, n, n]``."""
     head = _LONG.pack(Form.BASIS, bits, *vectors.shape[:2], rank)
-    return _entry(head, factors.encode_basis(vectors, rank, bits))
+    return _entry(head, matrix_codes.encode_basis(vectors, rank, bits))
 
 
 def _entry(head: bytes, body: Tensor) -> Tensor:
@@ -173,11 +177,11 @@ def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
 def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor:
     """Read a part of a curvature over `params`.
 
-    Nothing is allocated before the shape that is announced is one that they can have.
+    The announced shape is checked before anything of that shape is allocated.
     """
     part, names = parse_key(field, params)
     dtype = params[names[0]].dtype
-    form, bits, a, b, c, body = _long(entry, field)
+    form, bits, a, b, c, body = _read_head(entry, field)
     if form not in _FORMS[part]:
         raise WireError(f"form {form.name} for this part", field=field)
     if part == Part.DIAGONAL:
@@ -188,31 +192,23 @@ def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor:
         shape = (b, b) if part == Part.DENSE else (a, b, b)
     check_shape(field, shape, params)
     if part in (Part.DIAGONAL, Part.MOMENTS):
-        scale = _SCALES[form](bits)
         count = math.prod(shape)
-        return scale.decode(body, count, dtype, field=field).view(shape)
+        return _LEVELS[form](bits).decode(body, count, dtype, field=field).view(shape)
     if part == Part.DENSE and a != 1:
         raise WireError(f"{a} matrices, expected one", field=field)
     if form == Form.WHOLE:
-        matrices = factors.decode_whole(body, a, b, bits, field=field)
+        matrices = matrix_codes.decode_whole(body, a, b, bits, field=field)
     elif c > b:
         raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
     elif form == Form.COLUMNS:
-        matrices = factors.decode_columns(body, a, b, c, bits, field=field)
+        matrices = matrix_codes.decode_columns(body, a, b, c, bits, field=field)
     else:
-        basis = factors.decode_basis(body, a, b, c, bits, field=field)
+        basis = matrix_codes.decode_basis(body, a, b, c, bits, field=field)
         matrices = pad(basis, (0, b - c))
-    return _as_dtype(matrices, dtype, field).view(shape)
+    return to_finite(matrices, dtype, field=field).view(shape)
 
 
-def _as_dtype(matrices: Tensor, dtype: torch.dtype, field: str) -> Tensor:
-    matrices = matrices.to(dtype)
-    if not matrices.isfinite().all():
-        raise WireError(f"does not fit into {dtype}", field=field)
-    return matrices
-
-
-def _long(entry: Tensor, field: str) -> tuple[Form, int, int, int, int, Tensor]:
+def _read_head(entry: Tensor, field: str) -> tuple[Form, int, int, int, int, Tensor]:
     if len(entry) < HEAD:
         raise WireError(f"{len(entry)} bytes, and {HEAD} of head", field=field)
     form, bits, *sizes = _LONG.unpack(entry[:HEAD].numpy().tobytes())

@@ -1,12 +1,12 @@
-r"""The compression of FedFisher's Appendix C, packed for real, to compare with.
+r"""The compression of FedFisher's Appendix C, with packed bytes, for comparison.
 
 Parameters and diagonals: sign and magnitude, :math:`\lceil l |x| / m \rceil / l` with m
 the tensor's largest magnitude and :math:`l = 2^{b-1} - 1`, at :math:`b = 16`. Kronecker
-factors: U, S and V of the truncated singular value decomposition, each so at
-:math:`b = 8`, with one rank for all factors, the largest within the budget. (The paper
-counts the codes alone; here keys, scales and heads count as well.) The product of three
-rounded matrices is neither symmetric nor positive semi-definite, so it is made so after
-decoding.
+factors: U, S and V of the truncated singular value decomposition, each compressed in
+the same way at :math:`b = 8`. All factors have the same rank, the largest within the
+budget. (The paper counts only the codes; here keys, scales and heads count as well.)
+The product of three rounded matrices is neither symmetric nor positive semi-definite,
+so the nearest matrix that is both replaces it after decoding.
 """
 
 import struct
@@ -17,6 +17,7 @@ from torch import Tensor
 from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.bits import pack, packed_size, unpack
+from flwr_fisher.wire.checks import to_finite
 from flwr_fisher.wire.container import container_bytes
 from flwr_fisher.wire.layout import PREFIX, Part, check_shape, parse_key
 
@@ -50,7 +51,7 @@ def pack_as_paper(params: Params, parts: Params, limit: int) -> dict[str, Tensor
 
 
 def least_bytes_as_paper(params: Params) -> int:
-    """Return what is enough for a diagonal, and for factors of rank 0."""
+    """Return bytes that are enough for a diagonal, and for factors of rank 0."""
     diagonal: dict[str, int] = {}
     kfac: dict[str, int] = {}
     for key, tensor in params.items():
@@ -70,7 +71,7 @@ def least_bytes_as_paper(params: Params) -> int:
 
 
 def unpack_as_paper(entries: Params, like: Params) -> dict[str, Tensor]:
-    """Undo :func:`pack_as_paper`, with the checks that an upload needs.
+    """Undo :func:`pack_as_paper`, with every check.
 
     Raises
     ------
@@ -112,7 +113,7 @@ def _unpack_values(key: str, entry: Tensor, like: Tensor) -> Tensor:
     if like.is_floating_point():
         values, rest = _dequantised(entry, like.numel(), _PARAMS, key)
         _check_end(rest, key)
-        return _cast(values, like.dtype, key).view(like.shape)
+        return to_finite(values, like.dtype, field=key).view(like.shape)
     if len(entry) != like.numel() * like.itemsize:
         raise WireError(f"{len(entry)} bytes", field=key)
     if like.dtype == torch.bool and len(entry) and entry.max() > 1:
@@ -137,7 +138,7 @@ def _unpack_part(key: str, entry: Tensor, like: Params) -> Tensor:
         shape = like[names[0]].shape
         values, rest = _dequantised(entry, shape.numel(), _PARAMS, key)
         _check_end(rest, key)
-        return _cast(values, dtype, key).view(shape)
+        return to_finite(values, dtype, field=key).view(shape)
     if part != Part.FACTOR or len(entry) < _HEAD.size:
         raise WireError("no form of codec 'paper'", field=key)
     groups, n, rank = _HEAD.unpack(entry[: _HEAD.size].numpy().tobytes())
@@ -152,7 +153,7 @@ def _unpack_part(key: str, entry: Tensor, like: Params) -> Tensor:
     product = left * S.view(groups, 1, rank) @ right
     if not product.isfinite().all():
         raise WireError("its values overflow", field=key)
-    return _cast(_nearest_psd(product), dtype, key)
+    return to_finite(_nearest_psd(product), dtype, field=key)
 
 
 def _nearest_psd(matrices: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ def _quantised(values: Tensor, bits: int) -> Tensor:
 def _dequantised(
     data: Tensor, count: int, bits: int, field: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the values at the beginning, and what follows them."""
+    """Return the values at the beginning of the data, and the rest of the data."""
     end = _SCALE + packed_size(count, bits)
     if len(data) < end:
         raise WireError(f"{len(data)} bytes, expected {end}", field=field)
@@ -191,10 +192,3 @@ def _dequantised(
 def _check_end(rest: Tensor, field: str) -> None:
     if len(rest):
         raise WireError(f"{len(rest)} bytes too many", field=field)
-
-
-def _cast(values: Tensor, dtype: torch.dtype, field: str) -> Tensor:
-    values = values.to(dtype)
-    if not values.isfinite().all():
-        raise WireError(f"does not fit into {dtype}", field=field)
-    return values

@@ -1,4 +1,4 @@
-"""Which clients took part, and when the server last heard of each."""
+"""Which clients took part, and in which step each last contributed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,19 +18,20 @@ _WRAP = 2**64  # node ids are unsigned, and tensors' integers are not
 class Roster:
     """The clients whose uploads a server accepted, by partition (or node id).
 
-    A client that keeps state of its own goes on from the step in which the server last
-    heard of it. Its own disk cannot tell: a reply may be lost or left out.
+    A client with a state of its own continues from the last step to which it
+    contributed. It cannot know that step by itself, because its reply may have been
+    lost, or left out by the server.
 
     Parameters
     ----------
     steps : Mapping[int, int]
-        The last step to which a client contributed.
+        The last step to which each client contributed.
     weights : Mapping[int, float]
-        Its weight then. These are the server's, and are not sent.
+        Each client's weight in that step. Weights are not sent to clients.
 
     Examples
     --------
-    >>> roster = Roster().heard(1, {"partition-3": 20.0, "partition-5": 30.0})
+    >>> roster = Roster().after(1, {"partition-3": 20.0, "partition-5": 30.0})
     >>> Roster.from_tensors(roster.sent()).steps
     {3: 1, 5: 1}
     """
@@ -38,21 +39,21 @@ class Roster:
     steps: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
 
-    def heard(self, step: int, weights: Mapping[str, float]) -> "Roster":
-        """Return the roster after a step to which these clients, by name, gave."""
+    def after(self, step: int, weights: Mapping[str, float]) -> "Roster":
+        """Return the roster after a step, with the weights of its clients by name."""
         numbers = {int(name.rpartition("-")[2]): w for name, w in weights.items()}
         steps = {**self.steps, **dict.fromkeys(numbers, step)}
         return Roster(steps, {**self.weights, **numbers})
 
     def sent(self) -> dict[str, Tensor]:
-        """Return what clients are told: each client's last step."""
+        """Return the tensors to send to clients: each client's last step."""
         if not self.steps:
             return {}
         rows = [[_signed(number), step] for number, step in self.steps.items()]
         return {_CLIENTS: torch.tensor(rows)}
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return all of it."""
+        """Return all of the roster as tensors, for a checkpoint."""
         if not self.steps:
             return {}
         weights = [self.weights[number] for number in self.steps]
@@ -60,7 +61,7 @@ class Roster:
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "Roster":
-        """Read what :meth:`sent` or :meth:`to_tensors` returned, among other things."""
+        """Read the roster in tensors of :meth:`sent` or :meth:`to_tensors`."""
         if _CLIENTS not in tensors:
             return cls()
         steps = {number % _WRAP: step for number, step in tensors[_CLIENTS].tolist()}

@@ -1,24 +1,24 @@
-"""How much a message weighs."""
+"""The size of messages in bytes."""
 
 from collections.abc import Mapping, Sequence
 
 from flwr.app import Array, ArrayRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import InflatableObject
 
+from flwr_fisher.flower_internals import object_sizes
 from flwr_fisher.params import Params
 
-__all__ = ["fedavg_bytes", "record_bytes", "serialized_bytes"]
+__all__ = ["bytes_in_one_array", "chunk_bytes", "fedavg_bytes", "serialized_bytes"]
 
 _NPY_HEADER = 128
-_CHUNK = 5 << 20  # Flower cuts arrays into pieces of that size; each has a header
+_CHUNK = 5 << 20  # Flower cuts arrays into chunks of this size; each has a header
 _CHUNK_HEADER = 512
 
 
 def serialized_bytes(content: RecordDict) -> int:
     """Return how many bytes a message's content is on the wire.
 
-    Flower sends each record, array and chunk as an object of its own, and equal ones
-    once; this adds up the sizes of the distinct ones.
+    Flower sends each record, each array and each chunk of an array as one object, and
+    equal objects once; this is the sum of the sizes of the distinct objects.
 
     Examples
     --------
@@ -28,19 +28,12 @@ def serialized_bytes(content: RecordDict) -> int:
     >>> 4000 < serialized_bytes(RecordDict({"arrays": record})) < 5000
     True
     """
-    found: dict[str, int] = {}
-    todo: list[InflatableObject] = [content]
-    while todo:
-        item = todo.pop()
-        if item.object_id not in found:
-            found[item.object_id] = len(item.deflate())
-            todo.extend((item.children or {}).values())
-    return sum(found.values())
+    return sum(object_sizes(content).values())
 
 
-def record_bytes(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return what a record of arrays weighs on the wire, without their values."""
-    # Values that differ, since equal arrays travel once.
+def _record_bytes(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return how many bytes a record of arrays takes on the wire, without values."""
+    # These stand-ins must differ, since equal arrays are sent once.
     stand_ins = {
         key: Array("float32", tuple(shape), "numpy.ndarray", index.to_bytes(8, "big"))
         for index, (key, shape) in enumerate(shapes.items())
@@ -50,22 +43,22 @@ def record_bytes(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def fedavg_bytes(params: Params) -> int:
-    """Return what FedAvg's upload weighs: the arrays alone, floats as float32.
+    """Return the size of FedAvg's upload: only the arrays, with floats as float32.
 
-    The pieces that Flower cuts large arrays into add a little, which is left out.
+    The headers of the chunks of large arrays are left out; they are small.
     """
     values = sum(
         v.numel() * (4 if v.is_floating_point() else v.itemsize)
         for v in params.values()
     )
-    return values + record_bytes({k: v.shape for k, v in params.items()})
+    return values + _record_bytes({k: v.shape for k, v in params.items()})
 
 
 def bytes_in_one_array(key: str, size: int) -> int:
-    """Return at most what a record of one array of `size` bytes weighs."""
-    return size + record_bytes({key: (size,)}) + chunk_bytes(size)
+    """Return an upper bound of the size of a record of one array of `size` bytes."""
+    return size + _record_bytes({key: (size,)}) + chunk_bytes(size)
 
 
 def chunk_bytes(size: int) -> int:
-    """Return at most what cutting `size` bytes into pieces adds."""
+    """Return an upper bound of what cutting `size` bytes into chunks adds."""
     return size // _CHUNK * _CHUNK_HEADER

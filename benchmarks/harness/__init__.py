@@ -1,0 +1,1 @@
+"""What the benchmarks share: jobs, virtual clients, statistics, tables and pages."""

@@ -1,0 +1,97 @@
+"""Train clients once, keep their uploads on disk, let every method merge the same."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from flwr_fisher.client.training import LocalSGD
+from flwr_fisher.curvature import fisher
+from flwr_fisher.merge import LocalPosterior
+from flwr_fisher.params import shared_state
+from flwr_fisher.tasks import Task, load_task
+from flwr_fisher.wire import PREFIX, curvature_to_tensors, tensors_to_curvature
+from harness.page import CACHE
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that determines the clients' uploads."""
+
+    dataset: str
+    model: str
+    alpha: float
+    seed: int
+    clients: int = 5
+    epochs: int = 30
+    lr: float = 0.01
+    momentum: float = 0.9
+    batch_size: int = 64
+    partition: str = "dirichlet-client"
+    validation: int = 500
+    hold_out: bool = False
+
+    def task(self, data_dir: Path | None = None) -> Task:
+        """Load the task; `data_dir` is where the data set's files are."""
+        return load_task(
+            dataset=self.dataset,
+            data_dir=data_dir,
+            model=self.model,
+            partition=self.partition,
+            alpha=self.alpha,
+            num_partitions=self.clients,
+            seed=self.seed,
+            validation=self.validation,
+            hold_out=self.hold_out,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the uploads are kept."""
+        key = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+        name = f"{self.dataset}-{self.model}-a{self.alpha}-s{self.seed}-{key}"
+        return CACHE / name
+
+
+def posteriors(
+    setting: Setting, task: Task, structure: str = "kfac"
+) -> list[LocalPosterior]:
+    """Return every client's upload; train those that are not on disk."""
+    found = []
+    for client in range(setting.clients):
+        path = setting.folder / f"client-{client}.safetensors"
+        if not path.exists():
+            _train(setting, task, client, path)
+        tensors = load_file(path)
+        params = {k: v for k, v in tensors.items() if "/" not in k}
+        extras = {
+            key.removeprefix(f"{structure}/"): value
+            for key, value in tensors.items()
+            if key.startswith(f"{structure}/")
+        }
+        curvature = tensors_to_curvature(extras, params)
+        found.append(LocalPosterior(params, curvature, task.num_examples(client)))
+    return found
+
+
+def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
+    torch.manual_seed(1000 * setting.seed + client)
+    model, device = task.make_model(), torch.device("cpu")
+    train = LocalSGD(epochs=setting.epochs, lr=setting.lr, momentum=setting.momentum)
+    train(model, task.train_loader(client, setting.batch_size), device, {})
+    tensors = shared_state(model)
+    loader = task.eval_loader(task.train_images(client), batch_size=256)
+    structures = ("kfac", "diagonal")
+    both = fisher(model, loader, structure=structures, tolerance=0)
+    for structure, curvature in zip(structures, both, strict=True):
+        laid_out = curvature_to_tensors(curvature)
+        tensors |= {f"{structure}/{k}": v for k, v in laid_out.items()}
+    assert all(PREFIX in key for key in tensors if "/" in key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
+    partial.rename(path)
+    print(f"{setting.folder.name} client {client}", flush=True)

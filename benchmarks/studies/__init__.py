@@ -1,0 +1,1 @@
+"""What the long benchmarks are made of, one folder for each script."""

@@ -1,0 +1,154 @@
+"""How long it takes to pack and unpack an upload, in local epochs."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from curvature import Batches, generated
+from harness.clients import CPU
+from harness.page import blocks
+from harness.tables import head, row
+from harness.timing import seconds
+from harness.uploads import Setting, posteriors
+from torch import nn
+
+from flwr_fisher.client.training import Loader, LocalSGD
+from flwr_fisher.curvature import fisher
+from flwr_fisher.merge import LocalPosterior
+from flwr_fisher.params import shared_state
+from flwr_fisher.tasks import make_model
+from flwr_fisher.wire import FisherUpload, resolve
+from studies.codec.accuracy import FULL, KFAC, PAPER, Find
+
+TIMED = {name: KFAC[name] for name in (FULL, "packed, 0.5", "packed, 0.25", PAPER)}
+EXAMPLES, RUNS = 12_000, 5
+
+
+@dataclass
+class Client:
+    """What the times are measured on."""
+
+    model: nn.Module
+    loader: Loader
+    posterior: LocalPosterior
+
+
+def clients(data_dir: Path) -> Iterator[tuple[str, Client]]:
+    """Yield a client of each model, both with about as many examples."""
+    setting = Setting("mnist", "lenet", 0.1, 0)
+    task = setting.task(data_dir)
+    all_clients = posteriors(setting, task)
+    index = min(
+        range(setting.clients), key=lambda i: abs(task.num_examples(i) - EXAMPLES)
+    )
+    model, chosen = task.make_model(), all_clients[index]
+    model.load_state_dict(chosen.params)
+    yield "LeNet, MNIST", Client(model, task.train_loader(index, 64), chosen)
+
+    x, y = generated(EXAMPLES)
+    model = make_model("cnn", shape=(3, 32, 32), num_classes=10)
+    torch.manual_seed(0)
+    LocalSGD()(model, Batches(x, y, 64), CPU, {})
+    curvature = fisher(model, Batches(x[:2048], y[:2048], 256), structure="kfac")
+    chosen = LocalPosterior(shared_state(model), curvature, EXAMPLES)
+    yield "CNN, CIFAR-10's shape", Client(model, Batches(x, y, 64), chosen)
+
+
+@contextmanager
+def decompositions() -> Iterator[list[float]]:
+    """Collect the seconds spent in torch's eigh and svd."""
+    took: list[float] = []
+    own = {name: getattr(torch.linalg, name) for name in ("eigh", "svd")}
+
+    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = work(*args, **kwargs)
+            took.append(time.perf_counter() - began)
+            return result
+
+        return call
+
+    for name, work in own.items():
+        setattr(torch.linalg, name, timed(work))
+    try:
+        yield took
+    finally:
+        for name, work in own.items():
+            setattr(torch.linalg, name, work)
+
+
+def measure(client: Client) -> Find:
+    """Return the median seconds of an epoch, and of every codec's two ways."""
+    params, curvature = client.posterior.params, client.posterior.curvature
+    state = {k: v.clone() for k, v in client.model.state_dict().items()}
+    upload = FisherUpload(params, curvature)
+    times: dict[tuple[str, str], list[float]] = {}
+    for run in range(RUNS + 1):
+        took = {
+            ("epoch", "epoch"): seconds(
+                lambda: LocalSGD()(client.model, client.loader, CPU, {})
+            )
+        }
+        client.model.load_state_dict(state)
+        for name, asked in TIMED.items():
+            codec = resolve(asked, params)
+            with decompositions() as inside:
+                took[name, "encode"] = seconds(lambda c=codec: upload.to_arrays(c))
+                took[name, "decompositions"] = sum(inside)
+            record = upload.to_arrays(codec)
+            took[name, "decode"] = seconds(
+                lambda r=record, c=codec: FisherUpload.from_arrays(r, params, c)
+            )
+        if run:  # the first one warms up
+            for key, value in took.items():
+                times.setdefault(key, []).append(value)
+    found: Find = {}
+    for (name, what), values in times.items():
+        found.setdefault(name, {})[what] = statistics.median(values)
+    return found
+
+
+def measure_all(data_dir: Path) -> dict[str, Find]:
+    """Return the times of both models, on one thread and on two."""
+    found = {}
+    for title, client in clients(data_dir):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            took = measure(client)
+            torch.set_num_threads(1)
+            took["epoch"]["examples"] = client.posterior.num_examples
+            many = f"{title}, {threads} thread{'s' if threads > 1 else ''}"
+            found[many] = took
+            print(many, json.dumps(took), flush=True)
+    return found
+
+
+def times_section(found: Mapping[str, Find]) -> list[str]:
+    """Return a table for each model and number of threads."""
+    shown: list[str | list[str]] = []
+    for title, took in found.items():
+        epoch, examples = took["epoch"]["epoch"], took["epoch"]["examples"]
+        about = f"an epoch of {examples} examples takes {epoch:.2f} s."
+        shown += [f"{title}: {about}", time_table(took)]
+    return blocks(*shown)
+
+
+def time_table(found: Find) -> list[str]:
+    """Return the lines of one model's table."""
+    times = "packing, ms", "unpacking, ms", "both, % of an epoch"
+    lines = head("codec", *times, "eigh and svd, % of packing")
+    for name in TIMED:
+        took = found[name]
+        both = 100 * (took["encode"] + took["decode"]) / found["epoch"]["epoch"]
+        share = 100 * took["decompositions"] / took["encode"]
+        ways = (f"{1e3 * took[way]:.1f}" for way in ("encode", "decode"))
+        shown = f"{both:.1f}" if both < 10 else f"**{both:.1f}: above 10**"
+        lines.append(row(name, *ways, shown, f"{share:.0f}"))
+    return lines

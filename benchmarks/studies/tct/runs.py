@@ -1,0 +1,261 @@
+"""The federations, and the choice of learning rates."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import FedAvg, Strategy
+from harness.clients import CHOICE, Batch, Shuffled, World, grid_of, scores, share_out
+from harness.jobs import Numbers, Run, run_cells
+from harness.page import CACHE
+from torch import Tensor, nn
+
+from flwr_fisher.client import LocalSGD
+from flwr_fisher.errors import RoundError
+from flwr_fisher.measures import MeasuredGrid, costs
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import TCT, Repeatable, Scaffold
+from flwr_fisher.tangent import TangentFeatures, TCTModel
+from flwr_fisher.wire import arrays_to_tensors
+
+CLIENTS, EXAMPLES, BATCH, EPOCHS = 10, 500, 64, 5
+FEATURES, STEPS = 20_000, 500
+LAST = 5  # rounds whose mean accuracy decides
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the images are shared out."""
+
+    name: str
+    title: str
+    partition: str
+    classes: int = 2
+
+
+SPLITS = {
+    split.name: split
+    for split in (
+        Split("c1", "#C = 1", "classes-per-client", 1),
+        Split("c2", "#C = 2", "classes-per-client", 2),
+        Split("dirichlet", "Dirichlet(0.1)", "dirichlet-class"),
+    )
+}
+AVG, SCAFFOLD, TCT_ = "FedAvg", "SCAFFOLD", "TCT"
+# What stage 2 goes without, as the keywords that say so.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "TCT, features not standardised": {"standardise": False},
+    "TCT, stage 2 by FedAvg (no control variates)": {"control_variates": False},
+    "TCT, stage 2 by gradient descent (one step a round)": {
+        "control_variates": False,
+        "local_steps": 1,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One federation."""
+
+    split: str
+    method: str
+    lr: float
+    seed: int
+    stage1: int
+    stage2: int
+
+    @property
+    def path(self) -> Path:
+        """Where its numbers are kept."""
+        method = "".join(c for c in self.method if c.isalnum())
+        rounds = f"t{self.stage1}+{self.stage2}"
+        name = f"{self.split}-{method}-lr{self.lr:g}-s{self.seed}-{rounds}"
+        return CACHE / "tct" / f"{name}.json"
+
+    @property
+    def turn(self) -> int:
+        """Seed by seed."""
+        return self.seed
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds it has; TCT one more, which fixes its features."""
+        return self.stage1 + self.stage2 + self.method.startswith(TCT_)
+
+
+@lru_cache(maxsize=2)
+def world(split: str, seed: int, data_dir: Path) -> World:
+    """Share MNIST out; a client keeps at most 500 images."""
+    order = torch.Generator().manual_seed(seed)
+
+    def pick(client: int, count: int) -> list[int]:
+        chosen = torch.randperm(count, generator=order)[:EXAMPLES]
+        found: list[int] = chosen.sort().values.tolist()
+        return found
+
+    return share_out(
+        seed,
+        data_dir,
+        pick,
+        partial(Shuffled, size=BATCH),
+        scored_at_once=EXAMPLES,
+        model="lenet-bias",
+        partition=SPLITS[split].partition,
+        classes_per_client=SPLITS[split].classes,
+        alpha=0.1,
+        num_partitions=CLIENTS,
+    )
+
+
+def make_strategy(job: Job) -> Strategy:
+    """Return the method's strategy, with every client in every round."""
+    ours: dict[str, Any] = {"fraction_evaluate": 0.0, "seed": job.seed}
+    if job.method == SCAFFOLD:
+        return Scaffold(**ours)
+    if job.method.startswith(TCT_):
+        given = {"local_steps": STEPS, **ABLATIONS.get(job.method, {})}
+        return TCT(stage1_rounds=job.stage1, num_features=FEATURES, **given, **ours)
+    return Repeatable(FedAvg(fraction_evaluate=0.0), seed=job.seed)
+
+
+def federate(job: Job, data_dir: Path) -> Numbers:
+    """Run a job; return its curves, from before the first round on."""
+    here = world(job.split, job.seed, data_dir)
+    model = here.task.make_model()
+    arrays = ArrayRecord(shared_state(model))
+    curves: dict[str, list[float]] = {"accuracy": [], "uploaded-bytes": []}
+    second: list[dict[str, Tensor]] = []
+    with tempfile.TemporaryDirectory() as state_dir:
+        train = LocalSGD(epochs=EPOCHS, lr=job.lr, momentum=0.0, weight_decay=1e-5)
+        grid = MeasuredGrid(grid_of(here.clients, model, train, job.seed, state_dir))
+        spent, scorer = costs(grid, EPOCHS), here.task.make_model()
+
+        def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+            tensors = arrays_to_tensors(arrays)
+            told = {**spent(server_round, arrays)}
+            curves["uploaded-bytes"].append(float(told["uploaded-bytes"]))
+            if "tct/weight" in tensors:  # scored together, with features made once
+                second.append(tensors)
+                return MetricRecord(told)
+            accuracy = scores(scorer, tensors, here.held)["accuracy"]
+            curves["accuracy"].append(accuracy)
+            return MetricRecord({"accuracy": accuracy, **told})
+
+        began = time.perf_counter()
+        stopped = _until_it_diverges(make_strategy(job), grid, arrays, job, evaluate_fn)
+    took = time.perf_counter() - began
+    if second:
+        curves["accuracy"] += second_stage(scorer, second, here.held)
+    for curve in curves.values():  # what diverged stays where it was
+        curve += curve[-1:] * (job.rounds + 1 - len(curve))
+    return {**curves, "stopped": stopped, "seconds": took}
+
+
+def _until_it_diverges(
+    strategy: Strategy,
+    grid: MeasuredGrid,
+    arrays: ArrayRecord,
+    job: Job,
+    evaluate_fn: Callable[[int, ArrayRecord], MetricRecord],
+) -> bool:
+    """Run a strategy; return whether it had to stop early."""
+    try:
+        strategy.start(grid, arrays, job.rounds, evaluate_fn=evaluate_fn)
+    except RoundError as error:
+        if "NaN or infinity" not in str(error):
+            raise
+        print(f"{job.path.stem} diverged", flush=True)
+        return True
+    return False
+
+
+def second_stage(
+    model: nn.Module,
+    rounds: Sequence[Mapping[str, Tensor]],
+    held: Sequence[Batch],
+) -> list[float]:
+    """Return every round's accuracy, with the features computed once for all."""
+    last, shape = rounds[-1], (len(rounds), -1)
+    found = TCTModel.from_tensors(model, last)
+    features = TangentFeatures(
+        found.model, found.num_features, seed=found.seed, head=found.head
+    )
+    weights = torch.cat([tensors["tct/weight"] for tensors in rounds], dim=1)
+    correct, count = torch.zeros(len(rounds)), 0
+    for x, y in held:
+        scores = (features(x) - found.mean).div_(found.std) @ weights
+        correct += (scores.unflatten(1, shape).argmax(2) == y.unsqueeze(1)).sum(0)
+        count += len(y)
+    return [float(value) for value in correct / count]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is run: everything, or enough to see that it works."""
+
+    stage1: int = 20
+    stage2: int = 30
+    choosing: int = 30
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1, 0.3)
+    repeats: int = 15
+    sizes: tuple[tuple[int, int, int], ...] = ((500, 20_000, 3), (2000, 50_000, 1))
+
+    def finals(self, split: str, method: str, lr: float) -> list[Job]:
+        """Return a method's final runs, one a seed."""
+        return [
+            Job(split, method, lr, seed, self.stage1, self.stage2)
+            for seed in self.seeds
+        ]
+
+
+SMOKE = Extent(2, 2, 2, (0, 1), (0.03,), repeats=2, sizes=((100, 2000, 1),))
+
+
+def choose(extent: Extent, run: Run) -> dict[str, dict[str, Any]]:
+    """Choose FedAvg's and SCAFFOLD's learning rates for every split."""
+    grids = {
+        (split, method): [
+            Job(split, method, lr, CHOICE, 0, extent.choosing) for lr in extent.rates
+        ]
+        for split in SPLITS
+        for method in (AVG, SCAFFOLD)
+    }
+    chosen: dict[str, dict[str, Any]] = {split: {} for split in SPLITS}
+    for (split, method), tried in run_cells(grids, run).items():
+        each = {numbers["lr"]: _validation(numbers) for numbers in tried}
+        named = {f"{lr:g}": accuracy for lr, accuracy in each.items()}
+        chosen[split][method] = {"lr": max(each, key=each.get), "validation": named}
+    return chosen
+
+
+def _validation(run: Numbers) -> float:
+    return 0.0 if run["stopped"] else statistics.mean(run["accuracy"][-LAST:])
+
+
+def accuracies(extent: Extent, run: Run) -> dict[str, Any]:
+    """Choose learning rates, then run every method on every split."""
+    chosen = choose(extent, run)
+    jobs = {}
+    for split, methods in chosen.items():
+        rates = {method: row["lr"] for method, row in methods.items()}
+        for method, lr in {**rates, TCT_: rates[AVG]}.items():
+            jobs[split, method] = extent.finals(split, method, lr)
+    found = {split: {"chosen": chosen[split], "runs": {}} for split in SPLITS}
+    for (split, method), runs in run_cells(jobs, run).items():
+        found[split]["runs"][method] = runs
+    return found
+
+
+def ablations(extent: Extent, run: Run) -> dict[str, Any]:
+    """Run TCT without this and that where clients have one class each."""
+    lr = choose(extent, run)["c1"][AVG]["lr"]
+    jobs = {name: extent.finals("c1", name, lr) for name in (TCT_, *ABLATIONS)}
+    return run_cells(jobs, run)

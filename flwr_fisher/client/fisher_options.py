@@ -1,0 +1,192 @@
+"""Which Fisher the server's config asks for, and how it is uploaded."""
+
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.client.last_epoch import SquaredGradients
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.training import Loader, LocalSGD, TrainFn
+from flwr_fisher.curvature import (
+    EXPECTATIONS,
+    STRUCTURES,
+    TOLERANCE,
+    Curvature,
+    fisher,
+)
+from flwr_fisher.errors import ClientError, check_known
+from flwr_fisher.merge import DiagonalSums, LocalPosterior
+from flwr_fisher.params import Params, select, subtract
+from flwr_fisher.wire import (
+    AGGREGATES,
+    Codec,
+    FisherUpload,
+    ProductUpload,
+    SumsUpload,
+    resolve,
+    tensors_to_arrays,
+)
+
+__all__ = ["FisherOptions"]
+
+_SOURCES = ("extra-pass", "last-epoch")
+_REDUCTIONS = ("mean", "sum")
+_UPLOADS = ("fisher", "product")
+
+
+@dataclass(frozen=True)
+class FisherOptions:
+    """What the server asks for, checked before any training.
+
+    Parameters
+    ----------
+    structure : str | None
+        Of the curvature; ``None``: an ordinary reply without one.
+    expectation, tolerance
+        As for :func:`flwr_fisher.curvature.fisher`.
+    source : "extra-pass" | "last-epoch"
+        Where a Fisher of squared batch gradients is taken.
+    reduction : "mean" | "sum"
+        Of squared batch gradients.
+    form : "fisher" | "product"
+        Parameters and Fisher, or each step times its Fisher.
+    aggregate : "parts" | "sums"
+        Whether the server can do with sums over clients.
+    codec : Codec
+        How it is packed.
+    """
+
+    structure: str | None
+    expectation: str
+    tolerance: float
+    source: str
+    reduction: str
+    form: str
+    aggregate: str
+    codec: Codec
+
+    @classmethod
+    def of(
+        cls, config: Mapping[str, Any], params: Params, train_fn: TrainFn
+    ) -> "FisherOptions":
+        """Read the server's config.
+
+        Parameters
+        ----------
+        config : Mapping[str, Any]
+            The merged ``ConfigRecord`` of the message.
+        params : Mapping[str, Tensor]
+            What arrived; a codec's budget must hold it.
+        train_fn : Callable
+            The client's loop.
+
+        Raises
+        ------
+        ConfigurationError
+            If a name is unknown, or a budget too small.
+        ClientError
+            If the combination is none that this client can give.
+        """
+        structure = config.get("structure")
+        options = cls(
+            None if structure is None else str(structure),
+            str(config.get("expectation", "exact")),
+            float(config.get("tolerance", TOLERANCE)),
+            str(config.get("fisher-source", "extra-pass")),
+            str(config.get("fisher-reduction", "mean")),
+            str(config.get("upload", "fisher")),
+            str(config.get("aggregate", "parts")),
+            resolve(Codec.from_config(config), params),
+        )
+        options._check(train_fn)
+        return options
+
+    def _check(self, train_fn: TrainFn) -> None:
+        if self.structure is not None:
+            check_known("structure", self.structure, STRUCTURES)
+        check_known("expectation", self.expectation, EXPECTATIONS)
+        check_known("fisher-source", self.source, _SOURCES)
+        check_known("fisher-reduction", self.reduction, _REDUCTIONS)
+        check_known("upload", self.form, _UPLOADS)
+        check_known("aggregate", self.aggregate, AGGREGATES)
+        if self.source == "last-epoch" and not isinstance(train_fn, LocalSGD):
+            raise ClientError(
+                "fisher-source='last-epoch' squares gradients while training, so it "
+                f"needs train_fn=LocalSGD(...), not {train_fn!r}: use it, or let the "
+                "server ask for 'extra-pass'"
+            )
+        plain = self.structure, self.codec.scheme
+        if "sums" in (self.aggregate, self.form) and plain != ("diagonal", "lossless"):
+            raise ClientError(
+                "the server asks for sums, which exist for structure='diagonal' and "
+                f"codec='lossless' alone, not for {plain[0]!r} and {plain[1]!r}"
+            )
+        if self.form == "product" and self.structure != "diagonal":
+            raise ClientError(
+                "upload='product' exists for structure='diagonal' alone, not for "
+                f"{self.structure!r}"
+            )
+
+    def train(
+        self, problem: LocalProblem, config: Mapping[str, Any]
+    ) -> tuple[dict[str, float], Curvature | None]:
+        """Run the client's loop; return its metrics, and the Fisher if there is one."""
+        if self.source == "extra-pass":
+            metrics = problem.train(config)
+            curvature = None if self.structure is None else self._extra_pass(problem)
+            return metrics, curvature
+        squares, loop = SquaredGradients(problem.model), problem.train_fn
+        assert isinstance(loop, LocalSGD)
+
+        def in_last_epoch(epoch: int) -> None:
+            if epoch == loop.epochs:
+                squares()
+
+        metrics = problem.train(config, on_gradients=in_last_epoch)
+        return metrics, self._reduced(squares.curvature(), problem.trainloader)
+
+    def _extra_pass(self, problem: LocalProblem) -> Curvature:
+        """Take the Fisher in another pass."""
+        assert self.structure is not None
+        curvature = fisher(
+            problem.model,
+            problem.trainloader,
+            structure=self.structure,
+            expectation=self.expectation,
+            tolerance=self.tolerance,
+            likelihood=problem.likelihood,
+            seed=int(torch.randint(2**62, ())),
+        )
+        return self._reduced(curvature, problem.trainloader)
+
+    def _reduced(self, curvature: Curvature, loader: Loader) -> Curvature:
+        """Return the sum over batches of what is a mean, where that is asked for."""
+        if self.reduction == "mean":
+            return curvature
+        batches = len(loader) if isinstance(loader, Sized) else sum(1 for _ in loader)
+        return curvature.scaled(batches)
+
+    def arrays(
+        self,
+        start: Params,
+        params: dict[str, Tensor],
+        curvature: Curvature | None,
+        num_examples: int,
+    ) -> ArrayRecord:
+        """Return what travels: from where training began, where it ended, how sure."""
+        if curvature is None:
+            return tensors_to_arrays(params)
+        if self.form == "product":
+            away = subtract(
+                select(start, curvature.shapes), select(params, curvature.shapes)
+            )
+            buffers = {k: v for k, v in params.items() if k not in away}
+            return ProductUpload(curvature.matvec(away), buffers).to_arrays()
+        if self.aggregate == "sums":
+            posterior = LocalPosterior(params, curvature, num_examples)
+            return SumsUpload(DiagonalSums.of(posterior)).to_arrays()
+        return FisherUpload(params, curvature).to_arrays(self.codec)

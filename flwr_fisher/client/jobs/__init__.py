@@ -1,0 +1,18 @@
+"""What clients compute, one job a file: ``(LocalProblem, Request) -> Reply``."""
+
+from flwr_fisher.client.jobs import (
+    direction,
+    displaced,
+    evaluate,
+    gradient,
+    probe,
+    scaffold,
+    tct,
+    train,
+)
+from flwr_fisher.client.jobs.registry import Job, get_job, register_job
+
+# Each of these registers its job.
+BUILT_IN = (direction, displaced, evaluate, gradient, probe, scaffold, tct, train)
+
+__all__ = ["BUILT_IN", "Job", "get_job", "register_job"]

@@ -1,0 +1,76 @@
+"""A client's own control variate: found on its disk by what the server sent."""
+
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Request
+from flwr_fisher.client.store import ClientStore
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.params import Params, check_same_layout
+from flwr_fisher.wire import Roster
+
+__all__ = ["OwnControl"]
+
+logger = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True)
+class OwnControl:
+    """What a client keeps of SCAFFOLD or TCT from one of its rounds to the next.
+
+    The server tells in which step it last had a reply of this client: from that step's
+    control variate the client goes on.
+
+    Parameters
+    ----------
+    store : ClientStore
+        Where it is kept.
+    name : str
+        The name of its files.
+    last_step : int | None
+        The step of the last reply that the server had; None: there was none.
+    next_step : int
+        The step that this request is for.
+    """
+
+    store: ClientStore
+    name: str
+    last_step: int | None
+    next_step: int
+
+    @classmethod
+    def of(cls, problem: LocalProblem, request: Request, name: str) -> "OwnControl":
+        """Find a client's control variate for a request."""
+        facts = request.facts
+        store = ClientStore(problem.state_dir, int(facts["run"]), request.client)
+        last_step = Roster.from_tensors(facts).steps.get(request.client)
+        return cls(store, name, last_step, int(facts["steps"]) + 1)
+
+    def load(self, like: Params) -> dict[str, Tensor] | None:
+        """Return it, in the shapes and dtypes of `like`; None if there is none.
+
+        One that the server knows of and this disk does not have is told to the log.
+        """
+        if self.last_step is None:
+            return None
+        tensors = self.store.load(self.name, self.last_step)
+        if tensors is not None:
+            what = f"the state of step {self.last_step} in {self.store.path}"
+            try:
+                check_same_layout(like, tensors, what)
+                return {n: tensors[n].to(value) for n, value in like.items()}
+            except ParamsError as error:
+                logger.warning("%s: it is another model's, and treated as lost", error)
+        logger.warning(
+            "The state of step %s is not in %s: the control variate starts from zero",
+            self.last_step,
+            self.store.path,
+        )
+        return None
+
+    def save(self, control: Params) -> None:
+        """Keep the new one, and the last one until the server has had this reply."""
+        self.store.save(self.name, self.next_step, control, keep=self.last_step)

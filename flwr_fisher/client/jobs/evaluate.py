@@ -1,0 +1,243 @@
+"""What a client measures: a model on its data, before and after making it its own."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SubsetRandomSampler,
+)
+
+from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.training import Loader, TrainFn, score
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    DataError,
+    ParamsError,
+    check_known,
+    check_range,
+)
+from flwr_fisher.randomness import derive_seed, seeded
+from flwr_fisher.tangent import TCTModel
+
+__all__ = ["check_evaluation", "evaluate_job", "local_scores", "with_model_of"]
+
+_SETS = ("validation", "train")
+_FEWEST = 4  # examples, so that fine-tuning on a quarter of them is possible
+
+
+def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
+    """Return ``local-loss`` and ``local-accuracy`` on the client's training data."""
+    scores = _training_scores(problem, partition)
+    return {f"local-{key}": scores[key] for key in scores if key != "num-examples"}
+
+
+def check_evaluation(problem: LocalProblem, config: Mapping[str, Any]) -> None:
+    """Refuse what the server asks for and this client cannot do.
+
+    Raises
+    ------
+    ClientError
+        Naming what is missing.
+    ConfigurationError
+        If a value is out of range.
+    """
+    if "personalise-fraction" in config:
+        fraction, epochs = _personalise_options(config)
+        if not 0 < fraction <= 0.5:
+            raise ConfigurationError(
+                f"personalise-fraction must be in (0, 0.5], got {fraction}"
+            )
+        check_range("personalise-epochs", epochs, 1)
+        _batch_size(_map_style(problem.trainloader))
+        _with_epochs(problem.train_fn, epochs)
+        return
+    check_known("evaluate-on", config.get("evaluate-on", "validation"), _SETS)
+    if config.get("evaluate-on") != "train" and problem.valloader is None:
+        raise ClientError(
+            "this client has no valloader to evaluate on: pass one to FisherClient,"
+            " or fraction_evaluate=0.0 to the strategy"
+        )
+
+
+def with_model_of(problem: LocalProblem, request: Request) -> LocalProblem:
+    """Return the problem with the model that arrived: its own, or TCT's around it.
+
+    Raises
+    ------
+    ClientError
+        If what arrived is not of this client's network, or has no parameters to
+        personalise.
+    """
+    if not TCTModel.is_in(request.params):
+        problem.load(request.params)
+        return problem
+    if "personalise-fraction" in request.config:
+        raise ClientError(
+            "a TCT model has no parameters to personalise: its features are fixed"
+        )
+    try:
+        model = TCTModel.from_tensors(problem.model, request.params)
+    except ParamsError as error:
+        raise ClientError(
+            f"the server's TCT model is not of this client's network: {error}"
+        ) from error
+    return dataclasses.replace(problem, model=model.to(problem.device))
+
+
+@register_job("evaluate")
+def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
+    """Score the problem's model as it stands, on what the config says.
+
+    The config has ``evaluate-on`` = "validation" (default) or "train"; or
+    ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
+    :class:`flwr_fisher.measures.Personalisation`. The metrics are ``num-examples``,
+    ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
+    ``personalised-…``. Only a categorical likelihood has an accuracy.
+
+    Raises
+    ------
+    DataError
+        If there are no examples, or fewer than four to personalise with.
+    """
+    if "personalise-fraction" in request.config:
+        return Reply(_personalised(problem, request))
+    if request.config.get("evaluate-on") == "train":
+        return Reply(_training_scores(problem, request.client))
+    assert problem.valloader is not None  # check_evaluation has seen to it
+    return Reply(_scores(problem, problem.valloader))
+
+
+def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
+    loss, accuracy, n = score(problem.model, loader, problem.device, problem.loss)
+    scores = {"num-examples": n, "loss": loss, "accuracy": accuracy}
+    if problem.likelihood != "categorical":  # its labels are no classes
+        del scores["accuracy"]
+    return scores
+
+
+def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
+    """Score the training data, each time in the same order, so that sums agree."""
+    with seeded(derive_seed("training data", partition)):
+        return _scores(problem, problem.trainloader)
+
+
+def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
+    """Fine-tune on a part of one half of the data; score before and after."""
+    config = request.config
+    fraction, epochs = _personalise_options(config)
+    loader = _map_style(problem.trainloader)
+    seed = int(config.get("seed", 0))
+    tune, test = _halves(loader, fraction, seed, request.client)
+    unseen = _part(loader, test)
+    # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
+    drops = getattr(_batches(loader), "drop_last", False)
+    order = SubsetRandomSampler(tune)
+    mine = _part(loader, order, drop_last=drops and len(tune) >= _batch_size(loader))
+    model, train_fn = problem.model, _with_epochs(problem.train_fn, epochs)
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    training = model.training
+    before = _scores(problem, unseen)
+    try:
+        train_fn(model, mine, problem.device, config)
+        after = _scores(problem, unseen)
+    finally:
+        model.load_state_dict(start)
+        model.train(training)
+    count = before.pop("num-examples")
+    return {
+        "num-examples": count,
+        **{f"zero-shot-{key}": value for key, value in before.items()},
+        **{f"personalised-{key}": after[key] for key in before},
+    }
+
+
+def _halves(
+    loader: DataLoader[Any], fraction: float, seed: int, partition: int
+) -> tuple[list[int], list[int]]:
+    """Return the examples to fine-tune on, and the half to test on.
+
+    The same half in every round and for every fraction; a smaller fraction's examples
+    are among a larger one's.
+    """
+    n = len(loader.dataset)  # type: ignore[arg-type]
+    if n < _FEWEST:
+        raise DataError(
+            f"partition {partition} has {n} examples, and personalisation needs at "
+            f"least {_FEWEST}: hold out clients that have more"
+        )
+    chosen = derive_seed("personalise", seed, partition)
+    generator = torch.Generator().manual_seed(chosen)
+    order: list[int] = torch.randperm(n, generator=generator).tolist()
+    return order[: min(n // 2, max(1, round(fraction * n)))], order[n // 2 :]
+
+
+def _part(
+    loader: DataLoader[Any], order: Iterable[int], *, drop_last: bool = False
+) -> DataLoader[Any]:
+    """Return a loader like this one of a part of its data set."""
+    batches = BatchSampler(order, _batch_size(loader), drop_last)
+    options: dict[str, Any] = {
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+    }
+    if loader.batch_sampler is None:
+        return DataLoader(loader.dataset, sampler=batches, batch_size=None, **options)
+    return DataLoader(loader.dataset, batch_sampler=batches, **options)
+
+
+def _batches(loader: DataLoader[Any]) -> object:
+    """Return what makes batches of positions."""
+    # Without a batch size, a loader's sampler gives batches, not examples.
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    size = getattr(_batches(loader), "batch_size", None)
+    if size is None:
+        raise ClientError(
+            "personalisation makes batches of its own: it needs a trainloader with a "
+            "batch_size, or a sampler of batches that has one"
+        )
+    return int(size)
+
+
+def _map_style(loader: Loader) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return the loader, whose data set can be split."""
+    if isinstance(loader, DataLoader) and not isinstance(
+        loader.dataset, IterableDataset
+    ):
+        return loader
+    raise ClientError(
+        "personalisation splits the client's data: it needs a trainloader that is a "
+        "torch DataLoader of a map-style data set, not "
+        f"{type(getattr(loader, 'dataset', loader)).__name__}"
+    )
+
+
+def _with_epochs(train_fn: TrainFn, epochs: int) -> TrainFn:
+    """Return the same local loop for another number of epochs."""
+    fn: Any = train_fn
+    is_instance = dataclasses.is_dataclass(fn) and not isinstance(fn, type)
+    names = {field.name for field in dataclasses.fields(fn)} if is_instance else set()
+    if "epochs" not in names:
+        raise ClientError(
+            "personalisation trains for a number of epochs of its own: it needs a "
+            "train_fn that is LocalSGD, or another dataclass with a field 'epochs'"
+        )
+    quiet = {"on_epoch": None} if "on_epoch" in names else {}
+    changed: TrainFn = dataclasses.replace(fn, epochs=epochs, **quiet)
+    return changed
+
+
+def _personalise_options(config: Mapping[str, Any]) -> tuple[float, int]:
+    epochs = config.get("personalise-epochs", 1)
+    return float(config["personalise-fraction"]), int(epochs)

@@ -1,0 +1,81 @@
+"""SCAFFOLD's client: steps corrected for how its data differ from the others'."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flwr_fisher.client.jobs.control import OwnControl
+from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.training import LocalSGD, TrainFn
+from flwr_fisher.errors import ClientError
+from flwr_fisher.params import subtract
+from flwr_fisher.rounds import scaffold_control
+from flwr_fisher.wire import VectorUpload
+
+__all__ = ["scaffold_job"]
+
+_CONTROL = "control"
+
+
+@register_job("scaffold")
+def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
+    r"""Train with steps along :math:`g_i(y) - c_i + c`, and renew :math:`c_i`.
+
+    The upload is the trained model and the control variate's change. ``state-lost``
+    among the metrics is 1 where the server has had a reply of this client, but there is
+    no control variate of it here: it starts from zero.
+
+    Raises
+    ------
+    ClientError
+        If the client's loop is not ``LocalSGD`` without momentum and with a positive
+        learning rate.
+    """
+    lr = _rate_of_plain_sgd(problem.train_fn, request.config)
+    parameters = problem.trained()
+    start = {n: p.detach().clone() for n, p in parameters.items()}
+    zeros = {n: torch.zeros_like(p) for n, p in start.items()}
+    sent = request.groups.get(_CONTROL, {})
+    shared = {n: sent.get(n, zero) for n, zero in zeros.items()}
+    kept = OwnControl.of(problem, request, _CONTROL)
+    last = kept.load(start)
+    own = zeros if last is None else last
+    correction, steps = subtract(shared, own), 0
+
+    def correct(epoch: int) -> None:
+        nonlocal steps
+        steps += 1
+        for name, parameter in parameters.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.add_(correction[name])
+
+    metrics = problem.train(request.config, on_gradients=correct)
+    away = subtract(start, {n: p.detach() for n, p in parameters.items()})
+    new = scaffold_control(own, shared, away, steps=steps, lr=lr)
+    kept.save(new)
+    lost = kept.last_step is not None and last is None
+    upload = VectorUpload(
+        {_CONTROL: subtract(new, own)}, problem.state_like(request.params)
+    )
+    return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
+
+
+def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
+    if not isinstance(train_fn, LocalSGD):
+        raise ClientError(
+            "SCAFFOLD corrects every local step, so it needs train_fn=LocalSGD(...), "
+            f"not {train_fn!r}"
+        )
+    if train_fn.momentum:
+        raise ClientError(
+            "SCAFFOLD takes the mean gradient from how far plain SGD went, so it needs "
+            f"LocalSGD(momentum=0), not {train_fn.momentum}"
+        )
+    lr = float(config.get("lr", train_fn.lr))
+    if lr <= 0:
+        raise ClientError(f"SCAFFOLD divides by the learning rate, which is {lr}")
+    return lr

@@ -1,0 +1,151 @@
+"""TCT's client: features' sums, their steepest direction, then regression rounds."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.client.jobs.control import OwnControl
+from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.tangent_problem import ClientFeatures, Regression
+from flwr_fisher.errors import ClientError
+from flwr_fisher.tangent import (
+    check_lr,
+    feature_moments,
+    tct_control,
+    tct_residual,
+    tct_steps,
+    tct_update,
+)
+from flwr_fisher.wire.tangent_upload import TangentUpload, bytes_of, text_from
+
+__all__ = ["tct_moments_job", "tct_spectrum_job", "tct_step_job"]
+
+_CONTROL = "tct-control"
+
+
+@register_job("tct-moments")
+def tct_moments_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the mean and squared deviations of this client's features.
+
+    Raises
+    ------
+    ClientError
+        If this client cannot do TCT; before features are computed, where that is known
+        before.
+    """
+    mine = _features(problem, request)
+    moments = feature_moments(mine.raw())
+    tensors = {
+        "mean": moments.mean,
+        "m2": moments.m2,
+        "count": torch.tensor(moments.count),
+        "num-classes": torch.tensor(mine.tangent.num_classes),
+        "head": bytes_of(mine.tangent.head),
+    }
+    return _reply(mine, tensors)
+
+
+@register_job("tct-spectrum")
+def tct_spectrum_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the largest eigenvalue of this client's regression.
+
+    The server sent the ``mean`` and ``std`` of features over all clients.
+    """
+    mine = _features(problem, request)
+    regression = mine.regression(request.facts["mean"], request.facts["std"])
+    largest = torch.tensor(regression.largest, dtype=torch.float64)
+    return _reply(mine, {"largest-eigenvalue": largest})
+
+
+@register_job("tct-step")
+def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
+    r"""Take ``local-steps`` corrected gradient steps on this client's regression.
+
+    The upload is :math:`\Theta_i`. ``train_loss`` is half the mean squared error at the
+    weights that were sent, ``state-lost`` 1 where the server has had a reply of this
+    client, but there is no control variate of it here: it starts from zero.
+
+    Raises
+    ------
+    ClientError
+        If its features are not the server's.
+    ConfigurationError
+        If the learning rate is too large for them.
+    """
+    mine, sent = _features(problem, request), request.facts
+    weight, lr = sent["weight"], float(sent["lr"])
+    steps = int(request.config.get("local-steps", 500))
+    regression = mine.regression(sent["mean"], sent["std"])
+    check_lr(lr, regression.largest)
+    targets = regression.targets(weight.shape[1])
+    residual = tct_residual(regression.features, targets, weight)
+    loss = float(residual.square().sum()) / (2 * len(residual))
+
+    def step(h: Tensor | None) -> Tensor:
+        rates = {"lr": lr, "local_steps": steps}
+        return _stepped(mine, regression, targets, weight, h, residual, rates)
+
+    lost = False
+    if "control" not in sent:
+        new_weight = step(None)
+    else:
+        kept = OwnControl.of(problem, request, _CONTROL)
+        last = kept.load({_CONTROL: weight})
+        lost = kept.last_step is not None and last is None
+        own = torch.zeros_like(weight) if last is None else last[_CONTROL]
+        control = sent["control"]
+        new_weight = step(own - control)
+        new = tct_control(own, control, weight, new_weight, lr=lr, local_steps=steps)
+        kept.save({_CONTROL: new})
+    metrics = {"train_loss": loss, "state-lost": int(lost)}
+    return _reply(mine, {"weight": new_weight}, metrics)
+
+
+def _reply(
+    mine: ClientFeatures,
+    tensors: dict[str, Tensor],
+    metrics: dict[str, float] | None = None,
+) -> Reply:
+    upload = TangentUpload(tensors, mine.tangent.digest)
+    return Reply(metrics or {}, upload.to_arrays())
+
+
+def _stepped(
+    mine: ClientFeatures,
+    regression: Regression,
+    targets: Tensor,
+    weight: Tensor,
+    h: Tensor | None,
+    residual: Tensor,
+    rates: dict[str, Any],
+) -> Tensor:
+    Z = regression.features
+    if regression.spectrum is None or mine.solver == "steps":
+        return tct_steps(Z, targets, weight, h, **rates)
+    spectrum = regression.spectrum
+    return tct_update(Z, targets, weight, h, spectrum, residual=residual, **rates)
+
+
+def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
+    """Return this client's features, which must be those the server knows of."""
+    sent = request.facts
+    mine = ClientFeatures(problem, request.client, int(sent["run"]), request.config)
+    tangent = mine.tangent
+    if "digest" in sent and (text := text_from(sent["digest"])) != tangent.digest:
+        raise ClientError(
+            f"this client has {tangent.num_features} features of digest "
+            f"{tangent.digest[:12]}, for seed {tangent.seed} and head "
+            f"'{tangent.head}', and the server works with those of digest {text[:12]}: "
+            "build the same model on both sides"
+        )
+    if "weight" in sent and sent["weight"].shape != (
+        wanted := (tangent.num_features, tangent.num_classes)
+    ):
+        raise ClientError(
+            f"the server sent weights of shape {tuple(sent['weight'].shape)}, and this "
+            f"client has {wanted[0]} features and {wanted[1]} classes"
+        )
+    return mine

@@ -1,0 +1,128 @@
+"""What a server asks of a client, and what a job answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from torch import Tensor
+
+from flwr_fisher.client.store import partition_of
+from flwr_fisher.errors import ClientError, ParamsError
+from flwr_fisher.params import Params, check_same_layout
+from flwr_fisher.randomness import derive_seed
+from flwr_fisher.wire import arrays_to_tensors, split_groups
+
+__all__ = ["Reply", "Request"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A message from the server, read.
+
+    Parameters
+    ----------
+    params : dict[str, Tensor]
+        The parameters and buffers, where the model is.
+    groups : dict[str, dict[str, Tensor]]
+        What else the server sent, by the name of its group.
+    config : Mapping[str, Any]
+        The message's ``ConfigRecord``.
+    seed : int
+        Of whatever is random: a function of the run's seed, the round and the client.
+    client : int
+        What the client is known by in every run: its partition, or its node's id.
+    num_examples : int
+        Of the client's training data, where it was asked to train.
+    """
+
+    params: dict[str, Tensor]
+    groups: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    client: int = 0
+    num_examples: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        message: Message,
+        context: Context,
+        device: torch.device,
+        num_examples: int = 0,
+    ) -> "Request":
+        """Read a message.
+
+        Raises
+        ------
+        ClientError
+            If it has not exactly one ``ArrayRecord``.
+        """
+        config, client = config_of(message), partition_of(context)
+        records = list(message.content.array_records.values())
+        if len(records) != 1:
+            raise ClientError(
+                f"expected one ArrayRecord from the server, got {len(records)}"
+            )
+        tensors = arrays_to_tensors(records[0])
+        params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
+        server_round = int(config.get("server-round", 0))
+        seed = derive_seed(int(config.get("seed", 0)), server_round, client)
+        return cls(params, groups, config, seed, client, num_examples)
+
+    @property
+    def facts(self) -> dict[str, Tensor]:
+        """What the server sent in no group: a run's number, a learning rate, …."""
+        return self.groups.get("", {})
+
+    def vector(self, name: str, like: Params) -> dict[str, Tensor]:
+        """Return a vector over the trained parameters that the server sent.
+
+        Parameters
+        ----------
+        name : str
+            Of its group.
+        like : Mapping[str, Tensor]
+            The trained parameters; the result has their order and dtypes.
+
+        Raises
+        ------
+        ClientError
+            If it is not there, or does not fit.
+        """
+        sent = self.groups.get(name)
+        if not sent:
+            raise ClientError(
+                f"the server sent no '{name}', which it asks this client to work with"
+            )
+        try:
+            check_same_layout(like, sent, f"the '{name}' that the server sent")
+        except ParamsError as error:
+            raise ClientError(
+                f"{error}: train the same parameters on every client, in every round"
+            ) from error
+        return {k: sent[k].to(p.dtype) for k, p in like.items()}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a job answers.
+
+    Parameters
+    ----------
+    metrics : Mapping[str, float]
+        Numbers by name; ``num-examples`` is added.
+    arrays : ArrayRecord, optional
+        The one record that travels, with parameters under the keys that they arrived
+        with.
+    """
+
+    metrics: Mapping[str, float]
+    arrays: ArrayRecord | None = None
+
+
+def config_of(message: Message) -> dict[str, Any]:
+    """Return the entries of a message's ``ConfigRecord``."""
+    records = message.content.config_records.values()
+    return {key: value for record in records for key, value in record.items()}

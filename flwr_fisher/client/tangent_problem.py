@@ -1,0 +1,232 @@
+"""TCT's regression on a client: its features, standardised, out of its cache."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.client.examples import Examples, read_examples
+from flwr_fisher.client.feature_cache import FeatureCache, content_key
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.errors import ClientError, DataError, check_known
+from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
+from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES, largest_gram_eigenvalue
+
+__all__ = ["ClientFeatures", "Regression", "check_tangent"]
+
+logger = logging.getLogger("flwr")
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_SOLVERS = ("closed-form", "steps")
+_AT_ONCE = 512  # examples whose features are where the model is
+
+
+@dataclass(frozen=True)
+class Regression:
+    """A client's least squares problem, where the model is.
+
+    Parameters
+    ----------
+    features : Tensor
+        ``[n, p]``, standardised.
+    labels : Tensor
+        ``[n]``.
+    spectrum : Spectrum | None
+        Of the features; None for so many examples that steps are taken one by one.
+    largest : float
+        Its largest eigenvalue.
+    """
+
+    features: Tensor
+    labels: Tensor
+    spectrum: Spectrum | None
+    largest: float
+
+    def targets(self, num_classes: int) -> Tensor:
+        """Return one-hot labels less 1/C, ``[n, C]`` in float64."""
+        return torch.eye(num_classes, dtype=torch.float64, device=self.labels.device)[
+            self.labels
+        ].sub_(1 / num_classes)
+
+
+class ClientFeatures:
+    """What a client makes of its examples at the parameters that its model holds.
+
+    Features are computed once for all rounds of a run: they stay on the client's disk
+    under a key of everything they depend on, which also changes with the run, since no
+    key knows what the code of a model's ``forward`` does.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        Its model holds the server's parameters.
+    partition : int
+        The client's.
+    run : int
+        The run's number.
+    config : Mapping[str, Any]
+        The server's: ``num-features``, ``seed``, ``head`` (empty: found),
+        ``solver`` and ``feature-dtype``.
+
+    Raises
+    ------
+    ClientError
+        If this client cannot do it: examples without classes, too many of them, or a
+        cache too small; before anything is computed.
+    """
+
+    def __init__(
+        self,
+        problem: LocalProblem,
+        partition: int,
+        run: int,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.problem, self.partition, self.run = problem, partition, run
+        self.solver = str(config.get("solver", "closed-form"))
+        check_known("solver", self.solver, _SOLVERS)
+        stored = str(config.get("feature-dtype", "float32"))
+        check_known("feature-dtype", stored, _DTYPES)
+        self.dtype = _DTYPES[stored]
+        self.tangent = _tangent(problem, config)
+        self.cache = FeatureCache(
+            problem.state_dir, partition, max_bytes=problem.cache_bytes
+        )
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The client's training data, read once a round."""
+        examples = read_examples(self.problem.trainloader, self.partition)
+        try:
+            examples.check_classes(self.tangent.num_classes)
+        except DataError:
+            # A head that is not the model's last layer is the better reason.
+            self.tangent(examples.inputs[:1].to(self.problem.device))
+            raise
+        n = len(examples.labels)
+        if n > MOST_EXAMPLES and self.solver != "steps":
+            raise ClientError(
+                f"{n} examples, and the closed form decomposes a matrix of n x n, for "
+                f"at most {MOST_EXAMPLES}: use TCT(solver='steps'), or share the data "
+                "out to more clients"
+            )
+        self.check_room(n)
+        return examples
+
+    def check_room(self, n: int) -> None:
+        """Refuse more examples than whose features the cache would hold."""
+        squared = 0 if n > MOST_EXAMPLES else 8 * n * (n + 1)
+        wide = self.tangent.num_features * self.dtype.itemsize
+        what = f"{self.tangent.num_features} features of {n} examples"
+        self.cache.check_room(n * (wide + 8) + squared, what)
+
+    def raw(self) -> Tensor:
+        """Return features ``[n, p]`` in float32, and keep them until standardised."""
+        key = self._key("raw")
+        if (found := self.cache.load(key, "features")) is not None:
+            return found["features"]
+        features = self._computed()
+        return self.cache.store(key, "features", {"features": features})["features"]
+
+    def regression(self, mean: Tensor, std: Tensor) -> Regression:
+        """Return the problem in features of mean 0 and deviation 1 over all clients."""
+        statistics = {"mean": mean.float().cpu(), "std": std.float().cpu()}
+        key = self._key(str(self.dtype), statistics)
+        found = self.cache.load(key, "features") or self._standardised(key, statistics)
+        device = self.problem.device
+        features = found["features"].to(device)
+        spectrum, largest = self._spectrum(key, features)
+        return Regression(features, found["labels"].to(device), spectrum, largest)
+
+    def _standardised(
+        self, key: str, statistics: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        raw = self._key("raw")
+        found = self.cache.load(raw, "features")
+        features = self._computed() if found is None else found["features"]
+        scaled = features.sub(statistics["mean"]).div_(statistics["std"])
+        stored = scaled.to(self.dtype)
+        if not stored.isfinite().all():
+            raise ClientError(
+                f"standardised features of partition {self.partition} do not fit into "
+                f"{self.dtype}: ask for feature_dtype='float32'"
+            )
+        held = {"features": stored, "labels": self.examples.labels}
+        kept = self.cache.store(key, "features", held)
+        self.cache.drop(raw)
+        return kept
+
+    def _spectrum(self, key: str, features: Tensor) -> tuple[Spectrum | None, float]:
+        """Return the spectrum from the cache; for steps alone, maybe less than all."""
+        device = features.device
+        if self.solver == "steps" and len(features) > MOST_EXAMPLES:
+            found = self.cache.load(key, "steepest")
+            if found is None:
+                largest = torch.tensor(largest_gram_eigenvalue(features)).double()
+                found = self.cache.store(key, "steepest", {"largest": largest})
+            return None, float(found["largest"])
+        found = self.cache.load(key, "spectrum")
+        if found is None:
+            made = gram_spectrum(features)
+            parts = {"values": made.eigenvalues, "vectors": made.eigenvectors}
+            found = self.cache.store(key, "spectrum", parts)
+        spectrum = Spectrum(found["values"].to(device), found["vectors"].to(device))
+        return spectrum, spectrum.largest
+
+    def _computed(self) -> Tensor:
+        inputs = self.examples.inputs
+        logger.info(
+            "Partition %s: computing %s features of %s examples",
+            self.partition,
+            self.tangent.num_features,
+            len(inputs),
+        )
+        out = torch.empty(len(inputs), self.tangent.num_features)
+        for start in range(0, len(inputs), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            out[some] = self.tangent(inputs[some].to(self.problem.device))
+        if not out.isfinite().all():
+            raise ClientError(
+                f"the features of partition {self.partition} hold NaN or infinity: "
+                "look for such values among its inputs"
+            )
+        return out
+
+    def _key(self, kind: str, statistics: Mapping[str, Tensor] | None = None) -> str:
+        model = self.problem.model
+        values = dict(model.named_parameters()) | dict(model.named_buffers())
+        facts = f"{self.run}/{self.tangent.digest}/{model!r}"
+        return content_key(kind, facts, self.examples.digest, values, statistics or {})
+
+
+def check_tangent(
+    problem: LocalProblem, config: Mapping[str, Any], num_examples: int
+) -> None:
+    """Refuse in the first stage what this client could not do in the second.
+
+    Raises
+    ------
+    ClientError
+        If its loss is none of classes, or its cache is too small.
+    ConfigurationError, StructureError
+        If there is no such head, or the model has no features.
+    """
+    ClientFeatures(problem, 0, 0, config).check_room(num_examples)
+
+
+def _tangent(problem: LocalProblem, config: Mapping[str, Any]) -> TangentFeatures:
+    if problem.likelihood != "categorical":
+        raise ClientError(
+            "TCT regresses on classes, and this client's likelihood is "
+            f"'{problem.likelihood}': take another strategy, such as FedFish"
+        )
+    return TangentFeatures(
+        problem.model,
+        int(config.get("num-features", 20_000)),
+        seed=int(config.get("seed", 0)),
+        head=str(config.get("head", "")) or None,
+    )

@@ -1,0 +1,86 @@
+"""A loader's batches, on the device where the model is."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.errors import ConfigurationError, DataError
+from flwr_fisher.params import trainable_names
+
+__all__ = ["Batch", "batches_on", "device_of"]
+
+Batch = tuple[Tensor, Any]
+
+
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Return the device where the model is.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    device : torch.device | str | None
+        Where the caller believes the model to be; None if the caller does not say.
+
+    Returns
+    -------
+    torch.device
+        The device of the first trainable parameter.
+
+    Raises
+    ------
+    ConfigurationError
+        If the model has no trainable parameter or is on another type of device.
+    """
+    names = trainable_names(model)
+    if not names:
+        raise ConfigurationError(
+            "the model has no trainable parameter: set requires_grad on those to merge"
+        )
+    actual = model.get_parameter(names[0]).device
+    if device is not None and torch.device(device).type != actual.type:
+        raise ConfigurationError(
+            f"device={device!s}, but the model is on {actual!s}: move it first"
+        )
+    return actual
+
+
+def batches_on(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
+    """Yield a loader's batches on a device, without the empty ones.
+
+    Parameters
+    ----------
+    loader : Iterable
+        Batches ``(inputs, labels, ...)``, or bare ``inputs``.
+    device : torch.device
+        Where tensors are moved to.
+
+    Yields
+    ------
+    inputs : Tensor
+        ``[n, ...]`` with at least one example.
+    labels : Any
+        What the batch has after its inputs; None for bare inputs.
+
+    Raises
+    ------
+    DataError
+        If the loader is one tensor, or a batch's inputs are not a tensor.
+    """
+    if isinstance(loader, Tensor):
+        raise DataError("the loader must yield batches; for a single one pass [inputs]")
+    for batch in loader:
+        several = isinstance(batch, (tuple, list)) and len(batch) > 0
+        inputs = batch[0] if several else batch
+        labels = batch[1] if several and len(batch) > 1 else None
+        if not isinstance(inputs, Tensor):
+            raise DataError(
+                "the loader must yield (inputs, labels) or inputs as tensors, got "
+                f"{type(batch).__name__}"
+            )
+        if isinstance(labels, Tensor):
+            labels = labels.to(device, non_blocking=True)
+        if inputs.shape[0]:
+            yield inputs.to(device, non_blocking=True), labels

@@ -1,0 +1,194 @@
+"""A batch's loss, differentiated twice: by reverse mode twice, or forward over it."""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from flwr_fisher.curvature.gradients import Derivatives, Loss, checked_loss
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import Params
+
+__all__ = ["DoubleDerivatives"]
+
+
+class DoubleDerivatives:
+    """A batch's loss, its gradient, and its Hessian's product with a vector.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode whenever it is called.
+    parameters : Mapping[str, Tensor]
+        What to differentiate with respect to.
+    loss_fn : Callable[[Tensor, Tensor], Tensor]
+        The mean loss of a batch, from outputs and labels.
+    vectors : Mapping[str, Tensor]
+        The vector by the names of parameters; zero for those that it lacks.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: Params, loss_fn: Loss, vectors: Params
+    ) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.parameters, self.vectors = parameters, vectors
+        self.leaves = list(parameters.values())
+        # Cheaper for convolutions alone: forward mode multiplies an input that has no
+        # tangent, as the first layer's, by zeros.
+        self.forward_mode = any(isinstance(m, _ConvNd) for m in model.modules())
+
+    def __call__(self, x: Tensor, y: Tensor) -> Derivatives:
+        """Return the loss, the gradient and the product, from inputs and labels.
+
+        Raises
+        ------
+        StructureError
+            If torch has no second derivative of something in the model or the loss.
+        """
+        if self.forward_mode:
+            try:
+                derivatives = self._forward_over_reverse(x, y)
+            except RuntimeError:  # NotImplementedError is one
+                derivatives = None
+            if derivatives is not None:
+                return derivatives
+            self.forward_mode = False
+        try:
+            return self._double_backward(x, y)
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            raise StructureError(
+                "torch cannot differentiate this model or loss twice, so there is no "
+                f"Hessian to probe: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _double_backward(self, x: Tensor, y: Tensor) -> Derivatives:
+        with _Watch():
+            outputs = self.model(x)
+        loss = checked_loss(self.loss_fn, outputs, y)
+        gradients = torch.autograd.grad(
+            loss, self.leaves, create_graph=True, allow_unused=True
+        )
+        pairs = [
+            (gradient, self.vectors[name])
+            for name, gradient in zip(self.parameters, gradients, strict=True)
+            if name in self.vectors and gradient is not None and gradient.requires_grad
+        ]
+        if not pairs:
+            return loss, gradients, [None] * len(self.leaves)
+        products = torch.autograd.grad(
+            [gradient for gradient, _ in pairs],
+            self.leaves,
+            [vector for _, vector in pairs],
+            allow_unused=True,
+        )
+        return loss, gradients, products
+
+    def _forward_over_reverse(self, x: Tensor, y: Tensor) -> Derivatives | None:
+        """Return None where a tangent would not be the derivative of the gradient."""
+        _load_forward_mode()
+        copies = {k: p.detach().requires_grad_() for k, p in self.parameters.items()}
+        with forward_ad.dual_level():
+            duals = {k: _dual(copies[k], vector) for k, vector in self.vectors.items()}
+            with _Watch() as watch:
+                outputs = functional_call(self.model, copies | duals, (x,))
+            if watch.was_off or not isinstance(outputs, Tensor):
+                return None
+            value, tangent = _value_and_tangent(outputs)
+            if tangent is None:
+                tangent = torch.zeros_like(value)
+            # Only the outputs' small part of the graph is differentiated twice by
+            # reverse mode: there is little to save in it, and it takes any loss.
+            loss, gradient, change = self._at_outputs(value.detach(), tangent, y)
+            if gradient is None:
+                return None
+            pulled_back = torch.autograd.grad(
+                outputs,
+                [*copies.values(), *self.leaves],
+                _dual(gradient, change),
+                allow_unused=True,
+            )
+            ours, others = pulled_back[: len(copies)], pulled_back[len(copies) :]
+            if any(other is not None for other in others):
+                return None
+            pairs = [(None, None) if d is None else _value_and_tangent(d) for d in ours]
+            return loss, [value for value, _ in pairs], [t for _, t in pairs]
+
+    def _at_outputs(
+        self, outputs: Tensor, tangent: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the loss, its gradient by the outputs, and that one's derivative.
+
+        There is no gradient where the loss reaches the parameters past the outputs.
+        """
+        outputs.requires_grad_()
+        loss = checked_loss(self.loss_fn, outputs, y)
+        gradient, *others = torch.autograd.grad(
+            loss, [outputs, *self.leaves], create_graph=True, allow_unused=True
+        )
+        if gradient is None or any(other is not None for other in others):
+            return loss, None, tangent
+        change = None
+        if gradient.requires_grad:
+            (change,) = torch.autograd.grad(
+                gradient, outputs, tangent, allow_unused=True
+            )
+        if change is None:
+            change = torch.zeros_like(gradient)
+        return loss, gradient.detach(), change
+
+
+class _Watch(TorchFunctionMode):
+    """Watches a forward pass for what torch would get wrong in silence.
+
+    It notices operations under ``no_grad``, which does not stop forward mode, and
+    computes weight norm by its plain formula: the second derivative of torch 2.15's
+    own operator is wrong (``gradgradcheck`` fails).
+    """
+
+    was_off = False  # whether gradients were off for an operation
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            self.was_off = True
+        if func is torch._weight_norm:
+            func = _weight_norm
+        return func(*args, **(kwargs or {}))
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    kept = range(v.dim()) if dim == -1 else [i for i in range(v.dim()) if i != dim]
+    norm: Tensor = torch.linalg.vector_norm(v, dim=list(kept), keepdim=True)
+    return g * v / norm
+
+
+@cache
+def _load_forward_mode() -> None:
+    """Let torch register its formulas, once, without a warning about itself."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore", FutureWarning)
+        _dual(torch.zeros(1), torch.zeros(1))
+
+
+def _dual(value: Tensor, tangent: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(value, tangent)  # type: ignore[no-untyped-call]
+    return dual
+
+
+def _value_and_tangent(dual: Tensor) -> tuple[Tensor, Tensor | None]:
+    value, tangent = forward_ad.unpack_dual(dual)  # type: ignore[no-untyped-call]
+    return value, tangent

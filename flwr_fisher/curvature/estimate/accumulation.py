@@ -1,0 +1,175 @@
+"""What each structure sums, and what becomes of the sums."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.estimate.accumulators import (
+    BlockAccumulator,
+    DiagonalAccumulator,
+    EigenAccumulator,
+    KroneckerAccumulator,
+    LayerAccumulator,
+)
+from flwr_fisher.curvature.estimate.engine import Engine
+from flwr_fisher.curvature.estimate.explain import explained_layers
+from flwr_fisher.curvature.estimate.jacobians import (
+    DenseJacobian,
+    DiagonalJacobian,
+    JacobianAccumulator,
+)
+from flwr_fisher.curvature.estimate.taps import Tap, TappableLayer
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
+from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import trainable_names
+
+__all__ = ["STRUCTURES", "Accumulation"]
+
+STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
+_KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
+    "kfac": KroneckerAccumulator,
+    "diagonal": DiagonalAccumulator,
+    "block": BlockAccumulator,
+}
+_LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
+_FEW = 16  # examples of the first batch on which layers are tried
+_SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
+_FEWEST = 8  # examples at once, unless the caller bounds the memory
+
+
+class Accumulation:
+    """The sums behind some structures, and the engine that takes them.
+
+    The first batch decides which layers are taken how, and how many examples at once.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode.
+    inputs : Tensor
+        The first batch.
+    structures : Sequence[str]
+        Of :data:`STRUCTURES`.
+    max_batch_bytes : int | None
+        How much an engine may hold beyond the forward pass; by default so much that all
+        is no more than about what a training step on the first batch takes.
+    kfac : Curvature | None
+        The K-FAC of the same model, whose eigenbasis ``ekfac`` takes.
+
+    Raises
+    ------
+    StructureError
+        If a dense matrix would be too large.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Tensor,
+        structures: Sequence[str],
+        max_batch_bytes: int | None,
+        kfac: Curvature | None = None,
+    ) -> None:
+        self.structures, self.names = structures, trainable_names(model)
+        layers: dict[str, TappableLayer] = {}
+        taps: dict[str, Tap] = {}
+        by_layer = [s for s in structures if s != "dense"]
+        if by_layer:
+            layers, taps = explained_layers(model, inputs[:_FEW])
+        if "block" in structures:
+            _check_size([layer.matrices().numel() for layer in layers.values()])
+        self.accumulators = _accumulators(by_layer, layers, kfac)
+        taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
+        others = [name for name in self.names if name not in taken]
+        self.jacobians: dict[str, JacobianAccumulator] = {}
+        if by_layer and others:
+            self.jacobians["others"] = DiagonalJacobian(model, others)
+        parameters = [model.get_parameter(name) for name in self.names]
+        if "dense" in structures:
+            _check_size([sum(p.numel() for p in parameters)])
+            self.jacobians["dense"] = DenseJacobian(model, self.names)
+        sums = {name: list(each.values()) for name, each in self.accumulators.items()}
+        sizes = [_bytes(layer, taps[n], sums[n]) for n, layer in layers.items()]
+        if max_batch_bytes is None:
+            held = sum(each.nbytes for of_layer in sums.values() for each in of_layer)
+            gradients = sum(p.nbytes for p in parameters)
+            chunk = _chunk(sizes, held, len(inputs), gradients)
+        else:
+            chunk = max(1, max_batch_bytes // max(sum(extra for _, extra in sizes), 1))
+        self.engine = Engine(model, sums, list(self.jacobians.values()), chunk)
+
+    def results(self) -> dict[str, Curvature]:
+        """Return each structure's mean over the examples taken; call it once."""
+        self.engine.finish()
+        return {structure: self._result(structure) for structure in self.structures}
+
+    def _result(self, structure: str) -> Curvature:
+        count = self.engine.count
+        if structure == "dense":
+            return self.jacobians["dense"].mean(count)
+        parts = [each[structure].mean(count) for each in self.accumulators.values()]
+        if "others" in self.jacobians:
+            parts.append(self.jacobians["others"].mean(count))
+        if structure != "diagonal":
+            return BlockDiagonal(parts)
+        entries = {name: d for part in parts for name, d in part.diagonal().items()}
+        return Diagonal({name: entries[name] for name in self.names})
+
+
+def _check_size(sizes: list[int]) -> None:
+    needed = 4 * sum(size**2 for size in sizes)
+    if needed > _LARGEST:
+        raise StructureError(
+            f"a dense matrix over up to {max(sizes)} parameters needs "
+            f"{needed / 1e9:.1f} GB in all: use structure='kfac', 'ekfac' or "
+            "'diagonal'"
+        )
+
+
+def _accumulators(
+    structures: list[str], layers: Mapping[str, TappableLayer], kfac: Curvature | None
+) -> dict[str, dict[str, LayerAccumulator]]:
+    """Return the accumulators by the names of layers and structures."""
+    blocks = kfac.blocks() if kfac is not None else []
+    bases = {k.weight: k for k in blocks if isinstance(k, Kronecker)}
+    kinds = _KINDS | {
+        "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight])
+    }
+    return {
+        name: {s: kinds[s](layer) for s in structures} for name, layer in layers.items()
+    }
+
+
+def _chunk(
+    sizes: list[tuple[int, int]], held: int, examples: int, gradients: int
+) -> int:
+    """Return how many examples take about the memory of a training step.
+
+    Beside them the sums are held; a step holds all of a batch's examples and the
+    gradients.
+    """
+    forward = sum(activations for activations, _ in sizes)
+    beyond = sum(extra for _, extra in sizes)
+    step = _SHARE * (examples * forward + gradients)
+    return max(_FEWEST, int((step - held) / max(forward + beyond, 1)))
+
+
+def _bytes(
+    layer: TappableLayer, tap: Tap, accumulators: Sequence[LayerAccumulator]
+) -> tuple[int, int]:
+    """Return an example's bytes in a training step, and here beyond its forward pass.
+
+    A step keeps each layer's input and output, and as much again in what lies between
+    layers; here come its columns, its gradient and, summed over positions, the
+    gradient of its weight.
+    """
+    columns = layer.input_columns(tap.inputs[:1])
+    weight = layer.matrices()
+    outputs = weight.shape[0] * weight.shape[1] * columns.shape[3]
+    step = 2 * (tap.inputs[:1].numel() + outputs)
+    paired = columns.shape[3] > 1 and any(a.pairs for a in accumulators)
+    beyond = columns.numel() + outputs + paired * weight.numel()
+    return step * columns.element_size(), beyond * columns.element_size()

@@ -1,0 +1,172 @@
+"""Second moments of one layer's inputs and gradients, summed over examples."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.estimate.taps import TappableLayer
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.dense import Dense
+from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
+from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.params import flatten
+
+__all__ = [
+    "BlockAccumulator",
+    "DiagonalAccumulator",
+    "EigenAccumulator",
+    "KroneckerAccumulator",
+    "LayerAccumulator",
+]
+
+
+class LayerAccumulator(ABC):
+    """The sums that one structure needs of one layer's inputs and output gradients."""
+
+    observes = False  # whether `observe` wants every example's input columns
+    pairs = True  # whether `add_gradients` wants input columns beside the gradients
+
+    def __init__(self, layer: TappableLayer) -> None:
+        self.layer = layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return sum(v.nbytes for v in vars(self).values() if isinstance(v, Tensor))
+
+    def observe(self, columns: Tensor) -> None:
+        """Take every example's input columns ``[n, groups, in, T]``, once."""
+        raise AssertionError("only accumulators that observe are shown inputs")
+
+    @abstractmethod
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Take some examples' gradient columns, one tensor a pass.
+
+        `inputs` are the same examples' input columns, where `pairs` asks for them.
+        """
+
+    @abstractmethod
+    def mean(self, num_examples: int) -> Curvature:
+        """Turn the sums into the mean over examples; they are not copied."""
+
+
+class KroneckerAccumulator(LayerAccumulator):
+    """K-FAC's factors: `A` is summed over positions, `G` averaged."""
+
+    observes, pairs = True, False
+
+    def __init__(self, layer: TappableLayer) -> None:
+        super().__init__(layer)
+        groups, outputs, inputs = layer.matrices().shape
+        self.A = layer.layer.weight.new_zeros(groups, inputs, inputs).detach()
+        self.G = layer.layer.weight.new_zeros(groups, outputs, outputs).detach()
+
+    def observe(self, columns: Tensor) -> None:
+        """Add the inputs' second moment."""
+        flat = _side_by_side(columns)
+        self.A.baddbmm_(flat, flat.mT)
+
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients' second moment."""
+        positions = gradients[0].shape[3]
+        if positions == 1:
+            flat = _side_by_side(torch.cat(list(gradients)))
+            self.G.baddbmm_(flat, flat.mT)
+            return
+        for g in gradients:
+            # Example by example: their positions are not side by side in memory.
+            self.G.add_((g @ g.mT).sum(0), alpha=1 / positions)
+
+    def mean(self, num_examples: int) -> Kronecker:
+        """Return the layer's Kronecker product."""
+        shape = self.layer.layer.weight.shape
+        A, G = self.A.div_(num_examples), self.G.div_(num_examples)
+        return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
+
+
+class DiagonalAccumulator(LayerAccumulator):
+    """The exact diagonal: squared per-example gradients."""
+
+    def __init__(self, layer: TappableLayer) -> None:
+        super().__init__(layer)
+        self.total = torch.zeros_like(layer.matrices())
+
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
+        if inputs.shape[3] > 1:
+            for g in gradients:
+                self.total += (g @ inputs.mT).square_().sum(0)
+            return
+        # One position: the square of an outer product is one of squares, and the passes
+        # can be summed before it is taken.
+        squares = torch.stack([g.square() for g in gradients]).sum(0)
+        g, a = squares[..., 0].permute(1, 2, 0), inputs.square()[..., 0]
+        self.total.baddbmm_(g, a.permute(1, 0, 2))
+
+    def mean(self, num_examples: int) -> Curvature:
+        """Return the layer's diagonal."""
+        return Diagonal(self.layer.as_params(self.total.div_(num_examples)))
+
+
+class EigenAccumulator(DiagonalAccumulator):
+    """The diagonal in K-FAC's eigenbasis, for E-KFAC."""
+
+    def __init__(self, layer: TappableLayer, kfac: Kronecker) -> None:
+        super().__init__(layer)
+        self.basis_A = _eigenvectors(kfac.A)
+        self.basis_G = _eigenvectors(kfac.G)
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Add the squares of the gradients as the basis sees them."""
+        if self._last is None or self._last[0] is not inputs:  # the same every pass
+            self._last = inputs, self.basis_A.mT @ inputs
+        turned = [self.basis_G.mT @ g for g in gradients]
+        super().add_gradients(self._last[1], turned)
+
+    def mean(self, num_examples: int) -> EigenKronecker:
+        """Return the layer's curvature in the basis."""
+        return EigenKronecker(
+            self.layer.weight,
+            self.layer.layer.weight.shape,
+            self.basis_A,
+            self.basis_G,
+            self.total.div_(num_examples),
+            self.layer.bias,
+        )
+
+
+class BlockAccumulator(LayerAccumulator):
+    """The dense block of a layer: outer products of per-example gradients."""
+
+    def __init__(self, layer: TappableLayer) -> None:
+        super().__init__(layer)
+        size = layer.matrices().numel()
+        self.total = layer.layer.weight.new_zeros(size, size).detach()
+
+    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Add the outer products of the gradients as vectors."""
+        for g in gradients:
+            rows = (g @ inputs.mT).flatten(1)
+            self.total.addmm_(rows.mT, rows)
+
+    def mean(self, num_examples: int) -> Dense:
+        """Return the block, its rows in the order of the weight and then the bias."""
+        matrices = self.layer.matrices()
+        index = torch.arange(matrices.numel(), device=matrices.device)
+        order = flatten(self.layer.as_params(index.reshape(matrices.shape)))
+        shapes = {k: v.shape for k, v in self.layer.as_params(matrices).items()}
+        return Dense(shapes, self.total.div_(num_examples)[order][:, order])
+
+
+def _side_by_side(columns: Tensor) -> Tensor:
+    """Return ``[groups, size, n T]``: for input columns a view, no copy."""
+    return columns.permute(1, 2, 0, 3).flatten(2)
+
+
+def _eigenvectors(factor: Tensor) -> Tensor:
+    basis: Tensor = torch.linalg.eigh(factor.double()).eigenvectors
+    return basis.to(factor.dtype)

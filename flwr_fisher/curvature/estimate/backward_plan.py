@@ -1,0 +1,94 @@
+"""Which rank-one pieces of a batch's Fisher are worth a backward pass."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.estimate.likelihood import Columns
+
+__all__ = ["Group", "backward_plan", "worth_keeping"]
+
+
+def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
+    r"""Return which pieces to keep so that at most `tolerance` of the trace is lost.
+
+    The trace of the batch's Fisher with respect to its outputs is
+    :math:`\sum_{n,c} p_c (1 - p_c)` for a softmax, known after the forward pass; the
+    smallest pieces are dropped first.
+
+    Parameters
+    ----------
+    weights : Tensor
+        The pieces' squared norms ``[K, n]``.
+    tolerance : float
+        The share that may be left out; 0 keeps every piece that is not zero.
+
+    Returns
+    -------
+    Tensor
+        Booleans ``[K, n]``.
+
+    Examples
+    --------
+    >>> worth_keeping(torch.tensor([[0.9, 0.01], [0.09, 0.0]]), 0.02)
+    tensor([[ True, False],
+            [ True, False]])
+    """
+    flat = weights.flatten().double()
+    order = flat.argsort(stable=True)
+    lost = flat[order].cumsum(0)
+    dropped = lost <= tolerance * lost[-1]
+    kept = torch.ones_like(flat, dtype=torch.bool)
+    kept[order[dropped]] = False
+    return kept.reshape(weights.shape) & (weights > 0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Examples that need about equally many backward passes.
+
+    Parameters
+    ----------
+    size : int
+        The power of two that their numbers of pieces begin with.
+    rows : Tensor
+        Which examples of the batch.
+    pieces : Tensor
+        ``[passes, len(rows), *outputs]``; zero where an example needs no more.
+    """
+
+    size: int
+    rows: Tensor
+    pieces: Tensor
+
+
+def backward_plan(columns: Columns, tolerance: float) -> Iterator[Group]:
+    """Group a batch's examples by how many pieces they keep; drop those without any.
+
+    Parameters
+    ----------
+    columns : Columns
+        The batch's pieces.
+    tolerance : float
+        As for :func:`worth_keeping`.
+    """
+    kept = worth_keeping(columns.weights(), tolerance)
+    counts = kept.sum(0)
+    # Each example's kept pieces first, in their order.
+    order = (~kept).int().argsort(dim=0, stable=True)
+    size, largest = 1, int(counts.max()) if counts.numel() else 0
+    while size <= largest:
+        rows = ((counts >= size) & (counts < 2 * size)).nonzero().squeeze(1)
+        if len(rows):
+            passes = int(counts[rows].max())
+            pieces = torch.stack(
+                [columns.pick(rows, order[p, rows]) for p in range(passes)]
+            )
+            needed = (
+                torch.arange(passes, device=counts.device).unsqueeze(1) < counts[rows]
+            )
+            shape = needed.shape + (1,) * (pieces.dim() - 2)
+            yield Group(size, rows, pieces * needed.reshape(shape))
+        size *= 2

@@ -1,0 +1,56 @@
+"""FedFish's Fisher: squared gradients of mini-batches, cheap and empirical."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
+from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.errors import DataError
+from flwr_fisher.params import trainable_names
+
+__all__ = ["squared_batch_gradients"]
+
+
+def squared_batch_gradients(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Any]], likelihood: Likelihood
+) -> Diagonal:
+    r"""Return :math:`\frac1B \sum_b (\nabla \bar\ell_b)^2`, elementwise.
+
+    :math:`\bar\ell_b` is a batch's mean negative log-likelihood of the given labels
+    (FedFish, Algorithm 2, which takes the sum over batches).
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode.
+    batches : Iterable[tuple[Tensor, Any]]
+        Inputs and labels on the model's device.
+    likelihood : Likelihood
+        What the model's outputs mean.
+
+    Raises
+    ------
+    DataError
+        If there is no batch, or one without labels.
+    """
+    names = trainable_names(model)
+    parameters = [model.get_parameter(name) for name in names]
+    total = [torch.zeros_like(p) for p in parameters]
+    count = 0
+    for inputs, labels in batches:
+        given = check_labels(labels)
+        outputs = model(inputs)
+        score = likelihood.score(outputs.detach(), given) / len(inputs)
+        gradients = torch.autograd.grad(
+            outputs, parameters, score.to(outputs.dtype), allow_unused=True
+        )
+        for entry, gradient in zip(total, gradients, strict=True):
+            if gradient is not None:
+                entry.add_(gradient.square())
+        count += 1
+    if not count:
+        raise DataError("the loader has no examples, so there is no Fisher to take")
+    return Diagonal({n: t / count for n, t in zip(names, total, strict=True)})

@@ -1,0 +1,197 @@
+"""The engine behind :func:`flwr_fisher.curvature.fisher`.
+
+A Fisher is a sum of rank-one pieces, which the likelihood makes of a model's outputs.
+Each piece costs a backward pass, which goes only as far as the layers' outputs:
+gradients of weights are never formed for a whole batch. One pass serves every structure
+at once, and K-FAC's input factors are taken once an example. With a tolerance, a first
+forward pass without gradients tells which pieces matter; the examples that need about
+equally many backward passes are then run together, across batches.
+
+Parameters outside linear and convolution layers, and those of a layer that is not
+called exactly once through its own ``forward``, one row an example, get their exact
+diagonal from per-example gradients.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
+from flwr_fisher.curvature.estimate.backward_plan import Group, backward_plan
+from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
+from flwr_fisher.curvature.estimate.likelihood import Likelihood
+from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.errors import StructureError
+
+__all__ = ["Engine", "PiecesOf"]
+
+# Makes the pieces ``[K, n, *outputs]`` of outputs and of their rows in the batch.
+PiecesOf = Callable[[Tensor, slice], Tensor]
+
+_QUEUE = 64  # examples that are run together, where memory allows
+
+
+class Engine:
+    """Runs batches through the model, and hands accumulators what they sum.
+
+    Parameters
+    ----------
+    model : nn.Module
+        What to differentiate, in eval mode.
+    accumulators : Mapping[str, list[LayerAccumulator]]
+        The sums to take for each tapped layer.
+    jacobians : list[JacobianAccumulator]
+        The sums to take for other parameters.
+    chunk : int
+        At most this many examples at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        accumulators: Mapping[str, list[LayerAccumulator]],
+        jacobians: list[JacobianAccumulator],
+        chunk: int,
+    ) -> None:
+        self.model, self.chunk = model, chunk
+        self.accumulators, self.jacobians = accumulators, jacobians
+        self.layers = {name: each[0].layer for name, each in accumulators.items()}
+        self.count = 0
+        self._waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def add(self, inputs: Tensor, pieces_of: PiecesOf) -> None:
+        """Take a batch, with all of its pieces.
+
+        Parameters
+        ----------
+        inputs : Tensor
+            The examples ``[n, ...]``.
+        pieces_of : PiecesOf
+            Makes the pieces.
+        """
+        for start in range(0, len(inputs), self.chunk):
+            rows = slice(start, start + self.chunk)
+            x = inputs[rows]
+            outputs, taps = self._forward(x)
+            columns = self._columns(taps)
+            for name, column in columns.items():
+                self._observe(name, column)
+            self._pull(x, outputs, taps, columns, pieces_of(outputs, rows))
+            self.count += len(x)
+
+    def add_within(
+        self, inputs: Tensor, likelihood: Likelihood, tolerance: float
+    ) -> None:
+        """Take a batch, leaving out pieces worth at most `tolerance` of its trace.
+
+        Parameters
+        ----------
+        inputs : Tensor
+            The examples ``[n, ...]``.
+        likelihood : Likelihood
+            Makes the pieces.
+        tolerance : float
+            In [0, 1].
+        """
+        every_output = []
+        with torch.no_grad():
+            for x in torch.split(inputs, self.chunk):
+                outputs, taps = self._forward(x)
+                every_output.append(outputs)
+                for name, tap in taps.items():
+                    if any(a.observes for a in self.accumulators[name]):
+                        columns = self.layers[name].input_columns(tap.inputs)
+                        self._observe(name, columns)
+        self.count += len(inputs)
+        pieces = likelihood.columns(torch.cat(every_output))
+        for group in backward_plan(pieces, tolerance):
+            self._queue(inputs, group)
+
+    def _queue(self, inputs: Tensor, group: Group) -> None:
+        """Keep a group's examples until there are enough of its size to run."""
+        waiting = self._waiting.setdefault(group.size, [])
+        waiting.append((inputs[group.rows], group.pieces))
+        if sum(len(x) for x, _ in waiting) >= min(self.chunk, _QUEUE):
+            self._run_waiting(group.size)
+
+    def finish(self) -> None:
+        """Run what still waits."""
+        for size in list(self._waiting):
+            self._run_waiting(size)
+
+    def _run_waiting(self, size: int) -> None:
+        waiting = self._waiting.pop(size)
+        passes = max(len(pieces) for _, pieces in waiting)
+        inputs = torch.cat([x for x, _ in waiting])
+        padded = [_padded(pieces, passes) for _, pieces in waiting]
+        chunks = torch.split(torch.cat(padded, dim=1), self.chunk, dim=1)
+        for x, v in zip(torch.split(inputs, self.chunk), chunks, strict=True):
+            outputs, taps = self._forward(x)
+            paired = {
+                name: tap
+                for name, tap in taps.items()
+                if any(a.pairs for a in self.accumulators[name])
+            }
+            self._pull(x, outputs, taps, self._columns(paired), v)
+
+    def _forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tap]]:
+        outputs, taps = tapped_forward(self.model, inputs, self.layers)
+        for name, calls in taps.items():
+            if len(calls) != 1:
+                raise StructureError(
+                    f"layer '{name}' was called {len(calls)} times in one batch and "
+                    "once in the first; its calls must not depend on the data"
+                )
+            if (rows := calls[0].inputs.shape[0]) != len(inputs):
+                raise StructureError(
+                    f"layer '{name}' was called with {rows} rows for a batch of "
+                    f"{len(inputs)}, and with one row an example in the first batch"
+                )
+        return outputs, {name: calls[0] for name, calls in taps.items()}
+
+    def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
+        return {n: self.layers[n].input_columns(tap.inputs) for n, tap in taps.items()}
+
+    def _observe(self, name: str, columns: Tensor) -> None:
+        for accumulator in self.accumulators[name]:
+            if accumulator.observes:
+                accumulator.observe(columns)
+
+    def _pull(
+        self,
+        inputs: Tensor,
+        outputs: Tensor,
+        taps: Mapping[str, Tap],
+        columns: Mapping[str, Tensor],
+        pieces: Tensor,
+    ) -> None:
+        """Take pieces back through the model to every layer's output, and sum."""
+        for jacobian in self.jacobians:
+            jacobian.add(inputs, pieces)
+        if not taps:
+            return
+        edges = [tap.edge() for tap in taps.values()]
+        waiting: dict[str, list[Tensor]] = {}
+        for k, piece in enumerate(pieces.to(outputs.dtype), start=1):
+            keep = k < len(pieces)
+            at_layers = torch.autograd.grad(outputs, edges, piece, retain_graph=keep)
+            for name, gradient in zip(taps, at_layers, strict=True):
+                g = self.layers[name].output_columns(gradient)
+                if g.shape[3] == 1:  # small, and cheaper together
+                    waiting.setdefault(name, []).append(g)
+                else:
+                    self._add(name, columns, [g])
+        for name, gradients in waiting.items():
+            self._add(name, columns, gradients)
+
+    def _add(
+        self, name: str, columns: Mapping[str, Tensor], gradients: list[Tensor]
+    ) -> None:
+        for accumulator in self.accumulators[name]:
+            accumulator.add_gradients(columns.get(name, gradients[0]), gradients)
+
+
+def _padded(pieces: Tensor, passes: int) -> Tensor:
+    missing = pieces.new_zeros(passes - len(pieces), *pieces.shape[1:])
+    return torch.cat([pieces, missing])

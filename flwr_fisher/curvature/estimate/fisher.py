@@ -1,0 +1,234 @@
+"""The Fisher information of a trained model."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from flwr_fisher.curvature.batches import batches_on, device_of
+from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, Accumulation
+from flwr_fisher.curvature.estimate.batch_gradients import squared_batch_gradients
+from flwr_fisher.curvature.estimate.expectation import Expectation
+from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.errors import ConfigurationError, DataError, check_known, check_range
+
+__all__ = ["ENGINES", "EXPECTATIONS", "TOLERANCE", "fisher"]
+
+EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
+ENGINES = ("auto", "nngeometry")
+_NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
+TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
+
+
+@overload
+def fisher(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    structure: str = ...,
+    expectation: str = ...,
+    likelihood: str = ...,
+    tolerance: float = ...,
+    num_samples: int = ...,
+    seed: int = ...,
+    engine: str = ...,
+    device: torch.device | str | None = ...,
+    max_batch_bytes: int | None = ...,
+) -> Curvature: ...
+
+
+@overload
+def fisher(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    structure: list[str] | tuple[str, ...],
+    expectation: str = ...,
+    likelihood: str = ...,
+    tolerance: float = ...,
+    num_samples: int = ...,
+    seed: int = ...,
+    engine: str = ...,
+    device: torch.device | str | None = ...,
+    max_batch_bytes: int | None = ...,
+) -> tuple[Curvature, ...]: ...
+
+
+def fisher(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    structure: str | list[str] | tuple[str, ...] = "kfac",
+    expectation: str = "exact",
+    likelihood: str = "categorical",
+    tolerance: float = TOLERANCE,
+    num_samples: int = 1,
+    seed: int = 0,
+    engine: str = "auto",
+    device: torch.device | str | None = None,
+    max_batch_bytes: int | None = None,
+) -> Curvature | tuple[Curvature, ...]:
+    r"""Compute a model's Fisher information, a mean over examples.
+
+    .. math:: F = \frac1n \sum_x E_{y \sim p(\cdot|x)}\big[ g_y g_y^\top \big], \qquad
+              g_y = \nabla_\theta \log p(y|x)
+
+    (FedFisher, eq. 4). With the default expectation it is over the model's own
+    predictions, so labels are not used: the *true* Fisher. The model is evaluated in
+    eval mode (no dropout, batch norm's running statistics) and left as it was. Frozen
+    parameters stay out.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens.
+    loader : Iterable
+        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used.
+        Read twice for ``ekfac``.
+    structure : str | list[str] | tuple[str, ...], default "kfac"
+        One of the following, or several, which share every pass:
+        ``kfac``, a :class:`Kronecker` for each linear or convolution layer and the
+        exact diagonal for any other parameter; ``ekfac``, an :class:`EigenKronecker`
+        in place of it; ``block``, a :class:`Dense` for each such layer; ``diagonal``;
+        ``dense``, the whole matrix. The last four are exact in what they keep.
+    expectation : str, default "exact"
+        ``exact``: over all labels, up to `tolerance`. ``sampled``: labels drawn from
+        the model, unbiased. ``empirical``: the given labels, example by example.
+        ``empirical-batch``: the squared gradient of each batch's mean loss, a mean over
+        batches (FedFish's Fisher); for ``diagonal`` only.
+    likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
+        Softmax over the last dimension; independent sigmoids; unit-variance regression.
+    tolerance : float, default 1e-3
+        With ``exact``: the share of each batch's
+        :math:`\sum_{x,c} p_c (1 - p_c)` (the trace of the Fisher with respect to the
+        outputs) that may be left out to save backward passes. 0 takes all.
+    num_samples : int, default 1
+        With ``sampled``: labels an example.
+    seed : int, default 0
+        With ``sampled``: of the labels. The global generator is left as it was.
+    engine : "auto" | "nngeometry", default "auto"
+        ``nngeometry`` computes the exact expectation through that library, for
+        comparison; it refuses layers that it is known to get wrong, and also has the
+        structures ``lowrank``, ``quasidiag`` and ``implicit``.
+    device : torch.device | str | None
+        Where the model is; by default where its first trainable parameter is.
+    max_batch_bytes : int, optional
+        A bound on unfolded inputs and gradients; a larger batch is taken in parts. By
+        default the whole takes about as much memory as a training step on the batch.
+
+    Returns
+    -------
+    Curvature | tuple[Curvature, ...]
+        Over the trainable parameters, in the parameters' dtype; a tuple where several
+        structures are asked for.
+
+    Raises
+    ------
+    ConfigurationError
+        If the model has no trainable parameter or is on another device, an argument is
+        out of range or not known, or the expectation does not fit the structure.
+    DataError
+        If the loader yields no examples, or something else than batches.
+    StructureError
+        If the model's output does not fit the likelihood, a parameter has neither a
+        Kronecker form nor per-example gradients, or a dense matrix would be too large.
+
+    Notes
+    -----
+    On a GPU the loop does not wait for the device, except once a batch where a
+    tolerance lets it choose its passes. Under ``torch.autocast`` sums are taken in the
+    parameters' dtype.
+
+    Examples
+    --------
+    >>> model = torch.nn.Linear(3, 2)
+    >>> F = fisher(model, [torch.randn(8, 3)], structure="kfac")
+    >>> {name: tuple(d.shape) for name, d in F.diagonal().items()}
+    {'weight': (2, 3), 'bias': (2,)}
+    """
+    structures = [structure] if isinstance(structure, str) else list(structure)
+    check_known("engine", engine, ENGINES)
+    known = STRUCTURES if engine == "auto" else (*STRUCTURES, *_NNGEOMETRY_ONLY)
+    for name in structures:
+        check_known("structure", name, known)
+    check_known("expectation", expectation, EXPECTATIONS)
+    check_known("likelihood", likelihood, LIKELIHOODS)
+    check_range("tolerance", tolerance, 0, 1)
+    check_range("num_samples", num_samples, 1)
+    device = device_of(model, device)
+    if max_batch_bytes is not None:
+        check_range("max_batch_bytes", max_batch_bytes, 1)
+    over_labels = Expectation(
+        LIKELIHOODS[likelihood], expectation, tolerance, num_samples, seed
+    )
+    with evaluating(model):
+        if engine == "nngeometry":
+            results = _by_nngeometry(model, loader, device, structures, over_labels)
+        elif expectation == "empirical-batch":
+            if structures != ["diagonal"]:
+                raise ConfigurationError(
+                    "expectation='empirical-batch' is for structure='diagonal' alone"
+                )
+            batches = batches_on(loader, device)
+            results = [squared_batch_gradients(model, batches, over_labels.likelihood)]
+        else:
+            results = _by_examples(
+                model, loader, device, structures, over_labels, max_batch_bytes
+            )
+    return results[0] if isinstance(structure, str) else tuple(results)
+
+
+def _by_examples(
+    model: nn.Module,
+    loader: Iterable[Any],
+    device: torch.device,
+    structures: list[str],
+    expectation: Expectation,
+    max_batch_bytes: int | None,
+) -> list[Curvature]:
+    """Read the loader, twice where E-KFAC needs the eigenbasis of K-FAC first."""
+
+    def read(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
+        accumulation: Accumulation | None = None
+        generator = torch.Generator(device).manual_seed(expectation.seed)
+        for batch in batches_on(loader, device):
+            accumulation = accumulation or Accumulation(
+                model, batch[0], wanted, max_batch_bytes, kfac
+            )
+            expectation.add(accumulation.engine, batch, generator)
+        if accumulation is None:
+            raise DataError("the loader has no examples, so there is no Fisher to take")
+        return accumulation.results()
+
+    if "ekfac" not in structures:
+        results = read(structures, None)
+    elif isinstance(loader, Iterator):
+        raise DataError(
+            "structure='ekfac' reads the loader twice; pass one that can be"
+        )
+    else:
+        first = [name for name in structures if name != "ekfac"]
+        results = read(first if "kfac" in first else [*first, "kfac"], None)
+        results |= read(["ekfac"], results["kfac"])
+    return [results[name] for name in structures]
+
+
+def _by_nngeometry(
+    model: nn.Module,
+    loader: Iterable[Any],
+    device: torch.device,
+    structures: list[str],
+    expectation: Expectation,
+) -> list[Curvature]:
+    from flwr_fisher.curvature.estimate.nngeometry_engine import nngeometry_fisher
+
+    softmax = expectation.likelihood is LIKELIHOODS["categorical"]
+    if expectation.kind != "exact" or not softmax:
+        raise ConfigurationError(
+            "engine='nngeometry' is for the exact expectation over classes alone"
+        )
+    batches = [inputs for inputs, _ in batches_on(loader, device)]
+    return [nngeometry_fisher(model, batches, name) for name in structures]

@@ -1,0 +1,120 @@
+"""Per-example Jacobians through ``torch.func``: exact for any parameter, and slow."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.dense import Dense
+from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.errors import StructureError
+
+__all__ = ["DenseJacobian", "DiagonalJacobian", "JacobianAccumulator", "Jacobians"]
+
+_ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
+
+
+class Jacobians:
+    """Per-example gradients of some parameters."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        parameters = dict(model.named_parameters())
+        self.model = model
+        self.params = {name: parameters[name].detach() for name in names}
+        self.rest = {k: v.detach() for k, v in parameters.items() if k not in names}
+        self.rest |= dict(model.named_buffers())
+
+    def gradients(self, inputs: Tensor, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Yield ``[n', K, *shape]``: the pieces pulled back, in small chunks."""
+        size = sum(p.numel() for p in self.params.values()) * len(pieces)
+        chunk = max(1, _ENTRIES_AT_ONCE // size)
+        pull = vmap(self._pulled_back, in_dims=(0, 1))
+        for x, v in zip(
+            torch.split(inputs, chunk), torch.split(pieces, chunk, 1), strict=True
+        ):
+            try:
+                with _without_slow_fallbacks():
+                    rows = pull(x, v)
+            except RuntimeError as error:
+                raise StructureError(
+                    f"no per-example gradients for {list(self.params)}, which are not "
+                    "in linear or convolution layers called once; freeze them or make "
+                    f"the model work under torch.func.vmap: {error}"
+                ) from error
+            yield {name: row.detach() for name, row in rows.items()}
+
+    def _pulled_back(self, x: Tensor, pieces: Tensor) -> dict[str, Tensor]:
+        """Return one example's gradients, one for each piece ``[K, *outputs]``."""
+        output, pull, *_ = vjp(lambda params: self._outputs(params, x), self.params)
+        rows: dict[str, Tensor] = vmap(lambda v: pull(v.to(output.dtype))[0])(pieces)
+        return rows
+
+    def _outputs(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
+        state = (params | self.rest,)
+        output: Tensor = functional_call(self.model, state, (x.unsqueeze(0),))
+        return output.squeeze(0)
+
+
+class JacobianAccumulator(Jacobians, ABC):
+    """Sums products of per-example gradients over batches."""
+
+    @abstractmethod
+    def add(self, inputs: Tensor, pieces: Tensor) -> None:
+        """Take examples ``[n, ...]`` with rank-one pieces ``[K, n, *outputs]``."""
+
+    @abstractmethod
+    def mean(self, num_examples: int) -> Curvature:
+        """Return the mean over examples."""
+
+
+@contextmanager
+def _without_slow_fallbacks() -> Iterator[None]:
+    """Take attention's form that vmap has a rule for; be quiet where it has none."""
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
+
+
+class DiagonalJacobian(JacobianAccumulator):
+    """The exact diagonal."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(model, names)
+        self.total = {k: torch.zeros_like(p) for k, p in self.params.items()}
+
+    def add(self, inputs: Tensor, pieces: Tensor) -> None:
+        """Add the squared gradients."""
+        for gradients in self.gradients(inputs, pieces):
+            for name, gradient in gradients.items():
+                self.total[name] += gradient.square().sum((0, 1))
+
+    def mean(self, num_examples: int) -> Diagonal:
+        """Return the diagonal."""
+        return Diagonal({k: v / num_examples for k, v in self.total.items()})
+
+
+class DenseJacobian(JacobianAccumulator):
+    """The full matrix, for small models."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(model, names)
+        size = sum(p.numel() for p in self.params.values())
+        self.total = next(iter(self.params.values())).new_zeros(size, size)
+
+    def add(self, inputs: Tensor, pieces: Tensor) -> None:
+        """Add the gradients' outer products."""
+        for gradients in self.gradients(inputs, pieces):
+            flat = [gradient.flatten(2) for gradient in gradients.values()]
+            rows = torch.cat(flat, 2).flatten(0, 1)
+            self.total.addmm_(rows.mT, rows)
+
+    def mean(self, num_examples: int) -> Dense:
+        """Return the matrix."""
+        shapes = {name: p.shape for name, p in self.params.items()}
+        return Dense(shapes, self.total / num_examples)

@@ -1,0 +1,135 @@
+"""Recording the calls of layers during one forward pass: inputs and outputs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from flwr_fisher.curvature.estimate.layers import (
+    KRONECKER_LAYERS,
+    KroneckerLayer,
+    input_columns,
+    output_columns,
+)
+from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
+
+__all__ = ["Tap", "TappableLayer", "evaluating", "tappable_layers", "tapped_forward"]
+
+
+@dataclass(frozen=True)
+class TappableLayer:
+    """A layer with a Kronecker form, and the names of its trained parameters."""
+
+    layer: KroneckerLayer
+    weight: str
+    bias: str | None
+
+    def input_columns(self, inputs: Tensor) -> Tensor:
+        """Return the layer's input as columns, with ones for a trained bias."""
+        bias = self.bias is not None
+        return input_columns(self.layer, inputs.to(self.layer.weight.dtype), bias=bias)
+
+    def output_columns(self, outputs: Tensor) -> Tensor:
+        """Return the layer's output, or its gradient, as columns."""
+        return output_columns(self.layer, outputs.to(self.layer.weight.dtype))
+
+    def matrices(self) -> Tensor:
+        """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""
+        layer, groups = self.layer, getattr(self.layer, "groups", 1)
+        bias = layer.bias if self.bias is not None else None
+        return to_matrices(layer.weight, bias, groups).detach()
+
+    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
+        """Cut what :meth:`matrices` returns back into weight and bias."""
+        shape = self.layer.weight.shape
+        return from_matrices(matrices, self.weight, shape, self.bias)
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One call of one layer: its input, and where its output sits in the graph."""
+
+    inputs: Tensor
+    # An edge, not the tensor: it stays right when a later ReLU works in place. There is
+    # none without gradients.
+    output: GradientEdge | None
+
+    def edge(self) -> GradientEdge:
+        """Return where the layer's output sits in the graph."""
+        assert self.output is not None
+        return self.output
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, gradients on; leave it exactly as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def tappable_layers(model: nn.Module) -> dict[str, TappableLayer]:
+    """Return the layers whose weight is a trained parameter used in one place only."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    layers = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not isinstance(module, KRONECKER_LAYERS) or any(
+            owners[id(parameter)] > 1 for parameter in own.values()
+        ):
+            continue
+        trained = {k for k, parameter in own.items() if parameter.requires_grad}
+        prefix = f"{name}." if name else ""
+        if "weight" in trained and trained <= {"weight", "bias"}:
+            bias = f"{prefix}bias" if "bias" in trained else None
+            layers[name] = TappableLayer(module, f"{prefix}weight", bias)
+    return layers
+
+
+def tapped_forward(
+    model: nn.Module, inputs: Tensor, layers: dict[str, TappableLayer]
+) -> tuple[Tensor, dict[str, list[Tap]]]:
+    """Run the model once; return its output and every call of the given layers.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    inputs : Tensor
+        A batch.
+    layers : dict[str, TappableLayer]
+        The layers to record, from :func:`tappable_layers`.
+    """
+    taps: dict[str, list[Tap]] = {name: [] for name in layers}
+    handles = []
+
+    def record(name: str) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            # Without an input by position there is nothing to record.
+            if not (args and isinstance(args[0], Tensor)):
+                return
+            if isinstance(output, Tensor):
+                edge = get_gradient_edge(output) if output.requires_grad else None
+                taps[name].append(Tap(args[0].detach(), edge))
+
+        handles.append(layers[name].layer.register_forward_hook(hook))
+
+    try:
+        for name in layers:
+            record(name)
+        return model(inputs), taps
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,78 @@
+"""The curvature of one layer in K-FAC's eigenbasis: E-KFAC."""
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import Params
+
+__all__ = ["EigenKronecker"]
+
+
+class EigenKronecker(LayerCurvature):
+    r"""One layer's Fisher in K-FAC's eigenbasis: E-KFAC (George et al. 2018).
+
+    :math:`F \operatorname{vec} W = \operatorname{vec}\big(U_G\,(S \circ
+    (U_G^\top W U_A))\,U_A^\top\big)`, where :math:`S` has the gradients' exact second
+    moments in that basis: of all curvatures diagonal in it, the nearest to the Fisher.
+
+    Parameters
+    ----------
+    weight, weight_shape, bias
+        As for :class:`Kronecker`.
+    basis_A, basis_G : Tensor
+        ``[groups, n, n]`` and ``[groups, m, m]``: orthonormal columns.
+    moments : Tensor
+        :math:`S`, ``[groups, m, n]``, non-negative.
+    """
+
+    def __init__(
+        self,
+        weight: str,
+        weight_shape: torch.Size,
+        basis_A: Tensor,
+        basis_G: Tensor,
+        moments: Tensor,
+        bias: str | None = None,
+    ) -> None:
+        super().__init__(weight, weight_shape, bias, (basis_A, basis_G))
+        if moments.shape != self.matrix_shape:
+            raise StructureError(
+                f"'{weight}' needs moments of shape {tuple(self.matrix_shape)}, got "
+                f"{tuple(moments.shape)}"
+            )
+        self.basis_A, self.basis_G, self.moments = basis_A, basis_G, moments
+
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return the product, through the eigenbasis and back."""
+        self.check(vector)
+        rotated = self.basis_G.mT @ self.as_matrices(vector) @ self.basis_A
+        return self.as_params(self.basis_G @ (self.moments * rotated) @ self.basis_A.mT)
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the diagonal: the moments seen through the squared bases."""
+        squares = self.basis_G.square() @ self.moments @ self.basis_A.square().mT
+        return self.as_params(squares)
+
+    def scaled(self, factor: float) -> "EigenKronecker":
+        """Return the curvature with its moments scaled."""
+        return EigenKronecker(
+            self.weight,
+            self.weight_shape,
+            self.basis_A,
+            self.basis_G,
+            self.moments * factor,
+            self.bias,
+        )
+
+    def dense_blocks(self) -> Tensor:
+        """Return each group's matrix."""
+        parts = zip(self.basis_A, self.basis_G, self.moments, strict=True)
+        bases = [(torch.kron(g, a), s.flatten()) for a, g, s in parts]
+        return torch.stack([u * s @ u.mT for u, s in bases])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bases and moments."""
+        return self.basis_A.nbytes + self.basis_G.nbytes + self.moments.nbytes

@@ -1,0 +1,68 @@
+"""What curvatures of one layer have in common."""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import Params, unflatten
+
+__all__ = ["LayerCurvature"]
+
+
+class LayerCurvature(Curvature):
+    """A curvature over a layer's weight, as a matrix with the bias as last column."""
+
+    def __init__(
+        self,
+        weight: str,
+        weight_shape: torch.Size,
+        bias: str | None,
+        factors: tuple[Tensor, Tensor],
+    ) -> None:
+        self.weight, self.bias = weight, bias
+        self.weight_shape = torch.Size(weight_shape)
+        A, G = factors
+        self.groups = A.shape[0] if A.dim() == 3 else 0
+        inputs = self.weight_shape[1:].numel() + (bias is not None)
+        outputs = self.weight_shape[0] // max(self.groups, 1)
+        self.matrix_shape = torch.Size((self.groups, outputs, inputs))
+        a, g = (self.groups, inputs, inputs), (self.groups, outputs, outputs)
+        if not self.groups or A.shape != a or G.shape != g:
+            raise StructureError(
+                f"'{weight}' of shape {tuple(self.weight_shape)} does not fit factors "
+                f"of shapes {tuple(A.shape)} and {tuple(G.shape)}"
+            )
+
+    @abstractmethod
+    def dense_blocks(self) -> Tensor:
+        """Return each group's matrix, ``[groups, out in, out in]``."""
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The weight's shape, and the bias's."""
+        shapes = {self.weight: self.weight_shape}
+        if self.bias is not None:
+            shapes[self.bias] = self.weight_shape[:1]
+        return shapes
+
+    def as_matrices(self, vector: Params) -> Tensor:
+        """Return the layer as ``[groups, out / groups, n]``, the bias last."""
+        bias = None if self.bias is None else vector[self.bias]
+        return to_matrices(vector[self.weight], bias, self.groups)
+
+    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
+        """Cut ``[groups, out / groups, n]`` back into the weight and the bias."""
+        return from_matrices(matrices, self.weight, self.weight_shape, self.bias)
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix over the flattened weight followed by the bias."""
+        blocks = self.dense_blocks()
+        matrix = blocks.new_zeros(self.numel(), self.numel())
+        rows = unflatten(torch.arange(self.numel()).to(blocks.device), self.shapes)
+        for at, block in zip(self.as_matrices(rows).flatten(1), blocks, strict=True):
+            matrix[at.unsqueeze(1), at] = block
+        return matrix

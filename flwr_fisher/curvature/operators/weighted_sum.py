@@ -1,0 +1,109 @@
+"""The lazy weighted sum of several curvatures."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.errors import StructureError
+from flwr_fisher.params import Params, flatten, select, unflatten
+
+__all__ = ["WeightedSum", "shared_blocks"]
+
+
+class WeightedSum(Curvature):
+    r"""The lazy sum :math:`\sum_i w_i F_i`: a sum of Kronecker products is not one.
+
+    Parameters
+    ----------
+    terms : Sequence[Curvature]
+        Curvatures over the same parameters.
+    weights : Sequence[float]
+        One non-negative weight a term.
+
+    Raises
+    ------
+    StructureError
+        If there is no term, or if terms cover different parameters.
+    """
+
+    def __init__(self, terms: Sequence[Curvature], weights: Sequence[float]) -> None:
+        if not terms or len(terms) != len(weights):
+            raise StructureError(f"{len(terms)} curvatures for {len(weights)} weights")
+        self.terms, self.weights = tuple(terms), tuple(float(w) for w in weights)
+        for index, term in enumerate(self.terms):
+            if term.shapes != self.terms[0].shapes:
+                different = set(term.shapes.items()) ^ set(self.terms[0].shapes.items())
+                raise StructureError(
+                    f"curvature {index} covers other parameters than the first: "
+                    f"{sorted(name for name, _ in different)}"
+                )
+
+    def __iter__(self) -> Iterator[tuple[float, Curvature]]:
+        """Iterate over the pairs (weight, term)."""
+        return iter(zip(self.weights, self.terms, strict=True))
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The parameters that every term covers."""
+        return self.terms[0].shapes
+
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return the weighted sum of the terms' products."""
+        return self._sum([term.matvec(vector) for term in self.terms])
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the weighted sum of the terms' diagonals."""
+        return self._sum([term.diagonal() for term in self.terms])
+
+    def _sum(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        total = {k: v * self.weights[0] for k, v in parts[0].items()}
+        for weight, part in zip(self.weights[1:], parts[1:], strict=True):
+            for key, value in part.items():
+                total[key].add_(value, alpha=weight)
+        return total
+
+    def scaled(self, factor: float) -> "WeightedSum":
+        """Return the sum with every weight scaled; no tensor is touched."""
+        return WeightedSum(self.terms, [w * factor for w in self.weights])
+
+    def regularised(
+        self, *, shrink: float = 0.0, damping: float = 0.0
+    ) -> "WeightedSum":
+        """Return the sum of the regularised terms."""
+        terms = [t.regularised(shrink=shrink, damping=damping) for t in self.terms]
+        return WeightedSum(terms, self.weights)
+
+    def to_dense(self) -> Tensor:
+        """Return the weighted sum of the terms' dense matrices."""
+        parts = [weight * _dense_as(term, self.shapes) for weight, term in self]
+        return torch.stack(parts).sum(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all terms."""
+        return sum(term.nbytes for term in self.terms)
+
+    def blocks(self) -> list["WeightedSum"]:
+        """Return one weighted sum for each block that all terms share."""
+        return [WeightedSum(b, self.weights) for b in shared_blocks(self.terms)]
+
+
+def shared_blocks(curvatures: Sequence[Curvature]) -> list[tuple[Curvature, ...]]:
+    """Return, for each block that all curvatures share, every curvature's part.
+
+    Where they are not made of the same blocks, all of each is one block.
+    """
+    per_curvature = [curvature.blocks() for curvature in curvatures]
+    layouts = [[list(block.shapes) for block in blocks] for blocks in per_curvature]
+    if any(layout != layouts[0] for layout in layouts[1:]):
+        return [tuple(curvatures)]
+    return list(zip(*per_curvature, strict=True))
+
+
+def _dense_as(curvature: Curvature, names: Iterable[str]) -> Tensor:
+    """Return the dense matrix with its rows in another order of the parameters."""
+    rows = unflatten(torch.arange(curvature.numel()), curvature.shapes)
+    order = flatten(select(rows, names))
+    return curvature.to_dense()[order][:, order]

@@ -1,0 +1,167 @@
+"""The exact product of a mean loss's Hessian with a vector, the probe."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flwr_fisher.curvature.double_derivatives import DoubleDerivatives
+from flwr_fisher.curvature.gradients import Loss, checked_parameters, mean_derivatives
+from flwr_fisher.errors import StructureError, UnknownNameError
+from flwr_fisher.params import Params
+
+__all__ = ["gradient_and_hvp", "hvp"]
+
+
+def gradient_and_hvp(
+    model: nn.Module,
+    loader: Iterable[Any],
+    probe: Params | int | str = "first",
+    *,
+    loss_fn: Loss = F.cross_entropy,
+    device: torch.device | str | None = None,
+    max_batch_size: int | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    r"""Compute the gradient of the mean loss and its Hessian's product with a probe.
+
+    :math:`Hu = \frac{d}{d\epsilon} \nabla L(\theta + \epsilon u)` at
+    :math:`\epsilon = 0`, exact, in one pass over the loader. With the first coordinate
+    for :math:`u` it is the Hessian's first row, what a client of FAGH reports (Sen, Qin
+    & Mohan, "FAGH: Accelerating Federated Learning with Approximated Global Hessian",
+    Algorithm 1, line 6). The Hessian itself is never formed.
+
+    Parameters
+    ----------
+    model, loader, loss_fn, device, max_batch_size
+        As in :func:`gradient`, and evaluated like there. The model and the loss must be
+        twice differentiable; a ReLU's Hessian is that of its linear pieces.
+    probe : Mapping[str, Tensor] | int | str, default "first"
+        :math:`u`: a vector with the names and shapes of the trainable parameters; or
+        the number of a coordinate, in the order of
+        :func:`~flwr_fisher.params.flatten`; or ``first``, coordinate 0.
+
+    Returns
+    -------
+    gradient, hvp : dict[str, Tensor]
+        :math:`g` and :math:`Hu`, over the trainable parameters, in their dtypes.
+    loss : float
+        The mean loss.
+
+    Raises
+    ------
+    ConfigurationError, DataError
+        As for :func:`gradient`.
+    StructureError
+        As for :func:`gradient`; also if the probe does not fit the trainable
+        parameters, or torch has no second derivative of something in the model.
+    UnknownNameError
+        If the probe is another string than ``first``.
+
+    Notes
+    -----
+    The gradient is differentiated again by a second backward pass, or, where the model
+    has convolutions, whose double backward is dear, by forward-mode differentiation of
+    the gradient's own computation. Both are exact. Forward mode hands over to the
+    second backward pass, for good, where it is not implemented or would not see what
+    autograd sees: parts under ``torch.no_grad``, which are constants here, and
+    parameters that the loss reaches other than through the module.
+
+    Attention is computed by its plain formula, the only one that torch differentiates
+    twice.
+
+    Examples
+    --------
+    Half the squared error of a linear map has the inputs' second moment for a Hessian:
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> batches = [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
+    >>> half = lambda outputs, labels: (outputs - labels).square().mean() / 2
+    >>> _, row, _ = gradient_and_hvp(model, batches, "first", loss_fn=half)
+    >>> row
+    {'weight': tensor([[1., 3.]])}
+    """
+    parameters = checked_parameters(model, device, max_batch_size)
+    vectors = _vectors(parameters, probe)
+    derivatives = DoubleDerivatives(model, parameters, loss_fn, vectors)
+    # The fused kernels of attention can only be differentiated once.
+    with sdpa_kernel(SDPBackend.MATH):
+        (gradient, product), loss = mean_derivatives(
+            model, parameters, loader, derivatives, max_batch_size
+        )
+    return gradient, product, loss
+
+
+def hvp(
+    model: nn.Module,
+    loader: Iterable[Any],
+    vector: Params | int | str,
+    *,
+    loss_fn: Loss = F.cross_entropy,
+    device: torch.device | str | None = None,
+    max_batch_size: int | None = None,
+) -> dict[str, Tensor]:
+    """Return the product of the mean loss's Hessian with a vector.
+
+    For iterations that have their gradient, as those of
+    :func:`~flwr_fisher.rounds.giant_direction`; the loader is read once a product.
+    Parameters and errors are those of :func:`gradient_and_hvp`.
+
+    Examples
+    --------
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> batches = [(torch.tensor([[1.0, 3.0]]), torch.zeros(1, 1))]
+    >>> vector = {"weight": torch.tensor([[1.0, 1.0]])}
+    >>> hvp(model, batches, vector, loss_fn=F.mse_loss)
+    {'weight': tensor([[ 8., 24.]])}
+    """
+    _, product, _ = gradient_and_hvp(
+        model,
+        loader,
+        vector,
+        loss_fn=loss_fn,
+        device=device,
+        max_batch_size=max_batch_size,
+    )
+    return product
+
+
+def _vectors(parameters: Params, probe: Params | int | str) -> dict[str, Tensor]:
+    """Return the probe by name, without parameters where it is known to be zero."""
+    if isinstance(probe, Mapping):
+        _check_fits(parameters, probe)
+        return {name: probe[name].detach().to(p) for name, p in parameters.items()}
+    if isinstance(probe, str) and probe != "first":
+        raise UnknownNameError("probe", probe, ["first"])
+    return _unit_vector(parameters, 0 if isinstance(probe, str) else probe)
+
+
+def _check_fits(parameters: Params, probe: Params) -> None:
+    if different := sorted(probe.keys() ^ parameters.keys()):
+        raise StructureError(
+            "the probe must have the trainable parameters' names; "
+            f"{different} are in one of the two only"
+        )
+    for name, p in parameters.items():
+        if probe[name].shape != p.shape:
+            raise StructureError(
+                f"the probe's '{name}' has shape {tuple(probe[name].shape)}, the "
+                f"parameter {tuple(p.shape)}"
+            )
+
+
+def _unit_vector(parameters: Params, coordinate: int) -> dict[str, Tensor]:
+    """Return the vector that is 1 at a coordinate, as the one parameter that has it."""
+    start = 0
+    for name, p in parameters.items():
+        if start <= coordinate < start + p.numel():
+            unit = torch.zeros_like(p, memory_format=torch.contiguous_format).detach()
+            unit.view(-1)[coordinate - start] = 1
+            return {name: unit}
+        start += p.numel()
+    raise StructureError(
+        f"the probe is coordinate {coordinate}, but there are {start} trainable "
+        "parameters"
+    )

@@ -1,0 +1,60 @@
+"""All that the package uses of Flower beyond the interface that Flower promises.
+
+Flower promises ``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp``. Everything else
+may change in any release, so it is imported in this file only: an upgrade of Flower
+then breaks the package in one place.
+"""
+
+from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.supercore.inflatable.inflatable_object import InflatableObject
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = [
+    "ErrorCode",
+    "NodeInfo",
+    "Run",
+    "identify_process",
+    "object_sizes",
+    "round_trip",
+    "set_message_id",
+]
+
+
+def round_trip(content: RecordDict) -> RecordDict:
+    """Serialise a message's content and read it back, as if it had been sent."""
+    return recorddict_from_proto(recorddict_to_proto(content))
+
+
+def object_sizes(content: RecordDict) -> dict[str, int]:
+    """Return the sizes in bytes of the objects that a message's content is sent as.
+
+    The keys are the objects' ids. Each record, each array and each chunk of an array is
+    one object; objects that are equal have the same id and are sent once.
+    """
+    sizes: dict[str, int] = {}
+    todo: list[InflatableObject] = [content]
+    while todo:
+        item = todo.pop()
+        if item.object_id not in sizes:
+            sizes[item.object_id] = len(item.deflate())
+            todo.extend((item.children or {}).values())
+    return sizes
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message its id, as a SuperLink does when the message is pushed."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
+def identify_process(number: int) -> None:
+    """Use a number as the ids of run, node and task where the process has none.
+
+    Flower keeps these ids per process, and writes them into every new message.
+    """
+    for name in ("run_id", "node_id", "task_id"):
+        if getattr(TaskIdentity, f"_{name}") is None:
+            setattr(TaskIdentity, name, number)

@@ -1,0 +1,34 @@
+"""What a round's uploads do to the model, one file a paper. Works without Flower."""
+
+from flwr_fisher.rounds.fagh import FaghMoments, FaghStep, fagh_step
+from flwr_fisher.rounds.fedexp import FedExpStep, fedexp_step, last_two_mean
+from flwr_fisher.rounds.fedfish import fedfish_average
+from flwr_fisher.rounds.fedga import fedga_start
+from flwr_fisher.rounds.newton import done_direction, giant_direction, newton_step
+from flwr_fisher.rounds.scaffold import scaffold_control, scaffold_step
+from flwr_fisher.rounds.server_optimizer import (
+    OPTIMIZERS,
+    OptimizerFactory,
+    make_optimizer,
+    server_step,
+)
+
+__all__ = [
+    "OPTIMIZERS",
+    "FaghMoments",
+    "FaghStep",
+    "FedExpStep",
+    "OptimizerFactory",
+    "done_direction",
+    "fagh_step",
+    "fedexp_step",
+    "fedfish_average",
+    "fedga_start",
+    "giant_direction",
+    "last_two_mean",
+    "make_optimizer",
+    "newton_step",
+    "scaffold_control",
+    "scaffold_step",
+    "server_step",
+]

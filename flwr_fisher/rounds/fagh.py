@@ -1,0 +1,244 @@
+"""FAGH's server step: Newton's direction from one Hessian row (Sen, Qin & Mohan)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import (
+    ConfigurationError,
+    ParamsError,
+    check_number,
+    check_range,
+)
+from flwr_fisher.params import Params, check_same_layout
+
+__all__ = ["FaghMoments", "FaghStep", "fagh_step"]
+
+
+@dataclass(frozen=True)
+class FaghMoments:
+    r"""What a step of FAGH hands to the next, before its bias is corrected.
+
+    Parameters
+    ----------
+    gradient : dict[str, Tensor]
+        :math:`M_1`, in float32 or better.
+    hvp : dict[str, Tensor]
+        :math:`M_2`, of the Hessian's products with the probe.
+    curvature : float
+        The mean of :math:`u^\top H u`, as :math:`M_2` is that of :math:`H u`.
+    """
+
+    gradient: dict[str, Tensor] = field(repr=False)
+    hvp: dict[str, Tensor] = field(repr=False)
+    curvature: float
+
+
+@dataclass(frozen=True)
+class FaghStep:
+    r"""What a step of FAGH did.
+
+    Parameters
+    ----------
+    params : dict[str, Tensor]
+        The new parameters, in the old ones' order and dtypes.
+    moments : FaghMoments
+        For the next step.
+    direction : dict[str, Tensor]
+        :math:`(H + \rho I)^{-1} G`, what the step subtracted `lr` times. Divided by its
+        norm, it is the next round's probe where the probe is to be the momentum.
+    curvature : float
+        The bias-corrected :math:`u^\top H u`.
+    fell_back : bool
+        Whether that was too small to use, so that the direction is :math:`G / \rho`.
+    """
+
+    params: dict[str, Tensor] = field(repr=False)
+    moments: FaghMoments = field(repr=False)
+    direction: dict[str, Tensor] = field(repr=False)
+    curvature: float
+    fell_back: bool
+
+
+def fagh_step(
+    params: Params,
+    gradient: Params,
+    hvp: Params,
+    probe_dot: float | Tensor,
+    moments: FaghMoments | None,
+    *,
+    t: int,
+    lr: float,
+    rho: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    epsilon: float = 1e-6,
+) -> FaghStep:
+    r"""Take FAGH's server step along Newton's direction from one Hessian row.
+
+    .. math:: \theta \leftarrow \theta - \eta (H + \rho I)^{-1} G
+
+    From the cohort's means :math:`g = \sum_i p_i g_i` and :math:`v = \sum_i p_i H_i u`
+    (Sen, Qin & Mohan, "FAGH: Accelerating Federated Learning with Approximated Global
+    Hessian", Algorithm 1, lines 11-18),
+
+    .. math::
+        M_1 &\leftarrow \beta_1 M_1 + (1 - \beta_1) g, & G &= M_1 / (1 - \beta_1^t), \\
+        M_2 &\leftarrow \beta_2 M_2 + (1 - \beta_2) v, & V &= M_2 / (1 - \beta_2^t),
+
+    and :math:`c` from :math:`u^\top v` as :math:`V` is from :math:`v`. Then
+    :math:`H = V V^\top / c` (eq. 6, where :math:`u = e_1` and :math:`c = V_1`), and by
+    Sherman and Morrison, with :math:`\kappa = \|V\|^2 / c` and
+    :math:`\hat V = V / \|V\|`,
+
+    .. math:: (H + \rho I)^{-1} G
+              = \frac1\rho \Big( G - \frac{\kappa}{\kappa + \rho}
+                \hat V \hat V^\top G \Big).
+
+    The paper prints two other denominators, in Algorithm 1, line 17, and in section
+    5.2; neither gives the inverse.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        The global parameters and buffers.
+    gradient : Mapping[str, Tensor]
+        :math:`g`, over the parameters to step. Other params come back as they are.
+    hvp : Mapping[str, Tensor]
+        :math:`v`, over the same.
+    probe_dot : float | Tensor
+        :math:`u^\top v` for a probe :math:`u` of length 1: the first entry of `hvp`
+        where the probe is the first coordinate, otherwise
+        ``flwr_fisher.params.dot(probe, hvp)``.
+    moments : FaghMoments | None
+        What the last step returned; None before the first.
+    t : int
+        The number of this step, from 1.
+    lr : float
+        :math:`\eta`.
+    rho : float
+        :math:`\rho > 0`, what is added to every eigenvalue.
+    betas : tuple[float, float], default (0.9, 0.99)
+        :math:`\beta_1` and :math:`\beta_2`, in [0, 1). As :math:`c` is averaged beside
+        :math:`V`, a probe may change between steps; then :math:`V` mixes the
+        :math:`H u` of different :math:`u`, and :math:`\beta_2 = 0` keeps to the last.
+    epsilon : float, default 1e-6
+        In [0, 1]: where :math:`c \le \epsilon \|V\|`, the curvature along the probe is
+        not positive, or not more than rounding, and the direction is
+        :math:`G / \rho`. :math:`c / \|V\|` is the cosine of the angle between
+        :math:`u` and :math:`H u`.
+
+    Returns
+    -------
+    FaghStep
+        With the new parameters. Computed in float64.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range.
+    ParamsError
+        If layouts differ, a value is not finite, or the moments are of another model or
+        are missing where `t` is above 1.
+
+    Examples
+    --------
+    On a quadratic with the Hessian diag(4, 1), along its first axis, one step is
+    Newton's, up to `rho`:
+
+    >>> g = {"w": torch.tensor([8.0, 0.0])}
+    >>> v = {"w": torch.tensor([4.0, 0.0])}
+    >>> step = fagh_step({"w": torch.tensor([2.0, 0.0])}, g, v, 4.0, None, t=1, lr=1.0,
+    ...                  rho=1e-6)
+    >>> step.params["w"].round(decimals=4), step.curvature, step.fell_back
+    (tensor([0., 0.]), 4.0, False)
+    """
+    _check_numbers(t, lr, rho, betas, epsilon)
+    _check_inputs(params, gradient, hvp)
+    c = float(probe_dot)
+    if not -float("inf") < c < float("inf"):
+        raise ParamsError(f"probe_dot must be finite, got {c}")
+    if (t == 1) == (moments is not None):
+        raise ParamsError(
+            f"step {t} of FAGH with{'' if t == 1 else 'out'} moments: pass those that "
+            "the last step returned, and none to step 1"
+        )
+    M1 = _moment(gradient, moments.gradient if moments else None, betas[0])
+    M2 = _moment(hvp, moments.hvp if moments else None, betas[1])
+    last = moments.curvature if moments else 0.0
+    m = betas[1] * last + (1 - betas[1]) * c
+    G = {k: v / (1 - betas[0] ** t) for k, v in M1.items()}
+    V = {k: v / (1 - betas[1] ** t) for k, v in M2.items()}
+    curvature = m / (1 - betas[1] ** t)
+    # Scaled by the largest entry first, so that no square overflows or vanishes.
+    largest = max((float(v.abs().max()) for v in V.values() if v.numel()), default=0.0)
+    fell_back = not largest > 0
+    if not fell_back:
+        V = {k: v / largest for k, v in V.items()}
+        length = sum(float(v.square().sum()) for v in V.values()) ** 0.5
+        cosine = curvature / largest / length
+        fell_back = not cosine > epsilon
+    if not fell_back:
+        # rho / kappa; infinite, so that nothing is taken away, where V vanishes.
+        ratio = rho / largest * cosine / length
+        along = sum(float((V[k] * G[k]).sum()) for k in G) / length / (1 + ratio)
+        G = {k: g - V[k] * (along / length) for k, g in G.items()}
+    direction = {k: (g / rho).to(params[k].device) for k, g in G.items()}
+    new = {
+        k: (v.double() - lr * direction[k]).to(v.dtype) if k in direction else v
+        for k, v in params.items()
+    }
+    return FaghStep(
+        new,
+        FaghMoments(
+            {k: v.to(_stored(params[k])) for k, v in M1.items()},
+            {k: v.to(_stored(params[k])) for k, v in M2.items()},
+            m,
+        ),
+        {k: v.to(params[k].dtype) for k, v in direction.items()},
+        curvature,
+        fell_back,
+    )
+
+
+def _check_numbers(
+    t: int, lr: float, rho: float, betas: tuple[float, float], epsilon: float
+) -> None:
+    check_range("t", t, 1)
+    check_range("epsilon", epsilon, 0, 1)
+    for name, value in (("lr", lr), ("rho", rho)):
+        check_number(name, value)
+    if not 0 <= lr < float("inf"):
+        raise ConfigurationError(f"lr must be >= 0 and finite, got {lr}")
+    if not 0 < rho < float("inf"):
+        raise ConfigurationError(f"rho must be > 0 and finite, got {rho}")
+    pair = tuple(betas) if isinstance(betas, Sequence) else ()
+    numbers = [beta for beta in pair if isinstance(beta, Real) and 0 <= beta < 1]
+    if len(pair) != 2 or len(numbers) != 2:
+        raise ConfigurationError(f"betas must be two numbers in [0, 1), got {betas}")
+
+
+def _check_inputs(params: Params, gradient: Params, hvp: Params) -> None:
+    check_same_layout(gradient, hvp, "hvp")
+    for name, value in gradient.items():
+        if name not in params or params[name].shape != value.shape:
+            raise ParamsError(
+                f"the gradient's '{name}' of shape {tuple(value.shape)} fits no param"
+            )
+        for what, found in (("gradient", value), ("hvp", hvp[name])):
+            if not found.isfinite().all():
+                raise ParamsError(f"{what}: '{name}' holds NaN or infinity")
+
+
+def _moment(value: Params, last: Params | None, beta: float) -> dict[str, Tensor]:
+    fresh = {k: (1 - beta) * v.detach().double() for k, v in value.items()}
+    if last is None:
+        return fresh
+    check_same_layout(value, last, "moments")
+    return {k: v.add(last[k].to(v), alpha=beta) for k, v in fresh.items()}
+
+
+def _stored(param: Tensor) -> torch.dtype:
+    return torch.promote_types(param.dtype, torch.float32)

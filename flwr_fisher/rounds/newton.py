@@ -1,0 +1,162 @@
+"""Newton's direction from local Hessians: GIANT and DONE.
+
+In both, a round has two exchanges: clients report gradients, and the server sends back
+their mean g; each client then solves H_i p = g roughly, with Hessian-vector products
+alone, and the server steps along the mean of the solutions.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flwr_fisher.curvature.operators.conjugate_gradient import (
+    Matvec,
+    conjugate_gradient,
+)
+from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.params import Params, add, scale, subtract, weighted_mean
+from flwr_fisher.rounds.updates import stepped
+
+__all__ = ["done_direction", "giant_direction", "newton_step"]
+
+
+def giant_direction(
+    hvp: Matvec,
+    gradient: Params,
+    *,
+    iterations: int = 10,
+    tolerance: float = 1e-6,
+) -> dict[str, Tensor]:
+    r"""Return a client's :math:`p_i \approx H_i^{-1} g` by conjugate gradients.
+
+    (Wang, Roosta-Khorasani, Xu & Mahoney, "GIANT: Globally Improved Approximate Newton
+    Method for Distributed Optimization", NeurIPS 2018, section 3: an approximate Newton
+    direction from the local Hessian and the global gradient.) FAGH's comparison takes
+    10 iterations.
+
+    Parameters
+    ----------
+    hvp : Callable[[Params], dict[str, Tensor]]
+        The product of the client's Hessian with a vector, as by
+        :func:`flwr_fisher.curvature.hvp`.
+    gradient : Mapping[str, Tensor]
+        :math:`g`, the mean over all clients.
+    iterations : int, default 10
+        At most this many products.
+    tolerance : float, default 1e-6
+        Stop when the residual has fallen by this factor.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        :math:`p_i`, to be subtracted. GIANT is for convex losses: where a direction of
+        no positive curvature turns up, the iterate before it, or :math:`g` if there is
+        none, so that stepping against it descends.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range.
+    ParamsError
+        If a product's layout is not the gradient's.
+
+    Examples
+    --------
+    >>> import torch
+    >>> def twice(vector):
+    ...     return {"w": 2 * vector["w"]}
+    >>> giant_direction(twice, {"w": torch.tensor([4.0, 6.0])})
+    {'w': tensor([2., 3.])}
+    """
+    check_range("iterations", iterations, 1)
+    check_range("tolerance", tolerance, 0, 1)
+    solution, norms = conjugate_gradient(
+        hvp, gradient, iterations=iterations, tolerance=tolerance
+    )
+    return solution if len(norms) > 1 else dict(gradient)
+
+
+def done_direction(
+    hvp: Matvec, gradient: Params, *, alpha: float, iterations: int = 10
+) -> dict[str, Tensor]:
+    r"""Return a client's :math:`p_i \approx H_i^{-1} g` by Richardson iterations.
+
+    .. math:: p \leftarrow p + \alpha (g - H_i p), \qquad p_0 = 0
+
+    (Dinh, Tran, Nguyen, Bao, Rezaei Balef, Zhou & Zomaya, "DONE: Distributed
+    Approximate Newton-type Method for Federated Edge Learning", IEEE TPDS 2022; its
+    :math:`d = -p`). It converges where :math:`0 < \alpha < 2 / \lambda_\max(H_i)` and
+    the Hessian is positive definite. FAGH's comparison takes 10 iterations and
+    :math:`\alpha` of 0.01 or 0.05.
+
+    Parameters
+    ----------
+    hvp : Callable[[Params], dict[str, Tensor]]
+        The product of the client's Hessian with a vector, as by
+        :func:`flwr_fisher.curvature.hvp`.
+    gradient : Mapping[str, Tensor]
+        :math:`g`, the mean over all clients.
+    alpha : float
+        :math:`\alpha > 0`.
+    iterations : int, default 10
+        R; the first needs no product, as :math:`p_0 = 0`.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        :math:`p_i`, to be subtracted.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range.
+    ParamsError
+        If a product's layout is not the gradient's.
+
+    Examples
+    --------
+    >>> import torch
+    >>> def twice(vector):
+    ...     return {"w": 2 * vector["w"]}
+    >>> done_direction(twice, {"w": torch.tensor([4.0])}, alpha=0.25, iterations=2)
+    {'w': tensor([1.5000])}
+    """
+    check_range("iterations", iterations, 1)
+    if not 0 < alpha < float("inf"):
+        raise ConfigurationError(f"alpha must be > 0 and finite, got {alpha}")
+    solution = scale(gradient, alpha)
+    for _ in range(iterations - 1):
+        solution = add(solution, subtract(gradient, hvp(solution)), alpha)
+    return solution
+
+
+def newton_step(
+    params: Params,
+    directions: Sequence[Params],
+    weights: Sequence[float],
+    *,
+    lr: float = 1.0,
+) -> dict[str, Tensor]:
+    r"""Return GIANT's and DONE's new model, :math:`\theta - \eta \sum_i p_i d_i`.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        :math:`\theta`, parameters and buffers.
+    directions : Sequence[Mapping[str, Tensor]]
+        A client's direction :math:`d_i`. Params that they lack come back as they are.
+    weights : Sequence[float]
+        A client's weight; :math:`p_i` is its share. Both papers' are equal.
+    lr : float, default 1
+        :math:`\eta`; 1 is Newton's own step.
+
+    Raises
+    ------
+    ConfigurationError
+        If `lr` is negative.
+    ParamsError
+        If layouts differ, there is no client, or weights are unusable.
+    """
+    check_range("lr", lr, 0)
+    mean = weighted_mean(directions, weights)
+    return stepped(params, mean, -lr)

@@ -1,0 +1,114 @@
+"""SCAFFOLD's averages: a model and a control variate (Karimireddy et al. 2020)."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.params import Params, add, check_same_layout, subtract, weighted_mean
+from flwr_fisher.rounds.updates import stepped
+
+__all__ = ["scaffold_control", "scaffold_step"]
+
+
+def scaffold_step(
+    params: Params,
+    control: Params,
+    deltas: Sequence[Params],
+    control_deltas: Sequence[Params],
+    weights: Sequence[float],
+    *,
+    participation: float = 1.0,
+    lr: float = 1.0,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    r"""Return SCAFFOLD's new model and control variate.
+
+    .. math:: \theta \leftarrow \theta - \eta_g \sum_{i \in S} p_i \Delta_i, \qquad
+              c \leftarrow c + \frac{|S|}{N} \sum_{i \in S} p_i \Delta c_i
+
+    (Karimireddy, Kale, Mohri, Reddi, Stich & Suresh, "SCAFFOLD: Stochastic Controlled
+    Averaging for Federated Learning", ICML 2020, Algorithm 1, lines 16-17). The paper
+    weights clients equally. Its clients step along :math:`g_i(y) - c_i + c`.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        :math:`\theta`, parameters and buffers.
+    control : Mapping[str, Tensor]
+        :math:`c`, over the parameters that are trained; zeros before the first round.
+    deltas : Sequence[Mapping[str, Tensor]]
+        A client's :math:`\Delta_i = \theta - \theta_i`, shaped like `control`. Other
+        params come back as they are.
+    control_deltas : Sequence[Mapping[str, Tensor]]
+        A client's :math:`\Delta c_i = c_i^+ - c_i`, from :func:`scaffold_control`.
+    weights : Sequence[float]
+        A client's weight; :math:`p_i` is its share in the cohort. With all ones it is
+        the paper's; with :math:`n_i` the fixed point is that of the mean over examples.
+    participation : float, default 1
+        In (0, 1]: the cohort's share of all clients, :math:`|S| / N`, or of their
+        weights. Then :math:`c` stays the mean of all clients' :math:`c_i`.
+    lr : float, default 1
+        :math:`\eta_g`.
+
+    Returns
+    -------
+    params, control : dict[str, Tensor]
+        The new :math:`\theta` and :math:`c`.
+
+    Raises
+    ------
+    ConfigurationError
+        If `participation` or `lr` is out of range.
+    ParamsError
+        If layouts differ, there is no client, or weights are unusable.
+
+    Examples
+    --------
+    One of two clients takes part:
+
+    >>> import torch
+    >>> zero, one = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    >>> scaffold_step(one, zero, [one], [one], [1], participation=0.5)
+    ({'w': tensor([0.])}, {'w': tensor([0.5000])})
+    """
+    if not 0 < participation <= 1:
+        raise ConfigurationError(f"participation must be in (0, 1]: {participation}")
+    check_range("lr", lr, 0)
+    step, shift = weighted_mean(deltas, weights), weighted_mean(control_deltas, weights)
+    check_same_layout(control, step, "deltas")
+    return stepped(params, step, -lr), add(control, shift, participation)
+
+
+def scaffold_control(
+    control: Params, server_control: Params, delta: Params, *, steps: int, lr: float
+) -> dict[str, Tensor]:
+    r"""Return a client's new control variate, by the paper's option II.
+
+    .. math:: c_i^+ = c_i - c + \frac{\theta - \theta_i}{K \eta_l}
+
+    (Algorithm 1, line 12), for K local steps of plain SGD with the rate
+    :math:`\eta_l`: then it is the mean of the gradients along the client's way. With
+    momentum it is not.
+
+    Parameters
+    ----------
+    control, server_control : Mapping[str, Tensor]
+        :math:`c_i` and :math:`c`; zeros at first.
+    delta : Mapping[str, Tensor]
+        :math:`\theta - \theta_i`, of the same layout.
+    steps : int
+        K, the number of local steps.
+    lr : float
+        :math:`\eta_l > 0`.
+
+    Raises
+    ------
+    ConfigurationError
+        If `steps` or `lr` is out of range.
+    ParamsError
+        If layouts differ.
+    """
+    check_range("steps", steps, 1)
+    if not 0 < lr < float("inf"):
+        raise ConfigurationError(f"lr must be > 0 and finite, got {lr}")
+    return add(subtract(control, server_control), delta, 1 / (steps * lr))

@@ -1,0 +1,72 @@
+"""Updates: how far clients came from where a round began, and steps along a mean."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import Tensor
+
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.params import Params, add, select, subtract, weighted_mean
+
+__all__ = ["double", "stepped", "updates", "with_averages"]
+
+
+def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Return parameters in float64, where a step away and back changes no bit.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        The parameters.
+    names : Iterable[str], optional
+        Which of them; by default all.
+    """
+    wanted = params if names is None else select(params, names)
+    return {name: value.double() for name, value in wanted.items()}
+
+
+def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:
+    """Return ``params + factor * direction``; what it lacks comes back as it is.
+
+    Raises
+    ------
+    ParamsError
+        If the direction has a key that the params lack, or another shape.
+    """
+    if odd := sorted(direction.keys() - params.keys()):
+        raise ParamsError(f"the params lack {odd}, which are to be stepped")
+    moved = {key: value for key, value in params.items() if key in direction}
+    return {**params, **add(moved, direction, factor)}
+
+
+def updates(
+    start: Params, trained: Sequence[Params], names: Collection[str]
+) -> list[dict[str, Tensor]]:
+    r"""Return each client's :math:`\theta - \theta_i` over those names, in float64."""
+    before = double(start, names)
+    return [subtract(before, double(params, names)) for params in trained]
+
+
+def with_averages(
+    start: Params,
+    moved: Params,
+    trained: Sequence[Params],
+    weights: Sequence[float],
+) -> dict[str, Tensor]:
+    """Return what a server moved, in its own dtypes, and everything else averaged.
+
+    Parameters
+    ----------
+    start : Mapping[str, Tensor]
+        The global parameters and buffers; the result has their order and dtypes.
+    moved : Mapping[str, Tensor]
+        The new values of some of them.
+    trained : Sequence[Mapping[str, Tensor]]
+        The clients', for all others.
+    weights : Sequence[float]
+        The clients' weights.
+    """
+    averaged = weighted_mean(trained, weights)
+    return {
+        key: moved[key].to(value.dtype) if key in moved else averaged[key]
+        for key, value in start.items()
+    }

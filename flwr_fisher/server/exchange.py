@@ -1,0 +1,154 @@
+"""What a strategy hands from one step to the next: frozen values, in and out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app.typing import ConfigRecordValues
+from torch import Tensor
+
+from flwr_fisher.params import Params
+from flwr_fisher.wire import Payload, join_groups, tensors_to_arrays
+
+__all__ = ["Exchange", "Groups", "ServerState", "Step", "Upload", "weights_of"]
+
+P = TypeVar("P", bound=Payload)
+Groups = Mapping[str, Params]
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """Everything that the next round depends on.
+
+    Parameters
+    ----------
+    params : dict[str, Tensor]
+        The global parameters and buffers.
+    groups : Mapping[str, Mapping[str, Tensor]]
+        A strategy's own tensors by the name of their group: moments, control variates,
+        an optimiser's state. A group's name has no slash.
+
+    Examples
+    --------
+    >>> import torch
+    >>> state = ServerState({}, {"control": {"w": torch.zeros(1)}})
+    >>> state.group("control"), state.group("moments")
+    ({'w': tensor([0.])}, {})
+    """
+
+    params: dict[str, Tensor]
+    groups: Groups = field(default_factory=dict)
+
+    def group(self, name: str) -> Params:
+        """Return a group of tensors; an empty one if there is none of that name."""
+        return self.groups.get(name, {})
+
+    def inner(self, scope: str) -> "ServerState":
+        """Return the state of a strategy that runs within another, by its scope."""
+        start = f"{scope}."
+        mine = {k: v for k, v in self.groups.items() if k.startswith(start)}
+        return ServerState(
+            self.params, {k.removeprefix(start): v for k, v in mine.items()}
+        )
+
+    def with_inner(self, scope: str, inner: "ServerState") -> "ServerState":
+        """Return this state with the inner strategy's parameters and groups in it."""
+        start = f"{scope}."
+        others = {k: v for k, v in self.groups.items() if not k.startswith(start)}
+        own = {f"{start}{k}": v for k, v in inner.groups.items()}
+        return ServerState(inner.params, others | own)
+
+
+@dataclass(frozen=True)
+class Upload(Generic[P]):
+    """A client's reply, checked and decoded.
+
+    Parameters
+    ----------
+    node_id : int
+        Who sent it, this time.
+    client : str
+        Who that is in every run: ``partition-3``, or ``node-…`` where nothing better is
+        known.
+    num_examples : float
+        Its weight.
+    payload : Payload
+        What it computed.
+    metrics : MetricRecord
+        Its metrics.
+    num_bytes : int
+        The serialised size of what it sent.
+    """
+
+    node_id: int
+    client: str
+    num_examples: float
+    payload: P
+    metrics: MetricRecord
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a strategy's step returns.
+
+    Parameters
+    ----------
+    state : ServerState
+        The new state.
+    metrics : dict[str, int | float | list[float]]
+        What joins the round's aggregated train metrics.
+    details : Any
+        What the last step leaves for ``CurvatureResult.details``.
+    """
+
+    state: ServerState
+    metrics: dict[str, int | float | list[float]] = field(default_factory=dict)
+    details: Any = None
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[P]):
+    """One request to the sampled clients, and what becomes of their replies.
+
+    Parameters
+    ----------
+    config : Mapping[str, …]
+        What the clients are to do; it joins ``train_config`` in the ``ConfigRecord``.
+    read : Callable[[ArrayRecord, Params], P]
+        Decodes and checks a reply, given the parameters that were sent out; raises
+        ``WireError``.
+    step : Callable[[ServerState, Sequence[Upload[P]]], Step]
+        Makes the next state of the uploads, which are at least one.
+    send : Callable[[ServerState], Mapping[str, Mapping[str, Tensor]]]
+        What is sent beside the parameters, in named groups.
+    start : Callable[[ServerState], Params]
+        The parameters and buffers that are sent out, where they are not the state's.
+    everyone : bool, default False
+        Ask every connected client instead of the strategy's fraction.
+    """
+
+    config: Mapping[str, ConfigRecordValues]
+    read: Callable[[ArrayRecord, Params], P]
+    step: Callable[[ServerState, Sequence[Upload[P]]], Step]
+    send: Callable[[ServerState], Groups] = lambda state: {}
+    start: Callable[[ServerState], Params] = lambda state: state.params
+    everyone: bool = False
+
+    def configure(self, base: ConfigRecord) -> ConfigRecord:
+        """Return a new record: the caller's keys, and over them the exchange's."""
+        return ConfigRecord({**base, **self.config})
+
+    def arrays(self, state: ServerState) -> ArrayRecord:
+        """Return the record that is sent out: parameters, and the groups beside."""
+        return tensors_to_arrays({**self.start(state), **join_groups(self.send(state))})
+
+    def reading(self, read: Callable[[ArrayRecord, Params], P]) -> "Exchange[P]":
+        """Return the same exchange with another reader."""
+        return replace(self, read=read)
+
+
+def weights_of(uploads: Sequence[Upload[Any]]) -> list[float]:
+    """Return the clients' weights."""
+    return [upload.num_examples for upload in uploads]

@@ -1,0 +1,82 @@
+"""Who has taken part in a run whose clients keep control variates on their disks."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.params import Params
+from flwr_fisher.server.exchange import Upload
+from flwr_fisher.wire import Roster
+
+__all__ = ["Membership"]
+
+_RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a server remembers of its clients from one step to the next.
+
+    Parameters
+    ----------
+    run : int
+        The run's number, under which clients keep their state.
+    steps : int
+        How many steps were made.
+    total : float
+        What all clients weigh together, as far as it was known at the last of them;
+        those that have not uploaded yet count with the mean weight of the others.
+    roster : Roster
+        Who took part, when last, and with what weight.
+    """
+
+    run: int
+    steps: int = 0
+    total: float = 0.0
+    roster: Roster = field(default_factory=Roster)
+
+    @classmethod
+    def new(cls) -> "Membership":
+        """Return that of a run that begins."""
+        return cls(secrets.randbits(62))
+
+    def after(self, uploads: Sequence[Upload[Any]], connected: int) -> "Membership":
+        """Return the membership after one more step, to which these uploads gave.
+
+        There are as many clients as are connected, or have taken part if that is more.
+        """
+        steps = self.steps + 1
+        given = {upload.client: upload.num_examples for upload in uploads}
+        roster = self.roster.after(steps, given)
+        known = len(roster.weights)
+        total = fsum(roster.weights.values()) * (max(known, connected) / known)
+        return Membership(self.run, steps, total, roster)
+
+    def participation(self, weights: Sequence[float]) -> float:
+        """Return the share of a cohort of these weights in all clients' weight."""
+        return min(1.0, fsum(weights) / self.total)
+
+    def rescale(self, before: "Membership") -> float:
+        """Return what turns a mean over all clients, as known before, into one now."""
+        return before.total / self.total
+
+    def sent(self) -> dict[str, Tensor]:
+        """Return what clients find their own state by."""
+        numbers = {_RUN: torch.tensor(self.run), _STEPS: torch.tensor(self.steps)}
+        return numbers | self.roster.sent()
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return all of it."""
+        total = torch.tensor(self.total, dtype=torch.float64)
+        return self.sent() | {_TOTAL: total} | self.roster.to_tensors()
+
+    @classmethod
+    def from_tensors(cls, tensors: Params) -> "Membership":
+        """Read what :meth:`to_tensors` returned, among other things."""
+        roster, total = Roster.from_tensors(tensors), float(tensors.get(_TOTAL, 0.0))
+        return cls(int(tensors[_RUN]), int(tensors[_STEPS]), total, roster)

@@ -1,0 +1,145 @@
+"""One exchange under way: whom it asks, what they are sent, what came of it."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app.message_type import MessageType
+from flwr.serverapp import Grid
+
+from flwr_fisher.errors import RoundError
+from flwr_fisher.server.admission import Admission
+from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.wire import Payload
+
+__all__ = ["Finished", "MetricsAggregator", "OpenExchange", "Sampling", "requests"]
+
+logger = logging.getLogger("flwr")
+
+P = TypeVar("P", bound=Payload)
+MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
+
+
+class Sampling(Protocol):
+    """What the server reads of a strategy: FedAvg's settings, a seed and a cohort."""
+
+    seed: int
+    cohort: Cohort
+    fraction_train: float
+    min_train_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MetricsAggregator
+
+
+def requests(
+    sampling: Sampling,
+    server_round: int,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    nodes: Iterable[int],
+    message_type: str = MessageType.TRAIN,
+) -> list[Message]:
+    """Return the messages that ask nodes; the caller's records are left as they are."""
+    sent = {**config, "server-round": server_round, "seed": sampling.seed}
+    content = RecordDict({sampling.arrayrecord_key: arrays})
+    content[sampling.configrecord_key] = ConfigRecord(sent)
+    return [
+        Message(content, node, message_type, group_id=str(server_round))
+        for node in nodes
+    ]
+
+
+@dataclass(frozen=True)
+class Finished(Generic[P]):
+    """What became of an exchange: the step, its uploads, the clients' metrics."""
+
+    step: Step
+    uploads: Sequence[Upload[P]]
+    metrics: MetricRecord
+
+
+class OpenExchange(Generic[P]):
+    """Made when nodes are sampled, fed with their replies, and then finished.
+
+    Parameters
+    ----------
+    sampling : Sampling
+        The strategy.
+    exchange : Exchange
+        What it asks.
+    state : ServerState
+        Where the run stands.
+    grid : Grid
+        Knows who is connected.
+    server_round : int
+        The round.
+    timeout : float
+        Seconds to wait for nodes to connect.
+
+    Raises
+    ------
+    RoundError
+        If too few nodes are connected when the time is up.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        exchange: Exchange[P],
+        state: ServerState,
+        grid: Grid,
+        server_round: int,
+        timeout: float,
+    ) -> None:
+        self.sampling, self.exchange, self.state = sampling, exchange, state
+        self.server_round = server_round
+        self.nodes = sampling.cohort.sample(
+            grid,
+            fraction=1.0 if exchange.everyone else sampling.fraction_train,
+            minimum=sampling.min_train_nodes,
+            available=sampling.min_available_nodes,
+            server_round=server_round,
+            purpose="train",
+            timeout=timeout,
+        )
+        logger.info("configure_train: Sampled %s nodes", len(self.nodes))
+        self.admission = Admission(
+            sampling.cohort,
+            exchange.read,
+            state.params,
+            sampling.weighted_by_key,
+            expected=len(self.nodes),
+        )
+
+    def messages(self, config: ConfigRecord, nodes: Iterable[int]) -> list[Message]:
+        """Return the requests to some of the nodes."""
+        arrays = self.exchange.arrays(self.state)
+        configured = self.exchange.configure(config)
+        return requests(self.sampling, self.server_round, arrays, configured, nodes)
+
+    def finish(self) -> Finished[P]:
+        """Take the step, and see that it led somewhere.
+
+        Raises
+        ------
+        RoundError
+            If there are too few uploads, or the step made a parameter that is not
+            finite.
+        """
+        uploads = self.admission.uploads(self.sampling.min_train_nodes)
+        step = self.exchange.step(self.state, uploads)
+        for name, value in step.state.params.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise RoundError(
+                    f"the step made '{name}' NaN or infinite out of finite uploads; "
+                    "the round is not finished, and its uploads are kept where there "
+                    "is a checkpoint_dir"
+                )
+        metrics = self.admission.metrics(self.sampling.train_metrics_aggr_fn)
+        return Finished(step, uploads, metrics)

@@ -1,0 +1,36 @@
+"""TCT's second stage: a linear regression on tangent features, without Flower."""
+
+from flwr_fisher.tangent.average import tct_average, tct_control
+from flwr_fisher.tangent.features import TangentFeatures
+from flwr_fisher.tangent.model import TCTModel
+from flwr_fisher.tangent.regression import tct_residual, tct_steps, tct_update
+from flwr_fisher.tangent.spectrum import (
+    Spectrum,
+    check_lr,
+    gram_spectrum,
+    largest_safe_lr,
+)
+from flwr_fisher.tangent.standardisation import (
+    FeatureMoments,
+    combine_moments,
+    feature_moments,
+    standardisation,
+)
+
+__all__ = [
+    "FeatureMoments",
+    "Spectrum",
+    "TCTModel",
+    "TangentFeatures",
+    "check_lr",
+    "combine_moments",
+    "feature_moments",
+    "gram_spectrum",
+    "largest_safe_lr",
+    "standardisation",
+    "tct_average",
+    "tct_control",
+    "tct_residual",
+    "tct_steps",
+    "tct_update",
+]

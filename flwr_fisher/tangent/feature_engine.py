@@ -1,0 +1,214 @@
+"""Per-example gradients of a network's one output, at chosen coordinates only.
+
+One backward pass of the sum of a batch's outputs reaches every layer's output; an
+example's gradient of a linear or convolution layer is then a product of what went in
+and what came back, of which only the chosen entries are formed. All other parameters
+go through ``torch.func``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.estimate.explain import explained_layers
+from flwr_fisher.curvature.estimate.jacobians import Jacobians
+from flwr_fisher.curvature.estimate.layers import input_columns
+from flwr_fisher.curvature.estimate.taps import Tap, TappableLayer, tapped_forward
+from flwr_fisher.errors import StructureError
+
+__all__ = ["Chosen", "FeatureEngine"]
+
+_FEW = 16  # examples of the first batch on which layers are tried
+_AT_ONCE = 2**24  # entries of activations, 64 MiB in float32
+# Entries of a layer's products at once. On a CPU they stay in its cache.
+_PRODUCTS = {"cpu": 2**19}
+_GATHER = 32  # what an entry costs when it is gathered, in multiplications of a matrix
+_DEPENDS = 1e-3  # relative; far more than rounding
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which entries of a parameter are features, and where they go.
+
+    Parameters
+    ----------
+    entries : Tensor
+        Indices into the flattened parameter, int64 ``[k]``, ascending.
+    at : slice
+        The k columns of the features.
+    """
+
+    entries: Tensor
+    at: slice
+
+
+class FeatureEngine:
+    """Computes features; the first batch decides which layer is taken how.
+
+    Parameters
+    ----------
+    network : nn.Module
+        In eval mode; returns one number an example.
+    chosen : Mapping[str, Chosen]
+        The parameters with at least one chosen entry.
+    inputs : Tensor
+        The first batch ``[n, ...]``, not empty.
+
+    Raises
+    ------
+    StructureError
+        If an example has not exactly one output, or not one of its own.
+    """
+
+    def __init__(
+        self, network: nn.Module, chosen: Mapping[str, Chosen], inputs: Tensor
+    ) -> None:
+        self.network, self.chosen = network, chosen
+        few = inputs[:_FEW]
+        if len(few) == 1:  # with a second, to see whether that changes its output
+            few = torch.cat([few, torch.zeros_like(few)])
+        _check_one_output_each(network, few)
+        layers, taps = explained_layers(network, few)
+        self.layers = {
+            name: layer
+            for name, layer in layers.items()
+            if layer.weight in chosen or layer.bias in chosen
+        }
+        self.weights = {
+            layer.weight: _Weight(layer, chosen[layer.weight].entries)
+            for layer in self.layers.values()
+            if layer.weight in chosen
+        }
+        taken = {p for x in self.layers.values() for p in (x.weight, x.bias)}
+        self.rest = [name for name in chosen if name not in taken]
+        self.jacobians = Jacobians(network, self.rest)
+        sizes = [_entries(layers[name], taps[name]) for name in layers]
+        self.chunk = max(1, _AT_ONCE // max(sum(sizes), few[0].numel(), 1))
+
+    def write(self, inputs: Tensor, out: Tensor) -> None:
+        """Write the examples' features.
+
+        Parameters
+        ----------
+        inputs : Tensor
+            The examples ``[n, ...]``.
+        out : Tensor
+            Takes the features, ``[n, p]``.
+        """
+        for x, rows in zip(
+            torch.split(inputs, self.chunk), torch.split(out, self.chunk), strict=True
+        ):
+            if self.layers:
+                self._write_layers(x, rows)
+            if self.rest:
+                self._write_rest(x, rows)
+
+    def _write_layers(self, x: Tensor, out: Tensor) -> None:
+        outputs, taps = tapped_forward(self.network, x, self.layers)
+        _check_shape(outputs, len(x))
+        calls = {name: _one_call(name, tap, len(x)) for name, tap in taps.items()}
+        edges = [tap.edge() for tap in calls.values()]
+        gradients = torch.autograd.grad(outputs.sum(), edges)
+        for (name, tap), gradient in zip(calls.items(), gradients, strict=True):
+            self._write_layer(self.layers[name], tap.inputs, gradient, out)
+
+    def _write_layer(
+        self, layer: TappableLayer, inputs: Tensor, gradient: Tensor, out: Tensor
+    ) -> None:
+        g = layer.output_columns(gradient).flatten(1, 2)
+        bias = self.chosen.get(layer.bias or "")
+        if bias is not None:
+            out[:, bias.at] = g.sum(2).index_select(1, bias.entries)
+        if layer.weight in self.weights:
+            at = self.chosen[layer.weight].at
+            self.weights[layer.weight].write(inputs, g, out[:, at])
+
+    def _write_rest(self, x: Tensor, out: Tensor) -> None:
+        start = 0
+        for rows in self.jacobians.gradients(x, x.new_ones(1, len(x), 1)):
+            for name, row in rows.items():
+                chosen = self.chosen[name]
+                entries = row.flatten(1).index_select(1, chosen.entries)
+                out[start : start + len(row), chosen.at] = entries
+            start += len(row)
+
+
+class _Weight:
+    """Chosen entries of a weight's gradients ``sum_t g_t a_t^T``."""
+
+    def __init__(self, layer: TappableLayer, entries: Tensor) -> None:
+        weight, self.groups = layer.layer.weight, getattr(layer.layer, "groups", 1)
+        self.layer, self.entries = layer, entries
+        size = weight[0].numel()
+        self.row = entries // size
+        group = self.row // (len(weight) // self.groups)
+        self.column = entries % size + group * size
+
+    def write(self, inputs: Tensor, g: Tensor, out: Tensor) -> None:
+        """Take gradients ``[n, out, T]``; a few examples at a time."""
+        weight, positions = self.layer.layer.weight, g.shape[2]
+        gather = positions == 1 or _GATHER * len(self.entries) < weight.numel()
+        each = len(self.entries) * positions if gather else weight.numel()
+        each += weight[0].numel() * self.groups * positions  # the columns
+        size = max(1, _PRODUCTS.get(g.device.type, _AT_ONCE) // each)
+        write = self._gather if gather else self._product
+        pairs = zip(torch.split(inputs, size), torch.split(g, size), strict=True)
+        for (a, b), o in zip(pairs, torch.split(out, size), strict=True):
+            columns = input_columns(self.layer.layer, a.to(weight.dtype), bias=False)
+            write(columns, b, o)
+
+    def _gather(self, columns: Tensor, g: Tensor, out: Tensor) -> None:
+        columns = columns.flatten(1, 2)
+        if g.shape[2] == 1:  # two dimensions are quicker than three
+            g, columns = g[..., 0], columns[..., 0]
+        g, columns = g.index_select(1, self.row), columns.index_select(1, self.column)
+        if g.dim() == 2:
+            torch.mul(g, columns, out=out)
+        else:
+            out.copy_(torch.linalg.vecdot(g, columns))
+
+    def _product(self, columns: Tensor, g: Tensor, out: Tensor) -> None:
+        product = g.reshape(len(g), self.groups, -1, g.shape[2]) @ columns.mT
+        out.copy_(product.flatten(1).index_select(1, self.entries))
+
+
+def _one_call(name: str, calls: list[Tap], examples: int) -> Tap:
+    if len(calls) != 1 or len(calls[0].inputs) != examples:
+        rows = [len(call.inputs) for call in calls]
+        raise StructureError(
+            f"layer '{name}' was called with {rows} rows for {examples} examples, and "
+            "once with one row an example in the first batch; its calls must not "
+            "depend on the data"
+        )
+    return calls[0]
+
+
+def _entries(layer: TappableLayer, tap: Tap) -> int:
+    """Return about how many entries an example takes in a layer, forth and back."""
+    columns = layer.input_columns(tap.inputs[:1])
+    return 2 * (tap.inputs[:1].numel() + len(layer.layer.weight) * columns.shape[3])
+
+
+def _check_shape(outputs: Tensor, examples: int) -> None:
+    if outputs.dim() < 1 or len(outputs) != examples or outputs.numel() != examples:
+        raise StructureError(
+            f"the replaced head returns {tuple(outputs.shape)} for {examples} examples,"
+            " and features need one output an example: pool positions before the head"
+        )
+
+
+def _check_one_output_each(network: nn.Module, inputs: Tensor) -> None:
+    """Raise unless an example's output is one number, whoever else is there."""
+    with torch.no_grad():
+        together = network(inputs)
+        _check_shape(together, len(inputs))
+        alone = network(inputs[:1])
+    _check_shape(alone, 1)
+    difference = (together[:1].reshape(-1) - alone.reshape(-1)).abs()
+    if bool(difference > _DEPENDS * together.abs().max()):
+        raise StructureError(
+            "an example's output depends on the other examples of its batch, so it has "
+            "no features of its own: leave batch statistics out of the model"
+        )

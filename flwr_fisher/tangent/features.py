@@ -1,0 +1,192 @@
+"""Tangent features: the entries of an example's gradient at random coordinates."""
+
+import hashlib
+import json
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.errors import DataError, check_range
+from flwr_fisher.randomness import random_stream
+from flwr_fisher.tangent.feature_engine import Chosen, FeatureEngine
+from flwr_fisher.tangent.head import (
+    check_last,
+    find_head,
+    linear_layer,
+    one_output_copy,
+)
+
+__all__ = ["TangentFeatures"]
+
+
+class TangentFeatures:
+    r"""Empirical neural tangent kernel features of a network with one output.
+
+    .. math:: \phi(x) = S \, \frac{\partial f_1(x; \theta)}{\partial \theta}
+              \in \mathbb{R}^p
+
+    (TCT, section 4.1.) :math:`f_1` is the network with its last layer replaced by a
+    freshly initialised one with a single output; what the model does behind that layer,
+    such as a log-softmax, has no part in it. S takes p coordinates at random. Both are
+    drawn from `seed`, so that everyone who knows it and the weights has the same
+    features. The network is in eval mode: no dropout, batch norm's running statistics.
+
+    Features are in the order of ``model.named_parameters()``, with the new layer in the
+    old one's place, each parameter flattened as in memory; frozen parameters stay out,
+    but the new layer never does.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its parameters' values are those at construction: it is copied, and neither
+        changed nor looked at again.
+    num_features : int
+        How many coordinates to take; all, where the network has no more.
+    seed : int, default 0
+        Of the new layer's weights and of the coordinates, each a stream of its own.
+        The global generators are left as they were.
+    head : str, optional
+        The name of the layer to replace, an ``nn.Linear``. By default the last in the
+        model's definition; the first batch shows whether it is also called last.
+
+    Attributes
+    ----------
+    head : str
+        The name of the layer that was replaced.
+    num_classes : int
+        The outputs that it had.
+    num_features : int
+        p, at most the number of trained parameters.
+    digest : str
+        Of everything that must agree between clients, besides the parameters' values:
+        the head's name, the seed, parameters' names and shapes, the coordinates and the
+        new layer's weights. 64 hexadecimal digits.
+    dtype : torch.dtype
+        Of the features: float64 where the head is, or else float32.
+    device : torch.device
+        Of the features, and where examples must be.
+
+    Raises
+    ------
+    ConfigurationError
+        If `num_features` is below 1, or `head` names no linear layer.
+    StructureError
+        If there is no linear layer, the head shares its weight with another layer or is
+        not called exactly once, a linear layer is called after it that no `head` was
+        named for, or an example's output depends on the others of its batch; the last
+        three on the first batch.
+
+    Notes
+    -----
+    Linear and convolution layers that are called once, one row an example, share one
+    backward pass of the batch, and only the chosen entries of an example's gradient are
+    formed. Other parameters go through ``torch.func``.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> features = TangentFeatures(model, num_features=20)
+    >>> features.head, features.num_classes
+    ('2', 3)
+    >>> features(torch.randn(5, 4)).shape
+    torch.Size([5, 20])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_features: int,
+        *,
+        seed: int = 0,
+        head: str | None = None,
+    ) -> None:
+        check_range("num_features", num_features, 1)
+        self.seed, self.head = seed, find_head(model, head)
+        self._head_is_named = head is not None
+        self.num_classes = linear_layer(model, self.head).out_features
+        with torch.inference_mode(False):
+            self._network = one_output_copy(model, self.head, seed)
+        trained = {k: p for k, p in self._network.named_parameters() if p.requires_grad}
+        sizes = {name: p.numel() for name, p in trained.items()}
+        coordinates = _coordinates(sum(sizes.values()), num_features, seed)
+        self.num_features = len(coordinates)
+        new = linear_layer(self._network, self.head)
+        self.dtype = (
+            torch.float64 if new.weight.dtype == torch.float64 else torch.float32
+        )
+        self.device = new.weight.device
+        self._chosen = _by_parameter(coordinates, sizes, self.device)
+        shapes = {name: list(p.shape) for name, p in trained.items()}
+        self.digest = _digest([self.head, seed, shapes], coordinates, new)
+        self._engine: FeatureEngine | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the features of a batch.
+
+        Parameters
+        ----------
+        x : Tensor
+            Examples ``[B, ...]`` on :attr:`device`; taken in parts if they are many.
+
+        Returns
+        -------
+        Tensor
+            ``[B, p]`` in :attr:`dtype`, detached. An example's row does not depend on
+            the rest of the batch, but for rounding.
+
+        Raises
+        ------
+        DataError
+            If `x` is not a tensor.
+        StructureError
+            As above; also where a parameter has no gradient through ``torch.func``.
+        """
+        if not isinstance(x, Tensor):
+            raise DataError(f"examples must be one tensor, got {type(x).__name__}")
+        with torch.inference_mode(False), torch.enable_grad():
+            x = x.clone() if x.is_inference() else x.detach()
+            shape = len(x), self.num_features
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if len(x):
+                self._engine_for(x).write(x, out)
+        return out
+
+    def _engine_for(self, x: Tensor) -> FeatureEngine:
+        """Return the engine, which the first batch decides on."""
+        if self._engine is None:
+            check_last(self._network, self.head, x[:1], named=self._head_is_named)
+            self._engine = FeatureEngine(self._network, self._chosen, x)
+        return self._engine
+
+
+def _coordinates(total: int, num_features: int, seed: int) -> np.ndarray:
+    """Return distinct numbers below `total`, ascending."""
+    count = min(num_features, total)
+    stream = random_stream(seed, "tangent", "coordinates")
+    drawn = stream.choice(total, count, replace=False, shuffle=False)
+    return np.sort(drawn.astype(np.int64))
+
+
+def _by_parameter(
+    coordinates: np.ndarray, sizes: dict[str, int], device: torch.device
+) -> dict[str, Chosen]:
+    """Say of each parameter which of its entries are chosen, if any are."""
+    chosen, start = {}, 0
+    for name, size in sizes.items():
+        first, last = np.searchsorted(coordinates, [start, start + size])
+        if first < last:
+            entries = torch.from_numpy(coordinates[first:last] - start).to(device)
+            chosen[name] = Chosen(entries, slice(int(first), int(last)))
+        start += size
+    return chosen
+
+
+def _digest(settings: object, coordinates: np.ndarray, head: nn.Linear) -> str:
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    digest.update(coordinates.astype("<i8").tobytes())
+    for parameter in head.parameters():
+        # As float32, so that a client who computes in float64 agrees with the others.
+        values = parameter.detach().float().cpu().numpy()
+        digest.update(values.astype("<f4").tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,198 @@
+"""A copy of a network that ends in a fresh linear layer with one output."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from flwr_fisher.curvature.independence import check_examples_are_independent
+from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
+from flwr_fisher.randomness import random_stream
+
+__all__ = ["check_last", "find_head", "linear_layer", "one_output_copy"]
+
+
+def find_head(model: nn.Module, head: str | None) -> str:
+    """Return the name of the layer to replace: `head`, or the last linear layer.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The network.
+    head : str | None
+        What the caller calls it; None takes the ``nn.Linear`` that is defined last.
+
+    Raises
+    ------
+    ConfigurationError
+        If `head` names no layer, or one that is not linear.
+    StructureError
+        If the model has no linear layer, or shares this one's weight with another.
+    """
+    modules = dict(model.named_modules())
+    linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
+    if not linear:
+        raise StructureError(
+            "the model has no nn.Linear, and features are gradients of a network whose "
+            "last linear layer is replaced: end the model in one"
+        )
+    if head is not None and head not in modules:
+        raise UnknownNameError("head", head, linear)
+    if head is not None and head not in linear:
+        raise ConfigurationError(
+            f"head={head!r} is a {type(modules[head]).__name__}, and only an nn.Linear "
+            f"can be replaced by one with a single output: {', '.join(linear)}"
+        )
+    name = linear[-1] if head is None else head
+    _check_not_shared(modules, name)
+    return name
+
+
+def _check_not_shared(modules: dict[str, nn.Module], head: str) -> None:
+    own = {id(p) for p in modules[head].parameters()}
+    for name, module in modules.items():
+        inside = not head or name == head or name.startswith(f"{head}.")
+        if inside or own.isdisjoint(id(p) for p in module.parameters(recurse=False)):
+            continue
+        raise StructureError(
+            f"head '{head}' shares its parameters with layer '{name}', so it cannot be "
+            "replaced alone: untie them, or pass another layer's name as head"
+        )
+
+
+def linear_layer(model: nn.Module, name: str) -> nn.Linear:
+    """Return the linear layer of that name, which the model is known to have."""
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
+    """Return a copy of the model that returns what its new head returns.
+
+    Whatever the model does after its head, such as a log-softmax (of one output always
+    zero), has no part in it. Frozen parameters stay frozen; the head is trained.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The network.
+    head : str
+        The layer to replace.
+    seed : int
+        Of the new layer's weights.
+
+    Raises
+    ------
+    StructureError
+        If a layer normalises by its batch's own statistics.
+    """
+    check_examples_are_independent(model, "an example has no features of its own")
+    network = copy.deepcopy(model)
+    old = linear_layer(network, head)
+    new = _fresh_head(old, seed)
+    for name, module in list(network.named_modules(remove_duplicate=False)):
+        if module is old and name:
+            network.set_submodule(name, new)
+    if head:
+        _ReturnHead(network, new, head)
+    return (network if head else new).eval()
+
+
+def check_last(network: nn.Module, head: str, inputs: Tensor, *, named: bool) -> None:
+    """Check, by one call, that the network can end in its head.
+
+    Parameters
+    ----------
+    network : nn.Module
+        From :func:`one_output_copy`.
+    head : str
+        The layer that was replaced.
+    inputs : Tensor
+        A few examples.
+    named : bool
+        Whether the caller named the head; then linear layers may be called after it.
+
+    Raises
+    ------
+    StructureError
+        If a linear layer is called after the head, or what the model does after it
+        fails for want of its other outputs.
+    """
+    called: list[str] = []
+
+    def record(name: str, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_pre_hook(lambda *_: called.append(name))
+
+    linear = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.Linear)]
+    handles = [record(name, module) for name, module in linear]
+    failure: Exception | None = None
+    try:
+        with torch.no_grad():
+            network(inputs)
+    except (RuntimeError, IndexError) as error:
+        if head not in called:
+            raise
+        failure = error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if called[-1] != head and not named:
+        raise StructureError(
+            f"layer '{called[-1]}' is called after '{head}', the last linear layer in "
+            f"the model's definition: pass head={called[-1]!r}, or the name that you "
+            "mean"
+        ) from failure
+    if failure is not None:
+        raise StructureError(
+            f"what the model does behind its head '{head}' fails when that has a single"
+            f" output: {failure}"
+        ) from failure
+
+
+def _fresh_head(old: nn.Linear, seed: int) -> nn.Linear:
+    """Return a layer with ``nn.Linear``'s usual distribution, drawn from `seed`."""
+    new: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
+        nn.Linear,
+        old.in_features,
+        1,
+        bias=old.bias is not None,
+        device=old.weight.device,
+        dtype=old.weight.dtype,
+    )
+    bound = old.in_features**-0.5 if old.in_features else 0.0
+    stream = random_stream(seed, "tangent", "head")
+    with torch.no_grad():
+        for parameter in new.parameters():
+            drawn = stream.uniform(-bound, bound, tuple(parameter.shape))
+            parameter.copy_(torch.from_numpy(drawn))
+    return new
+
+
+class _ReturnHead:
+    """Makes a network return its head's output in place of its own."""
+
+    def __init__(self, network: nn.Module, head: nn.Linear, name: str) -> None:
+        self.name = name
+        self.outputs: list[Tensor] = []
+        network.register_forward_pre_hook(self._start)
+        head.register_forward_hook(self._keep)
+        network.register_forward_hook(self._replace)
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.outputs = []
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self.outputs.append(output.clone())  # which nothing changes in place later
+
+    def _replace(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+        outputs, self.outputs = self.outputs, []
+        if len(outputs) != 1:
+            raise StructureError(
+                f"head '{self.name}' is called {len(outputs)} times in a forward pass, "
+                "and the layer to replace must be called exactly once: pass another "
+                "one's name as head"
+            )
+        return outputs[0]

@@ -1,0 +1,266 @@
+"""The model that TCT ends with: a linear one on tangent features."""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
+from flwr_fisher.params import check_same_layout, shared_state
+from flwr_fisher.tangent.features import TangentFeatures
+
+__all__ = ["TCTModel"]
+
+_PREFIX = "tct/"
+_AT_ONCE = 2**24  # features, of all examples that are taken together: 64 MiB
+_KEYS = ("weight", "mean", "std", "seed", "head")
+
+
+class TCTModel(nn.Module):
+    r"""Predict from standardised tangent features, as TCT does after stage 2.
+
+    .. math:: f(x) = \frac{\phi(x) - \mu}{\sigma} \, \Theta
+
+    (TCT, section 4.2.) The class is the largest entry; they are regressions on one-hot
+    labels minus 1/C, not log-probabilities.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The network as it was trained, with its own head. It is copied; eval mode is
+        used for features whatever the mode.
+    weight : Tensor
+        :math:`\Theta`, ``[p, C]``.
+    mean, std : Tensor
+        Of each feature, ``[p]``; `std` is positive.
+    seed : int
+        Of the features.
+    head : str, optional
+        The layer that features replace, as for
+        :class:`~flwr_fisher.tangent.TangentFeatures`.
+
+    Attributes
+    ----------
+    num_features, num_classes : int
+        p and C.
+    head : str
+        The layer's name.
+    seed : int
+        As given.
+
+    Raises
+    ------
+    ParamsError
+        If shapes do not fit each other or the model, or a `std` is not positive.
+    ConfigurationError, StructureError
+        As :class:`~flwr_fisher.tangent.TangentFeatures`.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> weight, mean, std = torch.randn(20, 3), torch.zeros(20), torch.ones(20)
+    >>> tct = TCTModel(model, weight, mean, std, seed=0)
+    >>> tct(torch.randn(5, 4)).shape
+    torch.Size([5, 3])
+    >>> TCTModel.is_in(tct.to_tensors())
+    True
+    """
+
+    weight: Tensor
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weight: Tensor,
+        mean: Tensor,
+        std: Tensor,
+        *,
+        seed: int,
+        head: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_shapes(weight, mean, std)
+        self.model = copy.deepcopy(model)
+        self.num_features, self.num_classes = weight.shape
+        self.seed, self._given_head = seed, head
+        self._features: TangentFeatures | None = None
+        features = self._tangent_features()
+        self.head = features.head
+        sizes = (features.num_features, features.num_classes)
+        if sizes != (self.num_features, self.num_classes):
+            raise ParamsError(
+                f"weight is {tuple(weight.shape)}, and the model has {sizes[0]} "
+                f"features for {sizes[1]} classes of its head '{self.head}'"
+            )
+        for name, value in (("weight", weight), ("mean", mean), ("std", std)):
+            self.register_buffer(name, value.detach().clone().to(features.device))
+        self.register_load_state_dict_post_hook(_forget_features)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scores ``[B, C]`` of examples ``[B, ...]``; the largest is the class.
+
+        No gradients: neither with respect to the examples nor to the features.
+        """
+        size = max(1, _AT_ONCE // self.num_features)
+        return torch.cat([self._scores(part) for part in torch.split(x, size)])
+
+    def _scores(self, x: Tensor) -> Tensor:
+        z = self._tangent_features()(x).sub_(self.mean).div_(self.std)
+        return z @ self.weight.to(z.dtype)
+
+    def _tangent_features(self) -> TangentFeatures:
+        """Return the features of the network with its present values and device."""
+        if self._features is None:
+            self._features = TangentFeatures(
+                self.model, self.num_features, seed=self.seed, head=self._given_head
+            )
+        return self._features
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TCTModel":
+        # To another device or dtype.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._features = None
+        return self
+
+    @staticmethod
+    def is_in(tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether these are a TCT model's tensors, not a plain model's."""
+        return f"{_PREFIX}weight" in tensors
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return the model under its own keys, and ``tct/…`` for the rest.
+
+        Returns
+        -------
+        dict[str, Tensor]
+            What :func:`~flwr_fisher.params.shared_state` gives for the network, then
+            ``tct/weight`` ``[p, C]``, ``tct/mean`` and ``tct/std`` ``[p]``,
+            ``tct/seed``, an int64 scalar, and ``tct/head``, the layer's name in UTF-8
+            as uint8. On the CPU, sharing no memory with the model.
+        """
+        state = shared_state(self.model)
+        state |= {f"{_PREFIX}{k}": getattr(self, k) for k in ("weight", "mean", "std")}
+        state[f"{_PREFIX}seed"] = torch.tensor(self.seed)
+        head = list(self.head.encode())
+        state[f"{_PREFIX}head"] = torch.tensor(head, dtype=torch.uint8)
+        return {k: v.detach().cpu().clone().contiguous() for k, v in state.items()}
+
+    @classmethod
+    def from_tensors(
+        cls, model: nn.Module, tensors: Mapping[str, Tensor]
+    ) -> "TCTModel":
+        """Undo :meth:`to_tensors`.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Of the same architecture, with its own head. Its values do not matter, but
+            for frozen parameters, which the tensors do not hold; it is left as it was.
+        tensors : Mapping[str, Tensor]
+            As :meth:`to_tensors` returns them; a TCT run's arrays from the end of its
+            stage 1 on are such.
+
+        Raises
+        ------
+        ParamsError
+            If a key is missing or unexpected, or a shape does not fit.
+        """
+        state, added = {}, {}
+        for key, value in tensors.items():
+            if key.startswith(_PREFIX):
+                added[key.removeprefix(_PREFIX)] = value
+            else:
+                state[key] = value
+        if added.keys() != set(_KEYS):
+            wrong = sorted(_PREFIX + key for key in added.keys() ^ set(_KEYS))
+            raise ParamsError(f"a TCT model's tensors lack, or have too many: {wrong}")
+        check_same_layout(shared_state(model), state, "the tensors of the network")
+        network = copy.deepcopy(model)
+        network.load_state_dict(state, strict=False)
+        weight, mean, std = (added[key] for key in ("weight", "mean", "std"))
+        seed, head = _seed_and_head(added)
+        return cls(network, weight, mean, std, seed=seed, head=head)
+
+    def save(self, path: Path | str) -> None:
+        """Write :meth:`to_tensors` as a safetensors file.
+
+        Parameters
+        ----------
+        path : Path | str
+            The file, which is replaced where it exists.
+
+        Raises
+        ------
+        CheckpointError
+            If the disk refuses.
+        """
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            save_file(self.to_tensors(), partial)
+            partial.replace(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path | str, model: nn.Module) -> "TCTModel":
+        """Read what :meth:`save` wrote, bit for bit.
+
+        Parameters
+        ----------
+        path : Path | str
+            The file.
+        model : nn.Module
+            As for :meth:`from_tensors`.
+
+        Raises
+        ------
+        CheckpointError
+            If the file is missing, damaged, or another model's.
+        ParamsError
+            If `model` is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise ParamsError(f"load(path, model) takes a module, got {model!r}")
+        try:
+            tensors = load_file(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+        try:
+            return cls.from_tensors(model, tensors)
+        except FlwrFisherError as error:
+            raise CheckpointError(
+                f"{path} does not hold a TCT model of this architecture: {error}"
+            ) from error
+
+
+def _forget_features(module: TCTModel, _: object) -> None:
+    module._features = None  # they were those of the values before
+
+
+def _check_shapes(weight: Tensor, mean: Tensor, std: Tensor) -> None:
+    if weight.dim() != 2 or not mean.shape == std.shape == weight.shape[:1]:
+        raise ParamsError(
+            f"weight must be [p, C], mean and std [p]; got {tuple(weight.shape)}, "
+            f"{tuple(mean.shape)} and {tuple(std.shape)}"
+        )
+    if not bool((std > 0).all()):
+        raise ParamsError("std must be positive; give a constant feature's 1")
+
+
+def _seed_and_head(tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Return the seed and the head's name."""
+    seed, head = tensors["seed"], tensors["head"]
+    if seed.numel() != 1 or seed.is_floating_point() or head.dtype != torch.uint8:
+        raise ParamsError("'tct/seed' must be one integer, and 'tct/head' bytes")
+    try:
+        return int(seed), bytes(head.flatten().tolist()).decode()
+    except UnicodeDecodeError as error:
+        raise ParamsError(f"'tct/head' is not a name: {error}") from error

@@ -1,0 +1,189 @@
+"""The eigenvalues of a client's Gram matrix, and which learning rates they allow."""
+
+import math
+from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Context
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import ConfigurationError, DataError, ParamsError, check_number
+
+__all__ = [
+    "Spectrum",
+    "check_features",
+    "check_lr",
+    "check_rate",
+    "check_targets",
+    "gram_spectrum",
+    "largest_safe_lr",
+]
+
+_COLUMNS, _ROWS = 2048, 256
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    r"""The eigendecomposition of :math:`K = Z Z^\top / n`.
+
+    Parameters
+    ----------
+    eigenvalues : Tensor
+        ``[n]`` float64, ascending, none negative.
+    eigenvectors : Tensor
+        ``[n, n]`` float64, one a column.
+
+    Raises
+    ------
+    ParamsError
+        If shapes do not fit each other.
+    """
+
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+
+    def __post_init__(self) -> None:
+        n = len(self.eigenvalues)
+        if self.eigenvalues.shape != (n,) or self.eigenvectors.shape != (n, n):
+            raise ParamsError(
+                f"eigenvalues {tuple(self.eigenvalues.shape)} and eigenvectors "
+                f"{tuple(self.eigenvectors.shape)} are not a spectrum: need [n], [n, n]"
+            )
+
+    @property
+    def largest(self) -> float:
+        r"""The largest eigenvalue, :math:`\lambda_\max`."""
+        return float(self.eigenvalues.max())
+
+
+def gram_spectrum(Z: Tensor) -> Spectrum:
+    r"""Return the spectrum of :math:`K = Z Z^\top / n`.
+
+    Its eigenvalues are those of the regression's Hessian :math:`Z^\top Z / n`, so that
+    gradient steps converge below a rate of :math:`2 / \lambda_\max`. K is summed, as it
+    is decomposed, in float64, over blocks of columns: an error in K is amplified by up
+    to :math:`\eta M`, and float32 would cost more digits than a round's float32 does.
+
+    Parameters
+    ----------
+    Z : Tensor
+        ``[n, p]``, of any floating dtype, also memory-mapped. Takes some
+        :math:`32 n^2` bytes beside it, and time as :math:`n^2 p + 10 n^3`.
+
+    Raises
+    ------
+    DataError
+        If there is no example or feature, or a value is not finite.
+
+    Examples
+    --------
+    >>> gram_spectrum(torch.tensor([[2.0, 0.0], [0.0, 4.0]])).eigenvalues
+    tensor([2., 8.], dtype=torch.float64)
+    """
+    check_features(Z)
+    n, p = Z.shape
+    K = torch.zeros(n, n, dtype=torch.float64, device=Z.device)
+    for start in range(0, p, _COLUMNS):
+        block = Z[:, start : start + _COLUMNS].double()
+        # K is symmetric, and eigh reads its lower triangle only.
+        for first in range(0, n, _ROWS):
+            last = min(first + _ROWS, n)
+            K[first:last, :last].addmm_(block[first:last], block[:last].mT)
+    if not K.diagonal().isfinite().all():
+        raise DataError("the features hold NaN or infinity")
+    eigenvalues, eigenvectors = torch.linalg.eigh(K.div_(n), UPLO="L")
+    return Spectrum(eigenvalues.clamp_(min=0), eigenvectors)
+
+
+def largest_safe_lr(largest_eigenvalue: float) -> float:
+    r"""Return the largest rate below :math:`2 / \lambda_\max`; infinity for 0.
+
+    From :math:`2 / \lambda_\max` on, gradient steps on the regression diverge. At
+    :math:`1 / \lambda_\max` they are the fastest along the steepest direction.
+
+    Parameters
+    ----------
+    largest_eigenvalue : float
+        :math:`\lambda_\max`, at least 0.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is negative or not finite.
+
+    Examples
+    --------
+    >>> largest_safe_lr(4.0)
+    0.49999999999999994
+    """
+    if not 0 <= largest_eigenvalue < math.inf:
+        raise ConfigurationError(
+            f"the largest eigenvalue must be >= 0 and finite, got {largest_eigenvalue}"
+        )
+    lr = math.inf if largest_eigenvalue == 0 else 2 / largest_eigenvalue
+    while lr * largest_eigenvalue >= 2:
+        lr = math.nextafter(lr, 0)
+    return lr
+
+
+def check_lr(lr: float, largest_eigenvalue: float) -> None:
+    r"""Raise :class:`ConfigurationError` unless :math:`0 < \eta < 2 / \lambda_\max`.
+
+    Parameters
+    ----------
+    lr : float
+        :math:`\eta`.
+    largest_eigenvalue : float
+        :math:`\lambda_\max`, as of :attr:`Spectrum.largest`.
+
+    Examples
+    --------
+    >>> check_lr(0.5, 6.0)
+    Traceback (most recent call last):
+    flwr_fisher.errors.ConfigurationError: lr 0.5 is too large for these features, ...
+    """
+    check_rate(lr)
+    if lr > (safe := largest_safe_lr(largest_eigenvalue)):
+        # Rounded down, so that the number in the message is itself safe.
+        shown = float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(safe))
+        raise ConfigurationError(
+            f"lr {lr:g} is too large for these features, whose largest eigenvalue is "
+            f"{largest_eigenvalue:.6g}: steps would diverge. The largest safe lr is "
+            f"{shown:g}"
+        )
+
+
+def check_rate(lr: float) -> None:
+    """Raise :class:`ConfigurationError` unless `lr` is positive and finite."""
+    check_number("lr", lr)
+    if not 0 < lr < math.inf:
+        raise ConfigurationError(f"lr must be > 0 and finite, got {lr}")
+
+
+def check_features(Z: Tensor) -> None:
+    """Raise :class:`DataError` unless `Z` is a matrix of floats with an entry."""
+    if Z.dim() != 2 or not Z.numel() or not Z.is_floating_point():
+        raise DataError(
+            "features must be a matrix [n, p] of floats with at least one example and "
+            f"feature, got {tuple(Z.shape)} of {Z.dtype}"
+        )
+
+
+def check_targets(
+    Z: Tensor,
+    Y: Tensor,
+    weight: Tensor,
+    h: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    """Raise an error that names the tensor whose shape does not fit the others'."""
+    check_features(Z)
+    if Y.dim() != 2:
+        raise ParamsError(f"Y must be [n, C], got {tuple(Y.shape)}")
+    (n, p), classes = Z.shape, Y.shape[1]
+    wanted = {"Y": (Y, (n, classes)), "weight": (weight, (p, classes))}
+    wanted |= {} if h is None else {"h": (h, (p, classes))}
+    wanted |= {} if residual is None else {"residual": (residual, (n, classes))}
+    for name, (tensor, shape) in wanted.items():
+        if tensor.shape != shape:
+            raise ParamsError(f"{name} has shape {tuple(tensor.shape)}, need {shape}")

@@ -1,0 +1,153 @@
+"""Features' means and deviations over all clients, which upload no feature."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import DataError, ParamsError
+from flwr_fisher.tangent.products import block_rows
+from flwr_fisher.tangent.spectrum import check_features
+
+__all__ = ["FeatureMoments", "combine_moments", "feature_moments", "standardisation"]
+
+
+@dataclass(frozen=True)
+class FeatureMoments:
+    r"""How many examples, and each feature's mean and sum of squared deviations.
+
+    Parameters
+    ----------
+    mean : Tensor
+        ``[p]`` float64.
+    m2 : Tensor
+        ``[p]`` float64, :math:`\sum_j (z_j - \bar z)^2`.
+    count : int
+        n, the number of examples.
+
+    Raises
+    ------
+    ParamsError
+        If shapes differ, a value is not finite, or `m2` or `count` is out of range.
+    """
+
+    mean: Tensor
+    m2: Tensor
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.mean.dim() != 1 or self.mean.shape != self.m2.shape:
+            raise ParamsError(
+                f"mean {tuple(self.mean.shape)} and m2 {tuple(self.m2.shape)} must "
+                "both be [p]"
+            )
+        if not 1 <= self.count < math.inf:
+            raise ParamsError(f"moments need at least one example, got {self.count}")
+        finite = self.mean.isfinite().all() and self.m2.isfinite().all()
+        if not finite or bool((self.m2 < 0).any()):
+            raise ParamsError("moments hold NaN, infinity or a negative m2")
+
+
+def feature_moments(Z: Tensor) -> FeatureMoments:
+    r"""Return the moments of a client's features.
+
+    Summed in float64 over blocks of rows, each about its own mean, so that a mean far
+    above the deviation costs no digits.
+
+    Parameters
+    ----------
+    Z : Tensor
+        ``[n, p]``, of any floating dtype, also memory-mapped.
+
+    Raises
+    ------
+    DataError
+        If there is no example or feature, or a value is not finite.
+
+    Examples
+    --------
+    >>> feature_moments(torch.tensor([[1.0], [3.0]]))
+    FeatureMoments(mean=tensor([2.], dtype=torch.float64),
+                   m2=tensor([2.], dtype=torch.float64), count=2)
+    """
+    check_features(Z)
+    blocks = torch.split(Z, block_rows(Z.shape[1], torch.float64))
+    return combine_moments([_moments(rows.double()) for rows in blocks])
+
+
+def combine_moments(moments: Sequence[FeatureMoments]) -> FeatureMoments:
+    r"""Return the moments of all clients' features together.
+
+    .. math:: \bar z = \sum_i \frac{n_i}{N} \bar z_i, \qquad
+              M_2 = \sum_i \big( M_{2,i} + n_i (\bar z_i - \bar z)^2 \big)
+
+    (Chan, Golub & LeVeque 1983). No difference of large squares is taken.
+
+    Parameters
+    ----------
+    moments : Sequence[FeatureMoments]
+        Each client's.
+
+    Raises
+    ------
+    ParamsError
+        If there are none, or their numbers of features differ.
+
+    Examples
+    --------
+    >>> one, two = (feature_moments(torch.tensor([[z]])) for z in (1.0, 3.0))
+    >>> combine_moments([one, two]).m2
+    tensor([2.], dtype=torch.float64)
+    """
+    if not moments:
+        raise ParamsError("no moments to combine")
+    sizes = sorted({len(part.mean) for part in moments})
+    if len(sizes) > 1:
+        raise ParamsError(f"moments are of different numbers of features: {sizes}")
+    total = sum(part.count for part in moments)
+    origin = moments[0].mean
+    mean = origin.clone()
+    for part in moments[1:]:
+        mean.add_(part.mean - origin, alpha=part.count / total)
+    m2 = torch.zeros_like(mean)
+    for part in moments:
+        m2 += part.m2 + part.count * (part.mean - mean).square()
+    return FeatureMoments(mean, m2, total)
+
+
+def standardisation(moments: FeatureMoments) -> tuple[Tensor, Tensor]:
+    r"""Return the mean and standard deviation that features are standardised with.
+
+    The population's, :math:`\sqrt{M_2 / N}`. A constant feature has the standard
+    deviation 1: less its mean it is zero, and does not count. Constant is what varies
+    by no more than the rounding of float32, in which features are computed.
+
+    Parameters
+    ----------
+    moments : FeatureMoments
+        Of all clients together.
+
+    Returns
+    -------
+    mean, std : Tensor
+        ``[p]`` float64, each `std` positive.
+
+    Examples
+    --------
+    >>> Z = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
+    >>> standardisation(feature_moments(Z))
+    (tensor([2., 5.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
+    """
+    single = torch.finfo(torch.float32)
+    std = (moments.m2 / moments.count).sqrt()
+    constant = std <= (single.eps * moments.mean.abs()).clamp(min=single.tiny)
+    return moments.mean, std.masked_fill(constant, 1.0)
+
+
+def _moments(rows: Tensor) -> FeatureMoments:
+    if not rows.isfinite().all():
+        raise DataError("the features hold NaN or infinity")
+    mean = rows.mean(0)
+    return FeatureMoments(mean, (rows - mean).square().sum(0), len(rows))

@@ -1,0 +1,190 @@
+"""Which columns of an upload's matrices are sent, within the bytes that are left.
+
+A column is an eigenvector of a Kronecker factor or a dense matrix, or a vector of
+E-KFAC's bases. Columns are sent in the order of their share of their matrix's trace per
+byte, whatever layer they belong to. A matrix that would take as many bytes whole is
+sent whole.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.params import Params
+from flwr_fisher.wire import matrix_codes, packing
+
+__all__ = ["FEWEST_BITS", "Matrix", "column_energies", "pack_matrices", "sort_columns"]
+
+FEWEST_BITS = 2
+_WHOLE_BITS, _CUT_BITS = 8, 6
+
+
+class Matrix:
+    """A matrix to send (a factor, a dense matrix, or a basis of E-KFAC), and its sizes.
+
+    Parameters
+    ----------
+    key : str
+        Its key in the upload.
+    value : Tensor
+        ``[groups, n, n]`` or ``[n, n]``.
+    energies : Tensor | None
+        Of a basis: the sum of the moments that belong to each column, ``[groups, n]``,
+        descending.
+
+    Attributes
+    ----------
+    least : int
+        The bytes of its entry without a column.
+    """
+
+    def __init__(self, key: str, value: Tensor, energies: Tensor | None) -> None:
+        self.key, self.is_basis = key, energies is not None
+        self.value = value if value.dim() == 3 else value.unsqueeze(0)
+        self.groups, self.n = self.value.shape[:2]
+        self._energies = energies
+        self.least = packing.HEAD + self._cut(0, FEWEST_BITS) + 1  # for rounding
+
+    def _cut(self, rank: int, bits: int) -> int:
+        if self.is_basis:
+            return matrix_codes.size_of_basis(self.groups, self.n, rank, bits)
+        return matrix_codes.size_of_columns(self.groups, self.n, rank, bits)
+
+    def column(self, bits: int) -> float:
+        """Return the bytes of one more column."""
+        norm = 0 if self.is_basis else 4
+        return self.groups * (self.n * bits / 8 + norm)
+
+    def whole(self, bits: int) -> int:
+        """Return the bytes of the whole matrix, beyond `least`."""
+        if self.is_basis:
+            return packing.HEAD + self._cut(self.n, bits) - self.least
+        size = matrix_codes.size_of_whole(self.groups, self.n, bits)
+        return packing.HEAD + size - self.least
+
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Return each column's part of the trace, descending, and the columns."""
+        if self._energies is not None:
+            return self._energies, self.value
+        # LAPACK has no eigenvectors of smaller floats.
+        wide = self.value if self.value.itemsize >= 4 else self.value.float()
+        values, vectors = torch.linalg.eigh(wide)
+        return values.flip(-1).clamp_min(0), vectors.flip(-1)
+
+    def pack_whole(self, bits: int) -> Tensor:
+        """Return the entry of the whole matrix."""
+        if self.is_basis:
+            return packing.pack_basis(self.value, self.n, bits)
+        return packing.pack_whole(self.value, bits)
+
+    def pack_cut(self, spectrum: tuple[Tensor, Tensor], rank: int, bits: int) -> Tensor:
+        """Return the entry of the first `rank` columns."""
+        if self.is_basis:
+            return packing.pack_basis(self.value, rank, bits)
+        return packing.pack_columns(*spectrum, rank, bits)
+
+
+def pack_matrices(
+    matrices: list[Matrix], left: int, factor_bits: int | None
+) -> dict[str, Tensor]:
+    """Pack matrices, whole or by their leading columns, into the bytes that are left.
+
+    Parameters
+    ----------
+    matrices : list[Matrix]
+        The matrices; their `least` bytes are spent already.
+    left : int
+        How many bytes are left.
+    factor_bits : int | None
+        Bits of a matrix's entry. By default 8 where all fit whole, else 6.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        Bytes by key.
+    """
+    for bits in [factor_bits] if factor_bits else [_WHOLE_BITS, _CUT_BITS]:
+        if sum(max(0, m.whole(bits)) for m in matrices) <= left:
+            return {m.key: m.pack_whole(bits) for m in matrices}
+    spectra = {m.key: m.spectrum() for m in matrices}
+    ranks = _ranks(matrices, spectra, left, bits)
+    return {
+        m.key: m.pack_cut(spectra[m.key], ranks[m.key], bits)
+        if m.key in ranks
+        else m.pack_whole(bits)
+        for m in matrices
+    }
+
+
+def _ranks(
+    matrices: list[Matrix],
+    spectra: Mapping[str, tuple[Tensor, Tensor]],
+    left: float,
+    bits: int,
+) -> dict[str, int]:
+    """Return how many columns to send of each matrix, without those to send whole.
+
+    Sending a matrix whole frees bytes for the other matrices' columns, so that another
+    one may then be sent whole, too.
+    """
+    todo = list(matrices)
+    while True:
+        ranks = _greedy(todo, spectra, left, bits)
+        whole = [m for m in todo if ranks[m.key] * m.column(bits) >= m.whole(bits)]
+        if not whole:
+            return ranks
+        left -= sum(max(0, m.whole(bits)) for m in whole)
+        todo = [m for m in todo if m not in whole]
+
+
+def _greedy(
+    matrices: list[Matrix],
+    spectra: Mapping[str, tuple[Tensor, Tensor]],
+    left: float,
+    bits: int,
+) -> dict[str, int]:
+    """Return how many columns of each matrix to send if none is sent whole."""
+    if not matrices:
+        return {}
+    gains, costs, owners = [], [], []
+    for index, matrix in enumerate(matrices):
+        values = spectra[matrix.key][0].double()
+        total = values.sum(-1, keepdim=True)
+        share = torch.where(total > 0, values / total, 0).mean(0).cpu()
+        gains.append(share / matrix.column(bits))
+        costs.append(torch.full_like(share, matrix.column(bits)))
+        owners.append(torch.full((len(share),), index))
+    gain, cost, owner = torch.cat(gains), torch.cat(costs), torch.cat(owners)
+    order = torch.argsort(gain, descending=True, stable=True)
+    order = order[gain[order] > 0]
+    bought = order[cost[order].cumsum(0) <= left]
+    counts = torch.bincount(owner[bought], minlength=len(matrices))
+    return {m.key: int(n) for m, n in zip(matrices, counts, strict=True)}
+
+
+def sort_columns(parts: Params) -> dict[str, Tensor]:
+    """Return a curvature's parts with E-KFAC's columns by descending moments."""
+    ordered = dict(parts)
+    for key, moments in parts.items():
+        if not key.endswith("/S"):
+            continue
+        layer = key.removesuffix("S")
+        columns = moments.sum(-2).argsort(-1, descending=True)
+        rows = moments.sum(-1).argsort(-1, descending=True)
+        ordered[f"{layer}A"] = _permute(parts[f"{layer}A"], columns)
+        ordered[f"{layer}G"] = _permute(parts[f"{layer}G"], rows)
+        ordered[key] = _permute(_permute(moments, columns).mT, rows).mT
+    return ordered
+
+
+def _permute(matrices: Tensor, columns: Tensor) -> Tensor:
+    """Return ``[groups, m, n]`` with each group's columns in another order."""
+    index = columns.unsqueeze(-2).expand(matrices.shape)
+    return matrices.gather(-1, index)
+
+
+def column_energies(key: str, parts: Params) -> Tensor:
+    """Return the sum of the moments that belong to each column of a basis."""
+    moments = parts[f"{key[:-1]}S"]
+    return moments.sum(-2 if key.endswith("A") else -1)

@@ -1,0 +1,193 @@
+r"""Symmetric positive semi-definite matrices in few bytes.
+
+Such a matrix is a sum of outer products of vectors with themselves, and only the
+vectors travel: as directions, whose entries are codes of a few bits, and norms in
+float32. So the decoded matrix, too, is symmetric and positive semi-definite, whatever
+the codes are. There are two choices of vectors:
+
+``whole``
+    the rows of the Cholesky factor, half of whose entries are zero;
+``columns``
+    the leading eigenvectors, and one number for all other directions: their mean
+    eigenvalue, so that the trace is kept.
+
+A direction's entries are scaled to its largest, rounded to ``2**bits - 1`` levels, and
+read back as a unit vector. With :math:`\varepsilon = \sqrt n / (2^{b-1} - 1)` it is off
+by at most :math:`\varepsilon` in norm, so a matrix sent whole by at most
+:math:`(2\varepsilon + \varepsilon^2) \sqrt{M_{ii} M_{jj}}` at (i, j), and not at all on
+the diagonal.
+"""
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.wire.bits import pack, packed_size, unpack
+
+__all__ = [
+    "decode_basis",
+    "decode_columns",
+    "decode_whole",
+    "encode_basis",
+    "encode_columns",
+    "encode_whole",
+    "size_of_basis",
+    "size_of_columns",
+    "size_of_whole",
+]
+
+_JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
+_FLOAT = 4  # bytes
+
+
+def size_of_whole(groups: int, n: int, bits: int) -> int:
+    """Return the bytes that ``[groups, n, n]`` takes whole."""
+    return groups * n * _FLOAT + packed_size(groups * n * (n + 1) // 2, bits)
+
+
+def encode_whole(matrices: Tensor, bits: int) -> Tensor:
+    """Encode ``[groups, n, n]`` by the rows of the Cholesky factors."""
+    # The rows' norms are the roots of the diagonal, so factorise the correlations.
+    norms = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0).double().sqrt()
+    unit = torch.where(norms > 0, norms, 1)
+    correlations = matrices.double() / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    rows, columns = _lower(matrices.shape[-1], matrices.device)
+    codes = _codes(_cholesky(correlations), bits)[..., rows, columns]
+    return torch.cat([_as_bytes(norms), pack(codes.reshape(-1), bits)])
+
+
+def decode_whole(data: Tensor, groups: int, n: int, bits: int, *, field: str) -> Tensor:
+    """Undo :func:`encode_whole`; float32 ``[groups, n, n]``."""
+    norms, rest = _norms(data, (groups, n), field)
+    codes = _unpack(rest, groups * n * (n + 1) // 2, bits, field)
+    rows, columns = _lower(n, data.device)
+    lower = codes.new_zeros(groups, n, n)
+    lower[:, rows, columns] = codes.view(groups, len(rows))
+    return _outer(_directions(lower) * norms.unsqueeze(-1), field)
+
+
+def size_of_columns(groups: int, n: int, rank: int, bits: int) -> int:
+    """Return the bytes that ``[groups, n, n]`` takes with `rank` eigenvectors each."""
+    return groups * (rank + 1) * _FLOAT + size_of_basis(groups, n, rank, bits)
+
+
+def encode_columns(values: Tensor, vectors: Tensor, rank: int, bits: int) -> Tensor:
+    """Encode matrices by their leading eigenvectors.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[groups, n]``, descending and not negative.
+    vectors : Tensor
+        ``[groups, n, n]``, the eigenvectors as columns.
+    rank, bits : int
+        How many of them, and the bits of an entry.
+    """
+    n = values.shape[-1]
+    # The mean of the smaller values is at most each larger value, up to rounding.
+    tail = values[:, rank:].sum(-1, keepdim=True) / max(n - rank, 1)
+    above = (values[:, :rank] - tail).clamp_min(0).sqrt()
+    norms = torch.cat([tail.sqrt(), above], -1)
+    return torch.cat([_as_bytes(norms), encode_basis(vectors, rank, bits)])
+
+
+def decode_columns(
+    data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
+) -> Tensor:
+    """Undo :func:`encode_columns`; float32 ``[groups, n, n]``."""
+    norms, rest = _norms(data, (groups, rank + 1), field)
+    basis = decode_basis(rest, groups, n, rank, bits, field=field)
+    matrices = _outer(basis * norms[:, None, 1:], field)
+    matrices.diagonal(dim1=-2, dim2=-1).add_(norms[:, :1].square())
+    return matrices
+
+
+def size_of_basis(groups: int, n: int, rank: int, bits: int) -> int:
+    """Return the bytes that the first `rank` of `n` unit vectors take."""
+    return packed_size(groups * n * rank, bits)
+
+
+def encode_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
+    """Encode the first `rank` columns of ``[groups, n, n]``, which are unit vectors."""
+    columns = vectors[..., :rank].mT
+    return pack(_codes(columns, bits).reshape(-1), bits)
+
+
+def decode_basis(
+    data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
+) -> Tensor:
+    """Undo :func:`encode_basis`; float32 ``[groups, n, rank]``."""
+    codes = _unpack(data, groups * n * rank, bits, field)
+    return _directions(codes.view(groups, rank, n)).mT.contiguous()
+
+
+def _cholesky(correlations: Tensor) -> Tensor:
+    """Return lower triangular factors, also of matrices that are singular."""
+    eye = torch.eye(correlations.shape[-1], dtype=torch.float64)
+    jittered = correlations + _JITTER * eye.to(correlations.device)
+    lower: Tensor
+    lower, failed = torch.linalg.cholesky_ex(jittered)
+    if not failed.any():
+        return lower
+    values, vectors = torch.linalg.eigh(correlations)
+    root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
+    upper: Tensor = torch.linalg.qr(root)[1]
+    return upper.mT
+
+
+def _codes(vectors: Tensor, bits: int) -> Tensor:
+    """Return the entries as codes, relative to each vector's largest entry."""
+    centre = (1 << (bits - 1)) - 1
+    if not vectors.numel():
+        return vectors.to(torch.int32)
+    if vectors.dtype.itemsize < _FLOAT:  # too imprecise for codes of 16 bits
+        vectors = vectors.float()
+    largest = vectors.abs().amax(-1, keepdim=True)
+    scaled = vectors / torch.where(largest > 0, largest, 1) * centre
+    return scaled.round_().to(torch.int32) + centre
+
+
+def _unpack(data: Tensor, count: int, bits: int, field: str) -> Tensor:
+    """Return the vectors' signed entries; each vector's scale is lost."""
+    if len(data) != (expected := packed_size(count, bits)):
+        raise WireError(f"{len(data)} bytes of codes, expected {expected}", field=field)
+    centre = (1 << (bits - 1)) - 1
+    codes = unpack(data, bits, count)
+    if count and codes.max() > 2 * centre:
+        raise WireError("holds a code that stands for no value", field=field)
+    return (codes - centre).to(torch.float32)
+
+
+def _directions(entries: Tensor) -> Tensor:
+    """Return unit vectors along the last dimension; zero stays zero."""
+    norms: Tensor = torch.linalg.vector_norm(entries, dim=-1, keepdim=True)
+    return entries / norms.clamp_min(1)
+
+
+def _outer(vectors: Tensor, field: str) -> Tensor:
+    """Return the sum of the columns' outer products, exactly symmetric."""
+    matrices = vectors @ vectors.mT
+    matrices = matrices / 2 + matrices.mT / 2  # halved first: the sum may overflow
+    if not matrices.isfinite().all():
+        raise WireError("its norms overflow", field=field)
+    return matrices
+
+
+def _as_bytes(norms: Tensor) -> Tensor:
+    return norms.to(torch.float32).contiguous().view(-1).view(torch.uint8)
+
+
+def _norms(data: Tensor, shape: tuple[int, int], field: str) -> tuple[Tensor, Tensor]:
+    """Return the norms at the beginning of the data, and the rest of the data."""
+    size = shape[0] * shape[1] * _FLOAT
+    if len(data) < size:
+        raise WireError(f"{len(data)} bytes, and {size} of norms", field=field)
+    norms = data[:size].clone().view(torch.float32).view(shape)
+    if not (norms.isfinite() & (norms >= 0)).all():
+        raise WireError("holds a norm that is negative or not finite", field=field)
+    return norms, data[size:]
+
+
+def _lower(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.tril_indices(n, n, device=device)
+    return rows, columns

@@ -1,0 +1,118 @@
+"""A curvature from the named tensors that arrived, with a check of every value.
+
+:mod:`flwr_fisher.wire.layout` says which keys and shapes the tensors have.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+)
+from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire.layout import (
+    LAYER_PARTS,
+    PREFIX,
+    Part,
+    bias_of,
+    check_shape,
+    parse_key,
+)
+
+__all__ = ["tensors_to_curvature"]
+
+_SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
+
+
+def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curvature:
+    """Undo :func:`~flwr_fisher.wire.curvature_to_tensors`, with every check.
+
+    Parameters
+    ----------
+    tensors : Mapping[str, Tensor]
+        Finite floats under keys that begin with ``curvature/``.
+    params : Mapping[str, Tensor]
+        The parameters it belongs to.
+
+    Returns
+    -------
+    Curvature
+        A :class:`Diagonal` or :class:`Dense` where it is just that, else
+        :class:`BlockDiagonal`.
+
+    Raises
+    ------
+    WireError
+        Naming the first key that is unknown, missing, misshapen, of another dtype than
+        its parameter, not symmetric or negative on the diagonal.
+    """
+    diagonal: dict[str, Tensor] = {}
+    parts: list[Curvature] = []
+    for key, tensor in tensors.items():
+        check_shape(key, tensor.shape, params)
+        _check_values(key, tensor, params)
+    # A merge pairs clients' blocks by place, so the order of arrival must not count.
+    places = {name: place for place, name in enumerate(params)}
+    for key in sorted(tensors, key=lambda key: places[parse_key(key, params)[1][0]]):
+        (part, names), tensor = parse_key(key, params), tensors[key]
+        if part == Part.DIAGONAL:
+            diagonal[names[0]] = tensor
+        elif part == Part.DENSE:
+            parts.append(Dense({name: params[name].shape for name in names}, tensor))
+        elif key.endswith("/A"):
+            parts.append(_layer(key.removesuffix("A"), names[0], tensors, params))
+        elif (first := f"{key[:-1]}A") not in tensors:
+            raise WireError("missing", field=first)
+    if diagonal:
+        parts.append(Diagonal(diagonal))
+    if len(parts) == 1 and isinstance(parts[0], Dense | Diagonal):
+        return parts[0]
+    try:
+        return BlockDiagonal(parts)
+    except FlwrFisherError as error:  # a parameter in two blocks
+        raise WireError(str(error), field=PREFIX) from error
+
+
+def _check_values(key: str, tensor: Tensor, params: Params) -> None:
+    part, names = parse_key(key, params)
+    if tensor.dtype != (expected := params[names[0]].dtype):
+        raise WireError(f"dtype {tensor.dtype}, expected {expected}", field=key)
+    if part in (Part.DIAGONAL, Part.MOMENTS):
+        if (tensor < 0).any():
+            raise WireError("must not be negative", field=key)
+    elif part != Part.BASIS:
+        _check_symmetric(key, tensor)
+
+
+def _check_symmetric(key: str, matrix: Tensor) -> None:
+    if not matrix.numel():
+        return
+    if (matrix.diagonal(dim1=-2, dim2=-1) < 0).any():
+        raise WireError("negative on the diagonal", field=key)
+    if (matrix - matrix.mT).abs().max() > _SYMMETRY * matrix.abs().max():
+        raise WireError("not symmetric", field=key)
+
+
+def _layer(
+    key: str, name: str, tensors: Mapping[str, Tensor], params: Params
+) -> Kronecker | EigenKronecker:
+    letters = next(LAYER_PARTS[kind] for kind in LAYER_PARTS if key.startswith(kind))
+    for letter in letters:
+        if f"{key}{letter}" not in tensors:
+            raise WireError("missing", field=f"{key}{letter}")
+    A, G, *moments = (tensors[f"{key}{letter}"] for letter in letters)
+    shape = params[name].shape
+    bias = bias_of(name, params) if A.shape[-1] > shape[1:].numel() else None
+    try:
+        if moments:
+            return EigenKronecker(name, shape, A, G, moments[0], bias)
+        return Kronecker(name, shape, A, G, bias)
+    except StructureError as error:  # its parts do not fit each other
+        raise WireError(str(error), field=f"{key}A") from error

@@ -1,0 +1,59 @@
+"""What a server sends beside the parameters, in named groups of tensors.
+
+A tensor called `name` of the group `group` travels under ``server/<group>/<name>``, and
+under ``server/<name>`` if the group is ``""``.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from flwr_fisher.params import Params
+
+__all__ = ["SERVER", "join_groups", "split_groups"]
+
+SERVER = "server/"
+
+
+def join_groups(groups: Mapping[str, Params]) -> dict[str, Tensor]:
+    """Return all groups' tensors by the keys under which they travel.
+
+    Parameters
+    ----------
+    groups : Mapping[str, Mapping[str, Tensor]]
+        Tensors by group and name. No group's name holds a ``/``, nor does a name in the
+        group ``""``. An empty group leaves no key.
+
+    Examples
+    --------
+    >>> import torch
+    >>> run, weight = torch.tensor(7), torch.ones(2)
+    >>> list(join_groups({"": {"run": run}, "probe": {"fc.weight": weight}}))
+    ['server/run', 'server/probe/fc.weight']
+    """
+    return {
+        f"{SERVER}{group}/{name}" if group else f"{SERVER}{name}": tensor
+        for group, tensors in groups.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def split_groups(
+    tensors: Params,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Split a request's tensors into the parameters and the groups sent beside them.
+
+    The groups are those that :func:`join_groups` joined, in the order in which they
+    first come; all keys that do not begin with ``server/`` are parameters'.
+    """
+    params: dict[str, Tensor] = {}
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if not key.startswith(SERVER):
+            params[key] = tensor
+            continue
+        group, slash, name = key.removeprefix(SERVER).partition("/")
+        if not slash:
+            group, name = "", group
+        groups.setdefault(group, {})[name] = tensor
+    return params, groups

@@ -1,0 +1,153 @@
+"""What clients upload where the server may learn only sums over all clients.
+
+``sums/num-examples``
+    the client's number of examples n, float64;
+``sums/params/<name>``
+    n times each parameter and buffer; float32 (float64 for float64), or int64;
+``sums/fisher/<parameter>``, ``sums/fisher-params/<parameter>``
+    n times the Fisher's diagonal, and n times its product with the parameter.
+
+Together they are three times as large as FedAvg's upload. Any protocol that hides the
+summands may sum each of these arrays over the clients; ``sums/format`` is the same for
+all clients. The ``MetricRecord`` is not hidden: its ``num-examples``, which Flower
+requires in every reply, is sent as it is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.merge import DiagonalSums
+from flwr_fisher.merge.sums import sum_dtype
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.checks import check_shape_and_dtype
+from flwr_fisher.wire.codec import FORMAT_VERSION, check_version
+from flwr_fisher.wire.container import parse_text, text_of
+from flwr_fisher.wire.payload import Payload
+
+__all__ = ["AGGREGATES", "SumsUpload"]
+
+AGGREGATES = ("parts", "sums")
+
+_PREFIX = "sums/"
+_EXAMPLES, _FORMAT = f"{_PREFIX}num-examples", f"{_PREFIX}format"
+_PARAMS, _FISHER = f"{_PREFIX}params/", f"{_PREFIX}fisher/"
+_FISHER_PARAMS = f"{_PREFIX}fisher-params/"
+_DESCRIPTION = {"version": FORMAT_VERSION, "form": "diagonal-sums"}
+
+
+@dataclass(frozen=True)
+class SumsUpload(Payload):
+    """A client's summands.
+
+    Parameters
+    ----------
+    sums : DiagonalSums
+        What it adds to the sums over all clients.
+    """
+
+    sums: DiagonalSums
+
+    def layout(self) -> tuple[str, ...]:
+        """Return the parameters that have a Fisher, which clients must share."""
+        return tuple(f"{_FISHER}{name}" for name in self.sums.fisher)
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels; it is lossless."""
+        sums = self.sums
+        n = torch.tensor(sums.num_examples, dtype=torch.float64)
+        tensors = {_FORMAT: text_of(_DESCRIPTION), _EXAMPLES: n}
+        tensors |= {f"{_PARAMS}{k}": v for k, v in sums.params.items()}
+        tensors |= {f"{_FISHER}{k}": v for k, v in sums.fisher.items()}
+        tensors |= {f"{_FISHER_PARAMS}{k}": v for k, v in sums.fisher_params.items()}
+        return tensors_to_arrays(tensors)
+
+    @classmethod
+    def from_arrays(cls, record: ArrayRecord, like: Params) -> "SumsUpload":
+        """Read and check a record, none of which is trusted.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            What arrived.
+        like : Mapping[str, Tensor]
+            The parameters that were sent out: keys and shapes must be theirs.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is missing, unexpected, unreadable, of another shape or
+            dtype, not finite, or of a sign that cannot be; or if the format is another.
+        """
+        tensors = arrays_to_tensors(record)
+        _check_format(parse_text(tensors.pop(_FORMAT, None), _FORMAT))
+        examples = _read_examples(tensors.pop(_EXAMPLES, None))
+        params, fisher, products = (
+            _take(prefix, tensors, like)
+            for prefix in (_PARAMS, _FISHER, _FISHER_PARAMS)
+        )
+        for key in tensors:
+            raise WireError("unexpected key", field=key)
+        _check_complete(_PARAMS, params, like)
+        if not fisher:
+            raise WireError("no Fisher arrived", field=_FISHER)
+        _check_complete(_FISHER_PARAMS, products, fisher)
+        _check_complete(_FISHER, fisher, products)
+        for name, entry in fisher.items():
+            _check_fisher(name, entry, products[name])
+        return cls(DiagonalSums(examples, params, fisher, products))
+
+    def check_weight(self, weight: float) -> None:
+        """Raise :class:`WireError` unless the metrics say the same weight."""
+        if (n := self.sums.num_examples) != weight:
+            reason = f"{n:g} examples, but the metrics say {weight:g}"
+            raise WireError(reason, field=_EXAMPLES)
+
+
+def _check_format(description: object) -> None:
+    if check_version(description, field=_FORMAT) != _DESCRIPTION:
+        reason = f"expected {_DESCRIPTION}, got {description!r}"
+        raise WireError(reason[:200], field=_FORMAT)
+
+
+def _read_examples(tensor: Tensor | None) -> float:
+    if tensor is None:
+        raise WireError("missing", field=_EXAMPLES)
+    if tensor.dtype != torch.float64 or tensor.shape != ():
+        reason = f"{tensor.dtype} of shape {tuple(tensor.shape)}, expected one float64"
+        raise WireError(reason, field=_EXAMPLES)
+    if not tensor > 0:
+        raise WireError(f"must be positive, got {float(tensor):g}", field=_EXAMPLES)
+    return float(tensor)
+
+
+def _take(prefix: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tensor]:
+    """Remove from `tensors` those with the prefix; return them in the model's order."""
+    taken = {}
+    for name, param in like.items():
+        key = f"{prefix}{name}"
+        if (tensor := tensors.pop(key, None)) is None:
+            continue
+        if prefix != _PARAMS and not param.is_floating_point():
+            raise WireError("only floats have a Fisher", field=key)
+        check_shape_and_dtype(key, tensor, param.shape, sum_dtype(param.dtype))
+        taken[name] = tensor
+    return taken
+
+
+def _check_complete(prefix: str, received: Params, expected: Params) -> None:
+    for name in expected:
+        if name not in received:
+            raise WireError("missing", field=f"{prefix}{name}")
+
+
+def _check_fisher(name: str, entry: Tensor, product: Tensor) -> None:
+    if (entry < 0).any():
+        raise WireError("must not be negative", field=f"{_FISHER}{name}")
+    if product[entry == 0].any():
+        reason = "must be zero where the Fisher is"
+        raise WireError(reason, field=f"{_FISHER_PARAMS}{name}")

@@ -1,0 +1,194 @@
+"""What TCT's clients upload once the features are fixed: sums, a number or weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.payload import Payload
+
+__all__ = [
+    "TCT",
+    "TangentUpload",
+    "bytes_of",
+    "read_local_weight",
+    "read_moments",
+    "read_spectrum",
+    "text_from",
+]
+
+TCT = "tct/"  # begins the keys of all tensors that are not the network's
+_DIGEST, _HEAD = "digest", "head"
+_SLACK = 4096  # bytes that one array's headers may take
+_LONGEST = 1024  # bytes of a name
+_MOST_CLASSES = 2**20
+
+Check = Callable[[dict[str, Tensor], Params], None]
+
+
+@dataclass(frozen=True)
+class TangentUpload(Payload):
+    """Tensors about one client's features.
+
+    Parameters
+    ----------
+    tensors : dict[str, Tensor]
+        By name; they travel under ``tct/<name>``.
+    digest : str
+        A digest of what defines the features. Clients whose digests differ have other
+        features, so their tensors cannot be combined.
+    """
+
+    disagreement: ClassVar[tuple[str, str]] = (
+        TCT,
+        "has other features (p, seed, head, network) than most clients'",
+    )
+
+    tensors: dict[str, Tensor]
+    digest: str
+
+    def layout(self) -> tuple[str, ...]:
+        """Return the features and the tensors' shapes, which clients must share."""
+        facts = [f"features {self.digest}"]
+        for name, value in self.tensors.items():
+            shape = "x".join(map(str, value.shape))
+            facts.append(f"{name}[{shape}]" if shape else name)
+        if _HEAD in self.tensors:
+            facts.append(f"head {text_from(self.tensors[_HEAD])!r}")
+        if "num-classes" in self.tensors:
+            facts.append(f"{int(self.tensors['num-classes'])} classes")
+        return tuple(facts)
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels."""
+        named = {**self.tensors, _DIGEST: bytes_of(self.digest)}
+        return tensors_to_arrays({f"{TCT}{k}": v for k, v in named.items()})
+
+
+def read_moments(num_features: int) -> "partial[TangentUpload]":
+    """Return the function that reads the moments of at most `num_features` features.
+
+    They are ``mean`` and ``m2`` ``[p]`` in float64, ``count``, ``num-classes``, and
+    ``head``, the name of the replaced layer.
+    """
+    expected = {
+        "mean": (torch.float64, (None,)),
+        "m2": (torch.float64, (None,)),
+        "count": (torch.int64, ()),
+        "num-classes": (torch.int64, ()),
+        _HEAD: (torch.uint8, (None,)),
+    }
+    limit = 16 * num_features + _LONGEST
+    check = partial(_check_moments, num_features)
+    return partial(_read, expected=expected, limit=limit, check=check)
+
+
+def read_spectrum() -> "partial[TangentUpload]":
+    """Return the function that reads ``largest-eigenvalue``, one float64."""
+    expected = {"largest-eigenvalue": (torch.float64, ())}
+    return partial(_read, expected=expected, limit=8, check=_check_spectrum)
+
+
+def read_local_weight(record: ArrayRecord, like: Params) -> TangentUpload:
+    """Read ``weight``, of the shape and dtype of the ``tct/weight`` sent out."""
+    sent = like[f"{TCT}weight"]
+    expected = {"weight": (sent.dtype, tuple(sent.shape))}
+    return _read(record, like, expected=expected, limit=sent.nbytes)
+
+
+def bytes_of(text: str) -> Tensor:
+    """Return a text as a tensor of its UTF-8 bytes.
+
+    Examples
+    --------
+    >>> text_from(bytes_of("fc3"))
+    'fc3'
+    """
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def text_from(tensor: Tensor) -> str:
+    """Return the text of UTF-8 bytes.
+
+    Raises
+    ------
+    UnicodeDecodeError
+        If they are not UTF-8. It is a ``ValueError``.
+    """
+    return bytes(tensor.tolist()).decode()
+
+
+def _read(
+    record: ArrayRecord,
+    like: Params,
+    *,
+    expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]],
+    limit: int,
+    check: Check = lambda tensors, like: None,
+) -> TangentUpload:
+    """Read and check a record.
+
+    `expected` gives each tensor's dtype and shape, in which None is any length. `limit`
+    is how many bytes the tensors may take, and `check` looks at their values.
+
+    Raises
+    ------
+    WireError
+        Naming the key that is missing, unexpected, unreadable, of another shape or
+        dtype, not finite, or out of range.
+    """
+    limit += _LONGEST + _SLACK * (len(expected) + 1)
+    arrays = arrays_to_tensors(record, limit=limit)
+    layouts = {**expected, _DIGEST: (torch.uint8, (None,))}
+    keys = {f"{TCT}{name}" for name in layouts}
+    if missing := keys - arrays.keys():
+        raise WireError("missing", field=min(missing))
+    if unknown := arrays.keys() - keys:
+        raise WireError("unexpected key", field=min(unknown))
+    tensors = {name: arrays[f"{TCT}{name}"] for name in layouts}
+    for name, (dtype, shape) in layouts.items():
+        check_layout(f"{TCT}{name}", tensors[name], shape, dtype)
+    check(tensors, like)
+    return TangentUpload({k: tensors[k] for k in expected}, _text(tensors, _DIGEST))
+
+
+def _check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) -> None:
+    p = len(tensors["mean"])
+    if not 1 <= p <= num_features:
+        reason = f"{p} features, and {num_features} were asked for"
+        raise WireError(reason, field=f"{TCT}mean")
+    if len(tensors["m2"]) != p:
+        reason = f"{len(tensors['m2'])} entries for {p} features"
+        raise WireError(reason, field=f"{TCT}m2")
+    if (tensors["m2"] < 0).any():
+        raise WireError("a negative sum of squares", field=f"{TCT}m2")
+    for name in ("count", "num-classes"):
+        if tensors[name] < 1:
+            reason = f"must be positive, got {int(tensors[name])}"
+            raise WireError(reason, field=f"{TCT}{name}")
+    # The server will allocate weights for this many classes.
+    head = like.get(f"{_text(tensors, _HEAD)}.weight".removeprefix("."))
+    most = _MOST_CLASSES if head is None else len(head)
+    if tensors["num-classes"] > most:
+        reason = f"{int(tensors['num-classes'])} classes, and at most {most} can be"
+        raise WireError(reason, field=f"{TCT}num-classes")
+
+
+def _check_spectrum(tensors: dict[str, Tensor], like: Params) -> None:
+    if tensors["largest-eigenvalue"] < 0:
+        raise WireError("is negative", field=f"{TCT}largest-eigenvalue")
+
+
+def _text(tensors: dict[str, Tensor], name: str) -> str:
+    try:
+        return text_from(tensors[name])
+    except ValueError as error:
+        raise WireError(f"is no text: {error}", field=f"{TCT}{name}") from error

@@ -1,0 +1,119 @@
+"""Uploads of vectors over a model's parameters, each vector with a name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.payload import Payload
+
+__all__ = ["VectorUpload"]
+
+_SLACK = 4096  # bytes that one array's headers may take
+
+
+@dataclass(frozen=True)
+class VectorUpload(Payload):
+    """What a client computed, as vectors over its trained parameters.
+
+    Parameters
+    ----------
+    vectors : dict[str, dict[str, Tensor]]
+        Vectors by name: ``gradient``, ``hvp``, a control variate's change, …; all over
+        the same parameters. They travel under ``<name>/<parameter>``.
+    params : dict[str, Tensor]
+        If the client trained, its parameters and buffers, under their own keys.
+    """
+
+    vectors: dict[str, dict[str, Tensor]]
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+    def layout(self) -> tuple[str, ...]:
+        """Return the vectors' names and parameters, which clients must share."""
+        return tuple(f"{k}/{p}" for k, vector in self.vectors.items() for p in vector)
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels; it is lossless."""
+        named = {
+            f"{name}/{key}": value
+            for name, vector in self.vectors.items()
+            for key, value in vector.items()
+        }
+        return tensors_to_arrays({**self.params, **named})
+
+    @classmethod
+    def reader(cls, *names: str, params: bool = False) -> "partial[VectorUpload]":
+        """Return the function that reads an upload of these vectors.
+
+        It expects parameters and buffers as well if `params` is True.
+        """
+        return partial(cls.from_arrays, names=names, with_params=params)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        record: ArrayRecord,
+        like: Params,
+        *,
+        names: Sequence[str],
+        with_params: bool,
+    ) -> "VectorUpload":
+        """Read and check a record.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            What arrived.
+        like : Mapping[str, Tensor]
+            The parameters that were sent out.
+        names : Sequence[str]
+            The vectors' names.
+        with_params : bool
+            Whether parameters and buffers are expected as well.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is missing, unexpected, unreadable, of another shape or
+            dtype, or not finite.
+        """
+        room = sum(v.nbytes + _SLACK for v in like.values())
+        tensors = arrays_to_tensors(record, limit=(len(names) + with_params + 1) * room)
+        vectors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        params: dict[str, Tensor] = {}
+        for key, tensor in tensors.items():
+            name, _, parameter = key.partition("/")
+            if with_params and key in like:
+                check_layout(key, tensor, like[key].shape, like[key].dtype)
+                params[key] = tensor
+            elif name in vectors and parameter in like:
+                expected = like[parameter]
+                check_layout(key, tensor, expected.shape, expected.dtype)
+                if not tensor.is_floating_point():
+                    raise WireError(f"dtype {tensor.dtype}", field=key)
+                vectors[name][parameter] = tensor
+            else:
+                raise WireError("unexpected key", field=key)
+        if with_params and (missing := like.keys() - params.keys()):
+            raise WireError("missing", field=min(missing))
+        return cls(_aligned(vectors, like), {k: params[k] for k in like if k in params})
+
+
+def _aligned(
+    vectors: dict[str, dict[str, Tensor]], like: Params
+) -> dict[str, dict[str, Tensor]]:
+    """Return the vectors in the order of `like`; all must cover the same parameters."""
+    covered = {key for vector in vectors.values() for key in vector}
+    if vectors and not covered:
+        raise WireError("no vector arrived", field=next(iter(vectors)))
+    for name, vector in vectors.items():
+        if missing := covered - vector.keys():
+            raise WireError("missing", field=f"{name}/{min(missing)}")
+    order = [key for key in like if key in covered]
+    return {name: {key: v[key] for key in order} for name, v in vectors.items()}

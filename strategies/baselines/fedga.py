@@ -1,0 +1,99 @@
+"""FedGA: federated averaging from displaced starts, which align clients' gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flwr_fisher.errors import check_range
+from flwr_fisher.params import norm, weighted_mean
+from flwr_fisher.rounds.updates import double
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, weights_of
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.wire import VectorUpload
+
+__all__ = ["FedGA"]
+
+_GRADIENT = "gradient"
+
+
+class FedGA(CurvatureStrategy):
+    r"""Federated gradient alignment (Dandi, Barba & Jaggi, AAAI 2022).
+
+    A round has two exchanges with the same clients. They report
+    :math:`\nabla f_i(\theta)`, of their whole loss; the server returns the mean, and
+    each trains, with any loop, from
+
+    .. math:: \theta + v_i, \qquad
+              v_i = -\beta \big( \nabla f(\theta) - \nabla f_i(\theta) \big)
+
+    (figure 1 of *Implicit Gradient Alignment in Distributed and Federated Learning*).
+    The server averages the trained models as FedAvg does. Twice FedAvg's bytes, and two
+    more passes over a client's data for its gradient: the second computes it again, so
+    that a client need not keep it.
+
+    Parameters
+    ----------
+    beta : float, default 0.1
+        :math:`\beta`, of the learning rate's scale, and to be tuned; 0 is FedAvg.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range; or by ``configure_train``, since Flower's own
+        loop knows one exchange a round.
+
+    Notes
+    -----
+    Gradients are taken in eval mode, of the client's ``loss_fn``. A client that fails
+    in one exchange is asked in the other nonetheless; then the displacements' mean is
+    not quite zero. A round's metrics have ``gradient-norm``, and ``num-gradients``: how
+    many clients' gradients are in the mean. ``CurvatureResult.details`` is None.
+
+    Examples
+    --------
+    ::
+
+        strategy = FedGA(beta=0.05, fraction_train=0.2)
+        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
+    """
+
+    def __init__(self, *, beta: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_range("beta", beta, 0)
+        self.beta = beta
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+        """Ask for gradients; then for training from displaced starts."""
+        read = VectorUpload.reader
+        gradients = Exchange({"task": "gradient"}, read(_GRADIENT), self._keep_gradient)
+        models = Exchange(
+            {"task": "displaced", "beta": self.beta},
+            read(params=True),
+            self._average,
+            send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
+        )
+        return [gradients, models]
+
+    def _keep_gradient(
+        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+    ) -> Step:
+        gradients = [upload.payload.vectors[_GRADIENT] for upload in uploads]
+        gradient = weighted_mean(gradients, weights_of(uploads))
+        metrics: dict[str, int | float | list[float]] = {
+            "gradient-norm": float(norm(double(gradient))),
+            "num-gradients": len(uploads),
+        }
+        return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
+
+    def _average(
+        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+    ) -> Step:
+        """Average the trained models."""
+        trained = [upload.payload.params for upload in uploads]
+        averaged = weighted_mean(trained, weights_of(uploads))
+        return Step(ServerState({key: averaged[key] for key in state.params}))
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return {"beta": self.beta}

@@ -1,0 +1,90 @@
+"""Rounds of two exchanges: a mean gradient, then clients' Newton directions for it."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.params import norm, weighted_mean
+from flwr_fisher.rounds import newton_step
+from flwr_fisher.rounds.updates import double
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, weights_of
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.wire import VectorUpload
+
+__all__ = ["NewtonStrategy"]
+
+_GRADIENT, _DIRECTION = "gradient", "direction"
+
+
+class NewtonStrategy(CurvatureStrategy):
+    r"""Base of GIANT and DONE, which differ in how a client solves :math:`H_i p_i = g`.
+
+    In a round, clients report the gradients of their whole loss at :math:`\theta`; the
+    same clients then get the mean :math:`g`, solve, and the server steps
+    :math:`\theta \leftarrow \theta - \eta \sum_i p_i`, the sum weighted by examples.
+    Two uploads of a model's size; a client that fails in one exchange is asked in the
+    other nonetheless.
+
+    Parameters
+    ----------
+    lr : float, default 1.0
+        :math:`\eta`.
+    iterations : int, default 10
+        Of a client's solver, a pass over its data each.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range; or by ``configure_train``, since Flower's own
+        loop knows one exchange a round.
+    """
+
+    def __init__(self, *, lr: float = 1.0, iterations: int = 10, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if not 0 <= lr < math.inf:
+            raise ConfigurationError(f"lr must be >= 0 and finite, got {lr}")
+        check_range("iterations", iterations, 1)
+        self.lr, self.iterations = lr, iterations
+
+    @abstractmethod
+    def solver(self) -> dict[str, str | int | float]:
+        """Return how a client solves, as the task ``direction`` takes it."""
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+        """Ask for gradients; then, with their mean, for directions."""
+        read = VectorUpload.reader
+        gradients = Exchange({"task": "gradient"}, read(_GRADIENT), self._keep_gradient)
+        directions = Exchange(
+            {"task": "direction", **self.solver()},
+            read(_DIRECTION),
+            self._step,
+            send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
+        )
+        return [gradients, directions]
+
+    def _keep_gradient(
+        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+    ) -> Step:
+        gradients = [upload.payload.vectors[_GRADIENT] for upload in uploads]
+        gradient = weighted_mean(gradients, weights_of(uploads))
+        metrics: dict[str, int | float | list[float]] = {
+            "gradient-norm": float(norm(double(gradient)))
+        }
+        return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
+
+    def _step(
+        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+    ) -> Step:
+        """Step along the mean of the clients' directions."""
+        directions = [upload.payload.vectors[_DIRECTION] for upload in uploads]
+        direction = weighted_mean(directions, weights_of(uploads))
+        params = newton_step(state.params, [direction], [1.0], lr=self.lr)
+        return Step(ServerState(params), details=direction)
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return {"lr": self.lr, **self.solver()}

@@ -1,0 +1,142 @@
+"""SCAFFOLD: control variates against the drift of clients' local steps."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flwr_fisher.errors import check_range
+from flwr_fisher.params import norm, scale
+from flwr_fisher.rounds import scaffold_step
+from flwr_fisher.rounds.updates import double, updates, with_averages
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Upload,
+    weights_of,
+)
+from flwr_fisher.server.membership import Membership
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.wire import VectorUpload
+
+__all__ = ["Scaffold"]
+
+logger = logging.getLogger("flwr")
+
+_CONTROL, _MEMBERSHIP = "control", "membership"
+
+
+class Scaffold(CurvatureStrategy):
+    r"""Stochastic controlled averaging (Karimireddy et al., ICML 2020).
+
+    Algorithm 1, option II. A client's steps follow :math:`g_i(y) - c_i + c`; then
+
+    .. math:: c_i^+ = c_i - c + \frac{\theta - \theta_i}{K \eta_l}, \qquad
+              \theta \leftarrow \theta - \eta_g \sum_{i \in S} p_i (\theta - \theta_i),
+              \qquad c \leftarrow c + \frac{|S|}{N} \sum_{i \in S} p_i (c_i^+ - c_i)
+
+    so that clients of unlike data, however long they train, agree on one optimum,
+    where FedAvg's is another.
+
+    Clients must train with ``LocalSGD(momentum=0)``, and upload twice a model's size.
+    Each keeps :math:`c_i` on its own disk (``FisherClient(state_dir=...)``); the server
+    tells which of its rounds it heard of last, so that a round that failed, was
+    repeated or lost a reply leaves no trace in :math:`c_i`.
+
+    Parameters
+    ----------
+    server_lr : float, default 1.0
+        :math:`\eta_g`.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range.
+
+    Notes
+    -----
+    The paper weights clients equally. Here :math:`c` is the mean of all clients'
+    :math:`c_i` weighted by their examples, as the model is, so that the optimum is that
+    of the mean over examples; give all clients one weight for the paper's. For that
+    :math:`|S|/N` is the cohort's share of all clients' weight. N is how many nodes are
+    connected, or have taken part, whichever is more; those never heard of count with
+    the mean weight of the others, and :math:`c` is rescaled when more is known.
+
+    A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
+    it had added to :math:`c` stays there, and shifts the optimum: look at
+    ``num-lost-states`` among a round's metrics. Another is ``control-norm``. Buffers
+    are averaged. ``CurvatureResult.details`` is :math:`c`, by parameter.
+
+    Examples
+    --------
+    ::
+
+        strategy = Scaffold(fraction_train=0.2)
+        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
+    """
+
+    def __init__(self, *, server_lr: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_range("server_lr", server_lr, 0)
+        self.server_lr = server_lr
+
+    def initial_groups(self) -> Groups:
+        """Name the run: clients keep their state under its number."""
+        return {_MEMBERSHIP: Membership.new().to_tensors()}
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+        """Ask every sampled client to train with corrected steps."""
+        read = VectorUpload.reader(_CONTROL, params=True)
+        return [Exchange({"task": "scaffold"}, read, self._step, send=_send)]
+
+    def _step(
+        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+    ) -> Step:
+        """Average models, and renew the control variate."""
+        weights = weights_of(uploads)
+        changes = [upload.payload.vectors[_CONTROL] for upload in uploads]
+        trained = [upload.payload.params for upload in uploads]
+        before = Membership.from_tensors(state.group(_MEMBERSHIP))
+        members = before.after(uploads, self.cohort.connected)
+        names = changes[0].keys()
+        control = {n: torch.zeros_like(v).double() for n, v in changes[0].items()}
+        if before.steps:
+            known = double(state.group(_CONTROL), names)
+            control |= scale(known, members.rescale(before))
+        stepped, control = scaffold_step(
+            double(state.params, names),
+            control,
+            updates(state.params, trained, names),
+            [double(change, names) for change in changes],
+            weights,
+            participation=members.participation(weights),
+            lr=self.server_lr,
+        )
+        control = {n: v.to(changes[0][n].dtype) for n, v in control.items()}
+        groups = {_MEMBERSHIP: members.to_tensors(), _CONTROL: control}
+        params = with_averages(state.params, stepped, trained, weights)
+        lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
+        if lost:
+            logger.warning(
+                "%d clients have lost their control variate, and start from zero", lost
+            )
+        metrics: dict[str, int | float | list[float]] = {
+            "num-lost-states": lost,
+            "control-norm": float(norm(double(control, names))),
+        }
+        return Step(ServerState(params, groups), metrics, control)
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return {"server_lr": self.server_lr}
+
+
+def _send(state: ServerState) -> Groups:
+    """Return the control variate, and what a client finds its own by."""
+    membership = Membership.from_tensors(state.group(_MEMBERSHIP))
+    return {"": membership.sent(), _CONTROL: state.group(_CONTROL)}

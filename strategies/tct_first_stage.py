@@ -1,0 +1,88 @@
+"""TCT's first stage: any strategy's rounds, within TCT's run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import Strategy
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.driver import Driver
+from flwr_fisher.server.exchange import Groups, ServerState
+from flwr_fisher.server.flower_rounds import FlowerRounds
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.baselines.repeatable import Repeatable
+
+__all__ = ["FirstStage"]
+
+_SCOPE = "stage1"  # where its tensors are in the run's state
+
+
+class FirstStage:
+    """Does a strategy's rounds: this library's by the driver, Flower's by its hooks.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Flower's, or one of this library's whose rounds have one exchange.
+    cohort : Cohort
+        TCT's, which knows the clients' names.
+    weighted_by_key : str
+        A metric that every reply has.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is no strategy, or a round of it has several exchanges.
+    """
+
+    def __init__(
+        self, strategy: Strategy, cohort: Cohort, weighted_by_key: str
+    ) -> None:
+        if not isinstance(strategy, Strategy):
+            raise ConfigurationError(
+                "stage1 must be an instance of a Flower Strategy, such as FedProx(), "
+                f"not {strategy!r}"
+            )
+        inner = strategy.strategy if isinstance(strategy, Repeatable) else strategy
+        self.name = type(inner).__name__
+        if isinstance(inner, CurvatureStrategy) and len(inner.exchanges(1)) > 1:
+            raise ConfigurationError(
+                f"a round of {self.name} has more than one exchange, and stage1 is "
+                "driven by hooks that know one: take another strategy, such as FedAvg, "
+                "FedProx or Scaffold"
+            )
+        self._strategy, self._cohort = strategy, cohort
+        self._own = strategy if isinstance(strategy, CurvatureStrategy) else None
+        self._hooks = FlowerRounds(strategy, type(inner), cohort, weighted_by_key)
+
+    def initial_groups(self) -> Groups:
+        """Return what a new run's state holds of it."""
+        own = {} if self._own is None else self._own.initial_groups()
+        return ServerState({}).with_inner(_SCOPE, ServerState({}, own)).groups
+
+    def options(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common."""
+        own = {} if self._own is None else self._own.options()
+        return {"stage1": self.name, "stage1_options": own}
+
+    def train(
+        self, driver: Driver, server_round: int, config: ConfigRecord
+    ) -> Mapping[str, MetricRecord]:
+        """Do a round; return the clients' metrics by name."""
+        if self._own is None:
+            metrics = self._hooks.train(driver, server_round, config)
+        else:
+            self._own.check(driver.run.state.inner(_SCOPE))
+            uploads = driver.train(self._own, server_round, config, scope=_SCOPE)
+            metrics = {upload.client: upload.metrics for upload in uploads}
+        driver.run.add_metrics(server_round, {"stage": 1})
+        return metrics
+
+    def evaluate(self, driver: Driver, server_round: int, config: ConfigRecord) -> None:
+        """Have clients evaluate as the strategy does."""
+        if self._own is not None:
+            self._own.timeout = driver.timeout
+        cohort = self._cohort if self._own is None else self._own.cohort
+        driver.evaluate(self._strategy, cohort, server_round, config)

@@ -1,0 +1,174 @@
+"""TCT's second stage: what is sent to clients, and what uploads make of the state."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.params import Params
+from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, weights_of
+from flwr_fisher.server.membership import Membership
+from flwr_fisher.tangent import (
+    FeatureMoments,
+    check_lr,
+    combine_moments,
+    largest_safe_lr,
+    standardisation,
+    tct_average,
+)
+from flwr_fisher.wire.tangent_upload import TCT, TangentUpload, bytes_of
+
+__all__ = [
+    "CONTROL",
+    "MEMBERSHIP",
+    "agree_on_rate",
+    "average",
+    "network",
+    "rate_of",
+    "send",
+    "standardise_features",
+]
+
+logger = logging.getLogger("flwr")
+
+# Groups of the state's tensors, and names in them.
+MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"
+_LR, _DIGEST, _LARGEST = "lr", "digest", "largest-eigenvalue"
+_RATE = 5.0  # of the paper's eta = 5e-5 for 100 000 features
+
+
+def network(state: ServerState) -> Params:
+    """Return the network's parameters and buffers, which stage 1 trained."""
+    return {k: v for k, v in state.params.items() if not k.startswith(TCT)}
+
+
+def rate_of(state: ServerState) -> float | None:
+    """Return the learning rate that stage 2 goes by, once it is agreed."""
+    facts = state.group(_FACTS)
+    return float(facts[_LR]) if _LR in facts else None
+
+
+def send(state: ServerState) -> Groups:
+    """Return what a client needs beside the network, as far as it is known."""
+    names = [k for k in ("weight", "mean", "std") if f"{TCT}{k}" in state.params]
+    sent = {k: state.params[f"{TCT}{k}"] for k in names}
+    facts = {**state.group(_FACTS), **state.group(CONTROL)}
+    sent |= {k: facts[k] for k in (_DIGEST, _LR, CONTROL) if k in facts}
+    return {"": sent | Membership.from_tensors(state.group(MEMBERSHIP)).sent()}
+
+
+def standardise_features(
+    state: ServerState,
+    uploads: Sequence[Upload[TangentUpload]],
+    *,
+    seed: int,
+    standardise: bool,
+) -> Step:
+    """Take the features' mean and deviation over all clients."""
+    sums = [upload.payload.tensors for upload in uploads]
+    moments = [FeatureMoments(t["mean"], t["m2"], int(t["count"])) for t in sums]
+    mean, std = standardisation(combine_moments(moments))
+    if not standardise:
+        mean, std = torch.zeros_like(mean), torch.ones_like(std)
+    model = {
+        "weight": torch.zeros(len(mean), int(sums[0]["num-classes"])),
+        "mean": mean.float(),
+        "std": std.float(),
+        "seed": torch.tensor(seed),
+        "head": sums[0]["head"],
+    }
+    params = state.params | {f"{TCT}{k}": v for k, v in model.items()}
+    groups = {
+        MEMBERSHIP: state.group(MEMBERSHIP),
+        _FACTS: {_DIGEST: bytes_of(uploads[0].payload.digest)},
+    }
+    metrics: dict[str, Any] = {"stage": 2, "num-features": len(mean)}
+    return Step(ServerState(params, groups), metrics)
+
+
+def agree_on_rate(
+    state: ServerState,
+    uploads: Sequence[Upload[TangentUpload]],
+    *,
+    lr: float | None,
+    control: bool,
+) -> Step:
+    """Choose a learning rate with which no client's steps diverge.
+
+    Raises
+    ------
+    ConfigurationError
+        If the one that is given is too large for some clients, naming them.
+    """
+    eigenvalues = {u.client: float(u.payload.tensors[_LARGEST]) for u in uploads}
+    largest = max(eigenvalues.values())
+    weight = state.params[f"{TCT}weight"]
+    if lr is None:
+        lr = min(_RATE / len(weight), 1 / largest if largest else 1.0)
+    else:
+        _check_rate(lr, eigenvalues)
+    logger.info(
+        "TCT: stage 2 begins with lr %g; the clients' largest eigenvalue is %g",
+        lr,
+        largest,
+    )
+    rate = torch.tensor(lr, dtype=torch.float64)
+    groups = {**state.groups, _FACTS: {**state.group(_FACTS), _LR: rate}}
+    if control:
+        groups[CONTROL] = {CONTROL: torch.zeros_like(weight)}
+    return Step(ServerState(state.params, groups), {_LR: lr, _LARGEST: largest})
+
+
+def average(
+    state: ServerState,
+    uploads: Sequence[Upload[TangentUpload]],
+    connected: int,
+    *,
+    local_steps: int,
+) -> Step:
+    """Average the clients' weights, and renew the control variate if there is one."""
+    before = Membership.from_tensors(state.group(MEMBERSHIP))
+    members = before.after(uploads, connected)
+    weights, lr = weights_of(uploads), float(state.group(_FACTS)[_LR])
+    old = state.params[f"{TCT}weight"]
+    sent = state.group(CONTROL).get(CONTROL, torch.zeros_like(old)).double()
+    weight, control = tct_average(
+        old,
+        sent,
+        [upload.payload.tensors["weight"] for upload in uploads],
+        weights,
+        participation=members.participation(weights),
+        lr=lr,
+        local_steps=local_steps,
+    )
+    lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
+    if lost:
+        logger.warning(
+            "%d clients have lost their control variate, and start from zero", lost
+        )
+    metrics: dict[str, Any] = {"stage": 2, _LR: lr, "num-lost-states": lost}
+    groups = {**state.groups, MEMBERSHIP: members.to_tensors()}
+    details = None
+    if CONTROL in state.groups:
+        # What was a mean over all clients' weight, as known before, is less or more.
+        control.add_(sent, alpha=members.rescale(before) - 1)
+        details = control.to(old.dtype)
+        groups[CONTROL] = {CONTROL: details}
+        metrics["control-norm"] = float(control.norm())
+    params = state.params | {f"{TCT}weight": weight}
+    return Step(ServerState(params, groups), metrics, details)
+
+
+def _check_rate(lr: float, eigenvalues: Mapping[str, float]) -> None:
+    refused = [k for k, v in eigenvalues.items() if lr > largest_safe_lr(v)]
+    if not refused:
+        return
+    try:
+        check_lr(lr, max(eigenvalues.values()))
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{', '.join(refused)}: {error} for all clients. Nothing is lost where "
+            "there is a checkpoint_dir: resume with that, or with lr=None"
+        ) from error

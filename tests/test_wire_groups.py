@@ -1,0 +1,158 @@
+"""What a server sends beside parameters, and what all payloads have in common."""
+
+import pytest
+import torch
+from torch import Tensor
+from uploads import upload_of
+
+from flwr_fisher.errors import ConfigurationError, WireError
+from flwr_fisher.merge import DiagonalSums, LocalPosterior
+from flwr_fisher.wire import (
+    PREFIX,
+    SERVER,
+    FisherUpload,
+    Payload,
+    ProductUpload,
+    SumsUpload,
+    VectorUpload,
+    arrays_to_tensors,
+    join_groups,
+    split_groups,
+    tensors_to_arrays,
+)
+from flwr_fisher.wire.tangent_upload import TCT, TangentUpload
+
+PARAMS = {"fc.weight": torch.ones(2, 3), "fc.bias": torch.zeros(2)}
+GROUPS = {
+    "": {"run": torch.tensor(7), "clients": torch.tensor([[1, 2]])},
+    "probe": {"fc.weight": torch.ones(2, 3), "fc.bias": torch.ones(2)},
+    "control": {"fc.bias": torch.zeros(2)},
+}
+ONES = {"w": torch.ones(2)}
+SUMS = DiagonalSums(3.0, ONES, ONES, ONES)
+PAYLOADS = {
+    "fisher": upload_of("linear", "diagonal"),
+    "product": ProductUpload({"w": torch.ones(2)}, {"n": torch.tensor(3)}),
+    "sums": SumsUpload(SUMS),
+    "vector": VectorUpload({"gradient": {"w": torch.ones(2)}}),
+    "tangent": TangentUpload({"largest-eigenvalue": torch.tensor(1.0)}, "digest"),
+}
+
+
+def listed(groups: dict[str, dict[str, Tensor]]) -> list[tuple[str, list[str]]]:
+    return [(group, list(tensors)) for group, tensors in groups.items()]
+
+
+def test_groups_travel_under_the_documented_keys() -> None:
+    assert SERVER == "server/"
+    assert list(join_groups(GROUPS)) == [
+        "server/run",
+        "server/clients",
+        "server/probe/fc.weight",
+        "server/probe/fc.bias",
+        "server/control/fc.bias",
+    ]
+
+
+@pytest.mark.parametrize("order", [["", "probe", "control"], ["control", "probe", ""]])
+def test_groups_come_back_in_their_order(order: list[str]) -> None:
+    groups = {group: GROUPS[group] for group in order}
+    params, back = split_groups({**PARAMS, **join_groups(groups)})
+    assert list(params) == list(PARAMS)
+    assert all(params[name] is PARAMS[name] for name in PARAMS)
+    assert listed(back) == listed(groups)
+    for group, tensors in groups.items():
+        assert all(back[group][name] is value for name, value in tensors.items())
+
+
+def test_groups_come_back_from_a_record() -> None:
+    record = tensors_to_arrays({**join_groups(GROUPS), **PARAMS})
+    params, back = split_groups(arrays_to_tensors(record))
+    assert list(params) == list(PARAMS)
+    assert listed(back) == listed(GROUPS)
+    assert torch.equal(back["probe"]["fc.weight"], GROUPS["probe"]["fc.weight"])
+
+
+def test_parameters_and_groups_may_be_mixed() -> None:
+    mixed = {
+        "server/probe/a": torch.tensor(1),
+        "fc.bias": torch.tensor(2),
+        "server/run": torch.tensor(3),
+        "server/probe/b.weight": torch.tensor(4),
+    }
+    params, groups = split_groups(mixed)
+    assert list(params) == ["fc.bias"]
+    assert listed(groups) == [("probe", ["a", "b.weight"]), ("", ["run"])]
+
+
+def test_only_the_first_slash_ends_the_group() -> None:
+    joined = join_groups({"control": {"a/b.c": torch.tensor(1)}})
+    assert list(joined) == ["server/control/a/b.c"]
+    assert listed(split_groups(joined)[1]) == [("control", ["a/b.c"])]
+
+
+def test_only_the_whole_prefix_makes_a_group() -> None:
+    tensors = {"server.weight": torch.ones(1), "my/server/run": torch.ones(1)}
+    assert split_groups(tensors) == (tensors, {})
+
+
+@pytest.mark.parametrize("groups", [{}, {"": {}}, {"probe": {}, "control": {}}])
+def test_empty_groups_leave_no_key(groups: dict[str, dict[str, Tensor]]) -> None:
+    assert join_groups(groups) == {}
+    assert split_groups({**PARAMS, **join_groups(groups)}) == (PARAMS, {})
+
+
+def test_nothing_to_split_is_nothing() -> None:
+    assert split_groups({}) == ({}, {})
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_every_upload_is_a_payload(name: str) -> None:
+    payload = PAYLOADS[name]
+    assert isinstance(payload, Payload)
+    assert payload.layout()
+    assert all(isinstance(fact, str) for fact in payload.layout())
+    assert list(payload.to_arrays())
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_payload_says_what_clients_disagree_on(name: str) -> None:
+    default = (PREFIX, "covers other parameters than most clients' does")
+    field, reason = PAYLOADS[name].disagreement
+    if name == "tangent":
+        assert field == TCT
+        assert reason.startswith("has other features")
+    else:
+        assert (field, reason) == default
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_only_sums_have_a_weight_of_their_own(name: str) -> None:
+    PAYLOADS[name].check_weight(3.0)
+    if name != "sums":
+        PAYLOADS[name].check_weight(4.0)
+        return
+    with pytest.raises(WireError, match="3 examples, but the metrics say 4") as caught:
+        PAYLOADS[name].check_weight(4.0)
+    assert caught.value.field == "sums/num-examples"
+
+
+def test_a_payload_without_a_layout_cannot_be_made() -> None:
+    class Lacking(Payload):
+        pass
+
+    with pytest.raises(TypeError, match=r"layout.*to_arrays"):
+        Lacking()
+
+
+def test_a_fisher_upload_becomes_a_posterior() -> None:
+    upload = upload_of("linear", "diagonal")
+    assert isinstance(upload, FisherUpload)
+    posterior = upload.posterior(12.0)
+    assert isinstance(posterior, LocalPosterior)
+    assert list(posterior.params) == list(upload.params)
+    assert torch.equal(posterior.params["weight"], upload.params["weight"])
+    assert posterior.curvature is upload.curvature
+    assert posterior.num_examples == 12.0
+    with pytest.raises(ConfigurationError, match="num_examples must be > 0"):
+        upload.posterior(0.0)
