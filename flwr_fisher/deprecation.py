@@ -5,8 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["moved_names"]
-
 
 def moved_names(old: str, new: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module's ``__getattr__`` that finds names in their new place.

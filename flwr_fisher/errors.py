@@ -70,7 +70,7 @@ class DataError(FlwrFisherError, ValueError):
 
 
 class ClientError(FlwrFisherError, RuntimeError):
-    """A client cannot do what the server asked of it."""
+    """A client cannot do what the server wants of it."""
 
 
 class CheckpointError(FlwrFisherError, RuntimeError):
@@ -82,7 +82,7 @@ class RoundError(FlwrFisherError, RuntimeError):
 
 
 class WireError(FlwrFisherError, ValueError):
-    """What arrived from a node is not what was asked for.
+    """What arrived from a node is not what was requested.
 
     Parameters
     ----------

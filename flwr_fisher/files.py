@@ -7,8 +7,6 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["ASIDE", "save_tensors"]
-
 ASIDE = ".partial"  # how a file ends that is not yet whole
 
 

@@ -15,6 +15,7 @@ from flwr_fisher.errors import ParamsError
 __all__ = [
     "Params",
     "add",
+    "check_finite",
     "check_same_layout",
     "dot",
     "flatten",
@@ -22,6 +23,7 @@ __all__ = [
     "scale",
     "select",
     "shared_state",
+    "shares_of",
     "subtract",
     "trainable_names",
     "unflatten",
@@ -52,6 +54,13 @@ def check_same_layout(reference: Params, other: Params, what: str = "params") ->
                 f"{what}: '{key}' has shape {tuple(other[key].shape)}, "
                 f"expected {tuple(value.shape)}"
             )
+
+
+def check_finite(params: Params, what: str) -> None:
+    """Raise :class:`ParamsError` if an entry is NaN or infinite."""
+    for key, value in params.items():
+        if not value.isfinite().all():
+            raise ParamsError(f"{what}: '{key}' holds NaN or infinity")
 
 
 def add(left: Params, right: Params, factor: float = 1.0) -> dict[str, Tensor]:
@@ -151,11 +160,17 @@ def weighted_mean(
         raise ParamsError(f"weights must be >= 0 and not all 0, got {list(weights)}")
     for index, other in enumerate(params[1:], start=1):
         check_same_layout(params[0], other, f"client {index}")
-    shares = [float(w) / total for w in weights]
+    shares = shares_of(weights)
     return {
         key: _mean_of([p[key] for p in params], shares).to(first.dtype)
         for key, first in params[0].items()
     }
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Return each weight divided by the sum of all."""
+    total = float(sum(weights))
+    return [float(weight) / total for weight in weights]
 
 
 def _mean_of(tensors: list[Tensor], shares: list[float]) -> Tensor:

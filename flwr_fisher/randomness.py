@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["derive_seed", "random_stream", "seeded"]
-
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that depends on all parts and nothing else.

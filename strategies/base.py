@@ -23,8 +23,6 @@ from flwr_fisher.server.open_exchange import OpenExchange, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-__all__ = ["CurvatureStrategy", "EvaluateFn"]
-
 logger = logging.getLogger("flwr")
 
 _RANGES: dict[str, tuple[int, ...]] = {

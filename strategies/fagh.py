@@ -23,8 +23,6 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["FAGH"]
-
 _PROBES = ("first", "random", "momentum", "none")
 # Groups of the state's tensors.
 _GRADIENT, _PRODUCT, _DIRECTION = "gradient-moment", "hvp-moment", "direction"
@@ -116,10 +114,10 @@ class FAGH(CurvatureStrategy):
         """Ask for gradients, and for the Hessian's products with the probe."""
         if self.probe == "none":
             read = VectorUpload.reader("gradient")
-            return [Exchange({"task": "gradient"}, read, self._step)]
+            return [Exchange({"job": "gradient"}, read, self._step)]
         moves = self.probe == "momentum" and server_round > 1
         config = {
-            "task": "probe",
+            "job": "probe",
             "probe": "random" if self.probe == "momentum" and not moves else self.probe,
         }
         if moves:

@@ -15,8 +15,6 @@ from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, wei
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, get_codec, resolve
 
-__all__ = ["FedFish"]
-
 _SOURCES = ("extra-pass", "last-epoch")
 _UPLOADS = ("fisher", "product")
 _REDUCTIONS = ("sum", "mean")
@@ -118,18 +116,20 @@ class FedFish(CurvatureStrategy):
         """Ask every sampled client to train and to add its Fisher, or to multiply."""
         if self.upload == "product":
             read = ProductUpload.from_arrays
-            return [Exchange(self._config(), read, self._step_of_products)]
-        return [Exchange(self._config(), self._read, self._step)]
+            return [Exchange(self._options(), read, self._step_of_products)]
+        return [Exchange(self._options(), self._read, self._step)]
 
-    def _config(self) -> dict[str, str | int | float]:
-        config: dict[str, str | int | float] = {
+    def _options(self) -> dict[str, str | int | float]:
+        options: dict[str, str | int | float] = {
             "structure": "diagonal",
             "expectation": "empirical-batch",
             "fisher-source": self.fisher_source,
             "fisher-reduction": self.reduction,
             "upload": self.upload,
         }
-        return config if self.upload == "product" else config | self.codec.to_config()
+        return (
+            options if self.upload == "product" else options | self.codec.to_options()
+        )
 
     def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:
         codec = resolve(self.codec, like)
@@ -200,11 +200,11 @@ class FedFish(CurvatureStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        config = {f"client-{name}": value for name, value in self._config().items()}
+        wanted = {f"client-{name}": value for name, value in self._options().items()}
         optimizer = self._optimizer([nn.Parameter(torch.zeros(()))])
         defaults = {
             f"server-{key}": value
             for key, value in optimizer.defaults.items()
             if isinstance(value, str | int | float | bool)
         }
-        return config | {"server": type(optimizer).__name__} | defaults
+        return wanted | {"server": type(optimizer).__name__} | defaults

@@ -32,8 +32,6 @@ from flwr_fisher.wire import (
     resolve,
 )
 
-__all__ = ["FedFisherOneShot"]
-
 logger = logging.getLogger("flwr")
 
 
@@ -167,16 +165,16 @@ class FedFisherOneShot(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask every client to train and to add its Fisher."""
         if self.aggregate == "sums":
-            config = self._config() | {"aggregate": self.aggregate}
-            return [Exchange(config, SumsUpload.from_arrays, self._step_from_sums)]
-        return [Exchange(self._config(), self._read, self._step)]
+            options = self._options() | {"aggregate": self.aggregate}
+            return [Exchange(options, SumsUpload.from_arrays, self._step_from_sums)]
+        return [Exchange(self._options(), self._read, self._step)]
 
-    def _config(self) -> dict[str, str | int | float]:
+    def _options(self) -> dict[str, str | int | float]:
         return {
             "structure": self.structure,
             "expectation": self.expectation,
             "tolerance": self.tolerance,
-            **self.codec.to_config(),
+            **self.codec.to_options(),
         }
 
     def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:
@@ -216,8 +214,8 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
-        config = {f"client-{name}": value for name, value in self._config().items()}
-        return config | asdict(self.merge) | {"aggregate": self.aggregate}
+        wanted = {f"client-{name}": value for name, value in self._options().items()}
+        return wanted | asdict(self.merge) | {"aggregate": self.aggregate}
 
 
 def _step(merged: MergeResult) -> Step:

@@ -1,4 +1,7 @@
-"""TCT: any strategy first, and then a convex problem on its network's features."""
+"""TCT: any strategy first, and then a convex problem on its network's features.
+
+Long: half of it is the docstring of a strategy with two stages and their options.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -31,6 +34,7 @@ from flwr_fisher.strategies.tct_regression import (
 )
 from flwr_fisher.tangent import check_lr
 from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES
+from flwr_fisher.wire import named_options
 from flwr_fisher.wire.tangent_upload import TCT as PREFIX
 from flwr_fisher.wire.tangent_upload import (
     TangentUpload,
@@ -38,8 +42,6 @@ from flwr_fisher.wire.tangent_upload import (
     read_moments,
     read_spectrum,
 )
-
-__all__ = ["TCT"]
 
 logger = logging.getLogger("flwr")
 
@@ -216,11 +218,11 @@ class TCT(CurvatureStrategy):
             )
         config = self._features()
         if server_round > self.stage1_rounds + 1:
-            config |= {"task": "tct-step", "local-steps": self.local_steps}
+            config |= {"job": "tct-step", "local-steps": self.local_steps}
             return [Exchange(config, read_local_weight, self._average, send, network)]
         # Everyone's features count, and everyone's eigenvalues.
         moments = Exchange(
-            config | {"task": "tct-moments"},
+            config | {"job": "tct-moments"},
             read_moments(self.num_features),
             self._standardise,
             send,
@@ -228,7 +230,7 @@ class TCT(CurvatureStrategy):
             everyone=True,
         )
         spectrum = Exchange(
-            config | {"task": "tct-spectrum"},
+            config | {"job": "tct-spectrum"},
             read_spectrum(),
             self._agree_on_rate,
             send,
@@ -282,8 +284,9 @@ class TCT(CurvatureStrategy):
             self.stage1_rounds,
             self.stage1.name,
         )
-        joined = {**config, **self._features(), "tct-stage": 1, "seed": self.seed}
-        metrics = self.stage1.train(driver, server_round, ConfigRecord(joined))
+        options = self._features() | {"tct-stage": 1, "seed": self.seed}
+        joined = ConfigRecord({**config, **named_options(options)})
+        metrics = self.stage1.train(driver, server_round, joined)
         if self.solver != "steps":
             _check_sizes(metrics)
 
@@ -294,7 +297,7 @@ class TCT(CurvatureStrategy):
         if server_round > self.stage1_rounds:
             super().evaluate_round(driver, server_round, config)
             return
-        seeded = ConfigRecord({**config, "seed": self.seed})
+        seeded = ConfigRecord({**config, **named_options({"seed": self.seed})})
         self.stage1.evaluate(driver, server_round, seeded)
 
     def settings(self) -> dict[str, Any]:

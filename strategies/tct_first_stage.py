@@ -14,8 +14,6 @@ from flwr_fisher.server.flower_rounds import FlowerRounds
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
 
-__all__ = ["FirstStage"]
-
 _SCOPE = "stage1"  # where its tensors are in the run's state
 
 

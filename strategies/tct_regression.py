@@ -20,17 +20,6 @@ from flwr_fisher.tangent import (
 )
 from flwr_fisher.wire.tangent_upload import TCT, TangentUpload, bytes_of
 
-__all__ = [
-    "CONTROL",
-    "MEMBERSHIP",
-    "agree_on_rate",
-    "average",
-    "network",
-    "rate_of",
-    "send",
-    "standardise_features",
-]
-
 logger = logging.getLogger("flwr")
 
 # Groups of the state's tensors, and names in them.

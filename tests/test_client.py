@@ -20,6 +20,7 @@ from virtual import (
     tiny_client,
     tiny_data,
     tiny_model,
+    travelling,
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
@@ -118,7 +119,9 @@ def test_the_client_starts_from_the_servers_arrays_not_from_its_last_ones() -> N
 
 def test_the_records_may_have_any_name() -> None:
     LocalGrid(make_client_app(lambda context: tiny_client()), 1)
-    content = RecordDict({"model": tiny_arrays(), "how": ConfigRecord(KFAC)})
+    content = RecordDict(
+        {"model": tiny_arrays(), "how": ConfigRecord(travelling(KFAC))}
+    )
     message = Message(content, 1, "train")
     reply = tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
     assert any(key.startswith(PREFIX) for key in records(reply)[0])
@@ -394,7 +397,7 @@ def test_a_custom_train_fn_gets_model_loader_device_and_config() -> None:
     assert seen["model"] is client.problem.model
     assert seen["loader"] is client.problem.trainloader
     assert seen["device"] == CPU
-    assert seen["config"] == {"lr": 0.3, "note": "hello", **KFAC}
+    assert seen["config"] == {"lr": 0.3, "note": "hello"}
     assert metrics_of(reply)["mine"] == 1.5
     assert torch.equal(tensors_of(reply)["3.bias"], torch.full((3,), 7.0))
 

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from flwr_fisher.curvature import (
     Kronecker,
     WeightedSum,
 )
+from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.errors import StructureError
 
@@ -149,6 +151,31 @@ def test_a_kronecker_product_keeps_groups_apart() -> None:
         for g in range(3)
     ]
     close(k.to_dense(), torch.block_diag(*(part.to_dense() for part in parts)))
+
+
+def test_a_kronecker_products_factors_are_tensors_or_factors() -> None:
+    tensors = random_kronecker(5, shape=(4, 2), bias="b", groups=2)
+    factors = SymmetricFactor(tensors.A), SymmetricFactor(tensors.G)
+    made = Kronecker("w", tensors.weight_shape, *factors, "b")
+    assert made.of_inputs is factors[0]
+    assert made.A is tensors.A
+    assert made.G is tensors.G
+    assert torch.equal(made.to_dense(), tensors.to_dense())
+    assert made.nbytes == tensors.nbytes == tensors.A.nbytes + tensors.G.nbytes
+
+
+def test_a_factor_is_its_groups_matrices() -> None:
+    A = random_kronecker(6, shape=(4, 3), groups=2).A
+    factor, columns = SymmetricFactor(A), torch.arange(12.0).double().reshape(2, 3, 2)
+    assert factor.to_dense() is A
+    assert factor.shape == A.shape
+    assert torch.equal(factor.trace(), torch.stack([a.trace() for a in A]))
+    assert torch.equal(factor.diagonal(), torch.stack([a.diag() for a in A]))
+    assert torch.equal(factor.scaled(0.5).to_dense(), A * 0.5)
+    assert torch.equal(factor @ columns, A @ columns)
+    assert torch.equal(columns.mT @ factor, columns.mT @ A)
+    with pytest.raises(FrozenInstanceError):
+        factor.matrix = A  # type: ignore[misc]
 
 
 # --- regularising ---------------------------------------------------------------------

@@ -221,7 +221,7 @@ class Ear(ClientApp):
             config = message.content.config_records["config"]
             tensors = arrays_to_tensors(message.content.array_records["arrays"])
             n = int(config["server-round"])
-            self.asked[n] = config["probe"]
+            self.asked[n] = config["fisher.probe"]
             self.heard[n] = {
                 k.removeprefix(f"{SERVER}probe/"): v
                 for k, v in tensors.items()
@@ -409,7 +409,7 @@ def test_an_unknown_probe_lists_the_known() -> None:
     with pytest.raises(UnknownNameError, match=known):
         FAGH(probe="second")
     with pytest.raises(UnknownNameError, match="unknown probe 'second'"):
-        ask(tiny_client(), config={"task": "probe", "probe": "second"})
+        ask(tiny_client(), config={"job": "probe", "probe": "second"})
 
 
 def with_probe(change: Callable[[Tensors], Tensors]) -> ArrayRecord:
@@ -441,7 +441,7 @@ def with_probe(change: Callable[[Tensors], Tensors]) -> ArrayRecord:
 def test_a_probe_that_does_not_fit_is_an_error_that_says_so(
     change: Callable[[Tensors], Tensors], text: str
 ) -> None:
-    config = {"task": "probe", "probe": "momentum"}
+    config = {"job": "probe", "probe": "momentum"}
     with pytest.raises(ClientError, match=re.escape(text)):
         ask(tiny_client(), with_probe(change), config)
     ask(tiny_client(), with_probe(lambda probe: probe), config)

@@ -160,6 +160,6 @@ def test_a_budget_that_is_too_small_is_refused_before_any_client_trains(hooks):
 
 
 def test_a_client_refuses_a_format_that_it_does_not_write_before_it_trains():
-    config = {"structure": "kfac", **CODECS["fedavg"].to_config(), "codec-version": 99}
+    config = {"structure": "kfac", **CODECS["fedavg"].to_options(), "codec-version": 99}
     with pytest.raises(ConfigurationError, match=r"asks for version 99 .* writes 1"):
         ask(tiny_client(0), config=config)

@@ -189,7 +189,7 @@ def test_a_client_that_fails_always_is_left_out() -> None:
 
 def test_a_mean_gradient_that_does_not_come_is_named() -> None:
     with pytest.raises(ClientError, match="the server sent no 'gradient'"):
-        ask(tiny_client(), config={"task": "displaced"})
+        ask(tiny_client(), config={"job": "displaced"})
 
 
 def test_any_loop_will_do_and_what_it_returns_is_checked() -> None:
@@ -203,7 +203,7 @@ def test_any_loop_will_do_and_what_it_returns_is_checked() -> None:
     }
     arrays = ArrayRecord({**tiny_arrays(), **sent})
     with pytest.raises(ClientError, match="must return a dict of metrics"):
-        ask(tiny_client(train_fn=mine), arrays, {"task": "displaced"})
+        ask(tiny_client(train_fn=mine), arrays, {"job": "displaced"})
 
 
 # Stopped, and resumed

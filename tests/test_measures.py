@@ -750,10 +750,10 @@ def test_a_message_without_config_gets_one() -> None:
     ClientServerBarrier(measured)
     (node,) = measured.get_node_ids()
     for content, expected in [
-        (RecordDict(), {"config": {"report-local": True}}),
+        (RecordDict(), {"config": {"fisher.report-local": True}}),
         (
             RecordDict({"a": ConfigRecord({"x": 1}), "b": ConfigRecord()}),
-            {"a": {"x": 1, "report-local": True}, "b": {}},
+            {"a": {"x": 1, "fisher.report-local": True}, "b": {}},
         ),
     ]:
         measured.send_and_receive([Message(content, node, "train")])

@@ -181,7 +181,7 @@ class Ear(Watched):
             keys = message.content.array_records["arrays"]
             sent = [k for k in keys if k.startswith(SERVER)]
             partition = int(context.node_config["partition-id"])
-            self.heard.append((str(config["task"]), partition, sent))
+            self.heard.append((str(config["fisher.job"]), partition, sent))
         return super().__call__(message, context)
 
 
@@ -198,7 +198,7 @@ def test_the_same_clients_get_the_mean_gradient(newton: Make) -> None:
     for task, _, sent in ear.heard:
         expected = [f"{SERVER}gradient/{name}" for name in trained]
         assert sent == (expected if task == "direction" else [])
-    asks = [c for c in ear.configs if c["task"] == "direction"]
+    asks = [c for c in ear.configs if c["job"] == "direction"]
     assert {c["iterations"] for c in asks} == {3}
     assert {c["solver"] for c in asks} <= {"giant", "done"}
 
@@ -362,9 +362,9 @@ def test_too_few_usable_replies_end_the_round(make: Make) -> None:
 
 
 def test_the_callers_records_are_left_as_they_were(make: Make) -> None:
-    arrays, config = tiny_arrays(), ConfigRecord({"task": "nonsense", "seed": 9})
+    arrays, config = tiny_arrays(), ConfigRecord({"job": "nonsense", "seed": 9})
     result = run(make(), arrays=arrays, train_config=config)
-    assert dict(config) == {"task": "nonsense", "seed": 9}
+    assert dict(config) == {"job": "nonsense", "seed": 9}
     assert same_bits(arrays, tiny_arrays())
     assert same_bits(result.arrays, run(make()).arrays)
 
@@ -418,9 +418,9 @@ def test_dones_alpha_is_positive(alpha: float) -> None:
 
 def test_a_client_names_what_it_was_not_sent() -> None:
     with pytest.raises(ClientError, match="the server sent no 'gradient'"):
-        ask(tiny_client(), config={"task": "direction"})
+        ask(tiny_client(), config={"job": "direction"})
     with pytest.raises(UnknownNameError, match="unknown solver 'lu'; known: giant, d"):
-        ask(tiny_client(), config={"task": "direction", "solver": "lu"})
+        ask(tiny_client(), config={"job": "direction", "solver": "lu"})
     part = ArrayRecord(
         {
             **arrays_to_tensors(tiny_arrays()),
@@ -428,7 +428,7 @@ def test_a_client_names_what_it_was_not_sent() -> None:
         }
     )
     with pytest.raises(ClientError, match="that the server sent lacks the keys"):
-        ask(tiny_client(), part, {"task": "direction"})
+        ask(tiny_client(), part, {"job": "direction"})
 
 
 def test_the_summary_tells_the_solver(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from flwr_fisher.errors import FlwrFisherError, ParamsError
 from flwr_fisher.params import (
     add,
+    check_finite,
     check_same_layout,
     dot,
     flatten,
@@ -15,6 +16,7 @@ from flwr_fisher.params import (
     scale,
     select,
     shared_state,
+    shares_of,
     subtract,
     trainable_names,
     unflatten,
@@ -78,6 +80,18 @@ def test_check_same_layout_says_what_it_checked_and_ignores_the_order() -> None:
     check_same_layout(left, right)
     with pytest.raises(ParamsError, match=r"^the upload: 's' has shape \(1,\)"):
         check_same_layout(left, right | {"s": randn(0, 1)}, "the upload")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named(value: float) -> None:
+    params = {"n": torch.tensor([3]), "w": torch.ones(2), "b": torch.tensor([value])}
+    with pytest.raises(ParamsError, match="client 2: 'b' holds NaN or infinity"):
+        check_finite(params, "client 2")
+    check_finite({"n": params["n"], "w": params["w"]}, "client 2")
+
+
+def test_shares_add_up_to_one() -> None:
+    assert shares_of([1, 3.0, 0]) == [0.25, 0.75, 0.0]
 
 
 def test_params_error_is_a_value_error_of_this_library() -> None:

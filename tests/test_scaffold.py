@@ -335,7 +335,7 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     arrays = ArrayRecord({**tiny_arrays(), **as_sent(sent)})
     client = tiny_client(0, state_dir=tmp_path / "file")
     with pytest.raises(ClientError, match=r"cannot keep .*file.*state_dir="):
-        ask(client, arrays, {"task": "scaffold"})
+        ask(client, arrays, {"job": "scaffold"})
 
 
 def as_sent(tensors: dict[str, Tensor]) -> ArrayRecord:
@@ -410,7 +410,7 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
 )
 def test_what_a_client_must_be(train_fn: Any, config: Any, reason: str) -> None:
     with pytest.raises(ClientError, match=reason):
-        ask(tiny_client(0, train_fn=train_fn), config={"task": "scaffold"} | config)
+        ask(tiny_client(0, train_fn=train_fn), config={"job": "scaffold"} | config)
 
 
 def test_a_parameter_that_a_clients_loss_does_not_reach_still_follows_the_others(
@@ -433,7 +433,7 @@ def test_a_parameter_that_a_clients_loss_does_not_reach_still_follows_the_others
     client = FisherClient(
         model, loader, train_fn=plain_sgd(lr=0.5), state_dir=tmp_path, device="cpu"
     )
-    reply = virtual.tensors_of(ask(client, arrays, {"task": "scaffold"}))
+    reply = virtual.tensors_of(ask(client, arrays, {"job": "scaffold"}))
     torch.testing.assert_close(reply["unused.bias"], before - 2 * 0.5)
     torch.testing.assert_close(
         reply["control/unused.bias"], torch.zeros(3), rtol=0, atol=1e-6

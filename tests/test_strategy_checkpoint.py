@@ -21,7 +21,7 @@ from virtual import (
 )
 
 from flwr_fisher.errors import CheckpointError, RoundError
-from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
+from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS, ROUNDS = 4, 3
@@ -320,7 +320,58 @@ def test_leftovers_of_a_crash_are_ignored(
     assert (tmp_path / "notes.txt").exists()
 
 
+def test_a_resume_knows_who_answered_the_first_of_two_exchanges(
+    tmp_path: Path,
+) -> None:
+    """Client 1 failed in the first exchange, and would not if it were asked again."""
+
+    def run(app: Watched, **options: Any) -> CurvatureResult:
+        strategy = FedGA(beta=0.5, fraction_evaluate=0.0)
+        return strategy.start(LocalGrid(app, 3), tiny_arrays(), **options)
+
+    def fails_first(app: Watched) -> Tamper:
+        def tamper(content: RecordDict) -> None:
+            if [p for _, p in app.trained].count(1) == 1:
+                raise ValueError("out of cheese")
+
+        return tamper
+
+    whole = Watched()
+    whole.tamper[1] = fails_first(whole)
+    expected = run(whole)
+    stopped = Watched()
+    stopped.tamper = dict.fromkeys((0, 2), kill_after(4, stopped))
+    stopped.tamper[1] = fails_first(stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, checkpoint_dir=tmp_path)
+    assert (tmp_path / "uploads-0001" / "exchange-2").exists()
+    again = Watched()
+    result = run(again, checkpoint_dir=tmp_path, resume=True)
+    assert {c["job"] for c in again.configs} == {"displaced"}
+    assert same_bits(result.arrays, expected.arrays)
+    assert result.train_metrics_clientapp[1]["num-gradients"] == 2
+
+
 # What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", 1),
+        ("fraction_train", 0.75),
+        ("min_train_nodes", 3),
+        ("weighted_by_key", "train_loss"),
+        ("anchor", 0.2),
+        ("structure", "diagonal"),
+    ],
+)
+def test_every_option_that_rounds_hang_on_is_compared(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    start(where=tmp_path, num_rounds=1)
+    with pytest.raises(CheckpointError, match=f"other options: .*{name}: .* -> "):
+        start(where=tmp_path, resume=True, **{name: value})
 
 
 def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from virtual import (
     tiny_client,
 )
 
+from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
 from flwr_fisher.server import cohort, collect
 from flwr_fisher.server.run import CurvatureResult
@@ -405,8 +406,29 @@ def test_the_callers_records_are_left_as_they_were(row: Row) -> None:
     assert {c["server-round"] for c in told} == {1, 2}
 
 
+def test_a_users_own_keys_reach_the_training_loop_untouched(row: Row) -> None:
+    mine = {"seed": 9, "task": "mine", "structure": "tree", "codec": "zip", "lr": 0.1}
+    seen: list[dict[str, Any]] = []
+
+    @dataclass(frozen=True)
+    class Noting(LocalSGD):
+        def __call__(self, model: Any, loader: Any, device: Any, config: Any, **o: Any):
+            seen.append(dict(config))
+            return super().__call__(model, loader, device, config, **o)
+
+    app = make_client_app(
+        lambda context: tiny_client(
+            int(context.node_config["partition-id"]), train_fn=Noting(lr=0.1)
+        )
+    )
+    result = run(row(), app, train_config=ConfigRecord(mine))
+    assert same_bits(result.arrays, plain(row).arrays)
+    assert seen == [{**mine, "server-round": 1}] * 3
+
+
 def test_the_callers_config_cannot_change_what_the_strategy_asks_for(row: Row) -> None:
-    config = ConfigRecord({"structure": "nonsense", "server-round": 9, "seed": 9})
+    config = ConfigRecord({"fisher.structure": "nonsense", "server-round": 9})
+    config["fisher.seed"] = 9
     result = run(row(), train_config=config)
     assert same_bits(result.arrays, plain(row).arrays)
 

@@ -28,9 +28,12 @@ from flwr_fisher.tasks import (
     partition_indices,
     task_from_run_config,
 )
-from flwr_fisher.tasks.by_document import ByDocumentPartitioner, share_out_documents
 from flwr_fisher.tasks.language import cut, load_language, without_repeats
 from flwr_fisher.tasks.load import _share_out
+from flwr_fisher.tasks.own_partitioners import (
+    ByDocumentPartitioner,
+    share_out_documents,
+)
 
 
 def language(**changes: Any) -> Task:

@@ -105,7 +105,7 @@ def slow_shares(
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 2.0])
 def test_shares_are_distributed_as_the_definition_says(alpha: float) -> None:
-    from flwr_fisher.tasks.dirichlet_client import client_shares
+    from flwr_fisher.tasks.own_partitioners import client_shares
 
     draws = 1500
     ours = np.stack(
@@ -131,7 +131,7 @@ def test_shares_are_distributed_as_the_definition_says(alpha: float) -> None:
 
 
 def test_shares_stay_finite_where_proportions_underflow() -> None:
-    from flwr_fisher.tasks.dirichlet_client import client_shares
+    from flwr_fisher.tasks.own_partitioners import client_shares
 
     shares = client_shares(5, 10, 1e-4, np.random.default_rng(0))
     np.testing.assert_allclose(shares.sum(axis=0), 1)
@@ -140,7 +140,7 @@ def test_shares_stay_finite_where_proportions_underflow() -> None:
 
 
 def test_counts_follow_the_drawn_shares() -> None:
-    from flwr_fisher.tasks.dirichlet_client import client_shares
+    from flwr_fisher.tasks.own_partitioners import client_shares
 
     parts = split("dirichlet-client", num_partitions=5, seed=7)
     counts = label_histogram(TARGETS, parts, 10)
@@ -166,7 +166,7 @@ def test_which_examples_of_a_class_a_client_gets_is_random() -> None:
 
 @pytest.mark.parametrize("change", [{"num_partitions": 0}, {"alpha": 0.0}])
 def test_the_partitioner_checks_its_own_arguments(change: dict[str, Any]) -> None:
-    from flwr_fisher.tasks.dirichlet_client import DirichletClientPartitioner
+    from flwr_fisher.tasks.own_partitioners import DirichletClientPartitioner
 
     arguments = {"num_partitions": 2, "partition_by": "label", "alpha": 0.5, **change}
     with pytest.raises(ConfigurationError, match=next(iter(change))):
@@ -176,7 +176,7 @@ def test_the_partitioner_checks_its_own_arguments(change: dict[str, Any]) -> Non
 def test_the_partitioner_works_in_flower_s_own_federated_dataset_form() -> None:
     from datasets import Dataset
 
-    from flwr_fisher.tasks.dirichlet_client import DirichletClientPartitioner
+    from flwr_fisher.tasks.own_partitioners import DirichletClientPartitioner
 
     partitioner = DirichletClientPartitioner(3, "kind", alpha=1.0, seed=0)
     partitioner.dataset = Dataset.from_dict({"kind": ["a", "b", "c"] * 20})

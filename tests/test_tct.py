@@ -202,7 +202,7 @@ def test_pre_trained_weights_need_no_stage_1() -> None:
     result = run(tct(stage1_rounds=0), app, num_rounds=3)
     network, start = arrays_to_tensors(result.arrays), arrays_to_tensors(tiny_arrays())
     assert all(torch.equal(network[key], value) for key, value in start.items())
-    tasks = [config["task"] for config in app.configs]
+    tasks = [config["job"] for config in app.configs]
     assert tasks == [
         name for name in ("tct-moments", "tct-spectrum", "tct-step", "tct-step")
         for _ in range(CLIENTS)
@@ -849,7 +849,7 @@ def test_a_bad_upload_is_named_and_tolerated(
     def sometimes(content: RecordDict) -> None:
         told = app.configs[-1]
         task = "tct-moments" if server_round == 3 else "tct-step"
-        if app.trained[-1][0] == server_round and told["task"] == task:
+        if app.trained[-1][0] == server_round and told["job"] == task:
             tamper(content)
 
     app.tamper = {2: sometimes}
@@ -865,7 +865,7 @@ def test_an_eigenvalue_that_is_none_is_named(
     app = Watched(client_app())
 
     def sometimes(content: RecordDict) -> None:
-        if app.configs[-1].get("task") == "tct-spectrum":
+        if app.configs[-1].get("job") == "tct-spectrum":
             set_array("tct/largest-eigenvalue", value)(content)
 
     app.tamper = {2: sometimes}

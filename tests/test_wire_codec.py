@@ -533,19 +533,19 @@ def test_an_unknown_name_is_refused() -> None:
     "codec", [*CODECS.values(), Codec(0.37, 5, 6, 7), Codec(2), Codec(1 / 3, None, 2)]
 )
 def test_a_codec_comes_back_from_a_config(codec: Codec) -> None:
-    assert Codec.from_config(codec.to_config()) == codec
+    assert Codec.from_options(codec.to_options()) == codec
     codec.check_description(json.loads(json.dumps(codec.describe())), field="x")
 
 
 def test_a_server_that_asks_for_no_codec_gets_plain_arrays() -> None:
-    assert Codec.from_config({}) == CODECS["lossless"]
+    assert Codec.from_options({}) == CODECS["lossless"]
 
 
 @pytest.mark.parametrize("version", [0, 2, None, "1"])
 def test_a_client_refuses_to_write_another_version(version: object) -> None:
-    config = {**CODECS["fedavg"].to_config(), "codec-version": version}
+    config = {**CODECS["fedavg"].to_options(), "codec-version": version}
     with pytest.raises(ConfigurationError, match=r"version .* of the upload format"):
-        Codec.from_config(config)
+        Codec.from_options(config)
 
 
 def test_auto_is_fedavg_where_that_fits() -> None:

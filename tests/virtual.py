@@ -21,9 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import PREFIX, arrays_to_tensors
+from flwr_fisher.wire import (
+    PREFIX,
+    arrays_to_tensors,
+    named_options,
+    split_config,
+)
 
 FEATURES, CLASSES = 3, 3
+USERS = {"lr", "proximal-mu", "server-round", "note"}  # keys; others are a server's
 
 Tamper = Callable[[RecordDict], None]
 
@@ -102,7 +108,8 @@ class Watched(ClientApp):
         config = dict(message.content.config_records["config"])
         asked = self.trained if kind == "train" else self.evaluated
         asked.append((int(config["server-round"]), partition))
-        self.configs.append(config)
+        options, own = split_config(config)
+        self.configs.append(own | options)
         reply = self.app(message, context)
         if kind == "train" and partition in self.tamper:
             self.tamper[partition](reply.content)
@@ -112,6 +119,12 @@ class Watched(ClientApp):
 def node_of(grid: LocalGrid, partition: int) -> int:
     """The id of the node that holds a partition."""
     return next(node for node, held in grid.nodes.items() if held == partition)
+
+
+def travelling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as a server sends it: ``fisher.`` before all that is not the user's."""
+    own = {k: v for k, v in config.items() if k in USERS}
+    return own | named_options({k: v for k, v in config.items() if k not in USERS})
 
 
 def ask(
@@ -127,7 +140,7 @@ def ask(
     content = RecordDict(
         {
             "arrays": tiny_arrays() if arrays is None else arrays,
-            "config": ConfigRecord(dict(config or {})),
+            "config": ConfigRecord(travelling(config or {})),
         }
     )
     node_config = {} if partition is None else {"partition-id": partition}

@@ -10,8 +10,6 @@ from flwr_fisher.client.training import Loader
 from flwr_fisher.errors import DataError
 from flwr_fisher.randomness import derive_seed, seeded
 
-__all__ = ["Examples", "read_examples"]
-
 
 @dataclass(frozen=True)
 class Examples:

@@ -18,8 +18,6 @@ from torch import Tensor
 from flwr_fisher.errors import ClientError
 from flwr_fisher.files import ASIDE, save_tensors
 
-__all__ = ["CACHE_BYTES", "FeatureCache", "content_key"]
-
 logger = logging.getLogger("flwr")
 
 CACHE_BYTES = 4 * 2**30

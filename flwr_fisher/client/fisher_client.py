@@ -19,8 +19,6 @@ from flwr_fisher.client.tangent_problem import check_tangent
 from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn
 from flwr_fisher.randomness import seeded
 
-__all__ = ["ClientFn", "FisherClient", "make_client_app"]
-
 
 class FisherClient:
     """Trains a model and, where the server asks for it, adds its Fisher information.
@@ -119,10 +117,10 @@ class FisherClient:
         num_examples = problem.count_examples(partition_of(context))
         request = self._read(message, context, num_examples)
         problem.load(request.params)
-        config = request.config
-        if config.get("tct-stage") == 1:  # what could fail in the second
-            check_tangent(problem, config, num_examples)
-        job = get_job(str(config.get("task", "train")))
+        options = request.options
+        if options.get("tct-stage") == 1:  # what could fail in the second
+            check_tangent(problem, options, num_examples)
+        job = get_job(str(options.get("job", "train")))
         with seeded(request.seed):
             reply = job(problem, request)
         metrics = {"num-examples": num_examples, **reply.metrics}
@@ -141,7 +139,7 @@ class FisherClient:
         ClientError
             If there is no such data, or the arrays do not fit the model.
         """
-        check_evaluation(self.problem, config_of(message))
+        check_evaluation(self.problem, config_of(message)[0])
         request = self._read(message, context)
         problem = with_model_of(self.problem, request)
         with seeded(request.seed):

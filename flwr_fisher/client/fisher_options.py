@@ -31,8 +31,6 @@ from flwr_fisher.wire import (
     tensors_to_arrays,
 )
 
-__all__ = ["FisherOptions"]
-
 _SOURCES = ("extra-pass", "last-epoch")
 _REDUCTIONS = ("mean", "sum")
 _UPLOADS = ("fisher", "product")
@@ -71,14 +69,14 @@ class FisherOptions:
 
     @classmethod
     def of(
-        cls, config: Mapping[str, Any], params: Params, train_fn: TrainFn
+        cls, options: Mapping[str, Any], params: Params, train_fn: TrainFn
     ) -> "FisherOptions":
-        """Read the server's config.
+        """Read the server's options.
 
         Parameters
         ----------
-        config : Mapping[str, Any]
-            The merged ``ConfigRecord`` of the message.
+        options : Mapping[str, Any]
+            Those of the request.
         params : Mapping[str, Tensor]
             What arrived; a codec's budget must hold it.
         train_fn : Callable
@@ -91,19 +89,19 @@ class FisherOptions:
         ClientError
             If the combination is none that this client can give.
         """
-        structure = config.get("structure")
-        options = cls(
+        structure = options.get("structure")
+        wanted = cls(
             None if structure is None else str(structure),
-            str(config.get("expectation", "exact")),
-            float(config.get("tolerance", TOLERANCE)),
-            str(config.get("fisher-source", "extra-pass")),
-            str(config.get("fisher-reduction", "mean")),
-            str(config.get("upload", "fisher")),
-            str(config.get("aggregate", "parts")),
-            resolve(Codec.from_config(config), params),
+            str(options.get("expectation", "exact")),
+            float(options.get("tolerance", TOLERANCE)),
+            str(options.get("fisher-source", "extra-pass")),
+            str(options.get("fisher-reduction", "mean")),
+            str(options.get("upload", "fisher")),
+            str(options.get("aggregate", "parts")),
+            resolve(Codec.from_options(options), params),
         )
-        options._check(train_fn)
-        return options
+        wanted._check(train_fn)
+        return wanted
 
     def _check(self, train_fn: TrainFn) -> None:
         if self.structure is not None:

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.params import trainable_names
 
-__all__ = ["SquaredGradients"]
-
 
 class SquaredGradients:
     r"""The mean of the squared batch gradients that it is shown.

@@ -21,8 +21,6 @@ from flwr_fisher.curvature import LIKELIHOODS
 from flwr_fisher.errors import ClientError, DataError, check_known, check_range
 from flwr_fisher.params import Params, select, trainable_names
 
-__all__ = ["LocalProblem"]
-
 
 @dataclass
 class LocalProblem:

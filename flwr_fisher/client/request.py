@@ -12,9 +12,7 @@ from flwr_fisher.client.store import partition_of
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed
-from flwr_fisher.wire import arrays_to_tensors, split_groups
-
-__all__ = ["Reply", "Request"]
+from flwr_fisher.wire import arrays_to_tensors, split_config, split_groups
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,10 @@ class Request:
         The parameters and buffers, where the model is.
     groups : dict[str, dict[str, Tensor]]
         What else the server sent, by the name of its group.
+    options : Mapping[str, Any]
+        What the server wants, without the ``fisher.`` of its keys.
     config : Mapping[str, Any]
-        The message's ``ConfigRecord``.
+        All else in the message's ``ConfigRecord``: the user's, for the training loop.
     seed : int
         Of whatever is random: a function of the run's seed, the round and the client.
     client : int
@@ -39,6 +39,7 @@ class Request:
 
     params: dict[str, Tensor]
     groups: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     client: int = 0
@@ -59,7 +60,7 @@ class Request:
         ClientError
             If it has not exactly one ``ArrayRecord``.
         """
-        config, client = config_of(message), partition_of(context)
+        (options, config), client = config_of(message), partition_of(context)
         records = list(message.content.array_records.values())
         if len(records) != 1:
             raise ClientError(
@@ -68,8 +69,8 @@ class Request:
         tensors = arrays_to_tensors(records[0])
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
         server_round = int(config.get("server-round", 0))
-        seed = derive_seed(int(config.get("seed", 0)), server_round, client)
-        return cls(params, groups, config, seed, client, num_examples)
+        seed = derive_seed(int(options.get("seed", 0)), server_round, client)
+        return cls(params, groups, options, config, seed, client, num_examples)
 
     @property
     def facts(self) -> dict[str, Tensor]:
@@ -122,7 +123,7 @@ class Reply:
     arrays: ArrayRecord | None = None
 
 
-def config_of(message: Message) -> dict[str, Any]:
-    """Return the entries of a message's ``ConfigRecord``."""
+def config_of(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the server's options in a message's ``ConfigRecord``, and all else."""
     records = message.content.config_records.values()
-    return {key: value for record in records for key, value in record.items()}
+    return split_config({k: v for record in records for k, v in record.items()})

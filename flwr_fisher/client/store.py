@@ -17,8 +17,6 @@ from flwr_fisher.errors import ClientError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.params import Params
 
-__all__ = ["DEFAULT_STATE_DIR", "ClientStore", "partition_of"]
-
 logger = logging.getLogger("flwr")
 
 DEFAULT_STATE_DIR = Path("~/.cache/flwr-fisher/state")

@@ -16,8 +16,6 @@ from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
 from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES, largest_gram_eigenvalue
 
-__all__ = ["ClientFeatures", "Regression", "check_tangent"]
-
 logger = logging.getLogger("flwr")
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -68,7 +66,7 @@ class ClientFeatures:
         The client's.
     run : int
         The run's number.
-    config : Mapping[str, Any]
+    options : Mapping[str, Any]
         The server's: ``num-features``, ``seed``, ``head`` (empty: found),
         ``solver`` and ``feature-dtype``.
 
@@ -84,15 +82,15 @@ class ClientFeatures:
         problem: LocalProblem,
         partition: int,
         run: int,
-        config: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> None:
         self.problem, self.partition, self.run = problem, partition, run
-        self.solver = str(config.get("solver", "closed-form"))
+        self.solver = str(options.get("solver", "closed-form"))
         check_known("solver", self.solver, _SOLVERS)
-        stored = str(config.get("feature-dtype", "float32"))
+        stored = str(options.get("feature-dtype", "float32"))
         check_known("feature-dtype", stored, _DTYPES)
         self.dtype = _DTYPES[stored]
-        self.tangent = _tangent(problem, config)
+        self.tangent = _tangent(problem, options)
         self.cache = FeatureCache(
             problem.state_dir, partition, max_bytes=problem.cache_bytes
         )
@@ -204,7 +202,7 @@ class ClientFeatures:
 
 
 def check_tangent(
-    problem: LocalProblem, config: Mapping[str, Any], num_examples: int
+    problem: LocalProblem, options: Mapping[str, Any], num_examples: int
 ) -> None:
     """Refuse in the first stage what this client could not do in the second.
 
@@ -215,10 +213,10 @@ def check_tangent(
     ConfigurationError, StructureError
         If there is no such head, or the model has no features.
     """
-    ClientFeatures(problem, 0, 0, config).check_room(num_examples)
+    ClientFeatures(problem, 0, 0, options).check_room(num_examples)
 
 
-def _tangent(problem: LocalProblem, config: Mapping[str, Any]) -> TangentFeatures:
+def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:
     if problem.likelihood != "categorical":
         raise ClientError(
             "TCT regresses on classes, and this client's likelihood is "
@@ -226,7 +224,7 @@ def _tangent(problem: LocalProblem, config: Mapping[str, Any]) -> TangentFeature
         )
     return TangentFeatures(
         problem.model,
-        int(config.get("num-features", 20_000)),
-        seed=int(config.get("seed", 0)),
-        head=str(config.get("head", "")) or None,
+        int(options.get("num-features", 20_000)),
+        seed=int(options.get("seed", 0)),
+        head=str(options.get("head", "")) or None,
     )

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError, DataError, check_range
 
-__all__ = ["Loader", "LocalSGD", "Loss", "TrainFn", "cross_entropy", "score"]
-
 Loader = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 TrainFn = Callable[

@@ -1,23 +1,21 @@
 """What a model's loss looks like around its parameters. Works without Flower."""
 
-from flwr_fisher.curvature.estimate import (
+from flwr_fisher.curvature.estimate.accumulation import STRUCTURES
+from flwr_fisher.curvature.estimate.fisher import (
     ENGINES,
     EXPECTATIONS,
-    LIKELIHOODS,
-    STRUCTURES,
     TOLERANCE,
     fisher,
 )
+from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
 from flwr_fisher.curvature.gradients import gradient
-from flwr_fisher.curvature.operators import (
-    BlockDiagonal,
-    Curvature,
-    Dense,
-    Diagonal,
-    EigenKronecker,
-    Kronecker,
-    WeightedSum,
-)
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
+from flwr_fisher.curvature.operators.dense import Dense
+from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
+from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
 from flwr_fisher.curvature.second_order import gradient_and_hvp, hvp
 from flwr_fisher.deprecation import moved_names
 

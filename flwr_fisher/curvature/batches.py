@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from flwr_fisher.errors import ConfigurationError, DataError
 from flwr_fisher.params import trainable_names
 
-__all__ = ["Batch", "batches_on", "device_of"]
-
 Batch = tuple[Tensor, Any]
 
 

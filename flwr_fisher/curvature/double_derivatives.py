@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from flwr_fisher.curvature.gradients import Derivatives, Loss, checked_loss
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
-
-__all__ = ["DoubleDerivatives"]
 
 
 class DoubleDerivatives:
@@ -53,12 +52,10 @@ class DoubleDerivatives:
             If torch has no second derivative of something in the model or the loss.
         """
         if self.forward_mode:
-            try:
+            with suppress(RuntimeError):  # NotImplementedError is one
                 derivatives = self._forward_over_reverse(x, y)
-            except RuntimeError:  # NotImplementedError is one
-                derivatives = None
-            if derivatives is not None:
-                return derivatives
+                if derivatives is not None:
+                    return derivatives
             self.forward_mode = False
         try:
             return self._double_backward(x, y)

@@ -18,15 +18,6 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.params import Params, trainable_names
 
-__all__ = [
-    "Derivatives",
-    "Loss",
-    "checked_loss",
-    "checked_parameters",
-    "gradient",
-    "mean_derivatives",
-]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Of one batch: its mean loss, then one derivative of that, or several, each with a
 # tensor for each parameter, or None where it is zero.
@@ -223,8 +214,6 @@ def _parts(
                 "a loss needs a label for each example: batches must be (inputs, "
                 "labels), tensors of one length"
             )
-        if size is None or len(inputs) <= size:
-            yield inputs, labels
-        else:
-            parts = torch.split(inputs, size), torch.split(labels, size)
-            yield from zip(*parts, strict=True)
+        most = size or len(inputs)
+        parts = torch.split(inputs, most), torch.split(labels, most)
+        yield from zip(*parts, strict=True)

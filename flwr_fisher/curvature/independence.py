@@ -5,8 +5,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.errors import StructureError
 
-__all__ = ["check_examples_are_independent"]
-
 
 def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
     """Raise unless every batch norm of the model has running statistics.

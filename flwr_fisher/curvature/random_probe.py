@@ -8,8 +8,6 @@ from torch import Tensor
 
 from flwr_fisher.randomness import random_stream
 
-__all__ = ["random_probe"]
-
 
 def random_probe(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Return a Gaussian vector of length 1 that depends on names, shapes and `seed`.

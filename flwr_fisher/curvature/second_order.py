@@ -13,8 +13,6 @@ from flwr_fisher.curvature.gradients import Loss, checked_parameters, mean_deriv
 from flwr_fisher.errors import StructureError, UnknownNameError
 from flwr_fisher.params import Params
 
-__all__ = ["gradient_and_hvp", "hvp"]
-
 
 def gradient_and_hvp(
     model: nn.Module,
@@ -98,16 +96,14 @@ def hvp(
     model: nn.Module,
     loader: Iterable[Any],
     vector: Params | int | str,
-    *,
-    loss_fn: Loss = F.cross_entropy,
-    device: torch.device | str | None = None,
-    max_batch_size: int | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Return the product of the mean loss's Hessian with a vector.
 
     For iterations that have their gradient, as those of
     :func:`~flwr_fisher.rounds.giant_direction`; the loader is read once a product.
-    Parameters and errors are those of :func:`gradient_and_hvp`.
+    The other options, `loss_fn`, `device` and `max_batch_size`, and the errors are
+    those of :func:`gradient_and_hvp`.
 
     Examples
     --------
@@ -117,15 +113,7 @@ def hvp(
     >>> hvp(model, batches, vector, loss_fn=F.mse_loss)
     {'weight': tensor([[ 8., 24.]])}
     """
-    _, product, _ = gradient_and_hvp(
-        model,
-        loader,
-        vector,
-        loss_fn=loss_fn,
-        device=device,
-        max_batch_size=max_batch_size,
-    )
-    return product
+    return gradient_and_hvp(model, loader, vector, **options)[1]
 
 
 def _vectors(parameters: Params, probe: Params | int | str) -> dict[str, Tensor]:

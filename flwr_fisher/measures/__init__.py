@@ -10,8 +10,8 @@ A measure is an ``evaluate_fn``, so that what it finds reaches
     result = strategy.start(measured, arrays, evaluate_fn=evaluate_fn)
 
 The clients are to be :class:`flwr_fisher.client.FisherClient`, or to obey the same
-config: ``report-local`` in a train message, ``evaluate-on`` and
-``personalise-fraction`` in an evaluate message.
+config: ``fisher.report-local`` in a train message, ``fisher.evaluate-on`` and
+``fisher.personalise-fraction`` in an evaluate message.
 """
 
 from flwr_fisher.measures.accuracy import accuracies, ensemble_accuracy

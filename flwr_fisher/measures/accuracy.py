@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import DataError
 
-__all__ = ["accuracies", "ensemble_accuracy"]
-
 Loader = Iterable[tuple[Tensor, Tensor]]
 
 
@@ -34,7 +32,7 @@ def accuracies(
         If the loader has no examples.
     """
     return {
-        name: _accuracy(_predictions(model, [params], [1.0], loader))
+        name: ensemble_accuracy(model, [params], [1.0], loader)
         for name, params in candidates.items()
     }
 
@@ -49,7 +47,11 @@ def ensemble_accuracy(
 
     It is a reference: as many models as there are members, not one.
     """
-    return _accuracy(_predictions(model, members, weights, loader))
+    batches = _predictions(model, members, weights, loader)
+    count = sum(y.numel() for _, y in batches)  # one label an example, or a token
+    if not count:
+        raise DataError("the loader has no examples")
+    return sum(int((p == y).sum()) for p, y in batches) / count
 
 
 def _predictions(
@@ -76,10 +78,3 @@ def _predictions(
         model.load_state_dict(own)
         model.train(training)
     return [(p.argmax(-1), labels[index]) for index, p in total.items()]
-
-
-def _accuracy(batches: list[tuple[Tensor, Tensor]]) -> float:
-    count = sum(y.numel() for _, y in batches)  # one label an example, or a token
-    if not count:
-        raise DataError("the loader has no examples")
-    return sum(int((p == y).sum()) for p, y in batches) / count

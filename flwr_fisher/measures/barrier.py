@@ -1,16 +1,13 @@
 """How much worse the server's model is to the clients than their own."""
 
-import logging
+from collections.abc import Mapping
 
 from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import check_range
-from flwr_fisher.measures.combine import means, numbers
+from flwr_fisher.measures.combine import means, numbers, warn_unmeasured
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
-
-__all__ = ["ClientServerBarrier"]
-
-logger = logging.getLogger("flwr")
+from flwr_fisher.wire import named_options
 
 
 class ClientServerBarrier:
@@ -49,7 +46,7 @@ class ClientServerBarrier:
     - ``barrier-server-loss``, ``barrier-server-accuracy``, ``barrier-local-loss``,
       ``barrier-local-accuracy``: the two means that the barrier lies between;
     - ``barrier-clients``: how many clients these are, and ``barrier-missing``: how many
-      were asked to train but lack one of the two.
+      were to train but lack one of the two.
 
     If there are none, a warning stands for the round.
 
@@ -76,47 +73,44 @@ class ClientServerBarrier:
         cohort = self.grid.take_cohort()
         if server_round == 0 or server_round % self.every:
             return None
-        trained = {n: numbers(r, "local-") for n, r in cohort.items() if r is not None}
-        local = {n: scores for n, scores in trained.items() if "loss" in scores}
+        local = _scores(cohort, "local-")
         if not local:
-            logger.warning(
-                "No client-server barrier in round %d: none of %d clients replied with "
-                "a local-loss. Start the strategy with the MeasuredGrid, and make "
-                "clients with FisherClient; where clients train no model, as in FAGH "
-                "or TCT's stage 2, there is none",
-                server_round,
-                len(cohort),
+            reason = (
+                f"none of {len(cohort)} clients replied with a local-loss. Start the "
+                "strategy with the MeasuredGrid, and make clients with FisherClient; "
+                "where clients train no model, as in FAGH or TCT's stage 2, there is "
+                "none"
             )
+            warn_unmeasured("client-server barrier", server_round, reason)
             return None
-        config = {"evaluate-on": "train"}
+        config = named_options({"evaluate-on": "train"})
         replies = self.grid.evaluate(local, server_round, arrays, config, self.timeout)
-        server = {node: numbers(record) for node, record in replies.items()}
-        both = [node for node, scores in server.items() if "loss" in scores]
-        if not both:
-            logger.warning(
-                "No client-server barrier in round %d: none of %d clients evaluated",
-                server_round,
-                len(local),
-            )
+        server = _scores(replies)
+        if not server:
+            reason = f"none of {len(local)} clients evaluated"
+            warn_unmeasured("client-server barrier", server_round, reason)
             return None
-        return _barrier(
-            [local[n] for n in both], [server[n] for n in both], missing=len(cohort)
-        )
+        barrier = means([_barrier(local[n], scores) for n, scores in server.items()])
+        missing = len(cohort) - len(server)
+        counts = {"barrier-clients": len(server), "barrier-missing": missing}
+        return MetricRecord({**barrier, **counts})
 
 
-def _barrier(
-    local: list[dict[str, float]], server: list[dict[str, float]], missing: int
-) -> MetricRecord:
-    pairs = list(zip(local, server, strict=True))
-    rises = means([{"loss": s["loss"] - own["loss"]} for own, s in pairs])
-    found = {"barrier-loss": rises["loss"]}
+def _scores(
+    records: Mapping[int, MetricRecord | None], prefix: str = ""
+) -> dict[int, dict[str, float]]:
+    """Return by node the numbers under a prefix, of nodes with a loss among them."""
+    scores = {node: numbers(record or {}, prefix) for node, record in records.items()}
+    return {node: row for node, row in scores.items() if "loss" in row}
+
+
+def _barrier(local: dict[str, float], server: dict[str, float]) -> dict[str, float]:
+    """Return one client's part: differences, and what they are between."""
+    barrier = {"barrier-loss": server["loss"] - local["loss"]}
     keys = ["loss"]
-    if all("accuracy" in scores for pair in pairs for scores in pair):
+    if "accuracy" in local and "accuracy" in server:
         keys.append("accuracy")
-        falls = [{"error": own["accuracy"] - s["accuracy"]} for own, s in pairs]
-        found["barrier-error"] = means(falls)["error"]
-    for name, rows in (("server", server), ("local", local)):
-        mean = means(rows)
-        found |= {f"barrier-{name}-{key}": mean[key] for key in keys}
-    counts = {"barrier-clients": len(pairs), "barrier-missing": missing - len(pairs)}
-    return MetricRecord({**found, **counts})
+        barrier["barrier-error"] = local["accuracy"] - server["accuracy"]
+    for name, scores in (("server", server), ("local", local)):
+        barrier |= {f"barrier-{name}-{key}": scores[key] for key in keys}
+    return barrier

@@ -2,11 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flwr.app import ArrayRecord, MetricRecord
-
-__all__ = ["EvaluateFn", "combine", "means", "numbers"]
 
 logger = logging.getLogger("flwr")
 
@@ -29,18 +27,17 @@ def combine(*functions: EvaluateFn | None) -> EvaluateFn:
     >>> dict(evaluate_fn(3, ArrayRecord()))
     {'loss': 0.5, 'round': 3}
     """
-    called = [function for function in functions if function is not None]
 
     def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         joined: MetricRecord | None = None
-        for function in called:
-            found = function(server_round, arrays)
-            if found is None:
+        for function in functions:
+            metrics = function(server_round, arrays) if function else None
+            if metrics is None:
                 continue
             joined = MetricRecord() if joined is None else joined
-            if odd := [k for k, v in found.items() if k in joined and joined[k] != v]:
+            if odd := [k for k, v in metrics.items() if k in joined and joined[k] != v]:
                 logger.warning("combine: two functions measure %s", ", ".join(odd))
-            joined.update(found)
+            joined.update(metrics)
         return joined
 
     return evaluate_fn
@@ -67,9 +64,13 @@ def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     >>> means([{"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0}])
     {'loss': 1.5}
     """
-    shared: Iterable[str] = rows[0] if rows else ()
     return {
         key: math.fsum(row[key] for row in rows) / len(rows)
-        for key in shared
+        for key in (rows[0] if rows else ())
         if all(key in row for row in rows)
     }
+
+
+def warn_unmeasured(measure: str, server_round: int, reason: str) -> None:
+    """Log that a round lacks a measure, and why."""
+    logger.warning("No %s in round %d: %s", measure, server_round, reason)

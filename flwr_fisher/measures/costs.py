@@ -8,13 +8,11 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.measures.combine import EvaluateFn
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 
-__all__ = ["costs"]
-
 logger = logging.getLogger("flwr")
 
 
 def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:
-    """Return an ``evaluate_fn`` that tells what the rounds so far have cost.
+    """Return an ``evaluate_fn`` that reports what the rounds so far have cost.
 
     Its metrics are ``uploaded-bytes``, all train replies as they are on the wire, of
     all clients and of all exchanges of a round, and ``gradient-evaluations``.

@@ -14,13 +14,11 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.flower_internals import NodeInfo, Run
 from flwr_fisher.server.collect import collect
 from flwr_fisher.server.node_names import NodeNames
-from flwr_fisher.wire import serialized_bytes
-
-__all__ = ["MeasuredGrid", "check_measured"]
+from flwr_fisher.wire import named_options, serialized_bytes
 
 logger = logging.getLogger("flwr")
 
-_TOLD = 3  # failures that the log spells out
+_SPELT_OUT = 3  # failures that the log spells out
 
 
 def check_measured(grid: Grid) -> None:
@@ -69,7 +67,7 @@ class MeasuredGrid(Grid):
         self.grid, self.seed, self.num_held_out = grid, seed, held_out
         self._names = NodeNames()
         self._hidden: frozenset[int] = frozenset()
-        self._settled = not held_out
+        self._chosen = not held_out
         self._every = 0
         self._cohort: dict[int, MetricRecord | None] = {}
         self._uploaded: int | None = None
@@ -90,7 +88,7 @@ class MeasuredGrid(Grid):
         return self._uploaded
 
     def take_cohort(self) -> dict[int, MetricRecord | None]:
-        """Return and forget who was asked to train, with the reply's metrics if any.
+        """Return and forget who was to train, with the reply's metrics if any.
 
         A reply counts where the client scored its model: it has a ``local-loss``.
         """
@@ -118,30 +116,31 @@ class MeasuredGrid(Grid):
 
         Failures cost a warning.
         """
-        told = {**config, "server-round": server_round, "seed": self.seed}
-        content = RecordDict({"arrays": arrays, "config": ConfigRecord(told)})
+        job = ConfigRecord(
+            {
+                **config,
+                "server-round": server_round,
+                **named_options({"seed": self.seed}),
+            }
+        )
+        content = RecordDict({"arrays": arrays, "config": job})
         messages = [
             Message(content, node, MessageType.EVALUATE, group_id=str(server_round))
             for node in nodes
         ]
-        found, failed = {}, []
+        metrics, failed = {}, []
         for reply in collect(self.grid, messages, timeout):
             node = reply.metadata.src_node_id
             if reply.has_error():
                 failed.append(f"{self._names.name(node)}: {reply.error.reason}")
             elif records := list(reply.content.metric_records.values()):
-                found[node] = records[0]
+                metrics[node] = records[0]
         if failed:
-            reasons = "; ".join(sorted(failed)[:_TOLD])
-            more = " …" if len(failed) > _TOLD else ""
-            logger.warning(
-                "%d of %d clients failed to evaluate: %s%s",
-                len(failed),
-                len(messages),
-                reasons,
-                more,
-            )
-        return found
+            reasons = "; ".join(sorted(failed)[:_SPELT_OUT])
+            reasons += " …" if len(failed) > _SPELT_OUT else ""
+            counts = len(failed), len(messages)
+            logger.warning("%d of %d clients failed to evaluate: %s", *counts, reasons)
+        return metrics
 
     # What a strategy uses
 
@@ -156,18 +155,18 @@ class MeasuredGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages."""
-        return self.grid.push_messages(self._sent(messages))
+        return self.grid.push_messages([self._request(m) for m in messages])
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there."""
-        return self._seen(self.grid.pull_messages(message_ids))
+        return self._watched(self.grid.pull_messages(message_ids))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Send messages and return their replies."""
-        sent = self._sent(messages)
-        return self._seen(self.grid.send_and_receive(sent, timeout=timeout))
+        sent = [self._request(message) for message in messages]
+        return self._watched(self.grid.send_and_receive(sent, timeout=timeout))
 
     def create_message(
         self,
@@ -194,7 +193,7 @@ class MeasuredGrid(Grid):
     def _split(self) -> tuple[list[int], list[int]]:
         """Return who takes part and who is held out, of those who are connected."""
         nodes = list(self.grid.get_node_ids())
-        if not self._settled:
+        if not self._chosen:
             self._hidden = self._choose(nodes)
         shown = [node for node in nodes if node not in self._hidden]
         if nodes and not shown:
@@ -213,30 +212,27 @@ class MeasuredGrid(Grid):
 
         return frozenset(sorted(nodes, key=rank)[:count])
 
-    def _sent(self, messages: Iterable[Message]) -> list[Message]:
-        return [self._asked(message) for message in messages]
-
-    def _asked(self, message: Message) -> Message:
+    def _request(self, message: Message) -> Message:
         """Note a train message; return one that asks for what measures want to know."""
         if not _is_train(message):
             return message
-        self._settled = True
+        self._chosen = True
         self._cohort.setdefault(message.metadata.dst_node_id, None)
-        records = dict(message.content.config_records)
-        name, config = next(iter(records.items()), ("config", ConfigRecord()))
+        records = message.content.config_records.items()
+        name, config = next(iter(records), ("config", ConfigRecord()))
         server_round = config.get("server-round", 0)
         if not self._every or int(str(server_round)) % self._every:
             return message
         # A copy: message, content and config are the strategy's, perhaps the user's.
-        asked = copy.copy(message)
-        changed = ConfigRecord({**config, "report-local": True})
-        asked.content = RecordDict({**message.content, name: changed})
-        return asked
+        request = copy.copy(message)
+        changed = ConfigRecord({**config, **named_options({"report-local": True})})
+        request.content = RecordDict({**message.content, name: changed})
+        return request
 
-    def _seen(self, replies: Iterable[Message]) -> list[Message]:
+    def _watched(self, replies: Iterable[Message]) -> list[Message]:
         """Note the metrics of replies that score the client's model."""
-        seen = list(replies)
-        for reply in seen:
+        received = list(replies)
+        for reply in received:
             if not _is_train(reply) or not reply.has_content():
                 continue
             if self._uploaded is not None:
@@ -244,7 +240,7 @@ class MeasuredGrid(Grid):
             for record in reply.content.metric_records.values():
                 if "local-loss" in record:
                     self._cohort[reply.metadata.src_node_id] = record
-        return seen
+        return received
 
 
 def _is_train(message: Message) -> bool:

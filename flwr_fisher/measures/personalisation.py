@@ -1,16 +1,11 @@
 """How well clients that never took part make the server's model their own."""
 
-import logging
-
 from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import ConfigurationError, check_range
-from flwr_fisher.measures.combine import means, numbers
+from flwr_fisher.measures.combine import means, numbers, warn_unmeasured
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
-
-__all__ = ["Personalisation"]
-
-logger = logging.getLogger("flwr")
+from flwr_fisher.wire import named_options
 
 
 class Personalisation:
@@ -90,7 +85,8 @@ class Personalisation:
                 "MeasuredGrid(grid, held_out=20)"
             )
         self.grid, self.every, self.timeout, self.name = grid, every, timeout, name
-        self.config = {"personalise-fraction": fraction, "personalise-epochs": epochs}
+        options = {"personalise-fraction": fraction, "personalise-epochs": epochs}
+        self.config = named_options(options)
         if lr is not None:
             check_range("lr", lr, 0)
             self.config["lr"] = lr
@@ -104,21 +100,17 @@ class Personalisation:
             nodes, server_round, arrays, self.config, self.timeout
         )
         rows = [numbers(record) for record in replies.values()]
-        good = [
-            row for row in rows if {"zero-shot-loss", "personalised-loss"} <= set(row)
-        ]
+        needed = {"zero-shot-loss", "personalised-loss"}
+        good = [row for row in rows if needed <= row.keys()]
         if not good:
-            logger.warning(
-                "No personalisation in round %d: none of %d held-out clients replied",
-                server_round,
-                len(nodes),
-            )
+            reason = f"none of {len(nodes)} held-out clients replied"
+            warn_unmeasured("personalisation", server_round, reason)
             return None
         mean = means(good)
-        found = {k: v for k, v in mean.items() if k.startswith("zero-shot-")}
-        tuned = {k: v for k, v in mean.items() if k.startswith("personalised-")}
-        found |= {k.replace("personalised", self.name, 1): v for k, v in tuned.items()}
-        counts = {"clients": len(good), "missing": len(nodes) - len(good)}
-        return MetricRecord(
-            {**found, **{f"{self.name}-{key}": n for key, n in counts.items()}}
-        )
+        metrics: dict[str, float] = {}
+        for kind, name in (("zero-shot", "zero-shot"), ("personalised", self.name)):
+            scores = numbers(mean, f"{kind}-")
+            metrics |= {f"{name}-{key}": value for key, value in scores.items()}
+        missing = len(nodes) - len(good)
+        counts = {f"{self.name}-clients": len(good), f"{self.name}-missing": missing}
+        return MetricRecord({**metrics, **counts})

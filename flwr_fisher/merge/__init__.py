@@ -1,11 +1,12 @@
 """One-shot merging: clients' posteriors in, one model out. Works without Flower."""
 
 from flwr_fisher.deprecation import moved_names
-from flwr_fisher.merge.fedfisher import MergeResult, fedfisher
+from flwr_fisher.merge.fedfisher import fedfisher
 from flwr_fisher.merge.fisher_merge import fisher_merge
 from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.regmean import regmean
+from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.sums import (
     DiagonalSums,
     add_sums,

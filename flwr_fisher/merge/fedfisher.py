@@ -1,57 +1,21 @@
 """FedFisher's merge: the mode of the product of the clients' posteriors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import Any
 
 from flwr_fisher.merge.iterative import Progress, Score
-from flwr_fisher.merge.linear_system import LinearSystem, linear_systems
-from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
-from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors, fedavg
-from flwr_fisher.merge.solve import solve
-from flwr_fisher.params import Params
-
-__all__ = ["MergeResult", "fedfisher", "solve_from"]
-
-
-@dataclass(frozen=True)
-class MergeResult:
-    """What a merge found.
-
-    Parameters
-    ----------
-    params : dict[str, Tensor]
-        The merged parameters, with the keys, shapes and dtypes of the clients'.
-    residuals : list[float]
-        The norm of the residual over all layers, before the first iteration and after
-        each, relative to the first; for a closed form, before and after it.
-    iterations : int
-        How many iterations the slowest layer took.
-    shares : list[float]
-        Each client's share of the summed curvature's trace; they add up to 1. Empty
-        where only sums over the clients are known.
-    """
-
-    params: dict[str, Tensor] = field(repr=False)
-    residuals: list[float] = field(repr=False)
-    iterations: int
-    shares: list[float]
+from flwr_fisher.merge.linear_system import linear_systems
+from flwr_fisher.merge.options import check_score, merge_options
+from flwr_fisher.merge.posterior import LocalPosterior, fedavg
+from flwr_fisher.merge.solve import MergeResult, solve
 
 
 def fedfisher(
     posteriors: Sequence[LocalPosterior],
     *,
-    solver: str = "cg",
-    anchor: float | None = None,
-    shrink: float | None = None,
-    damping: float | None = None,
-    balance: float | None = None,
-    iterations: int | None = None,
-    tolerance: float = 1e-6,
-    lr: float = 0.01,
     score: Score | None = None,
     progress: Progress | None = None,
+    **options: Any,
 ) -> MergeResult:
     r"""Merge the clients' models by their Fisher information.
 
@@ -102,7 +66,9 @@ def fedfisher(
         which (the highest) is returned. The paper scores on 500 examples that its
         server holds.
     progress : Callable[[str], object], optional
-        Told, in words, how each layer's solution went.
+        Called with how each layer's solution went, in words.
+    **options
+        `solver` and the seven after it, as described above.
 
     Returns
     -------
@@ -118,7 +84,7 @@ def fedfisher(
     ParamsError
         If there is no posterior, or their layouts differ.
     StructureError
-        If curvatures cover different parameters, or a closed form is asked for a
+        If curvatures cover different parameters, or a closed form is wanted of a
         structure that has none.
 
     Examples
@@ -147,37 +113,8 @@ def fedfisher(
     >>> fedfisher([sure, unsure], solver="closed-form").params
     {'w': tensor([0.2000])}
     """
-    options = merge_options(
-        solver,
-        anchor=anchor,
-        shrink=shrink,
-        damping=damping,
-        balance=balance,
-        iterations=iterations,
-        tolerance=tolerance,
-        lr=lr,
-    )
-    check_score(score, solver)
-    check_posteriors(posteriors)
+    chosen = merge_options(**options)
+    check_score(score, chosen.solver)
     mean = fedavg(posteriors)
-    blocks, shares = linear_systems(posteriors, mean, options)
-    return solve_from(mean, blocks, shares, options, score, progress)
-
-
-def solve_from(
-    mean: Params,
-    blocks: list[LinearSystem],
-    shares: list[float],
-    options: MergeOptions,
-    score: Score | None,
-    progress: Progress | None,
-) -> MergeResult:
-    """Solve the blocks' linear_systems for the step away from the mean, and take it."""
-
-    def merged(delta: Params) -> dict[str, Tensor]:
-        steps = {k: step.to(mean[k].dtype) for k, step in delta.items()}
-        return {k: v + steps[k] if k in steps else v for k, v in mean.items()}
-
-    scored = None if score is None else (lambda delta: score(merged(delta)))
-    delta, norms = solve(blocks, options, scored, progress)
-    return MergeResult(merged(delta), norms, len(norms) - 1, shares)
+    blocks, shares = linear_systems(posteriors, mean, chosen)
+    return solve(mean, blocks, shares, chosen, score, progress)

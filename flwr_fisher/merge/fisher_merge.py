@@ -7,8 +7,6 @@ from torch import Tensor
 from flwr_fisher.merge.fedfisher import fedfisher
 from flwr_fisher.merge.posterior import LocalPosterior
 
-__all__ = ["fisher_merge"]
-
 
 def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
     r"""Return FisherMerge's average (Matena & Raffel 2022), for diagonal curvatures.

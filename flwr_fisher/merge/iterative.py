@@ -9,19 +9,11 @@ from torch import Tensor
 from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
 from flwr_fisher.params import Params, add, norm, scale
 
-__all__ = [
-    "Iterates",
-    "Progress",
-    "Score",
-    "best_of",
-    "gradient_descent",
-    "largest_eigenvalue",
-    "paper_adam",
-]
-
 Score = Callable[[dict[str, Tensor]], float]
 Progress = Callable[[str], object]
 Iterates = Iterator[tuple[dict[str, Tensor], float]]
+
+_EVERY = 100  # steps from one score to the next
 
 
 def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> float:
@@ -85,14 +77,12 @@ def paper_adam(
         The iterate, and the residual's norm there; endless.
     """
     iterate = {k: torch.zeros_like(v) for k, v in rhs.items()}
-    momentum = {k: torch.zeros_like(v) for k, v in rhs.items()}
-    second = {k: torch.zeros_like(v) for k, v in rhs.items()}
+    momentum = second = iterate
     while True:
         gradient = add(matvec(iterate), rhs, -1.0)
         yield iterate, float(norm(gradient))
-        for key, v in gradient.items():
-            momentum[key] = v + 0.9 * momentum[key]
-            second[key] = v * v + 0.99 * second[key]
+        momentum = {k: v + 0.9 * momentum[k] for k, v in gradient.items()}
+        second = {k: v * v + 0.99 * second[k] for k, v in gradient.items()}
         if epsilon_inside:
             steps = {k: m / (second[k] + 0.01).sqrt() for k, m in momentum.items()}
         else:
@@ -102,29 +92,24 @@ def paper_adam(
 
 def best_of(
     iterates: Iterates,
-    *,
     iterations: int,
     score: Score | None,
-    every: int,
     progress: Progress | None,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Take iterates, score every so many, and return the best and all residual norms.
+    """Take iterates, score some, and return the best and all residual norms.
 
     Without a score it is the last one that is returned.
     """
     norms: list[float] = []
     best: tuple[float, dict[str, Tensor]] | None = None
-    last: dict[str, Tensor] = {}
     for index, (iterate, residual) in enumerate(islice(iterates, iterations + 1)):
         norms.append(residual)
-        last = iterate
-        if not index or index % every:
+        if not index or index % _EVERY:
             continue
         if progress is not None:
             progress(f"solver: {index} of {iterations} steps, residual {residual:.1e}")
-        if score is None:
-            continue
-        value = score(iterate)
-        if best is None or value > best[0]:
-            best = value, iterate
-    return (last if best is None else best[1]), norms
+        if score is not None:
+            value = score(iterate)
+            if best is None or value > best[0]:
+                best = value, iterate
+    return (iterate if best is None else best[1]), norms

@@ -1,4 +1,4 @@
-"""The linear linear_systems behind a merge: one for each block that clients share."""
+"""The linear systems behind a merge: one for each block that clients share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,6 @@ from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.params import Params, add, scale, select, subtract
-
-__all__ = ["LinearSystem", "linear_systems"]
 
 
 @dataclass(frozen=True)

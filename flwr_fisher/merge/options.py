@@ -1,18 +1,16 @@
 """How to merge, resolved and validated once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
-
-__all__ = ["SOLVERS", "MergeOptions", "check_score", "merge_options"]
 
 SOLVERS = ("cg", "closed-form", "adam", "gd")
 
 # Chosen on validation data, see benchmarks/results/fedfisher_defaults.md. The other
-# solvers reproduce the papers unless told otherwise.
-_CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0}
-_PAPER = {"anchor": 0.0, "shrink": 0.0, "damping": 0.0, "balance": 0.0}
-_ITERATIONS = {"cg": 100}
+# solvers by default reproduce the papers.
+_CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "iterations": 100}
+_PAPER = dict.fromkeys(_CG, 0.0) | {"iterations": 2000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +23,8 @@ class MergeOptions:
     damping: float
     balance: float
     iterations: int
-    tolerance: float
-    lr: float
+    tolerance: float = 1e-6
+    lr: float = 0.01
 
     def __post_init__(self) -> None:
         check_known("solver", self.solver, SOLVERS)
@@ -39,35 +37,25 @@ class MergeOptions:
         check_range("lr", self.lr, 0)
 
 
-def merge_options(
-    solver: str = "cg",
-    *,
-    anchor: float | None = None,
-    shrink: float | None = None,
-    damping: float | None = None,
-    balance: float | None = None,
-    iterations: int | None = None,
-    tolerance: float = 1e-6,
-    lr: float = 0.01,
-) -> MergeOptions:
+def merge_options(solver: str = "cg", **options: Any) -> MergeOptions:
     """Fill in the solver's defaults and validate.
+
+    Parameters
+    ----------
+    solver : str, default "cg"
+        Of :data:`SOLVERS`.
+    **options
+        Other fields of :class:`MergeOptions`. None stands for the solver's default, of
+        those that it has: not for that of `tolerance` or `lr`.
 
     Examples
     --------
     >>> merge_options("adam").iterations
     2000
     """
-    default = _CG if solver == "cg" else _PAPER
-    return MergeOptions(
-        solver=solver,
-        anchor=default["anchor"] if anchor is None else anchor,
-        shrink=default["shrink"] if shrink is None else shrink,
-        damping=default["damping"] if damping is None else damping,
-        balance=default["balance"] if balance is None else balance,
-        iterations=_ITERATIONS.get(solver, 2000) if iterations is None else iterations,
-        tolerance=tolerance,
-        lr=lr,
-    )
+    default: dict[str, Any] = _CG if solver == "cg" else _PAPER
+    given = {k: default.get(k) if v is None else v for k, v in options.items()}
+    return MergeOptions(solver=solver, **(default | given))
 
 
 def check_score(score: object, solver: str) -> None:

@@ -3,14 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.params import check_same_layout, weighted_mean
-
-__all__ = ["LocalPosterior", "fedavg"]
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,10 @@ class LocalPosterior:
             raise ConfigurationError(f"num_examples must be > 0: {self.num_examples}")
         for name, shape in self.curvature.shapes.items():
             if name not in self.params or self.params[name].shape != shape:
-                found = self.params.get(name, torch.empty(0)).shape
+                own = self.params.get(name)
                 raise ParamsError(
                     f"the curvature covers '{name}' as {tuple(shape)}, but the params "
-                    f"have {tuple(found) if name in self.params else 'no such key'}"
+                    f"have {'no such key' if own is None else tuple(own.shape)}"
                 )
 
 

@@ -7,9 +7,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Kronecker, WeightedSum
 from flwr_fisher.errors import StructureError, check_range
-from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors, fedavg
-
-__all__ = ["regmean"]
+from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 
 
 def regmean(
@@ -39,12 +37,11 @@ def regmean(
         If no layer has a Kronecker curvature.
     """
     check_range("off_diagonal", off_diagonal, 0, 1)
-    check_posteriors(posteriors)
+    merged = fedavg(posteriors)
     total = WeightedSum(
         [p.curvature.regularised(shrink=1 - off_diagonal) for p in posteriors],
         [p.num_examples / sum(q.num_examples for q in posteriors) for p in posteriors],
     )
-    merged = fedavg(posteriors)
     layers = [
         [(w, k) for w, k in block if isinstance(k, Kronecker)]
         for block in total.blocks()

@@ -1,6 +1,7 @@
-"""Solving a merge's systems by the solver that was asked for."""
+"""Solving a merge's systems by the chosen solver."""
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,22 +20,53 @@ from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.params import Params, add, norm, select
 
-__all__ = ["solve"]
-
 _FLOOR = 1e-6  # of a block's largest curvature, as FisherMerge's code has it
-_SCORE_EVERY = 100
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge gives.
+
+    Parameters
+    ----------
+    params : dict[str, Tensor]
+        The merged parameters, with the keys, shapes and dtypes of the clients'.
+    residuals : list[float]
+        The norm of the residual over all layers, before the first iteration and after
+        each, relative to the first; for a closed form, before and after it.
+    iterations : int
+        How many iterations the slowest layer took.
+    shares : list[float]
+        Each client's share of the summed curvature's trace; they add up to 1. Empty
+        where only sums over the clients are known.
+    """
+
+    params: dict[str, Tensor] = field(repr=False)
+    residuals: list[float] = field(repr=False)
+    iterations: int
+    shares: list[float]
 
 
 def solve(
+    mean: Params,
     blocks: list[LinearSystem],
+    shares: list[float],
     options: MergeOptions,
     score: Score | None,
     progress: Progress | None,
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the step away from the mean, and the curve of the relative residual."""
+) -> MergeResult:
+    """Solve the blocks' systems for the step away from the mean, and take it."""
+
+    def merged(delta: Params) -> dict[str, Tensor]:
+        steps = {k: step.to(mean[k].dtype) for k, step in delta.items()}
+        return {k: v + steps[k] if k in steps else v for k, v in mean.items()}
+
     if options.solver == "adam":
-        return _adam(blocks, options, score, progress)
-    return _block_by_block(blocks, options, progress)
+        scored = None if score is None else (lambda delta: score(merged(delta)))
+        delta, norms = _adam(blocks, options, scored, progress)
+    else:
+        delta, norms = _block_by_block(blocks, options, progress)
+    return MergeResult(merged(delta), norms, len(norms) - 1, shares)
 
 
 def _block_by_block(
@@ -42,20 +74,19 @@ def _block_by_block(
 ) -> tuple[dict[str, Tensor], list[float]]:
     delta: dict[str, Tensor] = {}
     curves = []
-    steps, tolerance = options.iterations, options.tolerance
     for block in (block.normalised() for block in blocks):
         if options.solver == "closed-form":
             solution, norms = _closed_form(block, _FLOOR)
         elif options.solver == "cg" and _is_diagonal(block):
             # What many iterations would get to, of which float32 loses the digits.
             solution, norms = _closed_form(block, floor=0.0)
-        elif options.solver == "cg":
-            solution, norms = conjugate_gradient(
-                block.matvec, block.rhs, iterations=steps, tolerance=tolerance
-            )
         else:
-            solution, norms = gradient_descent(
-                block.matvec, block.rhs, iterations=steps, tolerance=tolerance
+            solver = conjugate_gradient if options.solver == "cg" else gradient_descent
+            solution, norms = solver(
+                block.matvec,
+                block.rhs,
+                iterations=options.iterations,
+                tolerance=options.tolerance,
             )
         delta |= solution
         curves.append([value * block.unit for value in norms])
@@ -114,11 +145,5 @@ def _adam(
 
     diagonal = all(_is_diagonal(block) for block in blocks)
     iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
-    delta, norms = best_of(
-        iterates,
-        iterations=options.iterations,
-        score=score,
-        every=_SCORE_EVERY,
-        progress=progress,
-    )
+    delta, norms = best_of(iterates, options.iterations, score, progress)
     return delta, _relative([norms])

@@ -14,20 +14,12 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal, WeightedSum
 from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
-from flwr_fisher.merge.fedfisher import MergeResult, solve_from
 from flwr_fisher.merge.iterative import Progress, Score
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior
+from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import Params, check_same_layout, select
-
-__all__ = [
-    "DiagonalSums",
-    "add_sums",
-    "fedfisher_from_sums",
-    "sum_dtype",
-    "sums_options",
-]
 
 
 @dataclass(frozen=True)
@@ -104,11 +96,10 @@ tensor([2.])}, fisher_params={'w': tensor([6.])})
         like : Mapping[str, Tensor], optional
             Gives the dtypes. Default: those of the sums.
         """
-        if like is not None:
-            check_same_layout(like, self.params, "sums")
-        dtypes = {k: v.dtype for k, v in (like or self.params).items()}
+        like = self.params if like is None else like
+        check_same_layout(like, self.params, "sums")
         return {
-            k: _rounded(total.double() / self.num_examples, dtypes[k])
+            k: _rounded(total.double() / self.num_examples, like[k].dtype)
             for k, total in self.params.items()
         }
 
@@ -187,7 +178,7 @@ def fedfisher_from_sums(
                 raise ParamsError(f"the sums hold NaN or infinity for '{name}'")
     mean = sums.mean(like)
     blocks = [_block(sums, name, mean[name], chosen.anchor) for name in sums.fisher]
-    return solve_from(mean, blocks, [], chosen, score, progress)
+    return solve(mean, blocks, [], chosen, score, progress)
 
 
 def sums_options(

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
 
-__all__ = ["ReportDir", "resolve_output_dir"]
-
 
 def resolve_output_dir(output_dir: str, run_id: int) -> Path:
     """Return the directory to write to, made if it does not exist.
@@ -30,8 +28,7 @@ def resolve_output_dir(output_dir: str, run_id: int) -> Path:
         If the path is relative: Flower copies an app and runs it elsewhere, so there is
         nothing that it could be relative to.
     """
-    default = f"~/flwr-fisher/outputs/{run_id}"
-    path = Path(output_dir or default).expanduser()
+    path = Path(output_dir or f"~/flwr-fisher/outputs/{run_id}").expanduser()
     if not path.is_absolute():
         raise ConfigurationError(
             f"output-dir must be an absolute path, got '{output_dir}': try "

@@ -1,14 +1,13 @@
 """The report of a run of several rounds, of any strategy."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
-from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.errors import check_range
@@ -16,13 +15,11 @@ from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.params import shared_state
 from flwr_fisher.report.folder import ReportDir
 from flwr_fisher.report.plots import plot_labels
-from flwr_fisher.report.rounds import plot_rounds, rounds_of
+from flwr_fisher.report.rounds import plot_rounds, points_of, rounds_of
 from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.tasks import Task
 from flwr_fisher.wire import arrays_to_tensors
-
-__all__ = ["evaluate_on_test", "report_rounds"]
 
 _TITLES = {
     "accuracy": "test accuracy",
@@ -71,7 +68,7 @@ def evaluate_on_test(
         params = arrays_to_tensors(arrays)
         if TCTModel.is_in(params) and not params["tct/weight"].any():
             return None
-        return MetricRecord({**_scores(task, params)})
+        return MetricRecord(dict(_scores(task, params)))
 
     return evaluate_fn
 
@@ -87,7 +84,7 @@ def report_rounds(
     also: Mapping[str, int] | None = None,
     marks: Mapping[int, str] | None = None,
 ) -> dict[str, float]:
-    """Write what a run of several rounds gave, round by round; tell the log the rest.
+    """Write what a run of several rounds gave, round by round; log a summary.
 
     Parameters
     ----------
@@ -123,15 +120,15 @@ def report_rounds(
     last = rounds.setdefault(max(rounds, default=0), {}).setdefault("server", {})
     if "accuracy" not in last:
         last |= _scores(task, params)
-    history = {number: found.get("server", {}) for number, found in rounds.items()}
-    curves = {key: points for key in _TITLES if (points := _points(history, key))}
+    history = {number: kinds.get("server", {}) for number, kinds in rounds.items()}
+    curves = {key: points for key in _TITLES if (points := points_of(history, key))}
     accuracy = {method.lower(): last["accuracy"]}
     accuracy |= {k: history[n]["accuracy"] for k, n in (also or {}).items()}
     for key in ("zero-shot-accuracy", "personalised-accuracy"):
         if key in curves:
             name = key.removesuffix("-accuracy").replace("-", "_")
             accuracy[name] = curves[key][-1][1]
-    plain = shared_state(_network(task, params))
+    plain = shared_state(task.make_model())
     sizes = reply_sizes(getattr(result, "uploads", []), plain)
     folder = ReportDir(path)
     folder.metrics(
@@ -141,51 +138,29 @@ def report_rounds(
     drawn = [keys for keys in _PANELS if curves.keys() & set(keys)]
     plot_rounds(path / "rounds.png", {method: history}, drawn, marks=marks)
     if len(task.data.shape) == 3:  # a text has documents, too many to tell apart
-        labels = task.label_histogram(), task.data.class_names
-        plot_labels(path / "labels.png", *labels)
-    log_summary(_table(f"{method}, {max(rounds)} rounds", curves), sizes, path)
+        names = task.data.class_names
+        plot_labels(path / "labels.png", task.label_histogram(), names)
+    title = f"{method}, {max(rounds)} rounds"
+    log_summary(title, ("measure", "first", "last"), _rows(curves), sizes, path)
     return accuracy
 
 
 def _scores(task: Task, params: Mapping[str, Tensor]) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _model(task, params).to(device)
+    model = task.make_model()
+    if TCTModel.is_in(params):
+        model = TCTModel.from_tensors(model, params)
+    else:
+        model.load_state_dict(dict(params), strict=False)
+    model = model.to(device)
     loss, accuracy, _ = score(model, task.test_loader(), device, cross_entropy)
     if isinstance(model, TCTModel):
         return {"accuracy": accuracy}
     return {"accuracy": accuracy, "loss": loss}
 
 
-def _model(task: Task, params: Mapping[str, Tensor]) -> nn.Module:
-    model = task.make_model()
-    if TCTModel.is_in(params):
-        return TCTModel.from_tensors(model, params)
-    model.load_state_dict(dict(params), strict=False)
-    return model
-
-
-def _network(task: Task, params: Mapping[str, Tensor]) -> nn.Module:
-    """Return the network itself, whose upload is what FedAvg's would be."""
-    model = _model(task, params)
-    return model.model if isinstance(model, TCTModel) else model
-
-
-def _points(
-    history: Mapping[int, Mapping[str, Any]], key: str
-) -> list[tuple[int, float]]:
-    """Return a metric's values with their rounds."""
-    return [
-        (number, metrics[key])
-        for number, metrics in sorted(history.items())
-        if key in metrics
-    ]
-
-
-def _table(title: str, curves: Mapping[str, list[tuple[int, float]]]) -> Table:
-    table = Table("measure", "first", "last", title=title)
+def _rows(curves: Mapping[str, list[tuple[int, float]]]) -> Iterator[tuple[str, ...]]:
     for key, points in curves.items():
         per_cent = key.endswith(("accuracy", "error"))
         form = "{1:.1%} (round {0})" if per_cent else "{1:.3f} (round {0})"
-        ends = form.format(*points[0]), form.format(*points[-1])
-        table.add_row(_TITLES[key], *ends)
-    return table
+        yield _TITLES[key], form.format(*points[0]), form.format(*points[-1])

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import MergeResult, add_sums, fedavg
@@ -14,8 +13,6 @@ from flwr_fisher.report.plots import plot_accuracies, plot_labels, plot_residual
 from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.strategies import CurvatureResult, Upload
 from flwr_fisher.tasks import Task
-
-__all__ = ["report_one_shot"]
 
 _TITLES = {
     "fedavg": "FedAvg",
@@ -66,7 +63,9 @@ def report_one_shot(
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
     plot_labels(path / "labels.png", task.label_histogram(), task.data.class_names)
     plot_residuals(path / "residual.png", merged.residuals)
-    _print(titled, sizes, path)
+    rows = [(title, f"{100 * value:.1f} %") for title, value in titled.items()]
+    columns = "method", "test accuracy"
+    log_summary("Every method on the same uploads", columns, rows, sizes, path)
     return accuracy
 
 
@@ -77,23 +76,16 @@ def _accuracies(
     model, loader = task.make_model().to(device), task.test_loader()
     if not merged.shares:  # a merge of sums, of which no client's part is known
         mean = add_sums([u.payload.sums for u in uploads]).mean(merged.params)
-        both = {"fedavg": mean, "fedfisher": merged.params}
-        return accuracies(model, both, loader)
+        return accuracies(model, {"fedavg": mean, "fedfisher": merged.params}, loader)
     posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     members = [posterior.params for posterior in posteriors]
     weights = [posterior.num_examples for posterior in posteriors]
     single = accuracies(model, {str(i): p for i, p in enumerate(members)}, loader)
-    both = {"fedavg": fedavg(posteriors), "fedfisher": merged.params}
-    found = accuracies(model, both, loader)
-    found["best_client"] = max(single.values())
-    found["ensemble"] = ensemble_accuracy(model, members, weights, loader)
-    return {name: found[name] for name in _TITLES}
-
-
-def _print(
-    accuracy: Mapping[str, float], sizes: Mapping[str, float], path: Path
-) -> None:
-    table = Table("method", "test accuracy", title="Every method on the same uploads")
-    for title, value in accuracy.items():
-        table.add_row(title, f"{100 * value:.1f} %")
-    log_summary(table, sizes, path)
+    merges = {"fedavg": fedavg(posteriors), "fedfisher": merged.params}
+    merge = accuracies(model, merges, loader)
+    return {
+        "fedavg": merge["fedavg"],
+        "best_client": max(single.values()),
+        "fedfisher": merge["fedfisher"],
+        "ensemble": ensemble_accuracy(model, members, weights, loader),
+    }

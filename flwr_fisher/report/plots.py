@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flwr_fisher.report.style import BEST, GRID, INK, QUIET, figure, save
 
-__all__ = ["plot_accuracies", "plot_labels", "plot_residuals"]
-
 
 def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> None:
     """Draw one bar a method, in per cent; the method called `best` stands out."""
@@ -28,18 +26,15 @@ def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> Non
     save(drawn, path)
 
 
-def plot_labels(
-    path: Path, histogram: Tensor, class_names: Sequence[str] | None = None
-) -> None:
+def plot_labels(path: Path, histogram: Tensor, class_names: Sequence[str]) -> None:
     """Draw each client's examples of each class: ``[clients, classes]``, stacked."""
     clients, classes = histogram.shape
     drawn, axes = figure(height=1.4 + 0.32 * min(clients, 30))
-    names = class_names or [str(index) for index in range(classes)]
     colors = colormaps["tab20"](np.linspace(0, 1, max(classes, 2)))
     left = np.zeros(clients)
     for index in range(classes):
         counts = histogram[:, index].numpy()
-        label = names[index] if classes <= 20 else None
+        label = class_names[index] if classes <= 20 else None
         axes.barh(range(clients), counts, left=left, color=colors[index], label=label)
         left += counts
     axes.set_xlabel("training examples")

@@ -13,8 +13,6 @@ from matplotlib.ticker import MaxNLocator
 
 from flwr_fisher.report.style import GRID, INK, QUIET, RUNS, panels, save
 
-__all__ = ["plot_rounds", "rounds_of"]
-
 logger = logging.getLogger("flwr")
 
 History = Mapping[int, Mapping[str, Any]]
@@ -33,7 +31,7 @@ def rounds_of(result: Result) -> dict[int, dict[str, dict[str, Any]]]:
     """Return a result's metrics by round, and then by where they come from.
 
     ``{1: {"train": {…}, "evaluate": {…}, "server": {…}}, …}``: ``server`` is what
-    ``evaluate_fn`` found, ``train`` and ``evaluate`` are the clients' metrics,
+    ``evaluate_fn`` gave, ``train`` and ``evaluate`` are the clients' metrics,
     aggregated. What a round has none of is left out.
     """
     histories = {
@@ -86,9 +84,11 @@ def plot_rounds(
         )
     """
     wanted = [(m,) if isinstance(m, str) else tuple(m) for m in metrics]
-    drawn = [keys for keys in wanted if any(_points(h, keys) for h in runs.values())]
+    drawn = []
     for keys in wanted:
-        if keys not in drawn:
+        if any(points_of(h, key) for h in runs.values() for key in keys):
+            drawn.append(keys)
+        else:
             logger.warning("%s: no run has %s", path.name, " or ".join(keys))
     if not drawn:
         return
@@ -112,10 +112,11 @@ def plot_rounds(
 def _panel(axes: Axes, runs: Mapping[str, History], keys: tuple[str, ...]) -> None:
     for index, history in enumerate(runs.values()):
         for key, dashes in zip(keys, cycle(_DASHES), strict=False):
-            points = _points(history, (key,))
+            points = points_of(history, key)
+            scale = 100 if key.endswith(_PER_CENT) else 1
             axes.plot(
                 [number for number, _ in points],
-                [value for _, value in points],
+                [value * scale for _, value in points],
                 color=RUNS[index % len(RUNS)],
                 linestyle=dashes,
                 linewidth=2,
@@ -153,24 +154,21 @@ def _mark(axes: Axes, marks: Mapping[int, str]) -> None:
         )
 
 
-def _points(history: History, keys: Sequence[str]) -> list[tuple[int, float]]:
-    """Return (round, value) of numbers under any of the keys, in per cent if rates."""
+def points_of(history: History, key: str) -> list[tuple[int, float]]:
+    """Return a metric's values with their rounds, where they are numbers."""
     return [
-        (number, record[key] * (100 if key.endswith(_PER_CENT) else 1))
+        (number, record[key])
         for number, record in sorted(history.items())
-        for key in keys
         if isinstance(record.get(key), int | float)
     ]
 
 
 def _label(keys: tuple[str, ...]) -> str:
+    unit = ", %" if keys[0].endswith(_PER_CENT) else ""
     if len(keys) == 1:
-        plain = keys[0].replace("-", " ")
-        unit = ", %" if keys[0].endswith(_PER_CENT) else ""
-        return _LABELS.get(keys[0], plain + unit)
-    (kind, *others) = dict.fromkeys(key.split("-")[-1] for key in keys)
-    unit = ", %" if kind.endswith(_PER_CENT) else ""
-    return ", ".join(keys) if others else kind + unit
+        return _LABELS.get(keys[0], keys[0].replace("-", " ") + unit)
+    kinds = {key.split("-")[-1] for key in keys}
+    return ", ".join(keys) if len(kinds) > 1 else kinds.pop() + unit
 
 
 def _short(key: str) -> str:

@@ -5,8 +5,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["BEST", "GRID", "INK", "QUIET", "RUNS", "figure", "panels", "save"]
-
 INK, QUIET, BEST, GRID = "#222222", "#9aa5b1", "#d1495b", "#e5e5e5"
 RUNS = (BEST, "#30638e", "#edae49", "#00798c", "#8d6a9f", QUIET)
 

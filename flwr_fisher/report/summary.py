@@ -1,7 +1,7 @@
 """What every report ends with: sizes of replies, a table, and where the files are."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from rich.table import Table
 from flwr_fisher.params import Params
 from flwr_fisher.strategies import Upload
 from flwr_fisher.wire import serialized_bytes, tensors_to_arrays
-
-__all__ = ["log_summary", "reply_sizes"]
 
 logger = logging.getLogger("flwr")
 
@@ -41,8 +39,17 @@ def reply_sizes(uploads: Sequence[Upload[Any]], params: Params) -> dict[str, flo
     }
 
 
-def log_summary(table: Table, sizes: Mapping[str, float], path: Path) -> None:
-    """Tell the log a table, what an upload weighs, and where the results are."""
+def log_summary(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    sizes: Mapping[str, float],
+    path: Path,
+) -> None:
+    """Log a table, what an upload weighs, and where the results are."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
     console = Console(width=80)
     with console.capture() as capture:
         console.print(table)

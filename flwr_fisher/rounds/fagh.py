@@ -13,9 +13,7 @@ from flwr_fisher.errors import (
     check_number,
     check_range,
 )
-from flwr_fisher.params import Params, check_same_layout
-
-__all__ = ["FaghMoments", "FaghStep", "fagh_step"]
+from flwr_fisher.params import Params, check_finite, check_same_layout
 
 
 @dataclass(frozen=True)
@@ -190,17 +188,15 @@ def fagh_step(
         k: (v.double() - lr * direction[k]).to(v.dtype) if k in direction else v
         for k, v in params.items()
     }
-    return FaghStep(
-        new,
-        FaghMoments(
-            {k: v.to(_stored(params[k])) for k, v in M1.items()},
-            {k: v.to(_stored(params[k])) for k, v in M2.items()},
-            m,
-        ),
-        {k: v.to(params[k].dtype) for k, v in direction.items()},
-        curvature,
-        fell_back,
+    M1, M2 = (
+        {
+            k: v.to(torch.promote_types(params[k].dtype, torch.float32))
+            for k, v in M.items()
+        }
+        for M in (M1, M2)
     )
+    direction = {k: v.to(params[k].dtype) for k, v in direction.items()}
+    return FaghStep(new, FaghMoments(M1, M2, m), direction, curvature, fell_back)
 
 
 def _check_numbers(
@@ -208,15 +204,14 @@ def _check_numbers(
 ) -> None:
     check_range("t", t, 1)
     check_range("epsilon", epsilon, 0, 1)
-    for name, value in (("lr", lr), ("rho", rho)):
-        check_number(name, value)
+    check_number("lr", lr)
+    check_number("rho", rho)
     if not 0 <= lr < float("inf"):
         raise ConfigurationError(f"lr must be >= 0 and finite, got {lr}")
     if not 0 < rho < float("inf"):
         raise ConfigurationError(f"rho must be > 0 and finite, got {rho}")
     pair = tuple(betas) if isinstance(betas, Sequence) else ()
-    numbers = [beta for beta in pair if isinstance(beta, Real) and 0 <= beta < 1]
-    if len(pair) != 2 or len(numbers) != 2:
+    if [isinstance(beta, Real) and 0 <= beta < 1 for beta in pair] != [True, True]:
         raise ConfigurationError(f"betas must be two numbers in [0, 1), got {betas}")
 
 
@@ -227,9 +222,8 @@ def _check_inputs(params: Params, gradient: Params, hvp: Params) -> None:
             raise ParamsError(
                 f"the gradient's '{name}' of shape {tuple(value.shape)} fits no param"
             )
-        for what, found in (("gradient", value), ("hvp", hvp[name])):
-            if not found.isfinite().all():
-                raise ParamsError(f"{what}: '{name}' holds NaN or infinity")
+    check_finite(gradient, "gradient")
+    check_finite(hvp, "hvp")
 
 
 def _moment(value: Params, last: Params | None, beta: float) -> dict[str, Tensor]:
@@ -238,7 +232,3 @@ def _moment(value: Params, last: Params | None, beta: float) -> dict[str, Tensor
         return fresh
     check_same_layout(value, last, "moments")
     return {k: v.add(last[k].to(v), alpha=beta) for k, v in fresh.items()}
-
-
-def _stored(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)

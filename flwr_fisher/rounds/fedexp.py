@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from flwr_fisher.errors import ParamsError, check_range
-from flwr_fisher.params import Params, weighted_mean
+from flwr_fisher.errors import check_range
+from flwr_fisher.params import Params, check_finite, shares_of, weighted_mean
 from flwr_fisher.rounds.updates import stepped
-
-__all__ = ["FedExpStep", "fedexp_step", "last_two_mean"]
 
 
 @dataclass(frozen=True)
@@ -84,15 +82,10 @@ def fedexp_step(
     """
     check_range("epsilon", epsilon, 0)
     for index, delta in enumerate(deltas):
-        for key, value in delta.items():
-            if not value.isfinite().all():
-                raise ParamsError(f"client {index}: '{key}' holds NaN or infinity")
+        check_finite(delta, f"client {index}")
     mean = weighted_mean(deltas, weights)
-    total = float(sum(weights))
-    squares = sum(
-        float(weight) / total * _square(delta)
-        for weight, delta in zip(weights, deltas, strict=True)
-    )
+    shares = zip(shares_of(weights), deltas, strict=True)
+    squares = sum(share * _square(delta) for share, delta in shares)
     below = 2 * (_square(mean) + epsilon)
     lr = max(1.0, squares / below) if below > 0 else 1.0
     return FedExpStep(stepped(params, mean, -lr), lr)

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
-from flwr_fisher.params import Params, check_same_layout, weighted_mean
-
-__all__ = ["fedfish_average"]
+from flwr_fisher.params import (
+    Params,
+    check_finite,
+    check_same_layout,
+    shares_of,
+    weighted_mean,
+)
 
 
 def fedfish_average(
@@ -72,40 +76,30 @@ def fedfish_average(
     covered = {key: v for key, v in deltas[0].items() if key in fishers[0]}
     for index, (delta, fisher) in enumerate(zip(deltas, fishers, strict=True)):
         check_same_layout(covered, fisher, f"client {index}'s Fisher")
-        _check_values(index, delta, fisher)
-    total = float(sum(weights))
-    shares = [float(weight) / total for weight in weights]
+        check_finite(delta, f"client {index}")
+        _check_fisher(index, delta, fisher)
+    clients = zip(deltas, fishers, shares_of(weights), strict=True)
     # Who has no weight has no say in what the largest Fisher is either.
-    heard = [index for index, share in enumerate(shares) if share > 0]
-    return mean | {
-        key: _weighted(
-            [deltas[i][key] for i in heard],
-            [fishers[i][key] for i in heard],
-            [shares[i] for i in heard],
-            mean[key],
-        )
-        for key in covered
-    }
+    weighted = [client for client in clients if client[2] > 0]
+    return mean | {key: _weighted_mean(weighted, key, mean[key]) for key in covered}
 
 
-def _weighted(
-    deltas: list[Tensor], fishers: list[Tensor], shares: list[float], mean: Tensor
+def _weighted_mean(
+    clients: list[tuple[Params, Params, float]], key: str, mean: Tensor
 ) -> Tensor:
-    wide = [f.to(mean.device, torch.float64) for f in fishers]
+    deltas, fishers, shares = zip(*clients, strict=True)
+    wide = [fisher[key].to(mean.device, torch.float64) for fisher in fishers]
     lowest, highest = reduce(torch.minimum, wide), reduce(torch.maximum, wide)
     scale = torch.where(highest > 0, highest, 1.0)
     parts = [s * (f / scale) for f, s in zip(wide, shares, strict=True)]
     total = reduce(torch.add, parts)
     average = torch.zeros_like(mean, dtype=torch.float64)
     for part, delta in zip(parts, deltas, strict=True):
-        average += part / total * delta.to(torch.float64)
+        average += part / total * delta[key].to(torch.float64)
     return torch.where(lowest == highest, mean, average.to(mean.dtype))
 
 
-def _check_values(index: int, delta: Params, fisher: Params) -> None:
-    for key, value in delta.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise ParamsError(f"client {index}: '{key}' holds NaN or infinity")
+def _check_fisher(index: int, delta: Params, fisher: Params) -> None:
     for key, value in fisher.items():
         if not delta[key].is_floating_point():
             raise ParamsError(

@@ -6,8 +6,6 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.params import Params, subtract
 from flwr_fisher.rounds.updates import stepped
 
-__all__ = ["fedga_start"]
-
 
 def fedga_start(
     params: Params, mean_gradient: Params, gradient: Params, *, beta: float

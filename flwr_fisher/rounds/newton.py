@@ -17,8 +17,6 @@ from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.params import Params, add, scale, subtract, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
-__all__ = ["done_direction", "giant_direction", "newton_step"]
-
 
 def giant_direction(
     hvp: Matvec,
@@ -158,5 +156,4 @@ def newton_step(
         If layouts differ, there is no client, or weights are unusable.
     """
     check_range("lr", lr, 0)
-    mean = weighted_mean(directions, weights)
-    return stepped(params, mean, -lr)
+    return stepped(params, weighted_mean(directions, weights), -lr)

@@ -8,8 +8,6 @@ from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.params import Params, add, check_same_layout, subtract, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
-__all__ = ["scaffold_control", "scaffold_step"]
-
 
 def scaffold_step(
     params: Params,

@@ -16,8 +16,6 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.params import Params
 
-__all__ = ["OPTIMIZERS", "OptimizerFactory", "make_optimizer", "server_step"]
-
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _REFUSED = {
@@ -134,7 +132,7 @@ def server_step(
     ({'w': tensor([0.7500, 0.5000]), 'count': tensor(7)}, {})
     """
     stepped = {
-        name: nn.Parameter(params[name].detach().clone(), requires_grad=True)
+        name: nn.Parameter(params[name].detach().clone())
         for name in _stepped(params, gradient)
     }
     for name, parameter in stepped.items():
@@ -205,12 +203,8 @@ def _translated(call: Callable[[], Any]) -> Any:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    return str(
-        [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-    )
+    groups = (group.items() for group in optimizer.param_groups)
+    return str([[item for item in group if item[0] != "params"] for group in groups])
 
 
 Entries = dict[str, dict[str, Any]]
@@ -225,13 +219,13 @@ def _entries(
             f"{type(optimizer).__name__} keeps state that belongs to no parameter, "
             "which would be lost between rounds: use one of torch.optim's"
         )
-    return {names[p]: dict(found) for p, found in optimizer.state.items()}
+    return {names[p]: dict(values) for p, values in optimizer.state.items()}
 
 
 def _flatten(entries: Entries) -> dict[str, Tensor]:
     flat = {}
-    for name, found in entries.items():
-        for entry, value in found.items():
+    for name, values in entries.items():
+        for entry, value in values.items():
             key = f"{name}/{entry}"
             if isinstance(value, Tensor):
                 flat[key] = value.detach()
@@ -242,7 +236,7 @@ def _flatten(entries: Entries) -> dict[str, Tensor]:
                 flat[f"{key}:{type(value).__name__}"] = torch.tensor(value, dtype=dtype)
             else:
                 raise ConfigurationError(
-                    f"the optimizer's state '{name}/{entry}' is a "
+                    f"the optimizer's state '{key}' is a "
                     f"{type(value).__name__}, which cannot be saved as a tensor"
                 )
     return flat
@@ -255,10 +249,8 @@ def _unflatten(state: Mapping[str, Tensor], params: Params) -> Entries:
         entry, _, kind = entry.partition(":")
         if name not in params or kind not in ("", "None", *_PLAIN):
             raise ParamsError(f"the state has '{key}', which fits no parameter")
-        found: Any = value
-        if kind:
-            found = None if kind == "None" else _PLAIN[kind](value.item())
-        entries.setdefault(name, {})[entry] = found
+        plain = _PLAIN[kind](value.item()) if kind in _PLAIN else None
+        entries.setdefault(name, {})[entry] = plain if kind else value
     return entries
 
 

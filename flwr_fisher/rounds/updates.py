@@ -7,8 +7,6 @@ from torch import Tensor
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import Params, add, select, subtract, weighted_mean
 
-__all__ = ["double", "stepped", "updates", "with_averages"]
-
 
 def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Return parameters in float64, where a step away and back changes no bit.
@@ -20,8 +18,8 @@ def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tens
     names : Iterable[str], optional
         Which of them; by default all.
     """
-    wanted = params if names is None else select(params, names)
-    return {name: value.double() for name, value in wanted.items()}
+    selected = params if names is None else select(params, names)
+    return {name: value.double() for name, value in selected.items()}
 
 
 def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:
@@ -32,8 +30,8 @@ def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tenso
     ParamsError
         If the direction has a key that the params lack, or another shape.
     """
-    if odd := sorted(direction.keys() - params.keys()):
-        raise ParamsError(f"the params lack {odd}, which are to be stepped")
+    if unknown := sorted(direction.keys() - params.keys()):
+        raise ParamsError(f"the params lack {unknown}, which are to be stepped")
     moved = {key: value for key, value in params.items() if key in direction}
     return {**params, **add(moved, direction, factor)}
 

@@ -14,8 +14,6 @@ from flwr_fisher.server.exchange import Upload
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.wire import Payload, serialized_bytes
 
-__all__ = ["Admission", "read_reply"]
-
 logger = logging.getLogger("flwr")
 
 P = TypeVar("P", bound=Payload)

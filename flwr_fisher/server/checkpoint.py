@@ -22,8 +22,6 @@ from flwr_fisher.errors import CheckpointError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-__all__ = ["CheckpointDir", "RoundCheckpoint"]
-
 _FORMAT = "2"
 
 

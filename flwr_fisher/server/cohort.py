@@ -9,8 +9,6 @@ from flwr.serverapp import Grid
 from flwr_fisher.errors import RoundError
 from flwr_fisher.server.node_names import NodeNames
 
-__all__ = ["Cohort"]
-
 logger = logging.getLogger("flwr")
 
 

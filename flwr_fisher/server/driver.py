@@ -17,8 +17,6 @@ from flwr_fisher.server.exchange import Exchange, ServerState, Upload
 from flwr_fisher.server.open_exchange import OpenExchange, Sampling
 from flwr_fisher.server.run import Run
 
-__all__ = ["Driver", "Method", "aggregate_in_order"]
-
 logger = logging.getLogger("flwr")
 
 

@@ -9,9 +9,12 @@ from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
 from flwr_fisher.params import Params
-from flwr_fisher.wire import Payload, join_groups, tensors_to_arrays
-
-__all__ = ["Exchange", "Groups", "ServerState", "Step", "Upload", "weights_of"]
+from flwr_fisher.wire import (
+    Payload,
+    join_groups,
+    named_options,
+    tensors_to_arrays,
+)
 
 P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
@@ -114,8 +117,9 @@ class Exchange(Generic[P]):
 
     Parameters
     ----------
-    config : Mapping[str, …]
-        What the clients are to do; it joins ``train_config`` in the ``ConfigRecord``.
+    options : Mapping[str, …]
+        What the clients are to do: ``job``, by default to train, and what it takes.
+        They join ``train_config`` in the ``ConfigRecord``, as ``fisher.job``, ….
     read : Callable[[ArrayRecord, Params], P]
         Decodes and checks a reply, given the parameters that were sent out; raises
         ``WireError``.
@@ -129,7 +133,7 @@ class Exchange(Generic[P]):
         Ask every connected client instead of the strategy's fraction.
     """
 
-    config: Mapping[str, ConfigRecordValues]
+    options: Mapping[str, ConfigRecordValues]
     read: Callable[[ArrayRecord, Params], P]
     step: Callable[[ServerState, Sequence[Upload[P]]], Step]
     send: Callable[[ServerState], Groups] = lambda state: {}
@@ -137,8 +141,8 @@ class Exchange(Generic[P]):
     everyone: bool = False
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
-        """Return a new record: the caller's keys, and over them the exchange's."""
-        return ConfigRecord({**base, **self.config})
+        """Return a new record: the caller's entries, and the options."""
+        return ConfigRecord({**base, **named_options(self.options)})
 
     def arrays(self, state: ServerState) -> ArrayRecord:
         """Return the record that is sent out: parameters, and the groups beside."""

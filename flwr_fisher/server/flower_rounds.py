@@ -24,8 +24,6 @@ from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import ServerState, Step
 from flwr_fisher.wire import arrays_to_tensors
 
-__all__ = ["FlowerRounds"]
-
 logger = logging.getLogger("flwr")
 
 # Flower's strategies that keep nothing from one round to the next.

@@ -13,8 +13,6 @@ from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Upload
 from flwr_fisher.wire import Roster
 
-__all__ = ["Membership"]
-
 _RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
 
 

@@ -8,8 +8,6 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.server.collect import collect
 
-__all__ = ["NodeNames", "logger"]
-
 logger = logging.getLogger("flwr")
 _QUERY_TIMEOUT = 60.0
 

@@ -13,9 +13,7 @@ from flwr_fisher.errors import RoundError
 from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
-from flwr_fisher.wire import Payload
-
-__all__ = ["Finished", "MetricsAggregator", "OpenExchange", "Sampling", "requests"]
+from flwr_fisher.wire import Payload, named_options
 
 logger = logging.getLogger("flwr")
 
@@ -46,7 +44,8 @@ def requests(
     message_type: str = MessageType.TRAIN,
 ) -> list[Message]:
     """Return the messages that ask nodes; the caller's records are left as they are."""
-    sent = {**config, "server-round": server_round, "seed": sampling.seed}
+    seed = named_options({"seed": sampling.seed})
+    sent = {**config, "server-round": server_round, **seed}
     content = RecordDict({sampling.arrayrecord_key: arrays})
     content[sampling.configrecord_key] = ConfigRecord(sent)
     return [

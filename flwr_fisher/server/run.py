@@ -16,8 +16,6 @@ from flwr_fisher.server.checkpoint import CheckpointDir, RoundCheckpoint
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-__all__ = ["CurvatureResult", "Run"]
-
 logger = logging.getLogger("flwr")
 
 _HISTORIES = (

@@ -9,8 +9,6 @@ from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.params import check_same_layout, weighted_mean
 from flwr_fisher.tangent.spectrum import check_rate
 
-__all__ = ["tct_average", "tct_control"]
-
 
 def tct_control(
     control_i: Tensor,
@@ -56,11 +54,11 @@ def tct_control(
     ParamsError
         If shapes differ.
     """
-    moved = _named(weight.double() - new_weight.double())
-    for other in (_named(control), moved):
-        check_same_layout(_named(control_i), other, "control variates and weights")
+    moved = weight.double() - new_weight.double()
+    for other in (control, moved):
+        _check_shape(control_i, other, "control variates and weights")
     correction = control_i.double() - control.double()
-    new = _plus_mean_gradient(correction, moved["weight"], lr, local_steps)
+    new = _plus_mean_gradient(correction, moved, lr, local_steps)
     return new.to(control_i.dtype)
 
 
@@ -125,13 +123,14 @@ def tct_average(
     """
     if not 0 < participation <= 1:
         raise ConfigurationError(f"participation must be in (0, 1]: {participation}")
-    mean = weighted_mean([_named(local) for local in locals], weights)["weight"]
-    check_same_layout(_named(weight), _named(mean), "the clients' weights")
-    check_same_layout(_named(weight), _named(control), "the control variate")
+    wide = [{"weight": local.double()} for local in locals]
+    mean = weighted_mean(wide, weights)["weight"]
+    _check_shape(weight, mean, "the clients' weights")
+    _check_shape(weight, control, "the control variate")
     # All of it is linear in Theta_i: one client at the mean stands for the cohort.
     c = control.double()
     moved = weight.double() - mean
-    shift = _plus_mean_gradient(torch.zeros_like(c) - c, moved, lr, local_steps)
+    shift = _plus_mean_gradient(-c, moved, lr, local_steps)
     new = c.add(shift, alpha=participation)
     return mean.to(weight.dtype), new.to(control.dtype)
 
@@ -145,5 +144,5 @@ def _plus_mean_gradient(
     return torch.add(control, moved, alpha=1 / (local_steps * lr))
 
 
-def _named(tensor: Tensor) -> dict[str, Tensor]:
-    return {"weight": tensor.double()}
+def _check_shape(reference: Tensor, other: Tensor, what: str) -> None:
+    check_same_layout({"weight": reference}, {"weight": other}, what)

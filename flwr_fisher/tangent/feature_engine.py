@@ -18,8 +18,6 @@ from flwr_fisher.curvature.estimate.layers import input_columns
 from flwr_fisher.curvature.estimate.taps import Tap, TappableLayer, tapped_forward
 from flwr_fisher.errors import StructureError
 
-__all__ = ["Chosen", "FeatureEngine"]
-
 _FEW = 16  # examples of the first batch on which layers are tried
 _AT_ONCE = 2**24  # entries of activations, 64 MiB in float32
 # Entries of a layer's products at once. On a CPU they stay in its cache.

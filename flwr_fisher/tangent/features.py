@@ -17,8 +17,6 @@ from flwr_fisher.tangent.head import (
     one_output_copy,
 )
 
-__all__ = ["TangentFeatures"]
-
 
 class TangentFeatures:
     r"""Empirical neural tangent kernel features of a network with one output.
@@ -112,9 +110,7 @@ class TangentFeatures:
         coordinates = _coordinates(sum(sizes.values()), num_features, seed)
         self.num_features = len(coordinates)
         new = linear_layer(self._network, self.head)
-        self.dtype = (
-            torch.float64 if new.weight.dtype == torch.float64 else torch.float32
-        )
+        self.dtype = torch.promote_types(new.weight.dtype, torch.float32)
         self.device = new.weight.device
         self._chosen = _by_parameter(coordinates, sizes, self.device)
         shapes = {name: list(p.shape) for name, p in trained.items()}

@@ -11,8 +11,6 @@ from flwr_fisher.curvature.independence import check_examples_are_independent
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.randomness import random_stream
 
-__all__ = ["check_last", "find_head", "linear_layer", "one_output_copy"]
-
 
 def find_head(model: nn.Module, head: str | None) -> str:
     """Return the name of the layer to replace: `head`, or the last linear layer.

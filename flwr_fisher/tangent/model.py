@@ -14,8 +14,6 @@ from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
 from flwr_fisher.params import check_same_layout, shared_state
 from flwr_fisher.tangent.features import TangentFeatures
 
-__all__ = ["TCTModel"]
-
 _PREFIX = "tct/"
 _AT_ONCE = 2**24  # features, of all examples that are taken together: 64 MiB
 _KEYS = ("weight", "mean", "std", "seed", "head")
@@ -172,12 +170,8 @@ class TCTModel(nn.Module):
         ParamsError
             If a key is missing or unexpected, or a shape does not fit.
         """
-        state, added = {}, {}
-        for key, value in tensors.items():
-            if key.startswith(_PREFIX):
-                added[key.removeprefix(_PREFIX)] = value
-            else:
-                state[key] = value
+        state = {k: v for k, v in tensors.items() if not k.startswith(_PREFIX)}
+        added = {k.removeprefix(_PREFIX): tensors[k] for k in tensors if k not in state}
         if added.keys() != set(_KEYS):
             wrong = sorted(_PREFIX + key for key in added.keys() ^ set(_KEYS))
             raise ParamsError(f"a TCT model's tensors lack, or have too many: {wrong}")

@@ -6,8 +6,6 @@ from torch import Tensor
 from flwr_fisher.tangent.products import times, transposed_times
 from flwr_fisher.tangent.spectrum import check_features
 
-__all__ = ["MOST_EXAMPLES", "largest_gram_eigenvalue"]
-
 # Of a spectrum: K, its eigenvectors and eigh's work take 32 n^2 bytes, here 13 GB.
 MOST_EXAMPLES = 20_000
 _VECTORS, _ITERATIONS = 8, 60

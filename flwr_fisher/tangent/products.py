@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["block_rows", "times", "transposed_times"]
-
 # Small enough for a cache, large enough for a matrix product.
 _BLOCK_BYTES = 2**23
 

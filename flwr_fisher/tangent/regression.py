@@ -14,8 +14,6 @@ from flwr_fisher.errors import ParamsError, check_range
 from flwr_fisher.tangent.products import times, transposed_times
 from flwr_fisher.tangent.spectrum import Spectrum, check_lr, check_rate, check_targets
 
-__all__ = ["tct_residual", "tct_steps", "tct_update"]
-
 # Where M eta lambda is below it, psi's difference would lose digits, and its series'
 # third term is 1e-9 of the first.
 _SMALL = 1e-4

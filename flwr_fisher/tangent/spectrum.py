@@ -9,16 +9,6 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, ParamsError, check_number
 
-__all__ = [
-    "Spectrum",
-    "check_features",
-    "check_lr",
-    "check_rate",
-    "check_targets",
-    "gram_spectrum",
-    "largest_safe_lr",
-]
-
 _COLUMNS, _ROWS = 2048, 256
 
 
@@ -145,11 +135,11 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
     check_rate(lr)
     if lr > (safe := largest_safe_lr(largest_eigenvalue)):
         # Rounded down, so that the number in the message is itself safe.
-        shown = float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(safe))
+        rounded = float(Context(prec=4, rounding=ROUND_FLOOR).create_decimal(safe))
         raise ConfigurationError(
             f"lr {lr:g} is too large for these features, whose largest eigenvalue is "
             f"{largest_eigenvalue:.6g}: steps would diverge. The largest safe lr is "
-            f"{shown:g}"
+            f"{rounded:g}"
         )
 
 
@@ -181,9 +171,8 @@ def check_targets(
     if Y.dim() != 2:
         raise ParamsError(f"Y must be [n, C], got {tuple(Y.shape)}")
     (n, p), classes = Z.shape, Y.shape[1]
-    wanted = {"Y": (Y, (n, classes)), "weight": (weight, (p, classes))}
-    wanted |= {} if h is None else {"h": (h, (p, classes))}
-    wanted |= {} if residual is None else {"residual": (residual, (n, classes))}
-    for name, (tensor, shape) in wanted.items():
-        if tensor.shape != shape:
+    tensors = {"Y": Y, "weight": weight, "h": h, "residual": residual}
+    shapes = [(n, classes), (p, classes), (p, classes), (n, classes)]
+    for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
+        if tensor is not None and tensor.shape != shape:
             raise ParamsError(f"{name} has shape {tuple(tensor.shape)}, need {shape}")

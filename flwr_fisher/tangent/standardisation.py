@@ -11,8 +11,6 @@ from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.tangent.products import block_rows
 from flwr_fisher.tangent.spectrum import check_features
 
-__all__ = ["FeatureMoments", "combine_moments", "feature_moments", "standardisation"]
-
 
 @dataclass(frozen=True)
 class FeatureMoments:

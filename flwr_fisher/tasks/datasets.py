@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from flwr_fisher.tasks.sources import (
     stack_images,
 )
 from flwr_fisher.tasks.texts import TextData
-
-__all__ = ["DATASETS", "load_dataset"]
 
 DEFAULT_DATA_DIR = Path("~/.cache/flwr-fisher")
 
@@ -156,20 +154,18 @@ def _open(name: str, root: Path, train: bool) -> Any:
     elif option != "train":
         arguments["split"] = option
 
-    def make(download: bool) -> Any:
-        return getattr(datasets, class_name)(root, download=download, **arguments)
-
+    make = partial(getattr(datasets, class_name), root, **arguments)
     return _open_or_download(make, name, root)
 
 
-def _open_or_download(make: Callable[[bool], Any], name: str, root: Path) -> Any:
+def _open_or_download(make: Callable[..., Any], name: str, root: Path) -> Any:
     try:
-        return make(False)
+        return make(download=False)
     except (RuntimeError, OSError):
         pass  # torchvision's ways of saying that files are missing
     try:
         root.mkdir(parents=True, exist_ok=True)
-        return make(True)
+        return make(download=True)
     except (RuntimeError, OSError) as error:
         raise DataError(
             f"data set {name!r} is not in {root} and cannot be downloaded ({error});"
@@ -180,9 +176,7 @@ def _open_or_download(make: Callable[[bool], Any], name: str, root: Path) -> Any
 def _tensors(class_name: str, raw: Any) -> tuple[Tensor, Tensor]:
     """Read images as uint8 [n, C, H, W] and labels as int64 [n]."""
     if class_name == "GTSRB":  # files of different sizes
-        return stack_images(
-            (raw[i] for i in range(len(raw))), len(raw), "RGB", (32, 32)
-        )
+        return stack_images(raw, len(raw), "RGB", (32, 32))
     data = torch.as_tensor(raw.data)
     targets = torch.as_tensor(raw.labels if class_name == "SVHN" else raw.targets)
     if class_name == "EMNIST":  # stored with rows and columns swapped

@@ -1,19 +1,16 @@
 """Labelled images in memory: the one form in which every data set reaches a task."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from flwr_fisher.errors import DataError
-
-__all__ = ["ImageData", "Images"]
+from flwr_fisher.tasks.examples import Examples, Splits, check_classes
 
 
 @dataclass(frozen=True, eq=False)
-class Images(Dataset[tuple[Tensor, Tensor]]):
+class Images(Examples):
     """Images and their labels, normalised when they are read.
 
     The pixels stay as they were stored (bytes take a quarter of the memory of floats)
@@ -52,17 +49,13 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        data, targets = self.data, self.targets
+        data = self.data
         if data.ndim != 4 or data.dtype not in (torch.uint8, torch.float32):
             raise DataError(
                 "images must be a uint8 or float32 tensor [n, C, H, W],"
                 f" not {data.dtype} {list(data.shape)}"
             )
-        if targets.shape != data.shape[:1] or targets.dtype != torch.int64:
-            raise DataError(
-                f"{len(data)} images need as many int64 labels,"
-                f" not {targets.dtype} {list(targets.shape)}"
-            )
+        check_classes(data, "images", self.targets, "labels")
         if not len(self.mean) == len(self.std) == data.shape[1]:
             raise DataError(
                 f"{data.shape[1]} channels need as many means and standard deviations,"
@@ -73,9 +66,6 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def classes(self) -> Tensor:
         """What a partition tells examples apart by: their labels, ``[n]``."""
         return self.targets
-
-    def __len__(self) -> int:
-        return len(self.targets)
 
     def __getitem__(self, index: int | slice | list[int]) -> tuple[Tensor, Tensor]:
         """Return one normalised example, or a batch where `index` names several.
@@ -98,26 +88,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         std = x.new_tensor(self.std).reshape(-1, 1, 1)
         return (x - mean) / std, self.targets[index]
 
-    def subset(self, indices: list[int]) -> "Images":
-        """Return a copy of some of the examples, in the order given.
 
-        Parameters
-        ----------
-        indices : list[int]
-            Which examples.
-
-        Returns
-        -------
-        Images
-            The chosen ones, with the same normalisation.
-        """
-        # An empty list alone would make a float index, which tensors refuse.
-        index = torch.tensor(indices, dtype=torch.int64)
-        return Images(self.data[index], self.targets[index], self.mean, self.std)
-
-
-@dataclass(frozen=True, eq=False)
-class ImageData:
+@dataclass(frozen=True, eq=False, repr=False)
+class ImageData(Splits[Images]):
     """A data set for image classification, split into training and test examples.
 
     Parameters
@@ -135,20 +108,8 @@ class ImageData:
         If a split is empty, the splits differ in shape, or a label has no class.
     """
 
-    train: Images
-    test: Images
-    class_names: tuple[str, ...]
-
     def __post_init__(self) -> None:
-        for split, images in self._splits():
-            if len(images) == 0:
-                raise DataError(f"the {split} split is empty")
-            low, high = int(images.targets.min()), int(images.targets.max())
-            if low < 0 or high >= self.num_classes:
-                raise DataError(
-                    f"the {split} split's labels run from {low} to {high},"
-                    f" outside the {self.num_classes} known classes"
-                )
+        super().__post_init__()
         if self.test.data.shape[1:] != self.train.data.shape[1:]:
             raise DataError(
                 f"test images have the shape {list(self.test.data.shape[1:])},"
@@ -156,27 +117,21 @@ class ImageData:
             )
 
     @property
-    def num_classes(self) -> int:
-        """The number of classes."""
-        return len(self.class_names)
-
-    @property
     def num_outputs(self) -> int:
         """The number of a model's outputs: one a class."""
         return self.num_classes
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """The shape of one image: channels, height, width."""
-        channels, height, width = self.train.data.shape[1:]
-        return channels, height, width
+        return tuple(self.train.data.shape[1:])
 
-    def _splits(self) -> list[tuple[str, Images]]:
-        return [("training", self.train), ("test", self.test)]
+    def _numbered(self, examples: Images) -> list[tuple[str, Tensor, int, str]]:
+        return [("labels", examples.targets, self.num_classes, "classes")]
 
     def __repr__(self) -> str:
         # Generated, it would print every label.
-        shape: Any = "x".join(map(str, self.shape))
+        shape = "x".join(map(str, self.shape))
         return (
             f"ImageData({len(self.train)} + {len(self.test)} images, {shape},"
             f" {self.num_classes} classes)"

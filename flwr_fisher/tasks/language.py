@@ -8,11 +8,6 @@ from torch import Tensor
 from flwr_fisher.errors import DataError
 from flwr_fisher.tasks.texts import Sequences, TextData, encode
 
-__all__ = ["cut", "load_language", "without_repeats"]
-
-_LENGTH = 64
-_HELD = 10
-
 
 def load_language() -> TextData:
     """Read Python's language reference, one document a topic of ``help()``.
@@ -42,7 +37,7 @@ def load_language() -> TextData:
             "this Python comes without pydoc_data, the text of data set 'language':"
             " use a full installation of Python, or another data set"
         ) from error
-    return cut(without_repeats(topics), _LENGTH, _HELD)
+    return cut(without_repeats(topics), length=64, held=10)
 
 
 def without_repeats(documents: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,8 +12,6 @@ from flwr_fisher.tasks.partitioners import PARTITIONS
 from flwr_fisher.tasks.partitions import partition_indices
 from flwr_fisher.tasks.task import Task
 from flwr_fisher.tasks.texts import TextData
-
-__all__ = ["load_task"]
 
 
 def load_task(
@@ -89,8 +88,16 @@ def load_task(
             f" documents: use dataset 'language', or one of {others}"
         )
     kept, parts = _share_out(
-        *(dataset, data_dir, validation, hold_out, partition, num_partitions),
-        *(alpha, classes_per_client, shards_per_client, seed),
+        dataset,
+        data_dir,
+        validation,
+        hold_out,
+        seed,
+        name=partition,
+        num_partitions=num_partitions,
+        alpha=alpha,
+        classes_per_client=classes_per_client,
+        shards_per_client=shards_per_client,
     )
     held = data.train.subset(list(kept)) if kept else None
     task = Task(data=data, parts=parts, model=model, seed=seed, validation=held)
@@ -105,12 +112,8 @@ def _share_out(
     data_dir: str | Path | None,
     validation: int,
     hold_out: bool,
-    partition: str,
-    num_partitions: int,
-    alpha: float,
-    classes_per_client: int,
-    shards_per_client: int,
     seed: int,
+    **partition: Any,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Choose the validation examples, then the clients' from what remains."""
     targets = load_dataset(dataset, data_dir).train.classes
@@ -121,14 +124,6 @@ def _share_out(
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
     kept = order[:validation]
     rest = order[validation:].sort().values if hold_out else torch.arange(len(order))
-    shares = partition_indices(
-        targets[rest],
-        partition,
-        num_partitions=num_partitions,
-        alpha=alpha,
-        classes_per_client=classes_per_client,
-        shards_per_client=shards_per_client,
-        seed=seed,
-    )
+    shares = partition_indices(targets[rest], seed=seed, **partition)
     parts = tuple(tuple(rest[torch.tensor(share)].tolist()) for share in shares)
     return tuple(kept.tolist()), parts

@@ -2,7 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import nn
@@ -10,9 +12,8 @@ from torch import nn
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
 from flwr_fisher.tasks.transformer import Transformer
 
-__all__ = ["MODELS", "make_model"]
-
 Shape = tuple[int, ...]
+Pair = tuple[int, int]
 
 
 def make_model(
@@ -102,14 +103,12 @@ def _check_kind(name: str, shape: Shape) -> None:
 
 
 def _logistic(shape: Shape, num_classes: int) -> nn.Module:
-    channels, height, width = shape
-    linear = nn.Linear(channels * height * width, num_classes)
+    linear = nn.Linear(prod(shape), num_classes)
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc=linear))
 
 
 def _mlp(shape: Shape, num_classes: int) -> nn.Module:
-    channels, height, width = shape
-    sizes = (channels * height * width, 200, 200, num_classes)
+    sizes = (prod(shape), 200, 200, num_classes)
     return nn.Sequential(OrderedDict(flatten=nn.Flatten(), **_dense(sizes, bias=True)))
 
 
@@ -124,45 +123,35 @@ def _dense(sizes: tuple[int, ...], bias: bool) -> dict[str, nn.Module]:
 
 
 def _convolutional(
-    convolutions: tuple[int, int], hidden: tuple[int, int], bias: bool
-) -> Callable[[Shape, int], nn.Module]:
-    """Make the builder of a network of LeNet's form."""
-
-    def build(shape: Shape, num_classes: int) -> nn.Module:
-        channels, height, width = shape
-        padding = 2 if min(height, width) < 20 else 0
-        layers: dict[str, nn.Module] = {}
-        for i, outputs in enumerate(convolutions, start=1):
-            conv = nn.Conv2d(channels, outputs, 5, padding=padding, bias=bias)
-            layers |= {f"conv{i}": conv, f"relu{i}": nn.ReLU()}
-            layers[f"pool{i}"] = nn.MaxPool2d(2)
-            channels = outputs
-            # A 5×5 kernel takes 4 - 2·padding pixels, pooling halves the rest.
-            height, width = ((side - 4 + 2 * padding) // 2 for side in (height, width))
-        sizes = (channels * height * width, *hidden, num_classes)
-        layers |= {"flatten": nn.Flatten(), **_dense(sizes, bias)}
-        return nn.Sequential(OrderedDict(layers))
-
-    return build
+    convolutions: Pair, hidden: Pair, shape: Shape, num_classes: int, *, bias: bool
+) -> nn.Module:
+    """Build a network of LeNet's form."""
+    channels, height, width = shape
+    padding = 2 if min(height, width) < 20 else 0
+    layers: dict[str, nn.Module] = {}
+    for i, outputs in enumerate(convolutions, start=1):
+        conv = nn.Conv2d(channels, outputs, 5, padding=padding, bias=bias)
+        layers |= {f"conv{i}": conv, f"relu{i}": nn.ReLU()}
+        layers[f"pool{i}"] = nn.MaxPool2d(2)
+        channels = outputs
+        # A 5×5 kernel takes 4 - 2·padding pixels, pooling halves the rest.
+        height, width = ((side - 4 + 2 * padding) // 2 for side in (height, width))
+    sizes = (channels * height * width, *hidden, num_classes)
+    layers |= {"flatten": nn.Flatten(), **_dense(sizes, bias)}
+    return nn.Sequential(OrderedDict(layers))
 
 
-def _resnet18(norm: Callable[[int], nn.Module]) -> Callable[[Shape, int], nn.Module]:
-    """Make the builder of a ResNet-18 for small images."""
+def _resnet18(
+    norm: Callable[[int], nn.Module], shape: Shape, num_classes: int
+) -> nn.Module:
+    """Build a ResNet-18 for small images."""
+    from torchvision.models import resnet18
 
-    def build(shape: Shape, num_classes: int) -> nn.Module:
-        from torchvision.models import resnet18
-
-        model: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm)
-        stem = nn.Conv2d(shape[0], 64, 3, stride=1, padding=1, bias=False)
-        nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
-        model.conv1, model.maxpool = stem, nn.Identity()
-        return model
-
-    return build
-
-
-def _group_norm(channels: int) -> nn.Module:
-    return nn.GroupNorm(32, channels)
+    model: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm)
+    stem = nn.Conv2d(shape[0], 64, 3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(stem.weight, mode="fan_out", nonlinearity="relu")
+    model.conv1, model.maxpool = stem, nn.Identity()
+    return model
 
 
 def _transformer(shape: Shape, num_classes: int) -> nn.Module:
@@ -172,12 +161,12 @@ def _transformer(shape: Shape, num_classes: int) -> nn.Module:
 _BUILDERS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "logistic": _logistic,
     "mlp": _mlp,
-    "lenet": _convolutional((6, 16), (120, 84), bias=False),
-    "lenet-bias": _convolutional((6, 16), (120, 84), bias=True),
-    "cnn": _convolutional((32, 64), (512, 128), bias=False),
-    "cnn-bias": _convolutional((32, 64), (512, 128), bias=True),
-    "resnet18": _resnet18(nn.BatchNorm2d),
-    "resnet18-gn": _resnet18(_group_norm),
+    "lenet": partial(_convolutional, (6, 16), (120, 84), bias=False),
+    "lenet-bias": partial(_convolutional, (6, 16), (120, 84), bias=True),
+    "cnn": partial(_convolutional, (32, 64), (512, 128), bias=False),
+    "cnn-bias": partial(_convolutional, (32, 64), (512, 128), bias=True),
+    "resnet18": partial(_resnet18, nn.BatchNorm2d),
+    "resnet18-gn": partial(_resnet18, partial(nn.GroupNorm, 32)),
     "transformer": _transformer,
 }
 

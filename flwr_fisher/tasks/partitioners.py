@@ -9,7 +9,6 @@ from flwr_fisher.errors import ConfigurationError, UnknownNameError
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["PARTITIONS", "make_partitioner"]
 
 PARTITIONS = (
     "iid",
@@ -91,15 +90,14 @@ def make_partitioner(
 def _makers(alpha: float, classes: int, shards: int) -> dict[str, Callable[..., Any]]:
     from flwr_datasets import partitioner as flower
 
-    from flwr_fisher.tasks.by_document import ByDocumentPartitioner
-    from flwr_fisher.tasks.dirichlet_client import DirichletClientPartitioner
+    from flwr_fisher.tasks import own_partitioners as own
 
     # float: their partitioner refuses other number types. Size 0: it would else
     # redraw, which changes the distribution; small clients are our own error.
     alpha = float(alpha)
     return {
         "iid": flower.IidPartitioner,
-        "dirichlet-client": partial(DirichletClientPartitioner, alpha=alpha),
+        "dirichlet-client": partial(own.DirichletClientPartitioner, alpha=alpha),
         "dirichlet-class": partial(
             flower.DirichletPartitioner, alpha=alpha, min_partition_size=0
         ),
@@ -110,5 +108,5 @@ def _makers(alpha: float, classes: int, shards: int) -> dict[str, Callable[..., 
             class_assignment_mode="first-deterministic",
         ),
         "shards": partial(flower.ShardPartitioner, num_shards_per_partition=shards),
-        "by-document": ByDocumentPartitioner,
+        "by-document": own.ByDocumentPartitioner,
     }

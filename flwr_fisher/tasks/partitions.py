@@ -13,7 +13,6 @@ from flwr_fisher.tasks.partitioners import make_partitioner
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
-__all__ = ["label_histogram", "partition_indices"]
 
 _MIN_EXAMPLES = 2
 

@@ -7,8 +7,6 @@ from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.tasks.load import load_task
 from flwr_fisher.tasks.task import Task
 
-__all__ = ["cohort_from_run_config", "task_from_run_config"]
-
 
 def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task:
     """Load the task named by the keys that all apps share.

@@ -10,8 +10,6 @@ from torch import Tensor
 from flwr_fisher.errors import DataError
 from flwr_fisher.tasks.images import ImageData, Images
 
-__all__ = ["load_hub", "load_image_folder", "name_classes", "stack_images"]
-
 _SIZE = (32, 32)
 
 

@@ -1,24 +1,16 @@
 """A task: a data set, shared out among clients, and a model to train on it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.tasks.images import ImageData, Images
 from flwr_fisher.tasks.models import make_model
 from flwr_fisher.tasks.partitions import label_histogram
 from flwr_fisher.tasks.texts import Sequences, TextData
-
-__all__ = ["Task"]
 
 Loader = DataLoader[tuple[Tensor, Tensor]]
 
@@ -132,7 +124,7 @@ class Task:
             Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
             ``[b, T]``.
         """
-        return _loader(images, SequentialSampler(images), batch_size)
+        return _loader(images, range(len(images)), batch_size)
 
     def test_loader(self, batch_size: int = 512) -> Loader:
         """Return batches of the test set, in order.
@@ -179,7 +171,9 @@ class Task:
         )
 
 
-def _loader(images: Images | Sequences, order: Sampler[int], batch_size: int) -> Loader:
+def _loader(
+    images: Images | Sequences, order: Iterable[int], batch_size: int
+) -> Loader:
     if batch_size < 1:
         raise ConfigurationError(f"batch_size must be ≥ 1, not {batch_size}")
     # The sampler yields lists, so that a batch is one indexing operation; collating

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from flwr_fisher.errors import DataError
-
-__all__ = ["VOCABULARY", "Sequences", "TextData", "encode"]
+from flwr_fisher.tasks.examples import Examples, Splits, check_classes
 
 _OTHER = "\N{REPLACEMENT CHARACTER}"
 VOCABULARY = _OTHER + "\n" + "".join(map(chr, range(32, 127)))
@@ -39,7 +37,7 @@ def encode(text: str) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences(Dataset[tuple[Tensor, Tensor]]):
+class Sequences(Examples):
     """Pieces of documents, read as tokens and the tokens that follow them.
 
     Parameters
@@ -66,25 +64,18 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
     documents: Tensor
 
     def __post_init__(self) -> None:
-        tokens, documents = self.tokens, self.documents
+        tokens = self.tokens
         if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.dtype != torch.int64:
             raise DataError(
                 "sequences must be an int64 tensor [n, T + 1] with T ≥ 1, not"
                 f" {tokens.dtype} {list(tokens.shape)}"
             )
-        if documents.shape != tokens.shape[:1] or documents.dtype != torch.int64:
-            raise DataError(
-                f"{len(tokens)} sequences need as many int64 documents, not"
-                f" {documents.dtype} {list(documents.shape)}"
-            )
+        check_classes(tokens, "sequences", self.documents, "documents")
 
     @property
     def classes(self) -> Tensor:
         """What a partition tells examples apart by: their documents, ``[n]``."""
         return self.documents
-
-    def __len__(self) -> int:
-        return len(self.documents)
 
     def __getitem__(self, index: int | slice | list[int]) -> tuple[Tensor, Tensor]:
         """Return one example, or a batch where `index` names several.
@@ -102,26 +93,9 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
         tokens = self.tokens[index]
         return tokens[..., :-1], tokens[..., 1:]
 
-    def subset(self, indices: list[int]) -> "Sequences":
-        """Return a copy of some of the examples, in the order given.
 
-        Parameters
-        ----------
-        indices : list[int]
-            Which examples.
-
-        Returns
-        -------
-        Sequences
-            The chosen ones.
-        """
-        # An empty list alone would make a float index, which tensors refuse.
-        index = torch.tensor(indices, dtype=torch.int64)
-        return Sequences(self.tokens[index], self.documents[index])
-
-
-@dataclass(frozen=True, eq=False)
-class TextData:
+@dataclass(frozen=True, eq=False, repr=False)
+class TextData(Splits[Sequences]):
     """A data set for next-token prediction, split into training and test examples.
 
     Parameters
@@ -141,34 +115,13 @@ class TextData:
         out of range.
     """
 
-    train: Sequences
-    test: Sequences
-    class_names: tuple[str, ...]
-
     def __post_init__(self) -> None:
-        for split, pieces in (("training", self.train), ("test", self.test)):
-            if len(pieces) == 0:
-                raise DataError(f"the {split} split is empty")
-            for what, values, count in (
-                ("documents", pieces.documents, self.num_classes),
-                ("tokens", pieces.tokens, self.num_outputs),
-            ):
-                low, high = int(values.min()), int(values.max())
-                if low < 0 or high >= count:
-                    raise DataError(
-                        f"the {split} split's {what} run from {low} to {high},"
-                        f" outside the {count} known ones"
-                    )
+        super().__post_init__()
         if self.test.tokens.shape[1] != self.train.tokens.shape[1]:
             raise DataError(
                 f"test sequences have {self.test.tokens.shape[1]} tokens, training"
                 f" sequences {self.train.tokens.shape[1]}"
             )
-
-    @property
-    def num_classes(self) -> int:
-        """The number of documents."""
-        return len(self.class_names)
 
     @property
     def num_outputs(self) -> int:
@@ -179,6 +132,12 @@ class TextData:
     def shape(self) -> tuple[int]:
         """The shape of one example: its number of positions."""
         return (self.train.tokens.shape[1] - 1,)
+
+    def _numbered(self, examples: Sequences) -> list[tuple[str, Tensor, int, str]]:
+        return [
+            ("documents", examples.documents, self.num_classes, "ones"),
+            ("tokens", examples.tokens, self.num_outputs, "ones"),
+        ]
 
     def __repr__(self) -> str:
         # Generated, it would print every token.

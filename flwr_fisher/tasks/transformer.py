@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError
 
-__all__ = ["Transformer"]
-
 
 class Transformer(nn.Module):
     """Predict every next token of a sequence from those before it.
@@ -82,8 +80,8 @@ class Transformer(nn.Module):
         Tensor
             ``[b, T, V]``; those at position t depend on tokens up to t alone.
         """
-        places = torch.arange(tokens.shape[-1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(places)
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
 

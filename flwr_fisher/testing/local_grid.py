@@ -18,8 +18,6 @@ from flwr_fisher.flower_internals import (
     set_message_id,
 )
 
-__all__ = ["LocalGrid"]
-
 _RUN_ID = 1
 
 logger = logging.getLogger("flwr")
@@ -80,19 +78,15 @@ class LocalGrid(Grid):
         self._random = random.Random(seed)
         ids = self._random.sample(range(1, 2**62), num_supernodes)
         self.nodes = {node: partition for partition, node in enumerate(ids)}
-        self._contexts = {
-            node: Context(
-                run_id=_RUN_ID,
-                node_id=node,
-                node_config={
-                    "partition-id": partition,
-                    "num-partitions": num_supernodes,
-                },
-                state=RecordDict(),
-                run_config=dict(run_config or {}),
-            )
-            for node, partition in self.nodes.items()
-        }
+        self._contexts: dict[int, Context] = {}
+        for node, partition in self.nodes.items():
+            node_config: dict[str, Any] = {
+                "partition-id": partition,
+                "num-partitions": num_supernodes,
+            }
+            options = dict(run_config or {})
+            context = Context(_RUN_ID, node, node_config, RecordDict(), options)
+            self._contexts[node] = context
         self._waiting: dict[str, Message] = {}
         self._count = 0
         identify_process(_RUN_ID)
@@ -141,13 +135,8 @@ class LocalGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Run all clients and return their replies; nothing times out."""
-        due = set(self.push_messages(messages))
-        replies: list[Message] = []
-        while due:
-            for reply in self.pull_messages(due):
-                due.discard(reply.metadata.reply_to_message_id)
-                replies.append(reply)
-        return replies
+        ids = list(self.push_messages(messages))
+        return [reply for _ in ids for reply in self.pull_messages(ids)]
 
     def _handle(self, message: Message) -> Message:
         node = message.metadata.dst_node_id

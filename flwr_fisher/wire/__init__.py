@@ -5,6 +5,7 @@ from flwr_fisher.wire.budget import resolve, smallest_budget
 from flwr_fisher.wire.codec import CODECS, Codec, get_codec
 from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
+from flwr_fisher.wire.options import named_options, split_config
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.product_upload import ProductUpload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
@@ -31,9 +32,11 @@ __all__ = [
     "fedavg_bytes",
     "get_codec",
     "join_groups",
+    "named_options",
     "resolve",
     "serialized_bytes",
     "smallest_budget",
+    "split_config",
     "split_groups",
     "tensors_to_arrays",
     "tensors_to_curvature",

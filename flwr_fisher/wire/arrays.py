@@ -19,8 +19,6 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 
-__all__ = ["arrays_to_tensors", "tensors_to_arrays"]
-
 _STYPE = "numpy.ndarray"
 # `np.save` needs less than 512 bytes for the longest of shapes. Python's parser reads
 # the header, and a few thousand bytes can drive it into deep recursion.
@@ -147,8 +145,7 @@ def _header(
     if version not in _READERS:  # 3.0 is for the names of records' fields
         raise ValueError(f"npy version {version}, expected one of {list(_READERS)}")
     read = _READERS[version]
-    shape, fortran_order, dtype = read(stream, max_header_size=_HEADER_BYTES)
-    return shape, fortran_order, dtype, stream.tell()
+    return *read(stream, max_header_size=_HEADER_BYTES), stream.tell()
 
 
 def _check_dtype(dtype: np.dtype[np.generic]) -> None:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flwr_fisher.errors import check_range
-
-__all__ = ["pack", "packed_size", "unpack"]
+from flwr_fisher.errors import WireError, check_range
 
 _GROUP = 8  # codes; the fewest that fill whole bytes whatever their width
 _WORD = 64  # bits
@@ -128,6 +126,32 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
             code |= (words[:, word + 1] << held) & ((1 << bits) - 1)
         codes[:, i] = code
     return codes.view(-1)[:count]
+
+
+def unpack_codes(
+    data: Tensor, bits: int, count: int, largest: int, *, field: str
+) -> Tensor:
+    """Undo :func:`pack` for codes from 0 to `largest`; the data are not trusted.
+
+    Raises
+    ------
+    WireError
+        If a code is larger.
+    """
+    codes = unpack(data, bits, count)
+    if count and codes.max() > largest:
+        raise WireError("holds a code that stands for no value", field=field)
+    return codes
+
+
+def largest_level(bits: int) -> int:
+    """Return c, where codes from 0 to 2c stand for the levels from -c to c."""
+    return (1 << (bits - 1)) - 1
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's own bytes, uint8 in one dimension."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _words(bits: int) -> int:

@@ -26,8 +26,6 @@ from flwr_fisher.wire.matrix_codes import size_of_columns
 from flwr_fisher.wire.paper import least_bytes_as_paper
 from flwr_fisher.wire.size import chunk_bytes, fedavg_bytes
 
-__all__ = ["byte_limit", "pack_upload", "resolve", "smallest_budget"]
-
 _METRICS = 512  # bytes of a reply that are not arrays
 _DIAGONAL_BITS, _LONE_DIAGONAL_BITS = 8, 16  # at most: beside matrices, without them
 _OWN = 64  # more bits than any dtype has: a tensor's own bytes are sent

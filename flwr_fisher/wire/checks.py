@@ -7,8 +7,6 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 
-__all__ = ["check_layout", "check_shape_and_dtype", "to_finite"]
-
 
 def check_shape_and_dtype(
     key: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype
@@ -35,7 +33,7 @@ def check_layout(
     flwr_fisher.errors.WireError: 'mean': torch.float32 of shape (2,), expected ...
     """
     same = len(shape) == tensor.dim() and all(
-        length in (None, got) for length, got in zip(shape, tensor.shape, strict=True)
+        length in (None, size) for length, size in zip(shape, tensor.shape, strict=True)
     )
     if tensor.dtype != dtype or not same:
         expected = tuple("any" if length is None else length for length in shape)

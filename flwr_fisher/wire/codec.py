@@ -11,8 +11,6 @@ from flwr_fisher.errors import (
     check_range,
 )
 
-__all__ = ["CODECS", "FORMAT_VERSION", "Codec", "check_version", "get_codec"]
-
 FORMAT_VERSION = 1
 _SCHEMES = ("auto", "packed", "lossless", "paper")
 _BITS = ("weight_bits", "diagonal_bits", "factor_bits")
@@ -80,7 +78,7 @@ class Codec:
             return self.weight_bits
         return min(16, max(2, int(16 * self.budget)))
 
-    def to_config(self) -> dict[str, str | int | float]:
+    def to_options(self) -> dict[str, str | int | float]:
         """Return the config that requests this codec; 0 stands for a default."""
         config: dict[str, str | int | float] = {
             "codec": self.scheme,
@@ -92,7 +90,7 @@ class Codec:
         return config
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Codec":
+    def from_options(cls, config: Mapping[str, Any]) -> "Codec":
         """Return the codec that a server requests; ``lossless`` if it names none.
 
         Raises

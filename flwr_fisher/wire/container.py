@@ -21,16 +21,6 @@ from flwr_fisher.wire.arrays import arrays_to_tensors
 from flwr_fisher.wire.layout import PREFIX
 from flwr_fisher.wire.size import bytes_in_one_array
 
-__all__ = [
-    "FORMAT",
-    "PACKED",
-    "container_bytes",
-    "from_container",
-    "parse_text",
-    "text_of",
-    "to_container",
-]
-
 PACKED = "packed"
 FORMAT = f"{PREFIX}format"
 _ENTRY = 64  # bytes of JSON around an entry's name and three numbers

@@ -9,6 +9,7 @@ from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
+from flwr_fisher.wire import packing, paper
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import byte_limit, pack_upload
 from flwr_fisher.wire.checks import check_shape_and_dtype
@@ -21,12 +22,8 @@ from flwr_fisher.wire.container import (
     to_container,
 )
 from flwr_fisher.wire.layout import PREFIX, check_keys, curvature_to_tensors
-from flwr_fisher.wire.packing import unpack_params, unpack_part
-from flwr_fisher.wire.paper import pack_as_paper, unpack_as_paper
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
-
-__all__ = ["FisherUpload"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,8 @@ class FisherUpload(Payload):
                 {**self.params, **parts, FORMAT: text_of(codec.describe())}
             )
         if codec.scheme == "paper":
-            entries = pack_as_paper(self.params, parts, byte_limit(self.params, codec))
+            limit = byte_limit(self.params, codec)
+            entries = paper.pack_as_paper(self.params, parts, limit)
         else:
             entries = pack_upload(self.params, parts, codec, self.curvature.shapes)
         return to_container(entries, codec.describe())
@@ -145,12 +143,11 @@ def _read_packed(
         if not key.startswith(PREFIX) and key not in like:
             raise WireError("unexpected key", field=key)
     check_keys((k for k in entries if k.startswith(PREFIX)), like, structure)
-    if codec.scheme == "paper":
-        return unpack_as_paper(entries, like)
+    form = paper if codec.scheme == "paper" else packing
     return {
-        key: unpack_part(entry, like, field=key)
+        key: form.unpack_part(entry, like, field=key)
         if key.startswith(PREFIX)
-        else unpack_params(entry, like[key], field=key)
+        else form.unpack_params(entry, like[key], field=key)
         for key, entry in entries.items()
     }
 

@@ -17,27 +17,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import (
-    BlockDiagonal,
-    Curvature,
-    Dense,
-    Diagonal,
-    EigenKronecker,
-    Kronecker,
-)
+from flwr_fisher.curvature import Curvature, Dense, Diagonal, EigenKronecker, Kronecker
 from flwr_fisher.errors import StructureError, WireError
 from flwr_fisher.params import Params
-
-__all__ = [
-    "LAYER_PARTS",
-    "PREFIX",
-    "Part",
-    "bias_of",
-    "check_keys",
-    "check_shape",
-    "curvature_to_tensors",
-    "parse_key",
-]
 
 PREFIX = "curvature/"
 _DIAGONAL, _DENSE = f"{PREFIX}diagonal/", f"{PREFIX}dense/"
@@ -82,15 +64,7 @@ def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
     StructureError
         If it is of a kind that has no layout (a lazy sum, say).
     """
-    return {k: v for part in _flat(curvature) for k, v in _tensors(part)}
-
-
-def _flat(curvature: Curvature) -> Iterator[Curvature]:
-    if not isinstance(curvature, BlockDiagonal):
-        yield curvature
-        return
-    for child in curvature.children:
-        yield from _flat(child)
+    return {k: v for block in curvature.blocks() for k, v in _tensors(block)}
 
 
 def _tensors(curvature: Curvature) -> Iterator[tuple[str, Tensor]]:

@@ -14,9 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from flwr_fisher.wire.bits import largest_level
 from flwr_fisher.wire.quantise import Quantiser
-
-__all__ = ["Linear", "Logarithmic", "SquareRoot"]
 
 _FLOAT32 = torch.finfo(torch.float32)
 _TINY = _FLOAT32.smallest_normal * _FLOAT32.eps  # the smallest positive float32
@@ -49,7 +48,7 @@ class Linear(Quantiser):
 
     @property
     def _centre(self) -> int:
-        return (1 << (self.bits - 1)) - 1
+        return largest_level(self.bits)
 
     @property
     def _largest(self) -> int:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrix_codes, packing
-
-__all__ = ["FEWEST_BITS", "Matrix", "column_energies", "pack_matrices", "sort_columns"]
+from flwr_fisher.wire.packing import Form
 
 FEWEST_BITS = 2
 _WHOLE_BITS, _CUT_BITS = 8, 6
+
+# By matrix: each column's part of the trace, descending, and the columns.
+Spectra = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class Matrix:
@@ -75,14 +77,20 @@ class Matrix:
     def pack_whole(self, bits: int) -> Tensor:
         """Return the entry of the whole matrix."""
         if self.is_basis:
-            return packing.pack_basis(self.value, self.n, bits)
-        return packing.pack_whole(self.value, bits)
+            return self.pack_cut(self.spectrum(), self.n, bits)
+        codes = matrix_codes.encode_whole(self.value, bits)
+        return packing.pack_matrices(Form.WHOLE, bits, self.value, 0, codes)
 
     def pack_cut(self, spectrum: tuple[Tensor, Tensor], rank: int, bits: int) -> Tensor:
         """Return the entry of the first `rank` columns."""
         if self.is_basis:
-            return packing.pack_basis(self.value, rank, bits)
-        return packing.pack_columns(*spectrum, rank, bits)
+            form, codes = Form.BASIS, matrix_codes.encode_basis(self.value, rank, bits)
+        else:
+            form, codes = (
+                Form.COLUMNS,
+                matrix_codes.encode_columns(*spectrum, rank, bits),
+            )
+        return packing.pack_matrices(form, bits, self.value, rank, codes)
 
 
 def pack_matrices(
@@ -118,10 +126,7 @@ def pack_matrices(
 
 
 def _ranks(
-    matrices: list[Matrix],
-    spectra: Mapping[str, tuple[Tensor, Tensor]],
-    left: float,
-    bits: int,
+    matrices: list[Matrix], spectra: Spectra, left: float, bits: int
 ) -> dict[str, int]:
     """Return how many columns to send of each matrix, without those to send whole.
 
@@ -139,23 +144,21 @@ def _ranks(
 
 
 def _greedy(
-    matrices: list[Matrix],
-    spectra: Mapping[str, tuple[Tensor, Tensor]],
-    left: float,
-    bits: int,
+    matrices: list[Matrix], spectra: Spectra, left: float, bits: int
 ) -> dict[str, int]:
     """Return how many columns of each matrix to send if none is sent whole."""
     if not matrices:
         return {}
-    gains, costs, owners = [], [], []
-    for index, matrix in enumerate(matrices):
+    shares = []
+    for matrix in matrices:
         values = spectra[matrix.key][0].double()
         total = values.sum(-1, keepdim=True)
-        share = torch.where(total > 0, values / total, 0).mean(0).cpu()
-        gains.append(share / matrix.column(bits))
-        costs.append(torch.full_like(share, matrix.column(bits)))
-        owners.append(torch.full((len(share),), index))
-    gain, cost, owner = torch.cat(gains), torch.cat(costs), torch.cat(owners)
+        shares.append(torch.where(total > 0, values / total, 0).mean(0).cpu())
+    columns = torch.tensor([m.column(bits) for m in matrices], dtype=torch.float64)
+    lengths = torch.tensor([len(share) for share in shares])
+    owner = torch.arange(len(matrices)).repeat_interleave(lengths)
+    cost = columns[owner]
+    gain = torch.cat(shares) / cost
     order = torch.argsort(gain, descending=True, stable=True)
     order = order[gain[order] > 0]
     bought = order[cost[order].cumsum(0) <= left]

@@ -22,19 +22,13 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import WireError
-from flwr_fisher.wire.bits import pack, packed_size, unpack
-
-__all__ = [
-    "decode_basis",
-    "decode_columns",
-    "decode_whole",
-    "encode_basis",
-    "encode_columns",
-    "encode_whole",
-    "size_of_basis",
-    "size_of_columns",
-    "size_of_whole",
-]
+from flwr_fisher.wire.bits import (
+    as_bytes,
+    largest_level,
+    pack,
+    packed_size,
+    unpack_codes,
+)
 
 _JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
 _FLOAT = 4  # bytes
@@ -51,16 +45,17 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     norms = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0).double().sqrt()
     unit = torch.where(norms > 0, norms, 1)
     correlations = matrices.double() / unit.unsqueeze(-1) / unit.unsqueeze(-2)
-    rows, columns = _lower(matrices.shape[-1], matrices.device)
+    n = matrices.shape[-1]
+    rows, columns = torch.tril_indices(n, n, device=matrices.device)
     codes = _codes(_cholesky(correlations), bits)[..., rows, columns]
-    return torch.cat([_as_bytes(norms), pack(codes.reshape(-1), bits)])
+    return torch.cat([as_bytes(norms.float()), pack(codes.reshape(-1), bits)])
 
 
 def decode_whole(data: Tensor, groups: int, n: int, bits: int, *, field: str) -> Tensor:
     """Undo :func:`encode_whole`; float32 ``[groups, n, n]``."""
     norms, rest = _norms(data, (groups, n), field)
     codes = _unpack(rest, groups * n * (n + 1) // 2, bits, field)
-    rows, columns = _lower(n, data.device)
+    rows, columns = torch.tril_indices(n, n, device=data.device)
     lower = codes.new_zeros(groups, n, n)
     lower[:, rows, columns] = codes.view(groups, len(rows))
     return _outer(_directions(lower) * norms.unsqueeze(-1), field)
@@ -88,7 +83,7 @@ def encode_columns(values: Tensor, vectors: Tensor, rank: int, bits: int) -> Ten
     tail = values[:, rank:].sum(-1, keepdim=True) / max(n - rank, 1)
     above = (values[:, :rank] - tail).clamp_min(0).sqrt()
     norms = torch.cat([tail.sqrt(), above], -1)
-    return torch.cat([_as_bytes(norms), encode_basis(vectors, rank, bits)])
+    return torch.cat([as_bytes(norms.float()), encode_basis(vectors, rank, bits)])
 
 
 def decode_columns(
@@ -137,7 +132,7 @@ def _cholesky(correlations: Tensor) -> Tensor:
 
 def _codes(vectors: Tensor, bits: int) -> Tensor:
     """Return the entries as codes, relative to each vector's largest entry."""
-    centre = (1 << (bits - 1)) - 1
+    centre = largest_level(bits)
     if not vectors.numel():
         return vectors.to(torch.int32)
     if vectors.dtype.itemsize < _FLOAT:  # too imprecise for codes of 16 bits
@@ -151,10 +146,8 @@ def _unpack(data: Tensor, count: int, bits: int, field: str) -> Tensor:
     """Return the vectors' signed entries; each vector's scale is lost."""
     if len(data) != (expected := packed_size(count, bits)):
         raise WireError(f"{len(data)} bytes of codes, expected {expected}", field=field)
-    centre = (1 << (bits - 1)) - 1
-    codes = unpack(data, bits, count)
-    if count and codes.max() > 2 * centre:
-        raise WireError("holds a code that stands for no value", field=field)
+    centre = largest_level(bits)
+    codes = unpack_codes(data, bits, count, 2 * centre, field=field)
     return (codes - centre).to(torch.float32)
 
 
@@ -173,10 +166,6 @@ def _outer(vectors: Tensor, field: str) -> Tensor:
     return matrices
 
 
-def _as_bytes(norms: Tensor) -> Tensor:
-    return norms.to(torch.float32).contiguous().view(-1).view(torch.uint8)
-
-
 def _norms(data: Tensor, shape: tuple[int, int], field: str) -> tuple[Tensor, Tensor]:
     """Return the norms at the beginning of the data, and the rest of the data."""
     size = shape[0] * shape[1] * _FLOAT
@@ -186,8 +175,3 @@ def _norms(data: Tensor, shape: tuple[int, int], field: str) -> tuple[Tensor, Te
     if not (norms.isfinite() & (norms >= 0)).all():
         raise WireError("holds a norm that is negative or not finite", field=field)
     return norms, data[size:]
-
-
-def _lower(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    rows, columns = torch.tril_indices(n, n, device=device)
-    return rows, columns

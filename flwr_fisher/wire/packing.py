@@ -32,23 +32,11 @@ from torch.nn.functional import pad
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrix_codes
+from flwr_fisher.wire.bits import as_bytes
 from flwr_fisher.wire.checks import to_finite
 from flwr_fisher.wire.layout import Part, check_shape, parse_key
 from flwr_fisher.wire.levels import Linear, Logarithmic, SquareRoot
 from flwr_fisher.wire.quantise import Quantiser
-
-__all__ = [
-    "HEAD",
-    "pack_basis",
-    "pack_columns",
-    "pack_diagonal",
-    "pack_params",
-    "pack_whole",
-    "size_of_diagonal",
-    "size_of_params",
-    "unpack_params",
-    "unpack_part",
-]
 
 _SHORT, _LONG = struct.Struct("<BB"), struct.Struct("<BBIII")
 HEAD = _LONG.size
@@ -92,9 +80,8 @@ def size_of_params(tensor: Tensor, bits: int) -> int:
 def pack_params(tensor: Tensor, bits: int) -> Tensor:
     """Pack a parameter into codes, or as its own bytes if they are not more."""
     if _raw_is_smaller(tensor, bits):
-        flat = tensor.detach().contiguous().view(-1)
-        return _entry(_SHORT.pack(Form.RAW, 0), flat.view(torch.uint8))
-    return _entry(_SHORT.pack(Form.LINEAR, bits), Linear(bits).encode(tensor))
+        return entry_of(_SHORT.pack(Form.RAW, 0), as_bytes(tensor))
+    return entry_of(_SHORT.pack(Form.LINEAR, bits), Linear(bits).encode(tensor))
 
 
 def size_of_diagonal(tensor: Tensor, bits: int) -> int:
@@ -118,35 +105,20 @@ def pack_diagonal(tensor: Tensor, bits: int) -> Tensor:
         candidates.append((float(error.sum()), form, data))
     _, form, data = min(candidates, key=lambda candidate: candidate[0])
     shape = tensor.shape if len(tensor.shape) == 3 else (0, 0, 0)
-    return _entry(_LONG.pack(form, bits, *shape), data)
+    return entry_of(_LONG.pack(form, bits, *shape), data)
 
 
-def pack_whole(matrices: Tensor, bits: int) -> Tensor:
-    """Pack ``[groups, n, n]`` or ``[n, n]`` whole."""
-    stacked = _stacked(matrices)
-    head = _LONG.pack(Form.WHOLE, bits, *stacked.shape[:2], 0)
-    return _entry(head, matrix_codes.encode_whole(stacked, bits))
+def pack_matrices(
+    form: Form, bits: int, matrices: Tensor, rank: int, codes: Tensor
+) -> Tensor:
+    """Return the entry of ``[groups, n, n]``, whose codes are known."""
+    return entry_of(_LONG.pack(form, bits, *matrices.shape[:2], rank), codes)
 
 
-def pack_columns(values: Tensor, vectors: Tensor, rank: int, bits: int) -> Tensor:
-    """Pack ``[groups, n, n]`` by its eigenvalues, descending, and eigenvectors."""
-    head = _LONG.pack(Form.COLUMNS, bits, *values.shape, rank)
-    return _entry(head, matrix_codes.encode_columns(values, vectors, rank, bits))
-
-
-def pack_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
-    """Pack the first `rank` columns of ``[groups, n, n]``."""
-    head = _LONG.pack(Form.BASIS, bits, *vectors.shape[:2], rank)
-    return _entry(head, matrix_codes.encode_basis(vectors, rank, bits))
-
-
-def _entry(head: bytes, body: Tensor) -> Tensor:
+def entry_of(head: bytes, body: Tensor) -> Tensor:
+    """Return an entry's head and its body as one tensor."""
     start = torch.frombuffer(bytearray(head), dtype=torch.uint8)
     return torch.cat([start.to(body.device), body])
-
-
-def _stacked(matrices: Tensor) -> Tensor:
-    return matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
 
 
 def unpack_params(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
@@ -156,16 +128,17 @@ def unpack_params(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
     form, bits = _SHORT.unpack(entry[: _SHORT.size].numpy().tobytes())
     body = entry[_SHORT.size :]
     if form == Form.RAW:
-        return _raw(body, like, field)
+        if len(body) != (expected := like.numel() * like.itemsize):
+            raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
+        return raw(body, like, field=field)
     if form != Form.LINEAR or not like.is_floating_point():
         raise WireError(f"form {form} for a parameter of {like.dtype}", field=field)
     linear = Linear(_bits(bits, field))
     return linear.decode(body, like.numel(), like.dtype, field=field).view(like.shape)
 
 
-def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
-    if len(body) != (expected := like.numel() * like.itemsize):
-        raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
+def raw(body: Tensor, like: Tensor, *, field: str) -> Tensor:
+    """Read a tensor's own bytes, which are as many as those of `like`."""
     if like.dtype == torch.bool and len(body) and body.max() > 1:
         raise WireError("holds what is no bool", field=field)
     tensor = body.clone().view(like.dtype).view(like.shape)
@@ -212,14 +185,11 @@ def _read_head(entry: Tensor, field: str) -> tuple[Form, int, int, int, int, Ten
     if len(entry) < HEAD:
         raise WireError(f"{len(entry)} bytes, and {HEAD} of head", field=field)
     form, bits, *sizes = _LONG.unpack(entry[:HEAD].numpy().tobytes())
-    return (_form(form, field), _bits(bits, field), *sizes, entry[HEAD:])
-
-
-def _form(number: int, field: str) -> Form:
     try:
-        return Form(number)
+        known = Form(form)
     except ValueError as error:
-        raise WireError(f"unknown form {number}", field=field) from error
+        raise WireError(f"unknown form {form}", field=field) from error
+    return (known, _bits(bits, field), *sizes, entry[HEAD:])
 
 
 def _bits(bits: int, field: str) -> int:

@@ -9,19 +9,26 @@ The product of three rounded matrices is neither symmetric nor positive semi-def
 so the nearest matrix that is both replaces it after decoding.
 """
 
+import math
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.params import Params
-from flwr_fisher.wire.bits import pack, packed_size, unpack
+from flwr_fisher.wire.bits import (
+    as_bytes,
+    largest_level,
+    pack,
+    packed_size,
+    unpack_codes,
+)
 from flwr_fisher.wire.checks import to_finite
 from flwr_fisher.wire.container import container_bytes
 from flwr_fisher.wire.layout import PREFIX, Part, check_shape, parse_key
-
-__all__ = ["least_bytes_as_paper", "pack_as_paper", "unpack_as_paper"]
+from flwr_fisher.wire.packing import entry_of, raw
 
 _HEAD = struct.Struct("<III")  # groups, n, rank
 _PARAMS, _FACTORS = 16, 8  # bits
@@ -37,15 +44,17 @@ def pack_as_paper(params: Params, parts: Params, limit: int) -> dict[str, Tensor
         If the curvature is of another structure, or not even rank 0 fits.
     """
     kinds = {key: parse_key(key, params)[0] for key in parts}
-    if odd := [k for k, v in kinds.items() if v not in (Part.DIAGONAL, Part.FACTOR)]:
-        raise ConfigurationError(f"codec 'paper' has no form for '{odd[0]}'")
-    entries = {key: _pack_values(value) for key, value in params.items()}
-    factors = {}
-    for key, value in parts.items():
-        if kinds[key] == Part.FACTOR:
-            factors[key] = value
-        else:
-            entries[key] = _quantised(value, _PARAMS)
+    for key, kind in kinds.items():
+        if kind not in (Part.DIAGONAL, Part.FACTOR):
+            raise ConfigurationError(f"codec 'paper' has no form for '{key}'")
+    factors = {k: v for k, v in parts.items() if kinds[k] == Part.FACTOR}
+    diagonals = {k: v for k, v in parts.items() if k not in factors}
+    entries = {
+        key: _quantised(value, _PARAMS)
+        if value.is_floating_point()
+        else as_bytes(value)
+        for key, value in {**params, **diagonals}.items()
+    }
     rank = _rank(entries, factors, limit)
     return entries | {k: _pack_factor(v, rank) for k, v in factors.items()}
 
@@ -55,105 +64,83 @@ def least_bytes_as_paper(params: Params) -> int:
     diagonal: dict[str, int] = {}
     kfac: dict[str, int] = {}
     for key, tensor in params.items():
-        floats = tensor.is_floating_point()
-        size = (
-            _SCALE + packed_size(tensor.numel(), _PARAMS) if floats else tensor.nbytes
-        )
-        diagonal[key] = kfac[key] = size
-        if floats:
-            diagonal[f"{PREFIX}diagonal/{key}"] = size
-        if floats and tensor.dim() > 1:
-            kfac[f"{PREFIX}kfac/{key}/A"] = _factor_size(1, 1, 0)
-            kfac[f"{PREFIX}kfac/{key}/G"] = _factor_size(1, 1, 0)
-        elif floats:
-            kfac[f"{PREFIX}diagonal/{key}"] = size
+        if not tensor.is_floating_point():
+            diagonal[key] = kfac[key] = tensor.nbytes
+            continue
+        size = _SCALE + packed_size(tensor.numel(), _PARAMS)
+        of_diagonal = {key: size, f"{PREFIX}diagonal/{key}": size}
+        diagonal |= of_diagonal
+        if tensor.dim() > 1:
+            factors = (f"{PREFIX}kfac/{key}/A", f"{PREFIX}kfac/{key}/G")
+            kfac |= {key: size, **dict.fromkeys(factors, _factor_size((1, 1), 0))}
+        else:
+            kfac |= of_diagonal
     return max(container_bytes(diagonal), container_bytes(kfac))
 
 
-def unpack_as_paper(entries: Params, like: Params) -> dict[str, Tensor]:
-    """Undo :func:`pack_as_paper`, with every check.
+def _rank(entries: Params, factors: Params, limit: int) -> int:
+    sizes = {key: len(entry) for key, entry in entries.items()}
+    for rank in range(max((f.shape[-1] for f in factors.values()), default=0), -1, -1):
+        spent = {k: _factor_size(f.shape, rank) for k, f in factors.items()}
+        if container_bytes({**sizes, **spent}) <= limit:
+            return rank
+    raise ConfigurationError("codec 'paper' cannot hold this model: use 'lossless'")
+
+
+def _factor_size(shape: Sequence[int], rank: int) -> int:
+    groups, n = shape[:2]
+    rank = min(rank, n)
+    sides = 2 * (_SCALE + packed_size(groups * n * rank, _FACTORS))
+    return _HEAD.size + sides + _SCALE + packed_size(groups * rank, _FACTORS)
+
+
+def _pack_factor(factor: Tensor, rank: int) -> Tensor:
+    U, S, Vh = torch.linalg.svd(factor.float())
+    rank = min(rank, factor.shape[-1])
+    sides = (U[..., :rank], S[..., :rank], Vh[..., :rank, :])
+    body = torch.cat([_quantised(side, _FACTORS).cpu() for side in sides])
+    return entry_of(_HEAD.pack(*factor.shape[:2], rank), body)
+
+
+def unpack_params(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
+    """Read a parameter of the shape and dtype of `like`; a diagonal is packed so, too.
 
     Raises
     ------
     WireError
         Naming the entry that is wrong.
     """
-    return {
-        key: _unpack_part(key, entry, like)
-        if key.startswith(PREFIX)
-        else _unpack_values(key, entry, like[key])
-        for key, entry in entries.items()
-    }
+    if not like.is_floating_point():
+        if len(entry) != like.numel() * like.itemsize:
+            raise WireError(f"{len(entry)} bytes", field=field)
+        return raw(entry, like, field=field)
+    (values,) = _dequantised(entry, [like.shape], _PARAMS, field)
+    return to_finite(values, like.dtype, field=field)
 
 
-def _rank(entries: Params, factors: Params, limit: int) -> int:
-    sizes = {key: len(entry) for key, entry in entries.items()}
-    for rank in range(max((f.shape[-1] for f in factors.values()), default=0), -1, -1):
-        spent = {
-            k: _factor_size(f.shape[0], f.shape[1], rank) for k, f in factors.items()
-        }
-        if container_bytes({**sizes, **spent}) <= limit:
-            return rank
-    raise ConfigurationError("codec 'paper' cannot hold this model: use 'lossless'")
+def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor:
+    """Read a part of a curvature over `params`.
 
-
-def _factor_size(groups: int, n: int, rank: int) -> int:
-    rank = min(rank, n)
-    sides = 2 * (_SCALE + packed_size(groups * n * rank, _FACTORS))
-    return _HEAD.size + sides + _SCALE + packed_size(groups * rank, _FACTORS)
-
-
-def _pack_values(value: Tensor) -> Tensor:
-    if value.is_floating_point():
-        return _quantised(value, _PARAMS)
-    return value.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _unpack_values(key: str, entry: Tensor, like: Tensor) -> Tensor:
-    if like.is_floating_point():
-        values, rest = _dequantised(entry, like.numel(), _PARAMS, key)
-        _check_end(rest, key)
-        return to_finite(values, like.dtype, field=key).view(like.shape)
-    if len(entry) != like.numel() * like.itemsize:
-        raise WireError(f"{len(entry)} bytes", field=key)
-    if like.dtype == torch.bool and len(entry) and entry.max() > 1:
-        raise WireError("holds what is no bool", field=key)
-    return entry.clone().view(like.dtype).view(like.shape)
-
-
-def _pack_factor(factor: Tensor, rank: int) -> Tensor:
-    U, S, Vh = torch.linalg.svd(factor.float())
-    rank = min(rank, factor.shape[-1])
-    head = torch.frombuffer(
-        bytearray(_HEAD.pack(*factor.shape[:2], rank)), dtype=torch.uint8
-    )
-    sides = (U[..., :rank], S[..., :rank], Vh[..., :rank, :])
-    return torch.cat([head, *(_quantised(side, _FACTORS).cpu() for side in sides)])
-
-
-def _unpack_part(key: str, entry: Tensor, like: Params) -> Tensor:
-    part, names = parse_key(key, like)
-    dtype = like[names[0]].dtype
+    Raises
+    ------
+    WireError
+        Naming the entry that is wrong.
+    """
+    part, names = parse_key(field, params)
     if part == Part.DIAGONAL:
-        shape = like[names[0]].shape
-        values, rest = _dequantised(entry, shape.numel(), _PARAMS, key)
-        _check_end(rest, key)
-        return to_finite(values, dtype, field=key).view(shape)
+        return unpack_params(entry, params[names[0]], field=field)
     if part != Part.FACTOR or len(entry) < _HEAD.size:
-        raise WireError("no form of codec 'paper'", field=key)
+        raise WireError("no form of codec 'paper'", field=field)
     groups, n, rank = _HEAD.unpack(entry[: _HEAD.size].numpy().tobytes())
-    check_shape(key, (groups, n, n), like)
+    check_shape(field, (groups, n, n), params)
     if rank > n:
-        raise WireError(f"rank {rank} of a matrix with {n} rows", field=key)
-    U, rest = _dequantised(entry[_HEAD.size :], groups * n * rank, _FACTORS, key)
-    S, rest = _dequantised(rest, groups * rank, _FACTORS, key)
-    V, rest = _dequantised(rest, groups * n * rank, _FACTORS, key)
-    _check_end(rest, key)
-    left, right = U.view(groups, n, rank), V.view(groups, rank, n)
-    product = left * S.view(groups, 1, rank) @ right
+        raise WireError(f"rank {rank} of a matrix with {n} rows", field=field)
+    sides = [(groups, n, rank), (groups, 1, rank), (groups, rank, n)]
+    U, S, Vh = _dequantised(entry[_HEAD.size :], sides, _FACTORS, field)
+    product = U * S @ Vh
     if not product.isfinite().all():
-        raise WireError("its values overflow", field=key)
-    return to_finite(_nearest_psd(product), dtype, field=key)
+        raise WireError("its values overflow", field=field)
+    return to_finite(_nearest_psd(product), params[names[0]].dtype, field=field)
 
 
 def _nearest_psd(matrices: Tensor) -> Tensor:
@@ -164,31 +151,29 @@ def _nearest_psd(matrices: Tensor) -> Tensor:
 
 def _quantised(values: Tensor, bits: int) -> Tensor:
     flat = values.detach().reshape(-1).float()
-    levels = (1 << (bits - 1)) - 1
+    levels = largest_level(bits)
     scale = flat.abs().max() if len(flat) else flat.new_zeros(())
     ratio = flat.abs() / (scale if scale > 0 else 1)
     codes = (ratio * levels).ceil().clamp_max(levels) * flat.sign() + levels
-    packed = pack(codes.to(torch.int32), bits)
-    return torch.cat([scale.reshape(1).view(torch.uint8), packed])
+    return torch.cat([as_bytes(scale), pack(codes.to(torch.int32), bits)])
 
 
 def _dequantised(
-    data: Tensor, count: int, bits: int, field: str
-) -> tuple[Tensor, Tensor]:
-    """Return the values at the beginning of the data, and the rest of the data."""
-    end = _SCALE + packed_size(count, bits)
-    if len(data) < end:
-        raise WireError(f"{len(data)} bytes, expected {end}", field=field)
-    scale = data[:_SCALE].clone().view(torch.float32)
-    if not (scale.isfinite() & (scale >= 0)).all():
-        raise WireError("holds a scale that is negative or not finite", field=field)
-    levels = (1 << (bits - 1)) - 1
-    codes = unpack(data[_SCALE:end], bits, count)
-    if count and codes.max() > 2 * levels:
-        raise WireError("holds a code that stands for no value", field=field)
-    return (codes - levels) / levels * scale, data[end:]
-
-
-def _check_end(rest: Tensor, field: str) -> None:
-    if len(rest):
-        raise WireError(f"{len(rest)} bytes too many", field=field)
+    data: Tensor, shapes: Sequence[Sequence[int]], bits: int, field: str
+) -> list[Tensor]:
+    """Return the tensors of these shapes that the data are."""
+    levels, tensors = largest_level(bits), []
+    for shape in shapes:
+        count = math.prod(shape)
+        end = _SCALE + packed_size(count, bits)
+        if len(data) < end:
+            raise WireError(f"{len(data)} bytes, expected {end}", field=field)
+        scale = data[:_SCALE].clone().view(torch.float32)
+        if not (scale.isfinite() & (scale >= 0)).all():
+            raise WireError("holds a scale that is negative or not finite", field=field)
+        codes = unpack_codes(data[_SCALE:end], bits, count, 2 * levels, field=field)
+        tensors.append(((codes - levels) / levels * scale).view(tuple(shape)))
+        data = data[end:]
+    if len(data):
+        raise WireError(f"{len(data)} bytes too many", field=field)
+    return tensors

@@ -7,8 +7,6 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.wire.layout import PREFIX
 
-__all__ = ["Payload"]
-
 
 class Payload(ABC):
     """What a client uploads: a frozen dataclass that turns into one ``ArrayRecord``.

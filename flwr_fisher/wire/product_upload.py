@@ -11,8 +11,6 @@ from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
 from flwr_fisher.wire.payload import Payload
 
-__all__ = ["ProductUpload"]
-
 _PREFIX = "product/"
 
 

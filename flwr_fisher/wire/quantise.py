@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flwr_fisher.errors import WireError, check_range
-from flwr_fisher.wire.bits import pack, packed_size, unpack
-
-__all__ = ["BLOCK", "Quantiser"]
+from flwr_fisher.wire.bits import as_bytes, pack, packed_size, unpack_codes
 
 BLOCK = 256  # values that share their scales
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -99,7 +97,7 @@ class Quantiser(ABC):
         scales = self._scales(blocks).to(torch.float32)
         codes = self._codes(blocks, scales.to(blocks.dtype)).to(torch.int32)
         packed = pack(codes.view(-1)[: len(flat)], self.bits)
-        return torch.cat([scales.view(-1).view(torch.uint8), packed])
+        return torch.cat([as_bytes(scales), packed])
 
     def decode(
         self, data: Tensor, count: int, dtype: torch.dtype, *, field: str
@@ -143,9 +141,7 @@ class Quantiser(ABC):
         scales = scales.view(torch.float32).view(-1, self._per_block).to(working)
         if not self._valid(scales):
             raise WireError("holds a scale that no block can have", field=field)
-        codes = unpack(data[head:], self.bits, count)
-        if codes.max() > self._largest:
-            raise WireError("holds a code that stands for no value", field=field)
+        codes = unpack_codes(data[head:], self.bits, count, self._largest, field=field)
         blocks = pad(codes, (0, -count % BLOCK)).view(-1, BLOCK)
         values = self._values(blocks.to(working), scales).view(-1)[:count]
         if (limit := torch.finfo(dtype).max) < _LARGEST_SCALE:

@@ -26,8 +26,6 @@ from flwr_fisher.wire.layout import (
     parse_key,
 )
 
-__all__ = ["tensors_to_curvature"]
-
 _SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flwr_fisher.params import Params
 
-__all__ = ["SERVER", "join_groups", "split_groups"]
-
 SERVER = "server/"
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from flwr_fisher.params import Params
 
-__all__ = ["Roster"]
-
 _CLIENTS, _WEIGHTS = "clients", "client-weights"
 _WRAP = 2**64  # node ids are unsigned, and tensors' integers are not
 

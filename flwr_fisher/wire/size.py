@@ -7,8 +7,6 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from flwr_fisher.flower_internals import object_sizes
 from flwr_fisher.params import Params
 
-__all__ = ["bytes_in_one_array", "chunk_bytes", "fedavg_bytes", "serialized_bytes"]
-
 _NPY_HEADER = 128
 _CHUNK = 5 << 20  # Flower cuts arrays into chunks of this size; each has a header
 _CHUNK_HEADER = 512

@@ -29,8 +29,6 @@ from flwr_fisher.wire.codec import FORMAT_VERSION, check_version
 from flwr_fisher.wire.container import parse_text, text_of
 from flwr_fisher.wire.payload import Payload
 
-__all__ = ["AGGREGATES", "SumsUpload"]
-
 AGGREGATES = ("parts", "sums")
 
 _PREFIX = "sums/"

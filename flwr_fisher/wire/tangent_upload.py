@@ -15,16 +15,6 @@ from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
 from flwr_fisher.wire.payload import Payload
 
-__all__ = [
-    "TCT",
-    "TangentUpload",
-    "bytes_of",
-    "read_local_weight",
-    "read_moments",
-    "read_spectrum",
-    "text_from",
-]
-
 TCT = "tct/"  # begins the keys of all tensors that are not the network's
 _DIGEST, _HEAD = "digest", "head"
 _SLACK = 4096  # bytes that one array's headers may take

@@ -13,8 +13,6 @@ from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
 from flwr_fisher.wire.payload import Payload
 
-__all__ = ["VectorUpload"]
-
 _SLACK = 4096  # bytes that one array's headers may take
 
 

@@ -6,8 +6,6 @@ from typing import Any
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.strategies.baselines.newton import NewtonStrategy
 
-__all__ = ["DONE"]
-
 
 class DONE(NewtonStrategy):
     r"""Distributed approximate Newton for federated edge learning (Dinh et al., 2022).

@@ -11,8 +11,6 @@ from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, wei
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["FedExP"]
-
 _ITERATE = "iterate"
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -10,8 +10,6 @@ from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, wei
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["FedGA"]
-
 _GRADIENT = "gradient"
 
 
@@ -66,9 +64,9 @@ class FedGA(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then for training from displaced starts."""
         read = VectorUpload.reader
-        gradients = Exchange({"task": "gradient"}, read(_GRADIENT), self._keep_gradient)
+        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_gradient)
         models = Exchange(
-            {"task": "displaced", "beta": self.beta},
+            {"job": "displaced", "beta": self.beta},
             read(params=True),
             self._average,
             send=lambda state: {_GRADIENT: state.group(_GRADIENT)},

@@ -2,8 +2,6 @@
 
 from flwr_fisher.strategies.baselines.newton import NewtonStrategy
 
-__all__ = ["GIANT"]
-
 
 class GIANT(NewtonStrategy):
     r"""Globally improved approximate Newton (Wang et al., NeurIPS 2018).

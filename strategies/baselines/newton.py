@@ -13,8 +13,6 @@ from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, wei
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["NewtonStrategy"]
-
 _GRADIENT, _DIRECTION = "gradient", "direction"
 
 
@@ -57,9 +55,9 @@ class NewtonStrategy(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then, with their mean, for directions."""
         read = VectorUpload.reader
-        gradients = Exchange({"task": "gradient"}, read(_GRADIENT), self._keep_gradient)
+        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_gradient)
         directions = Exchange(
-            {"task": "direction", **self.solver()},
+            {"job": "direction", **self.solver()},
             read(_DIRECTION),
             self._step,
             send=lambda state: {_GRADIENT: state.group(_GRADIENT)},

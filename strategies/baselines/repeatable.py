@@ -8,8 +8,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.server.cohort import Cohort
-
-__all__ = ["Repeatable"]
+from flwr_fisher.wire import named_options
 
 _TIMEOUT = 3600.0
 
@@ -21,7 +20,7 @@ class Repeatable(Strategy):
     adds replies up as they arrive. Here the wrapped strategy says how many clients to
     ask and what; who is asked is a function of (`seed`, round), as for
     :class:`CurvatureStrategy` of the same seed and fraction, replies come in the
-    clients' order, and ``seed`` joins their config.
+    clients' order, and ``fisher.seed`` joins their config.
 
     Parameters
     ----------
@@ -61,7 +60,7 @@ class Repeatable(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Have the strategy make its messages; choose who gets them."""
-        seeded = ConfigRecord({**config, "seed": self.seed})
+        seeded = ConfigRecord({**config, **named_options({"seed": self.seed})})
         made = self.strategy.configure_train(server_round, arrays, seeded, grid)
         return self._addressed(list(made), server_round, "train", grid)
 
@@ -75,7 +74,7 @@ class Repeatable(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Have the strategy make its messages; choose who gets them."""
-        seeded = ConfigRecord({**config, "seed": self.seed})
+        seeded = ConfigRecord({**config, **named_options({"seed": self.seed})})
         made = self.strategy.configure_evaluate(server_round, arrays, seeded, grid)
         return self._addressed(list(made), server_round, "evaluate", grid)
 

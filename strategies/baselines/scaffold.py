@@ -22,8 +22,6 @@ from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["Scaffold"]
-
 logger = logging.getLogger("flwr")
 
 _CONTROL, _MEMBERSHIP = "control", "membership"
@@ -92,7 +90,7 @@ class Scaffold(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask every sampled client to train with corrected steps."""
         read = VectorUpload.reader(_CONTROL, params=True)
-        return [Exchange({"task": "scaffold"}, read, self._step, send=_send)]
+        return [Exchange({"job": "scaffold"}, read, self._step, send=_send)]
 
     def _step(
         self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]

@@ -12,8 +12,6 @@ from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.wire import Roster
 
-__all__ = ["OwnControl"]
-
 logger = logging.getLogger("flwr")
 
 

@@ -11,8 +11,6 @@ from flwr_fisher.params import Params
 from flwr_fisher.rounds import done_direction, giant_direction
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["direction_job"]
-
 _SOLVERS = ("giant", "done")
 
 
@@ -23,11 +21,11 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     ``solver`` is ``giant`` (conjugate gradients) or ``done`` (Richardson's iterations
     of step ``alpha``), ``iterations`` their number.
     """
-    config = request.config
-    solver = str(config.get("solver", "giant"))
+    options = request.options
+    solver = str(options.get("solver", "giant"))
     check_known("solver", solver, _SOLVERS)
     g = request.vector("gradient", problem.trained())
-    iterations = int(config.get("iterations", 10))
+    iterations = int(options.get("iterations", 10))
     loss_fn = problem.differentiable_loss
 
     def product(vector: Params) -> dict[str, Tensor]:
@@ -36,6 +34,6 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     if solver == "giant":
         direction = giant_direction(product, g, iterations=iterations)
     else:
-        alpha = float(config.get("alpha", 0.05))
+        alpha = float(options.get("alpha", 0.05))
         direction = done_direction(product, g, alpha=alpha, iterations=iterations)
     return Reply({}, VectorUpload({"direction": direction}).to_arrays())

@@ -8,8 +8,6 @@ from flwr_fisher.randomness import seeded
 from flwr_fisher.rounds import fedga_start
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["displaced_job"]
-
 
 @register_job("displaced")
 def displaced_job(problem: LocalProblem, request: Request) -> Reply:
@@ -17,13 +15,13 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
 
     The server sent the cohort's mean ``gradient``; the client's own is computed again.
     """
-    model, loader, config = problem.model, problem.trainloader, request.config
+    model, loader = problem.model, problem.trainloader
     mean = request.vector("gradient", problem.trained())
     with seeded(0):  # training begins with the randomness of FedAvg's
         own, _ = gradient(model, loader, loss_fn=problem.differentiable_loss)
     start = {n: p.detach() for n, p in problem.trained().items()}
-    start = fedga_start(start, mean, own, beta=float(config.get("beta", 0.0)))
+    start = fedga_start(start, mean, own, beta=float(request.options.get("beta", 0.0)))
     model.load_state_dict(start, strict=False)
-    metrics = problem.train(config)
+    metrics = problem.train(request.config)
     upload = VectorUpload({}, problem.state_like(request.params))
     return Reply(metrics, upload.to_arrays())

@@ -28,8 +28,6 @@ from flwr_fisher.errors import (
 from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.tangent import TCTModel
 
-__all__ = ["check_evaluation", "evaluate_job", "local_scores", "with_model_of"]
-
 _SETS = ("validation", "train")
 _FEWEST = 4  # examples, so that fine-tuning on a quarter of them is possible
 
@@ -40,7 +38,7 @@ def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
     return {f"local-{key}": scores[key] for key in scores if key != "num-examples"}
 
 
-def check_evaluation(problem: LocalProblem, config: Mapping[str, Any]) -> None:
+def check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
     """Refuse what the server asks for and this client cannot do.
 
     Raises
@@ -50,8 +48,8 @@ def check_evaluation(problem: LocalProblem, config: Mapping[str, Any]) -> None:
     ConfigurationError
         If a value is out of range.
     """
-    if "personalise-fraction" in config:
-        fraction, epochs = _personalise_options(config)
+    if "personalise-fraction" in options:
+        fraction, epochs = _personalise_options(options)
         if not 0 < fraction <= 0.5:
             raise ConfigurationError(
                 f"personalise-fraction must be in (0, 0.5], got {fraction}"
@@ -60,8 +58,8 @@ def check_evaluation(problem: LocalProblem, config: Mapping[str, Any]) -> None:
         _batch_size(_map_style(problem.trainloader))
         _with_epochs(problem.train_fn, epochs)
         return
-    check_known("evaluate-on", config.get("evaluate-on", "validation"), _SETS)
-    if config.get("evaluate-on") != "train" and problem.valloader is None:
+    check_known("evaluate-on", options.get("evaluate-on", "validation"), _SETS)
+    if options.get("evaluate-on") != "train" and problem.valloader is None:
         raise ClientError(
             "this client has no valloader to evaluate on: pass one to FisherClient,"
             " or fraction_evaluate=0.0 to the strategy"
@@ -80,7 +78,7 @@ def with_model_of(problem: LocalProblem, request: Request) -> LocalProblem:
     if not TCTModel.is_in(request.params):
         problem.load(request.params)
         return problem
-    if "personalise-fraction" in request.config:
+    if "personalise-fraction" in request.options:
         raise ClientError(
             "a TCT model has no parameters to personalise: its features are fixed"
         )
@@ -95,9 +93,9 @@ def with_model_of(problem: LocalProblem, request: Request) -> LocalProblem:
 
 @register_job("evaluate")
 def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
-    """Score the problem's model as it stands, on what the config says.
+    """Score the problem's model as it stands, on what the options say.
 
-    The config has ``evaluate-on`` = "validation" (default) or "train"; or
+    The options are ``evaluate-on`` = "validation" (default) or "train"; or
     ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
     :class:`flwr_fisher.measures.Personalisation`. The metrics are ``num-examples``,
     ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
@@ -108,9 +106,9 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     DataError
         If there are no examples, or fewer than four to personalise with.
     """
-    if "personalise-fraction" in request.config:
+    if "personalise-fraction" in request.options:
         return Reply(_personalised(problem, request))
-    if request.config.get("evaluate-on") == "train":
+    if request.options.get("evaluate-on") == "train":
         return Reply(_training_scores(problem, request.client))
     assert problem.valloader is not None  # check_evaluation has seen to it
     return Reply(_scores(problem, problem.valloader))
@@ -132,10 +130,10 @@ def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
 
 def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     """Fine-tune on a part of one half of the data; score before and after."""
-    config = request.config
-    fraction, epochs = _personalise_options(config)
+    options = request.options
+    fraction, epochs = _personalise_options(options)
     loader = _map_style(problem.trainloader)
-    seed = int(config.get("seed", 0))
+    seed = int(options.get("seed", 0))
     tune, test = _halves(loader, fraction, seed, request.client)
     unseen = _part(loader, test)
     # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
@@ -147,7 +145,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     training = model.training
     before = _scores(problem, unseen)
     try:
-        train_fn(model, mine, problem.device, config)
+        train_fn(model, mine, problem.device, request.config)
         after = _scores(problem, unseen)
     finally:
         model.load_state_dict(start)
@@ -238,6 +236,6 @@ def _with_epochs(train_fn: TrainFn, epochs: int) -> TrainFn:
     return changed
 
 
-def _personalise_options(config: Mapping[str, Any]) -> tuple[float, int]:
-    epochs = config.get("personalise-epochs", 1)
-    return float(config["personalise-fraction"]), int(epochs)
+def _personalise_options(options: Mapping[str, Any]) -> tuple[float, int]:
+    epochs = options.get("personalise-epochs", 1)
+    return float(options["personalise-fraction"]), int(epochs)

@@ -6,8 +6,6 @@ from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.curvature import gradient
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["gradient_job"]
-
 
 @register_job("gradient")
 def gradient_job(problem: LocalProblem, request: Request) -> Reply:

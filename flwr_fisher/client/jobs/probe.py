@@ -9,23 +9,21 @@ from flwr_fisher.errors import check_known
 from flwr_fisher.params import Params
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["probe_job"]
-
 _PROBES = ("first", "random", "momentum")
 
 
 @register_job("probe")
 def probe_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the gradient, and the Hessian's product with the probe of the config.
+    """Return the gradient, and the Hessian's product with the probe of the options.
 
     ``probe`` is ``first`` (the first trained coordinate), ``random`` (made here from
     the server's ``seed``) or ``momentum`` (what the server sent as ``probe``).
     """
-    kind = str(request.config.get("probe", "first"))
+    kind = str(request.options.get("probe", "first"))
     check_known("probe", kind, _PROBES)
     probe: Params | str = "first"
     if kind == "random":
-        probe = random_probe(problem.trained(), int(request.config.get("seed", 0)))
+        probe = random_probe(problem.trained(), int(request.options.get("seed", 0)))
     elif kind == "momentum":
         probe = request.vector("probe", problem.trained())
     slope, product, loss = gradient_and_hvp(

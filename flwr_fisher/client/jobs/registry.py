@@ -6,8 +6,6 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.errors import ConfigurationError, check_known
 
-__all__ = ["Job", "get_job", "register_job"]
-
 Job = Callable[[LocalProblem, Request], Reply]
 
 _JOBS: dict[str, Job] = {}
@@ -60,5 +58,5 @@ def get_job(name: str) -> Job:
     UnknownNameError
         If there is none of that name, with those that there are.
     """
-    check_known("task", name, sorted(_JOBS))
+    check_known("job", name, sorted(_JOBS))
     return _JOBS[name]

@@ -15,8 +15,6 @@ from flwr_fisher.params import subtract
 from flwr_fisher.rounds import scaffold_control
 from flwr_fisher.wire import VectorUpload
 
-__all__ = ["scaffold_job"]
-
 _CONTROL = "control"
 
 

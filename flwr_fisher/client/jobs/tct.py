@@ -21,8 +21,6 @@ from flwr_fisher.tangent import (
 )
 from flwr_fisher.wire.tangent_upload import TangentUpload, bytes_of, text_from
 
-__all__ = ["tct_moments_job", "tct_spectrum_job", "tct_step_job"]
-
 _CONTROL = "tct-control"
 
 
@@ -77,7 +75,7 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     """
     mine, sent = _features(problem, request), request.facts
     weight, lr = sent["weight"], float(sent["lr"])
-    steps = int(request.config.get("local-steps", 500))
+    steps = int(request.options.get("local-steps", 500))
     regression = mine.regression(sent["mean"], sent["std"])
     check_lr(lr, regression.largest)
     targets = regression.targets(weight.shape[1])
@@ -132,7 +130,7 @@ def _stepped(
 def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
     """Return this client's features, which must be those the server knows of."""
     sent = request.facts
-    mine = ClientFeatures(problem, request.client, int(sent["run"]), request.config)
+    mine = ClientFeatures(problem, request.client, int(sent["run"]), request.options)
     tangent = mine.tangent
     if "digest" in sent and (text := text_from(sent["digest"])) != tangent.digest:
         raise ClientError(

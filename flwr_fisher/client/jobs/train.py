@@ -8,8 +8,6 @@ from flwr_fisher.client.jobs.registry import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 
-__all__ = ["train_job"]
-
 logger = logging.getLogger("flwr")
 
 
@@ -25,11 +23,11 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     ClientError
         If there is no such upload.
     """
-    options = FisherOptions.of(request.config, request.params, problem.train_fn)
+    options = FisherOptions.of(request.options, request.params, problem.train_fn)
     metrics, curvature = options.train(problem, request.config)
     params, count = problem.state_like(request.params), request.num_examples
     arrays = options.arrays(request.params, params, curvature, count)
-    if request.config.get("report-local"):
+    if request.options.get("report-local"):
         metrics |= local_scores(problem, request.client)
     logger.info("Partition %s: trained on %s examples", request.client, count)
     return Reply(metrics, arrays)

@@ -26,8 +26,6 @@ from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names
 
-__all__ = ["STRUCTURES", "Accumulation"]
-
 STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
 _KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
     "kfac": KroneckerAccumulator,
@@ -74,11 +72,9 @@ class Accumulation:
         kfac: Curvature | None = None,
     ) -> None:
         self.structures, self.names = structures, trainable_names(model)
-        layers: dict[str, TappableLayer] = {}
-        taps: dict[str, Tap] = {}
         by_layer = [s for s in structures if s != "dense"]
-        if by_layer:
-            layers, taps = explained_layers(model, inputs[:_FEW])
+        few = inputs[:_FEW]
+        layers, taps = explained_layers(model, few) if by_layer else ({}, {})
         if "block" in structures:
             _check_size([layer.matrices().numel() for layer in layers.values()])
         self.accumulators = _accumulators(by_layer, layers, kfac)

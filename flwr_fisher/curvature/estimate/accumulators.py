@@ -14,14 +14,6 @@ from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.params import flatten
 
-__all__ = [
-    "BlockAccumulator",
-    "DiagonalAccumulator",
-    "EigenAccumulator",
-    "KroneckerAccumulator",
-    "LayerAccumulator",
-]
-
 
 class LayerAccumulator(ABC):
     """The sums that one structure needs of one layer's inputs and output gradients."""
@@ -61,8 +53,8 @@ class KroneckerAccumulator(LayerAccumulator):
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
         groups, outputs, inputs = layer.matrices().shape
-        self.A = layer.layer.weight.new_zeros(groups, inputs, inputs).detach()
-        self.G = layer.layer.weight.new_zeros(groups, outputs, outputs).detach()
+        self.A = layer.layer.weight.new_zeros(groups, inputs, inputs)
+        self.G = layer.layer.weight.new_zeros(groups, outputs, outputs)
 
     def observe(self, columns: Tensor) -> None:
         """Add the inputs' second moment."""
@@ -145,7 +137,7 @@ class BlockAccumulator(LayerAccumulator):
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
         size = layer.matrices().numel()
-        self.total = layer.layer.weight.new_zeros(size, size).detach()
+        self.total = layer.layer.weight.new_zeros(size, size)
 
     def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the outer products of the gradients as vectors."""
@@ -158,8 +150,9 @@ class BlockAccumulator(LayerAccumulator):
         matrices = self.layer.matrices()
         index = torch.arange(matrices.numel(), device=matrices.device)
         order = flatten(self.layer.as_params(index.reshape(matrices.shape)))
-        shapes = {k: v.shape for k, v in self.layer.as_params(matrices).items()}
-        return Dense(shapes, self.total.div_(num_examples)[order][:, order])
+        return Dense(
+            self.layer.shapes(), self.total.div_(num_examples)[order][:, order]
+        )
 
 
 def _side_by_side(columns: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from flwr_fisher.curvature.estimate.likelihood import Columns
 
-__all__ = ["Group", "backward_plan", "worth_keeping"]
-
 
 def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
     r"""Return which pieces to keep so that at most `tolerance` of the trace is lost.

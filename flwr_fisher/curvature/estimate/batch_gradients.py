@@ -11,8 +11,6 @@ from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.errors import DataError
 from flwr_fisher.params import trainable_names
 
-__all__ = ["squared_batch_gradients"]
-
 
 def squared_batch_gradients(
     model: nn.Module, batches: Iterable[tuple[Tensor, Any]], likelihood: Likelihood
@@ -36,21 +34,20 @@ def squared_batch_gradients(
     DataError
         If there is no batch, or one without labels.
     """
-    names = trainable_names(model)
-    parameters = [model.get_parameter(name) for name in names]
-    total = [torch.zeros_like(p) for p in parameters]
-    count = 0
+    parameters = {name: model.get_parameter(name) for name in trainable_names(model)}
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    leaves, count = list(parameters.values()), 0
     for inputs, labels in batches:
         given = check_labels(labels)
         outputs = model(inputs)
         score = likelihood.score(outputs.detach(), given) / len(inputs)
         gradients = torch.autograd.grad(
-            outputs, parameters, score.to(outputs.dtype), allow_unused=True
+            outputs, leaves, score.to(outputs.dtype), allow_unused=True
         )
-        for entry, gradient in zip(total, gradients, strict=True):
+        for entry, gradient in zip(total.values(), gradients, strict=True):
             if gradient is not None:
                 entry.add_(gradient.square())
         count += 1
     if not count:
         raise DataError("the loader has no examples, so there is no Fisher to take")
-    return Diagonal({n: t / count for n, t in zip(names, total, strict=True)})
+    return Diagonal({name: entry / count for name, entry in total.items()})

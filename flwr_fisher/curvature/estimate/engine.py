@@ -24,8 +24,6 @@ from flwr_fisher.curvature.estimate.likelihood import Likelihood
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.errors import StructureError
 
-__all__ = ["Engine", "PiecesOf"]
-
 # Makes the pieces ``[K, n, *outputs]`` of outputs and of their rows in the batch.
 PiecesOf = Callable[[Tensor, slice], Tensor]
 

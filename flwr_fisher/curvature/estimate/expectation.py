@@ -11,8 +11,6 @@ from flwr_fisher.curvature.batches import Batch
 from flwr_fisher.curvature.estimate.engine import Engine, PiecesOf
 from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
 
-__all__ = ["Expectation"]
-
 
 @dataclass(frozen=True)
 class Expectation:

@@ -13,8 +13,6 @@ from flwr_fisher.curvature.estimate.taps import (
 )
 from flwr_fisher.curvature.independence import check_examples_are_independent
 
-__all__ = ["explained_layers"]
-
 # Relative; a wrong formula is off by far more than rounding.
 _GRADIENT_TOLERANCE = 1e-3
 

@@ -1,7 +1,7 @@
 """The Fisher information of a trained model."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -15,12 +15,21 @@ from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.errors import ConfigurationError, DataError, check_known, check_range
 
-__all__ = ["ENGINES", "EXPECTATIONS", "TOLERANCE", "fisher"]
-
 EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
 ENGINES = ("auto", "nngeometry")
 _NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
 TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
+
+
+class _Options(TypedDict, total=False):
+    expectation: str
+    likelihood: str
+    tolerance: float
+    num_samples: int
+    seed: int
+    engine: str
+    device: torch.device | str | None
+    max_batch_bytes: int | None
 
 
 @overload
@@ -29,14 +38,7 @@ def fisher(
     loader: Iterable[Any],
     *,
     structure: str = ...,
-    expectation: str = ...,
-    likelihood: str = ...,
-    tolerance: float = ...,
-    num_samples: int = ...,
-    seed: int = ...,
-    engine: str = ...,
-    device: torch.device | str | None = ...,
-    max_batch_bytes: int | None = ...,
+    **options: Unpack[_Options],
 ) -> Curvature: ...
 
 
@@ -46,14 +48,7 @@ def fisher(
     loader: Iterable[Any],
     *,
     structure: list[str] | tuple[str, ...],
-    expectation: str = ...,
-    likelihood: str = ...,
-    tolerance: float = ...,
-    num_samples: int = ...,
-    seed: int = ...,
-    engine: str = ...,
-    device: torch.device | str | None = ...,
-    max_batch_bytes: int | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[Curvature, ...]: ...
 
 
@@ -123,7 +118,7 @@ def fisher(
     -------
     Curvature | tuple[Curvature, ...]
         Over the trainable parameters, in the parameters' dtype; a tuple where several
-        structures are asked for.
+        structures are named.
 
     Raises
     ------

@@ -15,8 +15,6 @@ from flwr_fisher.curvature.operators.dense import Dense
 from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.errors import StructureError
 
-__all__ = ["DenseJacobian", "DiagonalJacobian", "JacobianAccumulator", "Jacobians"]
-
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
 
 

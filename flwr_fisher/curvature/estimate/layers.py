@@ -13,14 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "KRONECKER_LAYERS",
-    "KroneckerLayer",
-    "fits",
-    "input_columns",
-    "output_columns",
-]
-
 KroneckerLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 KRONECKER_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -15,14 +15,6 @@ from torch import Tensor
 
 from flwr_fisher.errors import DataError, StructureError
 
-__all__ = [
-    "LIKELIHOODS",
-    "Columns",
-    "Likelihood",
-    "categorical_factors",
-    "check_labels",
-]
-
 
 @dataclass(frozen=True)
 class Columns:
@@ -137,8 +129,7 @@ class Gaussian(Likelihood):
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return standard normal noise."""
-        noise = torch.empty_like(outputs)
-        return noise.normal_(generator=generator)
+        return torch.empty_like(outputs).normal_(generator=generator)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``y - output``."""

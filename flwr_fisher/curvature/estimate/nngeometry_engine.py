@@ -8,41 +8,32 @@ from typing import Any
 
 import torch
 from nngeometry.metrics import FIM
-from nngeometry.object.pspace import (
-    PMatBlockDiag,
-    PMatDense,
-    PMatDiag,
-    PMatEKFAC,
-    PMatImplicit,
-    PMatKFAC,
-    PMatLowRank,
-    PMatQuasiDiag,
-)
+from nngeometry.object import pspace
 from nngeometry.object.vector import PVector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flwr_fisher.curvature.estimate.taps import TappableLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
 from flwr_fisher.curvature.operators.dense import Dense
 from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
 from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
 from flwr_fisher.errors import DataError, StructureError
-from flwr_fisher.params import Params, flatten, trainable_names, unflatten
-
-__all__ = ["nngeometry_fisher"]
+from flwr_fisher.params import Params, flatten, select, trainable_names, unflatten
 
 _LAYERS = (nn.Linear, nn.Conv2d)
 _REPRESENTATIONS = {
-    "kfac": PMatKFAC,
-    "diagonal": PMatDiag,
-    "ekfac": PMatEKFAC,
-    "block": PMatBlockDiag,
-    "dense": PMatDense,
-    "lowrank": PMatLowRank,
-    "quasidiag": PMatQuasiDiag,
-    "implicit": PMatImplicit,
+    "kfac": pspace.PMatKFAC,
+    "diagonal": pspace.PMatDiag,
+    "ekfac": pspace.PMatEKFAC,
+    "block": pspace.PMatBlockDiag,
+    "dense": pspace.PMatDense,
+    "lowrank": pspace.PMatLowRank,
+    "quasidiag": pspace.PMatQuasiDiag,
+    "implicit": pspace.PMatImplicit,
 }
 
 
@@ -51,48 +42,39 @@ class _NNGeometryMatrix(Curvature):
 
     Parameters
     ----------
-    matrix : PMatAbstract
+    matrix : pspace.PMatAbstract
         The matrix.
     shapes : dict[str, torch.Size]
         The parameters in its order: layer by layer, weight and then bias.
-    factor : float
-        What to multiply it with.
     """
 
-    def __init__(
-        self, matrix: Any, shapes: dict[str, torch.Size], factor: float = 1.0
-    ) -> None:
-        self.matrix, self.factor, self._shapes = matrix, factor, shapes
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The parameters' shapes."""
-        return self._shapes
+    def __init__(self, matrix: Any, shapes: dict[str, torch.Size]) -> None:
+        self.matrix, self.shapes = matrix, shapes
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the product."""
         self.check(vector)
-        flat = flatten({name: vector[name] for name in self._shapes})
+        flat = flatten(select(vector, self.shapes))
         layers = self.matrix.generator.layer_collection
         product = self.matrix.mv(PVector(layers, vector_repr=flat)).to_torch()
-        return unflatten(product.detach() * self.factor, self._shapes)
+        return unflatten(product.detach(), self.shapes)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the diagonal, of the dense matrix."""
-        return unflatten(self.to_dense().diagonal().clone(), self._shapes)
+        return unflatten(self.to_dense().diagonal().clone(), self.shapes)
 
-    def scaled(self, factor: float) -> "_NNGeometryMatrix":
+    def scaled(self, factor: float) -> WeightedSum:
         """Return the matrix times a factor."""
-        return _NNGeometryMatrix(self.matrix, self._shapes, self.factor * factor)
+        return WeightedSum([self], [factor])
 
     def to_dense(self) -> Tensor:
         """Return the dense matrix."""
-        if isinstance(self.matrix, PMatImplicit):
+        if isinstance(self.matrix, pspace.PMatImplicit):
             like = next(self.matrix.generator.model.parameters())
             eye = torch.eye(self.numel(), dtype=like.dtype, device=like.device)
-            columns = [self.matvec(unflatten(row, self._shapes)) for row in eye]
+            columns = [self.matvec(unflatten(row, self.shapes)) for row in eye]
             return torch.stack([flatten(column) for column in columns])
-        dense: Tensor = self.matrix.to_torch().detach() * self.factor
+        dense: Tensor = self.matrix.to_torch().detach()
         return dense
 
     @property
@@ -124,7 +106,7 @@ def nngeometry_fisher(
     """
     if not batches:
         raise DataError("the loader has no examples, so there is no Fisher to take")
-    layers = dict(_layers(model))
+    layers = list(_layers(model))
     # It wants a DataLoader, whose sampler tells it the number of examples; with its own
     # generator the loader draws nothing from torch's.
     loader = DataLoader(
@@ -136,15 +118,15 @@ def nngeometry_fisher(
     matrix = FIM(model, loader, kind, "classif_logits", device=device)
     if structure == "ekfac":
         matrix.update_diag(loader)
-        return BlockDiagonal([_eigen(n, x, matrix.data) for n, x in layers.items()])
+        bases, moments = matrix.data
+        return BlockDiagonal([_eigen(x, bases[n], moments[n]) for n, x in layers])
     if structure == "kfac":
         factors = dict(matrix.data)
-        return BlockDiagonal([_kronecker(n, x, *factors[n]) for n, x in layers.items()])
+        return BlockDiagonal([_kronecker(x, factors[n]) for n, x in layers])
     if structure == "block":
         blocks = dict(matrix.data)
-        return BlockDiagonal([_dense(n, x, blocks[n]) for n, x in layers.items()])
-    parameters = dict(model.named_parameters())
-    shapes = {name: parameters[name].shape for name in trainable_names(model)}
+        return BlockDiagonal([Dense(x.shapes(), blocks[n].detach()) for n, x in layers])
+    shapes = {name: model.get_parameter(name).shape for name in trainable_names(model)}
     if structure == "diagonal":
         return Diagonal(unflatten(matrix.get_diag().detach(), shapes))
     if structure == "dense":
@@ -152,7 +134,7 @@ def nngeometry_fisher(
     return _NNGeometryMatrix(matrix, shapes)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, TappableLayer]]:
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not own:
@@ -170,33 +152,18 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
         if reason:
             raise StructureError(f"layer '{name}' through nngeometry: {reason}")
         assert isinstance(module, _LAYERS)
-        yield name, module
+        bias = module.bias is not None
+        yield name, TappableLayer.within(name, module, bias=bias)
 
 
-def _names(name: str, layer: nn.Linear | nn.Conv2d) -> tuple[str, str | None]:
-    prefix = f"{name}." if name else ""
-    return f"{prefix}weight", f"{prefix}bias" if layer.bias is not None else None
+def _kronecker(layer: TappableLayer, factors: tuple[Tensor, Tensor]) -> Kronecker:
+    A, G = (factor.detach().unsqueeze(0) for factor in factors)
+    return Kronecker(layer.weight, layer.layer.weight.shape, A, G, layer.bias)
 
 
-def _kronecker(
-    name: str, layer: nn.Linear | nn.Conv2d, A: Tensor, G: Tensor
-) -> Kronecker:
-    weight, bias = _names(name, layer)
-    factors = (A.detach().unsqueeze(0), G.detach().unsqueeze(0))
-    return Kronecker(weight, layer.weight.shape, *factors, bias)
-
-
-def _eigen(name: str, layer: nn.Linear | nn.Conv2d, data: Any) -> EigenKronecker:
-    weight, bias = _names(name, layer)
-    bases, moments = data
-    A, G = (basis.detach().unsqueeze(0) for basis in bases[name])
-    S = moments[name].detach().reshape(1, G.shape[1], A.shape[1])
-    return EigenKronecker(weight, layer.weight.shape, A, G, S, bias)
-
-
-def _dense(name: str, layer: nn.Linear | nn.Conv2d, matrix: Tensor) -> Dense:
-    weight, bias = _names(name, layer)
-    shapes = {weight: layer.weight.shape}
-    if bias is not None and layer.bias is not None:
-        shapes[bias] = layer.bias.shape
-    return Dense(shapes, matrix.detach())
+def _eigen(
+    layer: TappableLayer, bases: tuple[Tensor, Tensor], moments: Tensor
+) -> EigenKronecker:
+    A, G = (basis.detach().unsqueeze(0) for basis in bases)
+    S = moments.detach().reshape(1, G.shape[1], A.shape[1])
+    return EigenKronecker(layer.weight, layer.layer.weight.shape, A, G, S, layer.bias)

@@ -1,8 +1,10 @@
 """Recording the calls of layers during one forward pass: inputs and outputs."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,6 @@ from flwr_fisher.curvature.estimate.layers import (
 )
 from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
 
-__all__ = ["Tap", "TappableLayer", "evaluating", "tappable_layers", "tapped_forward"]
-
 
 @dataclass(frozen=True)
 class TappableLayer:
@@ -27,6 +27,12 @@ class TappableLayer:
     layer: KroneckerLayer
     weight: str
     bias: str | None
+
+    @classmethod
+    def within(cls, name: str, layer: KroneckerLayer, *, bias: bool) -> "TappableLayer":
+        """Return a model's layer by its name, with or without a trained bias."""
+        prefix = f"{name}." if name else ""
+        return cls(layer, f"{prefix}weight", f"{prefix}bias" if bias else None)
 
     def input_columns(self, inputs: Tensor) -> Tensor:
         """Return the layer's input as columns, with ones for a trained bias."""
@@ -47,6 +53,10 @@ class TappableLayer:
         """Cut what :meth:`matrices` returns back into weight and bias."""
         shape = self.layer.weight.shape
         return from_matrices(matrices, self.weight, shape, self.bias)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of the weight and the bias."""
+        return {k: v.shape for k, v in self.as_params(self.matrices()).items()}
 
 
 @dataclass(frozen=True)
@@ -79,10 +89,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def tappable_layers(model: nn.Module) -> dict[str, TappableLayer]:
     """Return the layers whose weight is a trained parameter used in one place only."""
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
     layers = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -91,10 +102,8 @@ def tappable_layers(model: nn.Module) -> dict[str, TappableLayer]:
         ):
             continue
         trained = {k for k, parameter in own.items() if parameter.requires_grad}
-        prefix = f"{name}." if name else ""
         if "weight" in trained and trained <= {"weight", "bias"}:
-            bias = f"{prefix}bias" if "bias" in trained else None
-            layers[name] = TappableLayer(module, f"{prefix}weight", bias)
+            layers[name] = TappableLayer.within(name, module, bias="bias" in trained)
     return layers
 
 
@@ -113,22 +122,18 @@ def tapped_forward(
         The layers to record, from :func:`tappable_layers`.
     """
     taps: dict[str, list[Tap]] = {name: [] for name in layers}
-    handles = []
 
-    def record(name: str) -> None:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            # Without an input by position there is nothing to record.
-            if not (args and isinstance(args[0], Tensor)):
-                return
-            if isinstance(output, Tensor):
-                edge = get_gradient_edge(output) if output.requires_grad else None
-                taps[name].append(Tap(args[0].detach(), edge))
+    def record(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # Without an input by position there is nothing to record.
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            taps[name].append(Tap(args[0].detach(), edge))
 
-        handles.append(layers[name].layer.register_forward_hook(hook))
-
+    handles = [
+        layer.layer.register_forward_hook(partial(record, name))
+        for name, layer in layers.items()
+    ]
     try:
-        for name in layers:
-            record(name)
         return model(inputs), taps
     finally:
         for handle in handles:

@@ -9,8 +9,6 @@ from torch import Tensor
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
-__all__ = ["Curvature"]
-
 
 class Curvature(ABC):
     r"""A symmetric positive semi-definite matrix :math:`F` over named parameters.
@@ -20,10 +18,8 @@ class Curvature(ABC):
     parameters, in the order of :attr:`shapes`.
     """
 
-    @property
-    @abstractmethod
-    def shapes(self) -> dict[str, torch.Size]:
-        """The parameters that this curvature covers, with their shapes."""
+    shapes: dict[str, torch.Size]
+    """The parameters that this curvature covers, with their shapes."""
 
     @abstractmethod
     def matvec(self, vector: Params) -> dict[str, Tensor]:

@@ -9,8 +9,6 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, select
 
-__all__ = ["BlockDiagonal"]
-
 
 class BlockDiagonal(Curvature):
     """A block-diagonal curvature: one child for each group of parameters.
@@ -29,11 +27,7 @@ class BlockDiagonal(Curvature):
         names = [name for child in self.children for name in child.shapes]
         if shared := sorted({name for name in names if names.count(name) > 1}):
             raise StructureError(f"parameters {shared} are in more than one block")
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The children's parameters, one child after the other."""
-        return {k: s for child in self.children for k, s in child.shapes.items()}
+        self.shapes = {k: s for c in self.children for k, s in c.shapes.items()}
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return :math:`Fv`, child by child."""

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from flwr_fisher.params import Params, add, dot
 
-__all__ = ["Matvec", "conjugate_gradient"]
-
 Matvec = Callable[[Params], dict[str, Tensor]]
 
 

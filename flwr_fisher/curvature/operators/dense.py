@@ -7,8 +7,6 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, Shapes, flatten, select, unflatten
 
-__all__ = ["Dense"]
-
 
 class Dense(Curvature):
     """A full matrix over all covered parameters.
@@ -22,17 +20,12 @@ class Dense(Curvature):
     """
 
     def __init__(self, shapes: Shapes, matrix: Tensor) -> None:
-        self._shapes, self.matrix = dict(shapes), matrix
+        self.shapes, self.matrix = dict(shapes), matrix
         if matrix.shape != (self.numel(), self.numel()):
             raise StructureError(
                 f"a matrix of shape {tuple(matrix.shape)} does not fit "
                 f"{self.numel()} parameters"
             )
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The parameters' shapes, in the order of the rows."""
-        return self._shapes
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the matrix-vector product."""
@@ -52,7 +45,7 @@ class Dense(Curvature):
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Dense":
         """Return the matrix with its off-diagonal entries scaled by ``1 - shrink``.
 
-        Inputs and outputs are not told apart, so `damping` does nothing.
+        Inputs and outputs are not distinguished, so `damping` does nothing.
         """
         kept = torch.diag(self.matrix.diagonal())
         return Dense(self.shapes, torch.lerp(self.matrix, kept, shrink))

@@ -7,8 +7,6 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
-__all__ = ["Diagonal"]
-
 
 class Diagonal(Curvature):
     """A diagonal matrix, kept as tensors of the parameters' shapes.
@@ -30,11 +28,7 @@ class Diagonal(Curvature):
             if not tensor.is_floating_point():
                 raise StructureError(f"'{name}' has dtype {tensor.dtype}, not a float")
         self.entries = dict(entries)
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The parameters' shapes."""
-        return {name: entry.shape for name, entry in self.entries.items()}
+        self.shapes = {name: entry.shape for name, entry in entries.items()}
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the elementwise product."""

@@ -1,13 +1,13 @@
 """The curvature of one layer in K-FAC's eigenbasis: E-KFAC."""
 
+import copy
+
 import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
-
-__all__ = ["EigenKronecker"]
 
 
 class EigenKronecker(LayerCurvature):
@@ -36,7 +36,7 @@ class EigenKronecker(LayerCurvature):
         moments: Tensor,
         bias: str | None = None,
     ) -> None:
-        super().__init__(weight, weight_shape, bias, (basis_A, basis_G))
+        super().__init__(weight, weight_shape, bias, basis_A.shape, basis_G.shape)
         if moments.shape != self.matrix_shape:
             raise StructureError(
                 f"'{weight}' needs moments of shape {tuple(self.matrix_shape)}, got "
@@ -57,14 +57,9 @@ class EigenKronecker(LayerCurvature):
 
     def scaled(self, factor: float) -> "EigenKronecker":
         """Return the curvature with its moments scaled."""
-        return EigenKronecker(
-            self.weight,
-            self.weight_shape,
-            self.basis_A,
-            self.basis_G,
-            self.moments * factor,
-            self.bias,
-        )
+        scaled = copy.copy(self)
+        scaled.moments = self.moments * factor
+        return scaled
 
     def dense_blocks(self) -> Tensor:
         """Return each group's matrix."""

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.params import Params
-
-__all__ = ["Kronecker"]
 
 
 class Kronecker(LayerCurvature):
@@ -25,10 +24,10 @@ class Kronecker(LayerCurvature):
         The weight's name.
     weight_shape : torch.Size
         ``[out, in / groups, *kernel]``.
-    A : Tensor
+    A : Tensor | SymmetricFactor
         ``[groups, n, n]``, :math:`E[a a^\top]` of the inputs, with
         ``n = in / groups * kernel (+ 1 with a bias)``.
-    G : Tensor
+    G : Tensor | SymmetricFactor
         ``[groups, out / groups, out / groups]``, :math:`E[g g^\top]` of the gradients
         with respect to the outputs before the non-linearity.
     bias : str | None
@@ -44,26 +43,37 @@ class Kronecker(LayerCurvature):
         self,
         weight: str,
         weight_shape: torch.Size,
-        A: Tensor,
-        G: Tensor,
+        A: Tensor | SymmetricFactor,
+        G: Tensor | SymmetricFactor,
         bias: str | None = None,
     ) -> None:
-        super().__init__(weight, weight_shape, bias, (A, G))
-        self.A, self.G = A, G
+        super().__init__(weight, weight_shape, bias, A.shape, G.shape)
+        self.of_inputs, self.of_outputs = SymmetricFactor.of(A), SymmetricFactor.of(G)
+
+    @property
+    def A(self) -> Tensor:  # noqa: N802
+        """The inputs' factor as a tensor ``[groups, n, n]``."""
+        return self.of_inputs.to_dense()
+
+    @property
+    def G(self) -> Tensor:  # noqa: N802
+        """The output gradients' factor as a tensor."""
+        return self.of_outputs.to_dense()
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         r"""Return :math:`G W A` in the parameters' shapes."""
         self.check(vector)
-        return self.as_params(self.G @ self.as_matrices(vector) @ self.A)
+        matrices = self.as_matrices(vector)
+        return self.as_params(self.of_outputs @ matrices @ self.of_inputs)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the outer products of the factors' diagonals."""
-        a, g = self.A.diagonal(dim1=-2, dim2=-1), self.G.diagonal(dim1=-2, dim2=-1)
+        a, g = self.of_inputs.diagonal(), self.of_outputs.diagonal()
         return self.as_params(g.unsqueeze(-1) * a.unsqueeze(-2))
 
     def scaled(self, factor: float) -> "Kronecker":
         """Return the curvature with `G` scaled."""
-        return self._with(self.A, self.G * factor)
+        return self._with(self.of_inputs, self.of_outputs.scaled(factor))
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Kronecker":
         r"""Return the layer with its factors drawn towards simpler ones.
@@ -72,15 +82,12 @@ class Kronecker(LayerCurvature):
         al. 2023), and :math:`G \leftarrow (1 - t) G + t\,(\operatorname{tr} G/m)\,I`
         (Ledoit & Wolf 2004), group by group. Traces stay as they are.
         """
-        kept = torch.diag_embed(self.A.diagonal(dim1=-2, dim2=-1))
-        eye = torch.eye(self.G.shape[-1], dtype=self.G.dtype, device=self.G.device)
-        mean = self.G.diagonal(dim1=-2, dim2=-1).mean(-1)
         return self._with(
-            torch.lerp(self.A, kept, shrink),
-            torch.lerp(self.G, mean.reshape(-1, 1, 1) * eye, damping),
+            self.of_inputs.towards_diagonal(shrink),
+            self.of_outputs.towards_identity(damping),
         )
 
-    def _with(self, A: Tensor, G: Tensor) -> "Kronecker":
+    def _with(self, A: SymmetricFactor, G: SymmetricFactor) -> "Kronecker":
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)
 
     def dense_blocks(self) -> Tensor:
@@ -91,4 +98,4 @@ class Kronecker(LayerCurvature):
     @property
     def nbytes(self) -> int:
         """Bytes of both factors."""
-        return self.A.nbytes + self.G.nbytes
+        return self.of_inputs.nbytes + self.of_outputs.nbytes

@@ -10,44 +10,40 @@ from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
 
-__all__ = ["LayerCurvature"]
-
 
 class LayerCurvature(Curvature):
-    """A curvature over a layer's weight, as a matrix with the bias as last column."""
+    """A curvature over a layer's weight, as a matrix with the bias as last column.
+
+    `a` and `g` are the shapes of what acts on its inputs and on its outputs.
+    """
 
     def __init__(
         self,
         weight: str,
         weight_shape: torch.Size,
         bias: str | None,
-        factors: tuple[Tensor, Tensor],
+        a: torch.Size,
+        g: torch.Size,
     ) -> None:
         self.weight, self.bias = weight, bias
         self.weight_shape = torch.Size(weight_shape)
-        A, G = factors
-        self.groups = A.shape[0] if A.dim() == 3 else 0
+        self.shapes = {weight: self.weight_shape}
+        if bias is not None:
+            self.shapes[bias] = self.weight_shape[:1]
+        self.groups = a[0] if len(a) == 3 else 0
         inputs = self.weight_shape[1:].numel() + (bias is not None)
         outputs = self.weight_shape[0] // max(self.groups, 1)
         self.matrix_shape = torch.Size((self.groups, outputs, inputs))
-        a, g = (self.groups, inputs, inputs), (self.groups, outputs, outputs)
-        if not self.groups or A.shape != a or G.shape != g:
+        fitting = (self.groups, inputs, inputs), (self.groups, outputs, outputs)
+        if not self.groups or (a, g) != fitting:
             raise StructureError(
                 f"'{weight}' of shape {tuple(self.weight_shape)} does not fit factors "
-                f"of shapes {tuple(A.shape)} and {tuple(G.shape)}"
+                f"of shapes {tuple(a)} and {tuple(g)}"
             )
 
     @abstractmethod
     def dense_blocks(self) -> Tensor:
         """Return each group's matrix, ``[groups, out in, out in]``."""
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The weight's shape, and the bias's."""
-        shapes = {self.weight: self.weight_shape}
-        if self.bias is not None:
-            shapes[self.bias] = self.weight_shape[:1]
-        return shapes
 
     def as_matrices(self, vector: Params) -> Tensor:
         """Return the layer as ``[groups, out / groups, n]``, the bias last."""

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["from_matrices", "to_matrices"]
-
 
 def to_matrices(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
     """Return ``[groups, out / groups, n]`` of a weight ``[out, in / groups, *kernel]``.

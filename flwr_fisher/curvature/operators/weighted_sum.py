@@ -9,8 +9,6 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, flatten, select, unflatten
 
-__all__ = ["WeightedSum", "shared_blocks"]
-
 
 class WeightedSum(Curvature):
     r"""The lazy sum :math:`\sum_i w_i F_i`: a sum of Kronecker products is not one.
@@ -32,9 +30,10 @@ class WeightedSum(Curvature):
         if not terms or len(terms) != len(weights):
             raise StructureError(f"{len(terms)} curvatures for {len(weights)} weights")
         self.terms, self.weights = tuple(terms), tuple(float(w) for w in weights)
+        self.shapes = self.terms[0].shapes
         for index, term in enumerate(self.terms):
-            if term.shapes != self.terms[0].shapes:
-                different = set(term.shapes.items()) ^ set(self.terms[0].shapes.items())
+            if term.shapes != self.shapes:
+                different = set(term.shapes.items()) ^ set(self.shapes.items())
                 raise StructureError(
                     f"curvature {index} covers other parameters than the first: "
                     f"{sorted(name for name, _ in different)}"
@@ -43,11 +42,6 @@ class WeightedSum(Curvature):
     def __iter__(self) -> Iterator[tuple[float, Curvature]]:
         """Iterate over the pairs (weight, term)."""
         return iter(zip(self.weights, self.terms, strict=True))
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The parameters that every term covers."""
-        return self.terms[0].shapes
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""

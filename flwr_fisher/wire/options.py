@@ -1,0 +1,39 @@
+"""What a server wants of clients, in the ``ConfigRecord`` that the user's keys are in.
+
+The server's keys begin with ``fisher.``, so that a user's own ``seed``, ``task`` or
+``structure`` is the user's. ``server-round`` is Flower's, and stays as it is.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+OPTION = "fisher."
+
+Value = TypeVar("Value")
+
+
+def named_options(options: Mapping[str, Value]) -> dict[str, Value]:
+    """Return a server's options under the keys that they travel with.
+
+    Examples
+    --------
+    >>> named_options({"structure": "kfac"})
+    {'fisher.structure': 'kfac'}
+    """
+    return {f"{OPTION}{name}": value for name, value in options.items()}
+
+
+def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part a config into the server's options, and the user's own entries.
+
+    Examples
+    --------
+    >>> split_config({"fisher.structure": "kfac", "structure": "mine", "lr": 0.1})
+    ({'structure': 'kfac'}, {'structure': 'mine', 'lr': 0.1})
+    """
+    options = {
+        key.removeprefix(OPTION): value
+        for key, value in config.items()
+        if key.startswith(OPTION)
+    }
+    return options, {k: v for k, v in config.items() if not k.startswith(OPTION)}
