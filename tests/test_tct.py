@@ -534,10 +534,10 @@ def test_stage_1_evaluates_on_its_own_clients_and_stage_2_on_its() -> None:
 def test_clients_may_evaluate_on_training_data_but_not_personalise(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = ConfigRecord({"evaluate-on": "train"})
+    config = ConfigRecord({"fisher.evaluate-on": "train"})
     result = run(tct(fraction_evaluate=1.0), evaluate_config=config)
     assert 0 <= result.evaluate_metrics_clientapp[ROUNDS]["accuracy"] <= 1
-    config = ConfigRecord({"personalise-fraction": 0.5})
+    config = ConfigRecord({"fisher.personalise-fraction": 0.5})
     result = run(tct(fraction_evaluate=1.0), evaluate_config=config)
     assert sorted(result.evaluate_metrics_clientapp) == [1, 2]
     assert "no parameters to personalise" in caplog.text
@@ -792,8 +792,8 @@ def other_client(
 @pytest.mark.parametrize(
     "change",
     [
-        partial(other_client, seed=9),
-        partial(other_client, **{"num-features": 19}),
+        partial(other_client, **{"fisher.seed": 9}),
+        partial(other_client, **{"fisher.num-features": 19}),
         other_network,
     ],
 )
