@@ -78,7 +78,7 @@ class CheckpointError(FlwrFisherError, RuntimeError):
 
 
 class RoundError(FlwrFisherError, RuntimeError):
-    """A round ended with too few usable replies."""
+    """A round ended without a result: too few clients or replies, or a bad step."""
 
 
 class WireError(FlwrFisherError, ValueError):

@@ -52,8 +52,8 @@ class FAGH(CurvatureStrategy):
         :math:`\rho`; the paper's are 1, 0.5, 0.1, 0.01 and 0.001.
     betas : tuple[float, float], optional
         :math:`\beta_1, \beta_2` of the moments. Default: the paper's (0.9, 0.99), and
-        (0.9, 0) where the probe moves, since a mean over the :math:`H u` of different
-        :math:`u` is a row of nothing.
+        (0.9, 0) where the probe moves, since a mean of products :math:`H u` with
+        different :math:`u` is no product with any of them.
     probe : "first" | "random" | "momentum" | "none", default "first"
         :math:`u`, of length 1. ``first``: the first trained coordinate, as in the
         paper. ``random``: one direction for the whole run, which server and clients
@@ -163,7 +163,7 @@ class FAGH(CurvatureStrategy):
         return Step(ServerState(step.params, groups), metrics, step.direction)
 
     def _along(self, state: ServerState, product: Params) -> Tensor:
-        """Return the probe's inner product with the Hessian's product with it."""
+        """Return u^T V, for the probe u and the mean product V = H u."""
         if self.probe == "first":
             return flatten(product)[0]
         probe = _last_direction(state) or random_probe(product, self.seed)
@@ -183,7 +183,10 @@ class FAGH(CurvatureStrategy):
 
 
 def _read(record: ArrayRecord, like: Params) -> VectorUpload:
-    """Read an upload in the client's order, whose first parameter has the probe."""
+    """Read an upload, and keep its parameters in the order in which they arrived.
+
+    The probe ``first`` is the first coordinate of the client's first parameter.
+    """
     names = ("gradient", "hvp")
     upload = VectorUpload.from_arrays(record, like, names=names, with_params=False)
     start = "hvp/"

@@ -64,8 +64,8 @@ class FedFish(CurvatureStrategy):
     -----
     Buffers are averaged. ``CurvatureResult.details`` is the last round's
     pseudo-gradient, by parameter. A round's metrics have ``pseudo-gradient-norm`` and
-    ``num-zero-fishers``: how many clients' Fisher was zero everywhere, so that they
-    count only where all are.
+    ``num-zero-fishers``: how many clients' Fisher was zero everywhere: such a client
+    counts only in entries where every client's Fisher is zero.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class FedFish(CurvatureStrategy):
         self._make_optimizer = make_optimizer(server_optimizer, server_lr)
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Ask every sampled client to train and to add its Fisher, or to multiply."""
+        """Ask the sampled clients to train, and for the Fisher or products with it."""
         if self.upload == "product":
             read = ProductUpload.from_arrays
             return [Exchange(self._options(), read, self._step_of_products)]

@@ -35,8 +35,8 @@ from flwr_fisher.strategies.tct_regression import (
 from flwr_fisher.tangent import check_lr
 from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.tangent_upload import TCT as PREFIX
 from flwr_fisher.wire.tangent_upload import (
+    KEYS,
     TangentUpload,
     read_local_weight,
     read_moments,
@@ -191,7 +191,7 @@ class TCT(CurvatureStrategy):
     def check(self, state: ServerState) -> None:
         """Refuse another run's learning rate, and a TCT model to start from."""
         if (agreed := rate_of(state)) is None:
-            if odd := sorted(k for k in state.params if k.startswith(PREFIX)):
+            if odd := sorted(k for k in state.params if k.startswith(KEYS)):
                 raise ConfigurationError(
                     f"the initial arrays hold {odd}: start from the network alone, "
                     "shared_state(model)"

@@ -47,9 +47,9 @@ class FirstStage:
         self.name = type(inner).__name__
         if isinstance(inner, CurvatureStrategy) and len(inner.exchanges(1)) > 1:
             raise ConfigurationError(
-                f"a round of {self.name} has more than one exchange, and stage1 is "
-                "driven by hooks that know one: take another strategy, such as FedAvg, "
-                "FedProx or Scaffold"
+                f"a round of {self.name} has more than one exchange, and a round of "
+                "stage1 has one: take another strategy, such as FedAvg, FedProx or "
+                "Scaffold"
             )
         self._strategy, self._cohort = strategy, cohort
         self._own = strategy if isinstance(strategy, CurvatureStrategy) else None

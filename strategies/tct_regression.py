@@ -18,7 +18,7 @@ from flwr_fisher.tangent import (
     standardisation,
     tct_average,
 )
-from flwr_fisher.wire.tangent_upload import TCT, TangentUpload, bytes_of
+from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload, bytes_of
 
 logger = logging.getLogger("flwr")
 
@@ -30,7 +30,7 @@ _RATE = 5.0  # of the paper's eta = 5e-5 for 100 000 features
 
 def network(state: ServerState) -> Params:
     """Return the network's parameters and buffers, which stage 1 trained."""
-    return {k: v for k, v in state.params.items() if not k.startswith(TCT)}
+    return {k: v for k, v in state.params.items() if not k.startswith(KEYS)}
 
 
 def rate_of(state: ServerState) -> float | None:
@@ -41,8 +41,8 @@ def rate_of(state: ServerState) -> float | None:
 
 def send(state: ServerState) -> Groups:
     """Return what a client needs beside the network, as far as it is known."""
-    names = [k for k in ("weight", "mean", "std") if f"{TCT}{k}" in state.params]
-    sent = {k: state.params[f"{TCT}{k}"] for k in names}
+    names = [k for k in ("weight", "mean", "std") if f"{KEYS}{k}" in state.params]
+    sent = {k: state.params[f"{KEYS}{k}"] for k in names}
     facts = {**state.group(_FACTS), **state.group(CONTROL)}
     sent |= {k: facts[k] for k in (_DIGEST, _LR, CONTROL) if k in facts}
     return {"": sent | Membership.from_tensors(state.group(MEMBERSHIP)).sent()}
@@ -68,7 +68,7 @@ def standardise_features(
         "seed": torch.tensor(seed),
         "head": sums[0]["head"],
     }
-    params = state.params | {f"{TCT}{k}": v for k, v in model.items()}
+    params = state.params | {f"{KEYS}{k}": v for k, v in model.items()}
     groups = {
         MEMBERSHIP: state.group(MEMBERSHIP),
         _FACTS: {_DIGEST: bytes_of(uploads[0].payload.digest)},
@@ -93,7 +93,7 @@ def agree_on_rate(
     """
     eigenvalues = {u.client: float(u.payload.tensors[_LARGEST]) for u in uploads}
     largest = max(eigenvalues.values())
-    weight = state.params[f"{TCT}weight"]
+    weight = state.params[f"{KEYS}weight"]
     if lr is None:
         lr = min(_RATE / len(weight), 1 / largest if largest else 1.0)
     else:
@@ -121,7 +121,7 @@ def average(
     before = Membership.from_tensors(state.group(MEMBERSHIP))
     members = before.after(uploads, connected)
     weights, lr = weights_of(uploads), float(state.group(_FACTS)[_LR])
-    old = state.params[f"{TCT}weight"]
+    old = state.params[f"{KEYS}weight"]
     sent = state.group(CONTROL).get(CONTROL, torch.zeros_like(old)).double()
     weight, control = tct_average(
         old,
@@ -141,12 +141,12 @@ def average(
     groups = {**state.groups, MEMBERSHIP: members.to_tensors()}
     details = None
     if CONTROL in state.groups:
-        # What was a mean over all clients' weight, as known before, is less or more.
+        # The old control is a mean over the total weight that was known before.
         control.add_(sent, alpha=members.rescale(before) - 1)
         details = control.to(old.dtype)
         groups[CONTROL] = {CONTROL: details}
         metrics["control-norm"] = float(control.norm())
-    params = state.params | {f"{TCT}weight": weight}
+    params = state.params | {f"{KEYS}weight": weight}
     return Step(ServerState(params, groups), metrics, details)
 
 

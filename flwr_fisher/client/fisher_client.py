@@ -23,16 +23,17 @@ from flwr_fisher.randomness import seeded
 class FisherClient:
     """Trains a model and, where the server asks for it, adds its Fisher information.
 
-    It obeys the server's ``ConfigRecord``: ``structure``, ``expectation`` and
-    ``tolerance`` say which curvature (:func:`flwr_fisher.curvature.fisher`), ``codec``
-    and what begins with it how the reply is packed, ``aggregate`` whether the server
-    wants parts or summands (``sums``, of a diagonal), and for FedFish
-    ``fisher-source``, ``fisher-reduction`` and ``upload``; without
-    ``structure`` the reply is an ordinary one, so that Flower's FedAvg and FedProx work
-    with this client too. ``report-local`` asks for ``local-loss`` and
-    ``local-accuracy``: the trained model on its own training data, which
-    :mod:`flwr_fisher.measures` compares with the server's.
-    Whatever is random depends on ``seed``, ``server-round`` and the node's
+    In the server's ``ConfigRecord``, keys that begin with ``fisher.`` are for it, and
+    all others for `train_fn`. ``fisher.structure``, ``.expectation`` and ``.tolerance``
+    say which curvature (:func:`flwr_fisher.curvature.fisher`), ``.codec`` and what
+    begins with it how the reply is packed, ``.aggregate`` whether the server wants
+    parts or summands (``sums``, of a diagonal), and for FedFish ``.fisher-source``,
+    ``.fisher-reduction`` and ``.upload``; without a structure the reply is an ordinary
+    one, so that Flower's FedAvg and FedProx work with this client too.
+    ``.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained model
+    on its own training data, which :mod:`flwr_fisher.measures` compares with the
+    server's. ``.job`` asks for something else than training.
+    Whatever is random depends on ``fisher.seed``, ``server-round`` and the node's
     ``partition-id`` alone.
 
     Parameters
@@ -102,9 +103,8 @@ class FisherClient:
     def fit(self, message: Message, context: Context) -> Message:
         """Do the job that the config asks for, by default to train.
 
-        The reply has one ``ArrayRecord``, in which parameters have the keys that they
-        arrived with, and one ``MetricRecord`` with ``num-examples`` and what the job
-        (for training, `train_fn`) returned.
+        The reply has one ``ArrayRecord``, the payload's, and one ``MetricRecord`` with
+        ``num-examples`` and what the job (for training, `train_fn`) returned.
 
         Raises
         ------
@@ -129,9 +129,9 @@ class FisherClient:
     def evaluate(self, message: Message, context: Context) -> Message:
         """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``.
 
-        The config may ask for the training data instead (``evaluate-on`` = "train"), or
-        for a model fine-tuned on a part of it, scored on the rest
-        (``personalise-fraction``, ``personalise-epochs``): see
+        The config may ask for the training data instead (``fisher.evaluate-on`` =
+        "train"), or for a model fine-tuned on a part of it, scored on the rest
+        (``fisher.personalise-fraction`` and ``-epochs``): see
         :mod:`flwr_fisher.measures`.
 
         Raises

@@ -50,7 +50,7 @@ class FisherOptions:
         Where a Fisher of squared batch gradients is taken.
     reduction : "mean" | "sum"
         Of squared batch gradients.
-    form : "fisher" | "product"
+    upload : "fisher" | "product"
         Parameters and Fisher, or each step times its Fisher.
     aggregate : "parts" | "sums"
         Whether the server can do with sums over clients.
@@ -63,7 +63,7 @@ class FisherOptions:
     tolerance: float
     source: str
     reduction: str
-    form: str
+    upload: str
     aggregate: str
     codec: Codec
 
@@ -109,7 +109,7 @@ class FisherOptions:
         check_known("expectation", self.expectation, EXPECTATIONS)
         check_known("fisher-source", self.source, _SOURCES)
         check_known("fisher-reduction", self.reduction, _REDUCTIONS)
-        check_known("upload", self.form, _UPLOADS)
+        check_known("upload", self.upload, _UPLOADS)
         check_known("aggregate", self.aggregate, AGGREGATES)
         if self.source == "last-epoch" and not isinstance(train_fn, LocalSGD):
             raise ClientError(
@@ -118,12 +118,12 @@ class FisherOptions:
                 "server ask for 'extra-pass'"
             )
         plain = self.structure, self.codec.scheme
-        if "sums" in (self.aggregate, self.form) and plain != ("diagonal", "lossless"):
+        if self.aggregate == "sums" and plain != ("diagonal", "lossless"):
             raise ClientError(
                 "the server asks for sums, which exist for structure='diagonal' and "
                 f"codec='lossless' alone, not for {plain[0]!r} and {plain[1]!r}"
             )
-        if self.form == "product" and self.structure != "diagonal":
+        if self.upload == "product" and self.structure != "diagonal":
             raise ClientError(
                 "upload='product' exists for structure='diagonal' alone, not for "
                 f"{self.structure!r}"
@@ -175,10 +175,10 @@ class FisherOptions:
         curvature: Curvature | None,
         num_examples: int,
     ) -> ArrayRecord:
-        """Return what travels: from where training began, where it ended, how sure."""
+        """Return the uploaded record, for parameters before and after training."""
         if curvature is None:
             return tensors_to_arrays(params)
-        if self.form == "product":
+        if self.upload == "product":
             away = subtract(
                 select(start, curvature.shapes), select(params, curvature.shapes)
             )

@@ -115,8 +115,7 @@ class Reply:
     metrics : Mapping[str, float]
         Numbers by name; ``num-examples`` is added.
     arrays : ArrayRecord, optional
-        The one record that travels, with parameters under the keys that they arrived
-        with.
+        The one record that is uploaded: a payload's ``to_arrays()``.
     """
 
     metrics: Mapping[str, float]

@@ -179,10 +179,11 @@ def fagh_step(
         cosine = curvature / largest / length
         fell_back = not cosine > epsilon
     if not fell_back:
-        # rho / kappa; infinite, so that nothing is taken away, where V vanishes.
-        ratio = rho / largest * cosine / length
-        along = sum(float((V[k] * G[k]).sum()) for k in G) / length / (1 + ratio)
-        G = {k: g - V[k] * (along / length) for k, g in G.items()}
+        # kappa / (kappa + rho) is 1 / (1 + rho / kappa), which cannot overflow.
+        rho_over_kappa = rho / largest * cosine / length
+        projection = sum(float((V[k] * G[k]).sum()) for k in G) / length
+        taken = projection / (1 + rho_over_kappa)
+        G = {k: g - V[k] * (taken / length) for k, g in G.items()}
     direction = {k: (g / rho).to(params[k].device) for k, g in G.items()}
     new = {
         k: (v.double() - lr * direction[k]).to(v.dtype) if k in direction else v

@@ -153,7 +153,7 @@ class Admission(Generic[P]):
         common = Counter(layouts).most_common(1)[0][0]
         for upload, layout in zip(list(self.admitted), layouts, strict=True):
             if layout != common:
-                odd = sorted(set(layout) ^ set(common))
+                odd = sorted(set(layout) ^ set(common)) or "the same in another order"
                 error = WireError(f"{reason}: {odd}", field=field, node=upload.node_id)
                 self.admitted.remove(upload)
                 self._reject(upload.client, error)

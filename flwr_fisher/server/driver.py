@@ -97,7 +97,8 @@ class Driver:
             )
             folder = self.run.folder(server_round, index)
             nodes = self._restore(opened, folder)
-            # What the next exchange's clients answered hangs on who answered this one.
+            # The next exchange has begun: its clients answered what came of the replies
+            # to this one, so nobody else may join them now.
             if self.run.has_uploads(self.run.folder(server_round, index + 1)):
                 nodes = []
             self._receive(opened, opened.messages(config, nodes), folder)

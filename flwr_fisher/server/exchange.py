@@ -1,7 +1,7 @@
 """What a strategy hands from one step to the next: frozen values, in and out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -30,7 +30,8 @@ class ServerState:
         The global parameters and buffers.
     groups : Mapping[str, Mapping[str, Tensor]]
         A strategy's own tensors by the name of their group: moments, control variates,
-        an optimiser's state. A group's name has no slash.
+        an optimiser's state. A group's name has no slash. What a step does not carry
+        on into its new state is gone.
 
     Examples
     --------
@@ -147,10 +148,6 @@ class Exchange(Generic[P]):
     def arrays(self, state: ServerState) -> ArrayRecord:
         """Return the record that is sent out: parameters, and the groups beside."""
         return tensors_to_arrays({**self.start(state), **join_groups(self.send(state))})
-
-    def reading(self, read: Callable[[ArrayRecord, Params], P]) -> "Exchange[P]":
-        """Return the same exchange with another reader."""
-        return replace(self, read=read)
 
 
 def weights_of(uploads: Sequence[Upload[Any]]) -> list[float]:

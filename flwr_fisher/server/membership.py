@@ -60,7 +60,10 @@ class Membership:
         return min(1.0, fsum(weights) / self.total)
 
     def rescale(self, before: "Membership") -> float:
-        """Return what turns a mean over all clients, as known before, into one now."""
+        """Return the factor for a mean over all clients whose total weight has changed.
+
+        Once more clients are known, a sum of theirs is divided by more.
+        """
         return before.total / self.total
 
     def sent(self) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ In the entry of a part of a curvature, three sizes follow as uint32, and its for
 
 ``LOG``, ``ROOT``
     codes of ``Logarithmic`` or ``SquareRoot``, for values that are not negative; the
-    sizes are the shape of E-KFAC's moments, or 0 for a diagonal, whose shape is its
-    parameter's;
+    sizes are the shape of E-KFAC's moments, or of any other tensor of three dimensions,
+    and else 0: a diagonal has its parameter's shape;
 ``WHOLE``, ``COLUMNS``
     positive semi-definite matrices, see :mod:`flwr_fisher.wire.matrix_codes`; the sizes
     are groups, n and rank (0 with ``WHOLE``);

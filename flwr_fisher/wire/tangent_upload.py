@@ -15,7 +15,7 @@ from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
 from flwr_fisher.wire.payload import Payload
 
-TCT = "tct/"  # begins the keys of all tensors that are not the network's
+KEYS = "tct/"  # begins the keys of all tensors that are not the network's
 _DIGEST, _HEAD = "digest", "head"
 _SLACK = 4096  # bytes that one array's headers may take
 _LONGEST = 1024  # bytes of a name
@@ -38,7 +38,7 @@ class TangentUpload(Payload):
     """
 
     disagreement: ClassVar[tuple[str, str]] = (
-        TCT,
+        KEYS,
         "has other features (p, seed, head, network) than most clients'",
     )
 
@@ -60,7 +60,7 @@ class TangentUpload(Payload):
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels."""
         named = {**self.tensors, _DIGEST: bytes_of(self.digest)}
-        return tensors_to_arrays({f"{TCT}{k}": v for k, v in named.items()})
+        return tensors_to_arrays({f"{KEYS}{k}": v for k, v in named.items()})
 
 
 def read_moments(num_features: int) -> "partial[TangentUpload]":
@@ -89,7 +89,7 @@ def read_spectrum() -> "partial[TangentUpload]":
 
 def read_local_weight(record: ArrayRecord, like: Params) -> TangentUpload:
     """Read ``weight``, of the shape and dtype of the ``tct/weight`` sent out."""
-    sent = like[f"{TCT}weight"]
+    sent = like[f"{KEYS}weight"]
     expected = {"weight": (sent.dtype, tuple(sent.shape))}
     return _read(record, like, expected=expected, limit=sent.nbytes)
 
@@ -138,14 +138,14 @@ def _read(
     limit += _LONGEST + _SLACK * (len(expected) + 1)
     arrays = arrays_to_tensors(record, limit=limit)
     layouts = {**expected, _DIGEST: (torch.uint8, (None,))}
-    keys = {f"{TCT}{name}" for name in layouts}
+    keys = {f"{KEYS}{name}" for name in layouts}
     if missing := keys - arrays.keys():
         raise WireError("missing", field=min(missing))
     if unknown := arrays.keys() - keys:
         raise WireError("unexpected key", field=min(unknown))
-    tensors = {name: arrays[f"{TCT}{name}"] for name in layouts}
+    tensors = {name: arrays[f"{KEYS}{name}"] for name in layouts}
     for name, (dtype, shape) in layouts.items():
-        check_layout(f"{TCT}{name}", tensors[name], shape, dtype)
+        check_layout(f"{KEYS}{name}", tensors[name], shape, dtype)
     check(tensors, like)
     return TangentUpload({k: tensors[k] for k in expected}, _text(tensors, _DIGEST))
 
@@ -154,31 +154,31 @@ def _check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) 
     p = len(tensors["mean"])
     if not 1 <= p <= num_features:
         reason = f"{p} features, and {num_features} were asked for"
-        raise WireError(reason, field=f"{TCT}mean")
+        raise WireError(reason, field=f"{KEYS}mean")
     if len(tensors["m2"]) != p:
         reason = f"{len(tensors['m2'])} entries for {p} features"
-        raise WireError(reason, field=f"{TCT}m2")
+        raise WireError(reason, field=f"{KEYS}m2")
     if (tensors["m2"] < 0).any():
-        raise WireError("a negative sum of squares", field=f"{TCT}m2")
+        raise WireError("a negative sum of squares", field=f"{KEYS}m2")
     for name in ("count", "num-classes"):
         if tensors[name] < 1:
             reason = f"must be positive, got {int(tensors[name])}"
-            raise WireError(reason, field=f"{TCT}{name}")
+            raise WireError(reason, field=f"{KEYS}{name}")
     # The server will allocate weights for this many classes.
     head = like.get(f"{_text(tensors, _HEAD)}.weight".removeprefix("."))
     most = _MOST_CLASSES if head is None else len(head)
     if tensors["num-classes"] > most:
         reason = f"{int(tensors['num-classes'])} classes, and at most {most} can be"
-        raise WireError(reason, field=f"{TCT}num-classes")
+        raise WireError(reason, field=f"{KEYS}num-classes")
 
 
 def _check_spectrum(tensors: dict[str, Tensor], like: Params) -> None:
     if tensors["largest-eigenvalue"] < 0:
-        raise WireError("is negative", field=f"{TCT}largest-eigenvalue")
+        raise WireError("is negative", field=f"{KEYS}largest-eigenvalue")
 
 
 def _text(tensors: dict[str, Tensor], name: str) -> str:
     try:
         return text_from(tensors[name])
     except ValueError as error:
-        raise WireError(f"is no text: {error}", field=f"{TCT}{name}") from error
+        raise WireError(f"is no text: {error}", field=f"{KEYS}{name}") from error

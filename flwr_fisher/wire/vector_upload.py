@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from flwr.app import ArrayRecord
 from torch import Tensor
@@ -28,6 +29,11 @@ class VectorUpload(Payload):
     params : dict[str, Tensor]
         If the client trained, its parameters and buffers, under their own keys.
     """
+
+    disagreement: ClassVar[tuple[str, str]] = (
+        "vectors",
+        "covers other parameters than most clients' does",
+    )
 
     vectors: dict[str, dict[str, Tensor]]
     params: dict[str, Tensor] = field(default_factory=dict)

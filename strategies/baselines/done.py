@@ -16,7 +16,7 @@ class DONE(NewtonStrategy):
 
     and the server steps along the mean of the :math:`p_i`. It converges where
     :math:`0 < \alpha < 2 / \lambda_\max(H_i)` and the Hessian is positive definite; see
-    :func:`flwr_fisher.merge.done_direction`. Clients are weighted by their examples.
+    :func:`flwr_fisher.rounds.done_direction`. Clients are weighted by their examples.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ class GIANT(NewtonStrategy):
 
     Each client solves :math:`H_i p_i = g` for the mean gradient :math:`g` by conjugate
     gradients on its own Hessian, and the server steps along the mean of the
-    :math:`p_i`. For convex losses; see :func:`flwr_fisher.merge.giant_direction`.
+    :math:`p_i`. For convex losses; see :func:`flwr_fisher.rounds.giant_direction`.
     Clients are weighted by their examples, where the paper's have equally many; its
     line search is left out, `lr` stands in.
 

@@ -50,7 +50,7 @@ class NewtonStrategy(CurvatureStrategy):
 
     @abstractmethod
     def solver(self) -> dict[str, str | int | float]:
-        """Return how a client solves, as the task ``direction`` takes it."""
+        """Return how a client solves, as the job ``direction`` takes it."""
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then, with their mean, for directions."""

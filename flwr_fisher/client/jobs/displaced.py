@@ -17,7 +17,7 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
     """
     model, loader = problem.model, problem.trainloader
     mean = request.vector("gradient", problem.trained())
-    with seeded(0):  # training begins with the randomness of FedAvg's
+    with seeded(0):  # leaves training the random numbers that FedAvg's has
         own, _ = gradient(model, loader, loss_fn=problem.differentiable_loss)
     start = {n: p.detach() for n, p in problem.trained().items()}
     start = fedga_start(start, mean, own, beta=float(request.options.get("beta", 0.0)))
