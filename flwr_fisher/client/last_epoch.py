@@ -1,9 +1,9 @@
 """FedFish's Fisher without an extra pass: gradients squared while training."""
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.curvature import Diagonal
+from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.params import trainable_names
 
 
@@ -21,18 +21,16 @@ class SquaredGradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {n: model.get_parameter(n) for n in trainable_names(model)}
-        self._total: dict[str, Tensor] = {}
+        self._sums = Sums({})
         self._count = 0
 
     def __call__(self) -> None:
         """Add the gradients as they are now."""
-        if not self._total:
-            self._total = {n: torch.zeros_like(p) for n, p in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                self._total[name].add_(parameter.grad.square())
+        if not self._count:
+            self._sums = Sums(self._parameters)
+        self._sums.add_squares(p.grad for p in self._parameters.values())
         self._count += 1
 
     def curvature(self) -> Diagonal:
         """Return the mean over the calls."""
-        return Diagonal({n: t / self._count for n, t in self._total.items()})
+        return Diagonal(self._sums.mean(self._count))

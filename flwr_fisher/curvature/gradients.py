@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batches import Batch, batches_on, device_of
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.independence import check_examples_are_independent
+from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
@@ -167,12 +168,12 @@ def mean_derivatives(
         Takes the inputs and labels of a batch, or of a part of one.
     """
     device = next(iter(parameters.values())).device
-    sums: list[_Sums] = []
+    sums: list[Sums] = []
     total, count = torch.zeros((), device=device), 0
     with evaluating(model):
         for x, y in _parts(batches_on(loader, device), max_batch_size):
             loss, *means = derivatives(x, y)
-            sums = sums or [_Sums(parameters) for _ in means]
+            sums = sums or [Sums(parameters) for _ in means]
             for each, mean in zip(sums, means, strict=True):
                 each.add(mean, len(x))
             total += loss.detach() * len(x)
@@ -180,28 +181,6 @@ def mean_derivatives(
     if not count:
         raise DataError("the loader has no examples, so there is no gradient to take")
     return [each.mean(count) for each in sums], float(total) / count
-
-
-class _Sums:
-    """Sums of batches' means, weighted by size, in at least float32."""
-
-    def __init__(self, parameters: Params) -> None:
-        self.parameters = parameters
-        self.totals = {
-            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for name, p in parameters.items()
-        }
-
-    def add(self, means: Sequence[Tensor | None], count: int) -> None:
-        for total, mean in zip(self.totals.values(), means, strict=True):
-            if mean is not None:
-                total.add_(mean.detach(), alpha=count)
-
-    def mean(self, count: int) -> dict[str, Tensor]:
-        return {
-            name: total.div_(count).to(self.parameters[name].dtype)
-            for name, total in self.totals.items()
-        }
 
 
 def _parts(

@@ -154,7 +154,7 @@ class _Weight:
         write = self._gather if gather else self._product
         pairs = zip(torch.split(inputs, size), torch.split(g, size), strict=True)
         for (a, b), o in zip(pairs, torch.split(out, size), strict=True):
-            columns = input_columns(self.layer.layer, a.to(weight.dtype), bias=False)
+            columns = input_columns(self.layer.layer, a.to(g.dtype), bias=False)
             write(columns, b, o)
 
     def _gather(self, columns: Tensor, g: Tensor, out: Tensor) -> None:

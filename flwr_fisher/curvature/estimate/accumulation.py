@@ -168,4 +168,4 @@ def _bytes(
     step = 2 * (tap.inputs[:1].numel() + outputs)
     paired = columns.shape[3] > 1 and any(a.pairs for a in accumulators)
     beyond = columns.numel() + outputs + paired * weight.numel()
-    return step * columns.element_size(), beyond * columns.element_size()
+    return step * weight.element_size(), beyond * columns.element_size()

@@ -44,6 +44,10 @@ class LayerAccumulator(ABC):
     def mean(self, num_examples: int) -> Curvature:
         """Turn the sums into the mean over examples; they are not copied."""
 
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the weight's dtype, which sums are too precise for."""
+        return tensor.to(self.layer.layer.weight.dtype)
+
 
 class KroneckerAccumulator(LayerAccumulator):
     """K-FAC's factors: `A` is summed over positions, `G` averaged."""
@@ -53,8 +57,9 @@ class KroneckerAccumulator(LayerAccumulator):
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
         groups, outputs, inputs = layer.matrices().shape
-        self.A = layer.layer.weight.new_zeros(groups, inputs, inputs)
-        self.G = layer.layer.weight.new_zeros(groups, outputs, outputs)
+        like = layer.layer.weight.new_zeros((), dtype=layer.dtype)
+        self.A = like.new_zeros(groups, inputs, inputs)
+        self.G = like.new_zeros(groups, outputs, outputs)
 
     def observe(self, columns: Tensor) -> None:
         """Add the inputs' second moment."""
@@ -76,7 +81,9 @@ class KroneckerAccumulator(LayerAccumulator):
         """Return the layer's Kronecker product."""
         shape = self.layer.layer.weight.shape
         A, G = self.A.div_(num_examples), self.G.div_(num_examples)
-        return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
+        return Kronecker(
+            self.layer.weight, shape, self.rounded(A), self.rounded(G), self.layer.bias
+        )
 
 
 class DiagonalAccumulator(LayerAccumulator):
@@ -84,7 +91,7 @@ class DiagonalAccumulator(LayerAccumulator):
 
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
-        self.total = torch.zeros_like(layer.matrices())
+        self.total = torch.zeros_like(layer.matrices(), dtype=layer.dtype)
 
     def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
@@ -100,7 +107,8 @@ class DiagonalAccumulator(LayerAccumulator):
 
     def mean(self, num_examples: int) -> Curvature:
         """Return the layer's diagonal."""
-        return Diagonal(self.layer.as_params(self.total.div_(num_examples)))
+        mean = self.rounded(self.total.div_(num_examples))
+        return Diagonal(self.layer.as_params(mean))
 
 
 class EigenAccumulator(DiagonalAccumulator):
@@ -108,8 +116,8 @@ class EigenAccumulator(DiagonalAccumulator):
 
     def __init__(self, layer: TappableLayer, kfac: Kronecker) -> None:
         super().__init__(layer)
-        self.basis_A = _eigenvectors(kfac.A)
-        self.basis_G = _eigenvectors(kfac.G)
+        self.basis_A = _eigenvectors(kfac.A, layer.dtype)
+        self.basis_G = _eigenvectors(kfac.G, layer.dtype)
         self._last: tuple[Tensor, Tensor] | None = None
 
     def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
@@ -124,9 +132,9 @@ class EigenAccumulator(DiagonalAccumulator):
         return EigenKronecker(
             self.layer.weight,
             self.layer.layer.weight.shape,
-            self.basis_A,
-            self.basis_G,
-            self.total.div_(num_examples),
+            self.rounded(self.basis_A),
+            self.rounded(self.basis_G),
+            self.rounded(self.total.div_(num_examples)),
             self.layer.bias,
         )
 
@@ -137,7 +145,7 @@ class BlockAccumulator(LayerAccumulator):
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
         size = layer.matrices().numel()
-        self.total = layer.layer.weight.new_zeros(size, size)
+        self.total = layer.layer.weight.new_zeros(size, size, dtype=layer.dtype)
 
     def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the outer products of the gradients as vectors."""
@@ -150,9 +158,8 @@ class BlockAccumulator(LayerAccumulator):
         matrices = self.layer.matrices()
         index = torch.arange(matrices.numel(), device=matrices.device)
         order = flatten(self.layer.as_params(index.reshape(matrices.shape)))
-        return Dense(
-            self.layer.shapes(), self.total.div_(num_examples)[order][:, order]
-        )
+        mean = self.rounded(self.total.div_(num_examples))
+        return Dense(self.layer.shapes(), mean[order][:, order])
 
 
 def _side_by_side(columns: Tensor) -> Tensor:
@@ -160,6 +167,6 @@ def _side_by_side(columns: Tensor) -> Tensor:
     return columns.permute(1, 2, 0, 3).flatten(2)
 
 
-def _eigenvectors(factor: Tensor) -> Tensor:
+def _eigenvectors(factor: Tensor, dtype: torch.dtype) -> Tensor:
     basis: Tensor = torch.linalg.eigh(factor.double()).eigenvectors
-    return basis.to(factor.dtype)
+    return basis.to(dtype)

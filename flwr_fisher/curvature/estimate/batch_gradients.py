@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
 from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError
 from flwr_fisher.params import trainable_names
 
@@ -35,19 +36,17 @@ def squared_batch_gradients(
         If there is no batch, or one without labels.
     """
     parameters = {name: model.get_parameter(name) for name in trainable_names(model)}
-    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    leaves, count = list(parameters.values()), 0
+    leaves, sums, count = list(parameters.values()), Sums(parameters), 0
     for inputs, labels in batches:
         given = check_labels(labels)
         outputs = model(inputs)
-        score = likelihood.score(outputs.detach(), given) / len(inputs)
-        gradients = torch.autograd.grad(
-            outputs, leaves, score.to(outputs.dtype), allow_unused=True
+        score = likelihood.score(widened(outputs.detach()), given) / len(inputs)
+        sums.add_squares(
+            torch.autograd.grad(
+                outputs, leaves, score.to(outputs.dtype), allow_unused=True
+            )
         )
-        for entry, gradient in zip(total.values(), gradients, strict=True):
-            if gradient is not None:
-                entry.add_(gradient.square())
         count += 1
     if not count:
         raise DataError("the loader has no examples, so there is no Fisher to take")
-    return Diagonal({name: entry / count for name, entry in total.items()})
+    return Diagonal(sums.mean(count))

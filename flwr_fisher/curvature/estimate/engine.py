@@ -22,6 +22,7 @@ from flwr_fisher.curvature.estimate.backward_plan import Group, backward_plan
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
 from flwr_fisher.curvature.estimate.likelihood import Likelihood
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.curvature.sums import widened
 from flwr_fisher.errors import StructureError
 
 # Makes the pieces ``[K, n, *outputs]`` of outputs and of their rows in the batch.
@@ -75,7 +76,7 @@ class Engine:
             columns = self._columns(taps)
             for name, column in columns.items():
                 self._observe(name, column)
-            self._pull(x, outputs, taps, columns, pieces_of(outputs, rows))
+            self._pull(x, outputs, taps, columns, pieces_of(widened(outputs), rows))
             self.count += len(x)
 
     def add_within(
@@ -102,7 +103,7 @@ class Engine:
                         columns = self.layers[name].input_columns(tap.inputs)
                         self._observe(name, columns)
         self.count += len(inputs)
-        pieces = likelihood.columns(torch.cat(every_output))
+        pieces = likelihood.columns(widened(torch.cat(every_output)))
         for group in backward_plan(pieces, tolerance):
             self._queue(inputs, group)
 
@@ -152,9 +153,10 @@ class Engine:
         return {n: self.layers[n].input_columns(tap.inputs) for n, tap in taps.items()}
 
     def _observe(self, name: str, columns: Tensor) -> None:
-        for accumulator in self.accumulators[name]:
-            if accumulator.observes:
-                accumulator.observe(columns)
+        with _full_precision(columns):
+            for accumulator in self.accumulators[name]:
+                if accumulator.observes:
+                    accumulator.observe(columns)
 
     def _pull(
         self,
@@ -186,8 +188,14 @@ class Engine:
     def _add(
         self, name: str, columns: Mapping[str, Tensor], gradients: list[Tensor]
     ) -> None:
-        for accumulator in self.accumulators[name]:
-            accumulator.add_gradients(columns.get(name, gradients[0]), gradients)
+        with _full_precision(gradients[0]):
+            for accumulator in self.accumulators[name]:
+                accumulator.add_gradients(columns.get(name, gradients[0]), gradients)
+
+
+def _full_precision(columns: Tensor) -> torch.autocast:
+    """Leave a caller's autocast, which would multiply what is summed in half."""
+    return torch.autocast(columns.device.type, enabled=False)
 
 
 def _padded(pieces: Tensor, passes: int) -> Tensor:

@@ -83,5 +83,7 @@ def _explains(layer: TappableLayer, tap: Tap, outputs: Tensor) -> bool:
     g, a = layer.output_columns(output), layer.input_columns(tap.inputs)
     product = torch.einsum("ngot,ngit->goi", g, a)
     columns = [gradient.reshape(*product.shape[:2], -1) for gradient in gradients]
+    # The model's own gradients may be in half precision.
+    tolerance = max(_GRADIENT_TOLERANCE, 4 * torch.finfo(output.dtype).eps)
     error = torch.linalg.vector_norm(product - torch.cat(columns, dim=-1))
-    return bool(error <= _GRADIENT_TOLERANCE * torch.linalg.vector_norm(product))
+    return bool(error <= tolerance * torch.linalg.vector_norm(product))

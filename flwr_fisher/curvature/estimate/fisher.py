@@ -117,8 +117,8 @@ def fisher(
     Returns
     -------
     Curvature | tuple[Curvature, ...]
-        Over the trainable parameters, in the parameters' dtype; a tuple where several
-        structures are named.
+        Over the trainable parameters, in the parameters' dtype, summed in at least
+        float32; a tuple where several structures are named.
 
     Raises
     ------
@@ -134,8 +134,8 @@ def fisher(
     Notes
     -----
     On a GPU the loop does not wait for the device, except once a batch where a
-    tolerance lets it choose its passes. Under ``torch.autocast`` sums are taken in the
-    parameters' dtype.
+    tolerance lets it choose its passes. Under ``torch.autocast`` the model runs in half
+    precision, and what it leaves is multiplied and summed in at least float32.
 
     Examples
     --------

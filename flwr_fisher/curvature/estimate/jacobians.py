@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.dense import Dense
 from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import StructureError
 
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
@@ -45,7 +46,7 @@ class Jacobians:
                     "in linear or convolution layers called once; freeze them or make "
                     f"the model work under torch.func.vmap: {error}"
                 ) from error
-            yield {name: row.detach() for name, row in rows.items()}
+            yield {name: widened(row.detach()) for name, row in rows.items()}
 
     def _pulled_back(self, x: Tensor, pieces: Tensor) -> dict[str, Tensor]:
         """Return one example's gradients, one for each piece ``[K, *outputs]``."""
@@ -84,17 +85,16 @@ class DiagonalJacobian(JacobianAccumulator):
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__(model, names)
-        self.total = {k: torch.zeros_like(p) for k, p in self.params.items()}
+        self.sums = Sums(self.params)
 
     def add(self, inputs: Tensor, pieces: Tensor) -> None:
         """Add the squared gradients."""
         for gradients in self.gradients(inputs, pieces):
-            for name, gradient in gradients.items():
-                self.total[name] += gradient.square().sum((0, 1))
+            self.sums.add(gradients[k].square().sum((0, 1)) for k in self.params)
 
     def mean(self, num_examples: int) -> Diagonal:
         """Return the diagonal."""
-        return Diagonal({k: v / num_examples for k, v in self.total.items()})
+        return Diagonal(self.sums.mean(num_examples))
 
 
 class DenseJacobian(JacobianAccumulator):
@@ -103,7 +103,8 @@ class DenseJacobian(JacobianAccumulator):
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__(model, names)
         size = sum(p.numel() for p in self.params.values())
-        self.total = next(iter(self.params.values())).new_zeros(size, size)
+        self.like = next(iter(self.params.values()))
+        self.total = widened(self.like.new_zeros(size, size))
 
     def add(self, inputs: Tensor, pieces: Tensor) -> None:
         """Add the gradients' outer products."""
@@ -115,4 +116,4 @@ class DenseJacobian(JacobianAccumulator):
     def mean(self, num_examples: int) -> Dense:
         """Return the matrix."""
         shapes = {name: p.shape for name, p in self.params.items()}
-        return Dense(shapes, self.total / num_examples)
+        return Dense(shapes, (self.total / num_examples).to(self.like.dtype))

@@ -34,14 +34,19 @@ class TappableLayer:
         prefix = f"{name}." if name else ""
         return cls(layer, f"{prefix}weight", f"{prefix}bias" if bias else None)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of columns and of sums of their products: at least float32."""
+        return torch.promote_types(self.layer.weight.dtype, torch.float32)
+
     def input_columns(self, inputs: Tensor) -> Tensor:
         """Return the layer's input as columns, with ones for a trained bias."""
         bias = self.bias is not None
-        return input_columns(self.layer, inputs.to(self.layer.weight.dtype), bias=bias)
+        return input_columns(self.layer, inputs.to(self.dtype), bias=bias)
 
     def output_columns(self, outputs: Tensor) -> Tensor:
         """Return the layer's output, or its gradient, as columns."""
-        return output_columns(self.layer, outputs.to(self.layer.weight.dtype))
+        return output_columns(self.layer, outputs.to(self.dtype))
 
     def matrices(self) -> Tensor:
         """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""

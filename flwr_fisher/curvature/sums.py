@@ -1,0 +1,46 @@
+"""Sums over many batches, in at least float32."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.params import Params
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in at least float32, as what is summed or squared has to be."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class Sums:
+    """Sums of tensors shaped like parameters.
+
+    In half precision a sum stands still once it is some hundred times its terms.
+
+    Parameters
+    ----------
+    parameters : Mapping[str, Tensor]
+        Their shapes are the sums', their dtypes the means'.
+    """
+
+    def __init__(self, parameters: Params) -> None:
+        self.parameters = parameters
+        self.totals = {n: widened(torch.zeros_like(p)) for n, p in parameters.items()}
+
+    def add(self, terms: Iterable[Tensor | None], weight: int = 1) -> None:
+        """Add a term for each parameter, or None for zero."""
+        for total, term in zip(self.totals.values(), terms, strict=True):
+            if term is not None:
+                total.add_(term.detach(), alpha=weight)
+
+    def add_squares(self, terms: Iterable[Tensor | None]) -> None:
+        """Add the terms' squares, elementwise."""
+        self.add(None if term is None else widened(term).square() for term in terms)
+
+    def mean(self, count: int) -> dict[str, Tensor]:
+        """Return the sums over a count, in the parameters' dtypes."""
+        return {
+            name: (total / count).to(self.parameters[name].dtype)
+            for name, total in self.totals.items()
+        }
