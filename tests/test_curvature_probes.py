@@ -36,7 +36,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
+from flwr_fisher.curvature import fisher, gradient, gradient_and_hvp, hvp
 from flwr_fisher.curvature.double_derivatives import DoubleDerivatives
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -468,6 +468,56 @@ def test_a_users_own_error_stays_its_own() -> None:
     for model in (Fails(), nn.Sequential(Fails())):
         with pytest.raises(RuntimeError, match="on fire"):
             gradient_and_hvp(model, in_batches(IMAGES, labels_for(IMAGES)))
+
+
+FAILURES = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("CUDA error: operation not supported"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+]
+
+
+class FailsAt(nn.Module):
+    """A convolution that raises an error in one of its calls."""
+
+    def __init__(self, call: int, error: Exception) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(2, 3, 3), nn.Parameter(torch.ones(3))
+        self.calls, self.call, self.error = 0, call, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call:
+            raise self.error
+        return self.conv(x).flatten(1) * self.scale
+
+
+@pytest.mark.parametrize("error", FAILURES)
+def test_only_a_refusal_makes_forward_mode_give_way(error: Exception) -> None:
+    model = FailsAt(1, error)
+    with pytest.raises(type(error)) as caught:
+        gradient_and_hvp(model, [(IMAGES, labels_for(IMAGES))])
+    assert caught.value is error
+    assert model.calls == 1
+    for refusal in (
+        NotImplementedError("Could not run 'aten::own' with the 'ZeroTensor' backend"),
+        RuntimeError("Trying to use forward AD with own that does not support it"),
+    ):
+        model = FailsAt(1, refusal)
+        assert hvp(model, [(IMAGES, labels_for(IMAGES))], 0)["scale"].shape == (3,)
+        assert model.calls == 2
+
+
+@pytest.mark.parametrize("error", FAILURES)
+def test_only_a_refusal_is_a_lack_of_per_example_gradients(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        fisher(FailsAt(2, error), [IMAGES], structure="dense", tolerance=0)
+    assert caught.value is error
+    refusal = RuntimeError("You tried to vmap over Own, but it does not have support")
+    with pytest.raises(StructureError, match=r"no per-example.*'scale'.*over Own"):
+        fisher(FailsAt(2, refusal), [IMAGES], structure="dense", tolerance=0)
+    with pytest.raises(StructureError, match=r"no per-example gradients for .*weight_"):
+        fisher(seeded(MODELS["gru"][0]), [SERIES], tolerance=0)
 
 
 def test_no_warning_comes_of_forward_mode() -> None:

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from flwr_fisher.curvature.gradients import Derivatives, Loss, checked_loss
+from flwr_fisher.curvature.refusals import is_refusal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
@@ -52,10 +52,13 @@ class DoubleDerivatives:
             If torch has no second derivative of something in the model or the loss.
         """
         if self.forward_mode:
-            with suppress(RuntimeError):  # NotImplementedError is one
+            try:
                 derivatives = self._forward_over_reverse(x, y)
                 if derivatives is not None:
                     return derivatives
+            except RuntimeError as error:
+                if not is_refusal(error):
+                    raise
             self.forward_mode = False
         try:
             return self._double_backward(x, y)

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.dense import Dense
 from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.refusals import is_refusal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import StructureError
 
@@ -41,6 +42,8 @@ class Jacobians:
                 with _without_slow_fallbacks():
                     rows = pull(x, v)
             except RuntimeError as error:
+                if not is_refusal(error):
+                    raise
                 raise StructureError(
                     f"no per-example gradients for {list(self.params)}, which are not "
                     "in linear or convolution layers called once; freeze them or make "
