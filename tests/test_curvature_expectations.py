@@ -309,6 +309,74 @@ def test_a_label_at_every_position():
     fisher(model, [(x, y)], structure="kfac", expectation="empirical")
 
 
+# --- labels that are none, or not where they seem -------------------------------------
+
+
+def test_a_label_of_minus_100_is_none():
+    model, x = net(), images()
+    y = torch.arange(9) % 4
+    y[::4] = -100
+    batches = list(zip(x.split(4), y.split(4), strict=True))
+    how = {"structure": "dense", "expectation": "empirical"}
+    got = fisher(model, batches, **how).to_dense()
+    labelled = fisher(model, [(x[y >= 0], y[y >= 0])], **how).to_dense()
+    assert relative(got, labelled * int((y >= 0).sum()) / len(y)) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16])
+def test_a_batchs_mean_loss_is_over_its_labels(dtype):
+    model, x = tokens()
+    y = torch.randint(7, (6, 3), generator=torch.Generator().manual_seed(5))
+    y[0, 1:], y[3] = -100, -100
+    y[4:] = -100  # a batch without any
+    batches = list(zip(x.split(2), y.split(2), strict=True))
+    want = {k: torch.zeros_like(p) for k, p in model.named_parameters()}
+    for inputs, labels in batches[:2]:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(inputs).mT, labels).backward()
+        for k, p in model.named_parameters():
+            want[k] += p.grad.square() / 3
+    how = {"structure": "diagonal", "expectation": "empirical-batch"}
+    got = fisher(model, [(a, b.to(dtype)) for a, b in batches], **how).diagonal()
+    for k, entry in want.items():
+        torch.testing.assert_close(got[k], entry)
+
+
+@pytest.mark.parametrize("expectation", ["empirical", "empirical-batch"])
+@pytest.mark.parametrize("label", [-1, 4, 255])
+def test_a_label_that_is_no_class_is_named(expectation, label):
+    y = torch.tensor([0, label, -100] * 3)
+    with pytest.raises(DataError, match=rf"label {label} is outside \[0, 4\).*-100"):
+        fisher(net(), [(images(), y)], structure="diagonal", expectation=expectation)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"tolerance": 0},
+        {"expectation": "sampled"},
+        {"expectation": "empirical"},
+        {"expectation": "empirical-batch"},
+    ],
+)
+def test_classes_that_are_second_are_refused_where_labels_show_it(how):
+    model, x = tokens()
+    second = nn.Sequential(model, Swapped())
+    y = torch.randint(7, (6, 3))
+    with pytest.raises(StructureError, match=r"\(6, 7, 3\).*last.*transpose\(1, 2\)"):
+        fisher(second, [(x, y)], structure="diagonal", **how)
+    fisher(model, [(x, y)], structure="diagonal", **how)
+    if "empirical" not in how.get("expectation", ""):
+        fisher(model, [(x, torch.zeros(6))], structure="diagonal", **how)
+        fisher(model, [(x, ["a label"] * 6)], structure="diagonal", **how)
+
+
+class Swapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
 # --- memory and precision -------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
     Classes are the last dimension of the outputs, as for the Fisher's "categorical"
     likelihood; ``F.cross_entropy``, which this is for ``[n, C]``, wants them second.
+    Outputs ``[n, C, T]`` train as they do there, where labels ``[n, T]`` fit no other
+    order, but have no accuracy, and the Fisher refuses them. A label of -100 is none.
 
     Parameters
     ----------

@@ -53,8 +53,7 @@ class DoubleDerivatives:
         """
         if self.forward_mode:
             try:
-                derivatives = self._forward_over_reverse(x, y)
-                if derivatives is not None:
+                if derivatives := self._forward_over_reverse(x, y):
                     return derivatives
             except RuntimeError as error:
                 if not is_refusal(error):

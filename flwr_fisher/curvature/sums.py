@@ -9,8 +9,8 @@ from flwr_fisher.params import Params
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor in at least float32, as what is summed or squared has to be."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    """Return a tensor, detached, in at least float32: fit to be squared and summed."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class Sums:

@@ -80,10 +80,8 @@ class KroneckerAccumulator(LayerAccumulator):
     def mean(self, num_examples: int) -> Kronecker:
         """Return the layer's Kronecker product."""
         shape = self.layer.layer.weight.shape
-        A, G = self.A.div_(num_examples), self.G.div_(num_examples)
-        return Kronecker(
-            self.layer.weight, shape, self.rounded(A), self.rounded(G), self.layer.bias
-        )
+        A, G = (self.rounded(x.div_(num_examples)) for x in (self.A, self.G))
+        return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
 class DiagonalAccumulator(LayerAccumulator):

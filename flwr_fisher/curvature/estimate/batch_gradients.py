@@ -19,7 +19,8 @@ def squared_batch_gradients(
     r"""Return :math:`\frac1B \sum_b (\nabla \bar\ell_b)^2`, elementwise.
 
     :math:`\bar\ell_b` is a batch's mean negative log-likelihood of the given labels
-    (FedFish, Algorithm 2, which takes the sum over batches).
+    (FedFish, Algorithm 2, which takes the sum over batches): as ``F.cross_entropy``'s,
+    over the labels other than -100, of which an example has one a position.
 
     Parameters
     ----------
@@ -40,12 +41,9 @@ def squared_batch_gradients(
     for inputs, labels in batches:
         given = check_labels(labels)
         outputs = model(inputs)
-        score = likelihood.score(widened(outputs.detach()), given) / len(inputs)
-        sums.add_squares(
-            torch.autograd.grad(
-                outputs, leaves, score.to(outputs.dtype), allow_unused=True
-            )
-        )
+        score = likelihood.score(widened(outputs), given)
+        mean = (score / likelihood.num_labels(given)).to(outputs.dtype)
+        sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))
         count += 1
     if not count:
         raise DataError("the loader has no examples, so there is no Fisher to take")

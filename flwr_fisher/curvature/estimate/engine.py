@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.backward_plan import Group, backward_plan
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
-from flwr_fisher.curvature.estimate.likelihood import Likelihood
+from flwr_fisher.curvature.estimate.likelihood import Columns
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.sums import widened
 from flwr_fisher.errors import StructureError
 
 # Makes the pieces ``[K, n, *outputs]`` of outputs and of their rows in the batch.
 PiecesOf = Callable[[Tensor, slice], Tensor]
+ColumnsOf = Callable[[Tensor], Columns]
 
 _QUEUE = 64  # examples that are run together, where memory allows
 
@@ -80,7 +81,7 @@ class Engine:
             self.count += len(x)
 
     def add_within(
-        self, inputs: Tensor, likelihood: Likelihood, tolerance: float
+        self, inputs: Tensor, columns_of: ColumnsOf, tolerance: float
     ) -> None:
         """Take a batch, leaving out pieces worth at most `tolerance` of its trace.
 
@@ -88,7 +89,7 @@ class Engine:
         ----------
         inputs : Tensor
             The examples ``[n, ...]``.
-        likelihood : Likelihood
+        columns_of : ColumnsOf
             Makes the pieces.
         tolerance : float
             In [0, 1].
@@ -103,7 +104,7 @@ class Engine:
                         columns = self.layers[name].input_columns(tap.inputs)
                         self._observe(name, columns)
         self.count += len(inputs)
-        pieces = likelihood.columns(widened(torch.cat(every_output)))
+        pieces = columns_of(widened(torch.cat(every_output)))
         for group in backward_plan(pieces, tolerance):
             self._queue(inputs, group)
 

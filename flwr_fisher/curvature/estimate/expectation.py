@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.batches import Batch
-from flwr_fisher.curvature.estimate.engine import Engine, PiecesOf
-from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
+from flwr_fisher.curvature.estimate.engine import Engine
+from flwr_fisher.curvature.estimate.likelihood import Columns, Likelihood, check_labels
 
 
 @dataclass(frozen=True)
@@ -38,32 +37,31 @@ class Expectation:
         engine : Engine
             What keeps the sums.
         batch : tuple[Tensor, Any]
-            Inputs and labels; the latter matter to the empirical Fisher alone.
+            Inputs and labels; the latter's values matter to the empirical Fisher alone.
         generator : torch.Generator
             Draws the labels of the sampled one.
         """
         inputs, labels = batch
+
+        def columns_of(outputs: Tensor) -> Columns:
+            self.likelihood.check_order(outputs, labels)
+            return self.likelihood.columns(outputs)
+
+        def pieces_of(outputs: Tensor, rows: slice) -> Tensor:
+            if self.kind == "empirical":
+                given = check_labels(labels)[rows]
+                return self.likelihood.score(outputs, given).unsqueeze(0)
+            self.likelihood.check_order(outputs, labels)
+            if self.kind == "sampled":
+                return self._sampled(outputs, generator)
+            return self.likelihood.columns(outputs).all()
+
         if self.kind == "exact" and self.tolerance > 0:
-            engine.add_within(inputs, self.likelihood, self.tolerance)
-            return
-        pieces: PiecesOf = self._exact
-        if self.kind == "sampled":
-            pieces = partial(self._sampled, generator)
-        elif self.kind == "empirical":
-            pieces = partial(self._empirical, check_labels(labels))
-        engine.add(inputs, pieces)
+            engine.add_within(inputs, columns_of, self.tolerance)
+        else:
+            engine.add(inputs, pieces_of)
 
-    def _exact(self, outputs: Tensor, rows: slice) -> Tensor:
-        return self.likelihood.columns(outputs).all()
-
-    def _sampled(
-        self, generator: torch.Generator, outputs: Tensor, rows: slice
-    ) -> Tensor:
-        draws = [
-            self.likelihood.sample_score(outputs.detach(), generator)
-            for _ in range(self.num_samples)
-        ]
+    def _sampled(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        score = self.likelihood.sample_score
+        draws = [score(outputs, generator) for _ in range(self.num_samples)]
         return torch.stack(draws) / math.sqrt(self.num_samples)
-
-    def _empirical(self, labels: Tensor, outputs: Tensor, rows: slice) -> Tensor:
-        return self.likelihood.score(outputs.detach(), labels[rows]).unsqueeze(0)

@@ -76,9 +76,8 @@ def _explains(layer: TappableLayer, tap: Tap, outputs: Tensor) -> bool:
     )
     if output is None or any(gradient is None for gradient in gradients):
         return False
-    if len(output) != len(outputs) or output[half:].any():
-        return False
-    if not fits(layer.layer, tap.inputs.shape, output.shape):
+    own = len(output) == len(outputs) and not output[half:].any()
+    if not (own and fits(layer.layer, tap.inputs.shape, output.shape)):
         return False
     g, a = layer.output_columns(output), layer.input_columns(tap.inputs)
     product = torch.einsum("ngot,ngit->goi", g, a)

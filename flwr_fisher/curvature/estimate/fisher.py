@@ -79,7 +79,8 @@ def fisher(
     Parameters
     ----------
     model : nn.Module
-        Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens.
+        Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens:
+        classes last, not second as ``F.cross_entropy`` wants them.
     loader : Iterable
         Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used.
         Read twice for ``ekfac``.
@@ -91,9 +92,10 @@ def fisher(
         ``dense``, the whole matrix. The last four are exact in what they keep.
     expectation : str, default "exact"
         ``exact``: over all labels, up to `tolerance`. ``sampled``: labels drawn from
-        the model, unbiased. ``empirical``: the given labels, example by example.
-        ``empirical-batch``: the squared gradient of each batch's mean loss, a mean over
-        batches (FedFish's Fisher); for ``diagonal`` only.
+        the model, unbiased. ``empirical``: the given labels, example by example; -100,
+        PyTorch's ``ignore_index``, is none and adds nothing. ``empirical-batch``: the
+        squared gradient of each batch's mean loss, which is over its labels without
+        -100, a mean over batches (FedFish's Fisher); for ``diagonal`` only.
     likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
         Softmax over the last dimension; independent sigmoids; unit-variance regression.
     tolerance : float, default 1e-3
@@ -126,16 +128,19 @@ def fisher(
         If the model has no trainable parameter or is on another device, an argument is
         out of range or not known, or the expectation does not fit the structure.
     DataError
-        If the loader yields no examples, or something else than batches.
+        If the loader yields no examples, or something else than batches; or where the
+        expectation is over given labels and they do not fit the outputs.
     StructureError
-        If the model's output does not fit the likelihood, a parameter has neither a
+        If the model's output does not fit the likelihood, labels show that its classes
+        are not last, a parameter has neither a
         Kronecker form nor per-example gradients, or a dense matrix would be too large.
 
     Notes
     -----
     On a GPU the loop does not wait for the device, except once a batch where a
-    tolerance lets it choose its passes. Under ``torch.autocast`` the model runs in half
-    precision, and what it leaves is multiplied and summed in at least float32.
+    tolerance lets it choose its passes or given labels are checked. Under
+    ``torch.autocast`` the model runs in half precision, and what it leaves is
+    multiplied and summed in at least float32.
 
     Examples
     --------

@@ -49,7 +49,7 @@ class Jacobians:
                     "in linear or convolution layers called once; freeze them or make "
                     f"the model work under torch.func.vmap: {error}"
                 ) from error
-            yield {name: widened(row.detach()) for name, row in rows.items()}
+            yield {name: widened(row) for name, row in rows.items()}
 
     def _pulled_back(self, x: Tensor, pieces: Tensor) -> dict[str, Tensor]:
         """Return one example's gradients, one for each piece ``[K, *outputs]``."""

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from flwr_fisher.errors import DataError, StructureError
 
+_IGNORED = -100  # PyTorch's ignore_index: no label
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -71,6 +73,14 @@ class Likelihood(ABC):
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return the gradient of the log-likelihood of given labels, same shape."""
 
+    def num_labels(self, labels: Tensor) -> int:
+        """Return how many terms a batch's mean loss has; at least 1."""
+        return len(labels)
+
+    def check_order(self, outputs: Tensor, labels: object) -> None:
+        """Raise where a batch's labels show that outputs are not as read here."""
+        return
+
 
 class Categorical(Likelihood):
     """Softmax over the last dimension: ``[n, C]``, or ``[n, T, C]`` for tokens."""
@@ -90,14 +100,36 @@ class Categorical(Likelihood):
         return F.one_hot(draws.reshape(p.shape[:-1]), p.shape[-1]) - p
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return ``onehot(y) - p`` for labels ``[n]`` or ``[n, T]`` of classes."""
+        """Return ``onehot(y) - p`` for labels ``[n]`` or ``[n, T]``, 0 for -100."""
+        self.check_order(outputs, labels)
         p = _at_least_2d(outputs).softmax(-1)
         if labels.shape != p.shape[:-1] or labels.is_floating_point():
             raise DataError(
                 f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} do "
                 f"not fit logits of shape {tuple(p.shape)}: give class indices"
             )
-        return F.one_hot(labels, p.shape[-1]) - p
+        labels, classes = labels.long(), p.shape[-1]
+        ignored = labels == _IGNORED
+        if len(wrong := labels[~ignored & ((labels < 0) | (labels >= classes))]):
+            raise DataError(
+                f"label {int(wrong[0])} is outside [0, {classes}): give class indices, "
+                f"and {_IGNORED}, PyTorch's ignore_index, where there is no label"
+            )
+        scores = F.one_hot(labels.clamp_min(0), classes) - p
+        return scores.masked_fill(ignored.unsqueeze(-1), 0)
+
+    def num_labels(self, labels: Tensor) -> int:
+        """Count the labels, of which an example may have several, without -100."""
+        return max(1, int((labels.long() != _IGNORED).sum()))
+
+    def check_order(self, outputs: Tensor, labels: object) -> None:
+        """Raise where labels fit classes in PyTorch's place, second, and not last."""
+        shape = labels.shape[1:] if isinstance(labels, Tensor) else None
+        if shape == outputs.shape[2:] != outputs.shape[1:-1]:
+            raise StructureError(
+                f"by the labels, outputs of shape {tuple(outputs.shape)} have classes "
+                "second: put them last, by outputs.transpose(1, 2) for [n, C, T]"
+            )
 
 
 class Bernoulli(Likelihood):
