@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.errors import DataError
+from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.errors import DataError, ParamsError
+from flwr_fisher.params import Params
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 
@@ -20,7 +22,7 @@ def accuracies(
     Parameters
     ----------
     model : nn.Module
-        Its own parameters are put back afterwards.
+        Left as it was: its parameters, and the mode of each of its modules.
     candidates : Mapping[str, Mapping[str, Tensor]]
         Parameters by method; what is missing stays the model's.
     loader : Iterable
@@ -30,6 +32,8 @@ def accuracies(
     ------
     DataError
         If the loader has no examples.
+    ParamsError
+        If a candidate has a key that the model lacks or has in another shape.
     """
     return {
         name: ensemble_accuracy(model, [params], [1.0], loader)
@@ -45,36 +49,37 @@ def ensemble_accuracy(
 ) -> float:
     """Return the accuracy of the members' weighted mean probabilities.
 
-    It is a reference: as many models as there are members, not one.
+    It is a reference: as many models as there are members, not one. The loader is read
+    once, so it may shuffle. Errors are those of :func:`accuracies`.
     """
-    batches = _predictions(model, members, weights, loader)
-    count = sum(y.numel() for _, y in batches)  # one label an example, or a token
-    if not count:
-        raise DataError("the loader has no examples")
-    return sum(int((p == y).sum()) for p, y in batches) / count
-
-
-def _predictions(
-    model: nn.Module,
-    members: Sequence[Mapping[str, Tensor]],
-    weights: Sequence[float],
-    loader: Loader,
-) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs (predicted, true) of every batch; the model is left as it was."""
     own = {k: v.clone() for k, v in model.state_dict().items()}
-    training, device = model.training, next(model.parameters()).device
-    total: dict[int, Tensor] = {}
-    labels: dict[int, Tensor] = {}
-    model.eval()
+    _check_fit(own, members)
+    device = next(model.parameters()).device
+    right = count = 0
     try:
-        for params, weight in zip(members, weights, strict=True):
-            model.load_state_dict(params, strict=False)
-            with torch.no_grad():
-                for index, (inputs, y) in enumerate(loader):
-                    p = model(inputs.to(device)).softmax(-1) * weight
-                    total[index] = total[index] + p if index in total else p
-                    labels[index] = y.to(device)
+        with evaluating(model), torch.no_grad():
+            for inputs, labels in loader:
+                x, mean = inputs.to(device), torch.zeros((), device=device)
+                for params, weight in zip(members, weights, strict=True):
+                    model.load_state_dict(own)  # what this member lacks
+                    model.load_state_dict(params, strict=False)
+                    mean = mean + model(x).softmax(-1) * weight
+                right += int((mean.argmax(-1) == labels.to(device)).sum())
+                count += labels.numel()  # one label an example, or a token
     finally:
         model.load_state_dict(own)
-        model.train(training)
-    return [(p.argmax(-1), labels[index]) for index, p in total.items()]
+    if not count:
+        raise DataError("the loader has no examples")
+    return right / count
+
+
+def _check_fit(own: Params, members: Sequence[Params]) -> None:
+    if not members:
+        raise ParamsError("an ensemble needs members")
+    for key, value in ((k, v) for params in members for k, v in params.items()):
+        if key not in own or own[key].shape != value.shape:
+            has = tuple(own[key].shape) if key in own else "no such key"
+            raise ParamsError(
+                f"the parameters have '{key}' of shape {tuple(value.shape)}, the model "
+                f"has {has}"
+            )
