@@ -16,6 +16,7 @@ from flwr_fisher.curvature import (
     Curvature,
     Dense,
     Diagonal,
+    EigenKronecker,
     Kronecker,
 )
 from flwr_fisher.merge import LocalPosterior
@@ -151,6 +152,20 @@ def random_kronecker(
     A = [random_psd(n, rank, 100 * seed + 2 * g) for g in range(groups)]
     G = [random_psd(out, rank, 100 * seed + 2 * g + 1) for g in range(groups)]
     return Kronecker(weight, size, torch.stack(A), torch.stack(G), bias)
+
+
+def random_eigen(
+    seed: int,
+    weight: str = "w",
+    shape: Sequence[int] = (4, 3),
+    bias: str | None = None,
+    groups: int = 1,
+) -> EigenKronecker:
+    """Return random moments in the eigenbasis of a random K-FAC."""
+    k = random_kronecker(seed, weight, shape, bias, groups, rank=5)
+    bases = [torch.linalg.eigh(factor).eigenvectors for factor in (k.A, k.G)]
+    moments = randn(7000 + seed, *k.matrix_shape, dtype=torch.float64).square()
+    return EigenKronecker(weight, k.weight_shape, *bases, moments, bias)
 
 
 def random_diagonal(seed: int, **shapes: Sequence[int]) -> Diagonal:

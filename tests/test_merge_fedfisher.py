@@ -1,5 +1,6 @@
 """The merge against dense solves, and the cases where it must be exact."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from oracles import (
     random_blocks,
     random_dense,
     random_diagonal,
+    random_eigen,
     random_kronecker,
     random_psd,
     relative,
@@ -28,7 +30,9 @@ from flwr_fisher.curvature import (
     Curvature,
     Dense,
     Diagonal,
+    EigenKronecker,
     Kronecker,
+    WeightedSum,
 )
 from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
 from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
@@ -40,6 +44,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.merge import (
     SOLVERS,
+    DiagonalSums,
     LocalPosterior,
     MergeResult,
     fedavg,
@@ -562,10 +567,7 @@ def test_balance_makes_the_shares_those_of_the_examples() -> None:
 
 def test_the_result_keeps_the_clients_dtypes() -> None:
     for solver in SOLVERS:
-        clients = [
-            replace(c, params={k: v.float() for k, v in c.params.items()})
-            for c in posteriors(diagonals)
-        ]
+        clients = [as_float32(c) for c in posteriors(diagonals)]
         got = fedfisher(clients, solver=solver)
         assert {v.dtype for v in got.params.values()} == {torch.float32}
 
@@ -647,6 +649,90 @@ def test_clients_must_have_one_layout() -> None:
             ParamsError, match=r"posterior 1 lacks the keys \['extra'\]"
         ):
             merge([extra, second])
+
+
+def spoiled(curvature: Curvature, part: str, index: tuple[int, ...], value: float):
+    """Return a curvature one number of which is another."""
+    other = copy.deepcopy(curvature)
+    block = next(b for b in other.blocks() if type(b).__name__ in part)
+    {
+        "Diagonal": lambda: block.entries["norm.weight"],
+        "Kronecker.A": lambda: block.A,
+        "Kronecker.G": lambda: block.G,
+        "EigenKronecker.S": lambda: block.moments,
+        "EigenKronecker.U": lambda: block.basis_A,
+        "Dense": lambda: block.matrix,
+    }[part]()[index] = value
+    return other
+
+
+def eigen(seed: int) -> EigenKronecker:
+    return random_eigen(seed, bias="b")
+
+
+@pytest.mark.parametrize(
+    ("make", "part", "index", "name"),
+    [
+        (random_blocks, "Diagonal", (1,), "norm.weight"),
+        (random_blocks, "Kronecker.A", (0, 1, 1), "conv.weight"),
+        (random_blocks, "Kronecker.G", (0, 1, 1), "conv.weight"),
+        (eigen, "EigenKronecker.S", (0, 1, 1), "'w', 'b'"),
+        (KINDS["dense"], "Dense", (2, 2), "'w', 'b'"),
+    ],
+    ids=["diagonal", "A", "G", "S", "dense"],
+)
+def test_a_curvature_that_is_none_is_refused(
+    make: Make, part: str, index: tuple[int, ...], name: str
+) -> None:
+    first, second, third = posteriors(make)
+    off_diagonal = (*index[:-1], 0)
+    for at, value, text in (
+        (index, -1e-3, "negative on a diagonal"),
+        (index, math.nan, "holds NaN or infinity"),
+        (index, math.inf, "holds NaN or infinity"),
+        (off_diagonal, math.nan, "holds NaN or infinity"),
+    ):
+        curvature = spoiled(second.curvature, part, at, value)
+        odd = replace(second, curvature=curvature)
+        lazy = replace(second, curvature=WeightedSum([curvature], [1.0]))
+        for wrong in (odd, lazy):
+            with pytest.raises(ParamsError, match=f"posterior 1:.*{name}.*{text}"):
+                fedfisher([first, wrong, third])
+
+
+def test_what_is_to_be_summed_is_checked_too() -> None:
+    negative = Diagonal({"w": -torch.ones(1)})
+    with pytest.raises(ParamsError, match=r"'w'.*negative on a diagonal"):
+        DiagonalSums.of(LocalPosterior({"w": torch.ones(1)}, negative, 1))
+
+
+def test_a_negative_pair_of_factors_does_not_hide_its_signs() -> None:
+    first, second, _ = posteriors(random_kronecker)
+    k = second.curvature
+    assert isinstance(k, Kronecker)
+    both = Kronecker(k.weight, k.weight_shape, -k.A, -k.G)
+    assert torch.equal(both.to_dense(), k.to_dense())
+    with pytest.raises(ParamsError, match=r"posterior 1:.*'w'.*negative"):
+        fedfisher([first, replace(second, curvature=both)])
+
+
+def test_a_basis_that_holds_nan_is_refused() -> None:
+    first, second, _ = posteriors(eigen)
+    odd = spoiled(second.curvature, "EigenKronecker.U", (0, 1, 1), math.nan)
+    with pytest.raises(ParamsError, match=r"posterior 1:.*'w', 'b'.*NaN"):
+        fedfisher([first, replace(second, curvature=odd)])
+
+
+@all_kinds
+def test_dtypes_must_be_the_same(make: Make) -> None:
+    clients = posteriors(make)
+    low = [as_float32(c) for c in clients]
+    mixed = replace(clients[2], curvature=low[2].curvature)
+    for merge in (fedfisher, fedavg):
+        with pytest.raises(ParamsError, match=r"posterior 1: '.*' is .*float64.*32"):
+            merge([low[0], clients[1], low[2]])
+        with pytest.raises(ParamsError, match=r"posterior 2: the curv.*float32.*64"):
+            merge([*clients[:2], mixed])
 
 
 def test_clients_curvatures_must_cover_the_same() -> None:

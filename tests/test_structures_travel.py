@@ -3,12 +3,21 @@
 import pytest
 import torch
 from torch import nn
+from uploads import STRUCTURES, upload_of
 
 from flwr_fisher.curvature import BlockDiagonal, Dense, EigenKronecker, fisher
 from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
+from flwr_fisher.merge.posterior import check_posteriors
 from flwr_fisher.params import flatten, shared_state, unflatten
-from flwr_fisher.wire import FisherUpload, curvature_to_tensors, tensors_to_curvature
+from flwr_fisher.wire import (
+    CODECS,
+    Codec,
+    FisherUpload,
+    curvature_to_tensors,
+    resolve,
+    tensors_to_curvature,
+)
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -65,6 +74,22 @@ def test_it_merges_to_the_dense_solution(structure):
             torch.testing.assert_close(
                 got[name], mean[name] + want[name], rtol=1e-3, atol=1e-4
             )
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    "codec", [CODECS["lossless"], CODECS["paper"], Codec(2.0), Codec(8.0)]
+)
+def test_what_is_decoded_can_be_merged(structure, codec):
+    """Rounding makes no curvature negative, and no dtype another."""
+    if codec.scheme == "paper" and structure not in ("kfac", "diagonal"):
+        pytest.skip("the paper has no such structure")
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        for spectrum in ("flat", "low-rank", "zero"):
+            sent = upload_of("mlp", structure, dtype, spectrum)
+            record = sent.to_arrays(chosen := resolve(codec, sent.params))
+            back = FisherUpload.from_arrays(record, sent.params, chosen)
+            check_posteriors([back.posterior(3)])
 
 
 def spoiled(structure: str, key: str, change) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ def fedfisher(
     Parameters
     ----------
     posteriors : Sequence[LocalPosterior]
-        One a client, all with the same keys and shapes.
+        One a client, all with the same keys, shapes and dtypes.
     solver : "cg" | "closed-form" | "adam" | "gd", default "cg"
         ``cg``: conjugate gradients, for any structure; a diagonal block is divided by,
         which is what they converge to. ``closed-form``: FisherMerge's, for diagonals.
@@ -82,7 +82,8 @@ def fedfisher(
     ConfigurationError
         If a number is out of range, or `score` is given to another solver.
     ParamsError
-        If there is no posterior, or their layouts differ.
+        If there is no posterior, their layouts or dtypes differ, or a client's
+        parameters or curvature are not finite, or its curvature is negative.
     StructureError
         If curvatures cover different parameters, or a closed form is wanted of a
         structure that has none.

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ConfigurationError, ParamsError
-from flwr_fisher.params import check_same_layout, weighted_mean
+from flwr_fisher.params import Params, check_finite, check_same_layout, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,37 @@ class LocalPosterior:
 
 
 def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
-    """Raise :class:`ParamsError` unless there are some, finite and of one layout."""
+    """Raise :class:`ParamsError` unless they can be merged.
+
+    There must be some, finite, of one layout and one dtype for each parameter and its
+    curvature, and no curvature negative on a diagonal.
+    """
     if not posteriors:
         raise ParamsError("there is no posterior to merge")
+    first = posteriors[0].params
     for index, posterior in enumerate(posteriors):
+        what = f"posterior {index}"
+        check_finite(posterior.params, what)
+        check_same_layout(first, posterior.params, what)
         for name, value in posterior.params.items():
-            if value.is_floating_point() and not value.isfinite().all():
-                raise ParamsError(f"posterior {index}: '{name}' holds NaN or infinity")
-    for index, other in enumerate(posteriors[1:], start=1):
-        check_same_layout(posteriors[0].params, other.params, f"posterior {index}")
+            _check_dtype(f"{what}: '{name}'", value.dtype, first[name].dtype)
+        for block in posterior.curvature.blocks():
+            _check_block(f"{what}: the curvature of {list(block.shapes)}", block, first)
+
+
+def _check_block(what: str, block: Curvature, params: Params) -> None:
+    for tensor in block.tensors():
+        for name in block.shapes:
+            _check_dtype(what, tensor.dtype, params[name].dtype)
+        if not tensor.isfinite().all():
+            raise ParamsError(f"{what} holds NaN or infinity")
+    if any((numbers < 0).any() for numbers in block.non_negative()):
+        raise ParamsError(f"{what} is negative on a diagonal")
+
+
+def _check_dtype(what: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    if dtype != expected:
+        raise ParamsError(f"{what} is {dtype}, where {expected} is expected")
 
 
 def fedavg(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:

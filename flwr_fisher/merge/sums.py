@@ -17,7 +17,7 @@ from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
 from flwr_fisher.merge.iterative import Progress, Score
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
-from flwr_fisher.merge.posterior import LocalPosterior
+from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import Params, check_same_layout, select
 
@@ -68,6 +68,8 @@ class DiagonalSums:
 
         Raises
         ------
+        ParamsError
+            If it is not finite, of several dtypes, or its curvature is negative.
         StructureError
             If its curvature is not diagonal.
 
@@ -78,6 +80,7 @@ class DiagonalSums:
         DiagonalSums(num_examples=4.0, params={'w': tensor([12.])}, fisher={'w': \
 tensor([2.])}, fisher_params={'w': tensor([6.])})
         """
+        check_posteriors([posterior])
         n, entries = float(posterior.num_examples), _diagonal(posterior)
         weighted = {k: n * F.double() for k, F in entries.items()}
         products = {k: nF * posterior.params[k] for k, nF in weighted.items()}

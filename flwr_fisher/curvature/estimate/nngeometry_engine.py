@@ -77,10 +77,9 @@ class _NNGeometryMatrix(Curvature):
         dense: Tensor = self.matrix.to_torch().detach()
         return dense
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense matrix."""
-        return 4 * self.numel() ** 2
+    def tensors(self) -> list[Tensor]:
+        """Return the dense matrix."""
+        return [self.to_dense()]
 
 
 def nngeometry_fisher(

@@ -37,10 +37,18 @@ class Curvature(ABC):
     def to_dense(self) -> Tensor:
         """Return :math:`F` as one matrix ``[d, d]``; for small models and tests."""
 
-    @property
     @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that this curvature holds; no copies."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes held by the tensors of this curvature."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def non_negative(self) -> list[Tensor]:
+        """Return numbers that are negative only if :math:`F` is no curvature."""
+        return list(self.diagonal().values())
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Curvature":
         """Return a copy that trusts its sample's correlations less.

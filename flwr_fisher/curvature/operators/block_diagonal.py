@@ -57,10 +57,9 @@ class BlockDiagonal(Curvature):
         matrix: Tensor = torch.block_diag(*dense)  # type: ignore[no-untyped-call]
         return matrix
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by all children."""
-        return sum(c.nbytes for c in self.children)
+    def tensors(self) -> list[Tensor]:
+        """Return the children's tensors."""
+        return [tensor for c in self.children for tensor in c.tensors()]
 
     def blocks(self) -> list[Curvature]:
         """Return the children's blocks."""

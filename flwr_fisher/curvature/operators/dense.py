@@ -54,7 +54,6 @@ class Dense(Curvature):
         """Return the matrix itself."""
         return self.matrix
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.matrix.nbytes
+    def tensors(self) -> list[Tensor]:
+        """Return the matrix."""
+        return [self.matrix]

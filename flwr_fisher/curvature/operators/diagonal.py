@@ -51,7 +51,6 @@ class Diagonal(Curvature):
         """Return the matrix with the entries on its diagonal."""
         return torch.diag(torch.cat([e.reshape(-1) for e in self.entries.values()]))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the entries."""
-        return sum(entry.nbytes for entry in self.entries.values())
+    def tensors(self) -> list[Tensor]:
+        """Return the entries."""
+        return list(self.entries.values())

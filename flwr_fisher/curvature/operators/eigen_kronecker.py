@@ -67,7 +67,10 @@ class EigenKronecker(LayerCurvature):
         bases = [(torch.kron(g, a), s.flatten()) for a, g, s in parts]
         return torch.stack([u * s @ u.mT for u, s in bases])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the bases and moments."""
-        return self.basis_A.nbytes + self.basis_G.nbytes + self.moments.nbytes
+    def tensors(self) -> list[Tensor]:
+        """Return the bases and the moments."""
+        return [self.basis_A, self.basis_G, self.moments]
+
+    def non_negative(self) -> list[Tensor]:
+        """Return the moments, in any basis."""
+        return [self.moments]

@@ -38,11 +38,6 @@ class SymmetricFactor:
         """The shape as one tensor, ``[groups, n, n]``."""
         return self.matrix.shape
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is held."""
-        return self.matrix.nbytes
-
     def to_dense(self) -> Tensor:
         """Return the matrices as one tensor ``[groups, n, n]``; it is not copied."""
         return self.matrix

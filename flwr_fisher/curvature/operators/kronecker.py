@@ -95,7 +95,10 @@ class Kronecker(LayerCurvature):
         pairs = zip(self.A, self.G, strict=True)
         return torch.stack([torch.kron(g, a) for a, g in pairs])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both factors."""
-        return self.of_inputs.nbytes + self.of_outputs.nbytes
+    def tensors(self) -> list[Tensor]:
+        """Return both factors."""
+        return [self.A, self.G]
+
+    def non_negative(self) -> list[Tensor]:
+        """Return both factors' diagonals, whose products may hide their signs."""
+        return [self.of_inputs.diagonal(), self.of_outputs.diagonal()]

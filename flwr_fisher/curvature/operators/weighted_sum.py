@@ -74,10 +74,13 @@ class WeightedSum(Curvature):
         parts = [weight * _dense_as(term, self.shapes) for weight, term in self]
         return torch.stack(parts).sum(0)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by all terms."""
-        return sum(term.nbytes for term in self.terms)
+    def tensors(self) -> list[Tensor]:
+        """Return the terms' tensors."""
+        return [tensor for term in self.terms for tensor in term.tensors()]
+
+    def non_negative(self) -> list[Tensor]:
+        """Return what must not be negative in any term."""
+        return [numbers for term in self.terms for numbers in term.non_negative()]
 
     def blocks(self) -> list["WeightedSum"]:
         """Return one weighted sum for each block that all terms share."""
