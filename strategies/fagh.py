@@ -9,17 +9,11 @@ from torch import Tensor
 
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import ConfigurationError, check_known
-from flwr_fisher.params import Params, dot, flatten, norm, weighted_mean
+from flwr_fisher.params import Params, dot, flatten, norm
 from flwr_fisher.rounds import FaghMoments, FaghStep, fagh_step
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import (
-    Exchange,
-    Groups,
-    ServerState,
-    Step,
-    Upload,
-    weights_of,
-)
+from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
+from flwr_fisher.server.uploads import mean_vector
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
@@ -124,21 +118,14 @@ class FAGH(CurvatureStrategy):
             return [Exchange(config, _read, self._step, send=_send)]
         return [Exchange(config, _read, self._step)]
 
-    def _step(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
-    ) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         """Update the moments, and step along Newton's direction."""
-        weights = weights_of(uploads)
-        gradient = weighted_mean(
-            [u.payload.vectors["gradient"] for u in uploads], weights
-        )
+        gradient = mean_vector(uploads, "gradient")
         if self.probe == "none":
             product = {k: torch.zeros_like(v) for k, v in gradient.items()}
             along = torch.zeros(())
         else:
-            product = weighted_mean(
-                [u.payload.vectors["hvp"] for u in uploads], weights
-            )
+            product = mean_vector(uploads, "hvp")
             along = self._along(state, product)
         moments, t, fallbacks = _memory(state)
         step = fagh_step(
@@ -154,7 +141,7 @@ class FAGH(CurvatureStrategy):
         groups = _groups(step, t + 1, fallbacks + fell_back)
         if self.probe == "momentum":
             groups[_DIRECTION] = step.direction
-        metrics: dict[str, int | float | list[float]] = {
+        metrics = {
             "curvature": step.curvature,
             "fallbacks": fallbacks + fell_back,
             "fell-back": fell_back,

@@ -11,7 +11,8 @@ from flwr_fisher.errors import ConfigurationError, check_known, check_range
 from flwr_fisher.params import Params, norm, weighted_mean
 from flwr_fisher.rounds import fedfish_average, make_optimizer, server_step
 from flwr_fisher.rounds.updates import double, updates
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, weights_of
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, get_codec, resolve
 
@@ -139,9 +140,7 @@ class FedFish(CurvatureStrategy):
         """Refuse a budget that is too small for the model."""
         resolve(self.codec, state.params)
 
-    def _step(
-        self, state: ServerState, uploads: Sequence[Upload[FisherUpload]]
-    ) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
         """Step along the Fisher-weighted mean of the clients' updates."""
         fishers = [upload.payload.curvature.diagonal() for upload in uploads]
         trained = [upload.payload.params for upload in uploads]
@@ -156,7 +155,7 @@ class FedFish(CurvatureStrategy):
         return self._descend(state, gradient, fishers, buffers, weights_of(uploads))
 
     def _step_of_products(
-        self, state: ServerState, uploads: Sequence[Upload[ProductUpload]]
+        self, state: ServerState, uploads: Uploads[ProductUpload]
     ) -> Step:
         """Step along the mean of the clients' products."""
         products = [upload.payload.products for upload in uploads]
@@ -185,7 +184,7 @@ class FedFish(CurvatureStrategy):
             for k, v in state.params.items()
         }
         zeros = [not any(v.any() for v in fisher.values()) for fisher in fishers]
-        metrics: dict[str, int | float | list[float]] = {
+        metrics = {
             "num-zero-fishers": sum(zeros),
             "pseudo-gradient-norm": float(norm(gradient)),
         }

@@ -20,7 +20,7 @@ from flwr_fisher.merge import (
 from flwr_fisher.merge.iterative import Score
 from flwr_fisher.merge.options import check_score
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import (
     AGGREGATES,
@@ -189,9 +189,7 @@ class FedFisherOneShot(CurvatureStrategy):
                 "codec='auto': the model is so small that uploads are sent lossless"
             )
 
-    def _step(
-        self, state: ServerState, uploads: Sequence[Upload[FisherUpload]]
-    ) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
         """Merge the uploads."""
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         merged = fedfisher(
@@ -199,9 +197,7 @@ class FedFisherOneShot(CurvatureStrategy):
         )
         return _step(merged)
 
-    def _step_from_sums(
-        self, state: ServerState, uploads: Sequence[Upload[SumsUpload]]
-    ) -> Step:
+    def _step_from_sums(self, state: ServerState, uploads: Uploads[SumsUpload]) -> Step:
         """Merge the sums over the uploads."""
         merged = fedfisher_from_sums(
             add_sums([upload.payload.sums for upload in uploads]),
@@ -219,10 +215,9 @@ class FedFisherOneShot(CurvatureStrategy):
 
 
 def _step(merged: MergeResult) -> Step:
-    metrics: dict[str, int | float | list[float]] = {
+    metrics = {
         "solver-iterations": merged.iterations,
         "solver-residual": merged.residuals[-1],
     }
-    if merged.shares:
-        metrics["client-share"] = merged.shares
-    return Step(ServerState(merged.params), metrics, merged)
+    shares = {"client-share": merged.shares} if merged.shares else {}
+    return Step(ServerState(merged.params), {**metrics, **shares}, merged)

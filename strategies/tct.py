@@ -18,7 +18,7 @@ from flwr_fisher.errors import (
     check_whole,
 )
 from flwr_fisher.server.driver import Driver
-from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Upload
+from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
@@ -248,22 +248,18 @@ class TCT(CurvatureStrategy):
             "feature-dtype": self.feature_dtype,
         }
 
-    def _standardise(
-        self, state: ServerState, uploads: Sequence[Upload[TangentUpload]]
-    ) -> Step:
+    def _standardise(self, state: ServerState, uploads: Uploads[TangentUpload]) -> Step:
         standardise = self.standardise
         return standardise_features(
             state, uploads, seed=self.seed, standardise=standardise
         )
 
     def _agree_on_rate(
-        self, state: ServerState, uploads: Sequence[Upload[TangentUpload]]
+        self, state: ServerState, uploads: Uploads[TangentUpload]
     ) -> Step:
         return agree_on_rate(state, uploads, lr=self.lr, control=self.control_variates)
 
-    def _average(
-        self, state: ServerState, uploads: Sequence[Upload[TangentUpload]]
-    ) -> Step:
+    def _average(self, state: ServerState, uploads: Uploads[TangentUpload]) -> Step:
         connected = self.cohort.connected
         return average(state, uploads, connected, local_steps=self.local_steps)
 

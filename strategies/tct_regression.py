@@ -1,15 +1,16 @@
 """TCT's second stage: what is sent to clients, and what uploads make of the state."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, weights_of
-from flwr_fisher.server.membership import Membership
+from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads
+from flwr_fisher.server.membership import Membership, lost_states
+from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.tangent import (
     FeatureMoments,
     check_lr,
@@ -50,7 +51,7 @@ def send(state: ServerState) -> Groups:
 
 def standardise_features(
     state: ServerState,
-    uploads: Sequence[Upload[TangentUpload]],
+    uploads: Uploads[TangentUpload],
     *,
     seed: int,
     standardise: bool,
@@ -79,7 +80,7 @@ def standardise_features(
 
 def agree_on_rate(
     state: ServerState,
-    uploads: Sequence[Upload[TangentUpload]],
+    uploads: Uploads[TangentUpload],
     *,
     lr: float | None,
     control: bool,
@@ -112,7 +113,7 @@ def agree_on_rate(
 
 def average(
     state: ServerState,
-    uploads: Sequence[Upload[TangentUpload]],
+    uploads: Uploads[TangentUpload],
     connected: int,
     *,
     local_steps: int,
@@ -132,11 +133,7 @@ def average(
         lr=lr,
         local_steps=local_steps,
     )
-    lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
-    if lost:
-        logger.warning(
-            "%d clients have lost their control variate, and start from zero", lost
-        )
+    lost = lost_states(uploads)
     metrics: dict[str, Any] = {"stage": 2, _LR: lr, "num-lost-states": lost}
     groups = {**state.groups, MEMBERSHIP: members.to_tensors()}
     details = None

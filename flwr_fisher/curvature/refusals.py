@@ -3,7 +3,7 @@
 _SAID = (
     *("not implemented", "not been implemented", "does not support", "forward AD"),
     *("jvp", "vmap", "functorch", "torch.func", "torch.utils.checkpoint"),
-    # vmap: the memory of a tensor that it has wrapped, and a GRU's and LSTM's own steps.
+    # vmap: the memory of a wrapped tensor, and a GRU's and LSTM's own steps.
     *("Cannot access", "the broadcast shape"),
 )
 

@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr_fisher.errors import CheckpointError, WireError
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.collect import collect
-from flwr_fisher.server.exchange import Exchange, ServerState, Upload
+from flwr_fisher.server.exchange import Exchange, ServerState, Uploads
 from flwr_fisher.server.open_exchange import OpenExchange, Sampling
 from flwr_fisher.server.run import Run
 
@@ -58,7 +58,7 @@ class Driver:
         config: ConfigRecord,
         *,
         scope: str | None = None,
-    ) -> Sequence[Upload[Any]]:
+    ) -> Uploads[Any]:
         """Do a round's exchanges; return the last one's uploads.
 
         Uploads that an interrupted run admitted are taken from disk, and their clients
@@ -85,7 +85,7 @@ class Driver:
         """
         if method.fraction_train == 0.0:  # FedAvg's way to evaluate without training
             return []
-        uploads: Sequence[Upload[Any]] = []
+        uploads: Uploads[Any] = []
         for index, exchange in enumerate(method.exchanges(server_round), start=1):
             opened = OpenExchange(
                 method,

@@ -93,6 +93,9 @@ class Upload(Generic[P]):
     num_bytes: int
 
 
+Uploads = Sequence[Upload[P]]
+
+
 @dataclass(frozen=True)
 class Step:
     """What a strategy's step returns.
@@ -101,14 +104,14 @@ class Step:
     ----------
     state : ServerState
         The new state.
-    metrics : dict[str, int | float | list[float]]
+    metrics : Mapping[str, int | float | list[float]]
         What joins the round's aggregated train metrics.
     details : Any
         What the last step leaves for ``CurvatureResult.details``.
     """
 
     state: ServerState
-    metrics: dict[str, int | float | list[float]] = field(default_factory=dict)
+    metrics: Mapping[str, int | float | list[float]] = field(default_factory=dict)
     details: Any = None
 
 
@@ -124,7 +127,7 @@ class Exchange(Generic[P]):
     read : Callable[[ArrayRecord, Params], P]
         Decodes and checks a reply, given the parameters that were sent out; raises
         ``WireError``.
-    step : Callable[[ServerState, Sequence[Upload[P]]], Step]
+    step : Callable[[ServerState, Uploads[P]], Step]
         Makes the next state of the uploads, which are at least one.
     send : Callable[[ServerState], Mapping[str, Mapping[str, Tensor]]]
         What is sent beside the parameters, in named groups.
@@ -136,7 +139,7 @@ class Exchange(Generic[P]):
 
     options: Mapping[str, ConfigRecordValues]
     read: Callable[[ArrayRecord, Params], P]
-    step: Callable[[ServerState, Sequence[Upload[P]]], Step]
+    step: Callable[[ServerState, Uploads[P]], Step]
     send: Callable[[ServerState], Groups] = lambda state: {}
     start: Callable[[ServerState], Params] = lambda state: state.params
     everyone: bool = False
@@ -148,8 +151,3 @@ class Exchange(Generic[P]):
     def arrays(self, state: ServerState) -> ArrayRecord:
         """Return the record that is sent out: parameters, and the groups beside."""
         return tensors_to_arrays({**self.start(state), **join_groups(self.send(state))})
-
-
-def weights_of(uploads: Sequence[Upload[Any]]) -> list[float]:
-    """Return the clients' weights."""
-    return [upload.num_examples for upload in uploads]

@@ -1,5 +1,6 @@
 """Who has taken part in a run whose clients keep control variates on their disks."""
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Upload
+from flwr_fisher.server.exchange import Uploads
 from flwr_fisher.wire import Roster
+
+logger = logging.getLogger("flwr")
 
 _RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
 
@@ -43,7 +46,7 @@ class Membership:
         """Return that of a run that begins."""
         return cls(secrets.randbits(62))
 
-    def after(self, uploads: Sequence[Upload[Any]], connected: int) -> "Membership":
+    def after(self, uploads: Uploads[Any], connected: int) -> "Membership":
         """Return the membership after one more step, to which these uploads gave.
 
         There are as many clients as are connected, or have taken part if that is more.
@@ -81,3 +84,13 @@ class Membership:
         """Read what :meth:`to_tensors` returned, among other things."""
         roster, total = Roster.from_tensors(tensors), float(tensors.get(_TOTAL, 0.0))
         return cls(int(tensors[_RUN]), int(tensors[_STEPS]), total, roster)
+
+
+def lost_states(uploads: Uploads[Any]) -> int:
+    """Return how many clients lost their control variate, and warn of it."""
+    lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
+    if lost:
+        logger.warning(
+            "%d clients have lost their control variate, and start from zero", lost
+        )
+    return lost

@@ -1,7 +1,7 @@
 """One exchange under way: whom it asks, what they are sent, what came of it."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr_fisher.errors import RoundError
 from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
 from flwr_fisher.wire import Payload, named_options
 
 logger = logging.getLogger("flwr")
@@ -59,7 +59,7 @@ class Finished(Generic[P]):
     """What became of an exchange: the step, its uploads, the clients' metrics."""
 
     step: Step
-    uploads: Sequence[Upload[P]]
+    uploads: Uploads[P]
     metrics: MetricRecord
 
 

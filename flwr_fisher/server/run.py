@@ -1,7 +1,7 @@
 """One run of a strategy: its state, its result so far, and both on disk."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from flwr_fisher.errors import CheckpointError, ConfigurationError
 from flwr_fisher.params import Params
 from flwr_fisher.server.checkpoint import CheckpointDir, RoundCheckpoint
-from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload
+from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 logger = logging.getLogger("flwr")
@@ -166,7 +166,7 @@ class Run:
         self,
         server_round: int,
         step: Step,
-        uploads: Sequence[Upload[Any]],
+        uploads: Uploads[Any],
         metrics: MetricRecord,
     ) -> None:
         """Take a step's outcome; a later exchange's metrics join an earlier one's."""

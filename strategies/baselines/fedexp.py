@@ -7,7 +7,8 @@ from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.params import Params
 from flwr_fisher.rounds import fedexp_step, last_two_mean
 from flwr_fisher.rounds.updates import double, updates, with_averages
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, weights_of
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
@@ -86,9 +87,7 @@ class FedExP(CurvatureStrategy):
         read = VectorUpload.reader(params=True)
         return [Exchange({}, read, self._step, start=_iterate)]
 
-    def _step(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
-    ) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         """Step along the mean update, and beyond."""
         start, weights = _iterate(state), weights_of(uploads)
         names = self._names(start)
@@ -100,7 +99,7 @@ class FedExP(CurvatureStrategy):
             epsilon=self.epsilon,
         )
         last = with_averages(start, step.params, trained, weights)
-        metrics: dict[str, int | float | list[float]] = {"server-lr": step.lr}
+        metrics = {"server-lr": step.lr}
         if not self.average_last_two:
             return Step(ServerState(last), metrics, step)
         mean = last_two_mean(last, start if state.groups else None)

@@ -6,7 +6,8 @@ from typing import Any
 from flwr_fisher.errors import check_range
 from flwr_fisher.params import norm, weighted_mean
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, weights_of
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.uploads import mean_vector, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
@@ -74,19 +75,16 @@ class FedGA(CurvatureStrategy):
         return [gradients, models]
 
     def _keep_gradient(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+        self, state: ServerState, uploads: Uploads[VectorUpload]
     ) -> Step:
-        gradients = [upload.payload.vectors[_GRADIENT] for upload in uploads]
-        gradient = weighted_mean(gradients, weights_of(uploads))
-        metrics: dict[str, int | float | list[float]] = {
+        gradient = mean_vector(uploads, _GRADIENT)
+        metrics = {
             "gradient-norm": float(norm(double(gradient))),
             "num-gradients": len(uploads),
         }
         return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
 
-    def _average(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
-    ) -> Step:
+    def _average(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         """Average the trained models."""
         trained = [upload.payload.params for upload in uploads]
         averaged = weighted_mean(trained, weights_of(uploads))

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_range
-from flwr_fisher.params import norm, weighted_mean
+from flwr_fisher.params import norm
 from flwr_fisher.rounds import newton_step
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, weights_of
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.uploads import mean_vector
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
@@ -65,21 +66,15 @@ class NewtonStrategy(CurvatureStrategy):
         return [gradients, directions]
 
     def _keep_gradient(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+        self, state: ServerState, uploads: Uploads[VectorUpload]
     ) -> Step:
-        gradients = [upload.payload.vectors[_GRADIENT] for upload in uploads]
-        gradient = weighted_mean(gradients, weights_of(uploads))
-        metrics: dict[str, int | float | list[float]] = {
-            "gradient-norm": float(norm(double(gradient)))
-        }
+        gradient = mean_vector(uploads, _GRADIENT)
+        metrics = {"gradient-norm": float(norm(double(gradient)))}
         return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
 
-    def _step(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
-    ) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         """Step along the mean of the clients' directions."""
-        directions = [upload.payload.vectors[_DIRECTION] for upload in uploads]
-        direction = weighted_mean(directions, weights_of(uploads))
+        direction = mean_vector(uploads, _DIRECTION)
         params = newton_step(state.params, [direction], [1.0], lr=self.lr)
         return Step(ServerState(params), details=direction)
 

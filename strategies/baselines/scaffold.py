@@ -1,6 +1,5 @@
 """SCAFFOLD: control variates against the drift of clients' local steps."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +9,11 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.params import norm, scale
 from flwr_fisher.rounds import scaffold_step
 from flwr_fisher.rounds.updates import double, updates, with_averages
-from flwr_fisher.server.exchange import (
-    Exchange,
-    Groups,
-    ServerState,
-    Step,
-    Upload,
-    weights_of,
-)
-from flwr_fisher.server.membership import Membership
+from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
+from flwr_fisher.server.membership import Membership, lost_states
+from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
-
-logger = logging.getLogger("flwr")
 
 _CONTROL, _MEMBERSHIP = "control", "membership"
 
@@ -92,9 +83,7 @@ class Scaffold(CurvatureStrategy):
         read = VectorUpload.reader(_CONTROL, params=True)
         return [Exchange({"job": "scaffold"}, read, self._step, send=_send)]
 
-    def _step(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
-    ) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         """Average models, and renew the control variate."""
         weights = weights_of(uploads)
         changes = [upload.payload.vectors[_CONTROL] for upload in uploads]
@@ -118,12 +107,8 @@ class Scaffold(CurvatureStrategy):
         control = {n: v.to(changes[0][n].dtype) for n, v in control.items()}
         groups = {_MEMBERSHIP: members.to_tensors(), _CONTROL: control}
         params = with_averages(state.params, stepped, trained, weights)
-        lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
-        if lost:
-            logger.warning(
-                "%d clients have lost their control variate, and start from zero", lost
-            )
-        metrics: dict[str, int | float | list[float]] = {
+        lost = lost_states(uploads)
+        metrics = {
             "num-lost-states": lost,
             "control-norm": float(norm(double(control, names))),
         }
