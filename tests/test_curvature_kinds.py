@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from oracles import (
     random_blocks,
     random_dense,
     random_diagonal,
+    random_eigen,
     random_kronecker,
     random_like,
     random_psd,
@@ -23,6 +25,7 @@ from flwr_fisher.curvature import (
     Curvature,
     Dense,
     Diagonal,
+    EigenKronecker,
     Kronecker,
     WeightedSum,
 )
@@ -32,6 +35,14 @@ from flwr_fisher.errors import StructureError
 
 Make = Callable[[int], Curvature]
 
+LAYERS = {
+    "conv.weight": (2, 1, 2),
+    "conv.bias": (2,),
+    "position": (2, 2),
+    "norm.weight": (3,),
+    "fc.bias": (3,),
+    "fc.weight": (3, 2),
+}
 KINDS: dict[str, Make] = {
     "diagonal": lambda s: random_diagonal(s, w=(2, 3), b=(2,)),
     "kronecker": random_kronecker,
@@ -41,7 +52,10 @@ KINDS: dict[str, Make] = {
     "kronecker-groups-bias": lambda s: random_kronecker(
         s, shape=(6, 1, 2), bias="b", groups=3
     ),
+    "eigen-bias": lambda s: random_eigen(s, bias="b"),
+    "eigen-groups-bias": lambda s: random_eigen(s, shape=(6, 1, 2), bias="b", groups=3),
     "dense": lambda s: random_dense(s, 4, w=(2, 3), b=(2,)),
+    "dense-layers": lambda s: random_dense(s, 6, **LAYERS),
     "blocks": random_blocks,
     "weighted-sum": lambda s: WeightedSum(
         [random_blocks(3 * s + i) for i in range(3)], [0.2, 0.0, 1.5]
@@ -209,8 +223,86 @@ def test_damping_draws_g_towards_the_identity_group_by_group(amount: float) -> N
         close(k.regularised(damping=amount).to_dense(), want.to_dense())
         both = k.regularised(shrink=0.2, damping=amount).to_dense()
         close(both, want.regularised(shrink=0.2).to_dense())
-    dense = KINDS["dense"](1)
-    close(dense.regularised(damping=amount).to_dense(), dense.to_dense())
+
+
+def eigen_of(k: Kronecker) -> EigenKronecker:
+    """Return the same matrix by its eigenbasis."""
+    (a, U_A), (g, U_G) = torch.linalg.eigh(k.A), torch.linalg.eigh(k.G)
+    moments = g.unsqueeze(-1) * a.unsqueeze(-2)
+    return EigenKronecker(k.weight, k.weight_shape, U_A, U_G, moments, k.bias)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shrink", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"bias": "fc.bias"},
+        {"bias": None},
+        {"shape": (6, 1, 2), "bias": "fc.bias", "groups": 3},
+    ],
+    ids=["bias", "no bias", "groups"],
+)
+def test_regularising_means_the_same_in_the_eigenbasis(
+    layer: dict[str, Any], shrink: float, damping: float
+) -> None:
+    k = random_kronecker(1, "fc.weight", **layer)
+    want = k.regularised(shrink=shrink, damping=damping)
+    got = eigen_of(k).regularised(shrink=shrink, damping=damping)
+    close(got.to_dense(), want.to_dense())
+    v = random_like(k, 3)
+    close(flat(got.matvec(v)), flat(want.matvec(v)))
+    assert got.trace() == pytest.approx(k.trace(), rel=1e-12)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("bias", ["fc.bias", None])
+def test_damping_means_the_same_to_a_dense_layer(
+    bias: str | None, damping: float
+) -> None:
+    k = random_kronecker(1, "fc.weight", (4, 3, 2), bias)
+    dense = Dense(k.shapes, k.to_dense())
+    want = k.regularised(damping=damping).to_dense()
+    close(dense.regularised(damping=damping).to_dense(), want)
+    other = random_diagonal(2, position=(3, 2), norm=(3,))
+    shapes = {**other.shapes, **k.shapes}
+    whole = Dense(shapes, torch.block_diag(other.to_dense(), k.to_dense()))
+    got = whole.regularised(damping=damping).to_dense()
+    close(got, torch.block_diag(other.to_dense(), want))
+
+
+def test_full_damping_leaves_one_block_for_all_outputs_of_a_layer() -> None:
+    dense = random_dense(1, 30, **LAYERS)
+    matrix = dense.regularised(damping=1.0).to_dense()
+    want = torch.diag(dense.matrix.diagonal())
+    at = {"conv": [[0, 1, 4], [2, 3, 5]], "fc": [[16, 17, 13], [18, 19, 14]]}
+    at["fc"].append([20, 21, 15])
+    for outputs in at.values():
+        mean = sum(dense.matrix[o][:, o] for o in outputs) / len(outputs)
+        for o in outputs:
+            want[torch.tensor(o).unsqueeze(1), o] = mean
+    close(matrix, want)
+    # Where a bias does not fit (of a transposed convolution), it stays by itself.
+    odd = random_dense(1, 30, **{"up.weight": (2, 3), "up.bias": (3,)})
+    kept = odd.regularised(damping=1.0).to_dense()[6:, 6:]
+    close(kept, torch.diag(odd.matrix.diagonal()[6:]))
+
+
+@pytest.mark.parametrize("amount", [0.3, 1.0])
+def test_damping_reaches_directions_that_a_codec_left_out(amount: float) -> None:
+    whole = random_eigen(1)  # no bias, so that rows are outputs by inputs
+    kept_A = torch.tensor([1.0, 1.0, 0.0]).double()
+    kept_G = torch.tensor([1.0, 1.0, 0.0, 0.0]).double()
+    bases = whole.basis_A * kept_A, whole.basis_G * kept_G
+    cut_off = EigenKronecker("w", whole.weight_shape, *bases, whole.moments)
+    F = cut_off.to_dense()
+    of_inputs = torch.einsum("iaib->ab", F.reshape(4, 3, 4, 3)) / 4
+    apart = torch.kron(torch.eye(4).double(), of_inputs)
+    got = cut_off.regularised(damping=amount)
+    close(got.to_dense(), (1 - amount) * F + amount * apart)
+    assert got.trace() == pytest.approx(cut_off.trace(), rel=1e-12)
+    shrunk = cut_off.regularised(shrink=amount)
+    assert shrunk.trace() == pytest.approx(cut_off.trace(), rel=1e-12)
 
 
 @all_kinds

@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_refused() -> None:
         replace(one, params={"w": one.params["w"]})
     with pytest.raises(ConfigurationError, match="num_examples must be > 0"):
         replace(one, num_examples=0)
-    with pytest.raises(ParamsError, match="NaN or infinity for 'b'"):
+    with pytest.raises(ParamsError, match="'b' holds NaN or infinity"):
         fedfisher_from_sums(
             replace(one, fisher=one.fisher | {"b": one.fisher["b"] * NAN})
         )

@@ -49,8 +49,8 @@ def fedfisher(
     damping : float, optional
         In [0, 1]: draws the second moment of a layer's output gradients towards the
         multiple of the identity with the same trace; a client that is sure of nearly
-        every example estimates it from few. K-FAC only. Default 0.3 with ``cg``,
-        otherwise 0.
+        every example estimates it from few. Of no effect on a diagonal. Default 0.3
+        with ``cg``, otherwise 0.
     balance : float, optional
         :math:`\gamma` in [0, 1]: in layer :math:`\ell`,
         :math:`w_i \propto p_i / (\operatorname{tr} F_{i\ell})^\gamma`, since an

@@ -10,7 +10,7 @@ from flwr_fisher.curvature import WeightedSum
 from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
-from flwr_fisher.params import Params, add, scale, select, subtract
+from flwr_fisher.params import Params, add, scale, select, shares_of, subtract
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,10 @@ def linear_systems(
             rhs = add(rhs, part.matvec(away), weight)
         blocks.append(LinearSystem.anchored(total, rhs, options.anchor))
         shares = [s + w * t for s, w, t in zip(shares, weights, traces, strict=True)]
-    return blocks, _normalised(shares) if sum(shares) else _normalised(examples)
+    return blocks, shares_of(shares if sum(shares) else examples)
 
 
 def _weights(examples: list[float], traces: list[float], balance: float) -> list[float]:
     # A client that is certain of everything has no curvature, and nothing to balance.
     powers = [trace**balance if trace > 0 else 1.0 for trace in traces]
-    return _normalised([n / power for n, power in zip(examples, powers, strict=True)])
-
-
-def _normalised(values: list[float]) -> list[float]:
-    total = sum(values)
-    return [value / total for value in values]
+    return shares_of([n / power for n, power in zip(examples, powers, strict=True)])

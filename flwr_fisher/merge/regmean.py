@@ -8,6 +8,7 @@ from torch import Tensor
 from flwr_fisher.curvature import Kronecker, WeightedSum
 from flwr_fisher.errors import StructureError, check_range
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
+from flwr_fisher.params import shares_of
 
 
 def regmean(
@@ -40,7 +41,7 @@ def regmean(
     merged = fedavg(posteriors)
     total = WeightedSum(
         [p.curvature.regularised(shrink=1 - off_diagonal) for p in posteriors],
-        [p.num_examples / sum(q.num_examples for q in posteriors) for p in posteriors],
+        shares_of([p.num_examples for p in posteriors]),
     )
     layers = [
         [(w, k) for w, k in block if isinstance(k, Kronecker)]

@@ -19,7 +19,7 @@ from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
-from flwr_fisher.params import Params, check_same_layout, select
+from flwr_fisher.params import Params, check_finite, check_same_layout, select
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,7 @@ def fedfisher_from_sums(
     chosen = sums_options(**options)
     check_score(score, chosen.solver)
     for part in (sums.params, sums.fisher, sums.fisher_params):
-        for name, value in part.items():
-            if not value.isfinite().all():
-                raise ParamsError(f"the sums hold NaN or infinity for '{name}'")
+        check_finite(part, "the sums")
     mean = sums.mean(like)
     blocks = [_block(sums, name, mean[name], chosen.anchor) for name in sums.fisher]
     return solve(mean, blocks, [], chosen, score, progress)

@@ -53,8 +53,8 @@ class Curvature(ABC):
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Curvature":
         """Return a copy that trusts its sample's correlations less.
 
-        :class:`Kronecker` and :class:`Dense` say what they do; a diagonal has no
-        correlations and returns itself.
+        :class:`Kronecker`, :class:`EigenKronecker` and :class:`Dense` say what they
+        do; a diagonal has no correlations and returns itself.
 
         Parameters
         ----------

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.matrices import to_matrices
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, Shapes, flatten, select, unflatten
 
@@ -43,12 +44,29 @@ class Dense(Curvature):
         return Dense(self.shapes, self.matrix * factor)
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Dense":
-        """Return the matrix with its off-diagonal entries scaled by ``1 - shrink``.
+        r"""Return the matrix drawn towards simpler ones; its trace stays as it is.
 
-        Inputs and outputs are not distinguished, so `damping` does nothing.
+        Off-diagonal entries are scaled by ``1 - shrink``. Then `damping` mixes in a
+        matrix without correlations between outputs, in which each layer (a
+        ``…weight`` of two or more dimensions and its ``…bias``) has for all outputs
+        the mean of their blocks, and any other parameter its diagonal. This is what
+        it is to :meth:`Kronecker.regularised` where the matrix is one layer's
+        :math:`G \otimes A`; of groups it knows nothing.
         """
-        kept = torch.diag(self.matrix.diagonal())
-        return Dense(self.shapes, torch.lerp(self.matrix, kept, shrink))
+        matrix = self.matrix.lerp(torch.diag(self.matrix.diagonal()), shrink)
+        return Dense(self.shapes, matrix.lerp(self._outputs_apart(matrix), damping))
+
+    def _outputs_apart(self, matrix: Tensor) -> Tensor:
+        apart = torch.diag(matrix.diagonal())
+        rows = unflatten(torch.arange(self.numel()).to(apart.device), self.shapes)
+        for name, weight in rows.items():
+            if name.endswith("weight") and weight.dim() > 1:
+                bias = rows.get(name.removesuffix("weight") + "bias")
+                fits = bias is not None and bias.shape == weight.shape[:1]
+                (at,) = to_matrices(weight, bias if fits else None, 1)  # out by in
+                blocks = at.unsqueeze(2), at.unsqueeze(1)
+                apart[blocks] = matrix[blocks].mean(0)
+        return apart
 
     def to_dense(self) -> Tensor:
         """Return the matrix itself."""

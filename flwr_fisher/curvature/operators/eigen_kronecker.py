@@ -1,11 +1,11 @@
 """The curvature of one layer in K-FAC's eigenbasis: E-KFAC."""
 
-import copy
-
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
@@ -57,14 +57,43 @@ class EigenKronecker(LayerCurvature):
 
     def scaled(self, factor: float) -> "EigenKronecker":
         """Return the curvature with its moments scaled."""
-        scaled = copy.copy(self)
-        scaled.moments = self.moments * factor
-        return scaled
+        return self._with(self.basis_A, self.basis_G, self.moments * factor)
+
+    def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> Curvature:
+        r"""Return what :meth:`Kronecker.regularised` is to K-FAC.
+
+        `damping` draws the moments to their mean over outputs. `shrink` mixes in the
+        curvature without correlations between inputs, which has the moments
+        :math:`S\,(U_A \circ U_A)^\top` in the inputs' own basis. Traces stay as they
+        are. Where columns of a basis were left out by a codec, damping reaches those
+        directions, too.
+        """
+        damped = self._damped(damping) if damping else self
+        if not shrink:
+            return damped
+        eye = torch.eye(self.basis_A.shape[-1]).to(self.basis_A).expand_as(self.basis_A)
+        moments = damped.moments @ self.basis_A.square().mT
+        apart = damped._with(eye, damped.basis_G, moments)
+        return WeightedSum([damped, apart], [1 - shrink, shrink])
+
+    def _damped(self, share: float) -> "EigenKronecker":
+        wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR
+        basis = torch.linalg.qr(self.basis_G.to(wide))[0].to(self.basis_G)
+        moments = self.moments * self.basis_G.square().sum(-2).unsqueeze(-1)
+        drawn = moments.lerp(moments.mean(1, keepdim=True), share)
+        return self._with(self.basis_A, basis, drawn)
+
+    def _with(self, A: Tensor, G: Tensor, moments: Tensor) -> "EigenKronecker":
+        return EigenKronecker(self.weight, self.weight_shape, A, G, moments, self.bias)
 
     def dense_blocks(self) -> Tensor:
         """Return each group's matrix."""
         parts = zip(self.basis_A, self.basis_G, self.moments, strict=True)
-        bases = [(torch.kron(g, a), s.flatten()) for a, g, s in parts]
+        # torch.kron fails on factors of different memory formats.
+        bases = [
+            (torch.kron(g.contiguous(), a.contiguous()), s.flatten())
+            for a, g, s in parts
+        ]
         return torch.stack([u * s @ u.mT for u, s in bases])
 
     def tensors(self) -> list[Tensor]:
