@@ -136,7 +136,35 @@ def test_aligned_blocks_keep_every_curvatures_part_together() -> None:
         parts = [pair[index] for pair in aligned]
         close(BlockDiagonal(parts).to_dense(), curvature.to_dense())
     one = random_dense(0, 5, **dict(first.shapes))
-    assert shared_blocks([first, one]) == [(first, one)]
+    ((part, other),) = shared_blocks([first, one])
+    assert other is one
+    close(part.to_dense(), first.to_dense())
+
+
+def test_blocks_that_differ_join_only_what_they_touch() -> None:
+    def diagonal(seed: int, *names: str) -> Diagonal:
+        return random_diagonal(seed, **dict.fromkeys(names, (2,)))
+
+    def dense(seed: int, *names: str) -> Dense:
+        return random_dense(seed, 9, **dict.fromkeys(names, (2,)))
+
+    curvatures = [
+        BlockDiagonal([diagonal(1, "a", "b", "c"), dense(2, "d", "e"), dense(3, "f")]),
+        BlockDiagonal([dense(4, "e", "d"), dense(5, "c", "a"), diagonal(6, "f", "b")]),
+        BlockDiagonal([diagonal(7, *"fedcb"), dense(8, "a")]),
+    ]
+    for order, groups in (
+        ([0, 1, 2], [["a", "c"], ["b"], ["d", "e"], ["f"]]),
+        ([1, 2, 0], [["e", "d"], ["c", "a"], ["f"], ["b"]]),
+    ):
+        chosen = [curvatures[i] for i in order]
+        parts = shared_blocks(chosen)
+        assert [list(first.shapes) for first, *_ in parts] == groups
+        for at, curvature in enumerate(chosen):
+            own = BlockDiagonal([part[at] for part in parts])
+            total = WeightedSum([own, curvature], [1, -1])
+            close(total.to_dense(), torch.zeros(12, 12).double())
+    assert shared_blocks([]) == []
 
 
 def test_the_diagonal_is_a_copy() -> None:

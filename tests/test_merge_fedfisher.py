@@ -755,6 +755,40 @@ def test_clients_with_other_structures_still_merge() -> None:
     assert apart(got, solved_densely(clients)) <= 1e-7
 
 
+def five_layers(seed: int, odd: int | None = None) -> BlockDiagonal:
+    """Return K-FAC of five layers with biases, one of them with a diagonal instead."""
+    layers = range(5)
+    names = [(f"{i}.weight", f"{i}.bias") for i in layers]
+    kfac: list[Curvature] = [
+        random_kronecker(10 * seed + i, w, (4, 3), bias=b, rank=5)
+        for i, (w, b) in zip(layers, names, strict=True)
+    ]
+    if odd is None:
+        return BlockDiagonal(kfac)
+    w, b = names.pop(odd)
+    kfac.pop(odd)
+    return BlockDiagonal([*kfac, random_diagonal(seed, **{w: (4, 3), b: (4,)})])
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("solver", ["cg", "gd"])
+def test_a_client_of_another_structure_changes_its_layer_alone(
+    solver: str, who: int
+) -> None:
+    clients = posteriors(five_layers)
+    want = fedfisher(clients, solver=solver, iterations=7).params
+    clients[who] = replace(clients[who], curvature=five_layers(who + 1, odd=2))
+    got = fedfisher(clients, solver=solver, iterations=7).params
+    apart_by_name = {k: not torch.equal(got[k], want[k]) for k in want}
+    assert [k for k, differs in apart_by_name.items() if differs] == [
+        "2.weight",
+        "2.bias",
+    ]
+    options = {"anchor": 0.1, "balance": 1.0}
+    exact = fedfisher(clients, iterations=500, tolerance=1e-12, **(PLAIN | options))
+    assert apart(exact, solved_densely(clients, **options)) <= 1e-7
+
+
 # --- posteriors -----------------------------------------------------------------------
 
 

@@ -1,11 +1,13 @@
 """The lazy weighted sum of several curvatures."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, flatten, select, unflatten
 
@@ -90,13 +92,24 @@ class WeightedSum(Curvature):
 def shared_blocks(curvatures: Sequence[Curvature]) -> list[tuple[Curvature, ...]]:
     """Return, for each block that all curvatures share, every curvature's part.
 
-    Where they are not made of the same blocks, all of each is one block.
+    These are the smallest groups of parameters that no block of any curvature goes
+    beyond, in the first curvature's order. A part is one of the curvature's blocks, or
+    a :class:`BlockDiagonal` of several.
     """
     per_curvature = [curvature.blocks() for curvature in curvatures]
-    layouts = [[list(block.shapes) for block in blocks] for blocks in per_curvature]
-    if any(layout != layouts[0] for layout in layouts[1:]):
-        return [tuple(curvatures)]
-    return list(zip(*per_curvature, strict=True))
+    group: dict[str, tuple[str, ...]] = {}
+    for block in chain.from_iterable(per_curvature):
+        met = [name for own in block.shapes for name in group.get(own, (own,))]
+        group |= dict.fromkeys(met, tuple(dict.fromkeys(met)))
+    return [
+        tuple(_within(names, blocks) for blocks in per_curvature)
+        for names in dict.fromkeys(group.values())
+    ]
+
+
+def _within(names: Iterable[str], blocks: Sequence[Curvature]) -> Curvature:
+    own = [block for block in blocks if not block.shapes.keys().isdisjoint(names)]
+    return own[0] if len(own) == 1 else BlockDiagonal(own)
 
 
 def _dense_as(curvature: Curvature, names: Iterable[str]) -> Tensor:
