@@ -1,0 +1,87 @@
+"""The report of a one-shot run: its numbers, by hand from the uploads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import MetricRecord
+from oracles import randn
+from torch import Tensor
+
+from flwr_fisher.curvature import Diagonal
+from flwr_fisher.merge import fedfisher
+from flwr_fisher.report import report_one_shot
+from flwr_fisher.strategies import CurvatureResult, Upload
+from flwr_fisher.tasks import Task, load_task
+from flwr_fisher.wire import FisherUpload
+
+EXAMPLES = (70, 20, 10)
+
+
+def uploads(task: Task) -> list[Upload[FisherUpload]]:
+    """Return three clients that each learned the digits in another way, or none."""
+    x, y = examples(task)
+    found = []
+    for i, n in enumerate(EXAMPLES):
+        model = task.make_model()
+        for _ in range(5 * i + 1):
+            torch.nn.functional.cross_entropy(model(x[i::9]), y[i::9]).backward()
+        params = {
+            k: p.detach() - 0.3 * p.grad + 0.2 * randn(10 * i + j, *p.shape)
+            for j, (k, p) in enumerate(model.named_parameters())
+        }
+        curvature = Diagonal(
+            {k: torch.full_like(p, 1.0 + i) for k, p in params.items()}
+        )
+        payload = FisherUpload(params, curvature)
+        found.append(Upload(i, f"partition-{i}", n, payload, MetricRecord({}), 1))
+    return found
+
+
+def examples(task: Task) -> tuple[Tensor, Tensor]:
+    batches = list(task.test_loader())
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def test_every_methods_accuracy_is_as_by_hand(tmp_path: Path) -> None:
+    task = load_task(
+        dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
+    )
+    replies = uploads(task)
+    posteriors = [u.payload.posterior(u.num_examples) for u in replies]
+    merged = fedfisher(posteriors, balance=0.0)
+    result = CurvatureResult(uploads=replies, details=merged)
+    got = report_one_shot(tmp_path, task=task, result=result, seconds={}, config={})
+
+    x, y = examples(task)
+
+    def probabilities(params: dict[str, Tensor]) -> Tensor:
+        model = task.make_model().eval()
+        model.load_state_dict(params)
+        return model(x).detach().softmax(1)
+
+    def accuracy(p: Tensor) -> float:
+        return float((p.argmax(1) == y).double().mean())
+
+    each = [probabilities(u.payload.params) for u in replies]
+    weighted = sum(n * p for n, p in zip(EXAMPLES, each, strict=True))
+    mean = {
+        k: sum(
+            n / 100 * u.payload.params[k]
+            for n, u in zip(EXAMPLES, replies, strict=True)
+        )
+        for k in merged.params
+    }
+    want = {
+        "fedavg": accuracy(probabilities(mean)),
+        "best_client": max(accuracy(p) for p in each),
+        "fedfisher": accuracy(probabilities(merged.params)),
+        "ensemble": accuracy(weighted),
+    }
+    assert got == pytest.approx(want)
+    assert json.loads((tmp_path / "metrics.json").read_text())["accuracy"] == got
+    # What the numbers would be mistaken for is another number here.
+    assert accuracy(sum(each)) != want["ensemble"]
+    assert accuracy(each[0]) != want["best_client"] != accuracy(each[-1])
+    assert len(set(want.values())) == 4
