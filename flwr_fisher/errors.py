@@ -138,6 +138,21 @@ def check_whole(name: str, value: object, low: int | None = None) -> None:
         check_range(name, int(value), low)
 
 
+def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
+    """Raise :class:`ConfigurationError` unless the value is positive and finite.
+
+    Examples
+    --------
+    >>> check_positive("lr", 0)
+    Traceback (most recent call last):
+    flwr_fisher.errors.ConfigurationError: lr must be > 0 and finite, got 0
+    """
+    check_number(name, value)
+    if not (0 < value < float("inf") or (or_zero and value == 0)):
+        span = ">= 0" if or_zero else "> 0"
+        raise ConfigurationError(f"{name} must be {span} and finite, got {value}")
+
+
 def check_range(
     name: str, value: float, low: float, high: float = float("inf")
 ) -> None:

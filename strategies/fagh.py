@@ -157,12 +157,7 @@ class FAGH(CurvatureStrategy):
         return dot(double(probe), double(product))
 
     def _numbers(self) -> dict[str, Any]:
-        return {
-            "lr": self.lr,
-            "rho": self.rho,
-            "betas": self.betas,
-            "epsilon": self.epsilon,
-        }
+        return {name: getattr(self, name) for name in ("lr", "rho", "betas", "epsilon")}
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

@@ -5,6 +5,7 @@ Long: half of it is the docstring of a strategy with two stages and their option
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -224,7 +225,7 @@ class TCT(CurvatureStrategy):
         moments = Exchange(
             config | {"job": "tct-moments"},
             read_moments(self.num_features),
-            self._standardise,
+            partial(standardise_features, seed=self.seed, standardise=self.standardise),
             send,
             network,
             everyone=True,
@@ -232,7 +233,7 @@ class TCT(CurvatureStrategy):
         spectrum = Exchange(
             config | {"job": "tct-spectrum"},
             read_spectrum(),
-            self._agree_on_rate,
+            partial(agree_on_rate, lr=self.lr, control=self.control_variates),
             send,
             network,
             everyone=True,
@@ -247,17 +248,6 @@ class TCT(CurvatureStrategy):
             "solver": self.solver,
             "feature-dtype": self.feature_dtype,
         }
-
-    def _standardise(self, state: ServerState, uploads: Uploads[TangentUpload]) -> Step:
-        standardise = self.standardise
-        return standardise_features(
-            state, uploads, seed=self.seed, standardise=standardise
-        )
-
-    def _agree_on_rate(
-        self, state: ServerState, uploads: Uploads[TangentUpload]
-    ) -> Step:
-        return agree_on_rate(state, uploads, lr=self.lr, control=self.control_variates)
 
     def _average(self, state: ServerState, uploads: Uploads[TangentUpload]) -> Step:
         connected = self.cohort.connected

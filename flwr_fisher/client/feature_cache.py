@@ -152,11 +152,12 @@ class FeatureCache:
 
     def _make_room(self, newest: str) -> None:
         """Delete entries, the least recently used first, until the rest is in bound."""
-        entries = self._entries()
-        sizes = {k: sum(map(_size, paths)) for k, paths in entries.items()}
-        used = {k: max(map(_last_use, paths)) for k, paths in entries.items()}
+        sizes, used = {}, {}
+        for key, paths in self._entries().items():
+            sizes[key] = sum(_stat(path, "st_size") for path in paths)
+            used[key] = max(_stat(path, "st_atime_ns") for path in paths)
         total = sum(sizes.values())
-        for key in sorted(entries.keys() - {newest}, key=used.__getitem__):
+        for key in sorted(sizes.keys() - {newest}, key=used.__getitem__):
             if total <= self.max_bytes:
                 return
             self.drop(key)
@@ -165,7 +166,7 @@ class FeatureCache:
     def _sweep(self) -> None:
         """Delete what a crash left half written; others may be writing just now."""
         for path in self.path.glob(f"*{ASIDE}"):
-            if time.time_ns() - _modified(path) > _STALE * 10**9:
+            if time.time_ns() - _stat(path, "st_mtime_ns") > _STALE * 10**9:
                 _delete(path)
 
     def _entries(self) -> dict[str, list[Path]]:
@@ -210,18 +211,6 @@ def _delete(path: Path) -> None:
 def _use(path: Path) -> None:
     """Note when a file was last read: in its time of access, which outlives us."""
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-
-
-def _size(path: Path) -> int:
-    return _stat(path, "st_size")
-
-
-def _last_use(path: Path) -> int:
-    return _stat(path, "st_atime_ns")
-
-
-def _modified(path: Path) -> int:
-    return _stat(path, "st_mtime_ns")
 
 
 def _stat(path: Path, what: str) -> int:

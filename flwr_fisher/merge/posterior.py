@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.errors import ConfigurationError, ParamsError
+from flwr_fisher.errors import ConfigurationError, ParamsError, check_positive
 from flwr_fisher.params import Params, check_finite, check_same_layout, weighted_mean
 
 
@@ -48,8 +48,7 @@ class LocalPosterior:
             )
         detached = {name: value.detach() for name, value in self.params.items()}
         object.__setattr__(self, "params", detached)
-        if not 0 < self.num_examples < float("inf"):
-            raise ConfigurationError(f"num_examples must be > 0: {self.num_examples}")
+        check_positive("num_examples", self.num_examples)
         for name, shape in self.curvature.shapes.items():
             if name not in self.params or self.params[name].shape != shape:
                 own = self.params.get(name)

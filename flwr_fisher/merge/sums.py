@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal, WeightedSum
-from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
+from flwr_fisher.errors import (
+    ConfigurationError,
+    ParamsError,
+    StructureError,
+    check_positive,
+)
 from flwr_fisher.merge.iterative import Progress, Score
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
@@ -56,8 +61,7 @@ class DiagonalSums:
     fisher_params: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        if not 0 < self.num_examples < float("inf"):
-            raise ConfigurationError(f"num_examples must be > 0: {self.num_examples}")
+        check_positive("num_examples", self.num_examples)
         check_same_layout(self.fisher, self.fisher_params, "fisher_params")
         covered = select(self.params, self.fisher)
         check_same_layout(covered, self.fisher, "fisher")

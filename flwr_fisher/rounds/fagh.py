@@ -11,6 +11,7 @@ from flwr_fisher.errors import (
     ConfigurationError,
     ParamsError,
     check_number,
+    check_positive,
     check_range,
 )
 from flwr_fisher.params import Params, check_finite, check_same_layout
@@ -207,10 +208,8 @@ def _check_numbers(
     check_range("epsilon", epsilon, 0, 1)
     check_number("lr", lr)
     check_number("rho", rho)
-    if not 0 <= lr < float("inf"):
-        raise ConfigurationError(f"lr must be >= 0 and finite, got {lr}")
-    if not 0 < rho < float("inf"):
-        raise ConfigurationError(f"rho must be > 0 and finite, got {rho}")
+    check_positive("lr", lr, or_zero=True)
+    check_positive("rho", rho)
     pair = tuple(betas) if isinstance(betas, Sequence) else ()
     if [isinstance(beta, Real) and 0 <= beta < 1 for beta in pair] != [True, True]:
         raise ConfigurationError(f"betas must be two numbers in [0, 1), got {betas}")

@@ -13,7 +13,7 @@ from flwr_fisher.curvature.operators.conjugate_gradient import (
     Matvec,
     conjugate_gradient,
 )
-from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.errors import check_positive, check_range
 from flwr_fisher.params import Params, add, scale, subtract, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
@@ -120,8 +120,7 @@ def done_direction(
     {'w': tensor([1.5000])}
     """
     check_range("iterations", iterations, 1)
-    if not 0 < alpha < float("inf"):
-        raise ConfigurationError(f"alpha must be > 0 and finite, got {alpha}")
+    check_positive("alpha", alpha)
     solution = scale(gradient, alpha)
     for _ in range(iterations - 1):
         solution = add(solution, subtract(gradient, hvp(solution)), alpha)

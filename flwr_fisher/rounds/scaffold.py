@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.errors import ConfigurationError, check_positive, check_range
 from flwr_fisher.params import Params, add, check_same_layout, subtract, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
@@ -107,6 +107,5 @@ def scaffold_control(
         If layouts differ.
     """
     check_range("steps", steps, 1)
-    if not 0 < lr < float("inf"):
-        raise ConfigurationError(f"lr must be > 0 and finite, got {lr}")
+    check_positive("lr", lr)
     return add(subtract(control, server_control), delta, 1 / (steps * lr))

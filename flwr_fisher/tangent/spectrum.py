@@ -7,7 +7,13 @@ from decimal import ROUND_FLOOR, Context
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, DataError, ParamsError, check_number
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    ParamsError,
+    check_number,
+    check_positive,
+)
 
 _COLUMNS, _ROWS = 2048, 256
 
@@ -106,10 +112,7 @@ def largest_safe_lr(largest_eigenvalue: float) -> float:
     >>> largest_safe_lr(4.0)
     0.49999999999999994
     """
-    if not 0 <= largest_eigenvalue < math.inf:
-        raise ConfigurationError(
-            f"the largest eigenvalue must be >= 0 and finite, got {largest_eigenvalue}"
-        )
+    check_positive("the largest eigenvalue", largest_eigenvalue, or_zero=True)
     lr = math.inf if largest_eigenvalue == 0 else 2 / largest_eigenvalue
     while lr * largest_eigenvalue >= 2:
         lr = math.nextafter(lr, 0)
@@ -146,8 +149,7 @@ def check_lr(lr: float, largest_eigenvalue: float) -> None:
 def check_rate(lr: float) -> None:
     """Raise :class:`ConfigurationError` unless `lr` is positive and finite."""
     check_number("lr", lr)
-    if not 0 < lr < math.inf:
-        raise ConfigurationError(f"lr must be > 0 and finite, got {lr}")
+    check_positive("lr", lr)
 
 
 def check_features(Z: Tensor) -> None:

@@ -9,7 +9,7 @@ from datasets import Dataset
 from flwr_datasets.partitioner import Partitioner
 from numpy.typing import NDArray
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, check_positive
 
 Parts = list[NDArray[np.int64]]  # for each client, its rows
 
@@ -148,8 +148,7 @@ class DirichletClientPartitioner(_ColumnPartitioner):
         seed: int | None = 42,
     ) -> None:
         super().__init__(num_partitions, partition_by, seed)
-        if not 0 < alpha < float("inf"):
-            raise ConfigurationError(f"alpha must be positive and finite, not {alpha}")
+        check_positive("alpha", alpha)
         self._alpha = alpha
 
     def _split(self, values: NDArray[Any], rng: np.random.Generator) -> Parts:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.errors import ConfigurationError, UnknownNameError, check_positive
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
@@ -77,8 +77,7 @@ def make_partitioner(
     for argument, value in counts.items():
         if value < 1:
             raise ConfigurationError(f"{argument} must be ≥ 1, not {value}")
-    if not 0 < alpha < float("inf"):
-        raise ConfigurationError(f"alpha must be positive and finite, not {alpha}")
+    check_positive("alpha", alpha)
     if seed < 0:
         raise ConfigurationError(f"seed must be ≥ 0, not {seed}")
     maker = _makers(alpha, classes_per_client, shards_per_client)[name]

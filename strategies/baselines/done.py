@@ -1,9 +1,8 @@
 """DONE: clients' Newton directions by Richardson's iterations."""
 
-import math
 from typing import Any
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import check_positive
 from flwr_fisher.strategies.baselines.newton import NewtonStrategy
 
 
@@ -57,8 +56,7 @@ class DONE(NewtonStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(lr=lr, iterations=iterations, **kwargs)
-        if not 0 < alpha < math.inf:
-            raise ConfigurationError(f"alpha must be > 0 and finite, got {alpha}")
+        check_positive("alpha", alpha)
         self.alpha = alpha
 
     def solver(self) -> dict[str, str | int | float]:

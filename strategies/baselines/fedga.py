@@ -65,7 +65,7 @@ class FedGA(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then for training from displaced starts."""
         read = VectorUpload.reader
-        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_gradient)
+        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_mean)
         models = Exchange(
             {"job": "displaced", "beta": self.beta},
             read(params=True),
@@ -74,9 +74,7 @@ class FedGA(CurvatureStrategy):
         )
         return [gradients, models]
 
-    def _keep_gradient(
-        self, state: ServerState, uploads: Uploads[VectorUpload]
-    ) -> Step:
+    def _keep_mean(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         gradient = mean_vector(uploads, _GRADIENT)
         metrics = {
             "gradient-norm": float(norm(double(gradient))),

@@ -1,11 +1,10 @@
 """Rounds of two exchanges: a mean gradient, then clients' Newton directions for it."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.errors import check_positive, check_range
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import newton_step
 from flwr_fisher.rounds.updates import double
@@ -44,8 +43,7 @@ class NewtonStrategy(CurvatureStrategy):
 
     def __init__(self, *, lr: float = 1.0, iterations: int = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if not 0 <= lr < math.inf:
-            raise ConfigurationError(f"lr must be >= 0 and finite, got {lr}")
+        check_positive("lr", lr, or_zero=True)
         check_range("iterations", iterations, 1)
         self.lr, self.iterations = lr, iterations
 
@@ -56,7 +54,7 @@ class NewtonStrategy(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then, with their mean, for directions."""
         read = VectorUpload.reader
-        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_gradient)
+        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_mean)
         directions = Exchange(
             {"job": "direction", **self.solver()},
             read(_DIRECTION),
@@ -65,9 +63,7 @@ class NewtonStrategy(CurvatureStrategy):
         )
         return [gradients, directions]
 
-    def _keep_gradient(
-        self, state: ServerState, uploads: Uploads[VectorUpload]
-    ) -> Step:
+    def _keep_mean(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         gradient = mean_vector(uploads, _GRADIENT)
         metrics = {"gradient-norm": float(norm(double(gradient)))}
         return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
