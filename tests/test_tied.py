@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import STRUCTURES, fisher
 from flwr_fisher.errors import RoundError, StructureError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
@@ -51,8 +51,10 @@ def test_both_names_at_once_are_refused():
         )
 
 
-def test_batch_statistics_in_eval_mode_are_refused():
-    norm = nn.BatchNorm1d(3, track_running_stats=False)
-    model = nn.Sequential(nn.Linear(2, 3), norm)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_statistics_in_eval_mode_are_refused(affine, structure):
+    norm = nn.BatchNorm2d(3, affine=affine, track_running_stats=False)
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), norm, nn.Flatten())
     with pytest.raises(StructureError, match="layer '1' normalises by the batch"):
-        fisher(model, [torch.randn(4, 2)])
+        fisher(model, [torch.randn(4, 1, 3, 3)], structure=structure)

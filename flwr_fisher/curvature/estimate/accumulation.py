@@ -19,6 +19,7 @@ from flwr_fisher.curvature.estimate.jacobians import (
     JacobianAccumulator,
 )
 from flwr_fisher.curvature.estimate.taps import Tap, TappableLayer
+from flwr_fisher.curvature.independence import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
 from flwr_fisher.curvature.operators.diagonal import Diagonal
@@ -60,7 +61,8 @@ class Accumulation:
     Raises
     ------
     StructureError
-        If a dense matrix would be too large.
+        If a dense matrix would be too large, or a batch norm makes an example's output
+        depend on the other examples of its batch.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Accumulation:
         max_batch_bytes: int | None,
         kfac: Curvature | None = None,
     ) -> None:
+        check_examples_are_independent(model, "an example has no Fisher of its own")
         self.structures, self.names = structures, trainable_names(model)
         by_layer = [s for s in structures if s != "dense"]
         few = inputs[:_FEW]

@@ -11,7 +11,6 @@ from flwr_fisher.curvature.estimate.taps import (
     tappable_layers,
     tapped_forward,
 )
-from flwr_fisher.curvature.independence import check_examples_are_independent
 
 # Relative; a wrong formula is off by far more than rounding.
 _GRADIENT_TOLERANCE = 1e-3
@@ -35,13 +34,7 @@ def explained_layers(
         Those layers by name.
     taps : dict[str, Tap]
         The call of each.
-
-    Raises
-    ------
-    StructureError
-        If an example's output depends on the other examples of its batch.
     """
-    check_examples_are_independent(model, "an example has no Fisher of its own")
     layers = tappable_layers(model)
     outputs, taps = tapped_forward(model, inputs, layers)
     explained = {
