@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import dense_fisher
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
@@ -101,6 +102,42 @@ def test_the_groups_hold_every_kept_piece_once():
     values = columns.all() * kept.unsqueeze(2)
     want = torch.einsum("knc,knd->ncd", values, values)
     torch.testing.assert_close(total, want)
+
+
+class Table(nn.Module):
+    """Logits by kind of example; of kind k, k + 2 classes have a chance."""
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.logits, self.passes = nn.Linear(kinds, kinds + 1, bias=False), 0
+        with torch.no_grad():
+            self.logits.weight.copy_(-50.0 * torch.ones(kinds + 1, kinds).tril(-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.logits(x).clone()
+        if outputs.requires_grad:
+            outputs.register_hook(self.count)
+        return outputs
+
+    def count(self, gradient: Tensor) -> None:
+        self.passes += len(gradient)
+
+
+@pytest.mark.parametrize("memory", [None, 2**30])  # hardly any wait, or all
+@pytest.mark.parametrize("batch", [12, 96])
+@pytest.mark.parametrize("kinds", [3, 7, 15])
+def test_every_size_of_group_is_run_and_apart_from_the_others(kinds, batch, memory):
+    """Kind k keeps k + 1 pieces, so there are groups of 1, 2 to 3, 4 to 7 and so on."""
+    kind = torch.randperm(96, generator=torch.Generator().manual_seed(2)) % kinds
+    model, x = Table(kinds), nn.functional.one_hot(kind, kinds).float()
+    how = {"structure": "block", "tolerance": 1e-9, "max_batch_bytes": memory}
+    found = fisher(model, x.split(batch), **how)
+    count = (kind + 1).double()
+    # Beside the largest of their group: as many as the next power of two, less one.
+    most = (2 ** (count.log2().floor() + 1) - 1).sum()
+    tried = min(batch, 16)  # examples of the first batch, once
+    assert count.sum() <= model.passes - tried <= most
+    assert relative(found.to_dense(), dense_fisher(model, x)) <= 1e-6
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "ekfac", "block", "dense"])

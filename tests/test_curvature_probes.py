@@ -654,13 +654,20 @@ def test_arguments_out_of_range() -> None:
         gradient(freeze(model, "weight", "bias"), batches)
 
 
-@pytest.mark.parametrize("take", [gradient, gradient_and_hvp])
-def test_a_loss_that_is_no_sum_over_examples_or_has_no_gradient(
-    take: Callable[..., Any],
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    "take", [gradient, gradient_and_hvp, lambda *given: hvp(*given, "first")]
+)
+def test_a_mean_loss_over_batch_statistics_is_refused(
+    take: Callable[..., Any], affine: bool
 ) -> None:
-    model = mlp(nn.BatchNorm1d(3, track_running_stats=False))
+    norm = nn.BatchNorm1d(3, affine=affine, track_running_stats=False)
     with pytest.raises(StructureError, match="layer '0' normalises by the batch"):
-        take(model, [(VECTORS, labels_for(VECTORS))])
+        take(mlp(norm), [(VECTORS, labels_for(VECTORS))])
+
+
+@pytest.mark.parametrize("take", [gradient, gradient_and_hvp])
+def test_a_loss_that_has_no_gradient(take: Callable[..., Any]) -> None:
     for model, x in ((nn.Linear(3, 3), VECTORS), (nn.Conv2d(2, 3, 3), IMAGES)):
         with pytest.raises(StructureError, match="depends on no trainable"):
             take(model, [(x, labels_for(x))], loss_fn=lambda o, y: o.detach().mean())

@@ -390,6 +390,15 @@ def test_giant_without_positive_curvature_still_descends() -> None:
     assert not giant_direction(concave.hvp, zero)["w"].any()
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e7])
+def test_giants_tolerance_is_relative_to_the_gradient(size: float) -> None:
+    client, g = quadratic(1), {"w": randn(2, D, dtype=torch.float64)}
+    want = giant_direction(client.hvp, g, iterations=2 * D)["w"]
+    assert relative(client.A @ want, g["w"]) <= 1e-6
+    got = giant_direction(client.hvp, {"w": size * g["w"]}, iterations=2 * D)["w"]
+    assert relative(got, size * want) <= 1e-9
+
+
 def test_newtons_refusals() -> None:
     one = {"w": torch.ones(2)}
 
