@@ -141,8 +141,7 @@ def test_empirical_batch(name: str) -> None:
     batches = list(zip(x.split(2), y.split(2), strict=True))
     want = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for inputs, labels in batches:
-        # A sequence is an example, and its loss the sum over its tokens.
-        loss = F.cross_entropy(model(inputs).mT, labels) * T
+        loss = F.cross_entropy(model(inputs).mT, labels)  # over all tokens
         for key, gradient in gradients(model, loss).items():
             want[key] += gradient.square() / len(batches)
     how = {"expectation": "empirical-batch", "structure": "diagonal"}
