@@ -7,6 +7,8 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 
+_SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
+
 
 def check_shape_and_dtype(
     key: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype
@@ -47,3 +49,13 @@ def to_finite(tensor: Tensor, dtype: torch.dtype, *, field: str) -> Tensor:
     if not converted.isfinite().all():
         raise WireError(f"does not fit into {dtype}", field=field)
     return converted
+
+
+def check_second_moment(key: str, matrix: Tensor) -> None:
+    """Raise :class:`WireError` unless symmetric and not negative on the diagonal."""
+    if not matrix.numel():
+        return
+    if (matrix.diagonal(dim1=-2, dim2=-1) < 0).any():
+        raise WireError("negative on the diagonal", field=key)
+    if (matrix - matrix.mT).abs().max() > _SYMMETRY * matrix.abs().max():
+        raise WireError("not symmetric", field=key)

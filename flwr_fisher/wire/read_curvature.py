@@ -17,6 +17,7 @@ from flwr_fisher.curvature import (
 )
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params
+from flwr_fisher.wire.checks import check_second_moment
 from flwr_fisher.wire.layout import (
     LAYER_PARTS,
     PREFIX,
@@ -25,8 +26,6 @@ from flwr_fisher.wire.layout import (
     check_shape,
     parse_key,
 )
-
-_SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
 
 
 def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curvature:
@@ -86,16 +85,7 @@ def _check_values(key: str, tensor: Tensor, params: Params) -> None:
         if (tensor < 0).any():
             raise WireError("must not be negative", field=key)
     elif part != Part.BASIS:
-        _check_symmetric(key, tensor)
-
-
-def _check_symmetric(key: str, matrix: Tensor) -> None:
-    if not matrix.numel():
-        return
-    if (matrix.diagonal(dim1=-2, dim2=-1) < 0).any():
-        raise WireError("negative on the diagonal", field=key)
-    if (matrix - matrix.mT).abs().max() > _SYMMETRY * matrix.abs().max():
-        raise WireError("not symmetric", field=key)
+        check_second_moment(key, tensor)
 
 
 def _layer(

@@ -12,7 +12,7 @@ from flwr_fisher.curvature.estimate.accumulators import (
     LayerAccumulator,
 )
 from flwr_fisher.curvature.estimate.engine import Engine
-from flwr_fisher.curvature.estimate.explain import explained_layers
+from flwr_fisher.curvature.estimate.explain import FEW, explained_layers
 from flwr_fisher.curvature.estimate.jacobians import (
     DenseJacobian,
     DiagonalJacobian,
@@ -34,7 +34,6 @@ _KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
     "block": BlockAccumulator,
 }
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
-_FEW = 16  # examples of the first batch on which layers are tried
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
@@ -76,7 +75,7 @@ class Accumulation:
         check_examples_are_independent(model, "an example has no Fisher of its own")
         self.structures, self.names = structures, trainable_names(model)
         by_layer = [s for s in structures if s != "dense"]
-        few = inputs[:_FEW]
+        few = inputs[:FEW]
         layers, taps = explained_layers(model, few) if by_layer else ({}, {})
         if "block" in structures:
             _check_size([layer.matrices().numel() for layer in layers.values()])

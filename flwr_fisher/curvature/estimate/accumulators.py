@@ -63,14 +63,14 @@ class KroneckerAccumulator(LayerAccumulator):
 
     def observe(self, columns: Tensor) -> None:
         """Add the inputs' second moment."""
-        flat = _side_by_side(columns)
+        flat = side_by_side(columns)
         self.A.baddbmm_(flat, flat.mT)
 
     def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
         """Add the gradients' second moment."""
         positions = gradients[0].shape[3]
         if positions == 1:
-            flat = _side_by_side(torch.cat(list(gradients)))
+            flat = side_by_side(torch.cat(list(gradients)))
             self.G.baddbmm_(flat, flat.mT)
             return
         for g in gradients:
@@ -160,7 +160,7 @@ class BlockAccumulator(LayerAccumulator):
         return Dense(self.layer.shapes(), mean[order][:, order])
 
 
-def _side_by_side(columns: Tensor) -> Tensor:
+def side_by_side(columns: Tensor) -> Tensor:
     """Return ``[groups, size, n T]``: for input columns a view, no copy."""
     return columns.permute(1, 2, 0, 3).flatten(2)
 

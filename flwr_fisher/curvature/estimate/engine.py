@@ -21,9 +21,8 @@ from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.backward_plan import Group, backward_plan
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
 from flwr_fisher.curvature.estimate.likelihood import Columns
-from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.curvature.sums import widened
-from flwr_fisher.errors import StructureError
 
 # Makes the pieces ``[K, n, *outputs]`` of outputs and of their rows in the batch.
 PiecesOf = Callable[[Tensor, slice], Tensor]
@@ -137,18 +136,7 @@ class Engine:
 
     def _forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tap]]:
         outputs, taps = tapped_forward(self.model, inputs, self.layers)
-        for name, calls in taps.items():
-            if len(calls) != 1:
-                raise StructureError(
-                    f"layer '{name}' was called {len(calls)} times in one batch and "
-                    "once in the first; its calls must not depend on the data"
-                )
-            if (rows := calls[0].inputs.shape[0]) != len(inputs):
-                raise StructureError(
-                    f"layer '{name}' was called with {rows} rows for a batch of "
-                    f"{len(inputs)}, and with one row an example in the first batch"
-                )
-        return outputs, {name: calls[0] for name, calls in taps.items()}
+        return outputs, single_calls(taps, len(inputs))
 
     def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
         return {n: self.layers[n].input_columns(tap.inputs) for n, tap in taps.items()}

@@ -15,6 +15,8 @@ from flwr_fisher.curvature.estimate.taps import (
 # Relative; a wrong formula is off by far more than rounding.
 _GRADIENT_TOLERANCE = 1e-3
 
+FEW = 16  # examples of the first batch on which layers are tried
+
 
 def explained_layers(
     model: nn.Module, inputs: Tensor

@@ -1,7 +1,7 @@
 """Recording the calls of layers during one forward pass: inputs and outputs."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from flwr_fisher.curvature.estimate.layers import (
     output_columns,
 )
 from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
+from flwr_fisher.errors import StructureError
 
 
 @dataclass(frozen=True)
@@ -143,3 +144,25 @@ def tapped_forward(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def single_calls(taps: Mapping[str, list[Tap]], num_examples: int) -> dict[str, Tap]:
+    """Return each layer's only call in a batch.
+
+    Raises
+    ------
+    StructureError
+        Naming a layer that was called several times, or not with a row an example.
+    """
+    for name, calls in taps.items():
+        if len(calls) != 1:
+            raise StructureError(
+                f"layer '{name}' was called {len(calls)} times in one batch and "
+                "once in the first; its calls must not depend on the data"
+            )
+        if (rows := calls[0].inputs.shape[0]) != num_examples:
+            raise StructureError(
+                f"layer '{name}' was called with {rows} rows for a batch of "
+                f"{num_examples}, and with one row an example in the first batch"
+            )
+    return {name: calls[0] for name, calls in taps.items()}
