@@ -18,6 +18,7 @@ from flwr_fisher.curvature import (
     Diagonal,
     EigenKronecker,
     Kronecker,
+    WeightedSum,
 )
 from flwr_fisher.merge import LocalPosterior
 
@@ -191,6 +192,41 @@ def random_blocks(seed: int) -> BlockDiagonal:
             random_diagonal(seed, **{"norm.weight": (4,), "norm.bias": (4,)}),
         ]
     )
+
+
+SHAPES = {
+    "conv.weight": (2, 1, 2),
+    "conv.bias": (2,),
+    "position": (2, 2),
+    "norm.weight": (3,),
+    "fc.bias": (3,),
+    "fc.weight": (3, 2),
+}
+CURVATURES: dict[str, Callable[[int], Curvature]] = {
+    "diagonal": lambda s: random_diagonal(s, w=(2, 3), b=(2,)),
+    "kronecker": random_kronecker,
+    "kronecker-bias": lambda s: random_kronecker(s, bias="b"),
+    "kronecker-conv": lambda s: random_kronecker(s, shape=(4, 2, 3, 2), bias="b"),
+    "kronecker-groups": lambda s: random_kronecker(s, shape=(6, 2, 2), groups=3),
+    "kronecker-groups-bias": lambda s: random_kronecker(
+        s, shape=(6, 1, 2), bias="b", groups=3
+    ),
+    "eigen-bias": lambda s: random_eigen(s, bias="b"),
+    "eigen-groups-bias": lambda s: random_eigen(s, shape=(6, 1, 2), bias="b", groups=3),
+    "dense": lambda s: random_dense(s, 4, w=(2, 3), b=(2,)),
+    "dense-layers": lambda s: random_dense(s, 6, **SHAPES),
+    "blocks": random_blocks,
+    "weighted-sum": lambda s: WeightedSum(
+        [random_blocks(3 * s + i) for i in range(3)], [0.2, 0.0, 1.5]
+    ),
+    "weighted-sum-mixed": lambda s: WeightedSum(
+        [random_kronecker(s, bias="b"), random_dense(s, 3, b=(4,), w=(4, 3))],
+        [0.5, 2.0],
+    ),
+    "sum-of-sums": lambda s: WeightedSum(
+        [CURVATURES["weighted-sum"](s), random_blocks(s)], [2.0, 0.1]
+    ),
+}
 
 
 def random_like(curvature: Curvature, seed: int) -> Tensors:

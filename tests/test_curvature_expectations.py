@@ -92,7 +92,7 @@ def test_the_share_left_out_of_a_fisher_is_never_exceeded(c, n, tolerance, seed)
 
 def test_the_groups_hold_every_kept_piece_once():
     logits = 5 * torch.randn(30, 6, generator=torch.Generator().manual_seed(3))
-    columns = LIKELIHOODS["categorical"].columns(logits)
+    columns = LIKELIHOODS["categorical"].pieces(logits)
     total = torch.zeros(30, 6, 6)
     for group in backward_plan(columns, 0.01):
         pieces = group.pieces

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import (
+    CURVATURES,
+    SHAPES,
     cut,
     flat,
     random_blocks,
@@ -35,39 +37,7 @@ from flwr_fisher.errors import StructureError
 
 Make = Callable[[int], Curvature]
 
-LAYERS = {
-    "conv.weight": (2, 1, 2),
-    "conv.bias": (2,),
-    "position": (2, 2),
-    "norm.weight": (3,),
-    "fc.bias": (3,),
-    "fc.weight": (3, 2),
-}
-KINDS: dict[str, Make] = {
-    "diagonal": lambda s: random_diagonal(s, w=(2, 3), b=(2,)),
-    "kronecker": random_kronecker,
-    "kronecker-bias": lambda s: random_kronecker(s, bias="b"),
-    "kronecker-conv": lambda s: random_kronecker(s, shape=(4, 2, 3, 2), bias="b"),
-    "kronecker-groups": lambda s: random_kronecker(s, shape=(6, 2, 2), groups=3),
-    "kronecker-groups-bias": lambda s: random_kronecker(
-        s, shape=(6, 1, 2), bias="b", groups=3
-    ),
-    "eigen-bias": lambda s: random_eigen(s, bias="b"),
-    "eigen-groups-bias": lambda s: random_eigen(s, shape=(6, 1, 2), bias="b", groups=3),
-    "dense": lambda s: random_dense(s, 4, w=(2, 3), b=(2,)),
-    "dense-layers": lambda s: random_dense(s, 6, **LAYERS),
-    "blocks": random_blocks,
-    "weighted-sum": lambda s: WeightedSum(
-        [random_blocks(3 * s + i) for i in range(3)], [0.2, 0.0, 1.5]
-    ),
-    "weighted-sum-mixed": lambda s: WeightedSum(
-        [random_kronecker(s, bias="b"), random_dense(s, 3, b=(4,), w=(4, 3))],
-        [0.5, 2.0],
-    ),
-    "sum-of-sums": lambda s: WeightedSum(
-        [KINDS["weighted-sum"](s), random_blocks(s)], [2.0, 0.1]
-    ),
-}
+KINDS = CURVATURES
 all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
@@ -300,7 +270,7 @@ def test_damping_means_the_same_to_a_dense_layer(
 
 
 def test_full_damping_leaves_one_block_for_all_outputs_of_a_layer() -> None:
-    dense = random_dense(1, 30, **LAYERS)
+    dense = random_dense(1, 30, **SHAPES)
     matrix = dense.regularised(damping=1.0).to_dense()
     want = torch.diag(dense.matrix.diagonal())
     at = {"conv": [[0, 1, 4], [2, 3, 5]], "fc": [[16, 17, 13], [18, 19, 14]]}

@@ -7,7 +7,7 @@ from oracles import (
 )
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.likelihood import categorical_factors
+from flwr_fisher.curvature.estimate.columns import categorical_factors
 from flwr_fisher.errors import (
     StructureError,
 )

@@ -17,6 +17,7 @@ from flwr_fisher.client.request import Request, config_of
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, partition_of
 from flwr_fisher.client.tangent_problem import check_tangent
 from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn
+from flwr_fisher.curvature import Likelihood
 from flwr_fisher.randomness import seeded
 
 
@@ -52,9 +53,10 @@ class FisherClient:
         The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
         FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, which
         ``LocalSGD`` has, or else :func:`cross_entropy`.
-    likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
-        What the model's outputs mean to the Fisher; the loss is to be its negative
-        logarithm.
+    likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
+        What the model's outputs mean to the Fisher, by default ``categorical``, or a
+        :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss is to be its
+        negative logarithm.
     device : torch.device | str, optional
         Default: CUDA where there is any, else the CPU.
     state_dir : Path | str, optional
@@ -82,7 +84,7 @@ class FisherClient:
         *,
         train_fn: TrainFn | None = None,
         loss_fn: Loss | None = None,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         device: torch.device | str | None = None,
         state_dir: Path | str | None = None,
         cache_bytes: int = CACHE_BYTES,

@@ -17,8 +17,9 @@ from flwr_fisher.client.training import (
     TrainFn,
     cross_entropy,
 )
-from flwr_fisher.curvature import LIKELIHOODS
-from flwr_fisher.errors import ClientError, DataError, check_known, check_range
+from flwr_fisher.curvature import Likelihood
+from flwr_fisher.curvature.estimate.likelihood import likelihood_of
+from flwr_fisher.errors import ClientError, DataError, check_range
 from flwr_fisher.params import Params, select, trainable_names
 
 
@@ -39,7 +40,7 @@ class LocalProblem:
     loss_fn : Callable, optional
         The mean loss of a batch. Default: the `train_fn`'s own ``loss_fn``, or else
         :func:`~flwr_fisher.client.cross_entropy`.
-    likelihood : str
+    likelihood : str | Likelihood
         What the outputs mean to the Fisher.
     device : torch.device
         Where the model is.
@@ -61,14 +62,19 @@ class LocalProblem:
     valloader: Loader | None = None
     train_fn: TrainFn = field(default_factory=LocalSGD)
     loss_fn: Loss | None = None
-    likelihood: str = "categorical"
+    likelihood: str | Likelihood = "categorical"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_dir: Path = DEFAULT_STATE_DIR
     cache_bytes: int = CACHE_BYTES
 
     def __post_init__(self) -> None:
-        check_known("likelihood", self.likelihood, LIKELIHOODS)
+        likelihood_of(self.likelihood)
         check_range("cache_bytes", self.cache_bytes, 1)
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether outputs are logits of classes, and labels say which."""
+        return likelihood_of(self.likelihood).labels_are_classes
 
     @property
     def loss(self) -> Loss:
@@ -87,9 +93,9 @@ class LocalProblem:
         ClientError
             If it is the default, and outputs are no logits of classes.
         """
-        if self.likelihood != "categorical" and self.loss is cross_entropy:
+        if not self.has_classes and self.loss is cross_entropy:
             raise ClientError(
-                f"likelihood='{self.likelihood}' and no loss_fn, whose default is of "
+                f"likelihood={self.likelihood!r} and no loss_fn, whose default is of "
                 "classes: pass the loss to differentiate, FisherClient(loss_fn=...)"
             )
         return self.loss

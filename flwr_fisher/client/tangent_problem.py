@@ -217,10 +217,10 @@ def check_tangent(
 
 
 def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:
-    if problem.likelihood != "categorical":
+    if not problem.has_classes:
         raise ClientError(
             "TCT regresses on classes, and this client's likelihood is "
-            f"'{problem.likelihood}': take another strategy, such as FedFish"
+            f"{problem.likelihood!r}: take another strategy, such as FedFish"
         )
     return TangentFeatures(
         problem.model,

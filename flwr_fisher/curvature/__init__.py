@@ -7,9 +7,9 @@ from flwr_fisher.curvature.estimate.fisher import (
     TOLERANCE,
     fisher,
 )
-from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS, Likelihood
 from flwr_fisher.curvature.gradients import gradient
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Inverse
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
 from flwr_fisher.curvature.operators.dense import Dense
 from flwr_fisher.curvature.operators.diagonal import Diagonal
@@ -30,7 +30,9 @@ __all__ = [
     "Dense",
     "Diagonal",
     "EigenKronecker",
+    "Inverse",
     "Kronecker",
+    "Likelihood",
     "WeightedSum",
     "fisher",
     "gradient",

@@ -99,7 +99,7 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
     :class:`flwr_fisher.measures.Personalisation`. The metrics are ``num-examples``,
     ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
-    ``personalised-…``. Only a categorical likelihood has an accuracy.
+    ``personalised-…``. Only a likelihood of classes has an accuracy.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
 def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
     loss, accuracy, n = score(problem.model, loader, problem.device, problem.loss)
     scores = {"num-examples": n, "loss": loss, "accuracy": accuracy}
-    if problem.likelihood != "categorical":  # its labels are no classes
+    if not problem.has_classes:
         del scores["accuracy"]
     return scores
 

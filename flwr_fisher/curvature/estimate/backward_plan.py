@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.likelihood import Columns
+from flwr_fisher.curvature.estimate.columns import Columns
 
 
 def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:

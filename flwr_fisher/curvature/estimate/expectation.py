@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.batches import Batch
+from flwr_fisher.curvature.estimate.columns import Columns
 from flwr_fisher.curvature.estimate.engine import Engine
-from flwr_fisher.curvature.estimate.likelihood import Columns, Likelihood, check_labels
+from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Expectation:
 
         def columns_of(outputs: Tensor) -> Columns:
             self.likelihood.check_order(outputs, labels)
-            return self.likelihood.columns(outputs)
+            return self.likelihood.pieces(outputs)
 
         def pieces_of(outputs: Tensor, rows: slice) -> Tensor:
             if self.kind == "empirical":
@@ -54,7 +55,7 @@ class Expectation:
             self.likelihood.check_order(outputs, labels)
             if self.kind == "sampled":
                 return self._sampled(outputs, generator)
-            return self.likelihood.columns(outputs).all()
+            return self.likelihood.pieces(outputs).all()
 
         if self.kind == "exact" and self.tolerance > 0:
             engine.add_within(inputs, columns_of, self.tolerance)

@@ -10,7 +10,11 @@ from flwr_fisher.curvature.batches import batches_on, device_of
 from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, Accumulation
 from flwr_fisher.curvature.estimate.batch_gradients import squared_batch_gradients
 from flwr_fisher.curvature.estimate.expectation import Expectation
-from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.estimate.likelihood import (
+    LIKELIHOODS,
+    Likelihood,
+    likelihood_of,
+)
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.errors import ConfigurationError, DataError, check_known, check_range
@@ -23,7 +27,7 @@ TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
 
 class _Options(TypedDict, total=False):
     expectation: str
-    likelihood: str
+    likelihood: str | Likelihood
     tolerance: float
     num_samples: int
     seed: int
@@ -58,7 +62,7 @@ def fisher(
     *,
     structure: str | list[str] | tuple[str, ...] = "kfac",
     expectation: str = "exact",
-    likelihood: str = "categorical",
+    likelihood: str | Likelihood = "categorical",
     tolerance: float = TOLERANCE,
     num_samples: int = 1,
     seed: int = 0,
@@ -96,8 +100,9 @@ def fisher(
         PyTorch's ``ignore_index``, is none and adds nothing. ``empirical-batch``: the
         squared gradient of each batch's mean loss, which is over its labels without
         -100, a mean over batches (FedFish's Fisher); for ``diagonal`` only.
-    likelihood : "categorical" | "bernoulli" | "gaussian", default "categorical"
-        Softmax over the last dimension; independent sigmoids; unit-variance regression.
+    likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
+        Softmax over the last dimension (the default); independent sigmoids;
+        unit-variance regression; or a :class:`Likelihood` of your own.
     tolerance : float, default 1e-3
         With ``exact``: the share of each batch's
         :math:`\sum_{x,c} p_c (1 - p_c)` (the trace of the Fisher with respect to the
@@ -155,14 +160,13 @@ def fisher(
     for name in structures:
         check_known("structure", name, known)
     check_known("expectation", expectation, EXPECTATIONS)
-    check_known("likelihood", likelihood, LIKELIHOODS)
     check_range("tolerance", tolerance, 0, 1)
     check_range("num_samples", num_samples, 1)
     device = device_of(model, device)
     if max_batch_bytes is not None:
         check_range("max_batch_bytes", max_batch_bytes, 1)
     over_labels = Expectation(
-        LIKELIHOODS[likelihood], expectation, tolerance, num_samples, seed
+        likelihood_of(likelihood), expectation, tolerance, num_samples, seed
     )
     with evaluating(model):
         if engine == "nngeometry":

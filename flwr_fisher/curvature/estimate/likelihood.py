@@ -7,71 +7,96 @@ T = 1 for an ordinary classifier.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flwr_fisher.errors import DataError, StructureError
+from flwr_fisher.curvature.estimate.columns import Columns, categorical_factors
+from flwr_fisher.errors import DataError, StructureError, check_known
 
 _IGNORED = -100  # PyTorch's ignore_index: no label
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The rank-one pieces of a batch of examples.
+class Likelihood(ABC):
+    """How a model's outputs turn into a distribution over labels.
 
-    Parameters
-    ----------
-    values : Tensor
-        ``[k, n, T, C]``: k pieces at every position, each zero elsewhere, so k T pieces
-        an example. Piece ``t k + i`` is the i-th at position t.
-    shape : torch.Size
-        The outputs' shape.
+    Derive from it for a loss that has no name here, and pass an instance as the
+    `likelihood` of :func:`~flwr_fisher.curvature.fisher` or of a ``FisherClient``.
+
+    Examples
+    --------
+    Counts, of whose rate the model returns the logarithm:
+
+    >>> class Poisson(Likelihood):
+    ...     def columns(self, outputs):
+    ...         return outputs.exp().sqrt().reshape(1, len(outputs), -1, 1)
+    ...
+    ...     def sample_score(self, outputs, generator):
+    ...         return torch.poisson(outputs.exp(), generator) - outputs.exp()
+    ...
+    ...     def score(self, outputs, labels):
+    ...         return labels - outputs.exp()
+    >>> from flwr_fisher.curvature import fisher
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> _ = torch.nn.init.zeros_(model.weight)  # so that every rate is 1
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> fisher(model, [x], structure="dense", likelihood=Poisson()).matrix
+    tensor([[5.]])
     """
 
-    values: Tensor
-    shape: torch.Size
-
-    def weights(self) -> Tensor:
-        """Return every piece's share of the trace: squared norms ``[k T, n]``."""
-        return self.values.square().sum(-1).permute(2, 0, 1).flatten(0, 1)
-
-    def pick(self, rows: Tensor, pieces: Tensor) -> Tensor:
-        """Return one piece for each of some examples, shaped like their outputs."""
-        k, _, t, c = self.values.shape
-        picked = self.values.new_zeros(len(rows), t, c)
-        every = torch.arange(len(rows), device=rows.device)
-        position = torch.div(pieces, k, rounding_mode="floor")
-        picked[every, position] = self.values[pieces % k, rows, position]
-        return picked.reshape(len(rows), *self.shape[1:])
-
-    def all(self) -> Tensor:
-        """Return every piece of every example, ``[k T, *shape]``."""
-        k, _, t, _ = self.values.shape
-        if t == 1:
-            return self.values.reshape(k, *self.shape)
-        spread = torch.einsum(
-            "kntc,ts->tknsc", self.values, torch.eye(t).to(self.values)
-        )
-        return spread.reshape(t * k, *self.shape)
-
-
-class Likelihood(ABC):
-    """How outputs turn into a distribution over labels."""
+    labels_are_classes: ClassVar[bool] = False
+    """Whether outputs are logits of classes, so that there is an accuracy."""
 
     @abstractmethod
-    def columns(self, outputs: Tensor) -> Columns:
-        """Return the pieces of the exact Fisher."""
+    def columns(self, outputs: Tensor) -> Tensor:
+        r"""Return the rank-one pieces of the exact Fisher with respect to the outputs.
+
+        Parameters
+        ----------
+        outputs : Tensor
+            Of a batch, ``[n, ...]``, seen as ``[n, T, C]``: C numbers at each of T
+            positions that are independent given the outputs.
+
+        Returns
+        -------
+        Tensor
+            ``[k, n, T, C]``, detached: :math:`v_1, …, v_k` at every position, whose
+            :math:`\sum_i v_i v_i^\top` is the Fisher there.
+        """
 
     @abstractmethod
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the gradient of the log-likelihood of a sampled label, same shape."""
+        """Return the gradient of the log-likelihood of labels drawn from the model.
+
+        Parameters
+        ----------
+        outputs : Tensor
+            ``[n, ...]``.
+        generator : torch.Generator
+            Draws them; on the outputs' device.
+
+        Returns
+        -------
+        Tensor
+            Of the outputs' shape.
+        """
 
     @abstractmethod
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the gradient of the log-likelihood of given labels, same shape."""
+        """Return the gradient of the log-likelihood of given labels.
+
+        Parameters
+        ----------
+        outputs, labels : Tensor
+            ``[n, ...]``; what labels look like is the likelihood's own matter.
+
+        Returns
+        -------
+        Tensor
+            Of the outputs' shape.
+        """
 
     def num_labels(self, labels: Tensor) -> int:
         """Return how many terms a batch's mean loss has; at least 1."""
@@ -81,17 +106,35 @@ class Likelihood(ABC):
         """Raise where a batch's labels show that outputs are not as read here."""
         return
 
+    def pieces(self, outputs: Tensor) -> Columns:
+        """Return :meth:`columns`, once they are found to fit the outputs.
+
+        Raises
+        ------
+        StructureError
+            If they do not.
+        """
+        values = self.columns(outputs)
+        fits = values.dim() == 4 and values[0].numel() == outputs.numel()
+        if not fits or values.shape[1] != len(outputs):
+            raise StructureError(
+                f"{type(self).__name__}.columns gave {tuple(values.shape)} for outputs "
+                f"of shape {tuple(outputs.shape)}: return [k, n, T, C]"
+            )
+        return Columns(values, outputs.shape)
+
 
 class Categorical(Likelihood):
     """Softmax over the last dimension: ``[n, C]``, or ``[n, T, C]`` for tokens."""
 
-    def columns(self, outputs: Tensor) -> Columns:
+    labels_are_classes = True
+
+    def columns(self, outputs: Tensor) -> Tensor:
         """Return C - 1 pieces a position; see :func:`categorical_factors`."""
         logits = _at_least_2d(outputs)
         flat = categorical_factors(logits.reshape(-1, logits.shape[-1]))
         positions = logits.shape[1:-1].numel()
-        values = flat.reshape(len(flat), len(logits), positions, logits.shape[-1])
-        return Columns(values, outputs.shape)
+        return flat.reshape(len(flat), len(logits), positions, logits.shape[-1])
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``onehot(y) - p`` for y drawn from p."""
@@ -135,11 +178,10 @@ class Categorical(Likelihood):
 class Bernoulli(Likelihood):
     """Independent sigmoids: logits ``[n]`` or ``[n, …]``, labels 0 or 1."""
 
-    def columns(self, outputs: Tensor) -> Columns:
+    def columns(self, outputs: Tensor) -> Tensor:
         """Return one piece an output, the square root of p (1 - p)."""
         flat = outputs.detach().reshape(len(outputs), -1, 1)
-        deviation = (flat.sigmoid() * (-flat).sigmoid()).sqrt()
-        return Columns(deviation.unsqueeze(0), outputs.shape)
+        return (flat.sigmoid() * (-flat).sigmoid()).sqrt().unsqueeze(0)
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``y - p`` for y drawn from p."""
@@ -154,10 +196,9 @@ class Bernoulli(Likelihood):
 class Gaussian(Likelihood):
     """Regression with unit variance: the loss is half the squared error."""
 
-    def columns(self, outputs: Tensor) -> Columns:
+    def columns(self, outputs: Tensor) -> Tensor:
         """Return one piece an output, a one."""
-        flat = outputs.detach().reshape(1, len(outputs), -1, 1)
-        return Columns(torch.ones_like(flat), outputs.shape)
+        return torch.ones_like(outputs.detach().reshape(1, len(outputs), -1, 1))
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return standard normal noise."""
@@ -184,6 +225,20 @@ LIKELIHOODS: dict[str, Likelihood] = {
 }
 
 
+def likelihood_of(likelihood: str | Likelihood) -> Likelihood:
+    """Return a likelihood by its name, or the user's own as it is.
+
+    Raises
+    ------
+    UnknownNameError
+        If it is neither.
+    """
+    if isinstance(likelihood, Likelihood):
+        return likelihood
+    check_known("likelihood", likelihood, LIKELIHOODS)
+    return LIKELIHOODS[likelihood]
+
+
 def _at_least_2d(outputs: Tensor) -> Tensor:
     if outputs.dim() < 2 or outputs.shape[-1] < 2:
         raise StructureError(
@@ -200,57 +255,3 @@ def _same_shape(outputs: Tensor, labels: Tensor) -> Tensor:
             f"{tuple(outputs.shape)}"
         )
     return labels.to(outputs.dtype)
-
-
-def categorical_factors(logits: Tensor) -> Tensor:
-    r"""Factor the Fisher of a softmax likelihood with respect to its logits.
-
-    For probabilities :math:`p` it is :math:`\operatorname{diag}(p) - pp^\top`, of rank
-    :math:`C - 1`, and so equals :math:`\sum_k v_k v_k^\top` with :math:`C - 1` columns
-    of its Cholesky factor, known in closed form (Tanabe & Sagae 1992): with classes
-    sorted by falling probability and tails :math:`q_k = \sum_{j > k} p_j`,
-
-    .. math:: L_{kk} = \sqrt{p_k q_k / q_{k-1}}, \quad L_{jk} = -L_{kk} p_j / q_k .
-
-    One backward pass for each column thus gives the *true* Fisher, one pass fewer than
-    the sum over all classes, and the likeliest classes come first.
-
-    Parameters
-    ----------
-    logits : Tensor
-        ``[n, C]`` with at least two classes.
-
-    Returns
-    -------
-    Tensor
-        ``[C - 1, n, C]``: :math:`v_k` for each example.
-
-    Raises
-    ------
-    StructureError
-        If logits have another shape.
-
-    Examples
-    --------
-    >>> v = categorical_factors(torch.zeros(1, 2))
-    >>> torch.einsum("knc,knd->ncd", v, v)
-    tensor([[[ 0.2500, -0.2500],
-             [-0.2500,  0.2500]]])
-    """
-    if logits.dim() != 2 or logits.shape[1] < 2:
-        raise StructureError(
-            "the model's output must be logits of shape [batch, classes] with at least "
-            f"2 classes, got {tuple(logits.shape)}"
-        )
-    p, order = torch.softmax(logits.detach(), dim=1).sort(dim=1, descending=True)
-    # Tails summed from the small end, so that a confident example loses no digits.
-    q_before = p.flip(1).cumsum(1).flip(1)
-    q = torch.cat([q_before[:, 1:], torch.zeros_like(q_before[:, :1])], dim=1)
-    tiny = torch.finfo(p.dtype).tiny
-    pivot = (p * (q / q_before.clamp_min(tiny))).sqrt()
-    columns = torch.diag_embed(pivot)
-    below = torch.tril(p.unsqueeze(2) / q.clamp_min(tiny).unsqueeze(1), diagonal=-1)
-    columns = columns - below * pivot.unsqueeze(1)
-    index = order.unsqueeze(2).expand_as(columns)
-    factors = torch.zeros_like(columns).scatter_(1, index, columns)
-    return factors[:, :, :-1].permute(2, 0, 1).contiguous()

@@ -3,7 +3,7 @@
 The only file that imports nngeometry.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,6 +80,10 @@ class _NNGeometryMatrix(Curvature):
     def tensors(self) -> list[Tensor]:
         """Return the dense matrix."""
         return [self.to_dense()]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Dense":
+        """Return the dense matrix with a function of it."""
+        return Dense(self.shapes, function(self.to_dense()))
 
 
 def nngeometry_fisher(

@@ -1,13 +1,21 @@
-"""What every curvature can do."""
+"""What every curvature can do: the algebra of operators on named tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import StructureError
-from flwr_fisher.params import Params
+from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
+from flwr_fisher.errors import ConfigurationError, StructureError, check_range
+from flwr_fisher.params import Params, add, select
+
+Solver = Callable[[Params], dict[str, Tensor]]
+
+_TOLERANCE = 1e-10  # of conjugate gradients, in float64
+_MOST = 10_000  # of their iterations
 
 
 class Curvature(ABC):
@@ -16,10 +24,27 @@ class Curvature(ABC):
     It acts on ``dict[str, Tensor]`` with the keys and shapes in :attr:`shapes`. The
     dense matrix orders its rows as :func:`flwr_fisher.params.flatten` orders the
     parameters, in the order of :attr:`shapes`.
+
+    ``F @ v`` is a product, ``F + F2`` a lazy sum, ``c * F`` a multiple with
+    :math:`c \ge 0`, ``F.solve(b)`` and ``F.inverse() @ b`` solve.
+
+    Examples
+    --------
+    >>> from flwr_fisher.curvature import Diagonal
+    >>> F = Diagonal({"w": torch.tensor([1.0, 2.0])})
+    >>> F @ {"w": torch.tensor([3.0, 4.0])}
+    {'w': tensor([3., 8.])}
+    >>> 0.5 * F + F
+    WeightedSum(2 terms, 1 blocks, 2 parameters, 16 B)
+    >>> (0.5 * F + F).solve({"w": torch.ones(2)}, damping=0.5)
+    {'w': tensor([0.5000, 0.2857])}
     """
 
     shapes: dict[str, torch.Size]
     """The parameters that this curvature covers, with their shapes."""
+
+    # A sum is itself a curvature, so its own file sets this: no circle of imports.
+    summed: ClassVar[Callable[["Curvature", "Curvature"], "Curvature"]]
 
     @abstractmethod
     def matvec(self, vector: Params) -> dict[str, Tensor]:
@@ -40,6 +65,10 @@ class Curvature(ABC):
     @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Return every tensor that this curvature holds; no copies."""
+
+    @abstractmethod
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Curvature":
+        """Return the same kind of curvature with a function of each of its tensors."""
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +106,189 @@ class Curvature(ABC):
         """Return :math:`d`, the number of rows."""
         return sum(shape.numel() for shape in self.shapes.values())
 
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "Curvature":
+        """Return the curvature on a device, or in a dtype of floats.
+
+        Raises
+        ------
+        ConfigurationError
+            If the dtype is none of floats.
+
+        Examples
+        --------
+        >>> from flwr_fisher.curvature import Diagonal
+        >>> Diagonal({"w": torch.ones(5)}).to(dtype=torch.float64)
+        Diagonal(5 parameters, 40 B)
+        """
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigurationError(f"dtype must be one of floats, got {dtype}")
+        return self.mapped(lambda tensor: tensor.to(device=device, dtype=dtype))
+
+    def solve(self, rhs: Params, damping: float = 0.0) -> dict[str, Tensor]:
+        r"""Return :math:`(F + \lambda I)^{-1} b`, in the dtype of `rhs`.
+
+        Parameters
+        ----------
+        rhs : Mapping[str, Tensor]
+            :math:`b`, with exactly the keys of :attr:`shapes`.
+        damping : float
+            :math:`\lambda \ge 0`.
+
+        Raises
+        ------
+        ConfigurationError
+            If `damping` is negative.
+        StructureError
+            If `rhs` does not fit, or conjugate gradients do not converge.
+
+        Notes
+        -----
+        It is solved block by block in float64, by eigenvalues: with :math:`\lambda = 0`
+        by the pseudo-inverse, in which a matrix's eigenvalues count as 0 up to
+        :math:`n \varepsilon` of the largest, for n rows and the dtype's
+        :math:`\varepsilon`. For :class:`Kronecker` these are its two factors'; the
+        entries of a :class:`Diagonal` and moments of an :class:`EigenKronecker` count
+        as they are. A sum has no eigenvalues at hand: there conjugate gradients reduce
+        the residual to 1e-10 of :math:`b`, which must be in the range of :math:`F`
+        where :math:`\lambda = 0`.
+
+        Examples
+        --------
+        >>> from flwr_fisher.curvature import Diagonal
+        >>> F = Diagonal({"w": torch.tensor([2.0, 0.0])})
+        >>> F.solve({"w": torch.ones(2)})
+        {'w': tensor([0.5000, 0.0000])}
+        >>> F.solve({"w": torch.ones(2)}, damping=2.0)
+        {'w': tensor([0.2500, 0.5000])}
+        """
+        return self.inverse(damping) @ rhs
+
+    def inverse(self, damping: float = 0.0) -> "Inverse":
+        r"""Return :math:`(F + \lambda I)^{-1}`, whose ``@`` is :meth:`solve`.
+
+        What it takes to factorise is done at the first product, and once.
+        """
+        return Inverse(self, damping)
+
+    def solver(self, damping: float) -> Solver:
+        """Return what solves with one of :meth:`blocks`, for float64."""
+        wide = self.to(dtype=torch.float64)
+
+        def solve(rhs: Params) -> dict[str, Tensor]:
+            solution, norms = conjugate_gradient(
+                lambda vector: add(wide.matvec(vector), vector, damping),
+                rhs,
+                iterations=min(10 * self.numel(), _MOST),
+                tolerance=_TOLERANCE,
+            )
+            if norms[-1] > _TOLERANCE * norms[0]:
+                raise StructureError(
+                    f"{self}: after {len(norms) - 1} conjugate gradients "
+                    f"{norms[-1] / norms[0]:.0e} of the right-hand side are left: "
+                    "pass more damping"
+                )
+            return solution
+
+        return solve
+
+    def __matmul__(self, vector: Params) -> dict[str, Tensor]:
+        return self.matvec(vector)
+
+    def __add__(self, other: "Curvature") -> "Curvature":
+        if not isinstance(other, Curvature):
+            return NotImplemented
+        return Curvature.summed(self, other)
+
+    def __mul__(self, factor: float) -> "Curvature":
+        check_range("a curvature's factor", factor, 0)
+        return self.scaled(factor)
+
+    __rmul__ = __mul__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.summary()}, {_in_bytes(self.nbytes)})"
+
+    def summary(self) -> str:
+        """Return what is in it, in words."""
+        return f"{self.numel()} parameters"
+
     def check(self, vector: Params) -> None:
         """Raise :class:`StructureError` unless `vector` has this curvature's layout."""
         shapes = {name: tensor.shape for name, tensor in vector.items()}
         if shapes != self.shapes:
             wrong = sorted(set(shapes.items()) ^ set(self.shapes.items()))
             raise StructureError(f"the vector does not fit the curvature: {wrong}")
+
+
+class Inverse:
+    r"""The lazy :math:`(F + \lambda I)^{-1}` of a curvature; see its ``solve``.
+
+    Parameters
+    ----------
+    curvature : Curvature
+        :math:`F`.
+    damping : float
+        :math:`\lambda \ge 0`.
+
+    Examples
+    --------
+    >>> from flwr_fisher.curvature import Diagonal
+    >>> inverse = Diagonal({"w": torch.tensor([1.0, 0.0])}).inverse(damping=1.0)
+    >>> inverse @ {"w": torch.ones(2)}
+    {'w': tensor([0.5000, 1.0000])}
+    """
+
+    def __init__(self, curvature: Curvature, damping: float) -> None:
+        check_range("damping", damping, 0)
+        self.curvature, self.damping = curvature, damping
+
+    @cached_property
+    def _solvers(self) -> list[tuple[Solver, list[str]]]:
+        blocks = self.curvature.blocks()
+        return [(block.solver(self.damping), list(block.shapes)) for block in blocks]
+
+    def __matmul__(self, rhs: Params) -> dict[str, Tensor]:
+        self.curvature.check(rhs)
+        wide = {name: value.double() for name, value in rhs.items()}
+        solution: dict[str, Tensor] = {}
+        for solve, names in self._solvers:
+            solution |= solve(select(wide, names))
+        return {name: solution[name].to(value.dtype) for name, value in rhs.items()}
+
+    def __repr__(self) -> str:
+        return f"Inverse({self.curvature}, damping={self.damping:g})"
+
+
+def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
+    """Return ``rhs / (eigenvalues + damping)``, and 0 where that is nothing."""
+    divisor = eigenvalues + damping
+    known = divisor > 0
+    return torch.where(known, rhs / torch.where(known, divisor, 1), 0)
+
+
+def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, none negative, and vectors in float64.
+
+    Parameters
+    ----------
+    matrices : Tensor
+        ``[..., n, n]``, symmetric positive semi-definite.
+    damping : float
+        If 0, eigenvalues that may be rounding are 0: with nothing added to them, they
+        would be divided by.
+    """
+    values, vectors = torch.linalg.eigh(matrices.double())
+    share = 0.0 if damping else matrices.shape[-1] * torch.finfo(matrices.dtype).eps
+    rounding = share * values.abs().amax(-1, keepdim=True)
+    return torch.where(values > rounding, values, 0), vectors
+
+
+def _in_bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,6 +1,6 @@
 """A curvature without correlations between groups of parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,14 @@ class BlockDiagonal(Curvature):
     def tensors(self) -> list[Tensor]:
         """Return the children's tensors."""
         return [tensor for c in self.children for tensor in c.tensors()]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "BlockDiagonal":
+        """Return the children with a function of their tensors."""
+        return BlockDiagonal([child.mapped(function) for child in self.children])
+
+    def summary(self) -> str:
+        """Return the number of blocks, and of parameters."""
+        return f"{len(self.blocks())} blocks, {super().summary()}"
 
     def blocks(self) -> list[Curvature]:
         """Return the children's blocks."""

@@ -1,9 +1,11 @@
 """The dense curvature, for small models and for oracles."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Solver, divided, eigen
 from flwr_fisher.curvature.operators.matrices import to_matrices
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, Shapes, flatten, select, unflatten
@@ -75,3 +77,17 @@ class Dense(Curvature):
     def tensors(self) -> list[Tensor]:
         """Return the matrix."""
         return [self.matrix]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Dense":
+        """Return a function of the matrix."""
+        return Dense(self.shapes, function(self.matrix))
+
+    def solver(self, damping: float) -> Solver:
+        """Solve by the matrix's eigenvalues."""
+        values, vectors = eigen(self.matrix, damping)
+
+        def solve(rhs: Params) -> dict[str, Tensor]:
+            rotated = vectors.mT @ flatten(select(rhs, self.shapes))
+            return unflatten(vectors @ divided(rotated, values, damping), self.shapes)
+
+        return solve

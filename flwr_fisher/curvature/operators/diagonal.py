@@ -1,9 +1,11 @@
 """The diagonal curvature: one number a parameter."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Solver, divided
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
@@ -54,3 +56,12 @@ class Diagonal(Curvature):
     def tensors(self) -> list[Tensor]:
         """Return the entries."""
         return list(self.entries.values())
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Diagonal":
+        """Return a function of the entries."""
+        return Diagonal({name: function(entry) for name, entry in self.entries.items()})
+
+    def solver(self, damping: float) -> Solver:
+        """Divide."""
+        entries = {name: entry.double() for name, entry in self.entries.items()}
+        return lambda rhs: {k: divided(rhs[k], e, damping) for k, e in entries.items()}

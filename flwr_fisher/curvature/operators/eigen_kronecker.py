@@ -1,13 +1,17 @@
 """The curvature of one layer in K-FAC's eigenbasis: E-KFAC."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Solver
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
+
+_BENT = 1e-4  # of a unit vector; float32's rounding is far less
 
 
 class EigenKronecker(LayerCurvature):
@@ -100,6 +104,29 @@ class EigenKronecker(LayerCurvature):
         """Return the bases and the moments."""
         return [self.basis_A, self.basis_G, self.moments]
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "EigenKronecker":
+        """Return a function of the bases and moments."""
+        return self._with(*(function(tensor) for tensor in self.tensors()))
+
+    def solver(self, damping: float) -> Solver:
+        """Solve by the moments; by conjugate gradients if a codec bent the bases."""
+        (U_A, R_A), (U_G, R_G) = map(_orthonormal, (self.basis_A, self.basis_G))
+        if R_A is None or R_G is None:
+            return super().solver(damping)
+        values = R_G.unsqueeze(-1) * self.moments.double() * R_A.unsqueeze(-2)
+        return self.solver_in(U_A, U_G, values, damping)
+
     def non_negative(self) -> list[Tensor]:
         """Return the moments, in any basis."""
         return [self.moments]
+
+
+def _orthonormal(basis: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a basis with columns of 0 filled in, and a 1 for each that was there.
+
+    None in their place if columns are not orthonormal.
+    """
+    Q, R = torch.linalg.qr(basis.double())
+    there = R.diagonal(dim1=-2, dim2=-1).abs().round()
+    bent = (R.abs() - torch.diag_embed(there)).abs().max() > _BENT
+    return Q, None if bent else there

@@ -1,8 +1,11 @@
 """The Kronecker-factored curvature of one layer: K-FAC."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature.operators.base import Solver, eigen
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.params import Params
@@ -98,6 +101,15 @@ class Kronecker(LayerCurvature):
     def tensors(self) -> list[Tensor]:
         """Return both factors."""
         return [self.A, self.G]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Kronecker":
+        """Return a function of both factors."""
+        return self._with(*(SymmetricFactor(function(t)) for t in self.tensors()))
+
+    def solver(self, damping: float) -> Solver:
+        """Solve by the eigenvalues of both factors."""
+        (a, U_A), (g, U_G) = (eigen(factor, damping) for factor in (self.A, self.G))
+        return self.solver_in(U_A, U_G, g.unsqueeze(-1) * a.unsqueeze(-2), damping)
 
     def non_negative(self) -> list[Tensor]:
         """Return both factors' diagonals, whose products may hide their signs."""

@@ -5,7 +5,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Solver, divided
 from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
@@ -53,6 +53,21 @@ class LayerCurvature(Curvature):
     def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
         """Cut ``[groups, out / groups, n]`` back into the weight and the bias."""
         return from_matrices(matrices, self.weight, self.weight_shape, self.bias)
+
+    def solver_in(self, A: Tensor, G: Tensor, values: Tensor, damping: float) -> Solver:
+        """Solve by eigenvalues, outputs by inputs, in bases of both."""
+
+        def solve(rhs: Params) -> dict[str, Tensor]:
+            rotated = G.mT @ self.as_matrices(rhs) @ A
+            return self.as_params(G @ divided(rotated, values, damping) @ A.mT)
+
+        return solve
+
+    def summary(self) -> str:
+        """Return the weight's name, and outputs by inputs."""
+        groups, outputs, inputs = self.matrix_shape
+        of_groups = f"{groups} groups of " if groups > 1 else ""
+        return f"'{self.weight}', {of_groups}{outputs} x {inputs}"
 
     def to_dense(self) -> Tensor:
         """Return the matrix over the flattened weight followed by the bias."""

@@ -1,13 +1,14 @@
 """The lazy weighted sum of several curvatures."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.base import Curvature, Solver
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
+from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, flatten, select, unflatten
 
@@ -80,6 +81,24 @@ class WeightedSum(Curvature):
         """Return the terms' tensors."""
         return [tensor for term in self.terms for tensor in term.tensors()]
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "WeightedSum":
+        """Return the terms with a function of their tensors."""
+        return WeightedSum([term.mapped(function) for term in self.terms], self.weights)
+
+    def solver(self, damping: float) -> Solver:
+        """Solve by conjugate gradients, but where it is a diagonal or one term."""
+        if all(isinstance(term, Diagonal) for term in self.terms):
+            wide = self.to(dtype=torch.float64)
+            return Diagonal(wide.diagonal()).solver(damping)
+        if len(self.terms) == 1:
+            return self.terms[0].scaled(self.weights[0]).solver(damping)
+        return super().solver(damping)
+
+    def summary(self) -> str:
+        """Return the numbers of terms, blocks and parameters."""
+        blocks = len(self.blocks())
+        return f"{len(self.terms)} terms, {blocks} blocks, {super().summary()}"
+
     def non_negative(self) -> list[Tensor]:
         """Return what must not be negative in any term."""
         return [numbers for term in self.terms for numbers in term.non_negative()]
@@ -87,6 +106,23 @@ class WeightedSum(Curvature):
     def blocks(self) -> list["WeightedSum"]:
         """Return one weighted sum for each block that all terms share."""
         return [WeightedSum(b, self.weights) for b in shared_blocks(self.terms)]
+
+
+def _summed(left: Curvature, right: Curvature) -> WeightedSum:
+    """Return the lazy sum; sums of sums are one sum."""
+    pairs = [*_pairs(left), *_pairs(right)]
+    return WeightedSum([term for _, term in pairs], [weight for weight, _ in pairs])
+
+
+def _pairs(curvature: Curvature) -> Iterator[tuple[float, Curvature]]:
+    if isinstance(curvature, WeightedSum):
+        for weight, term in curvature:
+            yield from ((weight * share, part) for share, part in _pairs(term))
+    else:
+        yield 1.0, curvature
+
+
+Curvature.summed = _summed
 
 
 def shared_blocks(curvatures: Sequence[Curvature]) -> list[tuple[Curvature, ...]]:

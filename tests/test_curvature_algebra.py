@@ -1,0 +1,343 @@
+"""The algebra of curvatures, each against its dense matrix."""
+
+import math
+from functools import reduce
+from operator import add
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import (
+    CURVATURES,
+    cut,
+    flat,
+    randn,
+    random_blocks,
+    random_dense,
+    random_diagonal,
+    random_eigen,
+    random_kronecker,
+    random_like,
+    relative,
+)
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+    WeightedSum,
+    fisher,
+)
+from flwr_fisher.errors import ConfigurationError, StructureError
+
+kinds = st.sampled_from(sorted(CURVATURES))
+dtypes = st.sampled_from([torch.float32, torch.float64])
+seeds = st.integers(0, 30)
+every_kind = pytest.mark.parametrize("kind", CURVATURES)
+
+
+def quick(test: Any) -> Any:
+    return settings(max_examples=60, deadline=None, derandomize=True)(test)
+
+
+def operator(kind: str, seed: int, dtype: torch.dtype) -> Curvature:
+    return CURVATURES[kind](seed).to(dtype=dtype)
+
+
+def vector(F: Curvature, seed: int) -> dict[str, Tensor]:
+    dtype = F.tensors()[0].dtype
+    return {k: v.to(dtype) for k, v in random_like(F, seed).items()}
+
+
+def in_order(tensors: dict[str, Tensor], F: Curvature) -> Tensor:
+    return flat({name: tensors[name] for name in F.shapes})
+
+
+def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    return relative(got, want) <= (1e-10 if dtype == torch.float64 else 1e-4)
+
+
+@quick
+@given(kinds, dtypes, seeds, st.just(0.0) | st.floats(1e-3, 10))
+def test_products_sums_and_multiples(
+    kind: str, dtype: torch.dtype, seed: int, c: float
+) -> None:
+    F, F2 = operator(kind, seed, dtype), operator(kind, seed + 99, dtype)
+    v, dense, dense2 = vector(F, seed), F.to_dense().double(), F2.to_dense().double()
+    product = F @ v
+    assert {k: t.dtype for k, t in product.items()} == dict.fromkeys(F.shapes, dtype)
+    assert near(in_order(product, F), dense @ flat(v), dtype)
+    for scaled in (c * F, F * c):
+        assert near(scaled.to_dense(), c * dense, dtype)
+    total = F + c * F2
+    assert isinstance(total, WeightedSum)
+    assert not any(isinstance(term, WeightedSum) for term in total.terms)
+    assert near(total.to_dense(), dense + c * dense2, dtype)
+    assert near(in_order(total @ v, F), (dense + c * dense2) @ flat(v), dtype)
+    assert total.trace() == pytest.approx(float((dense + c * dense2).trace()), rel=1e-5)
+
+
+@quick
+@given(kinds, dtypes, seeds, st.floats(1e-3, 10), st.booleans())
+def test_solving(
+    kind: str, dtype: torch.dtype, seed: int, share: float, lazily: bool
+) -> None:
+    """Singular matrices, with damping that is a share of the mean eigenvalue."""
+    F = operator(kind, seed, dtype)
+    damping = share * F.trace() / F.numel()
+    b = vector(F, seed + 5)
+    x = F.inverse(damping) @ b if lazily else F.solve(b, damping=damping)
+    assert {k: t.dtype for k, t in x.items()} == dict.fromkeys(F.shapes, dtype)
+    matrix = F.to_dense().double() + damping * torch.eye(F.numel()).double()
+    want = torch.linalg.solve(matrix, flat(b))
+    # A conjugate gradient leaves 1e-10 of b, of which the matrix makes more of x.
+    assert relative(in_order(x, F), want) <= (1e-6 if dtype == torch.float64 else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_kind
+def test_without_damping_it_is_the_pseudo_inverse(
+    kind: str, dtype: torch.dtype
+) -> None:
+    if "sum" in kind and dtype == torch.float32:
+        pytest.skip("what float32 has in the range of a singular sum is not in it")
+    F = operator(kind, 3, dtype)
+    b = F @ vector(F, 4)
+    matrix = F.to_dense().double()
+    rtol = 1e-10 if dtype == torch.float64 else 1e-5
+    want = torch.linalg.pinv(matrix, hermitian=True, rtol=rtol) @ flat(b)
+    got = in_order(F.solve(b), F)
+    assert relative(matrix @ got, flat(b)) <= (1e-8 if rtol < 1e-9 else 1e-3)
+    assert relative(got, want) <= (1e-5 if rtol < 1e-9 else 0.05)
+
+
+def test_what_is_rounding_is_no_eigenvalue() -> None:
+    """A float32 factor of rank 2 has two eigenvalues, and rounding beside them."""
+    k = random_kronecker(1, "w", (6, 5), bias="b").to(dtype=torch.float32)
+    assert isinstance(k, Kronecker)
+    b = vector(k, 2)  # not in its range
+    got = k.solve(b)
+    want = torch.linalg.pinv(k.to_dense().double(), hermitian=True, rtol=1e-5)
+    assert relative(flat(got), want @ flat(b)) <= 1e-4
+    dense = Dense(k.shapes, k.to_dense())
+    assert relative(flat(dense.solve(b)), want @ flat(b)) <= 1e-3
+    zero = k * 0.0
+    assert not flat(zero.solve(b)).any()
+    both = Diagonal({"w": torch.tensor([0.0, 1e-30, 2.0])})
+    torch.testing.assert_close(
+        both.solve({"w": torch.ones(3).double()})["w"],
+        torch.tensor([0.0, 1 / both.entries["w"][1].double(), 0.5]).double(),
+    )
+
+
+def test_a_kronecker_is_never_formed_to_be_solved() -> None:
+    layer = random_kronecker(1, "w", (200, 300), bias="b", rank=400)
+    b = random_like(layer, 2)
+    x = layer.solve(b, damping=0.5)
+    back = {k: v + 0.5 * x[k] for k, v in (layer @ x).items()}
+    assert relative(flat(back), flat(b)) <= 1e-10
+
+
+@pytest.mark.parametrize("bent", [0.0, 1e-6, 0.05])
+@pytest.mark.parametrize("kept", [4, 2, 0])
+def test_bases_that_a_codec_cut_off_or_bent(kept: int, bent: float) -> None:
+    whole = random_eigen(1, bias="b")
+    mask = (torch.arange(4) < kept).double()
+    bases = [
+        (basis + bent * randn(i, *basis.shape, dtype=torch.float64)) * mask
+        for i, basis in enumerate((whole.basis_A, whole.basis_G))
+    ]
+    F = EigenKronecker("w", whole.weight_shape, *bases, whole.moments, "b")
+    b = random_like(F, 2)
+    matrix = F.to_dense() + 0.3 * torch.eye(16).double()
+    want = torch.linalg.solve(matrix, flat(b))
+    assert relative(flat(F.solve(b, 0.3)), want) <= max(1e-8, 20 * bent * (bent < 1e-5))
+
+
+def test_an_inverse_factorises_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda m: calls.append(1) or eigh(m))
+    F = random_blocks(1)
+    inverse = F.inverse(0.1)
+    assert not calls
+    first, second = inverse @ random_like(F, 1), inverse @ random_like(F, 1)
+    assert len(calls) == 4  # two layers, two factors each
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert repr(inverse) == f"Inverse({F!r}, damping=0.1)"
+
+
+def test_a_sum_is_solved_block_by_block() -> None:
+    """Blocks whose scales are far apart do not share conjugate gradients."""
+    scales = [1e-9, 1.0, 1e9]
+    layers = [random_kronecker(i, f"{i}.weight", rank=8) for i in range(3)]
+    others = [random_dense(i, 30, **{f"{i}.weight": (4, 3)}) for i in range(3)]
+    F = BlockDiagonal([s * k for s, k in zip(scales, layers, strict=True)])
+    F2 = BlockDiagonal([s * d for s, d in zip(scales, others, strict=True)])
+    b = random_like(F, 1)
+    x, total = (F + F2).solve(b), F + F2
+    back = total @ x
+    assert all(relative(back[k], b[k]) <= 1e-9 for k in b)
+
+
+def test_sums_that_need_no_iterations() -> None:
+    wide = {"w": torch.logspace(-12, 3, 16)}
+    pair = Diagonal(wide) + 2.0 * Diagonal(wide)
+    got = pair.solve({"w": torch.ones(16).double()})["w"]
+    torch.testing.assert_close(got, 1 / (3 * wide["w"].double()))
+    one = WeightedSum([Dense({"w": torch.Size([16])}, torch.diag(wide["w"]))], [3.0])
+    got = one.solve({"w": torch.ones(16).double()}, damping=1e-6)["w"]
+    torch.testing.assert_close(got, 1 / (3 * wide["w"].double() + 1e-6))
+
+
+def test_a_right_hand_side_out_of_a_sums_range_is_told() -> None:
+    F = random_kronecker(1) + random_kronecker(2)
+    with pytest.raises(StructureError, match=r"WeightedSum\(2 terms.*pass more damp"):
+        F.solve(random_like(F, 3))
+    F.solve(random_like(F, 3), damping=0.1)
+
+
+# --- sums and multiples ---------------------------------------------------------------
+
+
+def test_sums_of_sums_are_one_sum() -> None:
+    F = [random_diagonal(i, w=(3,)) for i in range(4)]
+    total = 2 * (F[0] + 3 * F[1]) + (F[2] + WeightedSum([F[3] + F[0]], [0.5]))
+    assert isinstance(total, WeightedSum)
+    assert total.terms == (F[0], *total.terms[1:2], F[2], F[3], F[0])
+    assert total.weights == (2.0, 2.0, 1.0, 0.5, 0.5)
+    mean = reduce(add, F) * 0.25
+    assert len(mean.terms) == 4  # type: ignore[attr-defined]
+    assert mean.trace() == pytest.approx(sum(f.trace() for f in F) / 4)
+
+
+@pytest.mark.parametrize("factor", [-1, -1e-9, math.nan, "2", None, True])
+def test_a_factor_must_be_at_least_0(factor: Any) -> None:
+    F = random_diagonal(1, w=(3,))
+    with pytest.raises(ConfigurationError, match="factor must be"):
+        F * factor
+    if not isinstance(factor, str):  # which multiplies by repeating itself
+        with pytest.raises(ConfigurationError, match="factor must be"):
+            factor * F
+
+
+def test_what_cannot_be_added_or_solved() -> None:
+    F = random_diagonal(1, w=(3,))
+    with pytest.raises(TypeError):
+        F + 1  # type: ignore[operator]
+    with pytest.raises(StructureError, match="covers other parameters"):
+        F + random_diagonal(1, v=(3,))
+    with pytest.raises(StructureError, match="does not fit"):
+        F @ {"v": torch.ones(3)}
+    with pytest.raises(StructureError, match="does not fit"):
+        F.solve({"w": torch.ones(4)})
+    for damping in (-0.1, math.nan):
+        with pytest.raises(ConfigurationError, match="damping must be"):
+            F.solve({"w": torch.ones(3)}, damping)
+        with pytest.raises(ConfigurationError, match="damping must be"):
+            F.inverse(damping)
+
+
+# --- where and how they are kept ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
+@every_kind
+def test_another_dtype(kind: str, dtype: torch.dtype) -> None:
+    F = CURVATURES[kind](1)
+    G = F.to(dtype=dtype)
+    assert type(G) is type(F)
+    assert G.shapes == F.shapes
+    assert {t.dtype for t in G.tensors()} == {dtype}
+    assert {t.dtype for t in F.tensors()} == {torch.float64}
+    assert all(
+        torch.equal(a.to(dtype), b)
+        for a, b in zip(F.tensors(), G.tensors(), strict=True)
+    )
+    v = {k: t.to(dtype) for k, t in random_like(F, 2).items()}
+    error = relative(in_order(G @ v, F), in_order(F @ random_like(F, 2), F))
+    assert error <= 40 * torch.finfo(dtype).eps
+
+
+@every_kind
+def test_another_device(kind: str) -> None:
+    F = CURVATURES[kind](1)
+    for device in ("meta", torch.device("meta")):
+        moved = F.to(device)
+        assert {t.device.type for t in moved.tensors()} == {"meta"}
+        assert {t.dtype for t in moved.tensors()} == {torch.float64}
+    same = F.to()
+    assert all(a is b for a, b in zip(F.tensors(), same.tensors(), strict=True))
+    if torch.cuda.is_available():
+        there = F.to("cuda")
+        v = random_like(F, 2)
+        b = {k: t.cuda() for k, t in v.items()}
+        assert relative(in_order(there @ b, F).cpu(), in_order(F @ v, F)) <= 1e-12
+        x, want = there.solve(b, 0.1), F.solve(v, 0.1)
+        assert relative(in_order(x, F).cpu(), in_order(want, F)) <= 1e-7
+
+
+def test_a_dtype_must_be_one_of_floats() -> None:
+    with pytest.raises(ConfigurationError, match="floats, got torch"):
+        random_blocks(1).to(dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: random_kronecker(1, "fc1.weight", (120, 400), bias="fc1.bias"),
+            "Kronecker('fc1.weight', 120 x 401, 1.4 MB)",
+        ),
+        (
+            lambda: random_kronecker(1, "c.weight", (6, 1, 2), groups=3),
+            "Kronecker('c.weight', 3 groups of 2 x 2, 192 B)",
+        ),
+        (lambda: random_eigen(1, bias="b"), "EigenKronecker('w', 4 x 4, 384 B)"),
+        (lambda: random_diagonal(1, w=(100,)), "Diagonal(100 parameters, 800 B)"),
+        (
+            lambda: random_dense(1, 2, w=(10, 10)),
+            "Dense(100 parameters, 80.0 kB)",
+        ),
+        (
+            lambda: random_blocks(1),
+            "BlockDiagonal(4 blocks, 39 parameters, 656 B)",
+        ),
+        (
+            lambda: random_blocks(1) + random_blocks(2),
+            "WeightedSum(2 terms, 4 blocks, 39 parameters, 1.3 kB)",
+        ),
+    ],
+    ids=range(7),
+)
+def test_it_tells_what_it_is(make: Any, text: str) -> None:
+    assert repr(make()) == text
+
+
+def test_the_algebra_of_a_models_fisher() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    x = randn(1, 20, 3)
+    structures = ["kfac", "ekfac", "block", "diagonal", "dense"]
+    found = fisher(model, [x], structure=structures)
+    for F in found:
+        damping = F.trace() / F.numel()
+        b = {k: torch.ones(s) for k, s in F.shapes.items()}
+        matrix = F.to_dense().double() + damping * torch.eye(F.numel()).double()
+        want = torch.linalg.solve(matrix, flat(b))
+        assert relative(in_order(F.solve(b, damping), F), want) <= 1e-4
+    # Of several structures, too: dense joins all blocks.
+    total = reduce(add, found)
+    b = {k: torch.ones(s) for k, s in total.shapes.items()}
+    damping = total.trace() / total.numel()
+    matrix = total.to_dense().double() + damping * torch.eye(total.numel()).double()
+    want = cut(torch.linalg.solve(matrix, in_order(b, total)), b)
+    got = total.solve(b, damping)
+    assert all(relative(got[k], want[k]) <= 1e-4 for k in b)

@@ -1,0 +1,196 @@
+"""Likelihoods of the user's own: against dense oracles, and through a client."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from oracles import cut, flat, randn, relative, rng, seeded
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import ask, metrics_of
+
+from flwr_fisher.client import FisherClient, LocalSGD
+from flwr_fisher.curvature import LIKELIHOODS, Likelihood, fisher
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    StructureError,
+    UnknownNameError,
+)
+from flwr_fisher.merge import fedfisher
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FAGH, FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import FisherUpload
+
+
+class Poisson(Likelihood):
+    """Counts, of whose rate the model returns the logarithm."""
+
+    def columns(self, outputs: Tensor) -> Tensor:
+        return outputs.detach().exp().sqrt().reshape(1, len(outputs), -1, 1)
+
+    def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.poisson(outputs.exp(), generator=generator) - outputs.exp()
+
+    def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return labels - outputs.exp()
+
+    def information(self, outputs: Tensor) -> Tensor:
+        return torch.diag_embed(outputs.exp())
+
+
+@dataclass(frozen=True)
+class Correlated(Likelihood):
+    """Regression with a covariance of its own."""
+
+    root: Tensor  # of the precision
+
+    def columns(self, outputs: Tensor) -> Tensor:
+        rows = self.root.to(outputs).reshape(len(self.root), 1, 1, -1)
+        return rows.expand(-1, len(outputs), -1, -1)
+
+    def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.empty_like(outputs).normal_(generator=generator)
+        return noise @ self.root.to(outputs)
+
+    def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        root = self.root.to(outputs)
+        return (labels - outputs) @ root.T @ root
+
+    def information(self, outputs: Tensor) -> Tensor:
+        root = self.root.to(outputs)
+        return (root.T @ root).expand(len(outputs), -1, -1)
+
+
+OWN = {"poisson": Poisson(), "correlated": Correlated(randn(5, 3, 3))}
+own = pytest.mark.parametrize("likelihood", OWN.values(), ids=OWN)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def jacobians(model: nn.Module, x: Tensor) -> Tensor:
+    """Return ``[n, outputs, d]``, in float64, example by example."""
+    params = {k: p.detach().double() for k, p in model.named_parameters()}
+    rows = []
+    for example in x.double():
+        J = jacrev(lambda p, e=example: functional_call(model, p, (e,)))(params)
+        rows.append(torch.cat([j.flatten(1) for j in J.values()], 1))
+    return torch.stack(rows)
+
+
+@own
+def test_the_fisher_is_that_of_a_dense_oracle(likelihood: Any) -> None:
+    model, x = seeded(net), randn(1, 8, 4)
+    J, z = jacobians(model, x), model(x).detach().double()
+    want = torch.einsum("ncd,nck,nke->de", J, likelihood.information(z), J) / len(x)
+    how = {"structure": "dense", "likelihood": likelihood}
+    exact = fisher(model, x.split(3), tolerance=0, **how).to_dense()
+    assert relative(exact, want) <= 1e-5
+    within = fisher(model, x.split(3), tolerance=0.05, **how).trace()
+    assert 0.95 <= within / float(want.trace()) <= 1 + 1e-5
+    drawn = fisher(model, [x], expectation="sampled", num_samples=2000, **how)
+    assert relative(drawn.to_dense(), want) <= 0.2
+    y = torch.randint(4, (8, 3), generator=rng(3)).float()
+    g = torch.einsum("nc,ncd->nd", likelihood.score(z, y.double()), J)
+    given = fisher(model, [(x, y)], expectation="empirical", **how).to_dense()
+    assert relative(given, g.T @ g / len(x)) <= 1e-5
+    diagonal = fisher(
+        model, [x], structure="diagonal", tolerance=0, likelihood=likelihood
+    )
+    assert relative(flat(diagonal.diagonal()), want.diagonal()) <= 1e-5
+
+
+def test_the_names_are_instances_too() -> None:
+    model, x = seeded(net), randn(1, 8, 4)
+    for name, instance in LIKELIHOODS.items():
+        by_name = fisher(model, [x], likelihood=name).to_dense()
+        assert torch.equal(fisher(model, [x], likelihood=instance).to_dense(), by_name)
+    assert [k for k, v in LIKELIHOODS.items() if v.labels_are_classes] == [
+        "categorical"
+    ]
+
+
+def test_what_is_no_likelihood_is_told() -> None:
+    class Flat(Poisson):
+        def columns(self, outputs: Tensor) -> Tensor:
+            return outputs
+
+    for structure in ("kfac", "dense"):
+        with pytest.raises(StructureError, match=r"Flat.columns gave \(8, 3\) for"):
+            fisher(net(), [randn(1, 8, 4)], structure=structure, likelihood=Flat())
+    for wrong in ("poisson", Poisson):
+        with pytest.raises(UnknownNameError, match=r"known: categorical, bernoulli"):
+            fisher(net(), [randn(1, 8, 4)], likelihood=wrong)
+        with pytest.raises(UnknownNameError, match=r"known: categorical, bernoulli"):
+            FisherClient(net(), [], likelihood=wrong)
+    with pytest.raises(ConfigurationError, match="over classes alone"):
+        fisher(net(), [randn(1, 8, 4)], likelihood=Poisson(), engine="nngeometry")
+
+
+# --- through a client -----------------------------------------------------------------
+
+
+def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs.exp() - labels * outputs).mean()
+
+
+def client(**options: Any) -> FisherClient:
+    counts = torch.randint(4, (12, 3), generator=rng(2)).float()
+    loader = DataLoader(TensorDataset(randn(1, 12, 4), counts), batch_size=5)
+    given = {"train_fn": LocalSGD(lr=0.01, loss_fn=loss), "likelihood": Poisson()}
+    return FisherClient(seeded(net), loader, loader, device="cpu", **(given | options))
+
+
+def arrays() -> ArrayRecord:
+    return ArrayRecord(shared_state(seeded(net)))
+
+
+def test_a_client_uploads_the_fisher_of_its_own_likelihood() -> None:
+    asked = {"structure": "dense", "tolerance": 0.0}
+    asking = client()
+    reply = ask(asking, arrays(), asked)
+    (record,) = reply.content.array_records.values()
+    upload = FisherUpload.from_arrays(record, shared_state(seeded(net)))
+    model = seeded(net)
+    model.load_state_dict(upload.params)
+    J, z = jacobians(model, randn(1, 12, 4)), model(randn(1, 12, 4)).detach().double()
+    want = torch.einsum("ncd,nc,nce->de", J, z.exp(), J) / 12
+    assert relative(upload.curvature.to_dense(), want) <= 1e-5
+    merged = fedfisher([upload.posterior(12)]).params
+    assert all(torch.equal(merged[k], v) for k, v in upload.params.items())
+    step = cut(torch.linalg.solve(want + torch.eye(len(want)), flat(merged)), merged)
+    got = upload.curvature.solve(merged, damping=1.0)
+    assert all(relative(got[k], step[k]) <= 1e-4 for k in step)
+
+
+def test_a_client_without_classes_has_no_accuracy() -> None:
+    scores = metrics_of(ask(client(), arrays(), kind="evaluate"))
+    assert "loss" in scores
+    assert "accuracy" not in scores
+    classes = client(likelihood=LIKELIHOODS["categorical"], train_fn=LocalSGD())
+    classes.problem.valloader = [(randn(1, 6, 4), torch.zeros(6, dtype=torch.int64))]
+    assert "accuracy" in metrics_of(ask(classes, arrays(), kind="evaluate"))
+
+
+def test_what_needs_classes_or_a_loss_is_told() -> None:
+    asking = client(train_fn=LocalSGD())
+    with pytest.raises(ClientError, match=r"likelihood=<.*Poisson.*no loss_fn"):
+        ask(asking, arrays(), {"job": "gradient"})
+    ask(client(), arrays(), {"job": "gradient"})
+    with pytest.raises(ClientError, match=r"TCT regresses on classes.*Poisson"):
+        ask(client(), arrays(), {"job": "tct", "tct-stage": 1})
+
+
+@pytest.mark.parametrize("strategy", [FedFisherOneShot, FAGH])
+def test_a_run_with_it(strategy: Any) -> None:
+    grid = LocalGrid(client().as_client_app(), 2)
+    result = strategy(fraction_evaluate=0.0).start(grid, arrays())
+    moved = result.arrays.to_torch_state_dict()
+    assert all(v.isfinite().all() for v in moved.values())
+    assert not torch.equal(moved["0.weight"], seeded(net)[0].weight)
