@@ -8,6 +8,7 @@ from flwr_fisher.strategies.baselines import (
     GIANT,
     FedExP,
     FedGA,
+    FedPM,
     Repeatable,
     Scaffold,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "FedFish",
     "FedFisherOneShot",
     "FedGA",
+    "FedPM",
     "Repeatable",
     "Scaffold",
     "ServerState",

@@ -17,12 +17,16 @@ from flwr_fisher.strategies import (
     GIANT,
     FedExP,
     FedGA,
+    FedPM,
     Repeatable,
     Scaffold,
 )
 from flwr_fisher.tasks import cohort_from_run_config, task_from_run_config
 
-METHODS = ("fagh", "scaffold", "fedexp", "fedga", "giant", "done", "fedavg", "fedprox")
+METHODS = (
+    *("fagh", "scaffold", "fedexp", "fedga", "fedpm"),
+    *("giant", "done", "fedavg", "fedprox"),
+)
 
 app = ServerApp()
 
@@ -30,7 +34,8 @@ app = ServerApp()
 def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
     """Return the method, and what a round of it costs a client, in gradients.
 
-    A local epoch is one gradient; with a Hessian-vector product it is two.
+    A local epoch is one gradient; with a Hessian-vector product it is two. FedPM's two
+    passes for its inputs' second moments count as one each.
     """
     epochs, iterations = int(config["local-epochs"]), int(config["iterations"])
     lr, seed = float(config["server-lr"]), int(config["seed"])
@@ -50,6 +55,8 @@ def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
             return fedexp, epochs
         case "fedga":
             return FedGA(beta=float(config["fedga-beta"]), **ours), 2 + epochs
+        case "fedpm":
+            return FedPM(damping=float(config["fedpm-damping"]), **ours), 2 + epochs
         case "giant":
             return GIANT(lr=lr, iterations=iterations, **ours), 1 + 2 * iterations
         case "done":

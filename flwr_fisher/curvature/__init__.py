@@ -7,6 +7,10 @@ from flwr_fisher.curvature.estimate.fisher import (
     TOLERANCE,
     fisher,
 )
+from flwr_fisher.curvature.estimate.input_covariances import (
+    InputCovariance,
+    input_covariances,
+)
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS, Likelihood
 from flwr_fisher.curvature.gradients import gradient
 from flwr_fisher.curvature.operators.base import Curvature, Inverse
@@ -30,6 +34,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "EigenKronecker",
+    "InputCovariance",
     "Inverse",
     "Kronecker",
     "Likelihood",
@@ -38,6 +43,7 @@ __all__ = [
     "gradient",
     "gradient_and_hvp",
     "hvp",
+    "input_covariances",
 ]
 
 __getattr__ = moved_names(

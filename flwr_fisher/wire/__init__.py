@@ -3,6 +3,7 @@
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import resolve, smallest_budget
 from flwr_fisher.wire.codec import CODECS, Codec, get_codec
+from flwr_fisher.wire.covariance_upload import CovarianceUpload
 from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
 from flwr_fisher.wire.options import named_options, split_config
@@ -21,6 +22,7 @@ __all__ = [
     "PREFIX",
     "SERVER",
     "Codec",
+    "CovarianceUpload",
     "FisherUpload",
     "Payload",
     "ProductUpload",

@@ -3,8 +3,9 @@
 from flwr_fisher.strategies.baselines.done import DONE
 from flwr_fisher.strategies.baselines.fedexp import FedExP
 from flwr_fisher.strategies.baselines.fedga import FedGA
+from flwr_fisher.strategies.baselines.fedpm import FedPM
 from flwr_fisher.strategies.baselines.giant import GIANT
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
 from flwr_fisher.strategies.baselines.scaffold import Scaffold
 
-__all__ = ["DONE", "GIANT", "FedExP", "FedGA", "Repeatable", "Scaffold"]
+__all__ = ["DONE", "GIANT", "FedExP", "FedGA", "FedPM", "Repeatable", "Scaffold"]

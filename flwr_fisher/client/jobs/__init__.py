@@ -4,6 +4,7 @@ from flwr_fisher.client.jobs import (
     direction,
     displaced,
     evaluate,
+    fedpm,
     gradient,
     probe,
     scaffold,
@@ -13,6 +14,16 @@ from flwr_fisher.client.jobs import (
 from flwr_fisher.client.jobs.registry import Job, get_job, register_job
 
 # Each of these registers its job.
-BUILT_IN = (direction, displaced, evaluate, gradient, probe, scaffold, tct, train)
+BUILT_IN = (
+    direction,
+    displaced,
+    evaluate,
+    fedpm,
+    gradient,
+    probe,
+    scaffold,
+    tct,
+    train,
+)
 
 __all__ = ["BUILT_IN", "Job", "get_job", "register_job"]

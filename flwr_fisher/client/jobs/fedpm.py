@@ -1,0 +1,63 @@
+"""FedPM's client: local steps preconditioned by what its layers are fed."""
+
+from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.training import LocalSGD
+from flwr_fisher.curvature import InputCovariance, input_covariances
+from flwr_fisher.errors import ClientError
+from flwr_fisher.randomness import seeded
+from flwr_fisher.rounds import Preconditioner
+from flwr_fisher.wire import CovarianceUpload
+
+
+@register_job("fedpm")
+def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
+    r"""Train with steps along :math:`\hat G (A + \delta I)^{-1}`; then measure A again.
+
+    The A of the steps is that of the client's whole data at the parameters that
+    arrived. The upload is the trained model, and the A of its own layers. Momentum,
+    weight decay and FedProx's term are the loop's, and come after the preconditioner.
+
+    Raises
+    ------
+    ClientError
+        If the client's loop is not ``LocalSGD``, or no layer of the model has an A.
+    ConfigurationError
+        If the strategy's ``damping`` is out of range.
+    """
+    if not isinstance(problem.train_fn, LocalSGD):
+        raise ClientError(
+            "FedPM preconditions every local step, so it needs train_fn=LocalSGD(...), "
+            f"not {problem.train_fn!r}"
+        )
+    damping = float(request.options.get("damping", 0.0))
+    parameters = problem.trained()
+    if not (before := _covariances(problem)):
+        raise ClientError(
+            "FedPM needs a linear or convolution layer that is called once, with one "
+            "row an example, and this model has none: use FedAvg"
+        )
+    preconditioner = Preconditioner.of(before, damping=damping)
+
+    def precondition(epoch: int) -> None:
+        found = {k: p.grad for k, p in parameters.items() if p.grad is not None}
+        for name, value in preconditioner.direction(found).items():
+            if value is not found[name]:
+                found[name].copy_(value)
+
+    metrics = problem.train(request.config, on_gradients=precondition)
+    after = _covariances(problem)
+    if lost := before.keys() - after.keys():
+        raise ClientError(
+            f"after training, the inputs of {sorted(lost)} no longer explain the "
+            "gradients, or are not finite: the model diverges, so lower lr, or raise "
+            "damping"
+        )
+    upload = CovarianceUpload(problem.state_like(request.params), after)
+    return Reply(metrics, upload.to_arrays())
+
+
+def _covariances(problem: LocalProblem) -> dict[str, InputCovariance]:
+    with seeded(0):  # training begins with the randomness of FedAvg's
+        return input_covariances(problem.model, problem.trainloader)

@@ -1,0 +1,157 @@
+"""What a model's layers are fed: the second moments of their inputs, K-FAC's `A`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.batches import batches_on, device_of
+from flwr_fisher.curvature.estimate.accumulators import side_by_side
+from flwr_fisher.curvature.estimate.explain import FEW, explained_layers
+from flwr_fisher.curvature.estimate.taps import (
+    evaluating,
+    single_calls,
+    tapped_forward,
+)
+from flwr_fisher.curvature.independence import check_examples_are_independent
+from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
+from flwr_fisher.errors import DataError, check_range
+from flwr_fisher.params import Params
+
+_BYTES = 1 << 26  # of one layer's unfolded inputs, by default
+
+
+@dataclass(frozen=True)
+class InputCovariance:
+    r"""The second moment of one layer's inputs, :math:`A = E[a a^\top]`, not centred.
+
+    Parameters
+    ----------
+    weight : str
+        The weight's name.
+    bias : str | None
+        The bias's name, if the layer has one and it is trained. Then every input ends
+        with a 1.
+    A : Tensor
+        ``[groups, n, n]``, with ``n = in / groups * kernel (+ 1 with a bias)``. For a
+        convolution the inputs are its patches, summed over positions.
+    """
+
+    weight: str
+    bias: str | None
+    A: Tensor
+
+    def as_matrices(self, params: Params) -> Tensor:
+        """Return the layer as ``[groups, out / groups, n]``, the bias last."""
+        bias = None if self.bias is None else params[self.bias]
+        return to_matrices(params[self.weight], bias, len(self.A))
+
+    def as_params(self, matrices: Tensor, like: Params) -> dict[str, Tensor]:
+        """Cut what :meth:`as_matrices` returns back, in the shapes of `like`."""
+        return from_matrices(matrices, self.weight, like[self.weight].shape, self.bias)
+
+
+def input_covariances(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    device: torch.device | str | None = None,
+    max_batch_bytes: int = _BYTES,
+) -> dict[str, InputCovariance]:
+    r"""Compute the second moments of the inputs of a model's layers.
+
+    .. math:: A = \frac1n \sum_x \sum_t a_t(x) a_t(x)^\top
+
+    This is the factor `A` of :func:`~flwr_fisher.curvature.fisher`'s ``kfac``
+    (Martens & Grosse 2015; for convolutions Grosse & Martens 2016), all that FOOF
+    (Benzing 2022) needs. One forward pass over the data, and no backward pass: only a
+    few examples go backwards, to try which layers their inputs explain.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Used in eval mode, and left as it was.
+    loader : Iterable
+        Batches ``(inputs, labels)``, or bare ``inputs``; labels are not used.
+    device : torch.device | str | None
+        Where the model is; by default where its first trainable parameter is.
+    max_batch_bytes : int, default 64 MiB
+        A bound on one layer's unfolded inputs; a larger batch is taken in parts.
+
+    Returns
+    -------
+    dict[str, InputCovariance]
+        By the weight's name, in float32, or float64 for a float64 layer. Layers whose
+        gradients do not follow from the inputs of one call are left out (a weight that
+        is used twice, time folded into the batch), as ``kfac`` leaves them out.
+
+    Raises
+    ------
+    ConfigurationError
+        If the model has no trainable parameter or is on another device, or
+        `max_batch_bytes` is below 1.
+    DataError
+        If the loader yields no examples, or something else than batches.
+    StructureError
+        If examples are not independent of each other, or a layer is called in another
+        way in a later batch.
+
+    Examples
+    --------
+    >>> model = torch.nn.Linear(2, 3)
+    >>> found = input_covariances(model, [torch.tensor([[2.0, 0.0], [0.0, 0.0]])])
+    >>> found["weight"].A
+    tensor([[[2., 0., 1.],
+             [0., 0., 0.],
+             [1., 0., 1.]]])
+    """
+    check_range("max_batch_bytes", max_batch_bytes, 1)
+    device = device_of(model, device)
+    sums: _Sums | None = None
+    with evaluating(model):
+        for inputs, _ in batches_on(loader, device):
+            sums = sums or _Sums(model, inputs[:FEW], max_batch_bytes)
+            with torch.no_grad():
+                for part in torch.split(inputs, sums.chunk):
+                    sums.add(part)
+    if sums is None:
+        raise DataError("the loader has no examples, so layers have no inputs")
+    return sums.means()
+
+
+class _Sums:
+    """The sums over examples; the first of them decide which layers have one."""
+
+    def __init__(self, model: nn.Module, few: Tensor, max_batch_bytes: int) -> None:
+        check_examples_are_independent(model, "layers' inputs hang on the batch")
+        self.model, self.count = model, 0
+        self.layers, taps = explained_layers(model, few)
+        columns = {
+            n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()
+        }
+        self.totals = {
+            name: each.new_zeros(each.shape[1], each.shape[2], each.shape[2])
+            for name, each in columns.items()
+        }
+        largest = max((each.nbytes for each in columns.values()), default=1)
+        self.chunk = max(1, max_batch_bytes // largest)
+
+    def add(self, inputs: Tensor) -> None:
+        """Take some examples."""
+        _, calls = tapped_forward(self.model, inputs, self.layers)
+        for name, tap in single_calls(calls, len(inputs)).items():
+            flat = side_by_side(self.layers[name].input_columns(tap.inputs))
+            # In place, so that autocast leaves its dtype alone.
+            self.totals[name].baddbmm_(flat, flat.mT)
+        self.count += len(inputs)
+
+    def means(self) -> dict[str, InputCovariance]:
+        """Return the means over examples; call it once."""
+        return {
+            layer.weight: InputCovariance(
+                layer.weight, layer.bias, self.totals[name].div_(self.count)
+            )
+            for name, layer in self.layers.items()
+        }

@@ -1,0 +1,113 @@
+"""FedPM: preconditioned local steps, and preconditioned mixing of their results."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from flwr_fisher.errors import check_positive
+from flwr_fisher.params import norm
+from flwr_fisher.rounds import fedpm_mix
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.uploads import weights_of
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.wire import CovarianceUpload
+
+logger = logging.getLogger("flwr")
+
+
+class FedPM(CurvatureStrategy):
+    r"""Federated learning with preconditioned mixing (AAAI 2026).
+
+    Clients take steps preconditioned by FOOF, and the server mixes their layers by the
+    second moments of the inputs that each of them has seen:
+
+    .. math:: W_i \leftarrow W_i - \eta\, \hat G (A_i + \delta I)^{-1}, \qquad
+              W \leftarrow \Big(\sum_i p_i W_i A_i\Big) \Big(\sum_i p_i A_i\Big)^{-1}
+
+    A client measures :math:`A_i` over its whole data twice a round, in one forward pass
+    each: at the parameters that arrived, for its steps, and at its own, for the upload.
+    Parameters without an A (norm layers, embeddings, tied weights) take plain steps
+    with the same :math:`\eta` and are averaged, as buffers are. See
+    :class:`flwr_fisher.rounds.Preconditioner` and
+    :func:`flwr_fisher.rounds.fedpm_mix`.
+
+    Clients must train with ``LocalSGD``, whose learning rate is :math:`\eta`: near 1
+    for a linear model, and from 0.03 on for a network; momentum multiplies it. Beside
+    the model, an upload has an n by n matrix for each layer of n inputs.
+
+    Parameters
+    ----------
+    damping : float, default 0.1
+        :math:`\delta` of the local steps, as a share of A's mean eigenvalue. The
+        paper's is absolute.
+    mixing_damping : float, default 1e-3
+        As a share of the mean eigenvalue of :math:`\sum_i p_i A_i`, what draws the
+        mixture to FedAvg's mean. It decides where inputs were hardly ever seen.
+    **kwargs
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range.
+
+    Notes
+    -----
+    A rate that is too large for its damping diverges within a few rounds, in clients'
+    errors that say so: lower it, or raise `damping`. A is measured in eval mode, with
+    batch norm's running statistics. A round's metrics have ``mixing-norm``, the length
+    of the way from FedAvg's mean to the mixture, and ``num-averaged-layers``, those
+    whose A cannot be second moments. Nothing is kept from round to round but the model.
+    ``CurvatureResult.details`` is the way from FedAvg's mean to the mixture, by
+    parameter.
+
+    Examples
+    --------
+    ::
+
+        strategy = FedPM(damping=0.1, fraction_train=0.2)
+        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
+    """
+
+    def __init__(
+        self, *, damping: float = 0.1, mixing_damping: float = 1e-3, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        check_positive("damping", damping)
+        check_positive("mixing_damping", mixing_damping)
+        self.damping, self.mixing_damping = damping, mixing_damping
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[CovarianceUpload]]:
+        """Ask every sampled client to train with preconditioned steps."""
+        return [
+            Exchange(
+                {"job": "fedpm", "damping": self.damping},
+                CovarianceUpload.from_arrays,
+                self._step,
+            )
+        ]
+
+    def _step(self, state: ServerState, uploads: Uploads[CovarianceUpload]) -> Step:
+        """Mix the trained models."""
+        mixture = fedpm_mix(
+            [upload.payload.params for upload in uploads],
+            [upload.payload.covariances for upload in uploads],
+            weights_of(uploads),
+            damping=self.mixing_damping,
+        )
+        if mixture.averaged:
+            logger.warning(
+                "averaged %s: the mean of clients' second moments has a negative "
+                "eigenvalue, so one of them sent something else",
+                mixture.averaged,
+            )
+        metrics: dict[str, int | float | list[float]] = {
+            "mixing-norm": float(norm(mixture.correction)),
+            "num-averaged-layers": len(mixture.averaged),
+        }
+        params = {key: mixture.params[key] for key in state.params}
+        return Step(ServerState(params), metrics, mixture.correction)
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return {"damping": self.damping, "mixing_damping": self.mixing_damping}

@@ -1,0 +1,495 @@
+"""FedPM as a strategy: a round by hand, odd models, and what it owes users."""
+
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nets
+import pytest
+import test_strategy_contract as contract
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, Context
+from flwr.clientapp import ClientApp
+from oracles import randn, seeded
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    Tamper,
+    Watched,
+    ask,
+    change_array,
+    close,
+    same_bits,
+    set_array,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+)
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import CheckpointError, ClientError, ConfigurationError
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import CurvatureResult, FedPM
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import PREFIX, arrays_to_tensors
+
+ROW = contract.Row(FedPM, {"damping": 0.5})
+TASK = {"job": "fedpm", "damping": 0.5}
+plain_sgd = partial(LocalSGD, lr=0.1, momentum=0.0)
+
+
+def run(
+    app: ClientApp | None = None,
+    clients: int = 3,
+    *,
+    start: ArrayRecord | None = None,
+    **own: Any,
+) -> CurvatureResult:
+    keys = ("num_rounds", "checkpoint_dir", "resume", "train_config")
+    begin = {k: own.pop(k) for k in keys if k in own}
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return ROW(**own).start(grid, start or tiny_arrays(), **begin)
+
+
+# What every strategy owes its users, but for three tests of the contract that ask plain
+# clients for what FedPM's give in another way: theirs are below.
+
+SHARED = [
+    "test_node_ids_and_the_order_of_replies_do_not_matter",
+    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
+    "test_weights_may_come_from_another_metric",
+    "test_the_model_is_not_the_start_and_each_round_goes_on",
+    "test_good_clients_leave_nothing_out",
+    "test_too_few_usable_replies_end_the_round_with_every_reason",
+    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
+    "test_the_callers_records_are_left_as_they_were",
+    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
+    "test_configure_train_leaves_the_callers_records_too",
+    "test_records_travel_under_the_keys_that_were_asked_for",
+    "test_sampling_depends_on_seed_and_round_not_on_node_ids",
+    "test_nodes_without_a_partition_go_by_their_id",
+    "test_the_hooks_do_by_hand_what_start_does",
+    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
+    "test_flowers_own_loop_gives_the_same",
+    "test_the_result_has_uploads_and_weighted_metrics",
+    "test_arguments_out_of_range_are_named",
+    "test_an_argument_that_does_not_exist_is_a_type_error",
+    "test_silence_is_a_reason_too",
+    "test_the_round_waits_for_nodes",
+    "test_the_wait_for_nodes_ends",
+    "test_the_minimum_is_a_floor_of_the_sample",
+    "test_start_samples_as_the_hooks_do",
+    "test_evaluation_can_be_left_out",
+    "test_without_training_the_start_is_evaluated_as_with_fedavg",
+    "test_two_nodes_that_claim_one_partition_both_take_part",
+    "test_metrics_can_be_aggregated_in_the_users_way",
+    "test_no_rounds_return_the_start",
+    "test_an_odd_evaluation_costs_a_warning_and_not_the_round",
+]
+globals().update({name: getattr(contract, name) for name in SHARED})
+clock = contract.clock
+
+
+@pytest.fixture
+def row() -> contract.Row:
+    return ROW
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_identical_clients_get_their_model(clients: int) -> None:
+    few = {"min_train_nodes": 1, "min_available_nodes": 1}
+    result = run(tiny_app([1] * clients), clients, **few)
+    alone = tensors_of(ask(tiny_client(1), config=TASK))
+    merged = arrays_to_tensors(result.arrays)
+    assert list(merged) == [key for key in alone if not key.startswith(PREFIX)]
+    assert all(torch.equal(value, alone[key]) for key, value in merged.items())
+    assert result.train_metrics_clientapp[1]["mixing-norm"] < 1e-6
+
+
+# Bad replies
+
+A = f"{PREFIX}kfac/3.weight/A"
+
+
+def drop_a_layer(content: Any) -> None:
+    del content.array_records["arrays"][A]
+
+
+def negative(array: Any) -> Any:
+    array = array.copy()
+    array[0, 1, 1] = -1
+    return array
+
+
+def asymmetric(array: Any) -> Any:
+    array = array.copy()
+    array[0, 1, 2] += 1
+    return array
+
+
+# It leaves out a batch norm's curvature, which is not asked for here.
+NOT_HERE = "half of the extras"
+BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
+    **{k: v for k, v in contract.BAD_REPLIES.items() if k != NOT_HERE},
+    "a layer less": (drop_a_layer, PREFIX),
+    "a layer more": (set_array(f"{PREFIX}kfac/1.weight/A", [[[1.0]]]), PREFIX),
+    "asymmetric": (change_array(A, asymmetric), A),
+    "doubles": (change_array(A, lambda a: a.astype("float64")), A),
+    "negative": (change_array(A, negative), A),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REPLIES)
+def test_a_bad_reply_is_named_and_tolerated(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tamper, field = BAD_REPLIES[case]
+    result = run(Watched(tamper={2: tamper}), 4)
+    assert result.train_metrics_clientapp[1]["num-rejected"] == 1
+    left = [m for m in map(logging.LogRecord.getMessage, caplog.records) if "left" in m]
+    assert re.search(f"partition-2: node .*'{re.escape(field)}", "\n".join(left))
+    assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
+
+
+def test_what_is_no_second_moment_costs_its_layers_their_mixing_and_not_the_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    odd = change_array(A, lambda a: (100 * a.max() + 0 * a).astype("float32"))
+
+    def indefinite(content: Any) -> None:
+        odd(content)
+        change_array(A, lambda a: a * (1 - 0.9 * torch.eye(5).numpy()))(content)
+
+    metrics = run(Watched(tamper={2: indefinite}), 4).train_metrics_clientapp[1]
+    assert (metrics["num-rejected"], metrics["num-averaged-layers"]) == (0, 1)
+    assert "averaged ['3.weight']: the mean of clients' second moments" in caplog.text
+    assert run().train_metrics_clientapp[1]["num-averaged-layers"] == 0
+
+
+# Rounds by hand
+
+EPOCHS, LR, DAMPING, MIXING = 2, 0.3, 0.2, 1e-3
+
+
+def net() -> nn.Module:
+    return seeded(
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
+    )
+
+
+def net_app(make: Callable[[], nn.Module] = net, **options: Any) -> ClientApp:
+    def client_fn(context: Context) -> FisherClient:
+        held = int(context.node_config["partition-id"])
+        loader = DataLoader(tiny_data(held), batch_size=4)
+        train = plain_sgd(epochs=EPOCHS, lr=LR)
+        return FisherClient(make(), loader, train_fn=train, device="cpu", **options)
+
+    return make_client_app(client_fn)
+
+
+def inputs_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The inputs of the two layers, in float64."""
+    a = torch.cat([x, torch.ones(len(x), 1)], dim=1).double()
+    return [a, model[1](model[0](x)).detach().double()]
+
+
+def moments_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [a.mT @ a / len(a) for a in inputs_of(model, x)]
+
+
+def damped(M: Tensor, share: float) -> Tensor:
+    return M + share * M.trace() / len(M) * torch.eye(len(M), dtype=torch.float64)
+
+
+def matrices_of(model: nn.Module) -> list[Tensor]:
+    first = torch.cat([model[0].weight, model[0].bias[:, None]], dim=1)
+    return [first.detach().double(), model[2].weight.detach().double()]
+
+
+def put(model: nn.Module, matrices: list[Tensor]) -> nn.Module:
+    with torch.no_grad():
+        model[0].weight.copy_(matrices[0][:, :-1])
+        model[0].bias.copy_(matrices[0][:, -1])
+        model[2].weight.copy_(matrices[1])
+    return model
+
+
+def trained_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
+    inverses = [torch.linalg.inv(damped(M, DAMPING)) for M in moments_of(model, x)]
+    for _ in range(EPOCHS):
+        for rows in torch.arange(len(y)).split(4):
+            model.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            first = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], 1)
+            slopes = [first.double(), model[2].weight.grad.double()]
+            steps = zip(matrices_of(model), slopes, inverses, strict=True)
+            put(model, [W - LR * G @ inverse for W, G, inverse in steps])
+    return model
+
+
+def rounds_by_hand(rounds: int) -> nn.Module:
+    server, data = net(), [tiny_data(i).tensors for i in range(3)]
+    shares = [len(y) / sum(len(y) for _, y in data) for _, y in data]
+    for _ in range(rounds):
+        start = matrices_of(server)
+        models = [trained_by_hand(put(net(), start), x, y) for x, y in data]
+        found = [moments_of(m, x) for m, (x, _) in zip(models, data, strict=True)]
+        mixed = []
+        for layer in range(2):
+            Ws = [matrices_of(model)[layer] for model in models]
+            Ms = [moments[layer] for moments in found]
+            W = sum(p * W for p, W in zip(shares, Ws, strict=True))
+            M = sum(p * M for p, M in zip(shares, Ms, strict=True))
+            off = sum(
+                p * (Wi - W) @ Mi for p, Wi, Mi in zip(shares, Ws, Ms, strict=True)
+            )
+            mixed.append(W + off @ torch.linalg.inv(damped(M, MIXING)))
+        server = put(net(), mixed)
+    return server
+
+
+def test_rounds_are_the_loop_written_out() -> None:
+    start = ArrayRecord(shared_state(net()))
+    options = {"damping": DAMPING, "mixing_damping": MIXING}
+    result = run(net_app(), start=start, num_rounds=3, **options)
+    expected = rounds_by_hand(3).state_dict()
+    for key, value in arrays_to_tensors(result.arrays).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+    assert result.train_metrics_clientapp[3]["mixing-norm"] > 1e-3
+
+
+def test_details_are_the_way_from_fedavgs_mean() -> None:
+    result = run(net_app(), start=ArrayRecord(shared_state(net())))
+    trained = [upload.payload.params for upload in result.uploads]
+    total = sum(upload.num_examples for upload in result.uploads)
+    for key, value in arrays_to_tensors(result.arrays).items():
+        mean = sum(
+            u.num_examples / total * p[key].double()
+            for u, p in zip(result.uploads, trained, strict=True)
+        )
+        torch.testing.assert_close(mean + result.details[key], value.double())
+
+
+def test_a_learning_rate_of_the_servers_is_taken() -> None:
+    start, config = ArrayRecord(shared_state(net())), {"lr": 0.0}
+    reply = tensors_of(ask(net_client(), start, TASK | config))
+    assert all(torch.equal(reply[k], v) for k, v in net().state_dict().items())
+
+
+def net_client(make: Callable[[], nn.Module] = net, **options: Any) -> FisherClient:
+    options.setdefault("train_fn", plain_sgd(epochs=EPOCHS))
+    loader = DataLoader(tiny_data(4), batch_size=4)
+    return FisherClient(make(), loader, device="cpu", **options)
+
+
+def test_momentum_is_the_loops() -> None:
+    """Much damping makes it SGD with a smaller rate, momentum and all."""
+    sgd = LocalSGD(epochs=EPOCHS, lr=0.1, momentum=0.8)
+    big = 1e8
+    A = moments_of(net(), tiny_data(4).tensors[0])[1]
+    rate = float(0.1 * big * A.trace() / len(A))
+    start = ArrayRecord(shared_state(net()))
+    frozen = partial(nets.freeze, net(), "0.weight", "0.bias")
+    plain = tensors_of(ask(net_client(frozen, train_fn=sgd), _only(start, "2.weight")))
+    ours = tensors_of(
+        ask(
+            net_client(frozen, train_fn=sgd),
+            _only(start, "2.weight"),
+            {"job": "fedpm", "damping": big, "lr": rate},
+        )
+    )
+    torch.testing.assert_close(
+        ours["2.weight"], plain["2.weight"], rtol=1e-4, atol=1e-5
+    )
+
+
+def _only(record: ArrayRecord, *keys: str) -> ArrayRecord:
+    return ArrayRecord({key: record[key] for key in keys})
+
+
+def test_training_begins_with_the_randomness_of_fedavgs() -> None:
+    """Shuffled batches are those that the job `train` would see."""
+    orders = []
+    for config in ({}, TASK):
+        seen: list[Tensor] = []
+
+        def loss(outputs: Tensor, y: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(y.clone())
+            return F.cross_entropy(outputs, y)
+
+        client = net_client(train_fn=plain_sgd(loss_fn=loss))
+        client.problem.trainloader = DataLoader(tiny_data(4), 4, shuffle=True)
+        ask(client, ArrayRecord(shared_state(net())), config)
+        orders.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*orders, strict=True))
+
+
+# Odd models: parameters without an A take plain steps, and are averaged
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
+    "a convolution of two groups": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        randn(1, 24, 2, 3, 3),
+        {"0.weight", "3.weight"},
+    ),
+    "batch norm": (
+        lambda: nn.Sequential(
+            nn.Conv1d(2, 4, 2, bias=False),
+            nn.BatchNorm1d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16, 3, bias=False),
+        ),
+        randn(2, 24, 2, 5),
+        {"0.weight", "4.weight"},
+    ),
+    "tied": (nets.Tied, torch.randint(5, (24, 4)), {"middle.weight"}),
+    "tied linear": (
+        lambda: nn.Sequential(nets.TiedLinear(), nn.Linear(3, 3)),
+        randn(3, 24, 3),
+        {"1.weight"},
+    ),
+    "folded": (nets.Folded, randn(4, 24, 5, 3), {"head.weight"}),
+    "frozen": (
+        lambda: nets.freeze(net(), "0.weight", "0.bias"),
+        randn(5, 24, 3),
+        {"2.weight"},
+    ),
+    "a frozen bias": (
+        lambda: nets.freeze(net(), "0.bias"),
+        randn(6, 24, 3),
+        {"0.weight", "2.weight"},
+    ),
+    "embedding": (nets.Sentence, torch.randint(5, (24, 4)), {"head.weight"}),
+}
+
+
+def odd_client(name: str, partition: int) -> FisherClient:
+    make, inputs, _ = MODELS[name]
+    mine = slice(8 * partition, 8 * partition + 8)
+    labels = torch.arange(24).remainder(3)[mine]
+    loader = DataLoader(TensorDataset(inputs[mine], labels), batch_size=4)
+    train = plain_sgd(lr=0.05)
+    return FisherClient(seeded(make), loader, train_fn=train, device="cpu")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_odd_models(name: str) -> None:
+    app = make_client_app(
+        lambda context: odd_client(name, int(context.node_config["partition-id"]))
+    )
+    start = ArrayRecord(shared_state(seeded(MODELS[name][0])))
+    result = run(app, start=start, num_rounds=2)
+    assert result.train_metrics_clientapp[2]["num-rejected"] == 0
+    assert set(result.uploads[0].payload.covariances) == MODELS[name][2]
+    before = result.uploads[0].payload.params
+    assert list(result.arrays) == list(start) == list(before)
+    moved = arrays_to_tensors(result.arrays)
+    assert all(
+        not torch.equal(v, moved[k]) for k, v in arrays_to_tensors(start).items()
+    )
+    total = sum(u.num_examples for u in result.uploads)
+    for key in moved.keys() - result.details.keys():
+        mean = sum(
+            u.num_examples / total * u.payload.params[key].double()
+            for u in result.uploads
+        )
+        torch.testing.assert_close(moved[key].double(), mean, rtol=1e-6, atol=1e-6)
+
+
+def test_what_has_no_second_moment_takes_plain_steps() -> None:
+    def model() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nets.RawParameter()))
+
+    loader = [tiny_data(4, 6).tensors]
+    client = FisherClient(model(), loader, train_fn=plain_sgd(), device="cpu")
+    reply = tensors_of(ask(client, ArrayRecord(shared_state(model())), TASK))
+    twin = model()
+    F.cross_entropy(twin(loader[0][0]), loader[0][1]).backward()
+    named = dict(twin.named_parameters())
+    step = {k: named[k].detach() - reply[k] for k in named}
+    torch.testing.assert_close(step["0.temperature"], 0.1 * named["0.temperature"].grad)
+    assert not torch.allclose(step["0.fc.weight"], 0.1 * named["0.fc.weight"].grad)
+
+
+# What a client must be
+
+
+@pytest.mark.parametrize(
+    ("make", "train_fn", "config", "error", "reason"),
+    [
+        (net, lambda *args: {}, {}, ClientError, r"needs train_fn=LocalSGD"),
+        (net, None, {"damping": 0.0}, ConfigurationError, "damping must be > 0"),
+        (
+            lambda: nets.mlp(nn.Linear(3, 3), nn.ReLU()),
+            None,
+            {"lr": 1e38},
+            ClientError,
+            "model diverges, so lower lr",
+        ),
+        (
+            lambda: nets.mlp(nets.SquaredWeight(3, 3))[:1],
+            None,
+            {},
+            ClientError,
+            "this model has none: use FedAvg",
+        ),
+    ],
+)
+def test_what_a_client_must_be(
+    make: Any, train_fn: Any, config: Any, error: type[Exception], reason: str
+) -> None:
+    start = ArrayRecord(shared_state(make()))
+    client = net_client(make, train_fn=train_fn or plain_sgd(epochs=EPOCHS))
+    with pytest.raises(error, match=reason):
+        ask(client, start, TASK | config)
+
+
+@pytest.mark.parametrize("name", ["damping", "mixing_damping"])
+@pytest.mark.parametrize("value", [0, -0.1, float("nan"), float("inf")])
+def test_damping_out_of_range_is_named(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be > 0"):
+        FedPM(**{name: value})
+
+
+# Stopped, and resumed
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2, 3, 5])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
+    app = Watched()
+
+    def die(content: Any) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(3), die)
+    with pytest.raises(KeyboardInterrupt):
+        run(app, num_rounds=2, checkpoint_dir=tmp_path)
+    again, whole = Watched(), run(num_rounds=2)
+    resumed = run(again, num_rounds=2, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert all(torch.equal(whole.details[k], v) for k, v in resumed.details.items())
+    assert len(again.trained) == 6 - asked
+
+
+def test_other_options_are_refused(tmp_path: Path) -> None:
+    run(checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"mixing_damping: 0.001 -> 0.01"):
+        run(checkpoint_dir=tmp_path, resume=True, mixing_damping=0.01)
+
+
+def test_it_learns() -> None:
+    result = run(net_app(), start=ArrayRecord(shared_state(net())), num_rounds=6)
+    losses = [m["train_loss"] for m in result.train_metrics_clientapp.values()]
+    assert losses[-1] < 0.8 * losses[0]
+    assert not close(result.arrays, ArrayRecord(shared_state(net())), 1e-2)

@@ -1,0 +1,200 @@
+"""The second moments of layers' inputs, against loops and against K-FAC's `A`."""
+
+from collections.abc import Callable
+
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import SMALL_SHAPE, headed, randn, relative, seeded, small_net
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import Kronecker, fisher, input_covariances
+from flwr_fisher.errors import ConfigurationError, DataError, StructureError
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "small": (small_net, randn(1, 40, *SMALL_SHAPE)),
+    "grouped": (
+        lambda: headed(nn.Conv2d(4, 6, 2, groups=2, padding=1), (4, 3, 3)),
+        randn(2, 20, 4, 3, 3),
+    ),
+    "dilated": (
+        lambda: headed(nn.Conv1d(2, 3, 2, dilation=2, stride=2), (2, 7)),
+        randn(3, 20, 2, 7),
+    ),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        nets.VECTORS,
+    ),
+    "over time": (nets.OverTime, nets.SERIES),
+    "embedding": (nets.Sentence, nets.TOKENS),
+    "attention": (nets.Attention, randn(4, 5, 3, 4)),
+    "raw parameter": (nets.RawParameter, nets.VECTORS),
+    "called twice": (nets.CalledTwice, nets.VECTORS),
+    "tied": (nets.Tied, nets.TOKENS),
+    "tied linear": (nets.TiedLinear, nets.VECTORS),
+    "used outside": (nets.UsedOutside, nets.VECTORS),
+    "not called": (nets.NotCalled, nets.VECTORS),
+    "squared": (lambda: nets.mlp(nets.SquaredWeight(3, 3)), nets.VECTORS),
+    "pads itself": (
+        lambda: headed(nets.PadsItself(2, 2, 2), (2, 3, 3)),
+        nets.IMAGES,
+    ),
+    "by keyword": (nets.ByKeyword, nets.VECTORS),
+    "frozen bias": (
+        lambda: nets.freeze(nets.RawParameter(), "fc.bias"),
+        nets.VECTORS,
+    ),
+    "frozen weight": (
+        lambda: nets.freeze(nets.OverTime(), "step.weight", "step.bias"),
+        nets.SERIES,
+    ),
+    "folded": (nets.Folded, nets.SERIES),
+    "time first": (nets.TimeFirst, nets.SERIES),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_they_are_what_kfac_has_of_the_same_layers(name: str) -> None:
+    make, inputs = MODELS[name]
+    model = seeded(make)
+    batches = inputs.split(3)
+    found = input_covariances(model, batches)
+    kfac = fisher(model, batches, structure="kfac", expectation="sampled")
+    wanted = {k.weight: k for k in kfac.blocks() if isinstance(k, Kronecker)}
+    assert list(found) == list(wanted)
+    for weight, layer in found.items():
+        assert (layer.weight, layer.bias) == (weight, wanted[weight].bias)
+        assert layer.A.dtype == wanted[weight].A.dtype
+        assert relative(layer.A, wanted[weight].A) < 1e-6
+
+
+def test_of_linear_layers_they_are_a_loop() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    x = randn(5, 9, 3)
+    expected: dict[str, Tensor] = {"0.weight": torch.zeros(4, 4).double()}
+    expected["2.weight"] = torch.zeros(5, 5).double()
+    for row in x:
+        for key, layer_input in (("0.weight", row), ("2.weight", model[0](row).tanh())):
+            a = torch.cat([layer_input.detach(), torch.ones(1)]).double()
+            expected[key] += torch.outer(a, a) / len(x)
+    found = input_covariances(model, [(x[:4], None), (x[4:], None)])
+    for key, A in expected.items():
+        assert relative(found[key].A[0], A) < 1e-6
+
+
+def test_of_convolutions_they_are_sums_over_unfolded_patches() -> None:
+    layer = nn.Conv2d(2, 3, (2, 3), stride=(1, 2), padding=1, bias=False)
+    x = randn(6, 5, 2, 4, 5)
+    patches = F.unfold(x, (2, 3), padding=1, stride=(1, 2)).double()
+    expected = torch.einsum("nit,njt->ij", patches, patches) / len(x)
+    found = input_covariances(nn.Sequential(layer, nn.Flatten()), [x])
+    assert relative(found["0.weight"].A[0], expected) < 1e-6
+
+
+def test_the_parts_of_a_batch_do_not_matter() -> None:
+    model, x = seeded(small_net), randn(7, 50, *SMALL_SHAPE)
+    whole = input_covariances(model, [x])
+    for parts in (
+        input_covariances(model, [x], max_batch_bytes=1),
+        input_covariances(model, [x], max_batch_bytes=2000),
+        input_covariances(model, [*x.split(7), x[:0]]),
+    ):
+        assert all(relative(parts[k].A, v.A) < 1e-6 for k, v in whole.items())
+
+
+def test_the_data_go_forwards_only_and_the_model_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.ReLU())
+    model.append(nn.Linear(4, 2))
+    seen: list[tuple[int, bool, bool]] = []
+    model.register_forward_hook(
+        lambda module, args, output: seen.append(
+            (len(args[0]), torch.is_grad_enabled(), module.training)
+        )
+    )
+    model[3].eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    input_covariances(model, randn(8, 60, 3).split(30))
+    assert seen == [(16, True, False), (30, False, False), (30, False, False)]
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "summed"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_sums_are_in_float32_or_better(dtype: torch.dtype, summed: torch.dtype) -> None:
+    model, x = nn.Linear(3, 2).to(dtype), randn(9, 600, 3).to(dtype)
+    A = input_covariances(model, x.split(2))["weight"].A
+    a = torch.cat([x, torch.ones(600, 1)], dim=1).double()
+    assert A.dtype == summed
+    assert relative(A[0], a.mT @ a / 600) < 1e-6
+
+
+def test_autocast_leaves_the_sums_alone() -> None:
+    model, x = nn.Linear(3, 2), randn(10, 600, 3)
+    plain = input_covariances(model, [x])["weight"].A
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(input_covariances(model, [x])["weight"].A, plain)
+
+
+def test_a_layer_that_is_not_trained_has_none() -> None:
+    model = nets.freeze(nets.mlp(nn.Linear(3, 3)), "0.weight", "0.bias")
+    assert list(input_covariances(model, [nets.VECTORS])) == ["1.weight"]
+
+
+class Moody(nn.Module):
+    """Calls its layer as often as the batch is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 if len(x) == 4 else 2):
+            x = self.fc(x).tanh()
+        return self.head(x)
+
+
+class Folds(Moody):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 4:
+            return self.head(self.fc(x))
+        return self.head(self.fc(x.repeat(2, 1)))[: len(x)]
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(Moody, "2 times"), (Folds, "with 10 rows")],
+    ids=["calls", "rows"],
+)
+def test_calls_that_depend_on_the_data_are_named(
+    make: Callable[[], nn.Module], how: str
+) -> None:
+    with pytest.raises(StructureError, match=f"'fc' was called {how}"):
+        input_covariances(make(), [randn(1, 4, 3), randn(1, 5, 3)])
+
+
+def test_a_batch_norm_of_the_batch_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
+    with pytest.raises(StructureError, match="layer '1' normalises by the batch"):
+        input_covariances(model, [nets.VECTORS])
+
+
+def test_mistakes_are_named() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(DataError, match="no examples"):
+        input_covariances(model, [])
+    with pytest.raises(DataError, match="batches"):
+        input_covariances(model, nets.VECTORS)
+    with pytest.raises(ConfigurationError, match="max_batch_bytes must be"):
+        input_covariances(model, [nets.VECTORS], max_batch_bytes=0)
+    with pytest.raises(ConfigurationError, match="no trainable parameter"):
+        input_covariances(model.requires_grad_(False), [nets.VECTORS])
