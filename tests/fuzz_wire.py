@@ -2,11 +2,11 @@
 
     python tests/fuzz_wire.py --count 100000 --seed 0
 
-Every payload starts as a good one and is spoiled at random, on one of its levels: the
-record's arrays and what they declare, the bytes of an array, a container's header, an
-entry's head or its bytes. Nothing else than a WireError may come of it, no number that
-is not finite, no negative variance, no factor that is not symmetric, and no more memory
-than a small multiple of what an upload of that model may take.
+Every upload of a curvature starts as a good one and is spoiled at random, on one of its
+levels: the record's arrays and what they declare, the bytes of an array, a container's
+header, an entry's head or its bytes. Nothing else than a WireError may come of it, no
+number that is not finite, no negative variance, no factor that is not symmetric, and no
+more memory than a small multiple of what an upload of that model may take.
 """
 
 import argparse

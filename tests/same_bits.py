@@ -32,7 +32,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 APPS = ("fedfisher", "fedfish", "fagh", "tct")
-METHODS = ("fagh", "scaffold", "fedexp", "fedga", "giant", "done", "fedavg", "fedprox")
 
 
 # What is run
@@ -81,6 +80,7 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         "fedga": partial(s.FedGA, beta=0.01),
         "giant": partial(s.GIANT, lr=0.05, iterations=3),
         "done": partial(s.DONE, lr=0.05, iterations=3),
+        **({"fedpm": s.FedPM} if hasattr(s, "FedPM") else {}),
     }.items():
         yield name, partial(federation, make, momentum=0.0)
     for flowers in (FedAvg, FedProx, FedAdam):
@@ -112,9 +112,17 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         yield f"tct after {name}", run
     yield "measures", measures
     for app in APPS:
-        for method in METHODS if app == "fagh" else ("",):
+        for method in app_methods(apps) if app == "fagh" else ("",):
             name = f"app {app} {method}".rstrip()
             yield name, partial(ready_app, apps / app, method)
+
+
+def app_methods(apps: Path) -> tuple[str, ...]:
+    """Return the methods that a tree's apps/fagh has."""
+    methods: tuple[str, ...] = runpy.run_path(str(apps / "fagh/server_app.py"))[
+        "METHODS"
+    ]
+    return methods
 
 
 SMALL = {
@@ -372,17 +380,19 @@ def main() -> None:
             tree = copy_tree(Path(folder), revision)
             sides.append(run_here(tree, options.only))
     before, now = sides
-    different = [name for name in before | now if before.get(name) != now.get(name)]
+    different = [name for name in before if before[name] != now.get(name)]
     if options.messages == "uploads":
         different = [
             name
             for name in different
-            if _without_requests(before[name]) != _without_requests(now[name])
+            if _without_requests(before[name]) != _without_requests(now.get(name, {}))
         ]
     for name in different:
-        old, new = before.get(name, {}), now.get(name, {})
+        old, new = before[name], now.get(name, {})
         odd = sorted(k for k in old | new if old.get(k) != new.get(k))
         print(f"DIFFERENT {name}: {len(odd)} of {len(old | new)}: {odd[:4]}")
+    for name in now.keys() - before.keys():
+        print(f"NEW {name}")
     count = sum(len(case) for case in before.values())
     same = len(before) - len(different)
     print(

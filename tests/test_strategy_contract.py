@@ -1,4 +1,8 @@
-"""What every strategy owes its users. A new strategy adds one row to ``STRATEGIES``."""
+"""What every strategy owes its users.
+
+``STRATEGIES`` are those that pass all of it; the test files of the others name what
+they pass as ``SHARED``.
+"""
 
 import logging
 import re

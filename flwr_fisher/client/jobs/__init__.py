@@ -1,4 +1,4 @@
-"""What clients compute, one job a file: ``(LocalProblem, Request) -> Reply``."""
+"""What clients compute, a file a method: ``(LocalProblem, Request) -> Reply``."""
 
 from flwr_fisher.client.jobs import (
     direction,
