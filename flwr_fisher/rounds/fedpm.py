@@ -8,7 +8,8 @@ from torch import Tensor
 
 from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.errors import ConfigurationError, ParamsError, check_positive
-from flwr_fisher.params import Params, weighted_mean
+from flwr_fisher.params import Params, shares_of, weighted_mean
+from flwr_fisher.rounds.updates import double
 
 Covariances = Mapping[str, InputCovariance]
 
@@ -182,52 +183,48 @@ def fedpm_mix(
     mean = weighted_mean(trained, weights)
     if any(each.keys() != covariances[0].keys() for each in covariances):
         raise ParamsError("clients have the inputs' second moments of other layers")
-    shares = [weight / sum(weights) for weight in weights]
+    # In float64, which the mean in the clients' own dtype would round.
+    covered = [
+        name
+        for layer in covariances[0].values()
+        for name in (layer.weight, layer.bias)
+        if name is not None
+    ]
+    wide = [double(each, covered) for each in trained]
+    center = weighted_mean(wide, weights)
     correction: dict[str, Tensor] = {}
     averaged = []
     for name in covariances[0]:
         layers = [each[name] for each in covariances]
-        found = _correction(trained, layers, shares, damping)
+        found = _correction(wide, center, layers, shares_of(weights), damping)
         if found is None:
             averaged.append(name)
         else:
             correction |= found
-    center = {k: _mean([p[k] for p in trained], shares) for k in correction}
     mixed = {k: (center[k] + v).to(mean[k].dtype) for k, v in correction.items()}
     return FedPMMixture(mean | mixed, correction, averaged)
 
 
 def _correction(
     trained: Sequence[Params],
+    center: Params,
     layers: Sequence[InputCovariance],
     shares: Sequence[float],
     damping: float,
 ) -> dict[str, Tensor] | None:
     """Return a layer's step away from the mean; None if there is no minimum."""
-    matrices = [
-        layer.as_matrices(params).double()
-        for layer, params in zip(layers, trained, strict=True)
-    ]
-    center = _mean(matrices, shares)
+    middle = layers[0].as_matrices(center)
     gram = torch.zeros_like(layers[0].A, dtype=torch.float64)
-    product = torch.zeros_like(center)
-    for share, matrix, layer in zip(shares, matrices, layers, strict=True):
+    product = torch.zeros_like(middle)
+    for share, params, layer in zip(shares, trained, layers, strict=True):
         A = layer.A.double()
         gram.add_(A, alpha=share)
-        product.baddbmm_(matrix - center, A, alpha=share)
+        product.baddbmm_(layer.as_matrices(params) - middle, A, alpha=share)
     factor, info = torch.linalg.cholesky_ex(_damped((gram + gram.mT) / 2, damping))
     if info.any():
         return None
     solved = torch.cholesky_solve(product.mT, factor).mT
     return layers[0].as_params(solved, trained[0])
-
-
-def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the mean in float64; :func:`weighted_mean` would round it."""
-    mean = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, share in zip(tensors, shares, strict=True):
-        mean.add_(tensor, alpha=share)
-    return mean
 
 
 def _damped(A: Tensor, damping: float) -> Tensor:
