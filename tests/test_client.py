@@ -427,14 +427,19 @@ def slow_sgd(
     momentum: float = 0.9,
     decay: float = 0.0,
     mu: float = 0.0,
+    smoothing: float = 0.0,
 ) -> dict[str, Tensor]:
-    """SGD by hand, with FedProx's term written out as part of the loss."""
+    """SGD by hand, with smoothed labels and FedProx's term written out in the loss."""
     model = tiny_model().train()
     start = {k: p.detach().clone() for k, p in model.named_parameters()}
     velocity: dict[str, Tensor] = {}
     for _ in range(epochs):
         for x, y in DataLoader(tiny_data(0), batch_size=4):
-            loss = F.cross_entropy(model(x), y)
+            logits = model(x)
+            loss = F.cross_entropy(logits, y)
+            if smoothing:
+                everything = -logits.log_softmax(-1).mean()
+                loss = (1 - smoothing) * loss + smoothing * everything
             if mu:
                 moved = [(p - start[k]).square().sum() for k, p in named(model)]
                 loss = loss + mu / 2 * torch.stack(moved).sum()
@@ -489,8 +494,13 @@ def test_local_sgd_is_the_loop_one_would_write_bit_for_bit(
             {},
             {"epochs": 2, "lr": 0.1, "decay": 0.05},
         ),
+        (
+            LocalSGD(epochs=2, lr=0.1, label_smoothing=0.2),
+            {},
+            {"epochs": 2, "lr": 0.1, "smoothing": 0.2},
+        ),
     ],
-    ids=["proximal-mu", "weight-decay"],
+    ids=["proximal-mu", "weight-decay", "label-smoothing"],
 )
 def test_local_sgd_with_more_terms_is_the_slow_loop_up_to_rounding(
     trainer: LocalSGD, config: dict[str, Any], twin: dict[str, Any]
@@ -501,6 +511,13 @@ def test_local_sgd_with_more_terms_is_the_slow_loop_up_to_rounding(
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(got["0.weight"], without["0.weight"], atol=1e-4)
+
+
+def test_labels_are_smoothed_for_the_default_loss_alone() -> None:
+    with pytest.raises(ConfigurationError, match="smooth labels in your loss_fn"):
+        LocalSGD(label_smoothing=0.1, loss_fn=F.mse_loss)
+    with pytest.raises(ConfigurationError, match="label_smoothing must be in"):
+        LocalSGD(label_smoothing=1.1)
 
 
 def test_the_proximal_term_leaves_frozen_and_unused_parameters_alone() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ TrainFn = Callable[
 ]
 
 
-def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(
+    outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
     """Return the mean cross-entropy over labels, one an example or one a position.
 
     Classes are the last dimension of the outputs, as for the Fisher's "categorical"
@@ -31,6 +34,8 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
         Logits ``[n, C]``, or ``[n, T, C]`` for tokens.
     labels : Tensor
         Class indices ``[n]`` or ``[n, T]``.
+    label_smoothing : float, default 0
+        As in ``F.cross_entropy``: the share of a label that goes to all classes alike.
 
     Examples
     --------
@@ -39,7 +44,7 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     """
     if labels.dim() > 1 and labels.shape == outputs.shape[:-1]:
         outputs, labels = outputs.flatten(0, -2), labels.flatten()
-    return F.cross_entropy(outputs, labels)
+    return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,9 @@ class LocalSGD:
         Passes over the loader.
     lr, momentum, weight_decay : float
         As in ``torch.optim.SGD``.
+    label_smoothing : float, default 0
+        Of :func:`cross_entropy`, in [0, 1). A client that is never quite sure keeps a
+        Fisher that means something.
     loss_fn : Callable, default :func:`cross_entropy`
         The mean loss of a batch from outputs and labels.
     on_epoch : Callable[[int, float], None], optional
@@ -63,13 +71,14 @@ class LocalSGD:
     Raises
     ------
     ConfigurationError
-        If a number is out of range.
+        If a number is out of range, or labels are to be smoothed for another loss.
     """
 
     epochs: int = 1
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
+    label_smoothing: float = 0.0
     loss_fn: Loss = cross_entropy
     on_epoch: Callable[[int, float], None] | None = None
 
@@ -78,6 +87,11 @@ class LocalSGD:
         check_range("lr", self.lr, 0)
         check_range("momentum", self.momentum, 0, 1)
         check_range("weight_decay", self.weight_decay, 0)
+        check_range("label_smoothing", self.label_smoothing, 0, 1)
+        if self.label_smoothing and self.loss_fn is not cross_entropy:
+            raise ConfigurationError(
+                "label_smoothing is the default loss's: smooth labels in your loss_fn"
+            )
 
     def __call__(
         self,
@@ -104,6 +118,9 @@ class LocalSGD:
             self.momentum,
             weight_decay=self.weight_decay,
         )
+        loss_fn = self.loss_fn
+        if self.label_smoothing:
+            loss_fn = partial(cross_entropy, label_smoothing=self.label_smoothing)
         proximal = _Proximal(trained, float(config.get("proximal-mu", 0.0)))
         model.train()
         mean = 0.0
@@ -112,7 +129,7 @@ class LocalSGD:
             for inputs, labels in loader:
                 x, y = inputs.to(device), labels.to(device)
                 optimizer.zero_grad()
-                loss = self.loss_fn(model(x), y)
+                loss = loss_fn(model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]
                 if on_gradients is not None:
                     on_gradients(epoch)
