@@ -5,7 +5,7 @@ a ``dict[str, Tensor]``. Two of them combine only if they have the same keys and
 anything else is a :class:`~flwr_fisher.errors.ParamsError` that names the difference.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from flwr_fisher.errors import ParamsError
 
 __all__ = [
+    "DeferredParams",
     "Params",
     "add",
     "check_finite",
     "check_same_layout",
     "dot",
     "flatten",
+    "layout_of",
     "norm",
     "scale",
     "select",
@@ -34,6 +36,44 @@ Params = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
 
 
+class DeferredParams(Mapping[str, Tensor]):
+    """Named tensors that are made each time they are asked for, and not kept.
+
+    Parameters
+    ----------
+    like : Mapping[str, Tensor]
+        Gives keys, shapes and dtypes; its values are not kept.
+    make : Callable[[str], Tensor]
+        Makes the tensor of a key.
+
+    Examples
+    --------
+    >>> later = DeferredParams({"w": torch.zeros(2)}, lambda key: torch.ones(2))
+    >>> later["w"], list(later)
+    (tensor([1., 1.]), ['w'])
+    """
+
+    def __init__(self, like: Params, make: Callable[[str], Tensor]) -> None:
+        self.layout = {k: torch.empty_like(v, device="meta") for k, v in like.items()}
+        self._make = make
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self.layout:
+            raise KeyError(key)
+        return self._make(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+def layout_of(params: Params) -> Params:
+    """Return tensors of the same keys, shapes and dtypes; no tensor is made."""
+    return params.layout if isinstance(params, DeferredParams) else params
+
+
 def check_same_layout(reference: Params, other: Params, what: str = "params") -> None:
     """Raise :class:`ParamsError` unless both have the same keys and shapes.
 
@@ -44,6 +84,7 @@ def check_same_layout(reference: Params, other: Params, what: str = "params") ->
     what : str
         How the message calls `other`.
     """
+    reference, other = layout_of(reference), layout_of(other)
     if missing := reference.keys() - other.keys():
         raise ParamsError(f"{what} lacks the keys {sorted(missing)}")
     if extra := other.keys() - reference.keys():
@@ -162,8 +203,8 @@ def weighted_mean(
         check_same_layout(params[0], other, f"client {index}")
     shares = shares_of(weights)
     return {
-        key: _mean_of([p[key] for p in params], shares).to(first.dtype)
-        for key, first in params[0].items()
+        key: _mean_of((p[key] for p in params), shares, like).to(like.dtype)
+        for key, like in layout_of(params[0]).items()
     }
 
 
@@ -173,11 +214,12 @@ def shares_of(weights: Sequence[float]) -> list[float]:
     return [float(weight) / total for weight in weights]
 
 
-def _mean_of(tensors: list[Tensor], shares: list[float]) -> Tensor:
-    mean = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor, share in zip(tensors, shares, strict=True):
+def _mean_of(tensors: Iterator[Tensor], shares: list[float], like: Tensor) -> Tensor:
+    first = next(tensors)
+    mean = shares[0] * first.to(torch.float64)
+    for tensor, share in zip(tensors, shares[1:], strict=True):
         mean.add_(tensor.to(torch.float64), alpha=share)
-    return mean if tensors[0].is_floating_point() else mean.round()
+    return mean if like.is_floating_point() else mean.round()
 
 
 def trainable_names(model: nn.Module) -> list[str]:

@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import EXPECTATIONS, STRUCTURES, TOLERANCE
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
 from flwr_fisher.merge import (
+    MergeOptions,
     MergeResult,
     add_sums,
     fedfisher,
@@ -18,7 +21,7 @@ from flwr_fisher.merge import (
     sums_options,
 )
 from flwr_fisher.merge.iterative import Score
-from flwr_fisher.merge.options import check_score
+from flwr_fisher.merge.options import TRUST, check_score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
 from flwr_fisher.strategies.base import CurvatureStrategy
@@ -44,18 +47,23 @@ class FedFisherOneShot(CurvatureStrategy):
     from the merged model (the paper's Fig. 2). It starts from whatever arrays it is
     given, so a pre-trained model is merged in the same way.
 
-    What deviates: the default solver is conjugate gradients with a relative anchor,
-    which needs no data on the server; the paper's is ``solver="adam"`` with `score`.
-    Clients are weighted by their numbers of examples.
+    What deviates: the default solver is preconditioned conjugate gradients with a
+    relative anchor, which need no data on the server; the paper's is ``solver="adam"``
+    with `score`. Clients are weighted by their numbers of examples, and less where
+    their Fisher expects an unusual rise of their loss at the mean. From the second
+    round on, a step is shortened to what is usual between the clients (`trust`).
 
     Parameters
     ----------
     structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", default "kfac"
         What clients upload beside their parameters.
-    solver : "cg" | "closed-form" | "adam" | "gd", default "cg"
+    solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
         See :func:`flwr_fisher.merge.fedfisher`, as for the next ones.
-    anchor, shrink, damping, balance : float, optional
-        Regularisation of ``cg``.
+    anchor, shrink, damping, balance, robust : float, optional
+        Regularisation of ``pcg`` and ``cg``.
+    trust : float, default 1
+        How far a layer may move from the clients' mean, from the second round on: in a
+        few rounds of short training, longer steps lose accuracy now and then.
     iterations : int, optional
         Of the solver, at most.
     expectation : str, default "exact"
@@ -76,6 +84,8 @@ class FedFisherOneShot(CurvatureStrategy):
         default then) and uploads that are not packed, three times FedAvg's.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
+    device : torch.device | str, optional
+        Where the server merges; by default on the GPU, if there is one.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
@@ -103,11 +113,13 @@ class FedFisherOneShot(CurvatureStrategy):
         self,
         *,
         structure: str = "kfac",
-        solver: str = "cg",
+        solver: str = "pcg",
         anchor: float | None = None,
         shrink: float | None = None,
         damping: float | None = None,
         balance: float | None = None,
+        robust: float | None = None,
+        trust: float = TRUST,
         iterations: int | None = None,
         expectation: str = "exact",
         tolerance: float = TOLERANCE,
@@ -115,9 +127,12 @@ class FedFisherOneShot(CurvatureStrategy):
         budget: float | None = None,
         aggregate: str = "parts",
         score: Score | None = None,
+        device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        cuda = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(cuda if device is None else device)
         check_known("structure", structure, STRUCTURES)
         check_known("expectation", expectation, EXPECTATIONS)
         check_known("aggregate", aggregate, AGGREGATES)
@@ -132,8 +147,11 @@ class FedFisherOneShot(CurvatureStrategy):
             shrink=shrink,
             damping=damping,
             balance=balance,
+            robust=robust,
             iterations=iterations,
         )
+        check_range("trust", trust, 0)
+        self.trust = trust
         check_score(score, solver)
         if solver == "closed-form" and structure != "diagonal":
             raise ConfigurationError(
@@ -167,7 +185,10 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.aggregate == "sums":
             options = self._options() | {"aggregate": self.aggregate}
             return [Exchange(options, SumsUpload.from_arrays, self._step_from_sums)]
-        return [Exchange(self._options(), self._read, self._step)]
+        merge = self.merge
+        if server_round > 1:  # then the clients start from a merged model
+            merge = replace(merge, trust=self.trust)
+        return [Exchange(self._options(), self._read, partial(self._step, merge))]
 
     def _options(self) -> dict[str, str | int | float]:
         return {
@@ -189,11 +210,17 @@ class FedFisherOneShot(CurvatureStrategy):
                 "codec='auto': the model is so small that uploads are sent lossless"
             )
 
-    def _step(self, state: ServerState, uploads: Uploads[FisherUpload]) -> Step:
+    def _step(
+        self, merge: MergeOptions, state: ServerState, uploads: Uploads[FisherUpload]
+    ) -> Step:
         """Merge the uploads."""
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         merged = fedfisher(
-            posteriors, score=self.score, progress=logger.info, **asdict(self.merge)
+            posteriors,
+            score=self.score,
+            progress=logger.info,
+            device=self.device,
+            **asdict(merge),
         )
         return _step(merged)
 
@@ -211,7 +238,8 @@ class FedFisherOneShot(CurvatureStrategy):
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         wanted = {f"client-{name}": value for name, value in self._options().items()}
-        return wanted | asdict(self.merge) | {"aggregate": self.aggregate}
+        merge = asdict(self.merge) | {"trust": self.trust}
+        return wanted | merge | {"aggregate": self.aggregate}
 
 
 def _step(merged: MergeResult) -> Step:

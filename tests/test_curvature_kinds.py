@@ -31,7 +31,7 @@ from flwr_fisher.curvature import (
     Kronecker,
     WeightedSum,
 )
-from flwr_fisher.curvature.operators.factors import SymmetricFactor
+from flwr_fisher.curvature.operators.factors import DenseFactor
 from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.errors import StructureError
 
@@ -167,7 +167,7 @@ def test_a_kronecker_product_keeps_groups_apart() -> None:
 
 def test_a_kronecker_products_factors_are_tensors_or_factors() -> None:
     tensors = random_kronecker(5, shape=(4, 2), bias="b", groups=2)
-    factors = SymmetricFactor(tensors.A), SymmetricFactor(tensors.G)
+    factors = DenseFactor(tensors.A), DenseFactor(tensors.G)
     made = Kronecker("w", tensors.weight_shape, *factors, "b")
     assert made.of_inputs is factors[0]
     assert made.A is tensors.A
@@ -178,7 +178,7 @@ def test_a_kronecker_products_factors_are_tensors_or_factors() -> None:
 
 def test_a_factor_is_its_groups_matrices() -> None:
     A = random_kronecker(6, shape=(4, 3), groups=2).A
-    factor, columns = SymmetricFactor(A), torch.arange(12.0).double().reshape(2, 3, 2)
+    factor, columns = DenseFactor(A), torch.arange(12.0).double().reshape(2, 3, 2)
     assert factor.to_dense() is A
     assert factor.shape == A.shape
     assert torch.equal(factor.trace(), torch.stack([a.trace() for a in A]))

@@ -205,7 +205,7 @@ def test_only_what_is_trained_travels_and_is_merged(
     for upload in result.uploads:
         assert set(upload.payload.params) == trained
         assert set(upload.payload.curvature.shapes) == trained
-        kinds = {type(block) for block in upload.payload.curvature.blocks()}
+        kinds = {type(block) for block in upload.payload.curvature.made().blocks()}
         assert kinds == {Kronecker}
     for key, value in model.state_dict().items():
         if key not in trained:
@@ -260,7 +260,7 @@ def test_batch_norm_merges_its_parameters_and_averages_its_statistics() -> None:
     assert counter.dtype == torch.int64
     assert counter.shape == ()
     assert int(counter) == round(weighted / total)
-    blocks = uploads[0].payload.curvature.blocks()
+    blocks = uploads[0].payload.curvature.made().blocks()
     covered = {name: type(b) for b in blocks for name in b.shapes}
     assert covered["2.weight"] is covered["2.bias"] is Diagonal
     assert covered["1.weight"] is covered["4.bias"] is Kronecker

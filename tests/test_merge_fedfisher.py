@@ -57,7 +57,10 @@ from flwr_fisher.merge.iterative import largest_eigenvalue
 
 Posteriors = Sequence[LocalPosterior]
 Make = Callable[[int], Curvature]
-PLAIN: dict[str, Any] = {"anchor": 0.0, "shrink": 0.0, "damping": 0.0, "balance": 0.0}
+PLAIN: dict[str, Any] = dict.fromkeys(
+    ("anchor", "shrink", "damping", "balance", "robust"), 0.0
+)
+CG = PLAIN | {"solver": "cg"}
 
 
 def diagonals(seed: int) -> Diagonal:
@@ -98,6 +101,8 @@ def solved_densely(
     shrink: float = 0.0,
     damping: float = 0.0,
     balance: float = 0.0,
+    robust: float = 0.0,
+    trust: float = math.inf,
 ) -> Tensors:
     """Return mean + pinv(sum w F_i + lambda I) sum w F_i (theta_i - mean), by layer."""
     total = sum(c.num_examples for c in clients)
@@ -110,13 +115,19 @@ def solved_densely(
     for parts in shared_blocks(curvatures):
         layer = {name: merged[name] for name in parts[0].shapes}
         F = [part.to_dense() for part in parts]
-        w = [a / float(f.trace()) ** balance for a, f in zip(p, F, strict=True)]
-        w = [a / sum(w) for a in w]
         away = [flat({k: c.params[k] - layer[k] for k in layer}) for c in clients]
+        w = [a / float(f.trace()) ** balance for a, f in zip(p, F, strict=True)]
+        rises = torch.stack([x @ f @ x for f, x in zip(F, away, strict=True)])
+        doubts = 1 + robust * rises / rises.quantile(0.5)
+        w = [a / float(doubt) for a, doubt in zip(w, doubts, strict=True)]
+        w = [a / sum(w) for a in w]
         b = torch.stack([a * f @ x for a, f, x in zip(w, F, away, strict=True)]).sum(0)
         H = torch.stack([a * f for a, f in zip(w, F, strict=True)]).sum(0)
         H = H + anchor * H.trace() / len(H) * torch.eye(len(H)).double()
         delta = torch.linalg.pinv(H, hermitian=True, rtol=1e-10) @ b
+        spread = sum(a * x.square().sum() for a, x in zip(p, away, strict=True))
+        radius = trust * float((len(clients) - 1) * spread) ** 0.5
+        delta = delta * min(1.0, radius / float(delta.norm()))
         merged |= {k: layer[k] + step for k, step in cut(delta, layer).items()}
     return merged
 
@@ -133,7 +144,8 @@ def apart(got: MergeResult | Tensors, want: Tensors) -> float:
 @all_kinds
 def test_conjugate_gradients_find_the_solution_nearest_the_mean(make: Make) -> None:
     clients = posteriors(make)
-    got = fedfisher(clients, iterations=500, tolerance=1e-11, **PLAIN)
+    options = PLAIN | {"iterations": 500, "tolerance": 1e-11}
+    got = fedfisher(clients, solver="cg", **options)
     assert got.residuals[-1] <= 1e-11
     assert apart(got, solved_densely(clients)) <= 1e-7
 
@@ -182,6 +194,10 @@ def test_the_anchor_is_a_share_of_each_layers_mean_eigenvalue(
         {"damping": 0.3},
         {"balance": 0.5},
         {"balance": 1.0},
+        {"robust": 1.0},
+        {"robust": 0.3, "balance": 0.5},
+        {"trust": 0.1},
+        {"trust": 0.0},
         {"anchor": 0.2, "shrink": 0.4, "damping": 0.1, "balance": 0.7},
     ],
     ids=str,
@@ -190,15 +206,51 @@ def test_the_other_options_do_what_they_say(
     options: dict[str, float], make: Make
 ) -> None:
     clients = posteriors(make)
-    solver: dict[str, Any] = {"iterations": 500, "tolerance": 1e-11}
+    solver: dict[str, Any] = {"solver": "cg", "iterations": 500, "tolerance": 1e-11}
     got = fedfisher(clients, **(PLAIN | options), **solver)
     assert apart(got, solved_densely(clients, **options)) <= 1e-7
+
+
+def test_a_client_far_out_counts_for_little() -> None:
+    """What its Fisher expects at the mean is no longer what happens there."""
+    near = [Diagonal({"w": torch.ones(2, dtype=torch.float64)}) for _ in range(3)]
+    places = [torch.tensor([0.0, x], dtype=torch.float64) for x in (0.0, 0.1, 20.0)]
+    clients = [
+        LocalPosterior({"w": p}, F, 1) for p, F in zip(places, near, strict=True)
+    ]
+    plain = fedfisher(clients, **PLAIN).params["w"][1]
+    robust = fedfisher(clients, **(PLAIN | {"robust": 1.0})).params["w"][1]
+    assert float(plain) == pytest.approx(20.1 / 3)
+    assert float(robust) < 0.65 * float(plain)
+
+
+@pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "adam"])
+def test_no_layer_moves_further_than_is_trusted(solver: str) -> None:
+    clients = posteriors(random_blocks)
+    mean = fedavg(clients)
+    options = {"iterations": 200, "anchor": 0.1}
+    far = fedfisher(clients, solver=solver, **options).params
+    near = fedfisher(clients, solver=solver, trust=0.1, **options).params
+    for block in clients[0].curvature.blocks():
+        layer = list(block.shapes)
+        squares = [
+            sum(float((c.params[k] - mean[k]).square().sum()) for k in layer)
+            for c in clients
+        ]
+        spread = sum(
+            c.num_examples / 60 * s for c, s in zip(clients, squares, strict=True)
+        )
+        radius = 0.1 * (2 * spread) ** 0.5
+        steps = [flat({k: to[k] - mean[k] for k in layer}) for to in (near, far)]
+        assert float(steps[0].norm()) == pytest.approx(radius)
+        cosine = torch.nn.functional.cosine_similarity(*steps, dim=0)
+        assert float(cosine) == pytest.approx(1.0)
 
 
 def test_the_result_minimises_the_stated_objective() -> None:
     clients = posteriors(random_blocks)
     options = {"anchor": 0.1, "balance": 0.5}
-    got = fedfisher(clients, **(PLAIN | options), iterations=500, tolerance=1e-11)
+    got = fedfisher(clients, **(CG | options), iterations=500, tolerance=1e-11)
     theta = {k: v.clone().requires_grad_() for k, v in got.params.items()}
     mean = fedavg(clients)
     loss = torch.zeros(()).double()
@@ -223,15 +275,16 @@ def test_the_result_minimises_the_stated_objective() -> None:
 
 def test_float32_is_enough_for_the_defaults() -> None:
     clients = posteriors(random_blocks, count=4)
-    want = fedfisher(clients, iterations=500, tolerance=1e-12).params
-    got = fedfisher([as_float32(c) for c in clients])
-    assert {v.dtype for v in got.params.values()} == {torch.float32}
-    assert apart(got, want) <= 1e-4
-    assert got.iterations < 100
+    for solver, limits in (("pcg", {}), ("cg", {"iterations": 500})):
+        want = fedfisher(clients, solver=solver, **limits).params
+        got = fedfisher([as_float32(c) for c in clients], solver=solver)
+        assert {v.dtype for v in got.params.values()} == {torch.float32}
+        assert apart(got, want) <= 1e-4
+        assert got.iterations < 100
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1e-14, 1e-7, 1e7, 1e15])
-@pytest.mark.parametrize("solver", ["cg", "gd", "closed-form"])
+@pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "closed-form"])
 def test_the_curvatures_scale_does_not_matter(solver: str, factor: float) -> None:
     """Confident clients' Fishers are tiny; float32 must not lose their squares."""
     make = diagonals if solver == "closed-form" else random_blocks
@@ -248,9 +301,9 @@ def test_the_paper_solvers_use_no_regularisation_unless_told() -> None:
     for solver in SOLVERS:
         options = merge_options(solver)
         regularised = {k: getattr(options, k) for k in PLAIN}
-        assert (regularised == PLAIN) is (solver != "cg")
-        assert options.iterations == (100 if solver == "cg" else 2000)
-    explicit = merge_options("cg", anchor=0.0, shrink=0.0, damping=0.0, balance=0.0)
+        assert (regularised == PLAIN) is (solver not in ("pcg", "cg"))
+        assert options.iterations == {"pcg": 3, "cg": 100}.get(solver, 2000)
+    explicit = merge_options(**CG)
     assert {k: getattr(explicit, k) for k in PLAIN} == PLAIN
 
 
@@ -287,7 +340,7 @@ def test_least_squares_clients_merge_into_the_pooled_solution(
         clients.append(LocalPosterior(parts, k, len(X)))
     pooled = torch.cat([X for X, _ in data]), torch.cat([Y for _, Y in data])
     want = torch.linalg.lstsq(*pooled).solution.mT
-    merged = fedfisher(clients, iterations=200, tolerance=1e-13, **PLAIN).params
+    merged = fedfisher(clients, iterations=200, tolerance=1e-13, **CG).params
     for params in (merged, regmean(clients, off_diagonal=1.0)):
         assert relative(params["w"], want[:, :4]) <= 1e-9
         if bias:
@@ -324,7 +377,7 @@ def test_the_closed_form_is_an_average_entry_by_entry() -> None:
     assert got.iterations == 1
     assert got.residuals[0] == 1
     assert got.residuals[1] <= 1e-12
-    by_cg = fedfisher(clients, iterations=500, tolerance=1e-12, **PLAIN)
+    by_cg = fedfisher(clients, iterations=500, tolerance=1e-12, **CG)
     assert apart(by_cg, want) <= 1e-8
     anchored = fedfisher(clients, solver="closed-form", anchor=0.3, balance=0.5)
     assert apart(anchored, solved_densely(clients, anchor=0.3, balance=0.5)) <= 1e-12
@@ -393,7 +446,7 @@ def test_adam_reaches_a_solution() -> None:
     got = fedfisher(clients, solver="adam", iterations=3000)
     assert got.residuals[-1] <= 1e-3
     rows = within_a_subspace(1).to_dense()
-    nearest = fedfisher(clients, iterations=500, tolerance=1e-11, **PLAIN).params
+    nearest = fedfisher(clients, iterations=500, tolerance=1e-11, **CG).params
     away = flat(got.params) - flat(nearest)
     assert float((rows @ away).norm()) <= 1e-2  # some solution, not the nearest
     assert len(got.residuals) == 3001
@@ -541,7 +594,7 @@ def test_arguments_are_left_alone(solver: str, make: Make) -> None:
 
 def test_residuals_are_those_of_the_iterates() -> None:
     clients = posteriors(random_blocks)
-    curve = fedfisher(clients, iterations=6, **PLAIN).residuals
+    curve = fedfisher(clients, iterations=6, **CG).residuals
     names = list(clients[0].curvature.shapes)
 
     def residual(params: Tensors) -> float:
@@ -554,7 +607,7 @@ def test_residuals_are_those_of_the_iterates() -> None:
 
     first = residual(fedavg(clients))
     for steps in range(1, 7):
-        got = fedfisher(clients, iterations=steps, **PLAIN)
+        got = fedfisher(clients, iterations=steps, **CG)
         assert residual(got.params) / first == pytest.approx(curve[steps], rel=1e-9)
         assert got.residuals == pytest.approx(curve[: steps + 1])
 
@@ -751,7 +804,7 @@ def test_clients_with_other_structures_still_merge() -> None:
         lambda seed: random_dense(seed, 3, **shapes),
     ]
     clients = [posteriors(make, count=1, seed=i)[0] for i, make in enumerate(makes)]
-    got = fedfisher(clients, iterations=300, tolerance=1e-11, **PLAIN)
+    got = fedfisher(clients, iterations=300, tolerance=1e-11, **CG)
     assert apart(got, solved_densely(clients)) <= 1e-7
 
 
@@ -785,7 +838,7 @@ def test_a_client_of_another_structure_changes_its_layer_alone(
         "2.bias",
     ]
     options = {"anchor": 0.1, "balance": 1.0}
-    exact = fedfisher(clients, iterations=500, tolerance=1e-12, **(PLAIN | options))
+    exact = fedfisher(clients, iterations=500, tolerance=1e-12, **(CG | options))
     assert apart(exact, solved_densely(clients, **options)) <= 1e-7
 
 

@@ -698,7 +698,7 @@ def test_fedfishers_arguments_out_of_range_are_named(name: str, value: float) ->
     ("name", "known"),
     [
         ("structure", "kfac, diagonal, ekfac, block, dense"),
-        ("solver", "cg, closed-form, adam, gd"),
+        ("solver", "pcg, cg, closed-form, adam, gd"),
         ("expectation", "exact"),
     ],
 )
@@ -712,7 +712,7 @@ def test_unknown_names_list_the_known(name: str, known: str) -> None:
     ("arguments", "text"),
     [
         ({"solver": "closed-form"}, "solver='closed-form' needs structure='diagonal'"),
-        ({"score": lambda params: 0.0}, "score is for solver='adam', not 'cg'"),
+        ({"score": lambda params: 0.0}, "score is for solver='adam', not 'pcg'"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused_early(

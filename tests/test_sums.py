@@ -1,6 +1,7 @@
 """``aggregate="sums"``: the server needs nothing but sums, and gets the same model."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,7 +111,12 @@ NAN, INF = float("nan"), float("inf")
 Named = dict[str, Tensor]
 Posteriors = list[LocalPosterior]
 SUMS = {"structure": "diagonal", "aggregate": "sums"}
-PARTS = {"structure": "diagonal", "codec": "lossless", "balance": 0.0}
+PARTS = {
+    "structure": "diagonal",
+    "codec": "lossless",
+    "balance": 0.0,
+    "robust": 0.0,
+}
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
 
 
@@ -267,7 +273,7 @@ def test_sums_give_the_model_of_the_parts(case: str, options: dict[str, Any]) ->
     if case == "large Fishers" and options["solver"] == "adam":
         pytest.skip("magnifies rounding: the next test")
     clients = CASES[case]()
-    parts = fedfisher(clients, balance=0.0, **options)
+    parts = fedfisher(clients, balance=0.0, robust=0.0, **options)
     sums = fedfisher_from_sums(sums_of(clients), like=clients[0].params, **options)
     assert_within(sums.params, parts.params)
     assert len(sums.residuals) == sums.iterations + 1
@@ -341,6 +347,12 @@ def test_a_score_chooses_among_adams_steps() -> None:
 def test_only_diagonals_can_be_summed(make: Callable[[], LocalPosterior]) -> None:
     with pytest.raises(StructureError, match="only diagonals can be summed"):
         DiagonalSums.of(make())
+
+
+@pytest.mark.parametrize(("name", "value"), [("robust", 1.0), ("trust", 0.75)])
+def test_weights_and_distances_need_single_clients(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{name} must be .* got {value}"):
+        fedfisher_from_sums(sums_of(drawn()), **{name: value})
 
 
 @pytest.mark.parametrize("balance", [1.0, 0.5, -1.0, NAN])
@@ -727,16 +739,16 @@ def test_a_round_gives_the_model_of_the_parts(
 def test_several_rounds_follow_the_parts() -> None:
     parts, sums = (
         run(FedFisherOneShot(fraction_evaluate=0.0, **options), num_rounds=3)
-        for options in (PARTS, SUMS)
+        for options in (PARTS | {"trust": math.inf}, SUMS)
     )
     # Each round trains on from where the last one's rounding has led.
     assert close(sums.arrays, parts.arrays, 1e-4)
 
 
-def test_the_defaults_give_the_model_of_parts_without_balance() -> None:
+def test_the_defaults_give_the_model_of_parts_without_clients_weights() -> None:
     strategy = sums()
-    assert strategy.merge.balance == 0
-    assert strategy.merge.anchor == 0.03
+    assert strategy.merge.balance == strategy.merge.robust == 0
+    assert strategy.merge.anchor == 0.1
     assert strategy.codec.scheme == "lossless"
 
 

@@ -27,6 +27,7 @@ def client_fn(context: Context) -> FisherClient:
         epochs=epochs,
         lr=float(config["lr"]),
         momentum=float(config["momentum"]),
+        label_smoothing=float(config["label-smoothing"]),
         on_epoch=on_epoch,
     )
     loader = task.train_loader(partition, int(config["batch-size"]))

@@ -15,6 +15,7 @@ from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS, Likelihood
 from flwr_fisher.curvature.gradients import gradient
 from flwr_fisher.curvature.operators.base import Curvature, Inverse
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
+from flwr_fisher.curvature.operators.deferred import Deferred
 from flwr_fisher.curvature.operators.dense import Dense
 from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
@@ -31,6 +32,7 @@ __all__ = [
     "TOLERANCE",
     "BlockDiagonal",
     "Curvature",
+    "Deferred",
     "Dense",
     "Diagonal",
     "EigenKronecker",

@@ -1,13 +1,21 @@
 """FedFisher's merge: the mode of the product of the clients' posteriors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flwr_fisher.merge.iterative import Progress, Score
-from flwr_fisher.merge.linear_system import linear_systems
+from flwr_fisher.merge.linear_system import (
+    Device,
+    LinearSystem,
+    Systems,
+    linear_systems,
+)
 from flwr_fisher.merge.options import check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.solve import MergeResult, solve
+from flwr_fisher.params import shares_of
 
 
 def fedfisher(
@@ -15,6 +23,7 @@ def fedfisher(
     *,
     score: Score | None = None,
     progress: Progress | None = None,
+    device: Device = None,
     **options: Any,
 ) -> MergeResult:
     r"""Merge the clients' models by their Fisher information.
@@ -26,8 +35,8 @@ def fedfisher(
               \bar\theta = \sum_i p_i \theta_i,
 
     FedFisher's eq. 6 with :math:`w_i = p_i` and :math:`\lambda = 0`; of its many
-    minimisers then the one nearest :math:`\bar\theta` (eq. 7, Lemma 1; with ``adam``,
-    some minimiser). The paper assumes clients of equal size; the
+    minimisers then the one nearest :math:`\bar\theta` (eq. 7, Lemma 1; with ``adam``
+    and ``pcg``, some minimiser). The paper assumes clients of equal size; the
     :math:`p_i = n_i / \sum_j n_j` is what its derivation gives. No data is needed,
     except by `score`. What no curvature covers (buffers) is averaged.
 
@@ -35,17 +44,19 @@ def fedfisher(
     ----------
     posteriors : Sequence[LocalPosterior]
         One a client, all with the same keys, shapes and dtypes.
-    solver : "cg" | "closed-form" | "adam" | "gd", default "cg"
-        ``cg``: conjugate gradients, for any structure; a diagonal block is divided by,
-        which is what they converge to. ``closed-form``: FisherMerge's, for diagonals.
-        ``adam``: the optimiser of the paper's experiments. ``gd``: the gradient descent
-        of its Algorithm 1.
+    solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
+        ``pcg``: conjugate gradients, preconditioned by the product of each layer's
+        partial traces; a few iterations. ``cg``: the same without a preconditioner. A
+        diagonal block is divided by, which is what both converge to. ``closed-form``:
+        FisherMerge's, for diagonals. ``adam``: the optimiser of the paper's
+        experiments. ``gd``: the gradient descent of its Algorithm 1.
     anchor : float, optional
         :math:`\rho \ge 0`; :math:`\lambda_\ell` is that share of the mean eigenvalue of
-        the layer's :math:`\sum_i w_i F_i`. Default 0.03 with ``cg``, otherwise 0.
+        the layer's :math:`\sum_i w_i F_i`. Default 0.1 with ``pcg``, 0.03 with
+        ``cg``, otherwise 0.
     shrink : float, optional
         In [0, 1]: scales correlations between a layer's inputs by ``1 - shrink``.
-        Default 0.1 with ``cg``, otherwise 0.
+        Default 0.3 with ``pcg``, 0.1 with ``cg``, otherwise 0.
     damping : float, optional
         In [0, 1]: draws the second moment of a layer's output gradients towards the
         multiple of the identity with the same trace; a client that is sure of nearly
@@ -55,10 +66,22 @@ def fedfisher(
         :math:`\gamma` in [0, 1]: in layer :math:`\ell`,
         :math:`w_i \propto p_i / (\operatorname{tr} F_{i\ell})^\gamma`, since an
         over-confident client's Fisher is small. Default 1 with ``cg``, otherwise 0.
+    robust : float, optional
+        :math:`\kappa \ge 0`: in layer :math:`\ell`,
+        :math:`w_i \propto p_i / (1 + \kappa q_i / \operatorname{median}_j q_j)`, where
+        :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}` is twice the rise of its loss
+        that the client's Fisher expects at the mean. A client far out says little about
+        its loss there. These are one step's weights of a Cauchy loss of q. Default 1
+        with ``pcg``, otherwise 0.
+    trust : float, default inf
+        A layer's step away from the mean is at most this times :math:`\sqrt{M - 1}`
+        times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients:
+        at 1 about as long as all clients' own steps, unlike each other, added up.
     iterations : int, optional
-        At most this many: by default 100 (``cg``) or 2000 (``adam``, ``gd``).
+        At most this many: by default 3 (``pcg``), 100 (``cg``) or 2000 (``adam``,
+        ``gd``).
     tolerance : float, default 1e-6
-        ``cg`` and ``gd`` stop when a layer's residual has fallen by this factor.
+        ``pcg``, ``cg`` and ``gd`` stop when a layer's residual has fallen by so much.
     lr : float, default 0.01
         The step of ``adam``.
     score : Callable[[dict[str, Tensor]], float], optional
@@ -67,8 +90,11 @@ def fedfisher(
         server holds.
     progress : Callable[[str], object], optional
         Called with how each layer's solution went, in words.
+    device : torch.device | str, optional
+        Where layers are merged, one after the other. By default where the clients'
+        tensors are.
     **options
-        `solver` and the seven after it, as described above.
+        `solver` and the nine after it, as described above.
 
     Returns
     -------
@@ -117,5 +143,25 @@ def fedfisher(
     chosen = merge_options(**options)
     check_score(score, chosen.solver)
     mean = fedavg(posteriors)
-    blocks, shares = linear_systems(posteriors, mean, chosen)
-    return solve(mean, blocks, shares, chosen, score, progress)
+    systems = linear_systems(posteriors, mean, chosen, device)
+    held = _Held(systems, [posterior.num_examples for posterior in posteriors])
+    merged = solve(mean, held.systems, chosen, score, progress)
+    return replace(merged, shares=held.shares())
+
+
+class _Held:
+    """Sums each client's part of the systems' traces while they are made."""
+
+    def __init__(self, systems: Systems, examples: Sequence[float]) -> None:
+        self.systems = [partial(self._make, make) for make in systems]
+        self.examples, self.traces = examples, [0.0] * len(examples)
+
+    def _make(self, make: Callable[[], LinearSystem]) -> LinearSystem:
+        system = make()
+        parts = [weight * part.trace() for weight, part in system.curvature]
+        self.traces = [t + part for t, part in zip(self.traces, parts, strict=True)]
+        return system
+
+    def shares(self) -> list[float]:
+        """Return the clients' shares; by examples where there is no curvature."""
+        return shares_of(self.traces if sum(self.traces) else self.examples)

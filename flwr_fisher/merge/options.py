@@ -1,16 +1,25 @@
 """How to merge, resolved and validated once."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
 
-SOLVERS = ("cg", "closed-form", "adam", "gd")
-
 # Chosen on validation data, see benchmarks/results/fedfisher_defaults.md. The other
 # solvers by default reproduce the papers.
-_CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "iterations": 100}
-_PAPER = dict.fromkeys(_CG, 0.0) | {"iterations": 2000}
+_PCG = {"anchor": 0.1, "shrink": 0.3, "damping": 0.0, "balance": 0.0, "robust": 1.0}
+_CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "robust": 0.0}
+_NONE = dict.fromkeys(_PCG, 0.0)
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "pcg": _PCG | {"iterations": 3},
+    "cg": _CG | {"iterations": 100},
+    "closed-form": _NONE | {"iterations": 2000},
+    "adam": _NONE | {"iterations": 2000},
+    "gd": _NONE | {"iterations": 2000},
+}
+SOLVERS = tuple(_DEFAULTS)
+TRUST = 1.0  # from the second round on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,27 +31,30 @@ class MergeOptions:
     shrink: float
     damping: float
     balance: float
+    robust: float
     iterations: int
+    trust: float = math.inf
     tolerance: float = 1e-6
     lr: float = 0.01
 
     def __post_init__(self) -> None:
-        check_known("solver", self.solver, SOLVERS)
         check_range("anchor", self.anchor, 0)
         check_range("shrink", self.shrink, 0, 1)
         check_range("damping", self.damping, 0, 1)
         check_range("balance", self.balance, 0, 1)
+        check_range("robust", self.robust, 0)
+        check_range("trust", self.trust, 0)
         check_range("iterations", self.iterations, 1)
         check_range("tolerance", self.tolerance, 0, 1)
         check_range("lr", self.lr, 0)
 
 
-def merge_options(solver: str = "cg", **options: Any) -> MergeOptions:
+def merge_options(solver: str = "pcg", **options: Any) -> MergeOptions:
     """Fill in the solver's defaults and validate.
 
     Parameters
     ----------
-    solver : str, default "cg"
+    solver : str, default "pcg"
         Of :data:`SOLVERS`.
     **options
         Other fields of :class:`MergeOptions`. None stands for the solver's default, of
@@ -53,7 +65,8 @@ def merge_options(solver: str = "cg", **options: Any) -> MergeOptions:
     >>> merge_options("adam").iterations
     2000
     """
-    default: dict[str, Any] = _CG if solver == "cg" else _PAPER
+    check_known("solver", solver, SOLVERS)
+    default = _DEFAULTS[solver]
     given = {k: default.get(k) if v is None else v for k, v in options.items()}
     return MergeOptions(solver=solver, **(default | given))
 

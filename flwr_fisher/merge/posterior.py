@@ -8,7 +8,14 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ConfigurationError, ParamsError, check_positive
-from flwr_fisher.params import Params, check_finite, check_same_layout, weighted_mean
+from flwr_fisher.params import (
+    DeferredParams,
+    Params,
+    check_finite,
+    check_same_layout,
+    layout_of,
+    weighted_mean,
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,7 @@ class LocalPosterior:
 
     Parameters
     ----------
-    params : dict[str, Tensor]
+    params : Mapping[str, Tensor]
         The client's parameters and buffers after training.
     curvature : Curvature
         Its Fisher there, a mean over its examples. It covers the parameters to merge
@@ -33,7 +40,7 @@ class LocalPosterior:
         If the curvature covers a parameter that is missing or shaped otherwise.
     """
 
-    params: dict[str, Tensor]
+    params: Params
     curvature: Curvature
     num_examples: float
 
@@ -46,12 +53,14 @@ class LocalPosterior:
                 f", and a Curvature; got {type(self.params).__name__} and "
                 f"{type(self.curvature).__name__}"
             )
-        detached = {name: value.detach() for name, value in self.params.items()}
-        object.__setattr__(self, "params", detached)
+        if not isinstance(self.params, DeferredParams):
+            detached = {name: value.detach() for name, value in self.params.items()}
+            object.__setattr__(self, "params", detached)
         check_positive("num_examples", self.num_examples)
+        layout = layout_of(self.params)
         for name, shape in self.curvature.shapes.items():
-            if name not in self.params or self.params[name].shape != shape:
-                own = self.params.get(name)
+            if name not in layout or layout[name].shape != shape:
+                own = layout.get(name)
                 raise ParamsError(
                     f"the curvature covers '{name}' as {tuple(shape)}, but the params "
                     f"have {'no such key' if own is None else tuple(own.shape)}"
@@ -62,16 +71,18 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     """Raise :class:`ParamsError` unless they can be merged.
 
     There must be some, finite, of one layout and one dtype for each parameter and its
-    curvature, and no curvature negative on a diagonal.
+    curvature, and no curvature negative on a diagonal. The values of what is deferred
+    are whoever's who defers them: an upload's are checked when it is read.
     """
     if not posteriors:
         raise ParamsError("there is no posterior to merge")
-    first = posteriors[0].params
+    first = layout_of(posteriors[0].params)
     for index, posterior in enumerate(posteriors):
-        what = f"posterior {index}"
-        check_finite(posterior.params, what)
-        check_same_layout(first, posterior.params, what)
-        for name, value in posterior.params.items():
+        what, layout = f"posterior {index}", layout_of(posterior.params)
+        if layout is posterior.params:
+            check_finite(posterior.params, what)
+        check_same_layout(first, layout, what)
+        for name, value in layout.items():
             _check_dtype(f"{what}: '{name}'", value.dtype, first[name].dtype)
         for block in posterior.curvature.blocks():
             _check_block(f"{what}: the curvature of {list(block.shapes)}", block, first)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from flwr_fisher.merge.iterative import (
     gradient_descent,
     paper_adam,
 )
-from flwr_fisher.merge.linear_system import LinearSystem
+from flwr_fisher.merge.linear_system import LinearSystem, Systems
 from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import Params, add, norm, select
 
 _FLOOR = 1e-6  # of a block's largest curvature, as FisherMerge's code has it
@@ -44,13 +46,12 @@ class MergeResult:
     params: dict[str, Tensor] = field(repr=False)
     residuals: list[float] = field(repr=False)
     iterations: int
-    shares: list[float]
+    shares: list[float] = field(default_factory=list)
 
 
 def solve(
     mean: Params,
-    blocks: list[LinearSystem],
-    shares: list[float],
+    systems: Systems,
     options: MergeOptions,
     score: Score | None,
     progress: Progress | None,
@@ -58,45 +59,66 @@ def solve(
     """Solve the blocks' systems for the step away from the mean, and take it."""
 
     def merged(delta: Params) -> dict[str, Tensor]:
-        steps = {k: step.to(mean[k].dtype) for k, step in delta.items()}
+        steps = {k: step.to(mean[k]) for k, step in delta.items()}
         return {k: v + steps[k] if k in steps else v for k, v in mean.items()}
 
     if options.solver == "adam":
-        scored = None if score is None else (lambda delta: score(merged(delta)))
+        blocks = [make() for make in systems]
+        scored = (
+            None if score is None else (lambda d: score(merged(_within(blocks, d))))
+        )
         delta, norms = _adam(blocks, options, scored, progress)
+        delta = _within(blocks, delta)
     else:
-        delta, norms = _block_by_block(blocks, options, progress)
-    return MergeResult(merged(delta), norms, len(norms) - 1, shares)
+        delta, norms = _block_by_block(systems, options, progress)
+    return MergeResult(merged(delta), norms, len(norms) - 1)
+
+
+def _within(blocks: list[LinearSystem], delta: Params) -> dict[str, Tensor]:
+    parts = (block.within(select(delta, block.rhs)) for block in blocks)
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _block_by_block(
-    blocks: list[LinearSystem], options: MergeOptions, progress: Progress | None
+    systems: Systems, options: MergeOptions, progress: Progress | None
 ) -> tuple[dict[str, Tensor], list[float]]:
     delta: dict[str, Tensor] = {}
     curves = []
-    for block in (block.normalised() for block in blocks):
-        if options.solver == "closed-form":
-            solution, norms = _closed_form(block, _FLOOR)
-        elif options.solver == "cg" and _is_diagonal(block):
-            # What many iterations would get to, of which float32 loses the digits.
-            solution, norms = _closed_form(block, floor=0.0)
-        else:
-            solver = conjugate_gradient if options.solver == "cg" else gradient_descent
-            solution, norms = solver(
-                block.matvec,
-                block.rhs,
-                iterations=options.iterations,
-                tolerance=options.tolerance,
-            )
-        delta |= solution
+    for make in systems:
+        block = make().normalised()
+        solution, norms = _solved(block, options)
+        delta |= block.within(solution)
         curves.append([value * block.unit for value in norms])
         if progress is not None:
             left = norms[-1] / norms[0] if norms[0] else 0.0
             progress(
-                f"solver: {next(iter(block.rhs))}, {len(curves)} of {len(blocks)}: "
+                f"solver: {next(iter(block.rhs))}, {len(curves)} of {len(systems)}: "
                 f"{len(norms) - 1} iterations, residual {left:.1e}"
             )
     return delta, _relative(curves)
+
+
+def _solved(
+    block: LinearSystem, options: MergeOptions
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Return a block's solution, and the residual's norms."""
+    if options.solver == "closed-form":
+        return _closed_form(block, _FLOOR)
+    if options.solver in ("pcg", "cg") and _is_diagonal(block):
+        # What many iterations would get to, of which float32 loses the digits.
+        return _closed_form(block, floor=0.0)
+    find = gradient_descent
+    if options.solver == "cg":
+        find = conjugate_gradient
+    elif options.solver == "pcg":
+        inverse = preconditioner(block.curvature, block.ridge)
+        find = partial(conjugate_gradient, precondition=inverse)
+    return find(
+        block.matvec,
+        block.rhs,
+        iterations=options.iterations,
+        tolerance=options.tolerance,
+    )
 
 
 def _relative(curves: list[list[float]]) -> list[float]:
@@ -118,7 +140,7 @@ def _closed_form(
     if not _is_diagonal(block):
         raise StructureError(
             f"the curvature of {list(block.rhs)} is not diagonal, so it has no closed "
-            "form: use solver='cg', or structure='diagonal'"
+            "form: use solver='pcg', or structure='diagonal'"
         )
     entries = block.curvature.diagonal()
     least = floor * max(float(entry.max()) for entry in entries.values())

@@ -5,8 +5,10 @@ With diagonals, everything that the merge needs of its clients is a sum over the
 :math:`\sum n_i F_i \theta_i`. A secure sum reveals nothing else.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import Params, check_finite, check_same_layout, select
+
+# What only single clients' curvatures can tell, and the value that does nothing.
+_OF_CLIENTS = {"balance": 0.0, "robust": 0.0, "trust": math.inf}
 
 
 @dataclass(frozen=True)
@@ -182,28 +187,30 @@ def fedfisher_from_sums(
     for part in (sums.params, sums.fisher, sums.fisher_params):
         check_finite(part, "the sums")
     mean = sums.mean(like)
-    blocks = [_block(sums, name, mean[name], chosen.anchor) for name in sums.fisher]
-    return solve(mean, blocks, [], chosen, score, progress)
+    systems = [
+        partial(_system, sums, name, mean[name], chosen.anchor) for name in sums.fisher
+    ]
+    return solve(mean, systems, chosen, score, progress)
 
 
-def sums_options(
-    solver: str = "cg", *, balance: float | None = None, **options: Any
-) -> MergeOptions:
-    """Return :func:`merge_options` for sums, whose `balance` is 0 and nothing else.
+def sums_options(solver: str = "pcg", **options: Any) -> MergeOptions:
+    """Return :func:`merge_options` for sums, which know no single client.
 
     `shrink` and `damping` do nothing to a diagonal.
 
     Raises
     ------
     ConfigurationError
-        If `balance` is not 0, or an option is out of range.
+        If `balance`, `robust` or `trust` is given another value than the one that does
+        nothing, or an option is out of range.
     """
-    if balance:
-        raise ConfigurationError(
-            "balance must be 0 where the server knows sums only, since it takes the "
-            f"trace of each client's curvature; got {balance}"
-        )
-    return merge_options(solver, balance=0.0, **options)
+    for name, nothing in _OF_CLIENTS.items():
+        if options.get(name) not in (None, nothing):
+            raise ConfigurationError(
+                f"{name} must be {nothing:g} where the server knows sums only, since "
+                f"it takes each client's own curvature; got {options[name]}"
+            )
+    return merge_options(solver, **(options | _OF_CLIENTS))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -213,7 +220,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _block(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> LinearSystem:
+def _system(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> LinearSystem:
     dtype = sums.fisher[name].dtype
     entry = sums.fisher[name].double() / sums.num_examples
     pull = sums.fisher_params[name].double() / sums.num_examples
@@ -224,7 +231,7 @@ def _block(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> Linear
 
 def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
     entries: dict[str, Tensor] = {}
-    for block in posterior.curvature.blocks():
+    for block in posterior.curvature.made().blocks():
         if not isinstance(block, Diagonal):
             raise StructureError(
                 f"the curvature of {list(block.shapes)} is a {type(block).__name__}, "

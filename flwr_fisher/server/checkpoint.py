@@ -22,7 +22,7 @@ from flwr_fisher.errors import CheckpointError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-_FORMAT = "2"
+_FORMAT = "3"
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             if metadata.get("format") != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {metadata.get('format')!r}, and this version "
-                    f"reads {_FORMAT!r}"
+                    f"reads {_FORMAT!r}: go on with the version of flwr-fisher that "
+                    "began the run, or begin anew in another checkpoint_dir"
                 )
             tensors = {k: file.get_tensor(k) for k in json.loads(metadata["keys"])}
             return tensors, json.loads(metadata["record"])

@@ -1,14 +1,16 @@
 """The upload of a client that trained: its parameters and its Fisher there."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.curvature import Curvature
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Deferred
 from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.params import Params
+from flwr_fisher.params import DeferredParams, Params
 from flwr_fisher.wire import packing, paper
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import byte_limit, pack_upload
@@ -21,9 +23,20 @@ from flwr_fisher.wire.container import (
     text_of,
     to_container,
 )
-from flwr_fisher.wire.layout import PREFIX, check_keys, curvature_to_tensors
+from flwr_fisher.wire.layout import (
+    PREFIX,
+    check_keys,
+    curvature_to_tensors,
+    names_of,
+)
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
+
+# By the codec's scheme: what unpacks a parameter, and a part of a curvature.
+_FORMS = {
+    "packed": (packing.unpack_params, packing.unpack_part),
+    "paper": (paper.unpack_params, paper.unpack_part),
+}
 
 
 @dataclass(frozen=True)
@@ -34,21 +47,25 @@ class FisherUpload(Payload):
     more keys under ``curvature/``: a strategy that does not know them can still read
     the record. Packed, parameters and curvature are one array of bytes.
 
+    What arrived packed stays so, and is unpacked layer by layer when it is used: then
+    the parameters are :class:`~flwr_fisher.params.DeferredParams`, and the curvature's
+    blocks are :class:`~flwr_fisher.curvature.Deferred`.
+
     Parameters
     ----------
-    params : dict[str, Tensor]
+    params : Mapping[str, Tensor]
         Parameters and buffers.
     curvature : Curvature
         Over the trained parameters.
     """
 
-    params: dict[str, Tensor]
+    params: Params
     curvature: Curvature
 
     def layout(self) -> tuple[str, ...]:
         """Return the blocks of the curvature, which clients must share."""
         blocks = self.curvature.blocks()
-        return tuple(f"{type(b).__name__}: {list(b.shapes)}" for b in blocks)
+        return tuple(f"{block.kind}: {list(block.shapes)}" for block in blocks)
 
     def posterior(self, num_examples: float) -> LocalPosterior:
         """Return it as the merging functions take it, with the client's weight."""
@@ -108,54 +125,75 @@ class FisherUpload(Payload):
             dtype, or not finite; or if the format or the codec is another one, or the
             record is larger than the codec's budget.
         """
-        read = _read_plain if codec.scheme == "lossless" else _read_packed
-        tensors = read(record, like, codec, structure)
-        extras = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
-        params = {k: v for k, v in tensors.items() if k not in extras}
-        _check_params(params, like)
-        if not extras:
-            raise WireError("no curvature arrived", field=PREFIX)
-        ordered = {key: params[key] for key in like}
-        return cls(ordered, tensors_to_curvature(extras, ordered))
+        if codec.scheme == "lossless":
+            return _read_plain(record, like, codec, structure)
+        return _read_packed(record, like, codec, structure)
 
 
 def _read_plain(
     record: ArrayRecord, like: Params, codec: Codec, structure: str | None
-) -> dict[str, Tensor]:
+) -> FisherUpload:
     tensors = arrays_to_tensors(record)
     text = tensors.pop(FORMAT, None)
     codec.check_description(parse_text(text, FORMAT), field=FORMAT)
-    for key, tensor in tensors.items():
-        if key.startswith(PREFIX) and not tensor.is_floating_point():
+    params, extras = _apart(tensors)
+    for key, tensor in extras.items():
+        if not tensor.is_floating_point():
             raise WireError(f"dtype {tensor.dtype}, expected a float", field=key)
-    check_keys((k for k in tensors if k.startswith(PREFIX)), like, structure)
-    return tensors
+    check_keys(extras, like, structure)
+    _check_params(params, like)
+    _check_any(extras)
+    ordered = {key: params[key] for key in like}
+    return FisherUpload(ordered, tensors_to_curvature(extras, ordered))
 
 
 def _read_packed(
     record: ArrayRecord, like: Params, codec: Codec, structure: str | None
-) -> dict[str, Tensor]:
+) -> FisherUpload:
     entries, description = from_container(
         record, limit=byte_limit(like, codec), count=len(like)
     )
     codec.check_description(description, field=FORMAT)
-    for key in entries:
-        if not key.startswith(PREFIX) and key not in like:
-            raise WireError("unexpected key", field=key)
-    check_keys((k for k in entries if k.startswith(PREFIX)), like, structure)
-    form = paper if codec.scheme == "paper" else packing
-    return {
-        key: form.unpack_part(entry, like, field=key)
-        if key.startswith(PREFIX)
-        else form.unpack_params(entry, like[key], field=key)
-        for key, entry in entries.items()
-    }
+    params, extras = _apart(entries)
+    for key in params.keys() - like.keys():
+        raise WireError("unexpected key", field=key)
+    check_keys(extras, like, structure)
+    unpack_params, unpack_part = _FORMS[codec.scheme]
+
+    def read_params(key: str) -> Tensor:
+        return unpack_params(params[key], like[key], field=key)
+
+    def read_blocks(keys: Iterable[str]) -> Sequence[Curvature]:
+        parts = {key: unpack_part(extras[key], like, field=key) for key in keys}
+        return tensors_to_curvature(parts, like).blocks()
+
+    def read_block(keys: Iterable[str]) -> Curvature:
+        return read_blocks(keys)[0]
+
+    _check_any(extras)
+    blocks = []
+    for block in read_blocks(extras):
+        keys = [k for k in extras if not block.shapes.keys().isdisjoint(names_of(k))]
+        blocks.append(Deferred(block, partial(read_block, keys)))
+    _check_params(DeferredParams(params, read_params), like)
+    return FisherUpload(DeferredParams(like, read_params), BlockDiagonal(blocks))
+
+
+def _apart(tensors: Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters, and the curvature's tensors."""
+    extras = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+    return {k: v for k, v in tensors.items() if k not in extras}, extras
+
+
+def _check_any(extras: Params) -> None:
+    if not extras:
+        raise WireError("no curvature arrived", field=PREFIX)
 
 
 def _check_params(params: Params, like: Params) -> None:
     for key in like.keys() - params.keys():
         raise WireError("missing", field=key)
+    for key in params.keys() - like.keys():
+        raise WireError("unexpected key", field=key)
     for key, tensor in params.items():
-        if key not in like:
-            raise WireError("unexpected key", field=key)
         check_shape_and_dtype(key, tensor, like[key].shape, like[key].dtype)

@@ -64,7 +64,7 @@ def curvature_to_tensors(curvature: Curvature) -> dict[str, Tensor]:
     StructureError
         If it is of a kind that has no layout (a lazy sum, say).
     """
-    return {k: v for block in curvature.blocks() for k, v in _tensors(block)}
+    return {k: v for b in curvature.blocks() for k, v in _tensors(b.made())}
 
 
 def _tensors(curvature: Curvature) -> Iterator[tuple[str, Tensor]]:
@@ -176,6 +176,11 @@ def parse_key(key: str, params: Params) -> tuple[Part, list[str]]:
     if len(set(names)) < len(names):
         raise WireError("names a parameter twice", field=key)
     return part, names
+
+
+def names_of(key: str) -> list[str]:
+    """Return the parameters in the name of a tensor called `key`."""
+    return _parse(key)[1]
 
 
 def _parse(key: str) -> tuple[Part, list[str]]:

@@ -6,6 +6,7 @@ byte, whatever layer they belong to. A matrix that would take as many bytes whol
 sent whole.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,12 +14,15 @@ from torch import Tensor
 
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrix_codes, packing
+from flwr_fisher.wire.leading_vectors import leading_vectors
 from flwr_fisher.wire.packing import Form
 
 FEWEST_BITS = 2
 _WHOLE_BITS, _CUT_BITS = 8, 6
+_FIRST, _MORE = 64, 32  # columns: to guess how many to send; beyond the guess
 
-# By matrix: each column's part of the trace, descending, and the columns.
+# By matrix: the largest parts of the trace that columns have, descending, and these
+# columns.
 Spectra = Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -65,19 +69,25 @@ class Matrix:
         size = matrix_codes.size_of_whole(self.groups, self.n, bits)
         return packing.HEAD + size - self.least
 
-    def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Return each column's part of the trace, descending, and the columns."""
+    def trace(self) -> Tensor:
+        """Return what the parts of all columns add up to, ``[groups]`` in float64."""
+        if self._energies is not None:
+            return self._energies.double().sum(-1)
+        return self.value.diagonal(dim1=-2, dim2=-1).double().sum(-1).clamp_min(0)
+
+    def spectrum(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return each column's part of the trace, descending, and the columns.
+
+        There are at least `count`, and all where that is as quick.
+        """
         if self._energies is not None:
             return self._energies, self.value
-        # LAPACK has no eigenvectors of smaller floats.
-        wide = self.value if self.value.itemsize >= 4 else self.value.float()
-        values, vectors = torch.linalg.eigh(wide)
-        return values.flip(-1).clamp_min(0), vectors.flip(-1)
+        return leading_vectors(self.value, count)
 
     def pack_whole(self, bits: int) -> Tensor:
         """Return the entry of the whole matrix."""
         if self.is_basis:
-            return self.pack_cut(self.spectrum(), self.n, bits)
+            return self.pack_cut(self.spectrum(self.n), self.n, bits)
         codes = matrix_codes.encode_whole(self.value, bits)
         return packing.pack_matrices(Form.WHOLE, bits, self.value, 0, codes)
 
@@ -88,7 +98,7 @@ class Matrix:
         else:
             form, codes = (
                 Form.COLUMNS,
-                matrix_codes.encode_columns(*spectrum, rank, bits),
+                matrix_codes.encode_columns(*spectrum, self.trace(), rank, bits),
             )
         return packing.pack_matrices(form, bits, self.value, rank, codes)
 
@@ -115,14 +125,34 @@ def pack_matrices(
     for bits in [factor_bits] if factor_bits else [_WHOLE_BITS, _CUT_BITS]:
         if sum(max(0, m.whole(bits)) for m in matrices) <= left:
             return {m.key: m.pack_whole(bits) for m in matrices}
-    spectra = {m.key: m.spectrum() for m in matrices}
-    ranks = _ranks(matrices, spectra, left, bits)
+    spectra, ranks = _chosen(matrices, left, bits)
     return {
         m.key: m.pack_cut(spectra[m.key], ranks[m.key], bits)
         if m.key in ranks
         else m.pack_whole(bits)
         for m in matrices
     }
+
+
+def _chosen(
+    matrices: list[Matrix], left: float, bits: int
+) -> tuple[Spectra, dict[str, int]]:
+    """Return leading columns of each matrix, and how many of them to send.
+
+    Few columns are found first, and the other columns' parts are guessed from these;
+    then as many as it takes of the matrices of which more are to be sent.
+    """
+    spectra = {m.key: m.spectrum(_FIRST) for m in matrices}
+    while True:
+        ranks = _ranks(matrices, spectra, left, bits)
+        short = [
+            m for m in matrices if ranks.get(m.key, 0) > spectra[m.key][0].shape[-1]
+        ]
+        if not short:
+            return spectra, ranks
+        for matrix in short:
+            count = ranks[matrix.key] + _MORE
+            spectra[matrix.key] = matrix.spectrum(count)
 
 
 def _ranks(
@@ -151,8 +181,8 @@ def _greedy(
         return {}
     shares = []
     for matrix in matrices:
-        values = spectra[matrix.key][0].double()
-        total = values.sum(-1, keepdim=True)
+        total = matrix.trace().unsqueeze(-1)
+        values = _with_guesses(spectra[matrix.key][0].double(), total, matrix.n)
         shares.append(torch.where(total > 0, values / total, 0).mean(0).cpu())
     columns = torch.tensor([m.column(bits) for m in matrices], dtype=torch.float64)
     lengths = torch.tensor([len(share) for share in shares])
@@ -164,6 +194,25 @@ def _greedy(
     bought = order[cost[order].cumsum(0) <= left]
     counts = torch.bincount(owner[bought], minlength=len(matrices))
     return {m.key: int(n) for m, n in zip(matrices, counts, strict=True)}
+
+
+def _with_guesses(known: Tensor, total: Tensor, n: int) -> Tensor:
+    r"""Return all n parts: the known ones, ``[groups, k]``, and guesses of the others.
+
+    Known ones are taken to fall on as :math:`j^{-s}`, with s such that all add up to
+    the total.
+    """
+    count = known.shape[-1]
+    if count == n:
+        return known
+    ratio = torch.arange(count + 1, n + 1).to(known).log() - math.log(count)
+    left = total - known.sum(-1, keepdim=True)
+    low, high = torch.zeros_like(left), torch.full_like(left, 64.0)
+    for _ in range(40):  # halvings
+        slope = (low + high) / 2
+        above = known[:, -1:] * (-slope * ratio).exp().sum(-1, keepdim=True) > left
+        low, high = torch.where(above, slope, low), torch.where(above, high, slope)
+    return torch.cat([known, known[:, -1:] * (-low * ratio).exp()], -1)
 
 
 def sort_columns(parts: Params) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ the codes are. There are two choices of vectors:
     the rows of the Cholesky factor, half of whose entries are zero;
 ``columns``
     the leading eigenvectors, and one number for all other directions: their mean
-    eigenvalue, so that the trace is kept.
+    eigenvalue, so that the trace is kept. They are read back as they travel, and
+    nothing of the size n × n is made.
 
 A direction's entries are scaled to its largest, rounded to ``2**bits - 1`` levels, and
 read back as a unit vector. With :math:`\varepsilon = \sqrt n / (2^{b-1} - 1)` it is off
@@ -21,6 +22,7 @@ the diagonal.
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire.bits import (
     as_bytes,
@@ -66,35 +68,42 @@ def size_of_columns(groups: int, n: int, rank: int, bits: int) -> int:
     return groups * (rank + 1) * _FLOAT + size_of_basis(groups, n, rank, bits)
 
 
-def encode_columns(values: Tensor, vectors: Tensor, rank: int, bits: int) -> Tensor:
+def encode_columns(
+    values: Tensor, vectors: Tensor, trace: Tensor, rank: int, bits: int
+) -> Tensor:
     """Encode matrices by their leading eigenvectors.
 
     Parameters
     ----------
     values : Tensor
-        ``[groups, n]``, descending and not negative.
+        ``[groups, r]``, descending and not negative: the largest eigenvalues.
     vectors : Tensor
-        ``[groups, n, n]``, the eigenvectors as columns.
+        ``[groups, n, r]``, their eigenvectors as columns.
+    trace : Tensor
+        ``[groups]``, the sum of all eigenvalues.
     rank, bits : int
         How many of them, and the bits of an entry.
     """
-    n = values.shape[-1]
+    n, leading = vectors.shape[-2], values[:, :rank].to(trace)
+    left = (trace - leading.sum(-1)).clamp_min(0)
     # The mean of the smaller values is at most each larger value, up to rounding.
-    tail = values[:, rank:].sum(-1, keepdim=True) / max(n - rank, 1)
-    above = (values[:, :rank] - tail).clamp_min(0).sqrt()
+    tail = (left / max(n - rank, 1)).unsqueeze(-1) * (rank < n)
+    above = (leading - tail).clamp_min(0).sqrt()
     norms = torch.cat([tail.sqrt(), above], -1)
     return torch.cat([as_bytes(norms.float()), encode_basis(vectors, rank, bits)])
 
 
 def decode_columns(
     data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
-) -> Tensor:
-    """Undo :func:`encode_columns`; float32 ``[groups, n, n]``."""
-    norms, rest = _norms(data, (groups, rank + 1), field)
-    basis = decode_basis(rest, groups, n, rank, bits, field=field)
-    matrices = _outer(basis * norms[:, None, 1:], field)
-    matrices.diagonal(dim1=-2, dim2=-1).add_(norms[:, :1].square())
-    return matrices
+) -> LowRankFactor:
+    """Undo :func:`encode_columns`, in float32."""
+    norms, codes = _norms(data, (groups, rank + 1), field)
+    basis = decode_basis(codes, groups, n, rank, bits, field=field)
+    rest = norms[:, :1].square().expand(groups, n)
+    factor = LowRankFactor(basis.mul_(norms[:, None, 1:]), rest)
+    if not factor.diagonal().isfinite().all():  # which bounds the other entries
+        raise WireError("its norms overflow", field=field)
+    return factor
 
 
 def size_of_basis(groups: int, n: int, rank: int, bits: int) -> int:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrix_codes
@@ -147,10 +148,11 @@ def raw(body: Tensor, like: Tensor, *, field: str) -> Tensor:
     return tensor
 
 
-def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor:
+def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor | LowRankFactor:
     """Read a part of a curvature over `params`.
 
-    The announced shape is checked before anything of that shape is allocated.
+    The announced shape is checked before anything of that shape is allocated. A factor
+    that was cut to its leading vectors stays so.
     """
     part, names = parse_key(field, params)
     dtype = params[names[0]].dtype
@@ -174,7 +176,11 @@ def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor:
     elif c > b:
         raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
     elif form == Form.COLUMNS:
-        matrices = matrix_codes.decode_columns(body, a, b, c, bits, field=field)
+        factor = matrix_codes.decode_columns(body, a, b, c, bits, field=field)
+        if part == Part.FACTOR:
+            to_finite(factor.diagonal(), dtype, field=field)
+            return factor.mapped(lambda tensor: tensor.to(dtype))
+        matrices = factor.to_dense()
     else:
         basis = matrix_codes.decode_basis(body, a, b, c, bits, field=field)
         matrices = pad(basis, (0, b - c))

@@ -15,6 +15,7 @@ from flwr_fisher.curvature import (
     EigenKronecker,
     Kronecker,
 )
+from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.checks import check_second_moment
@@ -27,13 +28,16 @@ from flwr_fisher.wire.layout import (
     parse_key,
 )
 
+# A factor of K-FAC may arrive as its leading vectors; everything else is a tensor.
+Parts = Mapping[str, Tensor | LowRankFactor]
 
-def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curvature:
+
+def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
     """Undo :func:`~flwr_fisher.wire.curvature_to_tensors`, with every check.
 
     Parameters
     ----------
-    tensors : Mapping[str, Tensor]
+    tensors : Mapping[str, Tensor | LowRankFactor]
         Finite floats under keys that begin with ``curvature/``.
     params : Mapping[str, Tensor]
         The parameters it belongs to.
@@ -52,19 +56,23 @@ def tensors_to_curvature(tensors: Mapping[str, Tensor], params: Params) -> Curva
     """
     diagonal: dict[str, Tensor] = {}
     parts: list[Curvature] = []
-    for key, tensor in tensors.items():
-        check_shape(key, tensor.shape, params)
+    for key, part in tensors.items():
+        check_shape(key, part.shape, params)
+    plain = {key: t for key, t in tensors.items() if isinstance(t, Tensor)}
+    for key, tensor in plain.items():
         _check_values(key, tensor, params)
     # A merge pairs clients' blocks by place, so the order of arrival must not count.
     places = {name: place for place, name in enumerate(params)}
     for key in sorted(tensors, key=lambda key: places[parse_key(key, params)[1][0]]):
-        (part, names), tensor = parse_key(key, params), tensors[key]
-        if part == Part.DIAGONAL:
-            diagonal[names[0]] = tensor
-        elif part == Part.DENSE:
-            parts.append(Dense({name: params[name].shape for name in names}, tensor))
+        kind, names = parse_key(key, params)
+        if kind == Part.DIAGONAL:
+            diagonal[names[0]] = plain[key]
+        elif kind == Part.DENSE:
+            shapes = {name: params[name].shape for name in names}
+            parts.append(Dense(shapes, plain[key]))
         elif key.endswith("/A"):
-            parts.append(_layer(key.removesuffix("A"), names[0], tensors, params))
+            layer = key.removesuffix("A")
+            parts.append(_layer(layer, names[0], tensors, plain, params))
         elif (first := f"{key[:-1]}A") not in tensors:
             raise WireError("missing", field=first)
     if diagonal:
@@ -89,18 +97,19 @@ def _check_values(key: str, tensor: Tensor, params: Params) -> None:
 
 
 def _layer(
-    key: str, name: str, tensors: Mapping[str, Tensor], params: Params
+    key: str, name: str, tensors: Parts, plain: Params, params: Params
 ) -> Kronecker | EigenKronecker:
     letters = next(LAYER_PARTS[kind] for kind in LAYER_PARTS if key.startswith(kind))
     for letter in letters:
         if f"{key}{letter}" not in tensors:
             raise WireError("missing", field=f"{key}{letter}")
-    A, G, *moments = (tensors[f"{key}{letter}"] for letter in letters)
+    A, G = tensors[f"{key}A"], tensors[f"{key}G"]
     shape = params[name].shape
     bias = bias_of(name, params) if A.shape[-1] > shape[1:].numel() else None
     try:
-        if moments:
-            return EigenKronecker(name, shape, A, G, moments[0], bias)
-        return Kronecker(name, shape, A, G, bias)
+        if "S" not in letters:
+            return Kronecker(name, shape, A, G, bias)
+        of_A, of_G, moments = (plain[f"{key}{letter}"] for letter in letters)
+        return EigenKronecker(name, shape, of_A, of_G, moments, bias)
     except StructureError as error:  # its parts do not fit each other
         raise WireError(str(error), field=f"{key}A") from error

@@ -71,9 +71,18 @@ class Curvature(ABC):
         """Return the same kind of curvature with a function of each of its tensors."""
 
     @property
+    def kind(self) -> str:
+        """The name of this kind of curvature."""
+        return type(self).__name__
+
+    @property
     def nbytes(self) -> int:
         """Bytes held by the tensors of this curvature."""
         return sum(tensor.nbytes for tensor in self.tensors())
+
+    def made(self) -> "Curvature":
+        """Return the curvature itself; what is deferred is made."""
+        return self
 
     def non_negative(self) -> list[Tensor]:
         """Return numbers that are negative only if :math:`F` is no curvature."""
@@ -261,30 +270,6 @@ class Inverse:
 
     def __repr__(self) -> str:
         return f"Inverse({self.curvature}, damping={self.damping:g})"
-
-
-def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
-    """Return ``rhs / (eigenvalues + damping)``, and 0 where that is nothing."""
-    divisor = eigenvalues + damping
-    known = divisor > 0
-    return torch.where(known, rhs / torch.where(known, divisor, 1), 0)
-
-
-def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues, none negative, and vectors in float64.
-
-    Parameters
-    ----------
-    matrices : Tensor
-        ``[..., n, n]``, symmetric positive semi-definite.
-    damping : float
-        If 0, eigenvalues that may be rounding are 0: with nothing added to them, they
-        would be divided by.
-    """
-    values, vectors = torch.linalg.eigh(matrices.double())
-    share = 0.0 if damping else matrices.shape[-1] * torch.finfo(matrices.dtype).eps
-    rounding = share * values.abs().amax(-1, keepdim=True)
-    return torch.where(values > rounding, values, 0), vectors
 
 
 def _in_bytes(count: int) -> str:

@@ -65,6 +65,10 @@ class BlockDiagonal(Curvature):
         """Return the children with a function of their tensors."""
         return BlockDiagonal([child.mapped(function) for child in self.children])
 
+    def made(self) -> "BlockDiagonal":
+        """Return the curvature with each child made that is deferred."""
+        return BlockDiagonal([child.made() for child in self.children])
+
     def summary(self) -> str:
         """Return the number of blocks, and of parameters."""
         return f"{len(self.blocks())} blocks, {super().summary()}"

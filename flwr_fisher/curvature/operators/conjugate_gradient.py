@@ -1,18 +1,22 @@
 """Conjugate gradients on named tensors."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.params import Params, add, dot
+from flwr_fisher.params import Params, add, dot, norm
 
 Matvec = Callable[[Params], dict[str, Tensor]]
 
 
 def conjugate_gradient(
-    matvec: Matvec, rhs: Params, *, iterations: int, tolerance: float
+    matvec: Matvec,
+    rhs: Params,
+    *,
+    iterations: int,
+    tolerance: float,
+    precondition: Matvec | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Solve with conjugate gradients (Hestenes & Stiefel 1952).
 
@@ -26,6 +30,8 @@ def conjugate_gradient(
         At most this many.
     tolerance : float
         Stop when the residual's norm has fallen by this factor.
+    precondition : Callable, optional
+        Multiplies with a positive definite approximation of the inverse.
 
     Returns
     -------
@@ -38,20 +44,22 @@ def conjugate_gradient(
     past convergence: give a tolerance above rounding, an anchor, or float64.
     """
     solution = {k: torch.zeros_like(v) for k, v in rhs.items()}
-    direction = residual = dict(rhs)
-    squared = dot(residual, residual)
-    norms = [math.sqrt(float(squared))]
+    residual, direction = dict(rhs), dict[str, Tensor]()
+    norms = [float(norm(residual))]
+    decrease = torch.ones(())
     for _ in range(iterations):
         if norms[-1] <= tolerance * norms[0]:
             break
+        steepest = precondition(residual) if precondition else residual
+        previous, decrease = decrease, dot(residual, steepest)
+        turn = float(decrease / previous)
+        direction = add(steepest, direction, turn) if direction else steepest
         product = matvec(direction)
         curvature = dot(direction, product)
         if float(curvature) <= 0:  # rounding, once the range is exhausted
             break
-        step = float(squared / curvature)
+        step = float(decrease / curvature)
         solution = add(solution, direction, step)
         residual = add(residual, product, -step)
-        previous, squared = squared, dot(residual, residual)
-        direction = add(residual, direction, float(squared / previous))
-        norms.append(math.sqrt(float(squared)))
+        norms.append(float(norm(residual)))
     return solution, norms

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature, Solver, divided
+from flwr_fisher.curvature.operators.base import Curvature, Solver
+from flwr_fisher.curvature.operators.eigenvalues import divided
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Curvature, Solver
+from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
 from flwr_fisher.errors import StructureError
@@ -80,6 +81,13 @@ class EigenKronecker(LayerCurvature):
         apart = damped._with(eye, damped.basis_G, moments)
         return WeightedSum([damped, apart], [1 - shrink, shrink])
 
+    def partial_traces(self) -> tuple[SymmetricFactor, SymmetricFactor]:
+        """Return each basis with the moments summed over the other's columns."""
+        of_A, of_G = (b.square().sum(-2) for b in (self.basis_A, self.basis_G))
+        inputs = (self.moments * of_G.unsqueeze(-1)).sum(-2)
+        outputs = (self.moments * of_A.unsqueeze(-2)).sum(-1)
+        return _in_basis(self.basis_A, inputs), _in_basis(self.basis_G, outputs)
+
     def _damped(self, share: float) -> "EigenKronecker":
         wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR
         basis = torch.linalg.qr(self.basis_G.to(wide))[0].to(self.basis_G)
@@ -119,6 +127,11 @@ class EigenKronecker(LayerCurvature):
     def non_negative(self) -> list[Tensor]:
         """Return the moments, in any basis."""
         return [self.moments]
+
+
+def _in_basis(basis: Tensor, values: Tensor) -> LowRankFactor:
+    vectors = basis * values.sqrt().unsqueeze(-2)
+    return LowRankFactor(vectors, torch.zeros_like(basis[..., 0]))
 
 
 def _orthonormal(basis: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Solver, eigen
+from flwr_fisher.curvature.operators.base import Solver
+from flwr_fisher.curvature.operators.eigenvalues import eigen
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.params import Params
@@ -55,7 +56,7 @@ class Kronecker(LayerCurvature):
 
     @property
     def A(self) -> Tensor:  # noqa: N802
-        """The inputs' factor as a tensor ``[groups, n, n]``."""
+        """The inputs' factor as a tensor ``[groups, n, n]``, made if it is not one."""
         return self.of_inputs.to_dense()
 
     @property
@@ -74,6 +75,11 @@ class Kronecker(LayerCurvature):
         a, g = self.of_inputs.diagonal(), self.of_outputs.diagonal()
         return self.as_params(g.unsqueeze(-1) * a.unsqueeze(-2))
 
+    def trace(self) -> float:
+        """Return the sum over groups of the product of both factors' traces."""
+        traces = self.of_inputs.trace().double() * self.of_outputs.trace()
+        return float(traces.sum())
+
     def scaled(self, factor: float) -> "Kronecker":
         """Return the curvature with `G` scaled."""
         return self._with(self.of_inputs, self.of_outputs.scaled(factor))
@@ -90,6 +96,11 @@ class Kronecker(LayerCurvature):
             self.of_outputs.towards_identity(damping),
         )
 
+    def partial_traces(self) -> tuple[SymmetricFactor, SymmetricFactor]:
+        """Return each factor times the other's trace."""
+        A, G = self.of_inputs, self.of_outputs
+        return A.scaled(G.trace()), G.scaled(A.trace())
+
     def _with(self, A: SymmetricFactor, G: SymmetricFactor) -> "Kronecker":
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)
 
@@ -99,12 +110,14 @@ class Kronecker(LayerCurvature):
         return torch.stack([torch.kron(g, a) for a, g in pairs])
 
     def tensors(self) -> list[Tensor]:
-        """Return both factors."""
-        return [self.A, self.G]
+        """Return both factors' tensors."""
+        return [*self.of_inputs.tensors(), *self.of_outputs.tensors()]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Kronecker":
-        """Return a function of both factors."""
-        return self._with(*(SymmetricFactor(function(t)) for t in self.tensors()))
+        """Return a function of both factors' tensors."""
+        return self._with(
+            self.of_inputs.mapped(function), self.of_outputs.mapped(function)
+        )
 
     def solver(self, damping: float) -> Solver:
         """Solve by the eigenvalues of both factors."""

@@ -5,7 +5,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Curvature, Solver, divided
+from flwr_fisher.curvature.operators.base import Curvature, Solver
+from flwr_fisher.curvature.operators.eigenvalues import divided
+from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
@@ -44,6 +46,14 @@ class LayerCurvature(Curvature):
     @abstractmethod
     def dense_blocks(self) -> Tensor:
         """Return each group's matrix, ``[groups, out in, out in]``."""
+
+    @abstractmethod
+    def partial_traces(self) -> tuple[SymmetricFactor, SymmetricFactor]:
+        r"""Return what is left of it for inputs alone, and for outputs alone.
+
+        For :math:`G \otimes A` they are :math:`\operatorname{tr}(G) A` and
+        :math:`\operatorname{tr}(A) G`; both have the trace of the whole.
+        """
 
     def as_matrices(self, vector: Params) -> Tensor:
         """Return the layer as ``[groups, out / groups, n]``, the bias last."""

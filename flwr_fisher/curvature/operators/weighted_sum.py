@@ -48,18 +48,22 @@ class WeightedSum(Curvature):
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""
-        return self._sum([term.matvec(vector) for term in self.terms])
+        return self._sum(term.matvec(vector) for term in self.terms)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' diagonals."""
-        return self._sum([term.diagonal() for term in self.terms])
+        return self._sum(term.diagonal() for term in self.terms)
 
-    def _sum(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        total = {k: v * self.weights[0] for k, v in parts[0].items()}
-        for weight, part in zip(self.weights[1:], parts[1:], strict=True):
+    def _sum(self, parts: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+        total = {k: v * self.weights[0] for k, v in next(parts).items()}
+        for weight, part in zip(self.weights[1:], parts, strict=True):
             for key, value in part.items():
                 total[key].add_(value, alpha=weight)
         return total
+
+    def trace(self) -> float:
+        """Return the weighted sum of the terms' traces."""
+        return sum(weight * term.trace() for weight, term in self)
 
     def scaled(self, factor: float) -> "WeightedSum":
         """Return the sum with every weight scaled; no tensor is touched."""

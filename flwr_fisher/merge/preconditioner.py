@@ -1,0 +1,119 @@
+r"""What a layer's system nearly is, so that conjugate gradients need few iterations.
+
+A sum of Kronecker products :math:`\sum_i w_i\, G_i \otimes A_i` is none, but the
+product :math:`\bar G \otimes \bar A` of its two partial traces,
+
+.. math:: \bar A = \sum_i w_i \operatorname{tr}(G_i) A_i, \qquad
+          \bar G = \frac{\sum_i w_i \operatorname{tr}(A_i) G_i}
+                        {\sum_i w_i \operatorname{tr}(A_i) \operatorname{tr}(G_i)},
+
+has its trace and, seen from inputs alone or outputs alone, its shape. With the ridge
+:math:`\lambda` shared between the two, as in Martens & Grosse (2015, section 6.3), its
+inverse is that of :math:`(\bar G + \sqrt\lambda I) \otimes (\bar A + \sqrt\lambda
+I)`, where both are scaled to one mean eigenvalue.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Dense, WeightedSum
+from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
+from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
+from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.params import Params, flatten, select, unflatten
+
+_LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not inverted
+
+
+def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
+    """Return what multiplies with an approximate inverse of ``curvature + ridge I``.
+
+    For one layer's curvatures it is the product of their partial traces, for dense
+    matrices exact, and for any other mixture the diagonal's.
+
+    Parameters
+    ----------
+    curvature : WeightedSum
+        Of one block, with a mean eigenvalue of 1.
+    ridge : float
+        At least 0; here it counts as at least 1e-4.
+    """
+    ridge = max(ridge, _LEAST)
+    layers = [(w, t) for w, t in curvature if isinstance(t, LayerCurvature)]
+    if len(layers) == len(curvature.terms):
+        return _by_partial_traces(layers, ridge)
+    if all(isinstance(term, Dense) for term in curvature.terms):
+        return _densely(curvature, ridge)
+    diagonal = curvature.diagonal()
+    return lambda vector: {k: v / (diagonal[k] + ridge) for k, v in vector.items()}
+
+
+def _densely(curvature: WeightedSum, ridge: float) -> Matvec:
+    matrix = curvature.to_dense()
+    solve = _solver_of(matrix, torch.full_like(matrix[0], ridge))
+    shapes = curvature.shapes
+
+    def product(vector: Params) -> dict[str, Tensor]:
+        flat = flatten(select(vector, shapes)).unsqueeze(-1)
+        return unflatten(solve(flat).squeeze(-1), shapes)
+
+    return product
+
+
+def _by_partial_traces(
+    layers: Sequence[tuple[float, LayerCurvature]], ridge: float
+) -> Matvec:
+    first = layers[0][1]
+    pairs = [(w, *layer.partial_traces()) for w, layer in layers]
+    of_inputs = [(w, A) for w, A, _ in pairs]
+    of_outputs = [(w, G) for w, _, G in pairs]
+    # Both partial traces have the sum's trace; each takes the root of its mean
+    # eigenvalue, group by group.
+    trace = torch.stack([w * A.trace() for w, A in of_inputs]).sum(0)
+    _, outputs, inputs = first.matrix_shape
+    mean = (trace / (outputs * inputs)).clamp_min(torch.finfo(trace.dtype).tiny)
+    solve_inputs = _sum_solver(of_inputs, (outputs * mean.sqrt()), ridge**0.5)
+    solve_outputs = _sum_solver(of_outputs, (inputs * mean.sqrt()), ridge**0.5)
+
+    def product(vector: Params) -> dict[str, Tensor]:
+        matrices = solve_outputs(first.as_matrices(vector))
+        return first.as_params(solve_inputs(matrices.mT).mT)
+
+    return product
+
+
+def _sum_solver(
+    terms: Sequence[tuple[float, SymmetricFactor]], divisor: Tensor, ridge: float
+) -> Callable[[Tensor], Tensor]:
+    """Return what solves with ``sum of w M / divisor + ridge I``, group by group."""
+    factors = [factor for _, factor in terms]
+    low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
+    groups, n, _ = factors[0].shape
+    scales = [(w / divisor).reshape(groups, 1, 1) for w, _ in terms]
+    if len(low) < len(factors) or 2 * sum(f.vectors.shape[-1] for f in low) > n:
+        matrix = factors[0].to_dense() * scales[0]
+        for scale, factor in zip(scales[1:], factors[1:], strict=True):
+            matrix += factor.to_dense() * scale
+        return _solver_of(matrix, torch.full_like(matrix[..., 0], ridge))
+    pairs = list(zip(scales, low, strict=True))
+    vectors = torch.cat([f.vectors * scale.sqrt() for scale, f in pairs], -1)
+    rests = [f.rest * scale.squeeze(-1) for scale, f in pairs]
+    return _woodbury(vectors, torch.stack(rests).sum(0) + ridge)
+
+
+def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what solves with ``V V^T + diag(d)``."""
+    divisor = diagonal.unsqueeze(-1)
+    scaled = vectors / divisor
+    inner = _solver_of(vectors.mT @ scaled, torch.ones_like(vectors[..., 0, :]))
+    return lambda right: right / divisor - scaled @ inner(scaled.mT @ right)
+
+
+def _solver_of(matrices: Tensor, ridge: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what solves with symmetric matrices plus a ridge on their diagonals."""
+    wide = matrices.double() + torch.diag_embed(ridge.double())
+    working = torch.promote_types(matrices.dtype, torch.float32)
+    lower = torch.linalg.cholesky(wide).to(working)
+    return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)

@@ -1,0 +1,153 @@
+"""What takes no memory until it is used."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracles import posteriors, random_blocks, random_kronecker, random_like, relative
+from torch import Tensor
+from uploads import upload_of
+
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Deferred, Kronecker
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
+from flwr_fisher.params import (
+    DeferredParams,
+    check_same_layout,
+    layout_of,
+    weighted_mean,
+)
+from flwr_fisher.wire import FisherUpload, get_codec, resolve
+
+
+def counted(curvature: Curvature) -> tuple[Deferred, list[int]]:
+    made: list[int] = []
+
+    def make() -> Curvature:
+        made.append(1)
+        return curvature
+
+    return Deferred(curvature, make), made
+
+
+def test_it_does_all_that_the_curvature_does() -> None:
+    curvature = random_kronecker(1, bias="b", rank=6)
+    deferred, made = counted(curvature)
+    v = random_like(curvature, 2)
+    assert not made
+    assert deferred.shapes == curvature.shapes
+    assert deferred.numel() == curvature.numel()
+    assert deferred.kind == "Kronecker"
+    assert deferred.nbytes == 0
+    assert not made
+    for act in (
+        lambda f: f @ v,
+        lambda f: f.diagonal(),
+        lambda f: f.solve(v, damping=0.1),
+        lambda f: (2.0 * f) @ v,
+        lambda f: f.to(dtype=torch.float64) @ v,
+        lambda f: (f + f) @ v,
+    ):
+        for key, value in act(curvature).items():
+            assert torch.equal(act(deferred)[key], value)
+    assert deferred.trace() == curvature.trace()
+    assert torch.equal(deferred.to_dense(), curvature.to_dense())
+    assert isinstance(deferred.regularised(shrink=0.5), Kronecker)
+    assert deferred.made() is curvature
+    assert "Kronecker" in repr(deferred)
+
+
+def test_blocks_make_all_that_is_deferred() -> None:
+    deferred, made = counted(random_kronecker(1))
+    blocks = BlockDiagonal([deferred])
+    assert blocks.blocks() == [deferred]
+    assert not made
+    assert isinstance(blocks.made().blocks()[0], Kronecker)
+
+
+def deferred_twin(
+    posterior: LocalPosterior, on_make: Callable[[], None]
+) -> LocalPosterior:
+    def block(own: Curvature) -> Deferred:
+        def make() -> Curvature:
+            on_make()
+            return own
+
+        return Deferred(own, make)
+
+    curvature = BlockDiagonal([block(b) for b in posterior.curvature.blocks()])
+    params = DeferredParams(posterior.params, lambda key: posterior.params[key])
+    return LocalPosterior(params, curvature, posterior.num_examples)
+
+
+@pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "adam"])
+def test_a_merge_makes_each_block_of_each_client_once(solver: str) -> None:
+    clients, made = posteriors(random_blocks), []
+    later = [deferred_twin(client, lambda: made.append(1)) for client in clients]
+    want = fedfisher(clients, solver=solver, iterations=5)
+    got = fedfisher(later, solver=solver, iterations=5)
+    assert len(made) == sum(len(c.curvature.blocks()) for c in clients)
+    assert got.shares == want.shares
+    for key, value in want.params.items():
+        assert torch.equal(got.params[key], value)
+    for method in (fedavg, regmean):
+        for key, value in method(clients).items():
+            assert torch.equal(method(later)[key], value)
+
+
+def test_params_are_made_each_time_and_not_kept() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def make(key: str) -> Tensor:
+        tensor = torch.full((2,), 3.0)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    like = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    later = DeferredParams(like, make)
+    assert len(later) == 2
+    assert list(later) == ["a", "b"]
+    check_same_layout(like, later)
+    assert layout_of(later)["a"].device.type == "meta"
+    assert not alive
+    assert torch.equal(weighted_mean([like, later], [1, 2])["b"], torch.full((2,), 2.0))
+    gc.collect()
+    assert len(alive) == 2
+    assert not any(ref() is not None for ref in alive)
+    with pytest.raises(KeyError):
+        later["c"]
+
+
+def test_deferred_params_of_another_layout_are_refused() -> None:
+    later = DeferredParams({"w": torch.zeros(3)}, lambda key: torch.zeros(3))
+    with pytest.raises(ParamsError, match=r"'w' has shape \(3,\), expected \(2,\)"):
+        check_same_layout({"w": torch.zeros(2)}, later, "client 1")
+
+
+@pytest.mark.parametrize("codec", ["fedavg", "small"])
+def test_a_packed_upload_stays_packed_until_it_is_merged(codec: str) -> None:
+    sent = upload_of("wide", "kfac")
+    chosen = resolve(get_codec(codec), sent.params)
+    record = sent.to_arrays(chosen)
+    got = FisherUpload.from_arrays(record, sent.params, chosen)
+    assert got.curvature.nbytes == 0
+    assert isinstance(got.params, DeferredParams)
+    made = FisherUpload(dict(got.params), got.curvature.made())
+    assert made.curvature.nbytes > 0
+    clients = [upload.posterior(3.0) for upload in (got, made)]
+    later, now = (fedfisher([client, client], anchor=0.1).params for client in clients)
+    for key, value in now.items():
+        assert torch.equal(later[key], value)
+
+
+def test_leading_vectors_stay_few_when_they_are_read() -> None:
+    sent = upload_of("wide", "kfac", spectrum="flat")
+    chosen = resolve(get_codec("small"), sent.params)
+    got = FisherUpload.from_arrays(sent.to_arrays(chosen), sent.params, chosen)
+    assert got.curvature.made().nbytes < sent.curvature.nbytes
+    v = random_like(sent.curvature, 1)
+    v = {key: value.float() for key, value in v.items()}
+    product, want = got.curvature @ v, sent.curvature @ v
+    assert max(relative(product[k], want[k]) for k in want) < 1

@@ -1,0 +1,208 @@
+"""Factors of few directions against their dense twins, and how they are found."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import randn, random_like, random_psd, relative
+from torch import Tensor
+
+from flwr_fisher.curvature import Kronecker
+from flwr_fisher.curvature.operators.factors import (
+    DenseFactor,
+    LowRankFactor,
+    SymmetricFactor,
+)
+from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
+from flwr_fisher.wire.leading_vectors import leading_vectors
+from flwr_fisher.wire.matrix_budget import Matrix, pack_matrices
+
+SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=40)
+F64 = torch.float64
+
+
+def low_rank(seed: int, groups: int, n: int, rank: int) -> LowRankFactor:
+    vectors = randn(seed, groups, n, rank, dtype=F64)
+    return LowRankFactor(vectors, randn(seed + 1, groups, n, dtype=F64).square())
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@SETTINGS
+@given(
+    groups=st.integers(1, 3),
+    n=st.integers(1, 7),
+    rank=st.integers(0, 7),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_a_low_rank_factor_is_its_dense_twin(
+    groups: int, n: int, rank: int, share: float, seed: int
+) -> None:
+    factor = low_rank(seed, groups, n, min(rank, n))
+    twin = DenseFactor(factor.to_dense())
+    assert factor.shape == twin.shape
+    assert torch.equal(factor.to_dense(), factor.to_dense().mT)
+    close(factor.diagonal(), twin.diagonal())
+    close(factor.trace(), twin.trace())
+    right, left = randn(seed, groups, n, 3).double(), randn(seed, groups, 2, n).double()
+    close(factor @ right, twin @ right)
+    close(left @ factor, left @ twin)
+    per_group = torch.linspace(0.5, 2, groups, dtype=F64)
+    changes: list[Any] = [
+        lambda f: f.scaled(share),
+        lambda f: f.scaled(per_group),
+        lambda f: f.towards_diagonal(share),
+        lambda f: f.towards_identity(share),
+        lambda f: f.plus_diagonal(torch.ones(groups, n, dtype=F64)),
+        lambda f: f.mapped(lambda tensor: tensor.float()),
+    ]
+    for change in changes:
+        changed: SymmetricFactor = change(factor)
+        assert isinstance(changed, LowRankFactor)
+        want = change(twin).to_dense()
+        rtol = 1e-5 if want.dtype == torch.float32 else 1e-10
+        torch.testing.assert_close(changed.to_dense(), want, rtol=rtol, atol=rtol)
+
+
+def test_nothing_of_the_size_of_the_matrix_is_made() -> None:
+    """A factor of a million rows would have 10^12 entries."""
+    n = 10**6
+    factor = LowRankFactor(torch.ones(1, n, 2), torch.ones(1, 1).expand(1, n))
+    changed = factor.towards_diagonal(0.5).towards_identity(0.5).scaled(2.0)
+    assert changed.trace() == pytest.approx(6 * n)
+    assert (changed @ torch.ones(1, n, 1)).shape == (1, n, 1)
+
+
+def clients(rank: int, dense: bool, count: int = 3) -> list[LocalPosterior]:
+    found = []
+    for client in range(count):
+        A, G = (low_rank(10 * client + s, 1, n, rank) for s, n in ((0, 30), (5, 8)))
+        parts = [f.to_dense() if dense else f for f in (A, G)]
+        layer = Kronecker("w", torch.Size([8, 29]), *parts, "b")
+        params = random_like(layer, client)
+        found.append(LocalPosterior(params, layer, client + 1))
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4, 8])
+@pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "adam"])
+def test_it_merges_as_its_dense_twin(solver: str, rank: int) -> None:
+    """Also where few vectors are inverted, and where all together are too many."""
+    options: dict[str, Any] = {"anchor": 0.1, "shrink": 0.2, "damping": 0.1}
+    options |= {"balance": 0.5, "iterations": 6}
+    for more in ({"shrink": 0.0, "damping": 0.0}, {}):
+        got, want = (
+            fedfisher(clients(rank, dense), solver=solver, **(options | more))
+            for dense in (False, True)
+        )
+        assert got.shares == pytest.approx(want.shares)
+        for key, value in want.params.items():
+            assert relative(got.params[key], value) <= 1e-8
+
+
+def test_regmean_takes_it() -> None:
+    got, want = regmean(clients(3, dense=False)), regmean(clients(3, dense=True))
+    for key, value in want.items():
+        assert relative(got[key], value) <= 1e-8
+
+
+# --- finding leading vectors ----------------------------------------------------------
+
+
+def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
+    n = len(values)
+    basis = torch.linalg.qr(randn(seed, n, n, dtype=F64)).Q
+    matrix = (basis * values) @ basis.mT
+    return ((matrix + matrix.mT) / 2).unsqueeze(0)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_leading_vectors_leave_no_more_than_the_bound(
+    power: float, dtype: torch.dtype
+) -> None:
+    n, k = 700, 60
+    spectrum = torch.arange(1, n + 1, dtype=F64) ** -power
+    matrices = with_spectrum(spectrum).to(dtype)
+    values, vectors = leading_vectors(matrices, k)
+    assert values.shape == (1, k)
+    assert vectors.shape == (1, n, k)
+    eye = torch.eye(k, dtype=dtype)
+    torch.testing.assert_close(vectors[0].mT @ vectors[0], eye, rtol=0, atol=1e-5)
+    assert (values[0, :-1] >= values[0, 1:]).all()
+    assert (values[0].double() <= spectrum[:k] * (1 + 1e-5)).all()
+    left = float(spectrum.sum() - values.double().sum())
+    bounds = []
+    for r in range(1, k - 1):
+        excess = r / (k - r - 1) * (spectrum[r:] / spectrum[r - 1]) ** 3
+        bounds.append(float((spectrum[r:] * (1 + excess)).sum()))
+    assert left <= min(bounds)  # one draw is within the expectation's bound
+    kept = vectors[0].double().mT @ matrices[0].double() @ vectors[0].double()
+    torch.testing.assert_close(kept.diagonal(), values[0].double(), rtol=1e-4, atol=0)
+
+
+def test_a_matrix_of_low_rank_is_found_whole() -> None:
+    values = torch.zeros(600, dtype=F64)
+    values[:20] = torch.linspace(1, 5, 20, dtype=F64)
+    matrices = with_spectrum(values)
+    found, vectors = leading_vectors(matrices, 40)
+    close(vectors * found.unsqueeze(-2) @ vectors.mT, matrices)
+    assert (found[0, 20:] <= 1e-10).all()
+
+
+def test_small_matrices_are_decomposed_whole() -> None:
+    for n, count in itertools.product((1, 5, 512), (1, 4)):
+        matrices = random_psd(n, n + 3, 0).unsqueeze(0)
+        values, vectors = leading_vectors(matrices, count)
+        assert values.shape == (1, n)
+        close(vectors * values.unsqueeze(-2) @ vectors.mT, matrices)
+
+
+def test_they_are_the_same_in_every_call() -> None:
+    matrices = with_spectrum(torch.arange(1, 601, dtype=F64) ** -1.0).float()
+    first, second = (leading_vectors(matrices, 20)[1] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_zero_and_huge_matrices_have_leading_vectors() -> None:
+    for scale in (0.0, 1e-30, 1e30):
+        matrices = scale * with_spectrum(torch.arange(1, 601, dtype=F64) ** -1.0)
+        values, vectors = leading_vectors(matrices.float(), 20)
+        assert values.isfinite().all()
+        assert vectors.isfinite().all()
+
+
+@pytest.mark.parametrize("left", [20_000, 60_000, 150_000])
+def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left: int) -> None:
+    """Columns are guessed before they are found, and what is sent fits."""
+    spectra = [
+        torch.arange(1, n + 1, dtype=F64) ** -p for n, p in ((640, 0.6), (720, 1.2))
+    ]
+    matrices = [
+        Matrix(str(i), with_spectrum(s, i).float(), None) for i, s in enumerate(spectra)
+    ]
+    entries = pack_matrices(matrices, left, 6)
+    spent = sum(len(entries[m.key]) - m.least for m in matrices)
+    assert 0.9 * left - 720 <= spent <= left + 2
+    whole = 4
+    for key, entry in entries.items():
+        if entry[0] == whole:
+            continue
+        n = len(spectra[int(key)])
+        rank = int.from_bytes(bytes(entry[10:14].tolist()), "little")
+        share = float(spectra[int(key)][rank] / spectra[int(key)].sum()) / n
+        others = [
+            (int(k), int.from_bytes(bytes(e[10:14].tolist()), "little"))
+            for k, e in entries.items()
+            if k != key and e[0] != whole
+        ]
+        for index, sent in others:  # the next column here is worth no more than theirs
+            spectrum = spectra[index]
+            last = float(spectrum[sent - 1] / spectrum.sum()) / len(spectrum)
+            assert share <= 1.3 * last

@@ -1,0 +1,272 @@
+"""Preconditioned conjugate gradients: their matrix, and where they lead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracles import (
+    flat,
+    posteriors,
+    randn,
+    random_dense,
+    random_eigen,
+    random_kronecker,
+    random_like,
+    random_psd,
+    relative,
+)
+from torch import Tensor
+
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+    WeightedSum,
+)
+from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.merge import fedfisher
+from flwr_fisher.merge.linear_system import LinearSystem
+from flwr_fisher.merge.preconditioner import preconditioner
+from flwr_fisher.params import unflatten
+
+Make = Callable[[int], Curvature]
+
+
+def low_rank(seed: int, rank: int = 2, n: int = 13, m: int = 6) -> Kronecker:
+    """Return a layer whose factors are cut to few vectors, of two groups."""
+    A, G = (
+        LowRankFactor(
+            randn(900 + seed + side, 2, size, rank, dtype=torch.float64),
+            randn(950 + seed + side, 2, size, dtype=torch.float64).square(),
+        )
+        for side, size in ((0, n), (1, m))
+    )
+    return Kronecker("w", torch.Size([2 * m, n - 1]), A, G, "b")
+
+
+def mixed(seed: int) -> Curvature:
+    """Return a dense block for some clients, and a layer's for the others."""
+    if seed % 2:
+        return random_kronecker(seed, bias="b", rank=6)
+    return random_dense(seed, 20, w=(4, 3), b=(4,))
+
+
+LAYERS: dict[str, Make] = {
+    "kfac": lambda seed: random_kronecker(seed, bias="b", rank=6),
+    "groups": lambda seed: random_kronecker(seed, shape=(6, 4), groups=2, rank=6),
+    "singular": lambda seed: random_kronecker(seed, rank=1),
+    "ekfac": lambda seed: random_eigen(seed, bias="b"),
+    "low-rank": low_rank,
+    "nearly whole": lambda seed: low_rank(seed, rank=12),
+}
+KINDS: dict[str, Make] = LAYERS | {
+    "dense": lambda seed: random_dense(seed, 3, w=(4, 3)),
+    "mixed": mixed,
+    "two layers": lambda seed: BlockDiagonal(
+        [random_kronecker(seed, "w"), random_kronecker(seed + 1, "v", bias="b")]
+    ),
+}
+layers = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+def system(make: Make, count: int = 3) -> WeightedSum:
+    """Return a block's sum over clients, with a mean eigenvalue of 1."""
+    terms = [make(i + 1) for i in range(count)]
+    total = WeightedSum(terms, [0.2 * (i + 1) for i in range(count)])
+    return total.scaled(total.numel() / total.trace())
+
+
+def matrix_of(product: Callable[[Any], Any], curvature: Curvature) -> Tensor:
+    """Return the dense matrix of a linear map, column by column."""
+    columns = []
+    for index in range(curvature.numel()):
+        one = torch.zeros(curvature.numel(), dtype=torch.float64)
+        one[index] = 1
+        columns.append(flat(product(unflatten(one, curvature.shapes))))
+    return torch.stack(columns, 1)
+
+
+def partial_traces(dense: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Return the traces over outputs and over inputs, from the matrix itself."""
+    four = dense.reshape(outputs, inputs, outputs, inputs)
+    return torch.einsum("iaib->ab", four), torch.einsum("iaja->ij", four)
+
+
+@pytest.mark.parametrize("ridge", [0.01, 0.5])
+@layers
+def test_it_is_the_inverse_of_the_product_of_partial_traces(
+    make: Make, ridge: float
+) -> None:
+    """Against the same in dense matrices, group by group."""
+    total = system(make)
+    got = matrix_of(preconditioner(total, ridge), total)
+    first = total.terms[0]
+    assert isinstance(first, Kronecker | EigenKronecker)
+    groups, outputs, inputs = first.matrix_shape
+    rows = unflatten(torch.arange(total.numel()), total.shapes)
+    want = torch.zeros_like(got)
+    dense = total.to_dense()
+    for places in first.as_matrices(rows).reshape(groups, -1):
+        A, G = partial_traces(dense[places][:, places], outputs, inputs)
+        mean = float(A.trace()) / (outputs * inputs)
+        A, G = A / A.trace() * inputs * mean**0.5, G / G.trace() * outputs * mean**0.5
+        A += ridge**0.5 * torch.eye(inputs, dtype=A.dtype)
+        G += ridge**0.5 * torch.eye(outputs, dtype=G.dtype)
+        inverse = torch.linalg.inv(torch.kron(G, A))
+        want[places.unsqueeze(1), places] = inverse
+    assert relative(got, want) <= 1e-10
+
+
+def test_dense_matrices_are_solved_in_one_iteration() -> None:
+    clients = posteriors(KINDS["dense"])
+    got = fedfisher(clients, anchor=0.1, tolerance=1e-8)
+    assert got.iterations == 1
+    assert got.residuals[-1] <= 1e-8
+
+
+def test_one_layers_product_needs_few_iterations() -> None:
+    """Clients that see the same inputs sum to a product, but for the ridge."""
+    A, shape = random_psd(30, 60, 1).unsqueeze(0), torch.Size([20, 30])
+
+    def same_inputs(seed: int) -> Curvature:
+        return Kronecker("w", shape, A, random_psd(20, 40, seed + 1).unsqueeze(0))
+
+    options = {"anchor": 0.01, "tolerance": 1e-6, "iterations": 500}
+    clients = posteriors(same_inputs, count=5)
+    plain = fedfisher(clients, solver="cg", **options).iterations
+    assert 3 * fedfisher(clients, **options).iterations < plain
+
+
+@kinds
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shrink": 0.0, "damping": 0.0, "balance": 0.0},
+        {"shrink": 0.4, "damping": 0.2, "balance": 0.7},
+    ],
+    ids=["plain", "regularised"],
+)
+def test_all_solvers_agree_in_the_end(make: Make, options: dict[str, float]) -> None:
+    clients = posteriors(make)
+    limits = {"anchor": 0.05, "iterations": 3000, "tolerance": 1e-10, "robust": 0.5}
+    limits |= options
+    pcg = fedfisher(clients, solver="pcg", **limits)
+    cg = fedfisher(clients, solver="cg", **limits)
+    dense = fedfisher(
+        [
+            type(c)(c.params, _densely(c.curvature, options), c.num_examples)
+            for c in clients
+        ],
+        solver="cg",
+        **(limits | {"shrink": 0.0, "damping": 0.0}),
+    )
+    for other in (cg, dense):
+        for key, value in pcg.params.items():
+            assert relative(value, other.params[key]) <= 1e-5
+
+
+def _densely(curvature: Curvature, options: dict[str, float]) -> Curvature:
+    blocks = [
+        Dense(block.shapes, block.to_dense())
+        for part in curvature.blocks()
+        for block in part.regularised(
+            shrink=options["shrink"], damping=options["damping"]
+        ).blocks()
+    ]
+    return BlockDiagonal(blocks)
+
+
+def test_other_mixtures_are_divided_by_their_diagonals() -> None:
+    total = WeightedSum(
+        [random_kronecker(1, rank=6), random_dense(2, 20, w=(4, 3))], [0.5, 0.5]
+    )
+    vector = random_like(total, 3)
+    got = preconditioner(total, 0.5)(vector)
+    want = vector["w"] / (total.diagonal()["w"] + 0.5)
+    assert torch.allclose(got["w"], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_merges_as_well(dtype: torch.dtype) -> None:
+    clients = posteriors(LAYERS["kfac"])
+    half = [
+        type(c)(
+            {k: v.to(dtype) for k, v in c.params.items()},
+            c.curvature.to(dtype=dtype),
+            c.num_examples,
+        )
+        for c in clients
+    ]
+    got, want = fedfisher(half).params, fedfisher(clients).params
+    assert all(got[k].dtype == dtype for k in want)
+    assert max(relative(got[k].double(), want[k]) for k in want) <= 0.05
+
+
+def test_a_layer_without_curvature_stays_at_the_mean() -> None:
+    nothing = Kronecker(
+        "w", torch.Size([2, 2]), torch.zeros(1, 2, 2), torch.eye(2)[None]
+    )
+    clients = posteriors(lambda seed: nothing.to(dtype=torch.float64))
+    mean = sum(c.num_examples * c.params["w"] for c in clients) / 60
+    assert torch.allclose(fedfisher(clients).params["w"], mean)
+
+
+def test_a_diagonal_is_divided_by_as_with_conjugate_gradients() -> None:
+    clients = posteriors(lambda seed: Diagonal({"w": randn(seed, 3).double().square()}))
+    options = {"anchor": 0.1, "balance": 1.0, "robust": 0.5}
+    pcg, cg = (fedfisher(clients, solver=s, **options).params for s in ("pcg", "cg"))
+    assert torch.equal(pcg["w"], cg["w"])
+
+
+def test_systems_are_made_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one layer's system is held at a time."""
+    held: list[int] = []
+    made: list[LinearSystem] = []
+    original = LinearSystem.normalised
+
+    def normalised(self: LinearSystem) -> LinearSystem:
+        made.append(self)
+        held.append(len(made))
+        made.clear()
+        return original(self)
+
+    monkeypatch.setattr(LinearSystem, "normalised", normalised)
+    fedfisher(posteriors(KINDS["two layers"]))
+    assert held == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(
+                not torch.cuda.is_available(), reason="needs a GPU"
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("solver", ["pcg", "cg", "adam"])
+def test_it_merges_where_it_is_told_to(solver: str, device: str) -> None:
+    clients = posteriors(KINDS["two layers"])
+    seen: set[str] = set()
+    original = LinearSystem.matvec
+
+    def matvec(self: LinearSystem, vector: Any) -> dict[str, Tensor]:
+        seen.update(value.device.type for value in vector.values())
+        return original(self, vector)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearSystem, "matvec", matvec)
+        got = fedfisher(clients, solver=solver, iterations=4, device=device).params
+    want = fedfisher(clients, solver=solver, iterations=4).params
+    assert seen == {device}
+    for key, value in want.items():
+        assert got[key].device.type == "cpu"
+        assert relative(got[key], value) <= 1e-6
