@@ -33,7 +33,13 @@ from studies.codec import accuracy
 from studies.codec.accuracy import DIAGONAL, KFAC, on_test, on_validation
 from studies.codec.times import measure_all, times_section
 
-UNREGULARISED = {"anchor": 0.0, "shrink": 0.0, "damping": 0.0, "balance": 0.0}
+UNREGULARISED = {
+    "anchor": 0.0,
+    "shrink": 0.0,
+    "damping": 0.0,
+    "balance": 0.0,
+    "solver": "cg",
+}
 UNREGULARISED["iterations"] = 60
 
 

@@ -1,119 +1,162 @@
-"""Choose the default solver's regularisation on validation data alone.
+"""Choose the default solver's constants on validation data alone.
 
-Splits, seeds (100 and up) and images are not those of ``benchmarks/fedfisher.py``: the
-clients train without the validation examples, and no test image is looked at.
+    python benchmarks/fedfisher_defaults.py --data-dir DIR
 
-    python benchmarks/fedfisher_defaults.py --data-dir DIR   # DIR/MNIST has the files
+DIR/MNIST has torchvision's files and DIR/CIFAR10 the images in folders by class,
+`train` and `test`; without one of them its columns are left out, by name.
+
+Splits, seeds (100 and up) and images are not those of ``fedfisher.py``: the clients
+train without the validation images, and no test image is looked at. Partitions are
+`dirichlet-client`, a split for each of α = 0.2, 0.1 and 0.05. Training is shorter than
+in the final runs (12 epochs; digits 30), and the Fisher is that of 1000 of a client's
+examples, which merges as well as that of all.
+
+A candidate is *weights* (`balance` or `robust`), `anchor`, `shrink` with `damping`, and
+the number of iterations. `balance` by client divides by the trace over all layers, in
+place of each layer's own.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from harness.page import command_line, write_page
+from harness.page import CACHE, blocks, command_line, opening, write_page
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from torch import Tensor
 
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
-from flwr_fisher.tasks import Task
 
 ALPHAS = (0.2, 0.1, 0.05)
-Method = Callable[[Sequence[LocalPosterior]], dict[str, torch.Tensor]]
+SCORED = 2000  # validation images, at most
+BEFORE = "CG, 100 iterations, its own constants"
+WEIGHTS = {
+    "plain": {"balance": 0.0, "robust": 0.0},
+    "balance 1": {"balance": 1.0, "robust": 0.0},
+    "balance 1 by client": {"balance": 0.0, "robust": 0.0},
+    "robust 0.3": {"balance": 0.0, "robust": 0.3},
+    "robust 1": {"balance": 0.0, "robust": 1.0},
+}
+ANCHORS, ITERATIONS = (0.03, 0.1, 0.3), (2, 3, 5)
+CORRELATIONS = ((0.1, 0.3), (0.3, 0.0), (0.3, 0.1))  # shrink, damping
 
 
-def settings() -> dict[str, list[Setting]]:
+def columns() -> dict[str, list[Setting]]:
     """Return the splits of each column."""
+    large: dict[str, Any] = {"epochs": 12, "hold_out": True, "examples": 1000}
     digits = {"epochs": 30, "batch_size": 16, "validation": 237, "hold_out": True}
+    cifar = large | {"validation": 3000}
+    mnist = large | {"validation": 10_000}
+
+    def splits(dataset: str, model: str, first: int, **rest: Any) -> list[Setting]:
+        return [
+            Setting(dataset, model, alpha, first + index, **rest)
+            for index, alpha in enumerate(ALPHAS)
+        ]
+
+    images = "imagefolder:CIFAR10"
     return {
-        "MNIST, lenet": [
-            Setting("mnist", "lenet", alpha, seed, validation=10_000, hold_out=True)
-            for seed, alpha in itertools.product(range(100, 104), ALPHAS)
-        ],
-        "digits, mlp": [
-            Setting("digits", "mlp", alpha, seed, **digits)
-            for seed, alpha in itertools.product(range(100, 106), ALPHAS)
-        ],
-        "digits, lenet-bias": [
-            Setting("digits", "lenet-bias", alpha, seed, **digits)
-            for seed, alpha in itertools.product(range(100, 106), ALPHAS)
-        ],
+        "digits, mlp": splits("digits", "mlp", 100, **digits),
+        "digits, lenet-bias": splits("digits", "lenet-bias", 103, **digits),
+        "MNIST, lenet": splits("mnist", "lenet", 100, **mnist),
+        "CIFAR-10, cnn": splits(images, "cnn", 100, **cifar),
+        "MNIST, mlp": splits("mnist", "mlp", 103, **mnist),
+        "CIFAR-10, lenet": splits(images, "lenet", 103, **cifar),
+        "MNIST, lenet, 20 clients": splits("mnist", "lenet", 106, clients=20, **mnist),
     }
 
 
-def grid() -> dict[str, Method]:
-    """Return the candidates by name, the references first."""
-    methods: dict[str, Method] = {
-        "FedAvg": fedavg,
-        "RegMean, off-diagonal 0.9": regmean,
-        "no regularisation": candidate(0.0, 0.0, 0.0, 0.0),
-    }
-    values = {
-        "anchor": (0.03, 0.1, 0.3),
-        "shrink": (0.0, 0.1, 0.3),
-        "damping": (0.0, 0.1, 0.3),
-        "balance": (0.0, 0.5, 1.0),
-    }
-    for chosen in itertools.product(*values.values()):
-        name = ", ".join(f"{k} {v}" for k, v in zip(values, chosen, strict=True))
-        methods[name] = candidate(*chosen)
-    return methods
+def candidates() -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the candidates' names and options."""
+    every = itertools.product(WEIGHTS, ANCHORS, CORRELATIONS, ITERATIONS)
+    for weights, anchor, (shrink, damping), iterations in every:
+        name = f"{weights}, anchor {anchor}, shrink {shrink}, damping {damping}"
+        options = WEIGHTS[weights] | {"anchor": anchor, "shrink": shrink}
+        options |= {"damping": damping, "iterations": iterations}
+        yield f"{name}, {iterations} iterations", options
 
 
-def candidate(anchor: float, shrink: float, damping: float, balance: float) -> Method:
-    """Return the default solver with these values."""
+def merges(
+    clients: Sequence[LocalPosterior],
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield every method's name and model."""
+    yield "FedAvg", fedavg(clients)
+    yield "RegMean, off-diagonal 0.9", regmean(clients)
+    yield BEFORE, fedfisher(clients, solver="cg").params
+    level = [
+        LocalPosterior(c.params, c.curvature.scaled(1 / trace), c.num_examples)
+        for c in clients
+        if (trace := c.curvature.trace())
+    ]
+    for name, options in candidates():
+        chosen = level if "by client" in name else clients
+        yield name, fedfisher(chosen, **options).params
 
-    def merge(clients: Sequence[LocalPosterior]) -> dict[str, torch.Tensor]:
-        return fedfisher(
-            clients, anchor=anchor, shrink=shrink, damping=damping, balance=balance
-        ).params
 
-    return merge
+def evaluate(setting: Setting, data_dir: Path) -> dict[str, float]:
+    """Return every method's validation accuracy in per cent; kept on disk."""
+    kept = CACHE / "defaults" / f"{setting.folder.name}.json"
+    if kept.exists():
+        found: dict[str, float] = json.loads(kept.read_text())
+        return found
+    task = setting.task(data_dir)
+    assert task.validation is not None
+    some = task.validation.subset(list(range(min(SCORED, len(task.validation)))))
+    clients, loader = posteriors(setting, task), list(task.eval_loader(some, SCORED))
+    model, found = task.make_model(), {}
+    for name, params in merges(clients):
+        found[name] = 100 * accuracies(model, {"x": params}, loader)["x"]
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(found))
+    print(setting.folder.name, flush=True)
+    return found
 
 
-def column(splits: list[Setting], data_dir: Path) -> dict[str, float]:
-    """Return every candidate's mean validation accuracy over the splits."""
-    total = dict.fromkeys(grid(), 0.0)
-    for setting in splits:
-        task: Task = setting.task(data_dir)
-        assert task.validation is not None
-        some = task.validation.subset(list(range(min(2000, len(task.validation)))))
-        clients = posteriors(setting, task)
-        merged = {name: method(clients) for name, method in grid().items()}
-        loader = task.eval_loader(some, 2000)
-        for name, value in accuracies(task.make_model(), merged, loader).items():
-            total[name] += 100 * value / len(splits)
-    return total
+def missing(setting: Setting, data_dir: Path) -> bool:
+    """Return whether a split's files are not there."""
+    folder = {"mnist": "MNIST", "imagefolder:CIFAR10": "CIFAR10"}.get(setting.dataset)
+    return folder is not None and not (data_dir / folder).exists()
 
 
 def main() -> None:
     """Write the table, best first under the references."""
     data_dir = command_line(__doc__).parse_args().data_dir
     torch.set_num_threads(1)
-    columns = {
-        name: column(splits, data_dir)
-        for name, splits in settings().items()
-        if splits[0].dataset != "mnist" or (data_dir / "MNIST").exists()
-    }
-    rows = {name: [values[name] for values in columns.values()] for name in grid()}
-    mean = {name: sum(values) / len(values) for name, values in rows.items()}
-    order = [*list(rows)[:3], *sorted(list(rows)[3:], key=lambda n: -mean[n])]
-    lines = [
-        "# Choosing the default solver's regularisation",
-        "",
-        "Validation accuracy in per cent: the mean over "
-        + ", ".join(f"{len(s)} splits of {n}" for n, s in settings().items())
-        + ", each over α = 0.2, 0.1, 0.05 (`dirichlet-client`, 5 clients, 30 epochs).",
-        "Made by `python benchmarks/fedfisher_defaults.py`. "
-        "The 25 best of 81 and the 5 worst:",
-        "",
-        *head("conjugate gradients with", *columns, "mean"),
-    ]
-    for name in [*order[:28], *order[-5:]]:
-        cells = (f"{value:.1f}" for value in rows[name])
-        lines.append(row(name, *cells, f"{mean[name]:.2f}"))
-    write_page("fedfisher_defaults", lines)
+    means: dict[str, dict[str, float]] = {}
+    for column, splits in columns().items():
+        if missing(splits[0], data_dir):
+            print(f"left out, as {data_dir} has not its files: {column}", flush=True)
+            continue
+        scores = [evaluate(setting, data_dir) for setting in splits]
+        means[column] = {
+            name: sum(score[name] for score in scores) / len(scores)
+            for name in scores[0]
+        }
+    names = list(next(iter(means.values())))
+    mean = {n: sum(c[n] for c in means.values()) / len(means) for n in names}
+    order = [*names[:3], *sorted(names[3:], key=lambda name: -mean[name])]
+    table = head("validation accuracy, %", *means, "mean")
+    for name in [*order[:28], *order[-3:]]:
+        cells = (f"{column[name]:.1f}" for column in means.values())
+        table.append(row(name, *cells, f"{mean[name]:.2f}"))
+    best = head("the best with", *means, "mean")
+    for weights in WEIGHTS:
+        own = [n for n in names[3:] if n.startswith(f"{weights},")]
+        top = max(own, key=lambda name: mean[name])
+        cells = (f"{column[top]:.1f}" for column in means.values())
+        best.append(row(top, *cells, f"{mean[top]:.2f}"))
+    lines = blocks(
+        opening("Choosing the default solver's constants", __doc__),
+        f"Means over three splits. The 25 best of {len(names) - 3}, and the 3 worst:",
+        table,
+        "The best of each kind of weights:",
+        best,
+    )
+    write_page("fedfisher_defaults", lines, means)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ class Setting:
     partition: str = "dirichlet-client"
     validation: int = 500
     hold_out: bool = False
+    examples: int | None = None  # of a client's, for its Fishers; by default all
+    label_smoothing: float = 0.0
 
     def task(self, data_dir: Path | None = None) -> Task:
         """Load the task; `data_dir` is where the data set's files are."""
@@ -51,8 +53,13 @@ class Setting:
     @property
     def folder(self) -> Path:
         """Where the uploads are kept."""
-        key = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
-        name = f"{self.dataset}-{self.model}-a{self.alpha}-s{self.seed}-{key}"
+        told = asdict(self)
+        for name in ("examples", "label_smoothing"):  # clients of before keep theirs
+            if told[name] == getattr(Setting, name):
+                del told[name]
+        key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+        dataset = self.dataset.replace(":", "-")
+        name = f"{dataset}-{self.model}-a{self.alpha}-s{self.seed}-{key}"
         return CACHE / name
 
 
@@ -80,10 +87,18 @@ def posteriors(
 def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
     torch.manual_seed(1000 * setting.seed + client)
     model, device = task.make_model(), torch.device("cpu")
-    train = LocalSGD(epochs=setting.epochs, lr=setting.lr, momentum=setting.momentum)
+    train = LocalSGD(
+        epochs=setting.epochs,
+        lr=setting.lr,
+        momentum=setting.momentum,
+        label_smoothing=setting.label_smoothing,
+    )
     train(model, task.train_loader(client, setting.batch_size), device, {})
     tensors = shared_state(model)
-    loader = task.eval_loader(task.train_images(client), batch_size=256)
+    images = task.train_images(client)
+    if setting.examples is not None:
+        images = images.subset(torch.randperm(len(images))[: setting.examples].tolist())
+    loader = task.eval_loader(images, batch_size=256)
     structures = ("kfac", "diagonal")
     both = fisher(model, loader, structure=structures, tolerance=0)
     for structure, curvature in zip(structures, both, strict=True):

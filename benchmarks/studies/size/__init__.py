@@ -1,0 +1,1 @@
+"""The parts of `merge_size.py`."""

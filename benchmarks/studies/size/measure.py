@@ -1,0 +1,98 @@
+"""Seconds and memory of packing and merging, each in a process of its own."""
+
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness.timing import seconds
+
+from flwr_fisher.merge import fedfisher
+from flwr_fisher.params import layout_of
+from flwr_fisher.wire import FisherUpload, get_codec, resolve
+from studies.size.uploads import BATCH, network, packed, trained
+
+Numbers = dict[str, float]
+_GB = 1e9
+
+
+def alone(work: Callable[..., Numbers], *args: Any) -> Numbers:
+    """Return what a function returns in a fresh process, whose memory is its own."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(_with_two_threads, (work, args, list(sys.path)))
+
+
+def _with_two_threads(
+    work: Callable[..., Numbers], args: tuple[Any, ...], path: list[str]
+) -> Numbers:
+    sys.path[:] = path
+    torch.set_num_threads(2)
+    return work(*args)
+
+
+def gradient_pass(name: str) -> float:
+    """Return the median seconds of a forward and a backward pass, batch 32."""
+    model, x = network(name), torch.randn(BATCH, 3, 32, 32)
+    y = torch.randint(10, (BATCH,))
+    times = [seconds(lambda: F.cross_entropy(model(x), y).backward()) for _ in range(8)]
+    return statistics.median(times[1:])
+
+
+def codec(name: str, runs: int = 3) -> Numbers:
+    """Return the seconds of packing an upload to FedAvg's size, and of unpacking."""
+    params, curvature = trained(name, 0)
+    upload = FisherUpload(params, curvature)
+    chosen = resolve(get_codec("fedavg"), params)
+    read = partial(FisherUpload.from_arrays, upload.to_arrays(chosen), params, chosen)
+    took: dict[str, list[float]] = {"pack": [], "unpack": [], "pass": []}
+    for _ in range(runs):
+        took["pass"].append(gradient_pass(name))
+        took["pack"].append(seconds(lambda: upload.to_arrays(chosen)))
+        took["unpack"].append(seconds(read))
+    return {key: statistics.median(values) for key, values in took.items()}
+
+
+def merging(name: str, count: int, decoded: bool) -> Numbers:
+    """Return what a merge takes: seconds, gradient passes, and memory in GB.
+
+    With `decoded`, uploads are unpacked before; else the merge unpacks each layer.
+    """
+    params, _ = trained(name, 0)
+    chosen = resolve(get_codec("fedavg"), params)
+    posteriors = []
+    for record in packed(name, count):
+        upload = FisherUpload.from_arrays(record, params, chosen)
+        if decoded:
+            upload = FisherUpload(dict(upload.params), upload.curvature.made())
+        posteriors.append(upload.posterior(100.0))
+    trained.cache_clear()
+    each = gradient_pass(name)
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
+    took = seconds(lambda: fedfisher(posteriors))
+    peak = _resident("VmHWM")
+    each = statistics.mean([each, gradient_pass(name)])
+    numel = sum(value.numel() for value in layout_of(params).values())
+    return {
+        "parameters": float(numel),
+        "clients": float(count),
+        "seconds": took,
+        "pass": each,
+        "passes": took / each,
+        "uploads-gb": before,
+        "peak-gb": peak,
+        "above-gb": peak - before,
+    }
+
+
+def _resident(field: str) -> float:
+    """Return this process's memory in GB; Linux alone tells it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024 / _GB

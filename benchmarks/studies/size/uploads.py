@@ -1,0 +1,69 @@
+"""Uploads of models of several sizes, from a few that are trained for a moment."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from curvature import generated
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import Curvature, fisher
+from flwr_fisher.params import shared_state
+from flwr_fisher.tasks import make_model
+from flwr_fisher.wire import FisherUpload, get_codec, resolve
+from flwr_fisher.wire.budget import byte_limit
+from flwr_fisher.wire.container import from_container, to_container
+from flwr_fisher.wire.packing import pack_params
+
+BATCH, STEPS, EXAMPLES = 32, 30, 256
+MADE = 3  # uploads whose curvature is computed; the others are perturbed
+
+
+def network(name: str) -> nn.Module:
+    """Return a model for ten classes of 32x32 colour images."""
+    return make_model(name, shape=(3, 32, 32), num_classes=10)
+
+
+@lru_cache(maxsize=1)
+def trained(name: str, seed: int) -> tuple[dict[str, Tensor], Curvature]:
+    """Return parameters after some steps, and their K-FAC by one sampled label."""
+    torch.manual_seed(seed)
+    model = network(name)
+    x, y = generated(STEPS * BATCH + EXAMPLES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for inputs, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    sample = list(x[:EXAMPLES].split(BATCH))
+    curvature = fisher(model, sample, expectation="sampled", seed=seed)
+    return shared_state(model), curvature
+
+
+def perturbed(tensor: Tensor, seed: int) -> Tensor:
+    """Return a tensor with noise of a tenth of its own size."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    return tensor + 0.1 * tensor.std(correction=0) * noise
+
+
+def packed(name: str, count: int) -> Iterator[ArrayRecord]:
+    """Yield clients' uploads at FedAvg's size; those beyond three are perturbed."""
+    made = []
+    for seed in range(min(count, MADE)):
+        params, curvature = trained(name, seed)
+        codec = resolve(get_codec("fedavg"), params)
+        record = FisherUpload(params, curvature.scaled(1 + seed)).to_arrays(codec)
+        made.append((params, record))
+        yield record
+    for seed in range(MADE, count):
+        params, record = made[seed % MADE]
+        size = byte_limit(params, codec)
+        entries, _ = from_container(record, limit=size, count=len(params))
+        for key, value in params.items():
+            if value.is_floating_point():
+                entries[key] = pack_params(perturbed(value, seed), 16)
+        yield to_container(entries, codec.describe())
