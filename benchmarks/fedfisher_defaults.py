@@ -2,8 +2,9 @@
 
     python benchmarks/fedfisher_defaults.py --data-dir DIR
 
-DIR/MNIST has torchvision's files and DIR/CIFAR10 the images in folders by class,
-`train` and `test`; without one of them its columns are left out, by name.
+`--columns N` runs the first N data sets and models alone. DIR/MNIST has torchvision's
+files and DIR/CIFAR10 the images in folders by class, `train` and `test`; without one of
+them its columns are left out, by name.
 
 Splits, seeds (100 and up) and images are not those of ``fedfisher.py``: the clients
 train without the validation images, and no test image is looked at. Partitions are
@@ -19,6 +20,7 @@ place of each layer's own.
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +126,13 @@ def missing(setting: Setting, data_dir: Path) -> bool:
 
 def main() -> None:
     """Write the table, best first under the references."""
-    data_dir = command_line(__doc__).parse_args().data_dir
+    parser = command_line(__doc__)
+    parser.add_argument("--columns", type=int, help="only so many; by default all")
+    options = parser.parse_args()
+    data_dir: Path = options.data_dir
     torch.set_num_threads(1)
     means: dict[str, dict[str, float]] = {}
-    for column, splits in columns().items():
+    for column, splits in islice(columns().items(), options.columns):
         if missing(splits[0], data_dir):
             print(f"left out, as {data_dir} has not its files: {column}", flush=True)
             continue

@@ -40,16 +40,16 @@ def codec_section(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def merges_section(title: str, found: dict[str, list[dict[str, float]]]) -> list[str]:
+def merges_section(title: str, found: dict[str, Any]) -> list[str]:
     """Return the table of merges."""
     lines = [f"## {title}", ""]
     names = ("model", "parameters", "clients", "seconds", "passes", "GB before")
     lines += head(*names, "GB at the peak", "above")
-    for name, merges in found.items():
+    for merges in found.values():
         for m in merges:
             lines.append(
                 row(
-                    name,
+                    m["model"],
                     f"{m['parameters'] / 1e6:.2f} M",
                     f"{m['clients']:.0f}",
                     f"{m['seconds']:.2f}",

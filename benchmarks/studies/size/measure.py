@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from harness.timing import seconds
 
 from flwr_fisher.merge import fedfisher
-from flwr_fisher.params import layout_of
+from flwr_fisher.params import shared_state
 from flwr_fisher.wire import FisherUpload, get_codec, resolve
 from studies.size.uploads import BATCH, network, packed, trained
 
-Numbers = dict[str, float]
+Numbers = dict[str, Any]
 _GB = 1e9
 
 
@@ -63,7 +63,7 @@ def merging(name: str, count: int, decoded: bool) -> Numbers:
 
     With `decoded`, uploads are unpacked before; else the merge unpacks each layer.
     """
-    params, _ = trained(name, 0)
+    params = shared_state(network(name))
     chosen = resolve(get_codec("fedavg"), params)
     posteriors = []
     for record in packed(name, count):
@@ -71,17 +71,17 @@ def merging(name: str, count: int, decoded: bool) -> Numbers:
         if decoded:
             upload = FisherUpload(dict(upload.params), upload.curvature.made())
         posteriors.append(upload.posterior(100.0))
-    trained.cache_clear()
     each = gradient_pass(name)
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     took = seconds(lambda: fedfisher(posteriors))
     peak = _resident("VmHWM")
     each = statistics.mean([each, gradient_pass(name)])
-    numel = sum(value.numel() for value in layout_of(params).values())
+    numel = sum(value.numel() for value in params.values())
     return {
-        "parameters": float(numel),
-        "clients": float(count),
+        "model": name,
+        "parameters": numel,
+        "clients": count,
         "seconds": took,
         "pass": each,
         "passes": took / each,

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from curvature import generated
-from flwr.app import ArrayRecord
+from flwr.app import Array, ArrayRecord
+from harness.page import CACHE
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import Curvature, fisher
@@ -14,8 +16,8 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import make_model
 from flwr_fisher.wire import FisherUpload, get_codec, resolve
 from flwr_fisher.wire.budget import byte_limit
-from flwr_fisher.wire.container import from_container, to_container
-from flwr_fisher.wire.packing import pack_params
+from flwr_fisher.wire.container import PACKED, from_container, to_container
+from flwr_fisher.wire.packing import pack_params, unpack_params
 
 BATCH, STEPS, EXAMPLES = 32, 30, 256
 MADE = 3  # uploads whose curvature is computed; the others are perturbed
@@ -50,20 +52,29 @@ def perturbed(tensor: Tensor, seed: int) -> Tensor:
     return tensor + 0.1 * tensor.std(correction=0) * noise
 
 
-def packed(name: str, count: int) -> Iterator[ArrayRecord]:
-    """Yield clients' uploads at FedAvg's size; those beyond three are perturbed."""
-    made = []
-    for seed in range(min(count, MADE)):
+def record_of(name: str, seed: int) -> ArrayRecord:
+    """Return an upload at FedAvg's size; its bytes are kept on disk."""
+    path = CACHE / "size" / f"{name}-{seed}.bin"
+    if not path.exists():
         params, curvature = trained(name, seed)
-        codec = resolve(get_codec("fedavg"), params)
-        record = FisherUpload(params, curvature.scaled(1 + seed)).to_arrays(codec)
-        made.append((params, record))
-        yield record
+        upload = FisherUpload(params, curvature.scaled(1 + seed))
+        record = upload.to_arrays(resolve(get_codec("fedavg"), params))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(record[PACKED].numpy().tobytes())
+    return ArrayRecord({PACKED: Array(np.frombuffer(path.read_bytes(), np.uint8))})
+
+
+def packed(name: str, count: int) -> Iterator[ArrayRecord]:
+    """Yield clients' uploads; those beyond three are perturbed."""
+    like = shared_state(network(name))
+    codec = resolve(get_codec("fedavg"), like)
+    made = [record_of(name, seed) for seed in range(min(count, MADE))]
+    yield from made
     for seed in range(MADE, count):
-        params, record = made[seed % MADE]
-        size = byte_limit(params, codec)
-        entries, _ = from_container(record, limit=size, count=len(params))
-        for key, value in params.items():
+        size = byte_limit(like, codec)
+        entries, _ = from_container(made[seed % MADE], limit=size, count=len(like))
+        for key, value in like.items():
             if value.is_floating_point():
-                entries[key] = pack_params(perturbed(value, seed), 16)
+                own = unpack_params(entries[key], value, field=key)
+                entries[key] = pack_params(perturbed(own, seed), 16)
         yield to_container(entries, codec.describe())
