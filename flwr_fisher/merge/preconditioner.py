@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Dense, WeightedSum
 from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
-from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
-from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
 from flwr_fisher.params import Params, flatten, select, unflatten
 
 _LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not inverted
@@ -66,12 +66,15 @@ def _by_partial_traces(
     layers: Sequence[tuple[float, LayerCurvature]], ridge: float
 ) -> Matvec:
     first = layers[0][1]
-    pairs = [(w, *layer.partial_traces()) for w, layer in layers]
-    of_inputs = [(w, A) for w, A, _ in pairs]
-    of_outputs = [(w, G) for w, _, G in pairs]
+    of_inputs: list[ScaledFactor] = []
+    of_outputs: list[ScaledFactor] = []
+    for weight, layer in layers:
+        (A, scale_A), (G, scale_G) = layer.partial_traces()
+        of_inputs.append((A, weight * scale_A))
+        of_outputs.append((G, weight * scale_G))
     # Both partial traces have the sum's trace; each takes the root of its mean
     # eigenvalue, group by group.
-    trace = torch.stack([w * A.trace() for w, A in of_inputs]).sum(0)
+    trace = torch.stack([scale * A.trace() for A, scale in of_inputs]).sum(0)
     _, outputs, inputs = first.matrix_shape
     mean = (trace / (outputs * inputs)).clamp_min(torch.finfo(trace.dtype).tiny)
     solve_inputs = _sum_solver(of_inputs, (outputs * mean.sqrt()), ridge**0.5)
@@ -85,13 +88,13 @@ def _by_partial_traces(
 
 
 def _sum_solver(
-    terms: Sequence[tuple[float, SymmetricFactor]], divisor: Tensor, ridge: float
+    terms: Sequence[ScaledFactor], divisor: Tensor, ridge: float
 ) -> Callable[[Tensor], Tensor]:
-    """Return what solves with ``sum of w M / divisor + ridge I``, group by group."""
-    factors = [factor for _, factor in terms]
+    """Return what solves with ``sum of scale M / divisor + ridge I``, by group."""
+    factors = [factor for factor, _ in terms]
     low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
     groups, n, _ = factors[0].shape
-    scales = [(w / divisor).reshape(groups, 1, 1) for w, _ in terms]
+    scales = [(scale / divisor).reshape(groups, 1, 1) for _, scale in terms]
     if len(low) < len(factors) or 2 * sum(f.vectors.shape[-1] for f in low) > n:
         matrix = factors[0].to_dense() * scales[0]
         for scale, factor in zip(scales[1:], factors[1:], strict=True):

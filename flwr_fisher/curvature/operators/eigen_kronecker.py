@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Curvature, Solver
-from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
-from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
 from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
@@ -81,12 +81,14 @@ class EigenKronecker(LayerCurvature):
         apart = damped._with(eye, damped.basis_G, moments)
         return WeightedSum([damped, apart], [1 - shrink, shrink])
 
-    def partial_traces(self) -> tuple[SymmetricFactor, SymmetricFactor]:
+    def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
         """Return each basis with the moments summed over the other's columns."""
         of_A, of_G = (b.square().sum(-2) for b in (self.basis_A, self.basis_G))
         inputs = (self.moments * of_G.unsqueeze(-1)).sum(-2)
         outputs = (self.moments * of_A.unsqueeze(-2)).sum(-1)
-        return _in_basis(self.basis_A, inputs), _in_basis(self.basis_G, outputs)
+        one = torch.ones_like(inputs[..., 0])
+        of_inputs = _in_basis(self.basis_A, inputs)
+        return (of_inputs, one), (_in_basis(self.basis_G, outputs), one)
 
     def _damped(self, share: float) -> "EigenKronecker":
         wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR

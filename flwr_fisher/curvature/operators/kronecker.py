@@ -8,7 +8,7 @@ from torch import Tensor
 from flwr_fisher.curvature.operators.base import Solver
 from flwr_fisher.curvature.operators.eigenvalues import eigen
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
-from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
 from flwr_fisher.params import Params
 
 
@@ -96,10 +96,10 @@ class Kronecker(LayerCurvature):
             self.of_outputs.towards_identity(damping),
         )
 
-    def partial_traces(self) -> tuple[SymmetricFactor, SymmetricFactor]:
-        """Return each factor times the other's trace."""
+    def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
+        """Return each factor with the other's trace."""
         A, G = self.of_inputs, self.of_outputs
-        return A.scaled(G.trace()), G.scaled(A.trace())
+        return (A, G.trace()), (G, A.trace())
 
     def _with(self, A: SymmetricFactor, G: SymmetricFactor) -> "Kronecker":
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)

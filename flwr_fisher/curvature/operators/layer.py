@@ -12,6 +12,8 @@ from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
 
+ScaledFactor = tuple[SymmetricFactor, Tensor]
+
 
 class LayerCurvature(Curvature):
     """A curvature over a layer's weight, as a matrix with the bias as last column.
@@ -48,11 +50,12 @@ class LayerCurvature(Curvature):
         """Return each group's matrix, ``[groups, out in, out in]``."""
 
     @abstractmethod
-    def partial_traces(self) -> tuple[SymmetricFactor, SymmetricFactor]:
+    def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
         r"""Return what is left of it for inputs alone, and for outputs alone.
 
         For :math:`G \otimes A` they are :math:`\operatorname{tr}(G) A` and
-        :math:`\operatorname{tr}(A) G`; both have the trace of the whole.
+        :math:`\operatorname{tr}(A) G`; both have the trace of the whole. Each is a
+        factor and what it is to be multiplied by, ``[groups]``, so that none is copied.
         """
 
     def as_matrices(self, vector: Params) -> Tensor:
