@@ -1,6 +1,7 @@
 """Solving a merge's systems by the chosen solver."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -85,17 +86,25 @@ def _block_by_block(
     delta: dict[str, Tensor] = {}
     curves = []
     for make in systems:
-        block = make().normalised()
-        solution, norms = _solved(block, options)
-        delta |= block.within(solution)
-        curves.append([value * block.unit for value in norms])
+        step, norms = _step(make, options)
+        delta |= step
+        curves.append(norms)
         if progress is not None:
             left = norms[-1] / norms[0] if norms[0] else 0.0
             progress(
-                f"solver: {next(iter(block.rhs))}, {len(curves)} of {len(systems)}: "
+                f"solver: {next(iter(step))}, {len(curves)} of {len(systems)}: "
                 f"{len(norms) - 1} iterations, residual {left:.1e}"
             )
     return delta, _relative(curves)
+
+
+def _step(
+    make: Callable[[], LinearSystem], options: MergeOptions
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Return a block's step and the residual's norms; the system is gone with it."""
+    block = make().normalised()
+    solution, norms = _solved(block, options)
+    return block.within(solution), [value * block.unit for value in norms]
 
 
 def _solved(
