@@ -61,7 +61,7 @@ class LocalSGD:
     lr, momentum, weight_decay : float
         As in ``torch.optim.SGD``.
     label_smoothing : float, default 0
-        Of :func:`cross_entropy`, in [0, 1). A client that is never quite sure keeps a
+        Of :func:`cross_entropy`, in [0, 1]. A client that is never quite sure keeps a
         Fisher that means something.
     loss_fn : Callable, default :func:`cross_entropy`
         The mean loss of a batch from outputs and labels.

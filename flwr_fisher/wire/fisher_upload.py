@@ -27,7 +27,7 @@ from flwr_fisher.wire.layout import (
     PREFIX,
     check_keys,
     curvature_to_tensors,
-    names_of,
+    parse_key,
 )
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
@@ -173,7 +173,8 @@ def _read_packed(
     _check_any(extras)
     blocks = []
     for block in read_blocks(extras):
-        keys = [k for k in extras if not block.shapes.keys().isdisjoint(names_of(k))]
+        own = block.shapes.keys()
+        keys = [k for k in extras if not own.isdisjoint(parse_key(k, like)[1])]
         blocks.append(Deferred(block, partial(read_block, keys)))
     _check_params(DeferredParams(params, read_params), like)
     return FisherUpload(DeferredParams(like, read_params), BlockDiagonal(blocks))

@@ -178,11 +178,6 @@ def parse_key(key: str, params: Params) -> tuple[Part, list[str]]:
     return part, names
 
 
-def names_of(key: str) -> list[str]:
-    """Return the parameters in the name of a tensor called `key`."""
-    return _parse(key)[1]
-
-
 def _parse(key: str) -> tuple[Part, list[str]]:
     if key.startswith(_DIAGONAL):
         return Part.DIAGONAL, [key.removeprefix(_DIAGONAL)]

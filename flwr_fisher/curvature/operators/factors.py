@@ -46,8 +46,8 @@ class SymmetricFactor(ABC):
         """Return the matrices times a factor of at least 0, or one a group."""
 
     @abstractmethod
-    def plus_diagonal(self, entries: Tensor) -> "SymmetricFactor":
-        """Return the matrices with entries ``[groups, n]`` added to the diagonals."""
+    def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "SymmetricFactor":
+        """Return the matrices times a factor, plus diagonals ``[groups, n]``."""
 
     @abstractmethod
     def __matmul__(self, right: Tensor) -> Tensor: ...
@@ -61,12 +61,16 @@ class SymmetricFactor(ABC):
 
     def towards_diagonal(self, share: float) -> "SymmetricFactor":
         """Return the matrices with off-diagonal entries scaled by ``1 - share``."""
-        return self.scaled(1 - share).plus_diagonal(share * self.diagonal())
+        if not share:
+            return self
+        return self.plus_diagonal(share * self.diagonal(), 1 - share)
 
     def towards_identity(self, share: float) -> "SymmetricFactor":
         """Return the matrices drawn to the multiple of the identity of equal trace."""
+        if not share:
+            return self
         mean = self.diagonal().mean(-1, keepdim=True).expand(self.shape[:2])
-        return self.scaled(1 - share).plus_diagonal(share * mean)
+        return self.plus_diagonal(share * mean, 1 - share)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +118,9 @@ class DenseFactor(SymmetricFactor):
         """Return the matrices times a factor, or one a group."""
         return DenseFactor(self.matrix * _by_group(factor, 3))
 
-    def plus_diagonal(self, entries: Tensor) -> "DenseFactor":
-        """Return a copy with entries added to the diagonals."""
-        matrix = self.matrix.clone()
+    def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "DenseFactor":
+        """Return a copy times a factor, with entries added to the diagonals."""
+        matrix = self.matrix * factor
         matrix.diagonal(dim1=-2, dim2=-1).add_(entries)
         return DenseFactor(matrix)
 
@@ -184,9 +188,10 @@ class LowRankFactor(SymmetricFactor):
         vectors = self.vectors * _by_group(factor**0.5, 3)
         return LowRankFactor(vectors, self.rest * _by_group(factor, 2))
 
-    def plus_diagonal(self, entries: Tensor) -> "LowRankFactor":
-        """Return the factor with entries added to the rest."""
-        return LowRankFactor(self.vectors, self.rest + entries)
+    def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "LowRankFactor":
+        """Return it times a factor, with entries added to the rest."""
+        vectors = self.vectors if factor == 1 else self.vectors * factor**0.5
+        return LowRankFactor(vectors, self.rest * factor + entries)
 
     def __matmul__(self, right: Tensor) -> Tensor:
         along = self.vectors @ (self.vectors.mT @ right)
