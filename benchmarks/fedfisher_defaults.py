@@ -43,7 +43,7 @@ WEIGHTS = {
     "robust 0.3": {"balance": 0.0, "robust": 0.3},
     "robust 1": {"balance": 0.0, "robust": 1.0},
 }
-ANCHORS, ITERATIONS = (0.03, 0.1, 0.3), (2, 3, 5)
+ANCHORS, ITERATIONS = (0.03, 0.1, 0.3), (3, 4, 5)
 CORRELATIONS = ((0.1, 0.3), (0.3, 0.0), (0.3, 0.1))  # shrink, damping
 
 

@@ -513,6 +513,28 @@ def test_local_sgd_with_more_terms_is_the_slow_loop_up_to_rounding(
     assert not torch.allclose(got["0.weight"], without["0.weight"], atol=1e-4)
 
 
+def test_the_last_epochs_mean_is_the_mean_of_what_fewer_epochs_give() -> None:
+    trainer = LocalSGD(epochs=4, lr=0.1, swa_epochs=2)
+    got = tensors_of(ask(tiny_client(train_fn=trainer)))
+    third, fourth = slow_sgd(epochs=3, lr=0.1), slow_sgd(epochs=4, lr=0.1)
+    for key, _ in named(tiny_model()):
+        torch.testing.assert_close(got[key], (third[key] + fourth[key]) / 2)
+    assert not torch.allclose(got["0.weight"], fourth["0.weight"], atol=1e-4)
+    with pytest.raises(ConfigurationError, match=r"swa_epochs must be in \[1, 4\]"):
+        LocalSGD(epochs=4, swa_epochs=5)
+
+
+def test_normalisation_statistics_are_those_under_the_mean() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    x = torch.randn(8, 2)
+    batches = [(x, torch.arange(8) % 2)]
+    LocalSGD(epochs=6, lr=0.5, swa_epochs=3)(model, batches, CPU, {})
+    hidden = model[0](x)
+    torch.testing.assert_close(model[1].running_mean, hidden.mean(0))
+    torch.testing.assert_close(model[1].running_var, hidden.var(0))
+
+
 def test_labels_are_smoothed_for_the_default_loss_alone() -> None:
     with pytest.raises(ConfigurationError, match="smooth labels in your loss_fn"):
         LocalSGD(label_smoothing=0.1, loss_fn=F.mse_loss)

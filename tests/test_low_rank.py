@@ -25,8 +25,10 @@ F64 = torch.float64
 
 
 def low_rank(seed: int, groups: int, n: int, rank: int) -> LowRankFactor:
-    vectors = randn(seed, groups, n, rank, dtype=F64)
-    return LowRankFactor(vectors, randn(seed + 1, groups, n, dtype=F64).square())
+    directions = randn(seed, groups, n, rank, dtype=F64)
+    lengths = randn(seed + 1, groups, rank, dtype=F64).abs()
+    rest = randn(seed + 2, groups, n, dtype=F64).square()
+    return LowRankFactor(directions, lengths, rest)
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -70,11 +72,48 @@ def test_a_low_rank_factor_is_its_dense_twin(
         torch.testing.assert_close(changed.to_dense(), want, rtol=rtol, atol=rtol)
 
 
+@SETTINGS
+@given(groups=st.integers(1, 3), n=st.integers(1, 7), share=st.floats(0, 1))
+def test_a_dense_factor_that_was_changed_is_its_matrix_changed(
+    groups: int, n: int, share: float
+) -> None:
+    matrices = torch.stack([random_psd(n, n, seed) for seed in range(groups)])
+    factor = DenseFactor(matrices)
+    per_group = torch.linspace(0.5, 2, groups, dtype=F64)
+    changed = factor.towards_diagonal(share).scaled(per_group).towards_identity(share)
+    assert isinstance(changed, DenseFactor)
+    assert changed.matrix is matrices  # many clients' are regularised, and none copied
+    diagonal = torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
+    want = (1 - share) * matrices + share * diagonal
+    want = want * per_group[:, None, None]
+    mean = want.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    want = (1 - share) * want + share * mean * torch.eye(n, dtype=F64)
+    close(changed.to_dense(), want)
+    close(changed.diagonal(), want.diagonal(dim1=-2, dim2=-1))
+    right, left = randn(5, groups, n, 3).double(), randn(6, groups, 2, n).double()
+    close(changed @ right, want @ right)
+    close(left @ changed, left @ want)
+    close(changed.mapped(lambda tensor: 2 * tensor).matrix, 2 * matrices)
+
+
+def test_directions_may_be_the_integers_as_which_they_travelled() -> None:
+    codes = torch.randint(-7, 8, (2, 5, 3), dtype=torch.int8)
+    lengths, rest = randn(1, 2, 3).abs(), randn(2, 2, 5).abs()
+    factor = LowRankFactor(codes, lengths, rest)
+    twin = LowRankFactor(codes.float(), lengths, rest)
+    assert torch.equal(factor.to_dense(), twin.to_dense())
+    assert torch.equal(factor @ torch.ones(2, 5, 1), twin @ torch.ones(2, 5, 1))
+    assert factor.scaled(2.0).directions is codes
+
+
 def test_nothing_of_the_size_of_the_matrix_is_made() -> None:
     """A factor of a million rows would have 10^12 entries."""
     n = 10**6
-    factor = LowRankFactor(torch.ones(1, n, 2), torch.ones(1, 1).expand(1, n))
+    rest = torch.ones(1, 1).expand(1, n)
+    factor = LowRankFactor(torch.ones(1, n, 2), torch.ones(1, 2), rest)
     changed = factor.towards_diagonal(0.5).towards_identity(0.5).scaled(2.0)
+    assert isinstance(changed, LowRankFactor)
+    assert changed.directions is factor.directions  # nor is what it holds copied
     assert changed.trace() == pytest.approx(6 * n)
     assert (changed @ torch.ones(1, n, 1)).shape == (1, n, 1)
 

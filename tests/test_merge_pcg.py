@@ -42,6 +42,7 @@ def low_rank(seed: int, rank: int = 2, n: int = 13, m: int = 6) -> Kronecker:
     A, G = (
         LowRankFactor(
             randn(900 + seed + side, 2, size, rank, dtype=torch.float64),
+            torch.ones(2, rank, dtype=torch.float64),
             randn(950 + seed + side, 2, size, dtype=torch.float64).square(),
         )
         for side, size in ((0, n), (1, m))

@@ -399,7 +399,7 @@ def test_resume_needs_a_directory() -> None:
         ({"structure": "diagonal"}, "structure: 'kfac' -> 'diagonal'"),
         ({"seed": 1}, "seed: 0 -> 1"),
         ({"anchor": 0.5}, "anchor: 0.1 -> 0.5"),
-        ({"iterations": 7}, "iterations: 3 -> 7"),
+        ({"iterations": 7}, "iterations: 4 -> 7"),
         ({"solver": "gd"}, "solver: 'pcg' -> 'gd'"),
     ],
 )

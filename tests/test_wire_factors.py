@@ -42,7 +42,7 @@ def cut(matrices: Tensor, rank: int, bits: int) -> Tensor:
     data = factors.encode_columns(*spectrum_of(matrices), trace, rank, bits)
     assert data.shape == (factors.size_of_columns(groups, n, rank, bits),)
     got = factors.decode_columns(data, groups, n, rank, bits, field="x")
-    assert got.vectors.shape == (groups, n, rank)
+    assert got.directions.shape == (groups, n, rank)
     return got.to_dense()
 
 

@@ -28,6 +28,7 @@ def client_fn(context: Context) -> FisherClient:
         lr=float(config["lr"]),
         momentum=float(config["momentum"]),
         label_smoothing=float(config["label-smoothing"]),
+        swa_epochs=int(config["swa-epochs"]),
         on_epoch=on_epoch,
     )
     loader = task.train_loader(partition, int(config["batch-size"]))

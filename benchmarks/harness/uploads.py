@@ -7,14 +7,20 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from flwr_fisher.client.training import LocalSGD
+from flwr_fisher.client.training import Loader, LocalSGD
 from flwr_fisher.curvature import fisher
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.wire import PREFIX, curvature_to_tensors, tensors_to_curvature
 from harness.page import CACHE
+
+# Fields that came later: at their defaults, clients trained before keep their folders.
+LATER = ("examples", "label_smoothing", "weight_decay", "averaged")
+MEAN = "mean/"
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class Setting:
     hold_out: bool = False
     examples: int | None = None  # of a client's, for its Fishers; by default all
     label_smoothing: float = 0.0
+    weight_decay: float = 0.0
+    averaged: int = 0  # last epochs, whose mean is kept too; 0: none
 
     def task(self, data_dir: Path | None = None) -> Task:
         """Load the task; `data_dir` is where the data set's files are."""
@@ -54,7 +62,7 @@ class Setting:
     def folder(self) -> Path:
         """Where the uploads are kept."""
         told = asdict(self)
-        for name in ("examples", "label_smoothing"):  # clients of before keep theirs
+        for name in LATER:
             if told[name] == getattr(Setting, name):
                 del told[name]
         key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
@@ -64,20 +72,27 @@ class Setting:
 
 
 def posteriors(
-    setting: Setting, task: Task, structure: str = "kfac"
+    setting: Setting, task: Task, structure: str = "kfac", *, averaged: bool = False
 ) -> list[LocalPosterior]:
-    """Return every client's upload; train those that are not on disk."""
+    """Return every client's upload; train those that are not on disk.
+
+    `averaged` ones hold the mean of the last epochs' parameters (``LocalSGD``'s
+    `swa_epochs`), of the same training.
+    """
     found = []
+    kind = f"{MEAN}{structure}/" if averaged else f"{structure}/"
     for client in range(setting.clients):
         path = setting.folder / f"client-{client}.safetensors"
         if not path.exists():
             _train(setting, task, client, path)
         tensors = load_file(path)
         params = {k: v for k, v in tensors.items() if "/" not in k}
+        if averaged:
+            params = {key: tensors[MEAN + key] for key in params}
         extras = {
-            key.removeprefix(f"{structure}/"): value
+            key.removeprefix(kind): value
             for key, value in tensors.items()
-            if key.startswith(f"{structure}/")
+            if key.startswith(kind)
         }
         curvature = tensors_to_curvature(extras, params)
         found.append(LocalPosterior(params, curvature, task.num_examples(client)))
@@ -87,26 +102,43 @@ def posteriors(
 def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
     torch.manual_seed(1000 * setting.seed + client)
     model, device = task.make_model(), torch.device("cpu")
+    average = AveragedModel(model)
+
+    def on_epoch(epoch: int, _: float) -> None:
+        if epoch > setting.epochs - setting.averaged:
+            average.update_parameters(model)
+
     train = LocalSGD(
         epochs=setting.epochs,
         lr=setting.lr,
         momentum=setting.momentum,
+        weight_decay=setting.weight_decay,
         label_smoothing=setting.label_smoothing,
+        on_epoch=on_epoch,
     )
     train(model, task.train_loader(client, setting.batch_size), device, {})
-    tensors = shared_state(model)
     images = task.train_images(client)
     if setting.examples is not None:
         images = images.subset(torch.randperm(len(images))[: setting.examples].tolist())
     loader = task.eval_loader(images, batch_size=256)
+    tensors = _laid_out(model, loader)
+    if setting.averaged:
+        mean = _laid_out(average.module, loader)
+        tensors |= {f"{MEAN}{key}": value for key, value in mean.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
+    partial.rename(path)
+    print(f"{setting.folder.name} client {client}", flush=True)
+
+
+def _laid_out(model: nn.Module, loader: Loader) -> dict[str, Tensor]:
+    """Return the parameters, and both Fishers under their names."""
+    tensors = shared_state(model)
     structures = ("kfac", "diagonal")
     both = fisher(model, loader, structure=structures, tolerance=0)
     for structure, curvature in zip(structures, both, strict=True):
         laid_out = curvature_to_tensors(curvature)
         tensors |= {f"{structure}/{k}": v for k, v in laid_out.items()}
     assert all(PREFIX in key for key in tensors if "/" in key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
-    partial.rename(path)
-    print(f"{setting.folder.name} client {client}", flush=True)
+    return tensors

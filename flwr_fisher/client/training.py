@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.errors import ConfigurationError, DataError, check_range
 
@@ -63,6 +64,10 @@ class LocalSGD:
     label_smoothing : float, default 0
         Of :func:`cross_entropy`, in [0, 1]. A client that is never quite sure keeps a
         Fisher that means something.
+    swa_epochs : int, default 1
+        Stochastic weight averaging (Izmailov et al. 2018), at the same learning rate:
+        end with the mean of the parameters after each of the last so many epochs.
+        Normalisation statistics are those of the loader under the mean.
     loss_fn : Callable, default :func:`cross_entropy`
         The mean loss of a batch from outputs and labels.
     on_epoch : Callable[[int, float], None], optional
@@ -79,6 +84,7 @@ class LocalSGD:
     momentum: float = 0.9
     weight_decay: float = 0.0
     label_smoothing: float = 0.0
+    swa_epochs: int = 1
     loss_fn: Loss = cross_entropy
     on_epoch: Callable[[int, float], None] | None = None
 
@@ -87,6 +93,7 @@ class LocalSGD:
         check_range("lr", self.lr, 0)
         check_range("momentum", self.momentum, 0, 1)
         check_range("weight_decay", self.weight_decay, 0)
+        check_range("swa_epochs", self.swa_epochs, 1, self.epochs)
         check_range("label_smoothing", self.label_smoothing, 0, 1)
         if self.label_smoothing and self.loss_fn is not cross_entropy:
             raise ConfigurationError(
@@ -122,6 +129,7 @@ class LocalSGD:
         if self.label_smoothing:
             loss_fn = partial(cross_entropy, label_smoothing=self.label_smoothing)
         proximal = _Proximal(trained, float(config.get("proximal-mu", 0.0)))
+        average = AveragedModel(model) if self.swa_epochs > 1 else None
         model.train()
         mean = 0.0
         for epoch in range(1, self.epochs + 1):
@@ -140,8 +148,13 @@ class LocalSGD:
             if not count:
                 raise DataError("the training loader has no examples")
             mean = float(total) / count
+            if average is not None and epoch > self.epochs - self.swa_epochs:
+                average.update_parameters(model)
             if self.on_epoch is not None:
                 self.on_epoch(epoch, mean)
+        if average is not None:
+            model.load_state_dict(average.module.state_dict())
+            update_bn(loader, model, device)
         return {"train_loss": mean}
 
 

@@ -78,7 +78,7 @@ def fedfisher(
         times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients:
         at 1 about as long as all clients' own steps, unlike each other, added up.
     iterations : int, optional
-        At most this many: by default 3 (``pcg``), 100 (``cg``) or 2000 (``adam``,
+        At most this many: by default 4 (``pcg``), 100 (``cg``) or 2000 (``adam``,
         ``gd``).
     tolerance : float, default 1e-6
         ``pcg``, ``cg`` and ``gd`` stop when a layer's residual has fallen by so much.

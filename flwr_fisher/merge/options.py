@@ -13,7 +13,7 @@ _PCG = {"anchor": 0.1, "shrink": 0.3, "damping": 0.0, "balance": 0.0, "robust": 
 _CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "robust": 0.0}
 _NONE = dict.fromkeys(_PCG, 0.0)
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "pcg": _PCG | {"iterations": 3},
+    "pcg": _PCG | {"iterations": 4},
     "cg": _CG | {"iterations": 100},
     "closed-form": _NONE | {"iterations": 2000},
     "adam": _NONE | {"iterations": 2000},

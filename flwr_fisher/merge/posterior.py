@@ -1,5 +1,6 @@
 """What a client reports: where it ended, and how sure it is of every direction."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,12 +90,14 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
 
 
 def _check_block(what: str, block: Curvature, params: Params) -> None:
-    for tensor in block.tensors():
-        for name in block.shapes:
-            _check_dtype(what, tensor.dtype, params[name].dtype)
-        if not tensor.isfinite().all():
-            raise ParamsError(f"{what} holds NaN or infinity")
-    if any((numbers < 0).any() for numbers in block.non_negative()):
+    tensors, numbers = block.tensors(), block.non_negative()
+    # Directions may be the integers as which they travelled, what they give is not.
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    for tensor, name in itertools.product([*floating, *numbers], block.shapes):
+        _check_dtype(what, tensor.dtype, params[name].dtype)
+    if not all(tensor.isfinite().all() for tensor in floating):
+        raise ParamsError(f"{what} holds NaN or infinity")
+    if any((each < 0).any() for each in numbers):
         raise ParamsError(f"{what} is negative on a diagonal")
 
 

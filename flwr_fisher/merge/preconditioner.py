@@ -91,19 +91,17 @@ def _sum_solver(
     terms: Sequence[ScaledFactor], divisor: Tensor, ridge: float
 ) -> Callable[[Tensor], Tensor]:
     """Return what solves with ``sum of scale M / divisor + ridge I``, by group."""
-    factors = [factor for factor, _ in terms]
+    factors = [factor.scaled(scale / divisor) for factor, scale in terms]
     low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
-    groups, n, _ = factors[0].shape
-    scales = [(scale / divisor).reshape(groups, 1, 1) for _, scale in terms]
-    if len(low) < len(factors) or 2 * sum(f.vectors.shape[-1] for f in low) > n:
-        matrix = factors[0].to_dense() * scales[0]
-        for scale, factor in zip(scales[1:], factors[1:], strict=True):
-            matrix += factor.to_dense() * scale
+    n = factors[0].shape[-1]
+    if len(low) < len(factors) or 2 * sum(factor.rank for factor in low) > n:
+        matrix = torch.zeros(factors[0].shape).to(divisor)
+        for factor in factors:
+            matrix += factor.to_dense()
         return _solver_of(matrix, torch.full_like(matrix[..., 0], ridge))
-    pairs = list(zip(scales, low, strict=True))
-    vectors = torch.cat([f.vectors * scale.sqrt() for scale, f in pairs], -1)
-    rests = [f.rest * scale.squeeze(-1) for scale, f in pairs]
-    return _woodbury(vectors, torch.stack(rests).sum(0) + ridge)
+    vectors = torch.cat([factor.vectors() for factor in low], -1)
+    rest = torch.stack([factor.rest for factor in low]).sum(0)
+    return _woodbury(vectors, rest + ridge)
 
 
 def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
@@ -116,7 +114,8 @@ def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _solver_of(matrices: Tensor, ridge: Tensor) -> Callable[[Tensor], Tensor]:
     """Return what solves with symmetric matrices plus a ridge on their diagonals."""
-    wide = matrices.double() + torch.diag_embed(ridge.double())
+    wide = matrices.to(torch.float64, copy=True)
+    wide.diagonal(dim1=-2, dim2=-1).add_(ridge)
     working = torch.promote_types(matrices.dtype, torch.float32)
     lower = torch.linalg.cholesky(wide).to(working)
     return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)

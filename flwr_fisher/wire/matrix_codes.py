@@ -22,7 +22,7 @@ the diagonal.
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.factors import LowRankFactor, gram
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire.bits import (
     as_bytes,
@@ -56,11 +56,19 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
 def decode_whole(data: Tensor, groups: int, n: int, bits: int, *, field: str) -> Tensor:
     """Undo :func:`encode_whole`; float32 ``[groups, n, n]``."""
     norms, rest = _norms(data, (groups, n), field)
-    codes = _unpack(rest, groups * n * (n + 1) // 2, bits, field)
+    count = groups * n * (n + 1) // 2
+    _check_size(rest, count, bits, field)
+    # Taken before what is let go again: a merge keeps many clients' matrices, and holes
+    # between them would double its memory.
+    matrices = torch.empty(groups, n, n, device=data.device)
+    codes = _unpack(rest, count, bits, field)
     rows, columns = torch.tril_indices(n, n, device=data.device)
     lower = codes.new_zeros(groups, n, n)
     lower[:, rows, columns] = codes.view(groups, len(rows))
-    return _outer(_directions(lower) * norms.unsqueeze(-1), field)
+    gram(_directions(lower).mul_(norms.unsqueeze(-1)), out=matrices)
+    if not matrices.isfinite().all():
+        raise WireError("its norms overflow", field=field)
+    return matrices
 
 
 def size_of_columns(groups: int, n: int, rank: int, bits: int) -> int:
@@ -96,11 +104,12 @@ def encode_columns(
 def decode_columns(
     data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
 ) -> LowRankFactor:
-    """Undo :func:`encode_columns`, in float32."""
+    """Undo :func:`encode_columns`; in float32, but the codes stay integers."""
     norms, codes = _norms(data, (groups, rank + 1), field)
-    basis = decode_basis(codes, groups, n, rank, bits, field=field)
+    entries = _unpack(codes, groups * n * rank, bits, field).view(groups, rank, n)
+    lengths = norms[:, 1:] / _norms_of(entries).squeeze(-1)
     rest = norms[:, :1].square().expand(groups, n)
-    factor = LowRankFactor(basis.mul_(norms[:, None, 1:]), rest)
+    factor = LowRankFactor(entries.mT, lengths, rest)
     if not factor.diagonal().isfinite().all():  # which bounds the other entries
         raise WireError("its norms overflow", field=field)
     return factor
@@ -151,28 +160,29 @@ def _codes(vectors: Tensor, bits: int) -> Tensor:
     return scaled.round_().to(torch.int32) + centre
 
 
-def _unpack(data: Tensor, count: int, bits: int, field: str) -> Tensor:
-    """Return the vectors' signed entries; each vector's scale is lost."""
+def _check_size(data: Tensor, count: int, bits: int, field: str) -> None:
     if len(data) != (expected := packed_size(count, bits)):
         raise WireError(f"{len(data)} bytes of codes, expected {expected}", field=field)
-    centre = largest_level(bits)
+
+
+def _unpack(data: Tensor, count: int, bits: int, field: str) -> Tensor:
+    """Return the vectors' signed entries; each vector's scale is lost."""
+    _check_size(data, count, bits, field)
+    centre, small = largest_level(bits), torch.int8 if bits <= 8 else torch.int16
+    entries = torch.empty(count, dtype=small, device=data.device)  # first, as matrices
     codes = unpack_codes(data, bits, count, 2 * centre, field=field)
-    return (codes - centre).to(torch.float32)
+    return entries.copy_(codes - centre)
 
 
 def _directions(entries: Tensor) -> Tensor:
     """Return unit vectors along the last dimension; zero stays zero."""
-    norms: Tensor = torch.linalg.vector_norm(entries, dim=-1, keepdim=True)
-    return entries / norms.clamp_min(1)
+    return entries / _norms_of(entries)
 
 
-def _outer(vectors: Tensor, field: str) -> Tensor:
-    """Return the sum of the columns' outer products, exactly symmetric."""
-    matrices = vectors @ vectors.mT
-    matrices = matrices / 2 + matrices.mT / 2  # halved first: the sum may overflow
-    if not matrices.isfinite().all():
-        raise WireError("its norms overflow", field=field)
-    return matrices
+def _norms_of(entries: Tensor) -> Tensor:
+    """Return the lengths along the last dimension in float32, and 1 for zero."""
+    norms: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1, keepdim=True)
+    return norms.clamp_min(1)
 
 
 def _norms(data: Tensor, shape: tuple[int, int], field: str) -> tuple[Tensor, Tensor]:

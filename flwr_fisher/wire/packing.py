@@ -179,7 +179,8 @@ def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor | LowRan
         factor = matrix_codes.decode_columns(body, a, b, c, bits, field=field)
         if part == Part.FACTOR:
             to_finite(factor.diagonal(), dtype, field=field)
-            return factor.mapped(lambda tensor: tensor.to(dtype))
+            lengths, rest = factor.lengths.to(dtype), factor.rest.to(dtype)
+            return LowRankFactor(factor.directions, lengths, rest)
         matrices = factor.to_dense()
     else:
         basis = matrix_codes.decode_basis(body, a, b, c, bits, field=field)

@@ -132,8 +132,7 @@ class EigenKronecker(LayerCurvature):
 
 
 def _in_basis(basis: Tensor, values: Tensor) -> LowRankFactor:
-    vectors = basis * values.sqrt().unsqueeze(-2)
-    return LowRankFactor(vectors, torch.zeros_like(basis[..., 0]))
+    return LowRankFactor(basis, values.sqrt(), torch.zeros_like(basis[..., 0]))
 
 
 def _orthonormal(basis: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -75,23 +75,32 @@ class SymmetricFactor(ABC):
 
 @dataclass(frozen=True, eq=False)
 class DenseFactor(SymmetricFactor):
-    """A factor with all of its entries.
+    r"""A factor with all of its entries: :math:`s M + \operatorname{diag}(d)`.
+
+    What is added and multiplied is held apart: a merge regularises those of every
+    client, and copies none.
 
     Parameters
     ----------
     matrix : Tensor
-        ``[groups, n, n]``.
+        :math:`M`, ``[groups, n, n]``.
+    scale : Tensor or float, default 1
+        :math:`s`, not negative, or one a group, ``[groups]``.
+    rest : Tensor, optional
+        :math:`d`, ``[groups, n]``; none stands for 0.
 
     Examples
     --------
     >>> factor = DenseFactor(torch.tensor([[[2.0, 1.0], [1.0, 3.0]]]))
     >>> factor.trace()
     tensor([5.])
-    >>> torch.ones(1, 1, 2) @ factor
-    tensor([[[3., 4.]]])
+    >>> torch.ones(1, 1, 2) @ factor.towards_diagonal(0.5)
+    tensor([[[2.5000, 3.5000]]])
     """
 
     matrix: Tensor
+    scale: Tensor | float = 1.0
+    rest: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -99,55 +108,78 @@ class DenseFactor(SymmetricFactor):
         return self.matrix.shape
 
     def tensors(self) -> list[Tensor]:
-        """Return the matrices."""
-        return [self.matrix]
+        """Return the matrices, and what they are scaled by and added to."""
+        every = (self.matrix, self.scale, self.rest)
+        return [tensor for tensor in every if isinstance(tensor, Tensor)]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "DenseFactor":
-        """Return a function of the matrices."""
-        return DenseFactor(function(self.matrix))
+        """Return a function of the matrices, and of the other tensors."""
+        scale = function(self.scale) if isinstance(self.scale, Tensor) else self.scale
+        rest = None if self.rest is None else function(self.rest)
+        return DenseFactor(function(self.matrix), scale, rest)
 
     def to_dense(self) -> Tensor:
-        """Return the matrices; they are not copied."""
-        return self.matrix
+        """Return the matrices; they are copied only if they were changed."""
+        if self.rest is None and isinstance(self.scale, float) and self.scale == 1:
+            return self.matrix
+        matrices = self.matrix * _by_group(self.scale, 3)
+        if self.rest is not None:
+            matrices.diagonal(dim1=-2, dim2=-1).add_(self.rest)
+        return matrices
 
     def diagonal(self) -> Tensor:
         """Return the diagonals."""
-        return self.matrix.diagonal(dim1=-2, dim2=-1)
+        scaled = self.matrix.diagonal(dim1=-2, dim2=-1) * _by_group(self.scale, 2)
+        return scaled if self.rest is None else scaled + self.rest
 
     def scaled(self, factor: float | Tensor) -> "DenseFactor":
         """Return the matrices times a factor, or one a group."""
-        return DenseFactor(self.matrix * _by_group(factor, 3))
+        rest = None if self.rest is None else self.rest * _by_group(factor, 2)
+        return DenseFactor(self.matrix, self.scale * factor, rest)
 
     def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "DenseFactor":
-        """Return a copy times a factor, with entries added to the diagonals."""
-        matrix = self.matrix * factor
-        matrix.diagonal(dim1=-2, dim2=-1).add_(entries)
-        return DenseFactor(matrix)
+        """Return them times a factor, with entries added to the diagonals."""
+        scaled = self.scaled(float(factor))
+        rest = entries if scaled.rest is None else scaled.rest + entries
+        return DenseFactor(self.matrix, scaled.scale, rest)
 
     def __matmul__(self, right: Tensor) -> Tensor:
-        return self.matrix @ right
+        return self._completed(self.matrix @ right, right, -1)
 
     def __rmatmul__(self, left: Tensor) -> Tensor:
-        return left @ self.matrix
+        return self._completed(left @ self.matrix, left, -2)
+
+    def _completed(self, product: Tensor, vector: Tensor, dim: int) -> Tensor:
+        if isinstance(self.scale, Tensor) or self.scale != 1:
+            product.mul_(_by_group(self.scale, 3))
+        if self.rest is not None:
+            product.addcmul_(vector, self.rest.unsqueeze(dim))
+        return product
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankFactor(SymmetricFactor):
     r"""A factor of few directions: :math:`V V^\top + \operatorname{diag}(d)`.
 
-    Nothing of the size ``n x n`` is formed but by :meth:`to_dense`.
+    Nothing of the size ``n x n`` is formed but by :meth:`to_dense`. The directions are
+    held apart from their lengths, so that they stay the small integers that they travel
+    as, and a factor is scaled without a copy of them: a merge holds those of every
+    client.
 
     Parameters
     ----------
-    vectors : Tensor
-        :math:`V`, ``[groups, n, rank]``.
+    directions : Tensor
+        ``[groups, n, rank]``, of any dtype and length.
+    lengths : Tensor
+        ``[groups, rank]``, not negative; :math:`V` is the directions times them.
     rest : Tensor
         :math:`d`, ``[groups, n]``, not negative; of one value a group as it comes off
         the wire.
 
     Examples
     --------
-    >>> factor = LowRankFactor(torch.tensor([[[1.0], [2.0]]]), torch.full((1, 2), 0.5))
+    >>> directions = torch.tensor([[[1], [2]]], dtype=torch.int8)
+    >>> factor = LowRankFactor(directions, torch.ones(1, 1), torch.full((1, 2), 0.5))
     >>> factor.to_dense()
     tensor([[[1.5000, 2.0000],
              [2.0000, 4.5000]]])
@@ -155,51 +187,67 @@ class LowRankFactor(SymmetricFactor):
     tensor([[[3.5000, 6.5000]]])
     """
 
-    vectors: Tensor
+    directions: Tensor
+    lengths: Tensor
     rest: Tensor
 
     @property
     def shape(self) -> torch.Size:
         """The shape as one tensor, ``[groups, n, n]``."""
-        groups, n, _ = self.vectors.shape
+        groups, n, _ = self.directions.shape
         return torch.Size((groups, n, n))
 
+    @property
+    def rank(self) -> int:
+        """The number of directions."""
+        return self.directions.shape[-1]
+
+    def vectors(self) -> Tensor:
+        """Return a copy of the directions, times their lengths."""
+        return self.directions * self.lengths.unsqueeze(-2)
+
     def tensors(self) -> list[Tensor]:
-        """Return the vectors and the rest."""
-        return [self.vectors, self.rest]
+        """Return the directions, their lengths and the rest."""
+        return [self.directions, self.lengths, self.rest]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LowRankFactor":
-        """Return a function of the vectors and the rest."""
-        return LowRankFactor(function(self.vectors), function(self.rest))
+        """Return a function of the directions, their lengths and the rest."""
+        return LowRankFactor(*(function(tensor) for tensor in self.tensors()))
 
     def to_dense(self) -> Tensor:
         """Return the matrices, exactly symmetric."""
-        matrices = self.vectors @ self.vectors.mT
-        matrices = matrices / 2 + matrices.mT / 2  # halved first: the sum may overflow
+        matrices = gram(self.vectors())
         matrices.diagonal(dim1=-2, dim2=-1).add_(self.rest)
         return matrices
 
     def diagonal(self) -> Tensor:
         """Return the diagonals."""
-        return self.vectors.square().sum(-1) + self.rest
+        return self.vectors().square_().sum(-1) + self.rest
 
     def scaled(self, factor: float | Tensor) -> "LowRankFactor":
         """Return the matrices times a factor, or one a group."""
-        vectors = self.vectors * _by_group(factor**0.5, 3)
-        return LowRankFactor(vectors, self.rest * _by_group(factor, 2))
+        lengths = self.lengths * _by_group(factor**0.5, 2)
+        rest = self.rest * _by_group(factor, 2)
+        return LowRankFactor(self.directions, lengths, rest)
 
     def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "LowRankFactor":
         """Return it times a factor, with entries added to the rest."""
-        vectors = self.vectors if factor == 1 else self.vectors * factor**0.5
-        return LowRankFactor(vectors, self.rest * factor + entries)
+        rest = self.rest * factor + entries
+        return LowRankFactor(self.directions, self.lengths * factor**0.5, rest)
 
     def __matmul__(self, right: Tensor) -> Tensor:
-        along = self.vectors @ (self.vectors.mT @ right)
-        return along + self.rest.unsqueeze(-1) * right
+        vectors = self.vectors()
+        return vectors @ (vectors.mT @ right) + self.rest.unsqueeze(-1) * right
 
     def __rmatmul__(self, left: Tensor) -> Tensor:
-        along = (left @ self.vectors) @ self.vectors.mT
-        return along + left * self.rest.unsqueeze(-2)
+        vectors = self.vectors()
+        return left @ vectors @ vectors.mT + left * self.rest.unsqueeze(-2)
+
+
+def gram(vectors: Tensor, out: Tensor | None = None) -> Tensor:
+    r"""Return :math:`V V^\top`, exactly symmetric."""
+    half = (vectors @ vectors.mT).div_(2)  # first: the sum may overflow
+    return torch.add(half, half.mT, out=out)
 
 
 def _by_group(factor: float | Tensor, dim: int) -> float | Tensor:
