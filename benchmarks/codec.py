@@ -1,14 +1,15 @@
 """What packing an upload costs: accuracy against bytes, and time in local epochs.
 
-    python benchmarks/codec.py --data-dir DIR   # DIR/MNIST/raw has the files
+    python benchmarks/codec.py --data-dir DIR   # data as for fedfisher.py
 
 The clients are those of `fedfisher.py` (MNIST, LeNet, α = 0.1, seeds 0-2); each codec
 packs and unpacks the same uploads, which the default solver merges (the closed form
 where the structure is diagonal). Sizes are those of the serialised reply, metrics
 included, in multiples of FedAvg's: the largest of any client. Nothing was chosen on
 these splits: budgets are named, all else is the codec's default. Three splits say
-little about a codec's noise, so a second table has the 12 validation splits (MNIST) of
-`fedfisher_defaults.py`.
+little about a codec's noise, so a second table has six validation splits of
+`fedfisher_defaults.py`: LeNet on MNIST, and on CIFAR-10 the CNN, whose largest factor
+is cut to its leading vectors without a full eigendecomposition.
 
 Times are medians of 5 runs that take turns. An epoch is the client's own loop
 (`LocalSGD`, batch 64) over all of its examples. The CNN is that of `curvature.py`,

@@ -14,16 +14,23 @@ merge as well as those of all. *Averaged* uploads are of the same training: the 
 the parameters after each of the last five epochs, and the Fisher there.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 
-import torch
-from harness.page import RESULTS, blocks, command_line, opening, write_page
+from harness.page import (
+    RESULTS,
+    blocks,
+    command_line,
+    opening,
+    with_workers,
+    write_page,
+)
 from harness.plots import without_frame
+from harness.splits import on_splits
 from harness.stats import each, paired, spread, standard_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
@@ -176,21 +183,18 @@ def plot(results: Mapping[float, list[Scores]], stem: str) -> None:
 
 def main() -> None:
     """Write each data set's table, plot and the numbers behind them."""
-    parser = command_line(__doc__)
+    parser = with_workers(command_line(__doc__))
     parser.add_argument("--only", choices=PROBLEMS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     for name in [options.only] if options.only else PROBLEMS:
         problem = PROBLEMS[name]
         if not (options.data_dir / problem.folder).exists():
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")
             continue
-        results: dict[float, list[Scores]] = {alpha: [] for alpha in ALPHAS}
-        for alpha in ALPHAS:
-            for seed in SEEDS:
-                scores = evaluate(problem.setting(alpha, seed), options.data_dir)
-                results[alpha].append(scores)
-                print(name, alpha, seed, json.dumps(scores), flush=True)
+        splits = {a: [problem.setting(a, seed) for seed in SEEDS] for a in ALPHAS}
+        every = chain.from_iterable(splits.values())
+        found = on_splits("fedfisher", evaluate, every, options)
+        results = {a: [found[split] for split in splits[a]] for a in ALPHAS}
         title = f"One-shot merging on {problem.title}"
         write_page(
             problem.name, blocks(opening(title, __doc__), table(results)), results

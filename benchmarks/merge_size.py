@@ -8,8 +8,8 @@ with one sampled label: what is measured does not depend on what the numbers are
 more than three clients the others are these with noise added to the parameters. Uploads
 are packed to FedAvg's size, and merged by the default solver.
 
-A *pass* is one forward and backward pass of the same network at batch 32, in the same
-process. Each merge has a process of its own; its peak is the kernel's high-water mark
+A *pass* is one forward and backward pass of the same network at batch 32, timed before
+and after. Each merge has a process of its own; its peak is the kernel's high-water mark
 of resident memory, set to zero when the merge begins. Everything runs on two threads.
 """
 
@@ -102,11 +102,11 @@ def main() -> None:
         if name == "codec":
             found = {model: alone(codec, model) for model in MODELS}
         elif name == "parameters":
-            merges = {m: [alone(merging, m, FIVE, True)] for m in MODELS}
+            merges = {m: [merging(m, FIVE, True)] for m in MODELS}
             found = {"five clients": [m for values in merges.values() for m in values]}
         else:
             found = {
-                model: [alone(merging, model, count, False) for count in counts]
+                model: [merging(model, count, False) for count in counts]
                 for model, counts in COUNTS.items()
             }
         page.keep(name, found)

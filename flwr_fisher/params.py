@@ -62,6 +62,9 @@ class DeferredParams(Mapping[str, Tensor]):
             raise KeyError(key)
         return self._make(key)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.layout
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout)
 

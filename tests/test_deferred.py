@@ -111,6 +111,8 @@ def test_params_are_made_each_time_and_not_kept() -> None:
     assert list(later) == ["a", "b"]
     check_same_layout(like, later)
     assert layout_of(later)["a"].device.type == "meta"
+    assert "a" in later
+    assert "c" not in later
     assert not alive
     assert torch.equal(weighted_mean([like, later], [1, 2])["b"], torch.full((2,), 2.0))
     gc.collect()

@@ -4,11 +4,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fedfisher_defaults import columns
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from harness.plots import powers_of_two, without_frame
 from harness.stats import each, paired, spread, standard_error, with_error
@@ -121,15 +121,13 @@ def on_test(
 def on_validation(data_dir: Path, **options: float) -> list[Find]:
     """Return the results on splits and examples of no test set."""
     found = []
-    for seed, alpha in product(range(100, 104), (0.2, 0.1, 0.05)):
-        setting = Setting(
-            "mnist", "lenet", alpha, seed, validation=10_000, hold_out=True
-        )
+    every = columns()
+    for setting in every["MNIST, lenet"] + every["CIFAR-10, cnn"]:
         task = setting.task(data_dir)
         assert task.validation is not None
-        loader = task.eval_loader(task.validation)
+        loader = list(task.eval_loader(task.validation))
         found.append(evaluate(task, posteriors(setting, task), loader, KFAC, options))
-        print(alpha, seed, json.dumps(found[-1]), flush=True)
+        print(setting.folder.name, json.dumps(found[-1]), flush=True)
     return found
 
 

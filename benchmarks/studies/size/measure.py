@@ -1,5 +1,6 @@
 """Seconds and memory of packing and merging, each in a process of its own."""
 
+import ctypes
 import multiprocessing
 import statistics
 import sys
@@ -58,11 +59,25 @@ def codec(name: str, runs: int = 3) -> Numbers:
     return {key: statistics.median(values) for key, values in took.items()}
 
 
+def passed(name: str) -> Numbers:
+    """Return the seconds of a gradient pass."""
+    return {"pass": gradient_pass(name)}
+
+
 def merging(name: str, count: int, decoded: bool) -> Numbers:
     """Return what a merge takes: seconds, gradient passes, and memory in GB.
 
-    With `decoded`, uploads are unpacked before; else the merge unpacks each layer.
+    With `decoded`, uploads are unpacked before; else the merge unpacks each layer. The
+    passes are timed before and after, in processes of their own: what they leave behind
+    is no memory of the merge's.
     """
+    before = alone(passed, name)["pass"]
+    found = alone(_merging, name, count, decoded)
+    each = statistics.mean([before, alone(passed, name)["pass"]])
+    return found | {"pass": each, "passes": found["seconds"] / each}
+
+
+def _merging(name: str, count: int, decoded: bool) -> Numbers:
     params = shared_state(network(name))
     chosen = resolve(get_codec("fedavg"), params)
     posteriors = []
@@ -71,20 +86,18 @@ def merging(name: str, count: int, decoded: bool) -> Numbers:
         if decoded:
             upload = FisherUpload(dict(upload.params), upload.curvature.made())
         posteriors.append(upload.posterior(100.0))
-    each = gradient_pass(name)
+    # What making the uploads left behind is no memory of theirs; Linux has glibc.
+    ctypes.CDLL(None).malloc_trim(0)
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     took = seconds(lambda: fedfisher(posteriors))
     peak = _resident("VmHWM")
-    each = statistics.mean([each, gradient_pass(name)])
     numel = sum(value.numel() for value in params.values())
     return {
         "model": name,
         "parameters": numel,
         "clients": count,
         "seconds": took,
-        "pass": each,
-        "passes": took / each,
         "uploads-gb": before,
         "peak-gb": peak,
         "above-gb": peak - before,

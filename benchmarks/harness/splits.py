@@ -1,0 +1,37 @@
+"""Evaluate splits of a data set in several processes, each one's numbers kept."""
+
+import json
+import multiprocessing
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness.jobs import quiet
+from harness.page import CACHE
+from harness.uploads import Setting
+
+Evaluate = Callable[[Setting, Path], Any]  # a split's numbers, from the data's folder
+
+
+def on_splits(
+    name: str, evaluate: Evaluate, settings: Iterable[Setting], options: Namespace
+) -> dict[Setting, Any]:
+    """Return each split's numbers; those found before are in the cache's `name`."""
+    splits = list(dict.fromkeys(settings))
+    run = partial(_kept, CACHE / name, evaluate, options.data_dir)
+    with multiprocessing.get_context("fork").Pool(options.workers, quiet) as pool:
+        return dict(zip(splits, pool.map(run, splits, chunksize=1), strict=True))
+
+
+def _kept(folder: Path, evaluate: Evaluate, data_dir: Path, setting: Setting) -> Any:
+    path = folder / f"{setting.folder.name}.json"
+    if not path.exists():
+        found = evaluate(setting, data_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        aside.write_text(json.dumps(found))
+        aside.rename(path)
+        print(path.stem, json.dumps(found), flush=True)
+    return json.loads(path.read_text())
