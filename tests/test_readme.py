@@ -11,6 +11,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flwr_fisher.merge.options import merge_options
 from flwr_fisher.params import shared_state
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
@@ -120,3 +121,14 @@ def test_every_link_leads_somewhere():
             assert target.removeprefix("#") in HEADINGS
         else:
             assert (Path(__file__).parents[1] / target).exists(), target
+
+
+def test_the_table_of_options_has_the_merges_defaults():
+    table = README.split("`FedFisherOneShot` takes")[1].split("`FedFish` takes")[0]
+    shown: dict[str, str] = {}
+    for names, values in re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE):
+        shown |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=False)
+    options = merge_options()
+    for name in ("anchor", "shrink", "damping", "balance", "robust", "iterations"):
+        assert float(shown[name]) == getattr(options, name)
+    assert shown["solver"] == f'`"{options.solver}"`'

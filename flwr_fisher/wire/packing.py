@@ -29,7 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.factors import (
+    DenseFactor,
+    LowRankFactor,
+    SymmetricFactor,
+)
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrix_codes
@@ -148,11 +152,14 @@ def raw(body: Tensor, like: Tensor, *, field: str) -> Tensor:
     return tensor
 
 
-def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor | LowRankFactor:
+def unpack_part(
+    entry: Tensor, params: Params, *, field: str
+) -> Tensor | SymmetricFactor:
     """Read a part of a curvature over `params`.
 
-    The announced shape is checked before anything of that shape is allocated. A factor
-    that was cut to its leading vectors stays so.
+    The announced shape is checked before anything of that shape is allocated. Factors
+    of K-FAC are symmetric, positive semi-definite and finite as they come; one that was
+    cut to its leading vectors stays so.
     """
     part, names = parse_key(field, params)
     dtype = params[names[0]].dtype
@@ -171,21 +178,23 @@ def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor | LowRan
         return _LEVELS[form](bits).decode(body, count, dtype, field=field).view(shape)
     if part == Part.DENSE and a != 1:
         raise WireError(f"{a} matrices, expected one", field=field)
+    factor: SymmetricFactor
     if form == Form.WHOLE:
-        matrices = matrix_codes.decode_whole(body, a, b, bits, field=field)
+        factor = DenseFactor(matrix_codes.decode_whole(body, a, b, bits, field=field))
     elif c > b:
         raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
     elif form == Form.COLUMNS:
         factor = matrix_codes.decode_columns(body, a, b, c, bits, field=field)
-        if part == Part.FACTOR:
-            to_finite(factor.diagonal(), dtype, field=field)
-            lengths, rest = factor.lengths.to(dtype), factor.rest.to(dtype)
-            return LowRankFactor(factor.directions, lengths, rest)
-        matrices = factor.to_dense()
     else:
         basis = matrix_codes.decode_basis(body, a, b, c, bits, field=field)
-        matrices = pad(basis, (0, b - c))
-    return to_finite(matrices, dtype, field=field).view(shape)
+        return to_finite(pad(basis, (0, b - c)), dtype, field=field)
+    to_finite(factor.diagonal(), dtype, field=field)  # which bounds the other entries
+    if part == Part.DENSE:
+        return factor.to_dense().to(dtype).view(shape)
+    if isinstance(factor, LowRankFactor):  # whose directions stay integers
+        lengths, rest = factor.lengths.to(dtype), factor.rest.to(dtype)
+        return LowRankFactor(factor.directions, lengths, rest)
+    return factor.mapped(lambda tensor: tensor.to(dtype))
 
 
 def _read_head(entry: Tensor, field: str) -> tuple[Form, int, int, int, int, Tensor]:

@@ -15,7 +15,7 @@ from flwr_fisher.curvature import (
     EigenKronecker,
     Kronecker,
 )
-from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.checks import check_second_moment
@@ -28,8 +28,8 @@ from flwr_fisher.wire.layout import (
     parse_key,
 )
 
-# A factor of K-FAC may arrive as its leading vectors; everything else is a tensor.
-Parts = Mapping[str, Tensor | LowRankFactor]
+# Factors of K-FAC arrive packed as such; everything else is a tensor, to be checked.
+Parts = Mapping[str, Tensor | SymmetricFactor]
 
 
 def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
@@ -37,7 +37,7 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
 
     Parameters
     ----------
-    tensors : Mapping[str, Tensor | LowRankFactor]
+    tensors : Mapping[str, Tensor | SymmetricFactor]
         Finite floats under keys that begin with ``curvature/``.
     params : Mapping[str, Tensor]
         The parameters it belongs to.
