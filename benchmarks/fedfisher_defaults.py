@@ -12,15 +12,16 @@ train without the validation images, and no test image is looked at. Partitions 
 in the final runs (12 epochs; digits 30), and the Fisher is that of 1000 of a client's
 examples, which merges as well as that of all.
 
-A candidate is *weights* (`balance` or `robust`), `anchor`, `shrink` with `damping`, and
-the number of iterations. `balance` by client divides by the trace over all layers, in
-place of each layer's own.
+A candidate is *weights* (`balance` or `robust`), `anchor`, and `shrink` with `damping`,
+at four iterations; the default's constants are tried with other numbers of iterations,
+too. `balance` by client divides by the trace over all layers, in place of each layer's
+own.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from harness.page import blocks, command_line, opening, with_workers, write_page
@@ -42,8 +43,11 @@ WEIGHTS = {
     "robust 0.3": {"balance": 0.0, "robust": 0.3},
     "robust 1": {"balance": 0.0, "robust": 1.0},
 }
-ANCHORS, ITERATIONS = (0.03, 0.1, 0.3), (3, 4, 5)
+ANCHORS = (0.03, 0.1, 0.3)
 CORRELATIONS = ((0.1, 0.3), (0.3, 0.0), (0.3, 0.1))  # shrink, damping
+ITERATIONS = (1, 2, 3, 4, 5, 10, 100)  # of the default, but for this
+REFERENCES = ("FedAvg", "RegMean, off-diagonal 0.9", BEFORE)
+Means = dict[str, dict[str, float]]  # by column and method
 
 
 def columns() -> dict[str, list[Setting]]:
@@ -74,21 +78,24 @@ def columns() -> dict[str, list[Setting]]:
 
 def candidates() -> Iterator[tuple[str, dict[str, float]]]:
     """Yield the candidates' names and options."""
-    every = itertools.product(WEIGHTS, ANCHORS, CORRELATIONS, ITERATIONS)
-    for weights, anchor, (shrink, damping), iterations in every:
+    for weights, anchor, (shrink, damping) in product(WEIGHTS, ANCHORS, CORRELATIONS):
         name = f"{weights}, anchor {anchor}, shrink {shrink}, damping {damping}"
         options = WEIGHTS[weights] | {"anchor": anchor, "shrink": shrink}
-        options |= {"damping": damping, "iterations": iterations}
-        yield f"{name}, {iterations} iterations", options
+        yield name, options | {"damping": damping}
+    for iterations in ITERATIONS:
+        yield _default_with(iterations), {"iterations": iterations}
+
+
+def _default_with(iterations: int) -> str:
+    return f"default, iterations {iterations}"
 
 
 def merges(
     clients: Sequence[LocalPosterior],
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield every method's name and model."""
-    yield "FedAvg", fedavg(clients)
-    yield "RegMean, off-diagonal 0.9", regmean(clients)
-    yield BEFORE, fedfisher(clients, solver="cg").params
+    references = fedavg(clients), regmean(clients), fedfisher(clients, solver="cg")
+    yield from zip(REFERENCES, (*references[:2], references[2].params), strict=True)
     level = [
         LocalPosterior(c.params, c.curvature.scaled(1 / trace), c.num_examples)
         for c in clients
@@ -117,43 +124,49 @@ def missing(setting: Setting, data_dir: Path) -> bool:
     return folder is not None and not (data_dir / folder).exists()
 
 
+def table(means: Means, names: Sequence[str]) -> list[str]:
+    """Return the table of some methods, over all columns."""
+    lines = head("validation accuracy, %", *means, "mean")
+    for name in names:
+        cells = (f"{column[name]:.1f}" for column in means.values())
+        lines.append(row(name, *cells, f"{_mean(means, name):.2f}"))
+    return lines
+
+
+def _mean(means: Means, name: str) -> float:
+    return fmean(column[name] for column in means.values())
+
+
+def page(means: Means) -> list[str]:
+    """Return the page's lines."""
+    grid = [n for n in next(iter(means.values())) if n.startswith(tuple(WEIGHTS))]
+    best = sorted(grid, key=lambda name: -_mean(means, name))
+    of_each = [next(n for n in best if n.startswith(f"{kind},")) for kind in WEIGHTS]
+    return blocks(
+        opening("Choosing the default solver's constants", __doc__),
+        f"Means over three splits. The 20 best of {len(best)}, and the 3 worst:",
+        table(means, [*REFERENCES, *best[:20], *best[-3:]]),
+        "The best of each kind of weights:",
+        table(means, of_each),
+        "The default's constants, by the number of iterations:",
+        table(means, [_default_with(iterations) for iterations in ITERATIONS]),
+    )
+
+
 def main() -> None:
-    """Write the table, best first under the references."""
+    """Write the tables."""
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--columns", type=int, help="only so many; by default all")
     options = parser.parse_args()
     data_dir: Path = options.data_dir
-    means: dict[str, dict[str, float]] = {}
+    means: Means = {}
     for column, splits in islice(columns().items(), options.columns):
         if missing(splits[0], data_dir):
             print(f"left out, as {data_dir} has not its files: {column}", flush=True)
             continue
-        scores = on_splits("defaults", evaluate, splits, options).values()
-        means[column] = {
-            name: sum(score[name] for score in scores) / len(scores)
-            for name in next(iter(scores))
-        }
-    names = list(next(iter(means.values())))
-    mean = {n: sum(c[n] for c in means.values()) / len(means) for n in names}
-    order = [*names[:3], *sorted(names[3:], key=lambda name: -mean[name])]
-    table = head("validation accuracy, %", *means, "mean")
-    for name in [*order[:28], *order[-3:]]:
-        cells = (f"{column[name]:.1f}" for column in means.values())
-        table.append(row(name, *cells, f"{mean[name]:.2f}"))
-    best = head("the best with", *means, "mean")
-    for weights in WEIGHTS:
-        own = [n for n in names[3:] if n.startswith(f"{weights},")]
-        top = max(own, key=lambda name: mean[name])
-        cells = (f"{column[top]:.1f}" for column in means.values())
-        best.append(row(top, *cells, f"{mean[top]:.2f}"))
-    lines = blocks(
-        opening("Choosing the default solver's constants", __doc__),
-        f"Means over three splits. The 25 best of {len(names) - 3}, and the 3 worst:",
-        table,
-        "The best of each kind of weights:",
-        best,
-    )
-    write_page("fedfisher_defaults", lines, means)
+        scores = list(on_splits("defaults", evaluate, splits, options).values())
+        means[column] = {n: fmean(score[n] for score in scores) for n in scores[0]}
+    write_page("fedfisher_defaults", page(means), means)
 
 
 if __name__ == "__main__":
