@@ -44,7 +44,7 @@ from flwr_fisher.wire import (
 )
 from flwr_fisher.wire.budget import byte_limit, pack_upload
 from flwr_fisher.wire.matrix_budget import Matrix, _greedy, _ranks
-from flwr_fisher.wire.packing import HEAD
+from flwr_fisher.wire.packing import HEAD, pack_params
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=60)
 SMALL = ("mlp", "linear", "cnn", "odd")  # a dense matrix of the others is too large
@@ -952,7 +952,8 @@ def test_few_bytes_do_not_become_a_large_matrix() -> None:
         (big, "curvature/dense/a,b", (1, 400_000)),
     ):
         entry = columns_of(*sizes, 0)(torch.empty(0))
-        entries = {FORMAT: text(**FINE.describe()), key: entry}
+        entries = {k: pack_params(v, 2) for k, v in params.items()}
+        entries |= {FORMAT: text(**FINE.describe()), key: entry}
         with pytest.raises(WireError) as caught:
             FisherUpload.from_arrays(container(entries), params, FINE)
         assert caught.value.field == key
@@ -962,6 +963,7 @@ def test_dense_matrices_over_the_same_parameters_are_refused_unread() -> None:
     like = {"a": torch.zeros(50), "b": torch.zeros(50), "c": torch.zeros(2000)}
     entry = columns_of(1, 100, 0)(torch.empty(0))
     entries = {f"curvature/dense/{names}": entry.clone() for names in ("a,b", "b,a")}
+    entries |= {k: pack_params(v, 2) for k, v in like.items()}
     entries[FORMAT] = text(**FINE.describe())
     with pytest.raises(WireError, match="more than one block"):
         FisherUpload.from_arrays(container(entries), like, FINE)

@@ -140,6 +140,7 @@ def _read_plain(
     for key, tensor in extras.items():
         if not tensor.is_floating_point():
             raise WireError(f"dtype {tensor.dtype}, expected a float", field=key)
+    _check_names(params, like)
     check_keys(extras, like, structure)
     _check_params(params, like)
     _check_any(extras)
@@ -155,8 +156,7 @@ def _read_packed(
     )
     codec.check_description(description, field=FORMAT)
     params, extras = _apart(entries)
-    for key in params.keys() - like.keys():
-        raise WireError("unexpected key", field=key)
+    _check_names(params, like)
     check_keys(extras, like, structure)
     unpack_params, unpack_part = _FORMS[codec.scheme]
 
@@ -176,8 +176,9 @@ def _read_packed(
         own = block.shapes.keys()
         keys = [k for k in extras if not own.isdisjoint(parse_key(k, like)[1])]
         blocks.append(Deferred(block, partial(read_block, keys)))
-    _check_params(DeferredParams(params, read_params), like)
-    return FisherUpload(DeferredParams(like, read_params), BlockDiagonal(blocks))
+    deferred = DeferredParams(like, read_params)
+    _check_params(deferred, like)
+    return FisherUpload(deferred, BlockDiagonal(blocks))
 
 
 def _apart(tensors: Params) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -191,10 +192,13 @@ def _check_any(extras: Params) -> None:
         raise WireError("no curvature arrived", field=PREFIX)
 
 
-def _check_params(params: Params, like: Params) -> None:
+def _check_names(params: Params, like: Params) -> None:
     for key in like.keys() - params.keys():
         raise WireError("missing", field=key)
     for key in params.keys() - like.keys():
         raise WireError("unexpected key", field=key)
+
+
+def _check_params(params: Params, like: Params) -> None:
     for key, tensor in params.items():
         check_shape_and_dtype(key, tensor, like[key].shape, like[key].dtype)
