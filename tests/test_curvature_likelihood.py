@@ -7,14 +7,18 @@ from oracles import (
 )
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.columns import categorical_factors
+from flwr_fisher.curvature.estimate.columns import SoftmaxColumns
 from flwr_fisher.errors import (
     StructureError,
 )
 
 
+def factors_of(logits: Tensor) -> Tensor:
+    return torch.stack(list(SoftmaxColumns(logits).all()))
+
+
 def check_factors(logits: Tensor, tolerance: float) -> None:
-    factors = categorical_factors(logits)
+    factors = factors_of(logits)
     n, classes = logits.shape
     assert factors.shape == (classes - 1, n, classes)
     assert factors.dtype == logits.dtype
@@ -53,11 +57,31 @@ def test_factors_keep_the_digits_of_unlikely_classes() -> None:
     others = torch.stack(
         [exact[:, [j for j in range(4) if j != k]].sum(1) for k in range(4)], 1
     )
-    got = categorical_factors(logits).double().square().sum(0)
+    got = factors_of(logits).double().square().sum(0)
     torch.testing.assert_close(got, exact * others, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2, 2), (0,)])
+def test_single_pieces_and_their_sizes_are_those_of_all() -> None:
+    logits = 5 * randn(7, 4, 3, 6, dtype=torch.float64)  # examples, positions, classes
+    columns = SoftmaxColumns(logits)
+    every = torch.stack(list(columns.all()))
+    assert every.shape == (15, 4, 3, 6)
+    torch.testing.assert_close(columns.weights(), every.square().sum((2, 3)))
+    rows, pieces = torch.tensor([2, 0, 3, 3]), torch.tensor([14, 0, 7, 5])
+    torch.testing.assert_close(columns.pick(rows, pieces), every[pieces, rows])
+
+
+def test_a_thousand_classes_take_a_few_times_the_logits() -> None:
+    """Once they took its square: 2 GB here."""
+    logits = randn(3, 512, 1000)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        columns = SoftmaxColumns(logits)
+        columns.weights(), next(columns.all())
+    largest = max(event.self_cpu_memory_usage for event in profiled.events())
+    assert largest <= 4 * logits.nbytes
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2, 1), (0,)])
 def test_factors_want_logits(shape: tuple[int, ...]) -> None:
-    with pytest.raises(StructureError, match=r"\[batch, classes\] with at least 2"):
-        categorical_factors(torch.zeros(shape))
+    with pytest.raises(StructureError, match="with at least 2 classes"):
+        SoftmaxColumns(torch.zeros(shape))

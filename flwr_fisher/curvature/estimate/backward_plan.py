@@ -53,13 +53,26 @@ class Group:
         The power of two that their numbers of pieces begin with.
     rows : Tensor
         Which examples of the batch.
-    pieces : Tensor
-        ``[passes, len(rows), *outputs]``; zero where an example needs no more.
+    columns : Columns
+        The batch's pieces.
+    order : Tensor
+        ``[passes, len(rows)]``: which piece of an example each pass takes.
+    counts : Tensor
+        ``[len(rows)]``: how many passes an example needs.
     """
 
     size: int
     rows: Tensor
-    pieces: Tensor
+    columns: Columns
+    order: Tensor
+    counts: Tensor
+
+    def piece(self, index: int) -> Tensor:
+        """Return a pass's ``[len(rows), *outputs]``; zero for who needs no more."""
+        chosen = self.order[min(index, len(self.order) - 1)]
+        picked = self.columns.pick(self.rows, chosen)
+        needed = index < self.counts
+        return picked * needed.reshape(-1, *[1] * (picked.dim() - 1))
 
 
 def backward_plan(columns: Columns, tolerance: float) -> Iterator[Group]:
@@ -81,12 +94,5 @@ def backward_plan(columns: Columns, tolerance: float) -> Iterator[Group]:
         rows = ((counts >= size) & (counts < 2 * size)).nonzero().squeeze(1)
         if len(rows):
             passes = int(counts[rows].max())
-            pieces = torch.stack(
-                [columns.pick(rows, order[p, rows]) for p in range(passes)]
-            )
-            needed = (
-                torch.arange(passes, device=counts.device).unsqueeze(1) < counts[rows]
-            )
-            shape = needed.shape + (1,) * (pieces.dim() - 2)
-            yield Group(size, rows, pieces * needed.reshape(shape))
+            yield Group(size, rows, columns, order[:passes, rows], counts[rows])
         size *= 2

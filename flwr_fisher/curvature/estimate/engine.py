@@ -12,7 +12,8 @@ called exactly once through its own ``forward``, one row an example, get their e
 diagonal from per-example gradients.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,12 @@ from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.curvature.sums import widened
 
-# Makes the pieces ``[K, n, *outputs]`` of outputs and of their rows in the batch.
-PiecesOf = Callable[[Tensor, slice], Tensor]
+# Makes the pieces, each of the outputs' shape, of outputs and their rows in the batch.
+PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
 ColumnsOf = Callable[[Tensor], Columns]
 
 _QUEUE = 64  # examples that are run together, where memory allows
+_TOGETHER = 16  # pieces of an example whose gradients are summed at once
 
 
 class Engine:
@@ -57,7 +59,7 @@ class Engine:
         self.accumulators, self.jacobians = accumulators, jacobians
         self.layers = {name: each[0].layer for name, each in accumulators.items()}
         self.count = 0
-        self._waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._waiting: dict[int, list[tuple[Tensor, Group]]] = {}
 
     def add(self, inputs: Tensor, pieces_of: PiecesOf) -> None:
         """Take a batch, with all of its pieces.
@@ -110,7 +112,7 @@ class Engine:
     def _queue(self, inputs: Tensor, group: Group) -> None:
         """Keep a group's examples until there are enough of its size to run."""
         waiting = self._waiting.setdefault(group.size, [])
-        waiting.append((inputs[group.rows], group.pieces))
+        waiting.append((inputs[group.rows], group))
         if sum(len(x) for x, _ in waiting) >= min(self.chunk, _QUEUE):
             self._run_waiting(group.size)
 
@@ -121,18 +123,24 @@ class Engine:
 
     def _run_waiting(self, size: int) -> None:
         waiting = self._waiting.pop(size)
-        passes = max(len(pieces) for _, pieces in waiting)
+        passes = max(len(group.order) for _, group in waiting)
         inputs = torch.cat([x for x, _ in waiting])
-        padded = [_padded(pieces, passes) for _, pieces in waiting]
-        chunks = torch.split(torch.cat(padded, dim=1), self.chunk, dim=1)
-        for x, v in zip(torch.split(inputs, self.chunk), chunks, strict=True):
+
+        def pieces_of(rows: slice) -> Iterator[Tensor]:
+            for index in range(passes):
+                every = torch.cat([group.piece(index) for _, group in waiting])
+                yield every[rows]
+
+        for start in range(0, len(inputs), self.chunk):
+            rows = slice(start, start + self.chunk)
+            x = inputs[rows]
             outputs, taps = self._forward(x)
             paired = {
                 name: tap
                 for name, tap in taps.items()
                 if any(a.pairs for a in self.accumulators[name])
             }
-            self._pull(x, outputs, taps, self._columns(paired), v)
+            self._pull(x, outputs, taps, self._columns(paired), pieces_of(rows))
 
     def _forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tap]]:
         outputs, taps = tapped_forward(self.model, inputs, self.layers)
@@ -153,26 +161,26 @@ class Engine:
         outputs: Tensor,
         taps: Mapping[str, Tap],
         columns: Mapping[str, Tensor],
-        pieces: Tensor,
+        pieces: Iterable[Tensor],
     ) -> None:
         """Take pieces back through the model to every layer's output, and sum."""
-        for jacobian in self.jacobians:
-            jacobian.add(inputs, pieces)
-        if not taps:
-            return
         edges = [tap.edge() for tap in taps.values()]
-        waiting: dict[str, list[Tensor]] = {}
-        for k, piece in enumerate(pieces.to(outputs.dtype), start=1):
-            keep = k < len(pieces)
-            at_layers = torch.autograd.grad(outputs, edges, piece, retain_graph=keep)
-            for name, gradient in zip(taps, at_layers, strict=True):
-                g = self.layers[name].output_columns(gradient)
-                if g.shape[3] == 1:  # small, and cheaper together
-                    waiting.setdefault(name, []).append(g)
-                else:
-                    self._add(name, columns, [g])
-        for name, gradients in waiting.items():
-            self._add(name, columns, gradients)
+        for some, last in _in_bundles(pieces, _TOGETHER):
+            for jacobian in self.jacobians:
+                jacobian.add(inputs, torch.stack(some))
+            waiting: dict[str, list[Tensor]] = {}
+            for k, piece in enumerate(some if taps else (), start=1):
+                keep = not (last and k == len(some))
+                v = piece.to(outputs.dtype)
+                at_layers = torch.autograd.grad(outputs, edges, v, retain_graph=keep)
+                for name, gradient in zip(taps, at_layers, strict=True):
+                    g = self.layers[name].output_columns(gradient)
+                    if g.shape[3] == 1:  # small, and cheaper together
+                        waiting.setdefault(name, []).append(g)
+                    else:
+                        self._add(name, columns, [g])
+            for name, gradients in waiting.items():
+                self._add(name, columns, gradients)
 
     def _add(
         self, name: str, columns: Mapping[str, Tensor], gradients: list[Tensor]
@@ -187,6 +195,13 @@ def _full_precision(columns: Tensor) -> torch.autocast:
     return torch.autocast(columns.device.type, enabled=False)
 
 
-def _padded(pieces: Tensor, passes: int) -> Tensor:
-    missing = pieces.new_zeros(passes - len(pieces), *pieces.shape[1:])
-    return torch.cat([pieces, missing])
+def _in_bundles(
+    pieces: Iterable[Tensor], size: int
+) -> Iterator[tuple[list[Tensor], bool]]:
+    """Yield pieces so many at a time, and whether these are the last."""
+    rest = iter(pieces)
+    bundle = list(islice(rest, size))
+    while bundle:
+        following = list(islice(rest, size))
+        yield bundle, not following
+        bundle = following

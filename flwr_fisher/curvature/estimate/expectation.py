@@ -1,6 +1,7 @@
 """The expectation over labels in a Fisher: exact, by samples, or at given labels."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,7 @@ class Expectation:
             self.likelihood.check_order(outputs, labels)
             return self.likelihood.pieces(outputs)
 
-        def pieces_of(outputs: Tensor, rows: slice) -> Tensor:
+        def pieces_of(outputs: Tensor, rows: slice) -> Iterable[Tensor]:
             if self.kind == "empirical":
                 given = check_labels(labels)[rows]
                 return self.likelihood.score(outputs, given).unsqueeze(0)

@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.columns import Columns, categorical_factors
+from flwr_fisher.curvature.estimate.columns import (
+    Columns,
+    GivenColumns,
+    SoftmaxColumns,
+)
 from flwr_fisher.errors import DataError, StructureError, check_known
 
 _IGNORED = -100  # PyTorch's ignore_index: no label
@@ -121,7 +125,7 @@ class Likelihood(ABC):
                 f"{type(self).__name__}.columns gave {tuple(values.shape)} for outputs "
                 f"of shape {tuple(outputs.shape)}: return [k, n, T, C]"
             )
-        return Columns(values, outputs.shape)
+        return GivenColumns(values, outputs.shape)
 
 
 class Categorical(Likelihood):
@@ -130,11 +134,13 @@ class Categorical(Likelihood):
     labels_are_classes = True
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """Return C - 1 pieces a position; see :func:`categorical_factors`."""
-        logits = _at_least_2d(outputs)
-        flat = categorical_factors(logits.reshape(-1, logits.shape[-1]))
-        positions = logits.shape[1:-1].numel()
-        return flat.reshape(len(flat), len(logits), positions, logits.shape[-1])
+        """Return C - 1 pieces a position; see :class:`SoftmaxColumns`."""
+        columns = SoftmaxColumns(outputs)
+        return torch.stack([columns.every(index) for index in range(columns.count)])
+
+    def pieces(self, outputs: Tensor) -> Columns:
+        """Return the same, each made when it is asked for."""
+        return SoftmaxColumns(outputs)
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``onehot(y) - p`` for y drawn from p."""
