@@ -67,18 +67,34 @@ def batches_on(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
     DataError
         If the loader is one tensor, or a batch's inputs are not a tensor.
     """
-    if isinstance(loader, Tensor):
-        raise DataError("the loader must yield batches; for a single one pass [inputs]")
+    check_loader(loader)
     for batch in loader:
-        several = isinstance(batch, (tuple, list)) and len(batch) > 0
-        inputs = batch[0] if several else batch
-        labels = batch[1] if several and len(batch) > 1 else None
-        if not isinstance(inputs, Tensor):
-            raise DataError(
-                "the loader must yield (inputs, labels) or inputs as tensors, got "
-                f"{type(batch).__name__}"
-            )
+        inputs, labels = inputs_and_labels(batch)
         if isinstance(labels, Tensor):
             labels = labels.to(device, non_blocking=True)
         if inputs.shape[0]:
             yield inputs.to(device, non_blocking=True), labels
+
+
+def check_loader(loader: object) -> None:
+    """Raise :class:`DataError` if a loader is one tensor, and not batches."""
+    if isinstance(loader, Tensor):
+        raise DataError("the loader must yield batches; for a single one pass [inputs]")
+
+
+def inputs_and_labels(batch: Any) -> Batch:
+    """Return a batch's inputs, and what it has after them; None for bare inputs.
+
+    Raises
+    ------
+    DataError
+        If the inputs are not a tensor.
+    """
+    several = isinstance(batch, (tuple, list)) and len(batch) > 0
+    inputs = batch[0] if several else batch
+    if not isinstance(inputs, Tensor):
+        raise DataError(
+            "the loader must yield (inputs, labels) or inputs as tensors, got "
+            f"{type(batch).__name__}"
+        )
+    return inputs, batch[1] if several and len(batch) > 1 else None

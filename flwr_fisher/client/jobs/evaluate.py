@@ -17,6 +17,7 @@ from flwr_fisher.client.jobs.registry import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import Loader, TrainFn, score
+from flwr_fisher.curvature.subset import like_loader
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -182,14 +183,7 @@ def _part(
     loader: DataLoader[Any], order: Iterable[int], *, drop_last: bool = False
 ) -> DataLoader[Any]:
     """Return a loader like this one of a part of its data set."""
-    batches = BatchSampler(order, _batch_size(loader), drop_last)
-    options: dict[str, Any] = {
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-    }
-    if loader.batch_sampler is None:
-        return DataLoader(loader.dataset, sampler=batches, batch_size=None, **options)
-    return DataLoader(loader.dataset, batch_sampler=batches, **options)
+    return like_loader(loader, BatchSampler(order, _batch_size(loader), drop_last))
 
 
 def _batches(loader: DataLoader[Any]) -> object:

@@ -17,6 +17,7 @@ from flwr_fisher.curvature.estimate.likelihood import (
 )
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.subset import at_most
 from flwr_fisher.errors import ConfigurationError, DataError, check_known, check_range
 
 EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
@@ -31,6 +32,7 @@ class _Options(TypedDict, total=False):
     tolerance: float
     num_samples: int
     seed: int
+    examples: int | None
     engine: str
     device: torch.device | str | None
     max_batch_bytes: int | None
@@ -66,6 +68,7 @@ def fisher(
     tolerance: float = TOLERANCE,
     num_samples: int = 1,
     seed: int = 0,
+    examples: int | None = None,
     engine: str = "auto",
     device: torch.device | str | None = None,
     max_batch_bytes: int | None = None,
@@ -110,7 +113,11 @@ def fisher(
     num_samples : int, default 1
         With ``sampled``: labels an example.
     seed : int, default 0
-        With ``sampled``: of the labels. The global generator is left as it was.
+        Of the labels with ``sampled``, and of the choice of `examples`. The global
+        generator is left as it was.
+    examples : int, optional
+        At most so many examples, a random subset; by default all. A K-FAC of a few
+        hundred merges as well as that of ten thousand.
     engine : "auto" | "nngeometry", default "auto"
         ``nngeometry`` computes the exact expectation through that library, for
         comparison; it refuses layers that it is known to get wrong, and also has the
@@ -162,6 +169,9 @@ def fisher(
     check_known("expectation", expectation, EXPECTATIONS)
     check_range("tolerance", tolerance, 0, 1)
     check_range("num_samples", num_samples, 1)
+    if examples is not None:
+        check_range("examples", examples, 1)
+        loader = at_most(loader, examples, seed)
     device = device_of(model, device)
     if max_batch_bytes is not None:
         check_range("max_batch_bytes", max_batch_bytes, 1)

@@ -1,0 +1,169 @@
+"""A Fisher of some examples: which, how many, and right on average."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature.subset import at_most
+from flwr_fisher.errors import ConfigurationError, DataError
+
+N = 40
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self):
+        return zip(*data().tensors, strict=True)
+
+
+def data() -> TensorDataset:
+    """Numbers from 0, and each of them as its label."""
+    x = torch.arange(N, dtype=torch.float32)
+    return TensorDataset(x.unsqueeze(1), x.long())
+
+
+def batches(size: int = 7) -> list[tuple[Tensor, Tensor]]:
+    x, y = data().tensors
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+LOADERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "in order": lambda: DataLoader(data(), batch_size=7),
+    "shuffled": lambda: DataLoader(data(), batch_size=7, shuffle=True),
+    "by batches": lambda: DataLoader(
+        data(),
+        sampler=BatchSampler(RandomSampler(data()), 7, drop_last=False),
+        batch_size=None,
+    ),
+    "stream": lambda: DataLoader(Stream(), batch_size=7),
+    "list": batches,
+    "generator": lambda: iter(batches()),
+    "whole batches": lambda: DataLoader(batches(), batch_size=None),
+}
+
+
+def read(loader: Iterable[Any]) -> list[int]:
+    found = []
+    for x, y in loader:
+        assert torch.equal(x.squeeze(1).long(), y)
+        found += y.tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_so_many_are_read_and_never_one_twice(kind: str) -> None:
+    found = read(at_most(LOADERS[kind](), 10, seed=0))
+    assert len(found) == len(set(found)) == 10
+    other = read(at_most(LOADERS[kind](), 10, seed=1))
+    assert set(found) != set(other)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_all_are_read_where_there_are_no_more(kind: str) -> None:
+    for examples in (N, N + 1):
+        loader = LOADERS[kind]()
+        chosen = at_most(loader, examples, seed=0)
+        assert chosen is loader or kind == "generator"
+        assert sorted(read(chosen)) == list(range(N))
+
+
+@pytest.mark.parametrize("kind", ["in order", "stream", "list", "whole batches"])
+def test_the_choice_hangs_on_the_seed_and_each_is_as_likely(kind: str) -> None:
+    counts = torch.zeros(N)
+    for seed in range(400):
+        found = read(at_most(LOADERS[kind](), 10, seed))
+        if not seed % 100:
+            assert found == read(at_most(LOADERS[kind](), 10, seed))
+        counts[found] += 1
+    # 400 draws of 10 in 40: a hundred each, and a deviation of sqrt(400 3/16) = 8.7.
+    assert (counts - 100).abs().max() < 4.5 * 8.7
+    assert 5 < counts.std() < 12
+
+
+def test_only_what_is_chosen_is_loaded() -> None:
+    class Counted(TensorDataset):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return super().__getitem__(index)
+
+    counted = Counted(*data().tensors)
+    list(at_most(DataLoader(counted, batch_size=7), 10, seed=0))
+    assert counted.reads == 10
+
+
+def test_a_samplers_own_choice_is_kept() -> None:
+    own = list(range(0, N, 2))
+    loader = DataLoader(data(), sampler=SubsetRandomSampler(own), batch_size=7)
+    assert set(read(at_most(loader, 10, seed=0))) < set(own)
+    assert sorted(read(at_most(loader, 20, seed=0))) == own
+
+
+def test_a_loaders_own_collation_is_kept() -> None:
+    def negative(rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+        return -torch.stack([x for x, _ in rows])
+
+    loader = DataLoader(data(), batch_size=7, collate_fn=negative)
+    assert all((x <= 0).all() for x in at_most(loader, 10, seed=0))
+
+
+def test_batches_of_other_lengths_stay_apart() -> None:
+    """Such as sentences, each batch padded to its own longest."""
+    loader = [torch.ones(5, length) for length in (3, 4, 9, 5)]
+    chosen = list(at_most(loader, 12, seed=0))
+    assert sum(len(x) for x in chosen) == 12
+    assert {x.shape[1] for x in chosen} <= {3, 4, 9, 5}
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal"])
+@pytest.mark.parametrize("kind", ["list", "generator"])
+def test_a_fisher_of_some_is_that_of_a_loader_of_them(kind, structure) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 3)
+    chosen = read(at_most(batches(), 10, seed=3))
+    options: dict[str, Any] = {"structure": structure, "tolerance": 0}
+    want = fisher(model, [data().tensors[0][chosen]], **options)
+    got = fisher(model, LOADERS[kind](), examples=10, seed=3, **options)
+    torch.testing.assert_close(got.to_dense(), want.to_dense())
+
+
+def test_its_mean_over_seeds_is_that_of_all() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 3)
+    loader = DataLoader(TensorDataset(torch.randn(N, 1)), batch_size=8)
+    whole = fisher(model, loader, structure="diagonal", tolerance=0).diagonal()
+    draws = [
+        fisher(
+            model, loader, structure="diagonal", tolerance=0, examples=8, seed=seed
+        ).diagonal()
+        for seed in range(200)
+    ]
+    for name, want in whole.items():
+        values = torch.stack([draw[name] for draw in draws])
+        error = values.std(0) / len(draws) ** 0.5
+        assert ((values.mean(0) - want).abs() < 4 * error).all()
+        assert (values.std(0) > 0.01 * want).all()
+
+
+def test_what_is_no_number_or_no_loader_is_refused() -> None:
+    model = nn.Linear(1, 3)
+    with pytest.raises(ConfigurationError, match="examples"):
+        fisher(model, batches(), examples=0)
+    with pytest.raises(DataError, match=r"pass \[inputs\]"):
+        fisher(model, torch.ones(4, 1), examples=2)
+    with pytest.raises(DataError, match="as tensors, got str"):
+        fisher(model, ["images"], examples=2)
+    with pytest.raises(DataError, match="no examples"):
+        fisher(model, [], examples=2)
