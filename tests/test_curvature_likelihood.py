@@ -7,14 +7,18 @@ from oracles import (
 )
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.columns import SoftmaxColumns
+from flwr_fisher.curvature.estimate.columns import Columns, SoftmaxFactor
+from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
 from flwr_fisher.errors import (
     StructureError,
 )
 
 
 def factors_of(logits: Tensor) -> Tensor:
-    return torch.stack(list(SoftmaxColumns(logits).all()))
+    if logits.dim() < 3:
+        logits = logits.unsqueeze(1)
+    columns = Columns(SoftmaxFactor(logits), logits.shape)
+    return torch.stack(list(columns.all())).squeeze(2)
 
 
 def check_factors(logits: Tensor, tolerance: float) -> None:
@@ -61,21 +65,91 @@ def test_factors_keep_the_digits_of_unlikely_classes() -> None:
     torch.testing.assert_close(got, exact * others, rtol=1e-4, atol=0)
 
 
+def softmax_fisher(logits: Tensor) -> Tensor:
+    p = logits.double().softmax(-1)
+    return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+
+
 def test_single_pieces_and_their_sizes_are_those_of_all() -> None:
     logits = 5 * randn(7, 4, 3, 6, dtype=torch.float64)  # examples, positions, classes
-    columns = SoftmaxColumns(logits)
+    columns = Columns(SoftmaxFactor(logits), logits.shape)
     every = torch.stack(list(columns.all()))
     assert every.shape == (15, 4, 3, 6)
     torch.testing.assert_close(columns.weights(), every.square().sum((2, 3)))
     rows, pieces = torch.tensor([2, 0, 3, 3]), torch.tensor([14, 0, 7, 5])
-    torch.testing.assert_close(columns.pick(rows, pieces), every[pieces, rows])
+    of_rows = columns.of(rows)
+    assert of_rows.shape == (4, 3, 6)
+    torch.testing.assert_close(of_rows.pick(pieces), every[pieces, rows])
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8])
+def test_the_likeliest_labels_and_a_draw_are_right_on_average(most: int) -> None:
+    row = torch.tensor([3.0, -1.0, 2.0, 0.0, -40.0, 1.0, -2.0, 0.5, -0.5])
+    logits = row.expand(20_000, 1, -1)
+    generator = torch.Generator().manual_seed(most)
+    factor = SoftmaxFactor(logits, most, generator)
+    assert factor.count == most
+    every = torch.arange(most).unsqueeze(1).expand(-1, len(logits))
+    pieces = torch.stack([factor.at(index)[:, 0] for index in every]).double()
+    # All but the last are columns: the same in every row, and exact.
+    exact, drawn = pieces[:-1, 0], pieces[-1]
+    want = softmax_fisher(row)
+    left = want - exact.mT @ exact
+    drawn_fisher = drawn.unsqueeze(2) * drawn.unsqueeze(1)
+    if most < 8:
+        assert (pieces[:-1] == pieces[:-1, :1]).all()
+        error = drawn_fisher.std(0) / len(drawn) ** 0.5
+        assert ((drawn_fisher.mean(0) - left).abs() <= 4.5 * error + 1e-7).all()
+        assert drawn_fisher.std(0).max() > 0.001
+        # The likeliest have no part in the draw.
+        assert not drawn[:, row.topk(most - 1).indices].any()
+    else:
+        torch.testing.assert_close(drawn_fisher[0], left, rtol=0, atol=1e-7)
+    squares = factor.squares()[:, 0, 0].double()
+    torch.testing.assert_close(
+        squares, pieces.square().sum(2).mean(1), rtol=0.05, atol=1e-7
+    )
+
+
+def test_a_draw_is_never_of_a_class_without_a_chance() -> None:
+    row = torch.tensor([0.0, -200.0, -200.0, 0.0, -200.0])
+    generator = torch.Generator().manual_seed(0)
+    sure = SoftmaxFactor(row.expand(100, 1, -1), 3, generator)
+    piece = sure.at(torch.full((100,), 2))
+    assert not piece.any()
+    assert not sure.squares()[2].any()
+    half = SoftmaxFactor(row.expand(100, 1, -1), 1, generator)
+    piece = half.at(torch.zeros(100, dtype=torch.long))
+    torch.testing.assert_close(
+        piece.abs(), torch.tensor([0.5, 0, 0, 0.5, 0]).expand_as(piece)
+    )
+
+
+def test_positions_share_a_pass_with_random_signs() -> None:
+    logits = randn(5, 1, 4, 3).expand(20_000, -1, -1)
+    generator = torch.Generator().manual_seed(0)
+    columns = Columns(SoftmaxFactor(logits), logits.shape, generator)
+    assert columns.count == 2
+    total = torch.zeros(len(logits), 12, 12)
+    for piece in columns.all():
+        flat = piece.flatten(1)
+        total += flat.unsqueeze(2) * flat.unsqueeze(1)
+    want = torch.block_diag(*softmax_fisher(logits[0])).float()
+    error = total.std(0) / len(total) ** 0.5
+    assert ((total.mean(0) - want).abs() <= 4.5 * error + 1e-6).all()
+    # A position's own is exact in every draw; without signs the rest would stay.
+    diagonal = torch.arange(12)
+    torch.testing.assert_close(
+        total[7, diagonal, diagonal], want[diagonal, diagonal], rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(columns.weights()[:, 0].sum(), want.trace())
 
 
 def test_a_thousand_classes_take_a_few_times_the_logits() -> None:
     """Once they took its square: 2 GB here."""
-    logits = randn(3, 512, 1000)
+    logits = randn(3, 512, 1, 1000)
     with torch.profiler.profile(profile_memory=True) as profiled:
-        columns = SoftmaxColumns(logits)
+        columns = Columns(SoftmaxFactor(logits), logits.shape)
         columns.weights(), next(columns.all())
     largest = max(event.self_cpu_memory_usage for event in profiled.events())
     assert largest <= 4 * logits.nbytes
@@ -84,4 +158,4 @@ def test_a_thousand_classes_take_a_few_times_the_logits() -> None:
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2, 1), (0,)])
 def test_factors_want_logits(shape: tuple[int, ...]) -> None:
     with pytest.raises(StructureError, match="with at least 2 classes"):
-        SoftmaxColumns(torch.zeros(shape))
+        LIKELIHOODS["categorical"].pieces(torch.zeros(shape))

@@ -54,7 +54,7 @@ class Group:
     rows : Tensor
         Which examples of the batch.
     columns : Columns
-        The batch's pieces.
+        Their pieces.
     order : Tensor
         ``[passes, len(rows)]``: which piece of an example each pass takes.
     counts : Tensor
@@ -70,7 +70,7 @@ class Group:
     def piece(self, index: int) -> Tensor:
         """Return a pass's ``[len(rows), *outputs]``; zero for who needs no more."""
         chosen = self.order[min(index, len(self.order) - 1)]
-        picked = self.columns.pick(self.rows, chosen)
+        picked = self.columns.pick(chosen)
         needed = index < self.counts
         return picked * needed.reshape(-1, *[1] * (picked.dim() - 1))
 
@@ -94,5 +94,6 @@ def backward_plan(columns: Columns, tolerance: float) -> Iterator[Group]:
         rows = ((counts >= size) & (counts < 2 * size)).nonzero().squeeze(1)
         if len(rows):
             passes = int(counts[rows].max())
-            yield Group(size, rows, columns, order[:passes, rows], counts[rows])
+            own = columns.of(rows)
+            yield Group(size, rows, own, order[:passes, rows], counts[rows])
         size *= 2

@@ -1,98 +1,72 @@
-"""The rank-one pieces that a likelihood makes of a batch's outputs."""
+r"""The Fisher with respect to a model's outputs, in rank-one pieces.
 
+Outputs are seen as ``[n, T, C]``: C numbers at each of T positions that are independent
+given the outputs. At a position the Fisher is :math:`\sum_i v_i v_i^\top`.
+"""
+
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import StructureError
 
-
-class Columns(ABC):
-    """The rank-one pieces of a batch of examples, each made when it is asked for.
-
-    There are k at every position, each zero elsewhere, so k T an example. Piece
-    ``t k + i`` is the i-th at position t.
+class Factor(ABC):
+    """The vectors :math:`v_1, …, v_k` at every position of some examples.
 
     Parameters
     ----------
     count : int
         k.
-    positions : int
-        T.
-    shape : torch.Size
-        The outputs' shape, ``[n, ...]``.
     """
 
-    def __init__(self, count: int, positions: int, shape: torch.Size) -> None:
-        self.count, self.positions, self.shape = count, positions, shape
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     @abstractmethod
     def squares(self) -> Tensor:
-        """Return every piece's squared norm, ``[k, n, T]``."""
+        """Return each vector's squared norm, ``[k, n, T]``."""
 
     @abstractmethod
-    def every(self, index: int) -> Tensor:
-        """Return one of the k pieces of every example and position, ``[n, T, C]``."""
+    def at(self, index: Tensor) -> Tensor:
+        """Return one vector at each position of an example, ``[n, T, C]``.
+
+        `index` is ``[n]``: which one of an example's.
+        """
 
     @abstractmethod
-    def some(self, index: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return single pieces, ``[m, C]``; all arguments are ``[m]``."""
-
-    def weights(self) -> Tensor:
-        """Return every piece's share of the trace: squared norms ``[k T, n]``."""
-        return self.squares().permute(2, 0, 1).flatten(0, 1)
-
-    def pick(self, rows: Tensor, pieces: Tensor) -> Tensor:
-        """Return one piece for each of some examples, shaped like their outputs."""
-        position = torch.div(pieces, self.count, rounding_mode="floor")
-        values = self.some(pieces % self.count, rows, position)
-        picked = values.new_zeros(len(rows), self.positions, values.shape[-1])
-        picked[torch.arange(len(rows), device=rows.device), position] = values
-        return picked.reshape(len(rows), *self.shape[1:])
-
-    def all(self) -> Iterator[Tensor]:
-        """Yield every piece of every example, k T times of the outputs' shape."""
-        for piece in range(self.count * self.positions):
-            position, index = divmod(piece, self.count)
-            values = self.every(index)
-            if self.positions > 1:
-                alone = torch.zeros_like(values)
-                alone[:, position] = values[:, position]
-                values = alone
-            yield values.reshape(self.shape)
+    def of(self, rows: Tensor) -> "Factor":
+        """Return the vectors of some examples alone."""
 
 
-class GivenColumns(Columns):
-    """Pieces that are all there, ``[k, n, T, C]``.
+class GivenFactor(Factor):
+    """Vectors that are all there.
 
     Parameters
     ----------
     values : Tensor
-        The pieces.
-    shape : torch.Size
-        The outputs' shape.
+        ``[k, n, T, C]``.
     """
 
-    def __init__(self, values: Tensor, shape: torch.Size) -> None:
-        super().__init__(values.shape[0], values.shape[2], shape)
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(len(values))
         self.values = values
 
     def squares(self) -> Tensor:
         """Return the squared norms."""
         return self.values.square().sum(-1)
 
-    def every(self, index: int) -> Tensor:
-        """Return one of the pieces everywhere."""
-        return self.values[index]
+    def at(self, index: Tensor) -> Tensor:
+        """Return one vector at each position."""
+        return self.values[index, torch.arange(len(index), device=index.device)]
 
-    def some(self, index: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return single pieces."""
-        return self.values[index, rows, positions]
+    def of(self, rows: Tensor) -> "GivenFactor":
+        """Return the vectors of some examples alone."""
+        return GivenFactor(self.values[:, rows])
 
 
-class SoftmaxColumns(Columns):
+class SoftmaxFactor(Factor):
     r"""The Fisher of a softmax with respect to its logits, factored.
 
     For probabilities :math:`p` it is :math:`\operatorname{diag}(p) - pp^\top`, of rank
@@ -103,74 +77,160 @@ class SoftmaxColumns(Columns):
     .. math:: L_{kk} = \sqrt{p_k q_k / q_{k-1}}, \quad L_{jk} = -L_{kk} p_j / q_k .
 
     One backward pass for each column thus gives the *true* Fisher, one pass fewer than
-    the sum over all classes, and the likeliest classes come first. A column is made
-    when it is asked for: memory is that of a few tensors like the logits.
+    the sum over all classes, and the likeliest classes come first. What the first k
+    columns leave is the Fisher of a softmax again, over the other classes, times
+    :math:`q_k`; one label drawn from these is an unbiased estimate of it.
+
+    A column is made when it is asked for: memory is that of a few tensors like the
+    logits.
 
     Parameters
     ----------
     logits : Tensor
-        ``[n, ..., C]`` with at least two classes.
-
-    Raises
-    ------
-    StructureError
-        If logits have another shape.
+        ``[n, T, C]`` with at least two classes.
+    most : int, optional
+        How many vectors there may be: where columns are more, the last vector is a
+        drawn label. By default all columns.
+    generator : torch.Generator, optional
+        Draws, on the logits' device.
 
     Examples
     --------
-    >>> columns = SoftmaxColumns(torch.zeros(1, 2))
-    >>> v = torch.stack(list(columns.all()))
-    >>> torch.einsum("knc,knd->ncd", v, v)
+    >>> factor = SoftmaxFactor(torch.zeros(1, 1, 2))
+    >>> v = factor.at(torch.tensor([0]))
+    >>> v.mT @ v
     tensor([[[ 0.2500, -0.2500],
              [-0.2500,  0.2500]]])
     """
 
-    def __init__(self, logits: Tensor) -> None:
-        if logits.dim() < 2 or logits.shape[-1] < 2:
-            raise StructureError(
-                "the model's output must be logits of shape [batch, classes], or "
-                "[batch, time, classes], with at least 2 classes, got "
-                f"{tuple(logits.shape)}"
-            )
-        classes, positions = logits.shape[-1], logits.shape[1:-1].numel()
-        super().__init__(classes - 1, positions, logits.shape)
-        flat = logits.detach().reshape(len(logits), positions, classes)
-        self.p = flat.softmax(-1)
-        sorted_p, order = self.p.sort(-1, descending=True)
+    def __init__(
+        self,
+        logits: Tensor,
+        most: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        rank = logits.shape[-1] - 1
+        columns = rank if most is None or most >= rank else most - 1
+        super().__init__(columns + (columns < rank))
+        self.p = logits.detach().softmax(-1)
+        likeliest, self.top = self.p.topk(columns, dim=-1)
+        rest = self.p.scatter(-1, self.top, 0)
         tiny = torch.finfo(self.p.dtype).tiny
         # Tails summed from the small end, so that a confident example loses no digits.
-        before = _tails(sorted_p)
-        after = torch.cat([before[..., 1:], torch.zeros_like(before[..., :1])], -1)
-        self.pivots = (sorted_p * (after / before.clamp_min(tiny))).sqrt()[..., :-1]
-        self.after = after.clamp_min(tiny)[..., :-1]
-        self.spread = _tails(sorted_p.square())[..., 1:]
-        self.rank = order.argsort(-1)
+        tails = _tails(torch.cat([likeliest, rest.sum(-1, keepdim=True)], -1))
+        before, after = tails[..., :-1].clamp_min(tiny), tails[..., 1:]
+        pivots = (likeliest * (after / before)).sqrt()
+        others = rest.square().sum(-1, keepdim=True)
+        spread = _tails(torch.cat([likeliest.square(), others], -1))[..., 1:]
+        sign = torch.ones(self.count).to(self.p)
+        self.drawn: Tensor | None = None
+        if columns < rank:
+            pivots = torch.cat([pivots, tails[..., -1:].sqrt()], -1)
+            after = torch.cat([after, tails[..., -1:]], -1)
+            spread = torch.cat([spread, others], -1)
+            sign[-1] = -1  # of a draw: p (1 - p), summed over the other classes
+            self.drawn = _draw(rest, generator)
+        self.pivots, self.after = pivots, after.clamp_min(tiny)
+        ratio = spread / self.after / self.after
+        self.norms = pivots.square() * (1 + sign * ratio)
 
     def squares(self) -> Tensor:
-        """Return the squared norms."""
-        others = self.spread / self.after / self.after
-        return (self.pivots.square() * (1 + others)).permute(2, 0, 1)
+        """Return the squared norms; of a draw, the expected one."""
+        return self.norms.permute(2, 0, 1)
 
-    def every(self, index: int) -> Tensor:
-        """Return one of the columns everywhere."""
-        chosen = slice(index, index + 1)
-        pivots, after = self.pivots[..., chosen], self.after[..., chosen]
-        return _column(self.p, self.rank, pivots, after, index)
+    def at(self, index: Tensor) -> Tensor:
+        """Return a column at each position, the classes in the logits' order."""
+        index = index.view(-1, 1, 1).expand(*self.p.shape[:2], 1)
+        below = -self.p / self.after.gather(-1, index)
+        ranks = torch.arange(self.top.shape[-1], device=index.device)
+        likeliest = below.gather(-1, self.top)
+        likeliest = torch.where(ranks > index, likeliest, (ranks == index).to(below))
+        column = below.scatter_(-1, self.top, likeliest)
+        if self.drawn is not None:
+            is_draw = (index == self.count - 1).to(below)
+            column.scatter_add_(-1, self.drawn, is_draw)
+        return column.mul_(self.pivots.gather(-1, index))
 
-    def some(self, index: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return single columns."""
-        at, index = (rows, positions), index.unsqueeze(-1)
-        pivots = self.pivots[at].gather(-1, index)
-        after = self.after[at].gather(-1, index)
-        return _column(self.p[at], self.rank[at], pivots, after, index)
+    def of(self, rows: Tensor) -> "SoftmaxFactor":
+        """Return the columns of some examples alone."""
+        part = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, value[rows])
+        return part
 
 
-def _column(
-    p: Tensor, rank: Tensor, pivot: Tensor, after: Tensor, index: int | Tensor
-) -> Tensor:
-    """Return a column of the factor, the classes in the logits' order."""
-    entries = torch.where(rank > index, -p / after, (rank == index).to(p))
-    return entries * pivot
+class Columns:
+    """The rank-one pieces of a batch, each of which costs a backward pass.
+
+    A piece is one vector at one position and zero elsewhere. With a generator it is one
+    at every position, with random signs that keep the positions' cross terms from
+    adding up: an unbiased estimate, in T times fewer passes.
+
+    Parameters
+    ----------
+    factor : Factor
+        The vectors, at T positions.
+    shape : torch.Size
+        The outputs' shape, ``[n, ...]``.
+    generator : torch.Generator, optional
+        Draws the signs, on the outputs' device.
+
+    Attributes
+    ----------
+    count : int
+        The number of pieces of an example.
+    """
+
+    def __init__(
+        self,
+        factor: Factor,
+        shape: torch.Size,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.factor, self.shape, self.generator = factor, shape, generator
+        self.squares = factor.squares()
+        positions = 1 if generator is not None else self.squares.shape[2]
+        self.count = factor.count * positions
+
+    def weights(self) -> Tensor:
+        """Return each piece's share of the trace: squared norms ``[count, n]``."""
+        if self.generator is not None:
+            return self.squares.sum(-1)
+        return self.squares.permute(2, 0, 1).flatten(0, 1)
+
+    def pick(self, pieces: Tensor) -> Tensor:
+        """Return one piece of each example, ``[n]``, in the outputs' shape."""
+        values = self.factor.at(pieces % self.factor.count)
+        n, positions, _ = values.shape
+        if self.generator is not None:
+            shape, device = (n, positions, 1), values.device
+            coins = torch.rand(shape, generator=self.generator, device=device)
+            values = torch.where(coins < 0.5, values, -values)
+        elif positions > 1:
+            chosen = torch.div(pieces, self.factor.count, rounding_mode="floor")
+            every = torch.arange(positions, device=pieces.device)
+            values = values * (every == chosen.unsqueeze(1)).unsqueeze(-1)
+        return values.reshape(self.shape)
+
+    def of(self, rows: Tensor) -> "Columns":
+        """Return the pieces of some examples alone."""
+        shape = torch.Size([len(rows), *self.shape[1:]])
+        return Columns(self.factor.of(rows), shape, self.generator)
+
+    def all(self) -> Iterator[Tensor]:
+        """Yield every piece of all examples."""
+        for piece in range(self.count):
+            yield self.pick(self.squares.new_full((self.shape[0],), piece).long())
+
+
+def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return a class for each position, ``[n, T, 1]``, as likely as its weight."""
+    sums = weights.cumsum(-1)
+    total = sums[..., -1:]
+    draws = torch.rand(total.shape, generator=generator, device=total.device)
+    found = torch.searchsorted(sums, draws * total, right=True)
+    return found.clamp_(max=weights.shape[-1] - 1)
 
 
 def _tails(values: Tensor) -> Tensor:

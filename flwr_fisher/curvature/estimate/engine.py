@@ -95,19 +95,16 @@ class Engine:
         tolerance : float
             In [0, 1].
         """
-        every_output = []
-        with torch.no_grad():
-            for x in torch.split(inputs, self.chunk):
+        for x in torch.split(inputs, self.chunk):
+            with torch.no_grad():
                 outputs, taps = self._forward(x)
-                every_output.append(outputs)
                 for name, tap in taps.items():
                     if any(a.observes for a in self.accumulators[name]):
                         columns = self.layers[name].input_columns(tap.inputs)
                         self._observe(name, columns)
-        self.count += len(inputs)
-        pieces = columns_of(widened(torch.cat(every_output)))
-        for group in backward_plan(pieces, tolerance):
-            self._queue(inputs, group)
+            self.count += len(x)
+            for group in backward_plan(columns_of(widened(outputs)), tolerance):
+                self._queue(x, group)
 
     def _queue(self, inputs: Tensor, group: Group) -> None:
         """Keep a group's examples until there are enough of its size to run."""

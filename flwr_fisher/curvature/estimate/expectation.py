@@ -21,7 +21,7 @@ class Expectation:
     ----------
     likelihood : Likelihood
         What the model's outputs mean.
-    kind, tolerance, num_samples, seed
+    kind, tolerance, num_samples, max_passes, seed
         As for :func:`flwr_fisher.curvature.fisher`, `kind` as its `expectation`.
     """
 
@@ -29,6 +29,7 @@ class Expectation:
     kind: str
     tolerance: float
     num_samples: int
+    max_passes: int | None
     seed: int
 
     def add(self, engine: Engine, batch: Batch, generator: torch.Generator) -> None:
@@ -41,22 +42,22 @@ class Expectation:
         batch : tuple[Tensor, Any]
             Inputs and labels; the latter's values matter to the empirical Fisher alone.
         generator : torch.Generator
-            Draws the labels of the sampled one.
+            Draws labels, and what stands for the passes that are too many.
         """
         inputs, labels = batch
 
         def columns_of(outputs: Tensor) -> Columns:
             self.likelihood.check_order(outputs, labels)
-            return self.likelihood.pieces(outputs)
+            return self.likelihood.pieces(outputs, self.max_passes, generator)
 
         def pieces_of(outputs: Tensor, rows: slice) -> Iterable[Tensor]:
             if self.kind == "empirical":
                 given = check_labels(labels)[rows]
                 return self.likelihood.score(outputs, given).unsqueeze(0)
+            if self.kind == "exact":
+                return columns_of(outputs).all()
             self.likelihood.check_order(outputs, labels)
-            if self.kind == "sampled":
-                return self._sampled(outputs, generator)
-            return self.likelihood.pieces(outputs).all()
+            return self._sampled(outputs, generator)
 
         if self.kind == "exact" and self.tolerance > 0:
             engine.add_within(inputs, columns_of, self.tolerance)

@@ -31,6 +31,7 @@ class _Options(TypedDict, total=False):
     likelihood: str | Likelihood
     tolerance: float
     num_samples: int
+    max_passes: int | None
     seed: int
     examples: int | None
     engine: str
@@ -67,6 +68,7 @@ def fisher(
     likelihood: str | Likelihood = "categorical",
     tolerance: float = TOLERANCE,
     num_samples: int = 1,
+    max_passes: int | None = None,
     seed: int = 0,
     examples: int | None = None,
     engine: str = "auto",
@@ -112,9 +114,14 @@ def fisher(
         outputs) that may be left out to save backward passes. 0 takes all.
     num_samples : int, default 1
         With ``sampled``: labels an example.
+    max_passes : int, optional
+        With ``exact``: about how many backward passes an example may cost; by default
+        any number. Where it would be more, the result is an unbiased estimate: the
+        likeliest labels are taken exactly, and one that is drawn from the others stands
+        for them; positions (tokens) share passes, with random signs.
     seed : int, default 0
-        Of the labels with ``sampled``, and of the choice of `examples`. The global
-        generator is left as it was.
+        Of all that is drawn: labels, signs and `examples`. The global generator is left
+        as it was.
     examples : int, optional
         At most so many examples, a random subset; by default all. A K-FAC of a few
         hundred merges as well as that of ten thousand.
@@ -169,6 +176,8 @@ def fisher(
     check_known("expectation", expectation, EXPECTATIONS)
     check_range("tolerance", tolerance, 0, 1)
     check_range("num_samples", num_samples, 1)
+    if max_passes is not None:
+        check_range("max_passes", max_passes, 1)
     if examples is not None:
         check_range("examples", examples, 1)
         loader = at_most(loader, examples, seed)
@@ -176,7 +185,7 @@ def fisher(
     if max_batch_bytes is not None:
         check_range("max_batch_bytes", max_batch_bytes, 1)
     over_labels = Expectation(
-        likelihood_of(likelihood), expectation, tolerance, num_samples, seed
+        likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed
     )
     with evaluating(model):
         if engine == "nngeometry":

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flwr_fisher.curvature.estimate.columns import (
     Columns,
-    GivenColumns,
-    SoftmaxColumns,
+    Factor,
+    GivenFactor,
+    SoftmaxFactor,
 )
 from flwr_fisher.errors import DataError, StructureError, check_known
 
@@ -110,14 +111,39 @@ class Likelihood(ABC):
         """Raise where a batch's labels show that outputs are not as read here."""
         return
 
-    def pieces(self, outputs: Tensor) -> Columns:
-        """Return :meth:`columns`, once they are found to fit the outputs.
+    def pieces(
+        self,
+        outputs: Tensor,
+        max_passes: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Columns:
+        """Return the pieces of the Fisher with respect to a batch's outputs.
+
+        Parameters
+        ----------
+        outputs : Tensor
+            ``[n, ...]``.
+        max_passes : int, optional
+            About how many an example may have; by default any number. Where there are
+            more, they are an unbiased estimate.
+        generator : torch.Generator, optional
+            Draws it.
 
         Raises
         ------
         StructureError
-            If they do not.
+            If :meth:`columns` do not fit the outputs.
         """
+        factor = self.factor(outputs, max_passes, generator)
+        positions = factor.squares().shape[-1]
+        if max_passes is None or factor.count * positions <= max_passes:
+            return Columns(factor, outputs.shape)
+        return Columns(factor, outputs.shape, generator)
+
+    def factor(
+        self, outputs: Tensor, most: int | None, generator: torch.Generator | None
+    ) -> Factor:
+        """Return :meth:`columns`, or fewer vectors that estimate them."""
         values = self.columns(outputs)
         fits = values.dim() == 4 and values[0].numel() == outputs.numel()
         if not fits or values.shape[1] != len(outputs):
@@ -125,7 +151,7 @@ class Likelihood(ABC):
                 f"{type(self).__name__}.columns gave {tuple(values.shape)} for outputs "
                 f"of shape {tuple(outputs.shape)}: return [k, n, T, C]"
             )
-        return GivenColumns(values, outputs.shape)
+        return GivenFactor(values)
 
 
 class Categorical(Likelihood):
@@ -134,13 +160,21 @@ class Categorical(Likelihood):
     labels_are_classes = True
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """Return C - 1 pieces a position; see :class:`SoftmaxColumns`."""
-        columns = SoftmaxColumns(outputs)
-        return torch.stack([columns.every(index) for index in range(columns.count)])
+        """Return C - 1 pieces a position; see :class:`SoftmaxFactor`."""
+        factor = self.factor(outputs, None, None)
+        index = torch.zeros(len(outputs), dtype=torch.long, device=outputs.device)
+        return torch.stack([factor.at(index + i) for i in range(factor.count)])
 
-    def pieces(self, outputs: Tensor) -> Columns:
-        """Return the same, each made when it is asked for."""
-        return SoftmaxColumns(outputs)
+    def factor(
+        self, outputs: Tensor, most: int | None, generator: torch.Generator | None
+    ) -> Factor:
+        """Return the same, each made when it is asked for; or the likeliest and a draw.
+
+        At most `most`, of which the last is a label drawn from all other labels.
+        """
+        logits = _at_least_2d(outputs)
+        seen = logits.reshape(len(logits), -1, logits.shape[-1])
+        return SoftmaxFactor(seen, most, generator)
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``onehot(y) - p`` for y drawn from p."""
