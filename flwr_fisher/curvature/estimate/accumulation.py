@@ -1,5 +1,6 @@
 """What each structure sums, and what becomes of the sums."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from flwr_fisher.curvature.estimate.jacobians import (
     DiagonalJacobian,
     JacobianAccumulator,
 )
+from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import Tap, TappableLayer
 from flwr_fisher.curvature.independence import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
@@ -54,6 +56,8 @@ class Accumulation:
     max_batch_bytes : int | None
         How much an engine may hold beyond the forward pass; by default so much that all
         is no more than about what a training step on the first batch takes.
+    positions : Positions
+        Which of a layer's positions count.
     kfac : Curvature | None
         The K-FAC of the same model, whose eigenbasis ``ekfac`` takes.
 
@@ -70,6 +74,7 @@ class Accumulation:
         inputs: Tensor,
         structures: Sequence[str],
         max_batch_bytes: int | None,
+        positions: Positions,
         kfac: Curvature | None = None,
     ) -> None:
         check_examples_are_independent(model, "an example has no Fisher of its own")
@@ -90,14 +95,18 @@ class Accumulation:
             _check_size([sum(p.numel() for p in parameters)])
             self.jacobians["dense"] = DenseJacobian(model, self.names)
         sums = {name: list(each.values()) for name, each in self.accumulators.items()}
-        sizes = [_bytes(layer, taps[n], sums[n]) for n, layer in layers.items()]
+        sizes = [
+            _bytes(layer, taps[name], sums[name], positions)
+            for name, layer in layers.items()
+        ]
         if max_batch_bytes is None:
             held = sum(each.nbytes for of_layer in sums.values() for each in of_layer)
             gradients = sum(p.nbytes for p in parameters)
             chunk = _chunk(sizes, held, len(inputs), gradients)
         else:
             chunk = max(1, max_batch_bytes // max(sum(extra for _, extra in sizes), 1))
-        self.engine = Engine(model, sums, list(self.jacobians.values()), chunk)
+        jacobians = list(self.jacobians.values())
+        self.engine = Engine(model, sums, jacobians, positions, chunk)
 
     def results(self) -> dict[str, Curvature]:
         """Return each structure's mean over the examples taken; call it once."""
@@ -156,7 +165,10 @@ def _chunk(
 
 
 def _bytes(
-    layer: TappableLayer, tap: Tap, accumulators: Sequence[LayerAccumulator]
+    layer: TappableLayer,
+    tap: Tap,
+    accumulators: Sequence[LayerAccumulator],
+    positions: Positions,
 ) -> tuple[int, int]:
     """Return an example's bytes in a training step, and here beyond its forward pass.
 
@@ -164,10 +176,12 @@ def _bytes(
     layers; here come its columns, its gradient and, summed over positions, the
     gradient of its weight.
     """
-    columns = layer.input_columns(tap.inputs[:1])
-    weight = layer.matrices()
-    outputs = weight.shape[0] * weight.shape[1] * columns.shape[3]
+    sizes = layer.positions(tap.inputs.shape)
+    pairs, weight = any(a.pairs for a in accumulators), layer.matrices()
+    grid, _ = positions.grid(sizes)
+    columns = layer.input_columns(tap.inputs[:1], None if pairs else grid)
+    outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
     step = 2 * (tap.inputs[:1].numel() + outputs)
-    paired = columns.shape[3] > 1 and any(a.pairs for a in accumulators)
+    paired = math.prod(sizes) > 1 and pairs
     beyond = columns.numel() + outputs + paired * weight.numel()
     return step * weight.element_size(), beyond * columns.element_size()

@@ -19,7 +19,9 @@ class LayerAccumulator(ABC):
     """The sums that one structure needs of one layer's inputs and output gradients."""
 
     observes = False  # whether `observe` wants every example's input columns
-    pairs = True  # whether `add_gradients` wants input columns beside the gradients
+    # Whether `add_gradients` wants input columns beside the gradients, of all positions
+    # of both; else either may be of a few.
+    pairs = True
 
     def __init__(self, layer: TappableLayer) -> None:
         self.layer = layer
@@ -29,15 +31,21 @@ class LayerAccumulator(ABC):
         """Bytes of the sums."""
         return sum(v.nbytes for v in vars(self).values() if isinstance(v, Tensor))
 
-    def observe(self, columns: Tensor) -> None:
-        """Take every example's input columns ``[n, groups, in, T]``, once."""
+    def observe(self, columns: Tensor, weight: float) -> None:
+        """Take every example's input columns ``[n, groups, in, T]``, once.
+
+        Each column stands for so many as `weight` says.
+        """
         raise AssertionError("only accumulators that observe are shown inputs")
 
     @abstractmethod
-    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+    def add_gradients(
+        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+    ) -> None:
         """Take some examples' gradient columns, one tensor a pass.
 
-        `inputs` are the same examples' input columns, where `pairs` asks for them.
+        `inputs` are the same examples' input columns, where `pairs` asks for them; else
+        each gradient column counts for `weight` in a mean over positions.
         """
 
     @abstractmethod
@@ -61,21 +69,22 @@ class KroneckerAccumulator(LayerAccumulator):
         self.A = like.new_zeros(groups, inputs, inputs)
         self.G = like.new_zeros(groups, outputs, outputs)
 
-    def observe(self, columns: Tensor) -> None:
+    def observe(self, columns: Tensor, weight: float) -> None:
         """Add the inputs' second moment."""
         flat = side_by_side(columns)
-        self.A.baddbmm_(flat, flat.mT)
+        self.A.baddbmm_(flat, flat.mT, alpha=weight)
 
-    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+    def add_gradients(
+        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+    ) -> None:
         """Add the gradients' second moment."""
-        positions = gradients[0].shape[3]
-        if positions == 1:
+        if gradients[0].shape[3] == 1:
             flat = side_by_side(torch.cat(list(gradients)))
-            self.G.baddbmm_(flat, flat.mT)
+            self.G.baddbmm_(flat, flat.mT, alpha=weight)
             return
         for g in gradients:
             # Example by example: their positions are not side by side in memory.
-            self.G.add_((g @ g.mT).sum(0), alpha=1 / positions)
+            self.G.add_((g @ g.mT).sum(0), alpha=weight)
 
     def mean(self, num_examples: int) -> Kronecker:
         """Return the layer's Kronecker product."""
@@ -91,7 +100,9 @@ class DiagonalAccumulator(LayerAccumulator):
         super().__init__(layer)
         self.total = torch.zeros_like(layer.matrices(), dtype=layer.dtype)
 
-    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+    def add_gradients(
+        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+    ) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
         if inputs.shape[3] > 1:
             for g in gradients:
@@ -118,12 +129,14 @@ class EigenAccumulator(DiagonalAccumulator):
         self.basis_G = _eigenvectors(kfac.G, layer.dtype)
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+    def add_gradients(
+        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+    ) -> None:
         """Add the squares of the gradients as the basis sees them."""
         if self._last is None or self._last[0] is not inputs:  # the same every pass
             self._last = inputs, self.basis_A.mT @ inputs
         turned = [self.basis_G.mT @ g for g in gradients]
-        super().add_gradients(self._last[1], turned)
+        super().add_gradients(self._last[1], turned, weight)
 
     def mean(self, num_examples: int) -> EigenKronecker:
         """Return the layer's curvature in the basis."""
@@ -145,7 +158,9 @@ class BlockAccumulator(LayerAccumulator):
         size = layer.matrices().numel()
         self.total = layer.layer.weight.new_zeros(size, size, dtype=layer.dtype)
 
-    def add_gradients(self, inputs: Tensor, gradients: Sequence[Tensor]) -> None:
+    def add_gradients(
+        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+    ) -> None:
         """Add the outer products of the gradients as vectors."""
         for g in gradients:
             rows = (g @ inputs.mT).flatten(1)

@@ -12,6 +12,7 @@ called exactly once through its own ``forward``, one row an example, get their e
 diagonal from per-example gradients.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
@@ -22,6 +23,7 @@ from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.backward_plan import Group, backward_plan
 from flwr_fisher.curvature.estimate.columns import Columns
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
+from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.curvature.sums import widened
 
@@ -44,6 +46,8 @@ class Engine:
         The sums to take for each tapped layer.
     jacobians : list[JacobianAccumulator]
         The sums to take for other parameters.
+    positions : Positions
+        Which of each layer's positions count, where it has several.
     chunk : int
         At most this many examples at once.
     """
@@ -53,9 +57,10 @@ class Engine:
         model: nn.Module,
         accumulators: Mapping[str, list[LayerAccumulator]],
         jacobians: list[JacobianAccumulator],
+        positions: Positions,
         chunk: int,
     ) -> None:
-        self.model, self.chunk = model, chunk
+        self.model, self.positions, self.chunk = model, positions, chunk
         self.accumulators, self.jacobians = accumulators, jacobians
         self.layers = {name: each[0].layer for name, each in accumulators.items()}
         self.count = 0
@@ -75,9 +80,8 @@ class Engine:
             rows = slice(start, start + self.chunk)
             x = inputs[rows]
             outputs, taps = self._forward(x)
+            self._observe(taps)
             columns = self._columns(taps)
-            for name, column in columns.items():
-                self._observe(name, column)
             self._pull(x, outputs, taps, columns, pieces_of(widened(outputs), rows))
             self.count += len(x)
 
@@ -98,10 +102,7 @@ class Engine:
         for x in torch.split(inputs, self.chunk):
             with torch.no_grad():
                 outputs, taps = self._forward(x)
-                for name, tap in taps.items():
-                    if any(a.observes for a in self.accumulators[name]):
-                        columns = self.layers[name].input_columns(tap.inputs)
-                        self._observe(name, columns)
+                self._observe(taps)
             self.count += len(x)
             for group in backward_plan(columns_of(widened(outputs)), tolerance):
                 self._queue(x, group)
@@ -132,25 +133,33 @@ class Engine:
             rows = slice(start, start + self.chunk)
             x = inputs[rows]
             outputs, taps = self._forward(x)
-            paired = {
-                name: tap
-                for name, tap in taps.items()
-                if any(a.pairs for a in self.accumulators[name])
-            }
-            self._pull(x, outputs, taps, self._columns(paired), pieces_of(rows))
+            columns = self._columns(taps)
+            self._pull(x, outputs, taps, columns, pieces_of(rows))
 
     def _forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tap]]:
         outputs, taps = tapped_forward(self.model, inputs, self.layers)
         return outputs, single_calls(taps, len(inputs))
 
     def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
-        return {n: self.layers[n].input_columns(tap.inputs) for n, tap in taps.items()}
+        """Return the input columns that are to be paired with gradients."""
+        return {
+            name: self.layers[name].input_columns(tap.inputs)
+            for name, tap in taps.items()
+            if any(a.pairs for a in self.accumulators[name])
+        }
 
-    def _observe(self, name: str, columns: Tensor) -> None:
-        with _full_precision(columns):
-            for accumulator in self.accumulators[name]:
-                if accumulator.observes:
-                    accumulator.observe(columns)
+    def _observe(self, taps: Mapping[str, Tap]) -> None:
+        """Show the input columns to who wants every example's."""
+        for name, tap in taps.items():
+            observers = [a for a in self.accumulators[name] if a.observes]
+            if not observers:
+                continue
+            layer = self.layers[name]
+            grid, weight = self.positions.grid(layer.positions(tap.inputs.shape))
+            columns = layer.input_columns(tap.inputs, grid)
+            with _full_precision(columns):
+                for accumulator in observers:
+                    accumulator.observe(columns, weight)
 
     def _pull(
         self,
@@ -171,20 +180,28 @@ class Engine:
                 v = piece.to(outputs.dtype)
                 at_layers = torch.autograd.grad(outputs, edges, v, retain_graph=keep)
                 for name, gradient in zip(taps, at_layers, strict=True):
-                    g = self.layers[name].output_columns(gradient)
-                    if g.shape[3] == 1:  # small, and cheaper together
-                        waiting.setdefault(name, []).append(g)
+                    sizes = self.layers[name].positions(taps[name].inputs.shape)
+                    if math.prod(sizes) == 1:  # small, and cheaper together
+                        waiting.setdefault(name, []).append(gradient)
                     else:
-                        self._add(name, columns, [g])
+                        self._add(name, columns, [gradient], sizes)
             for name, gradients in waiting.items():
-                self._add(name, columns, gradients)
+                self._add(name, columns, gradients, [1])
 
     def _add(
-        self, name: str, columns: Mapping[str, Tensor], gradients: list[Tensor]
+        self,
+        name: str,
+        columns: Mapping[str, Tensor],
+        gradients: list[Tensor],
+        sizes: list[int],
     ) -> None:
+        layer, every = self.layers[name], math.prod(sizes)
+        grid, weight = self.positions.grid(sizes)
         with _full_precision(gradients[0]):
             for accumulator in self.accumulators[name]:
-                accumulator.add_gradients(columns.get(name, gradients[0]), gradients)
+                chosen = None if accumulator.pairs else grid
+                g = [layer.output_columns(each, chosen) for each in gradients]
+                accumulator.add_gradients(columns.get(name, g[0]), g, weight / every)
 
 
 def _full_precision(columns: Tensor) -> torch.autocast:

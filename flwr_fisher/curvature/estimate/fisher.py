@@ -15,6 +15,7 @@ from flwr_fisher.curvature.estimate.likelihood import (
     Likelihood,
     likelihood_of,
 )
+from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.subset import at_most
@@ -32,6 +33,7 @@ class _Options(TypedDict, total=False):
     tolerance: float
     num_samples: int
     max_passes: int | None
+    max_positions: int | None
     seed: int
     examples: int | None
     engine: str
@@ -69,6 +71,7 @@ def fisher(
     tolerance: float = TOLERANCE,
     num_samples: int = 1,
     max_passes: int | None = None,
+    max_positions: int | None = None,
     seed: int = 0,
     examples: int | None = None,
     engine: str = "auto",
@@ -119,6 +122,10 @@ def fisher(
         any number. Where it would be more, the result is an unbiased estimate: the
         likeliest labels are taken exactly, and one that is drawn from the others stands
         for them; positions (tokens) share passes, with random signs.
+    max_positions : int, optional
+        How many of a layer's positions (of a convolution's output, or tokens) count for
+        K-FAC's factors in an example, at most: a grid with a random origin, which is
+        unbiased. By default all.
     seed : int, default 0
         Of all that is drawn: labels, signs and `examples`. The global generator is left
         as it was.
@@ -176,8 +183,9 @@ def fisher(
     check_known("expectation", expectation, EXPECTATIONS)
     check_range("tolerance", tolerance, 0, 1)
     check_range("num_samples", num_samples, 1)
-    if max_passes is not None:
-        check_range("max_passes", max_passes, 1)
+    for name, most in (("max_passes", max_passes), ("max_positions", max_positions)):
+        if most is not None:
+            check_range(name, most, 1)
     if examples is not None:
         check_range("examples", examples, 1)
         loader = at_most(loader, examples, seed)
@@ -198,8 +206,15 @@ def fisher(
             batches = batches_on(loader, device)
             results = [squared_batch_gradients(model, batches, over_labels.likelihood)]
         else:
+            positions = Positions(max_positions, seed)
             results = _by_examples(
-                model, loader, device, structures, over_labels, max_batch_bytes
+                model,
+                loader,
+                device,
+                structures,
+                over_labels,
+                max_batch_bytes,
+                positions,
             )
     return results[0] if isinstance(structure, str) else tuple(results)
 
@@ -211,6 +226,7 @@ def _by_examples(
     structures: list[str],
     expectation: Expectation,
     max_batch_bytes: int | None,
+    positions: Positions,
 ) -> list[Curvature]:
     """Read the loader, twice where E-KFAC needs the eigenbasis of K-FAC first."""
 
@@ -219,7 +235,7 @@ def _by_examples(
         generator = torch.Generator(device).manual_seed(expectation.seed)
         for batch in batches_on(loader, device):
             accumulation = accumulation or Accumulation(
-                model, batch[0], wanted, max_batch_bytes, kfac
+                model, batch[0], wanted, max_batch_bytes, positions, kfac
             )
             expectation.add(accumulation.engine, batch, generator)
         if accumulation is None:

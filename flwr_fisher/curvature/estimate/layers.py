@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.estimate.positions import Grid
+
 KroneckerLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 KRONECKER_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def input_columns(layer: KroneckerLayer, inputs: Tensor, *, bias: bool) -> Tensor:
+def input_columns(
+    layer: KroneckerLayer, inputs: Tensor, *, bias: bool, grid: Grid | None = None
+) -> Tensor:
     """Return what the layer multiplies its weight with.
 
     Parameters
@@ -28,6 +32,8 @@ def input_columns(layer: KroneckerLayer, inputs: Tensor, *, bias: bool) -> Tenso
         Its input: ``[n, ..., in]``, or ``[n, in, *spatial]`` for a convolution.
     bias : bool
         Whether to append a row of ones.
+    grid : tuple[slice, ...], optional
+        Which positions to take, along each axis of :func:`positions`.
 
     Returns
     -------
@@ -36,12 +42,15 @@ def input_columns(layer: KroneckerLayer, inputs: Tensor, *, bias: bool) -> Tenso
         side by side in memory, as their second moment wants them.
     """
     if isinstance(layer, nn.Linear):
-        columns = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1]).mT.unsqueeze(1)
+        columns = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
+        if grid is not None:
+            columns = columns[:, *grid]
+        columns = columns.mT.unsqueeze(1)
         if not bias:
             return columns
         ones = columns.new_ones(*columns.shape[:2], 1, columns.shape[3])
         return torch.cat([columns, ones], dim=2)
-    windows = _windows(layer, inputs)
+    windows = _windows(layer, inputs, grid)
     groups, rows = layer.groups, layer.weight[0].numel()
     n = inputs.shape[0]
     positions = windows.numel() // (groups * rows * n)
@@ -52,11 +61,17 @@ def input_columns(layer: KroneckerLayer, inputs: Tensor, *, bias: bool) -> Tenso
     return columns.permute(2, 0, 1, 3)
 
 
-def output_columns(layer: KroneckerLayer, outputs: Tensor) -> Tensor:
+def output_columns(
+    layer: KroneckerLayer, outputs: Tensor, *, grid: Grid | None = None
+) -> Tensor:
     """Return an output, or its gradient, as ``[n, groups, out / groups, T]``."""
     if isinstance(layer, nn.Linear):
         flat = outputs.reshape(outputs.shape[0], -1, outputs.shape[-1])
+        if grid is not None:
+            flat = flat[:, *grid]
         return flat.mT.unsqueeze(1)
+    if grid is not None:
+        outputs = outputs[:, :, *grid]
     n, groups = outputs.shape[0], layer.groups
     return outputs.reshape(n, groups, outputs.shape[1] // groups, -1)
 
@@ -67,19 +82,30 @@ def fits(layer: KroneckerLayer, inputs: torch.Size, outputs: torch.Size) -> bool
         rows, columns = layer.weight.shape
         plain = len(inputs) > 1 and inputs[-1] == columns
         return plain and outputs == torch.Size([*inputs[:-1], rows])
-    spatial = len(layer.kernel_size)
-    if len(inputs) != 2 + spatial or inputs[1] != layer.in_channels:
+    if len(inputs) != 2 + len(layer.kernel_size) or inputs[1] != layer.in_channels:
         return False
-    padding = _padding(layer)[::-1]
-    sizes = []
-    for axis in range(spatial):
-        size = inputs[2 + axis] + padding[2 * axis] + padding[2 * axis + 1]
-        reach = layer.dilation[axis] * (layer.kernel_size[axis] - 1) + 1
-        sizes.append((size - reach) // layer.stride[axis] + 1)
+    sizes = positions(layer, inputs)
     return outputs == torch.Size([inputs[0], layer.out_channels, *sizes])
 
 
-def _windows(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor:
+def positions(layer: KroneckerLayer, inputs: torch.Size) -> list[int]:
+    """Return how many output positions there are along each axis, for such inputs.
+
+    A linear layer has one axis, whatever lies between examples and features.
+    """
+    if isinstance(layer, nn.Linear):
+        return [inputs[1:-1].numel()]
+    padding, sizes = _padding(layer)[::-1], []
+    for axis in range(len(layer.kernel_size)):
+        size = inputs[2 + axis] + padding[2 * axis] + padding[2 * axis + 1]
+        reach = layer.dilation[axis] * (layer.kernel_size[axis] - 1) + 1
+        sizes.append((size - reach) // layer.stride[axis] + 1)
+    return sizes
+
+
+def _windows(
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, grid: Grid | None
+) -> Tensor:
     """Return a view of a convolution's padded input, for any stride and dilation.
 
     ``[groups, in / groups, *kernel, n, *positions]``: copying it is several times
@@ -93,6 +119,8 @@ def _windows(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor) -> Tensor
         step = layer.dilation[axis]
         reach = step * (layer.kernel_size[axis] - 1) + 1
         inputs = inputs.unfold(2 + axis, reach, layer.stride[axis])[..., ::step]
+    if grid is not None:
+        inputs = inputs[:, :, *grid]
     channels = inputs.shape[1] // layer.groups
     shape = (len(inputs), layer.groups, channels, *inputs.shape[2:])
     steps = inputs.stride()

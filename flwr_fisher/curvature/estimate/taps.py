@@ -16,7 +16,9 @@ from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
     input_columns,
     output_columns,
+    positions,
 )
+from flwr_fisher.curvature.estimate.positions import Grid
 from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
 from flwr_fisher.errors import StructureError
 
@@ -40,14 +42,18 @@ class TappableLayer:
         """The dtype of columns and of sums of their products: at least float32."""
         return torch.promote_types(self.layer.weight.dtype, torch.float32)
 
-    def input_columns(self, inputs: Tensor) -> Tensor:
+    def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return the layer's input as columns, with ones for a trained bias."""
         bias = self.bias is not None
-        return input_columns(self.layer, inputs.to(self.dtype), bias=bias)
+        return input_columns(self.layer, inputs.to(self.dtype), bias=bias, grid=grid)
 
-    def output_columns(self, outputs: Tensor) -> Tensor:
+    def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return the layer's output, or its gradient, as columns."""
-        return output_columns(self.layer, outputs.to(self.dtype))
+        return output_columns(self.layer, outputs.to(self.dtype), grid=grid)
+
+    def positions(self, inputs: torch.Size) -> list[int]:
+        """Return how many positions there are along each axis, for such inputs."""
+        return positions(self.layer, inputs)
 
     def matrices(self) -> Tensor:
         """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""

@@ -1,0 +1,54 @@
+"""Which of a layer's positions count: all, or a random few of them."""
+
+import math
+from collections.abc import Sequence
+
+from flwr_fisher.randomness import random_stream
+
+Grid = tuple[slice, ...]  # along each axis of positions
+
+
+class Positions:
+    """Draws positions, each of a layer's with the same chance.
+
+    They lie on a grid with a random origin, so that none are next to each other: a
+    convolution's neighbours see nearly the same.
+
+    Parameters
+    ----------
+    most : int, optional
+        About how many of an example's count; by default all.
+    seed : int
+        Of the origins.
+    """
+
+    def __init__(self, most: int | None, seed: int) -> None:
+        self.most, self._draw = most, random_stream(seed, "positions")
+
+    def grid(self, sizes: Sequence[int]) -> tuple[Grid, int]:
+        """Return a grid, and how many positions each of its points stands for.
+
+        Parameters
+        ----------
+        sizes : Sequence[int]
+            How many positions there are along each axis.
+        """
+        if self.most is None:
+            return (slice(None),) * len(sizes), 1
+        steps = _steps(sizes, self.most)
+        origins = [int(self._draw.integers(step)) for step in steps]
+        slices = (slice(o, None, step) for o, step in zip(origins, steps, strict=True))
+        return tuple(slices), math.prod(steps)
+
+
+def _steps(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the smallest steps that leave at most so many, about square."""
+    steps = [1] * len(sizes)
+
+    def left(axis: int) -> int:
+        return -(-sizes[axis] // steps[axis])
+
+    while math.prod(map(left, range(len(sizes)))) > most:
+        widest = max(range(len(sizes)), key=left)
+        steps[widest] += 1
+    return steps
