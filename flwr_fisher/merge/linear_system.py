@@ -96,23 +96,23 @@ def _system(
     options: MergeOptions,
     device: Device,
 ) -> LinearSystem:
+    regularised = [
+        part.to(device).regularised(shrink=options.shrink, damping=options.damping)
+        for part in parts
+    ]
     examples = [posterior.num_examples for posterior in posteriors]
-    names = list(WeightedSum(parts, examples).shapes)  # all cover the same
+    names = list(WeightedSum(regularised, examples).shapes)  # all cover the same
 
     def away(posterior: LocalPosterior) -> dict[str, Tensor]:
         step = subtract(select(posterior.params, names), select(mean, names))
         return {name: value.to(device) for name, value in step.items()}
 
-    regularised, traces, rises, squares = [], [], [], []
-    for posterior, made in zip(posteriors, parts, strict=True):
-        part = made.to(device).regularised(
-            shrink=options.shrink, damping=options.damping
-        )
+    rises, squares = [], []
+    for posterior, part in zip(posteriors, regularised, strict=True):
         vector = away(posterior)
-        regularised.append(part)
-        traces.append(part.trace())
         rises.append(max(0.0, float(dot(vector, part.matvec(vector)))))
         squares.append(float(dot(vector, vector)))
+    traces = [part.trace() for part in regularised]
     total = WeightedSum(regularised, _weights(examples, traces, rises, options))
     rhs = {name: torch.zeros_like(mean[name], device=device) for name in names}
     for (weight, part), posterior in zip(total, posteriors, strict=True):
