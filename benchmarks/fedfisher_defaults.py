@@ -32,6 +32,7 @@ from torch import Tensor
 
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
+from flwr_fisher.tasks import Task
 
 ALPHAS = (0.2, 0.1, 0.05)
 SCORED = 2000  # validation images, at most
@@ -106,12 +107,17 @@ def merges(
         yield name, fedfisher(chosen, **options).params
 
 
+def scored(task: Task) -> list[tuple[Tensor, Tensor]]:
+    """Return the validation images that models are scored on, in batches."""
+    assert task.validation is not None
+    some = task.validation.subset(list(range(min(SCORED, len(task.validation)))))
+    return list(task.eval_loader(some, SCORED))
+
+
 def evaluate(setting: Setting, data_dir: Path) -> dict[str, float]:
     """Return every method's validation accuracy in per cent."""
     task = setting.task(data_dir)
-    assert task.validation is not None
-    some = task.validation.subset(list(range(min(SCORED, len(task.validation)))))
-    clients, loader = posteriors(setting, task), list(task.eval_loader(some, SCORED))
+    clients, loader = posteriors(setting, task), scored(task)
     model, found = task.make_model(), {}
     for name, params in merges(clients):
         found[name] = 100 * accuracies(model, {"x": params}, loader)["x"]

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from fedfisher_defaults import SCORED, columns
+from fedfisher_defaults import columns, scored
 from harness.page import blocks, command_line, opening, with_workers, write_page
 from harness.splits import on_splits
 from harness.stats import paired, with_error
@@ -76,9 +76,7 @@ def _with_floor(_: nn.Module, __: object, logits: Tensor) -> Tensor:
 def evaluate(setting: Setting, data_dir: Path) -> Scores:
     """Return every way's validation accuracies in per cent."""
     task = setting.task(data_dir)
-    assert task.validation is not None
-    some = task.validation.subset(list(range(min(SCORED, len(task.validation)))))
-    model, loader = task.make_model(), list(task.eval_loader(some, SCORED))
+    model, loader = task.make_model(), scored(task)
     found: Scores = {}
     for way, clients in uploads(setting, task):
         params = [client.params for client in clients]

@@ -67,14 +67,19 @@ def like_loader(loader: DataLoader[Any], batches: Iterable[Any]) -> DataLoader[A
     return DataLoader(loader.dataset, batch_sampler=batches, **options)
 
 
+def sampler_of(loader: DataLoader[Any]) -> Iterable[Any]:
+    """Return what makes batches of positions."""
+    # Without a batch size, a loader's sampler gives batches, not examples.
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
 def _positions(loader: Iterable[Any]) -> list[list[int]] | None:
     """Return the positions in each of a loader's batches, if it has any."""
     if not isinstance(loader, DataLoader) or isinstance(
         loader.dataset, IterableDataset
     ):
         return None
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    batches = list(sampler)
+    batches = list(sampler_of(loader))
     if not all(isinstance(batch, Sequence) for batch in batches):
         return None  # each position is that of a whole batch
     return [list(batch) for batch in batches]

@@ -17,7 +17,7 @@ from flwr_fisher.client.jobs.registry import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import Loader, TrainFn, score
-from flwr_fisher.curvature.subset import like_loader
+from flwr_fisher.curvature.subset import like_loader, sampler_of
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -138,7 +138,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     tune, test = _halves(loader, fraction, seed, request.client)
     unseen = _part(loader, test)
     # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
-    drops = getattr(_batches(loader), "drop_last", False)
+    drops = getattr(sampler_of(loader), "drop_last", False)
     order = SubsetRandomSampler(tune)
     mine = _part(loader, order, drop_last=drops and len(tune) >= _batch_size(loader))
     model, train_fn = problem.model, _with_epochs(problem.train_fn, epochs)
@@ -186,14 +186,8 @@ def _part(
     return like_loader(loader, BatchSampler(order, _batch_size(loader), drop_last))
 
 
-def _batches(loader: DataLoader[Any]) -> object:
-    """Return what makes batches of positions."""
-    # Without a batch size, a loader's sampler gives batches, not examples.
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
 def _batch_size(loader: DataLoader[Any]) -> int:
-    size = getattr(_batches(loader), "batch_size", None)
+    size = getattr(sampler_of(loader), "batch_size", None)
     if size is None:
         raise ClientError(
             "personalisation makes batches of its own: it needs a trainloader with a "

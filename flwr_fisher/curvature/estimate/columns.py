@@ -19,10 +19,14 @@ class Factor(ABC):
     ----------
     count : int
         k.
+    positions : int
+        T.
+    device : torch.device
+        Where the vectors are.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, positions: int, device: torch.device) -> None:
+        self.count, self.positions, self.device = count, positions, device
 
     @abstractmethod
     def squares(self) -> Tensor:
@@ -50,7 +54,7 @@ class GivenFactor(Factor):
     """
 
     def __init__(self, values: Tensor) -> None:
-        super().__init__(len(values))
+        super().__init__(len(values), values.shape[2], values.device)
         self.values = values
 
     def squares(self) -> Tensor:
@@ -111,7 +115,8 @@ class SoftmaxFactor(Factor):
     ) -> None:
         rank = logits.shape[-1] - 1
         columns = rank if most is None or most >= rank else most - 1
-        super().__init__(columns + (columns < rank))
+        vectors = columns + (columns < rank)
+        super().__init__(vectors, logits.shape[1], logits.device)
         self.p = logits.detach().softmax(-1)
         likeliest, self.top = self.p.topk(columns, dim=-1)
         rest = self.p.scatter(-1, self.top, 0)
@@ -189,15 +194,14 @@ class Columns:
         generator: torch.Generator | None = None,
     ) -> None:
         self.factor, self.shape, self.generator = factor, shape, generator
-        self.squares = factor.squares()
-        positions = 1 if generator is not None else self.squares.shape[2]
-        self.count = factor.count * positions
+        self.count = factor.count * (1 if generator is not None else factor.positions)
 
     def weights(self) -> Tensor:
         """Return each piece's share of the trace: squared norms ``[count, n]``."""
+        squares = self.factor.squares()
         if self.generator is not None:
-            return self.squares.sum(-1)
-        return self.squares.permute(2, 0, 1).flatten(0, 1)
+            return squares.sum(-1)
+        return squares.permute(2, 0, 1).flatten(0, 1)
 
     def pick(self, pieces: Tensor) -> Tensor:
         """Return one piece of each example, ``[n]``, in the outputs' shape."""
@@ -220,8 +224,9 @@ class Columns:
 
     def all(self) -> Iterator[Tensor]:
         """Yield every piece of all examples."""
+        first = torch.zeros(self.shape[0], dtype=torch.long, device=self.factor.device)
         for piece in range(self.count):
-            yield self.pick(self.squares.new_full((self.shape[0],), piece).long())
+            yield self.pick(first + piece)
 
 
 def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -80,8 +80,8 @@ class Engine:
             rows = slice(start, start + self.chunk)
             x = inputs[rows]
             outputs, taps = self._forward(x)
-            self._observe(taps)
             columns = self._columns(taps)
+            self._observe(taps, columns)
             self._pull(x, outputs, taps, columns, pieces_of(widened(outputs), rows))
             self.count += len(x)
 
@@ -102,7 +102,7 @@ class Engine:
         for x in torch.split(inputs, self.chunk):
             with torch.no_grad():
                 outputs, taps = self._forward(x)
-                self._observe(taps)
+                self._observe(taps, {})
             self.count += len(x)
             for group in backward_plan(columns_of(widened(outputs)), tolerance):
                 self._queue(x, group)
@@ -148,18 +148,24 @@ class Engine:
             if any(a.pairs for a in self.accumulators[name])
         }
 
-    def _observe(self, taps: Mapping[str, Tap]) -> None:
-        """Show the input columns to who wants every example's."""
+    def _observe(self, taps: Mapping[str, Tap], columns: Mapping[str, Tensor]) -> None:
+        """Show the input columns to who wants every example's.
+
+        `columns` are those of all positions, of layers where they are known.
+        """
         for name, tap in taps.items():
             observers = [a for a in self.accumulators[name] if a.observes]
             if not observers:
                 continue
             layer = self.layers[name]
             grid, weight = self.positions.grid(layer.positions(tap.inputs.shape))
-            columns = layer.input_columns(tap.inputs, grid)
-            with _full_precision(columns):
+            if weight == 1 and name in columns:
+                shown = columns[name]
+            else:
+                shown = layer.input_columns(tap.inputs, grid)
+            with _full_precision(shown):
                 for accumulator in observers:
-                    accumulator.observe(columns, weight)
+                    accumulator.observe(shown, weight)
 
     def _pull(
         self,
@@ -171,6 +177,7 @@ class Engine:
     ) -> None:
         """Take pieces back through the model to every layer's output, and sum."""
         edges = [tap.edge() for tap in taps.values()]
+        sizes = {n: self.layers[n].positions(t.inputs.shape) for n, t in taps.items()}
         for some, last in _in_bundles(pieces, _TOGETHER):
             for jacobian in self.jacobians:
                 jacobian.add(inputs, torch.stack(some))
@@ -180,13 +187,12 @@ class Engine:
                 v = piece.to(outputs.dtype)
                 at_layers = torch.autograd.grad(outputs, edges, v, retain_graph=keep)
                 for name, gradient in zip(taps, at_layers, strict=True):
-                    sizes = self.layers[name].positions(taps[name].inputs.shape)
-                    if math.prod(sizes) == 1:  # small, and cheaper together
+                    if math.prod(sizes[name]) == 1:  # small, and cheaper together
                         waiting.setdefault(name, []).append(gradient)
                     else:
-                        self._add(name, columns, [gradient], sizes)
+                        self._add(name, columns, [gradient], sizes[name])
             for name, gradients in waiting.items():
-                self._add(name, columns, gradients, [1])
+                self._add(name, columns, gradients, sizes[name])
 
     def _add(
         self,
@@ -198,10 +204,14 @@ class Engine:
         layer, every = self.layers[name], math.prod(sizes)
         grid, weight = self.positions.grid(sizes)
         with _full_precision(gradients[0]):
-            for accumulator in self.accumulators[name]:
-                chosen = None if accumulator.pairs else grid
+            for pairs in (True, False):
+                takers = [a for a in self.accumulators[name] if a.pairs == pairs]
+                if not takers:
+                    continue
+                chosen = None if pairs else grid
                 g = [layer.output_columns(each, chosen) for each in gradients]
-                accumulator.add_gradients(columns.get(name, g[0]), g, weight / every)
+                for taker in takers:
+                    taker.add_gradients(columns.get(name, g[0]), g, weight / every)
 
 
 def _full_precision(columns: Tensor) -> torch.autocast:

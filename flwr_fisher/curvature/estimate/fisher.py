@@ -127,8 +127,8 @@ def fisher(
         K-FAC's factors in an example, at most: a grid with a random origin, which is
         unbiased. By default all.
     seed : int, default 0
-        Of all that is drawn: labels, signs and `examples`. The global generator is left
-        as it was.
+        Of all that is drawn: labels, signs, grids, `examples`. The global generator is
+        left as it was.
     examples : int, optional
         At most so many examples, a random subset; by default all. A K-FAC of a few
         hundred merges as well as that of ten thousand.
@@ -183,18 +183,21 @@ def fisher(
     check_known("expectation", expectation, EXPECTATIONS)
     check_range("tolerance", tolerance, 0, 1)
     check_range("num_samples", num_samples, 1)
-    for name, most in (("max_passes", max_passes), ("max_positions", max_positions)):
+    limits = {
+        "max_passes": max_passes,
+        "max_positions": max_positions,
+        "examples": examples,
+        "max_batch_bytes": max_batch_bytes,
+    }
+    for name, most in limits.items():
         if most is not None:
             check_range(name, most, 1)
-    if examples is not None:
-        check_range("examples", examples, 1)
-        loader = at_most(loader, examples, seed)
     device = device_of(model, device)
-    if max_batch_bytes is not None:
-        check_range("max_batch_bytes", max_batch_bytes, 1)
     over_labels = Expectation(
         likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed
     )
+    if examples is not None:
+        loader = at_most(loader, examples, seed)
     with evaluating(model):
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)

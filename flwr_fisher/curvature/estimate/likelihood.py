@@ -135,8 +135,7 @@ class Likelihood(ABC):
             If :meth:`columns` do not fit the outputs.
         """
         factor = self.factor(outputs, max_passes, generator)
-        positions = factor.squares().shape[-1]
-        if max_passes is None or factor.count * positions <= max_passes:
+        if max_passes is None or factor.count * factor.positions <= max_passes:
             return Columns(factor, outputs.shape)
         return Columns(factor, outputs.shape, generator)
 
