@@ -35,6 +35,13 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
+def added(factor: SymmetricFactor) -> Tensor:
+    """Return ones to which a factor was added in place."""
+    total = torch.ones(factor.shape).to(factor.diagonal())
+    factor.add_to(total)
+    return total
+
+
 @SETTINGS
 @given(
     groups=st.integers(1, 3),
@@ -70,6 +77,7 @@ def test_a_low_rank_factor_is_its_dense_twin(
         want = change(twin).to_dense()
         rtol = 1e-5 if want.dtype == torch.float32 else 1e-10
         torch.testing.assert_close(changed.to_dense(), want, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(added(changed), 1 + want, rtol=rtol, atol=rtol)
 
 
 @SETTINGS
@@ -89,6 +97,8 @@ def test_a_dense_factor_that_was_changed_is_its_matrix_changed(
     mean = want.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     want = (1 - share) * want + share * mean * torch.eye(n, dtype=F64)
     close(changed.to_dense(), want)
+    for each in (changed, factor.scaled(share)):
+        close(added(each), 1 + each.to_dense())
     close(changed.diagonal(), want.diagonal(dim1=-2, dim2=-1))
     right, left = randn(5, groups, n, 3).double(), randn(6, groups, 2, n).double()
     close(changed @ right, want @ right)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Dense, WeightedSum
 from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
-from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
 from flwr_fisher.params import Params, flatten, select, unflatten
 
@@ -51,8 +51,7 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
 
 
 def _densely(curvature: WeightedSum, ridge: float) -> Matvec:
-    matrix = curvature.to_dense()
-    solve = _solver_of(matrix, torch.full_like(matrix[0], ridge))
+    solve = _solver_of(curvature.to_dense(), ridge)
     shapes = curvature.shapes
 
     def product(vector: Params) -> dict[str, Tensor]:
@@ -95,27 +94,32 @@ def _sum_solver(
     low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
     n = factors[0].shape[-1]
     if len(low) < len(factors) or 2 * sum(factor.rank for factor in low) > n:
-        matrix = torch.zeros(factors[0].shape).to(divisor)
-        for factor in factors:
-            matrix += factor.to_dense()
-        return _solver_of(matrix, torch.full_like(matrix[..., 0], ridge))
+        return _solver_of(_summed(factors, divisor), ridge)
     vectors = torch.cat([factor.vectors() for factor in low], -1)
     rest = torch.stack([factor.rest for factor in low]).sum(0)
     return _woodbury(vectors, rest + ridge)
+
+
+def _summed(factors: Sequence[SymmetricFactor], like: Tensor) -> Tensor:
+    total = torch.zeros(factors[0].shape).to(like)
+    for factor in factors:
+        factor.add_to(total)
+    return total
 
 
 def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
     """Return what solves with ``V V^T + diag(d)``."""
     divisor = diagonal.unsqueeze(-1)
     scaled = vectors / divisor
-    inner = _solver_of(vectors.mT @ scaled, torch.ones_like(vectors[..., 0, :]))
+    inner = _solver_of(vectors.mT @ scaled, 1.0)
     return lambda right: right / divisor - scaled @ inner(scaled.mT @ right)
 
 
-def _solver_of(matrices: Tensor, ridge: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what solves with symmetric matrices plus a ridge on their diagonals."""
-    wide = matrices.to(torch.float64, copy=True)
-    wide.diagonal(dim1=-2, dim2=-1).add_(ridge)
+def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
+    """Return what solves with symmetric matrices plus a multiple of the identity."""
     working = torch.promote_types(matrices.dtype, torch.float32)
+    wide = matrices.to(torch.float64, copy=True)
+    del matrices  # as large as all else that is at hand here
+    wide.diagonal(dim1=-2, dim2=-1).add_(ridge)
     lower = torch.linalg.cholesky(wide).to(working)
     return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)

@@ -38,6 +38,10 @@ class SymmetricFactor(ABC):
         """Return the matrices as one tensor ``[groups, n, n]``."""
 
     @abstractmethod
+    def add_to(self, total: Tensor) -> None:
+        """Add the matrices to a tensor ``[groups, n, n]`` in place, up to rounding."""
+
+    @abstractmethod
     def diagonal(self) -> Tensor:
         """Return the diagonals, ``[groups, n]``."""
 
@@ -126,6 +130,15 @@ class DenseFactor(SymmetricFactor):
         if self.rest is not None:
             matrices.diagonal(dim1=-2, dim2=-1).add_(self.rest)
         return matrices
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the matrices in place."""
+        if isinstance(self.scale, Tensor):
+            total.addcmul_(self.matrix, self.scale.reshape(-1, 1, 1))
+        else:
+            total.add_(self.matrix, alpha=self.scale)
+        if self.rest is not None:
+            total.diagonal(dim1=-2, dim2=-1).add_(self.rest)
 
     def diagonal(self) -> Tensor:
         """Return the diagonals."""
@@ -219,6 +232,12 @@ class LowRankFactor(SymmetricFactor):
         matrices = gram(self.vectors())
         matrices.diagonal(dim1=-2, dim2=-1).add_(self.rest)
         return matrices
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the matrices in place."""
+        vectors = self.vectors()
+        total.baddbmm_(vectors, vectors.mT)
+        total.diagonal(dim1=-2, dim2=-1).add_(self.rest)
 
     def diagonal(self) -> Tensor:
         """Return the diagonals."""
