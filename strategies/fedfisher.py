@@ -67,9 +67,13 @@ class FedFisherOneShot(CurvatureStrategy):
     iterations : int, optional
         Of the solver, at most.
     expectation : str, default "exact"
-        See :func:`flwr_fisher.curvature.fisher`, as for the next one.
+        See :func:`flwr_fisher.curvature.fisher`, as for the next ones.
     tolerance : float, default 1e-3
         Share of the Fisher that a client may leave out to save time.
+    examples, max_passes, max_positions : int, optional
+        Of how many examples a client takes its Fisher, in how many passes each, and at
+        how many of a layer's positions; by default of all. A client may take fewer
+        examples, as its ``FisherClient(max_examples=...)`` says.
     codec : "auto" | "fedavg" | "small" | "lossless" | "paper" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
         not at all (``lossless``), or as in the paper's Appendix C. ``auto`` is
@@ -123,6 +127,9 @@ class FedFisherOneShot(CurvatureStrategy):
         iterations: int | None = None,
         expectation: str = "exact",
         tolerance: float = TOLERANCE,
+        examples: int | None = None,
+        max_passes: int | None = None,
+        max_positions: int | None = None,
         codec: str | Codec = "auto",
         budget: float | None = None,
         aggregate: str = "parts",
@@ -140,6 +147,9 @@ class FedFisherOneShot(CurvatureStrategy):
         self.tolerance, self.codec = tolerance, get_codec(codec, budget)
         self.structure, self.expectation, self.score = structure, expectation, score
         self.aggregate = aggregate
+        self.limits = _limits(
+            examples=examples, max_passes=max_passes, max_positions=max_positions
+        )
         options = merge_options if aggregate == "parts" else sums_options
         self.merge = options(
             solver,
@@ -195,6 +205,7 @@ class FedFisherOneShot(CurvatureStrategy):
             "structure": self.structure,
             "expectation": self.expectation,
             "tolerance": self.tolerance,
+            **self.limits,
             **self.codec.to_options(),
         }
 
@@ -240,6 +251,14 @@ class FedFisherOneShot(CurvatureStrategy):
         wanted = {f"client-{name}": value for name, value in self._options().items()}
         merge = asdict(self.merge) | {"trust": self.trust}
         return wanted | merge | {"aggregate": self.aggregate}
+
+
+def _limits(**limits: int | None) -> dict[str, int]:
+    """Return those that are set, by the names that they have in a request."""
+    given = {name: most for name, most in limits.items() if most is not None}
+    for name, most in given.items():
+        check_range(name, most, 1)
+    return {name.replace("_", "-"): int(most) for name, most in given.items()}
 
 
 def _step(merged: MergeResult) -> Step:

@@ -103,6 +103,36 @@ def test_with_a_structure_the_fisher_of_the_trained_model_is_added(
     assert torch.equal(upload.curvature.to_dense(), expected.to_dense())
 
 
+@pytest.mark.parametrize(
+    ("asked", "cap", "taken"),
+    [(None, None, None), (3, None, 3), (None, 4, 4), (3, 4, 3), (5, 4, 4)],
+)
+def test_the_fisher_is_limited_as_server_and_client_want(
+    monkeypatch: pytest.MonkeyPatch, asked: Any, cap: Any, taken: Any
+) -> None:
+    heard: dict[str, Any] = {}
+
+    def told(*args: Any, **options: Any) -> Any:
+        heard.update(options)
+        return fisher(*args, **options)
+
+    monkeypatch.setattr("flwr_fisher.client.fisher_options.fisher", told)
+    limits = {"max-passes": 2, "max-positions": 3}
+    limits |= {} if asked is None else {"examples": asked}
+    ask(tiny_client(max_examples=cap), config=KFAC | limits)
+    wanted = {"examples": taken, "max_passes": 2, "max_positions": 3}
+    assert {name: heard[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("key", ["examples", "max-passes", "max-positions"])
+def test_limits_out_of_range_are_refused_before_training(key: str) -> None:
+    for value in (0, "many"):
+        with pytest.raises(ConfigurationError, match=f"{key} must be"):
+            ask(tiny_client(), config=KFAC | {key: value})
+    with pytest.raises(ConfigurationError, match="max_examples must be >= 1"):
+        tiny_client(max_examples=0)
+
+
 def test_the_reply_keeps_the_servers_order_of_keys() -> None:
     arrays = tiny_arrays()
     turned = ArrayRecord({key: arrays[key] for key in reversed(list(arrays))})

@@ -118,6 +118,23 @@ def accuracy_by_round(seed: int) -> list[float]:
     return [float(metrics["accuracy"]) for _, metrics in history]
 
 
+def test_clients_hear_how_much_their_fishers_may_take() -> None:
+    heard: list[dict[str, Any]] = []
+
+    def look(message: Any, context: Context, call_next: Any) -> Any:
+        (config,) = message.content.config_records.values()
+        heard.append({k: v for k, v in config.items() if k.startswith("fisher.")})
+        return call_next(message, context)
+
+    grid = LocalGrid(tiny_app([0, 1], mods=[look]), 2)
+    limits = {"examples": 3, "max_passes": 2, "max_positions": 4}
+    for given in ({}, limits):
+        strategy_of(**given).start(grid, tiny_arrays(), num_rounds=1)
+        for name in limits:
+            key = f"fisher.{name.replace('_', '-')}"
+            assert heard[-1].get(key) == given.get(name)
+
+
 def test_accuracy_rises_over_a_few_rounds() -> None:
     """On average: from one round to the next it may fall a little."""
     start, first, second, third = np.mean([accuracy_by_round(s) for s in range(3)], 0)

@@ -675,6 +675,9 @@ WRONG_FEDFISHER = {
     "damping": (-0.1, 1.5),
     "balance": (-0.1, 1.5),
     "iterations": (0, -5),
+    "examples": (0, NAN),
+    "max_passes": (0,),
+    "max_positions": (-1,),
 }
 
 

@@ -25,12 +25,13 @@ class FisherClient:
     """Trains a model and, where the server asks for it, adds its Fisher information.
 
     In the server's ``ConfigRecord``, keys that begin with ``fisher.`` are for it, and
-    all others for `train_fn`. ``fisher.structure``, ``.expectation`` and ``.tolerance``
-    say which curvature (:func:`flwr_fisher.curvature.fisher`), ``.codec`` and what
-    begins with it how the reply is packed, ``.aggregate`` whether the server wants
-    parts or summands (``sums``, of a diagonal), and for FedFish ``.fisher-source``,
-    ``.fisher-reduction`` and ``.upload``; without a structure the reply is an ordinary
-    one, so that Flower's FedAvg and FedProx work with this client too.
+    all others for `train_fn`. ``fisher.structure``, ``.expectation``, ``.tolerance``,
+    ``.examples``, ``.max-passes`` and ``.max-positions`` say which curvature
+    (:func:`flwr_fisher.curvature.fisher`), ``.codec`` and what begins with it how the
+    reply is packed, ``.aggregate`` whether the server wants parts or summands
+    (``sums``, of a diagonal), and for FedFish ``.fisher-source``, ``.fisher-reduction``
+    and ``.upload``; without a structure the reply is an ordinary one, so that Flower's
+    FedAvg and FedProx work with this client too.
     ``.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained model
     on its own training data, which :mod:`flwr_fisher.measures` compares with the
     server's. ``.job`` asks for something else than training.
@@ -65,6 +66,8 @@ class FisherClient:
     cache_bytes : int, default 4 GiB
         How much of that its features may take, of all runs; those that were not used
         for longest go first.
+    max_examples : int, optional
+        How many of its examples a Fisher may take, whatever the server asks for.
 
     Examples
     --------
@@ -88,6 +91,7 @@ class FisherClient:
         device: torch.device | str | None = None,
         state_dir: Path | str | None = None,
         cache_bytes: int = CACHE_BYTES,
+        max_examples: int | None = None,
     ) -> None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.problem = LocalProblem(
@@ -100,6 +104,7 @@ class FisherClient:
             torch.device(default if device is None else device),
             Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
             cache_bytes,
+            max_examples,
         )
 
     def fit(self, message: Message, context: Context) -> Message:

@@ -18,7 +18,7 @@ from flwr_fisher.curvature import (
     Curvature,
     fisher,
 )
-from flwr_fisher.errors import ClientError, check_known
+from flwr_fisher.errors import ClientError, check_known, check_range
 from flwr_fisher.merge import DiagonalSums, LocalPosterior
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.wire import (
@@ -44,7 +44,7 @@ class FisherOptions:
     ----------
     structure : str | None
         Of the curvature; ``None``: an ordinary reply without one.
-    expectation, tolerance
+    expectation, tolerance, examples, max_passes, max_positions
         As for :func:`flwr_fisher.curvature.fisher`.
     source : "extra-pass" | "last-epoch"
         Where a Fisher of squared batch gradients is taken.
@@ -61,6 +61,9 @@ class FisherOptions:
     structure: str | None
     expectation: str
     tolerance: float
+    examples: int | None
+    max_passes: int | None
+    max_positions: int | None
     source: str
     reduction: str
     upload: str
@@ -85,7 +88,7 @@ class FisherOptions:
         Raises
         ------
         ConfigurationError
-            If a name is unknown, or a budget too small.
+            If a name is unknown, a number out of range, or a budget too small.
         ClientError
             If the combination is none that this client can give.
         """
@@ -94,6 +97,9 @@ class FisherOptions:
             None if structure is None else str(structure),
             str(options.get("expectation", "exact")),
             float(options.get("tolerance", TOLERANCE)),
+            _limit(options, "examples"),
+            _limit(options, "max-passes"),
+            _limit(options, "max-positions"),
             str(options.get("fisher-source", "extra-pass")),
             str(options.get("fisher-reduction", "mean")),
             str(options.get("upload", "fisher")),
@@ -156,6 +162,9 @@ class FisherOptions:
             structure=self.structure,
             expectation=self.expectation,
             tolerance=self.tolerance,
+            examples=_smaller(self.examples, problem.max_examples),
+            max_passes=self.max_passes,
+            max_positions=self.max_positions,
             likelihood=problem.likelihood,
             seed=int(torch.randint(2**62, ())),
         )
@@ -188,3 +197,16 @@ class FisherOptions:
             posterior = LocalPosterior(params, curvature, num_examples)
             return SumsUpload(DiagonalSums.of(posterior)).to_arrays()
         return FisherUpload(params, curvature).to_arrays(self.codec)
+
+
+def _limit(options: Mapping[str, Any], key: str) -> int | None:
+    """Return a limit that the server may have set."""
+    if key not in options:
+        return None
+    check_range(key, options[key], 1)
+    return int(options[key])
+
+
+def _smaller(asked: int | None, cap: int | None) -> int | None:
+    """Return the smaller of two limits, either of which may be none."""
+    return min((limit for limit in (asked, cap) if limit is not None), default=None)

@@ -48,13 +48,15 @@ class LocalProblem:
         What is kept from one round to the next.
     cache_bytes : int
         How much of that features may take.
+    max_examples : int, optional
+        How many examples a Fisher may take, whatever the server asks for.
 
     Raises
     ------
     UnknownNameError
         If the likelihood is not known.
     ConfigurationError
-        If `cache_bytes` is out of range.
+        If `cache_bytes` or `max_examples` is out of range.
     """
 
     model: nn.Module
@@ -66,10 +68,13 @@ class LocalProblem:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_dir: Path = DEFAULT_STATE_DIR
     cache_bytes: int = CACHE_BYTES
+    max_examples: int | None = None
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
         check_range("cache_bytes", self.cache_bytes, 1)
+        if self.max_examples is not None:
+            check_range("max_examples", self.max_examples, 1)
 
     @property
     def has_classes(self) -> bool:
