@@ -12,15 +12,21 @@ from flwr_fisher.curvature.estimate.accumulators import (
     KroneckerAccumulator,
     LayerAccumulator,
 )
+from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SquaredGradients
 from flwr_fisher.curvature.estimate.engine import Engine
-from flwr_fisher.curvature.estimate.explain import FEW, explained_layers
+from flwr_fisher.curvature.estimate.explain import FEW, explained
 from flwr_fisher.curvature.estimate.jacobians import (
     DenseJacobian,
     DiagonalJacobian,
     JacobianAccumulator,
 )
 from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import Tap, TappableLayer
+from flwr_fisher.curvature.estimate.taps import (
+    Tap,
+    TappableLayer,
+    direct_layers,
+    tappable_layers,
+)
 from flwr_fisher.curvature.independence import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
@@ -81,11 +87,16 @@ class Accumulation:
         self.structures, self.names = structures, trainable_names(model)
         by_layer = [s for s in structures if s != "dense"]
         few = inputs[:FEW]
-        layers, taps = explained_layers(model, few) if by_layer else ({}, {})
+        tappable, direct = tappable_layers(model), direct_layers(model)
+        taps = explained(model, few, {**tappable, **direct}) if by_layer else {}
+        layers = {name: tappable[name] for name in taps if name in tappable}
+        direct = {name: direct[name] for name in taps if name in direct}
+        self.direct = {n: SquaredGradients(layer) for n, layer in direct.items()}
         if "block" in structures:
             _check_size([layer.matrices().numel() for layer in layers.values()])
         self.accumulators = _accumulators(by_layer, layers, kfac)
         taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
+        taken |= {p for layer in direct.values() for p in layer.names.values()}
         others = [name for name in self.names if name not in taken]
         self.jacobians: dict[str, JacobianAccumulator] = {}
         if by_layer and others:
@@ -99,6 +110,7 @@ class Accumulation:
             _bytes(layer, taps[name], sums[name], positions)
             for name, layer in layers.items()
         ]
+        sizes += [_bytes_of_direct(taps[n].inputs, x) for n, x in direct.items()]
         if max_batch_bytes is None:
             held = sum(each.nbytes for of_layer in sums.values() for each in of_layer)
             gradients = sum(p.nbytes for p in parameters)
@@ -106,7 +118,7 @@ class Accumulation:
         else:
             chunk = max(1, max_batch_bytes // max(sum(extra for _, extra in sizes), 1))
         jacobians = list(self.jacobians.values())
-        self.engine = Engine(model, sums, jacobians, positions, chunk)
+        self.engine = Engine(model, sums, self.direct, jacobians, positions, chunk)
 
     def results(self) -> dict[str, Curvature]:
         """Return each structure's mean over the examples taken; call it once."""
@@ -118,12 +130,21 @@ class Accumulation:
         if structure == "dense":
             return self.jacobians["dense"].mean(count)
         parts = [each[structure].mean(count) for each in self.accumulators.values()]
-        if "others" in self.jacobians:
-            parts.append(self.jacobians["others"].mean(count))
+        if others := self._others(count):
+            parts.append(Diagonal(others))
         if structure != "diagonal":
             return BlockDiagonal(parts)
         entries = {name: d for part in parts for name, d in part.diagonal().items()}
         return Diagonal({name: entries[name] for name in self.names})
+
+    def _others(self, count: int) -> dict[str, Tensor]:
+        """Return the diagonal of what has no Kronecker form, in the model's order."""
+        found: dict[str, Tensor] = {}
+        for squares in self.direct.values():
+            found |= squares.mean(count)
+        if "others" in self.jacobians:
+            found |= self.jacobians["others"].mean(count).diagonal()
+        return {name: found[name] for name in self.names if name in found}
 
 
 def _check_size(sizes: list[int]) -> None:
@@ -185,3 +206,10 @@ def _bytes(
     paired = math.prod(sizes) > 1 and pairs
     beyond = columns.numel() + outputs + paired * weight.numel()
     return step * weight.element_size(), beyond * columns.element_size()
+
+
+def _bytes_of_direct(inputs: Tensor, layer: DirectLayer) -> tuple[int, int]:
+    """Return the same of a norm or an embedding, whose products are as its output."""
+    entries = inputs[:1].numel() * layer.parameters()[0].shape[1:].numel()
+    size = layer.parameters()[0].element_size()
+    return 4 * entries * size, 3 * entries * layer.widened(inputs[:0]).element_size()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.backward_plan import Group, backward_plan
 from flwr_fisher.curvature.estimate.columns import Columns
+from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
@@ -43,7 +44,9 @@ class Engine:
     model : nn.Module
         What to differentiate, in eval mode.
     accumulators : Mapping[str, list[LayerAccumulator]]
-        The sums to take for each tapped layer.
+        The sums to take for each layer with a Kronecker form.
+    direct : Mapping[str, SquaredGradients]
+        The sums to take for each norm and embedding.
     jacobians : list[JacobianAccumulator]
         The sums to take for other parameters.
     positions : Positions
@@ -56,6 +59,7 @@ class Engine:
         self,
         model: nn.Module,
         accumulators: Mapping[str, list[LayerAccumulator]],
+        direct: Mapping[str, SquaredGradients],
         jacobians: list[JacobianAccumulator],
         positions: Positions,
         chunk: int,
@@ -63,6 +67,8 @@ class Engine:
         self.model, self.positions, self.chunk = model, positions, chunk
         self.accumulators, self.jacobians = accumulators, jacobians
         self.layers = {name: each[0].layer for name, each in accumulators.items()}
+        self.direct = direct
+        self._tapped = self.layers | {n: sums.layer for n, sums in direct.items()}
         self.count = 0
         self._waiting: dict[int, list[tuple[Tensor, Group]]] = {}
 
@@ -137,14 +143,14 @@ class Engine:
             self._pull(x, outputs, taps, columns, pieces_of(rows))
 
     def _forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tap]]:
-        outputs, taps = tapped_forward(self.model, inputs, self.layers)
+        outputs, taps = tapped_forward(self.model, inputs, self._tapped)
         return outputs, single_calls(taps, len(inputs))
 
     def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
         """Return the input columns that are to be paired with gradients."""
         return {
-            name: self.layers[name].input_columns(tap.inputs)
-            for name, tap in taps.items()
+            name: layer.input_columns(taps[name].inputs)
+            for name, layer in self.layers.items()
             if any(a.pairs for a in self.accumulators[name])
         }
 
@@ -153,11 +159,11 @@ class Engine:
 
         `columns` are those of all positions, of layers where they are known.
         """
-        for name, tap in taps.items():
+        for name, layer in self.layers.items():
             observers = [a for a in self.accumulators[name] if a.observes]
             if not observers:
                 continue
-            layer = self.layers[name]
+            tap = taps[name]
             grid, weight = self.positions.grid(layer.positions(tap.inputs.shape))
             if weight == 1 and name in columns:
                 shown = columns[name]
@@ -177,7 +183,10 @@ class Engine:
     ) -> None:
         """Take pieces back through the model to every layer's output, and sum."""
         edges = [tap.edge() for tap in taps.values()]
-        sizes = {n: self.layers[n].positions(t.inputs.shape) for n, t in taps.items()}
+        sizes = {n: x.positions(taps[n].inputs.shape) for n, x in self.layers.items()}
+        prepared = {
+            n: sums.layer.prepared(taps[n].inputs) for n, sums in self.direct.items()
+        }
         for some, last in _in_bundles(pieces, _TOGETHER):
             for jacobian in self.jacobians:
                 jacobian.add(inputs, torch.stack(some))
@@ -187,7 +196,10 @@ class Engine:
                 v = piece.to(outputs.dtype)
                 at_layers = torch.autograd.grad(outputs, edges, v, retain_graph=keep)
                 for name, gradient in zip(taps, at_layers, strict=True):
-                    if math.prod(sizes[name]) == 1:  # small, and cheaper together
+                    if name in prepared:
+                        with _full_precision(gradient):
+                            self.direct[name].add(prepared[name], gradient)
+                    elif math.prod(sizes[name]) == 1:  # small, and cheaper together
                         waiting.setdefault(name, []).append(gradient)
                     else:
                         self._add(name, columns, [gradient], sizes[name])

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
 from flwr_fisher.curvature.estimate.layers import (
     KRONECKER_LAYERS,
     KroneckerLayer,
+    fits,
     input_columns,
     output_columns,
     positions,
@@ -54,6 +56,21 @@ class TappableLayer:
     def positions(self, inputs: torch.Size) -> list[int]:
         """Return how many positions there are along each axis, for such inputs."""
         return positions(self.layer, inputs)
+
+    def parameters(self) -> list[Tensor]:
+        """Return the trained parameters, weight first."""
+        bias = self.layer.bias if self.bias is not None else None
+        return [self.layer.weight] if bias is None else [self.layer.weight, bias]
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether these are the shapes of one plain call."""
+        return fits(self.layer, inputs, output)
+
+    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
+        """Return the parameters' gradients, given that of the output."""
+        g, a = self.output_columns(output), self.input_columns(inputs)
+        product = torch.einsum("ngot,ngit->goi", g, a)
+        return list(self.as_params(product).values())
 
     def matrices(self) -> Tensor:
         """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""
@@ -101,26 +118,49 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def tappable_layers(model: nn.Module) -> dict[str, TappableLayer]:
     """Return the layers whose weight is a trained parameter used in one place only."""
+    layers = {}
+    for name, (module, trained) in _sole_owners(model).items():
+        if isinstance(module, KRONECKER_LAYERS) and "weight" in trained:
+            layers[name] = TappableLayer.within(name, module, bias="bias" in trained)
+    return layers
+
+
+def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
+    """Return norms and embeddings whose parameters are used in one place only."""
+    layers = {}
+    for name, (module, trained) in _sole_owners(model).items():
+        layer = DirectLayer.of(module, trained)
+        if layer is not None:
+            layers[name] = layer
+    return layers
+
+
+def _sole_owners(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, str]]]:
+    """Return modules with nothing but a weight and a bias that are no other module's.
+
+    Beside each are the names of those that are trained: the module's and the model's.
+    """
     owners = Counter(
         id(parameter)
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
     )
-    layers = {}
+    found = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if not isinstance(module, KRONECKER_LAYERS) or any(
-            owners[id(parameter)] > 1 for parameter in own.values()
-        ):
+        if any(owners[id(parameter)] > 1 for parameter in own.values()):
             continue
-        trained = {k for k, parameter in own.items() if parameter.requires_grad}
-        if "weight" in trained and trained <= {"weight", "bias"}:
-            layers[name] = TappableLayer.within(name, module, bias="bias" in trained)
-    return layers
+        prefix = f"{name}." if name else ""
+        trained = {k: f"{prefix}{k}" for k, p in own.items() if p.requires_grad}
+        if trained and trained.keys() <= {"weight", "bias"}:
+            found[name] = (module, trained)
+    return found
 
 
 def tapped_forward(
-    model: nn.Module, inputs: Tensor, layers: dict[str, TappableLayer]
+    model: nn.Module,
+    inputs: Tensor,
+    layers: Mapping[str, TappableLayer | DirectLayer],
 ) -> tuple[Tensor, dict[str, list[Tap]]]:
     """Run the model once; return its output and every call of the given layers.
 
@@ -130,8 +170,8 @@ def tapped_forward(
         The model.
     inputs : Tensor
         A batch.
-    layers : dict[str, TappableLayer]
-        The layers to record, from :func:`tappable_layers`.
+    layers : Mapping[str, TappableLayer | DirectLayer]
+        The layers to record, from :func:`tappable_layers` and :func:`direct_layers`.
     """
     taps: dict[str, list[Tap]] = {name: [] for name in layers}
 

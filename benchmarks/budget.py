@@ -1,0 +1,101 @@
+"""How little of a client's data its Fisher needs, by the merge's accuracy.
+
+    python benchmarks/budget.py --data-dir DIR   # data as for fedfisher.py
+
+Splits and images are those of `fedfisher_defaults.py`, nine a data set: no test image
+is looked at. The clients' models are the same in every row; K-FAC is that of all of a
+client's examples, over all classes up to the default tolerance, or that of a budget.
+Rows are drawn anew for every client. The default solver merges.
+"""
+
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedfisher_defaults import columns, scored
+from harness.page import blocks, command_line, opening, with_workers, write_page
+from harness.splits import on_splits
+from harness.stats import paired, with_error
+from harness.tables import head, row
+from harness.uploads import Setting, posteriors
+
+from flwr_fisher.curvature import fisher
+from flwr_fisher.measures import accuracies
+from flwr_fisher.merge import LocalPosterior, fedfisher
+
+COLUMNS = {
+    "MNIST": ("MNIST, lenet", "MNIST, mlp", "MNIST, lenet, 30 epochs"),
+    "CIFAR-10": ("CIFAR-10, cnn", "CIFAR-10, lenet", "CIFAR-10, cnn, 30 epochs"),
+}
+ALL = "all examples"
+BUDGETS: dict[str, dict[str, Any]] = {
+    ALL: {},
+    "1000 examples": {"examples": 1000},
+    "500 examples": {"examples": 500},
+    "300 examples": {"examples": 300},
+    "500 examples, 64 positions": {"examples": 500, "max_positions": 64},
+    "500 examples, 16 positions": {"examples": 500, "max_positions": 16},
+    "300 examples, 16 positions": {"examples": 300, "max_positions": 16},
+    "500 examples, 16 positions, 3 passes": {
+        "examples": 500,
+        "max_positions": 16,
+        "max_passes": 3,
+    },
+    "500 examples, 16 positions, one sampled label": {
+        "examples": 500,
+        "max_positions": 16,
+        "expectation": "sampled",
+    },
+}
+
+
+def evaluate(setting: Setting, data_dir: Path) -> dict[str, float]:
+    """Return the merge's validation accuracy in per cent with every budget."""
+    task = setting.task(data_dir)
+    model, loader = task.make_model(), scored(task)
+    uploads = posteriors(setting, task)
+
+    def upload(client: int, budget: dict[str, Any]) -> LocalPosterior:
+        trained = uploads[client]
+        model.load_state_dict(trained.params)
+        own = task.eval_loader(task.train_images(client), setting.batch_size)
+        curvature = fisher(model, own, seed=client, **budget)
+        return LocalPosterior(trained.params, curvature, trained.num_examples)
+
+    found = {}
+    for name, budget in BUDGETS.items():
+        clients = [upload(client, budget) for client in range(setting.clients)]
+        params = fedfisher(clients).params
+        found[name] = 100 * accuracies(model, {"x": params}, loader)["x"]
+    return found
+
+
+def table(splits: list[dict[str, float]]) -> list[str]:
+    """Return a data set's means, and the differences to all examples."""
+    lines = head("Fisher of", "validation accuracy, %", f"minus {ALL} ± s.e.")
+    whole = [split[ALL] for split in splits]
+    for name in BUDGETS:
+        values = [split[name] for split in splits]
+        lost = "" if name == ALL else with_error(paired(values, whole), 2)
+        lines.append(row(name, f"{fmean(values):.2f}", lost))
+    return lines
+
+
+def main() -> None:
+    """Write a table for each data set."""
+    options = with_workers(command_line(__doc__)).parse_args()
+    known = columns()
+    splits = {
+        data: list(chain.from_iterable(known[column] for column in names))
+        for data, names in COLUMNS.items()
+    }
+    every = chain.from_iterable(splits.values())
+    each = on_splits("budget", evaluate, every, options)
+    found = {data: [each[split] for split in own] for data, own in splits.items()}
+    tables = [part for data in COLUMNS for part in (f"## {data}", table(found[data]))]
+    write_page("budget", blocks(opening("A Fisher's budget", __doc__), *tables), found)
+
+
+if __name__ == "__main__":
+    main()
