@@ -27,6 +27,7 @@ from typing import Any
 
 from harness.page import blocks, command_line, opening, with_workers, write_page
 from harness.splits import on_splits
+from harness.stats import paired, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
 from torch import Tensor
@@ -49,8 +50,9 @@ WEIGHTS = {
 ANCHORS = (0.03, 0.1, 0.3)
 CORRELATIONS = ((0.1, 0.3), (0.3, 0.0), (0.3, 0.1))  # shrink, damping
 ITERATIONS = (1, 2, 3, 4, 5, 10, 100)  # of the default, but for this
+DEFAULT = "default, iterations 4"
 REFERENCES = ("FedAvg", "RegMean, off-diagonal 0.9", BEFORE)
-Means = dict[str, dict[str, float]]  # by column and method
+Scores = dict[str, list[dict[str, float]]]  # of a column's splits, by method
 
 
 def columns() -> dict[str, list[Setting]]:
@@ -135,32 +137,41 @@ def missing(setting: Setting, data_dir: Path) -> bool:
     return folder is not None and not (data_dir / folder).exists()
 
 
-def table(means: Means, names: Sequence[str]) -> list[str]:
+def table(scores: Scores, names: Sequence[str]) -> list[str]:
     """Return the table of some methods, over all columns."""
-    lines = head("validation accuracy, %", *means, "mean")
+    last = ("mean", "minus the default ± s.e.")
+    lines = head("validation accuracy, %", *scores, *last)
+    default = _on_every_split(scores, DEFAULT)
     for name in names:
-        cells = (f"{column[name]:.1f}" for column in means.values())
-        lines.append(row(name, *cells, f"{_mean(means, name):.2f}"))
+        cells = [
+            f"{fmean(split[name] for split in each):.1f}" for each in scores.values()
+        ]
+        values = _on_every_split(scores, name)
+        away = "" if values == default else with_error(paired(values, default), 2)
+        lines.append(row(name, *cells, f"{fmean(values):.2f}", away))
     return lines
 
 
-def _mean(means: Means, name: str) -> float:
-    return fmean(column[name] for column in means.values())
+def _on_every_split(scores: Scores, name: str) -> list[float]:
+    return [split[name] for column in scores.values() for split in column]
 
 
-def page(means: Means) -> list[str]:
+def page(scores: Scores) -> list[str]:
     """Return the page's lines."""
-    grid = [n for n in next(iter(means.values())) if n.startswith(tuple(WEIGHTS))]
-    best = sorted(grid, key=lambda name: -_mean(means, name))
+    splits = sum(len(column) for column in scores.values())
+    methods = next(iter(scores.values()))[0]
+    grid = [name for name in methods if name.startswith(tuple(WEIGHTS))]
+    best = sorted(grid, key=lambda name: -fmean(_on_every_split(scores, name)))
     of_each = [next(n for n in best if n.startswith(f"{kind},")) for kind in WEIGHTS]
     return blocks(
         opening("Choosing the default solver's constants", __doc__),
-        f"Means over three splits. The 20 best of {len(best)}, and the 3 worst:",
-        table(means, [*REFERENCES, *best[:20], *best[-3:]]),
+        f"Means over three splits a column, and differences over all {splits}; the "
+        f"default's row has none. The 20 best of {len(best)}, and the 3 worst:",
+        table(scores, [*REFERENCES, *best[:20], *best[-3:]]),
         "The best of each kind of weights:",
-        table(means, of_each),
+        table(scores, of_each),
         "The default's constants, by the number of iterations:",
-        table(means, [_default_with(iterations) for iterations in ITERATIONS]),
+        table(scores, [_default_with(iterations) for iterations in ITERATIONS]),
     )
 
 
@@ -170,14 +181,14 @@ def main() -> None:
     parser.add_argument("--columns", type=int, help="only so many; by default all")
     options = parser.parse_args()
     data_dir: Path = options.data_dir
-    means: Means = {}
+    scores: Scores = {}
     for column, splits in islice(columns().items(), options.columns):
         if missing(splits[0], data_dir):
             print(f"left out, as {data_dir} has not its files: {column}", flush=True)
             continue
-        scores = list(on_splits("defaults", evaluate, splits, options).values())
-        means[column] = {n: fmean(score[n] for score in scores) for n in scores[0]}
-    write_page("fedfisher_defaults", page(means), means)
+        found = on_splits("defaults", evaluate, splits, options)
+        scores[column] = list(found.values())
+    write_page("fedfisher_defaults", page(scores), scores)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
 
-# Chosen on validation data of MNIST, CIFAR-10 and digits; the page of cg's constants is
+# Chosen on validation data of MNIST, CIFAR-10 and digits:
 # benchmarks/results/fedfisher_defaults.md. The other solvers by default reproduce the
 # papers.
 _PCG = {"anchor": 0.1, "shrink": 0.3, "damping": 0.0, "balance": 0.0, "robust": 1.0}
