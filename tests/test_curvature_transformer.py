@@ -171,10 +171,10 @@ def test_every_parameter_is_in_one_block(name: str) -> None:
     linear = {
         f"{layer}.{part}"
         for layer, module in model.named_modules()
-        # MultiheadAttention never calls its projections, packed or not.
-        if isinstance(module, nn.Linear) and "self_attn" not in layer
+        if isinstance(module, nn.Linear)
         for part in ("weight", "bias")
     }
+    linear |= {key for key in found if "in_proj" in key}  # in one, of attention
     assert {key for key, kind in found.items() if kind is Kronecker} == linear
     assert {found[key] for key in found.keys() - linear} == {Diagonal}
     if name != "packed":  # the attention's projections too

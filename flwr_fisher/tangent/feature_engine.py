@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.estimate.explain import explained_layers
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import input_columns
-from flwr_fisher.curvature.estimate.taps import Tap, TappableLayer, tapped_forward
+from flwr_fisher.curvature.estimate.tappable import PlainLayer
+from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.errors import StructureError
 
 _FEW = 16  # examples of the first batch on which layers are tried
@@ -113,7 +114,7 @@ class FeatureEngine:
             self._write_layer(self.layers[name], tap.inputs, gradient, out)
 
     def _write_layer(
-        self, layer: TappableLayer, inputs: Tensor, gradient: Tensor, out: Tensor
+        self, layer: PlainLayer, inputs: Tensor, gradient: Tensor, out: Tensor
     ) -> None:
         g = layer.output_columns(gradient).flatten(1, 2)
         bias = self.chosen.get(layer.bias or "")
@@ -136,8 +137,8 @@ class FeatureEngine:
 class _Weight:
     """Chosen entries of a weight's gradients ``sum_t g_t a_t^T``."""
 
-    def __init__(self, layer: TappableLayer, entries: Tensor) -> None:
-        weight, self.groups = layer.layer.weight, getattr(layer.layer, "groups", 1)
+    def __init__(self, layer: PlainLayer, entries: Tensor) -> None:
+        weight, self.groups = layer.kernel, layer.groups
         self.layer, self.entries = layer, entries
         size = weight[0].numel()
         self.row = entries // size
@@ -146,7 +147,7 @@ class _Weight:
 
     def write(self, inputs: Tensor, g: Tensor, out: Tensor) -> None:
         """Take gradients ``[n, out, T]``; a few examples at a time."""
-        weight, positions = self.layer.layer.weight, g.shape[2]
+        weight, positions = self.layer.kernel, g.shape[2]
         gather = positions == 1 or _GATHER * len(self.entries) < weight.numel()
         each = len(self.entries) * positions if gather else weight.numel()
         each += weight[0].numel() * self.groups * positions  # the columns
@@ -183,10 +184,10 @@ def _one_call(name: str, calls: list[Tap], examples: int) -> Tap:
     return calls[0]
 
 
-def _entries(layer: TappableLayer, tap: Tap) -> int:
+def _entries(layer: PlainLayer, tap: Tap) -> int:
     """Return about how many entries an example takes in a layer, forth and back."""
     columns = layer.input_columns(tap.inputs[:1])
-    return 2 * (tap.inputs[:1].numel() + len(layer.layer.weight) * columns.shape[3])
+    return 2 * (tap.inputs[:1].numel() + len(layer.kernel) * columns.shape[3])
 
 
 def _check_shape(outputs: Tensor, examples: int) -> None:

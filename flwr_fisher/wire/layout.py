@@ -150,8 +150,9 @@ def check_shape(key: str, shape: Sequence[int], params: Params) -> None:
 
 def _can_have(weight: torch.Size, groups: int) -> bool:
     """Return whether a weight's layer can have this number of groups."""
-    if len(weight) < 3:  # only convolutions have more than one
-        return len(weight) == 2 and groups == 1
+    if len(weight) < 3:  # linear: one, or attention's three projections in one
+        packed = groups == 3 and len(weight) == 2 and weight[0] == 3 * weight[1]
+        return packed or (len(weight) == 2 and groups == 1)
     if not 1 <= groups <= max(weight[0], 1) or weight[0] % groups:
         return False
     square = weight[1:].numel() ** 2

@@ -21,12 +21,12 @@ from flwr_fisher.curvature.estimate.jacobians import (
     JacobianAccumulator,
 )
 from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import (
-    Tap,
+from flwr_fisher.curvature.estimate.tappable import (
     TappableLayer,
     direct_layers,
-    tappable_layers,
+    kronecker_layers,
 )
+from flwr_fisher.curvature.estimate.taps import Tap
 from flwr_fisher.curvature.independence import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
@@ -87,7 +87,7 @@ class Accumulation:
         self.structures, self.names = structures, trainable_names(model)
         by_layer = [s for s in structures if s != "dense"]
         few = inputs[:FEW]
-        tappable, direct = tappable_layers(model), direct_layers(model)
+        tappable, direct = kronecker_layers(model), direct_layers(model)
         taps = explained(model, few, {**tappable, **direct}) if by_layer else {}
         layers = {name: tappable[name] for name in taps if name in tappable}
         direct = {name: direct[name] for name in taps if name in direct}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.taps import TappableLayer
+from flwr_fisher.curvature.estimate.tappable import TappableLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.dense import Dense
 from flwr_fisher.curvature.operators.diagonal import Diagonal
@@ -54,7 +54,7 @@ class LayerAccumulator(ABC):
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the weight's dtype, which sums are too precise for."""
-        return tensor.to(self.layer.layer.weight.dtype)
+        return tensor.to(self.layer.kernel.dtype)
 
 
 class KroneckerAccumulator(LayerAccumulator):
@@ -65,7 +65,7 @@ class KroneckerAccumulator(LayerAccumulator):
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
         groups, outputs, inputs = layer.matrices().shape
-        like = layer.layer.weight.new_zeros((), dtype=layer.dtype)
+        like = layer.kernel.new_zeros((), dtype=layer.dtype)
         self.A = like.new_zeros(groups, inputs, inputs)
         self.G = like.new_zeros(groups, outputs, outputs)
 
@@ -88,7 +88,7 @@ class KroneckerAccumulator(LayerAccumulator):
 
     def mean(self, num_examples: int) -> Kronecker:
         """Return the layer's Kronecker product."""
-        shape = self.layer.layer.weight.shape
+        shape = self.layer.kernel.shape
         A, G = (self.rounded(x.div_(num_examples)) for x in (self.A, self.G))
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
@@ -142,7 +142,7 @@ class EigenAccumulator(DiagonalAccumulator):
         """Return the layer's curvature in the basis."""
         return EigenKronecker(
             self.layer.weight,
-            self.layer.layer.weight.shape,
+            self.layer.kernel.shape,
             self.rounded(self.basis_A),
             self.rounded(self.basis_G),
             self.rounded(self.total.div_(num_examples)),
@@ -156,7 +156,7 @@ class BlockAccumulator(LayerAccumulator):
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
         size = layer.matrices().numel()
-        self.total = layer.layer.weight.new_zeros(size, size, dtype=layer.dtype)
+        self.total = layer.kernel.new_zeros(size, size, dtype=layer.dtype)
 
     def add_gradients(
         self, inputs: Tensor, gradients: Sequence[Tensor], weight: float

@@ -7,9 +7,9 @@ at once, and K-FAC's input factors are taken once an example. With a tolerance, 
 forward pass without gradients tells which pieces matter; the examples that need about
 equally many backward passes are then run together, across batches.
 
-Parameters outside linear and convolution layers, and those of a layer that is not
-called exactly once through its own ``forward``, one row an example, get their exact
-diagonal from per-example gradients.
+All other parameters get their exact diagonal from per-example gradients. Those of norms
+and embeddings come from the same pass; those of anything else, and of a layer that is
+not called exactly once through its own ``forward``, one row an example, take their own.
 """
 
 import math

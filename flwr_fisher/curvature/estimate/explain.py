@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
-from flwr_fisher.curvature.estimate.taps import (
-    Tap,
+from flwr_fisher.curvature.estimate.tappable import (
+    PlainLayer,
     TappableLayer,
     tappable_layers,
-    tapped_forward,
 )
+from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 
 # Relative; a wrong formula is off by far more than rounding.
 _GRADIENT_TOLERANCE = 1e-3
@@ -22,7 +22,7 @@ FEW = 16  # examples of the first batch on which layers are tried
 
 def explained_layers(
     model: nn.Module, inputs: Tensor
-) -> tuple[dict[str, TappableLayer], dict[str, Tap]]:
+) -> tuple[dict[str, PlainLayer], dict[str, Tap]]:
     """Return the linear and convolution layers that :func:`explained` explains.
 
     Parameters
@@ -34,7 +34,7 @@ def explained_layers(
 
     Returns
     -------
-    layers : dict[str, TappableLayer]
+    layers : dict[str, PlainLayer]
         Those layers by name.
     taps : dict[str, Tap]
         The call of each.

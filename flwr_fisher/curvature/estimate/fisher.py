@@ -98,7 +98,8 @@ def fisher(
         Read twice for ``ekfac``.
     structure : str | list[str] | tuple[str, ...], default "kfac"
         One of the following, or several, which share every pass:
-        ``kfac``, a :class:`Kronecker` for each linear or convolution layer and the
+        ``kfac``, a :class:`Kronecker` for each linear or convolution layer (queries,
+        keys and values apart in ``nn.MultiheadAttention``'s self-attention) and the
         exact diagonal for any other parameter; ``ekfac``, an :class:`EigenKronecker`
         in place of it; ``block``, a :class:`Dense` for each such layer; ``diagonal``;
         ``dense``, the whole matrix. The last four are exact in what they keep.

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.batches import batches_on, device_of
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
-from flwr_fisher.curvature.estimate.explain import FEW, explained_layers
+from flwr_fisher.curvature.estimate.explain import FEW, explained
+from flwr_fisher.curvature.estimate.tappable import kronecker_layers
 from flwr_fisher.curvature.estimate.taps import (
     evaluating,
     single_calls,
@@ -127,7 +128,9 @@ class _Sums:
     def __init__(self, model: nn.Module, few: Tensor, max_batch_bytes: int) -> None:
         check_examples_are_independent(model, "layers' inputs hang on the batch")
         self.model, self.count = model, 0
-        self.layers, taps = explained_layers(model, few)
+        layers = kronecker_layers(model)
+        taps = explained(model, few, layers)
+        self.layers = {name: layers[name] for name in taps}
         columns = {
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()
         }

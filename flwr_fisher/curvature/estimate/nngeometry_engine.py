@@ -13,7 +13,7 @@ from nngeometry.object.vector import PVector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.curvature.estimate.taps import TappableLayer
+from flwr_fisher.curvature.estimate.tappable import PlainLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
 from flwr_fisher.curvature.operators.dense import Dense
@@ -137,7 +137,7 @@ def nngeometry_fisher(
     return _NNGeometryMatrix(matrix, shapes)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, TappableLayer]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, PlainLayer]]:
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not own:
@@ -156,17 +156,17 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, TappableLayer]]:
             raise StructureError(f"layer '{name}' through nngeometry: {reason}")
         assert isinstance(module, _LAYERS)
         bias = module.bias is not None
-        yield name, TappableLayer.within(name, module, bias=bias)
+        yield name, PlainLayer.within(name, module, bias=bias)
 
 
-def _kronecker(layer: TappableLayer, factors: tuple[Tensor, Tensor]) -> Kronecker:
+def _kronecker(layer: PlainLayer, factors: tuple[Tensor, Tensor]) -> Kronecker:
     A, G = (factor.detach().unsqueeze(0) for factor in factors)
-    return Kronecker(layer.weight, layer.layer.weight.shape, A, G, layer.bias)
+    return Kronecker(layer.weight, layer.kernel.shape, A, G, layer.bias)
 
 
 def _eigen(
-    layer: TappableLayer, bases: tuple[Tensor, Tensor], moments: Tensor
+    layer: PlainLayer, bases: tuple[Tensor, Tensor], moments: Tensor
 ) -> EigenKronecker:
     A, G = (basis.detach().unsqueeze(0) for basis in bases)
     S = moments.detach().reshape(1, G.shape[1], A.shape[1])
-    return EigenKronecker(layer.weight, layer.layer.weight.shape, A, G, S, layer.bias)
+    return EigenKronecker(layer.weight, layer.kernel.shape, A, G, S, layer.bias)

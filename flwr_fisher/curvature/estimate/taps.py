@@ -1,6 +1,5 @@
 """Recording the calls of layers during one forward pass: inputs and outputs."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,81 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from flwr_fisher.curvature.estimate.attention import layer_by_layer
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
-from flwr_fisher.curvature.estimate.layers import (
-    KRONECKER_LAYERS,
-    KroneckerLayer,
-    fits,
-    input_columns,
-    output_columns,
-    positions,
-)
-from flwr_fisher.curvature.estimate.positions import Grid
-from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
+from flwr_fisher.curvature.estimate.tappable import PackedProjection, TappableLayer
 from flwr_fisher.errors import StructureError
-
-
-@dataclass(frozen=True)
-class TappableLayer:
-    """A layer with a Kronecker form, and the names of its trained parameters."""
-
-    layer: KroneckerLayer
-    weight: str
-    bias: str | None
-
-    @classmethod
-    def within(cls, name: str, layer: KroneckerLayer, *, bias: bool) -> "TappableLayer":
-        """Return a model's layer by its name, with or without a trained bias."""
-        prefix = f"{name}." if name else ""
-        return cls(layer, f"{prefix}weight", f"{prefix}bias" if bias else None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of columns and of sums of their products: at least float32."""
-        return torch.promote_types(self.layer.weight.dtype, torch.float32)
-
-    def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
-        """Return the layer's input as columns, with ones for a trained bias."""
-        bias = self.bias is not None
-        return input_columns(self.layer, inputs.to(self.dtype), bias=bias, grid=grid)
-
-    def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
-        """Return the layer's output, or its gradient, as columns."""
-        return output_columns(self.layer, outputs.to(self.dtype), grid=grid)
-
-    def positions(self, inputs: torch.Size) -> list[int]:
-        """Return how many positions there are along each axis, for such inputs."""
-        return positions(self.layer, inputs)
-
-    def parameters(self) -> list[Tensor]:
-        """Return the trained parameters, weight first."""
-        bias = self.layer.bias if self.bias is not None else None
-        return [self.layer.weight] if bias is None else [self.layer.weight, bias]
-
-    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
-        """Return whether these are the shapes of one plain call."""
-        return fits(self.layer, inputs, output)
-
-    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
-        """Return the parameters' gradients, given that of the output."""
-        g, a = self.output_columns(output), self.input_columns(inputs)
-        product = torch.einsum("ngot,ngit->goi", g, a)
-        return list(self.as_params(product).values())
-
-    def matrices(self) -> Tensor:
-        """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""
-        layer, groups = self.layer, getattr(self.layer, "groups", 1)
-        bias = layer.bias if self.bias is not None else None
-        return to_matrices(layer.weight, bias, groups).detach()
-
-    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
-        """Cut what :meth:`matrices` returns back into weight and bias."""
-        shape = self.layer.weight.shape
-        return from_matrices(matrices, self.weight, shape, self.bias)
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the weight and the bias."""
-        return {k: v.shape for k, v in self.as_params(self.matrices()).items()}
 
 
 @dataclass(frozen=True)
@@ -116,47 +44,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def tappable_layers(model: nn.Module) -> dict[str, TappableLayer]:
-    """Return the layers whose weight is a trained parameter used in one place only."""
-    layers = {}
-    for name, (module, trained) in _sole_owners(model).items():
-        if isinstance(module, KRONECKER_LAYERS) and "weight" in trained:
-            layers[name] = TappableLayer.within(name, module, bias="bias" in trained)
-    return layers
-
-
-def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
-    """Return norms and embeddings whose parameters are used in one place only."""
-    layers = {}
-    for name, (module, trained) in _sole_owners(model).items():
-        layer = DirectLayer.of(module, trained)
-        if layer is not None:
-            layers[name] = layer
-    return layers
-
-
-def _sole_owners(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, str]]]:
-    """Return modules with nothing but a weight and a bias that are no other module's.
-
-    Beside each are the names of those that are trained: the module's and the model's.
-    """
-    owners = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    found = {}
-    for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if any(owners[id(parameter)] > 1 for parameter in own.values()):
-            continue
-        prefix = f"{name}." if name else ""
-        trained = {k: f"{prefix}{k}" for k, p in own.items() if p.requires_grad}
-        if trained and trained.keys() <= {"weight", "bias"}:
-            found[name] = (module, trained)
-    return found
-
-
 def tapped_forward(
     model: nn.Module,
     inputs: Tensor,
@@ -175,18 +62,24 @@ def tapped_forward(
     """
     taps: dict[str, list[Tap]] = {name: [] for name in layers}
 
-    def record(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def record(name: str, inputs: Tensor, output: Tensor) -> None:
+        if name in taps:
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            taps[name].append(Tap(inputs.detach(), edge))
+
+    def hear(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # Without an input by position there is nothing to record.
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            edge = get_gradient_edge(output) if output.requires_grad else None
-            taps[name].append(Tap(args[0].detach(), edge))
+            record(name, args[0], output)
 
     handles = [
-        layer.layer.register_forward_hook(partial(record, name))
+        layer.layer.register_forward_hook(partial(hear, name))
         for name, layer in layers.items()
+        if not isinstance(layer, PackedProjection)  # which tell by themselves
     ]
     try:
-        return model(inputs), taps
+        with layer_by_layer(model, record):
+            return model(inputs), taps
     finally:
         for handle in handles:
             handle.remove()

@@ -1,0 +1,226 @@
+"""Packed self-attention: its layers seen, its three projections apart."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from nets import SERIES
+from oracles import diagonal_fisher, randn, relative, seeded
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import Kronecker, fisher
+from flwr_fisher.curvature.estimate.attention import layer_by_layer
+from flwr_fisher.curvature.estimate.jacobians import DiagonalJacobian
+from flwr_fisher.params import shared_state
+from flwr_fisher.wire import FisherUpload, get_codec, resolve
+
+N, T, E, HEADS = 4, 5, 6, 2
+X = randn(1, N, T, E, dtype=torch.float64)
+PADDING = torch.arange(T).expand(N, T) >= torch.tensor([[5], [4], [3], [5]])
+CAUSAL = torch.ones(T, T, dtype=torch.bool).triu(1)
+
+
+def attention(**options: Any) -> nn.MultiheadAttention:
+    made = seeded(lambda: nn.MultiheadAttention(E, HEADS, **options)).double().eval()
+    assert isinstance(made, nn.MultiheadAttention)
+    if made.in_proj_bias is not None:  # which begins as zero
+        nn.init.normal_(made.in_proj_bias, generator=torch.Generator().manual_seed(2))
+    return made
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"need_weights": False},
+        {"average_attn_weights": False},
+        {"attn_mask": CAUSAL},
+        {"attn_mask": CAUSAL, "need_weights": False, "is_causal": True},
+        {"attn_mask": randn(5, T, T, dtype=torch.float64)},
+        {"attn_mask": randn(6, N * HEADS, T, T, dtype=torch.float64)},
+        {"key_padding_mask": PADDING},
+        {"key_padding_mask": PADDING, "attn_mask": CAUSAL, "need_weights": False},
+        {"key_padding_mask": PADDING.double(), "attn_mask": CAUSAL.double()},
+    ],
+)
+def test_it_computes_what_the_module_computes(
+    batch_first: bool, bias: bool, call: dict[str, Any]
+) -> None:
+    module = attention(batch_first=batch_first, bias=bias)
+    x = X if batch_first else X.transpose(0, 1)
+    want, weights = module(x, x, x, **call)
+    seen: list[tuple[str, torch.Size, torch.Size]] = []
+    with layer_by_layer(module, lambda n, a, b: seen.append((n, a.shape, b.shape))):
+        got, got_weights = module(x, x, x, **call)
+    assert seen == [("", torch.Size((N, T, E)), torch.Size((N, T, 3 * E)))]
+    assert relative(got.detach(), want.detach()) < 1e-12
+    assert (got_weights is None) == (weights is None)
+    if weights is not None:
+        assert relative(got_weights.detach(), weights.detach()) < 1e-12
+    assert "forward" not in vars(module)
+
+
+def test_what_is_no_self_attention_is_left_to_the_module() -> None:
+    module, other = attention(batch_first=True), X.flip(1)
+    seen: list[str] = []
+    with layer_by_layer(module, lambda name, a, b: seen.append(name)):
+        for q, k, v in ((X, other, other), (X, X, other), (X[0], X[0], X[0])):
+            assert torch.equal(module(q, k, v)[0], module(q, k, v)[0])
+    assert not seen
+
+
+class Encoder(nn.Module):
+    """One of PyTorch's own layers, and a classifier of the mean."""
+
+    def __init__(self, *, batch_first: bool = True, width: int = 6) -> None:
+        super().__init__()
+        self.body = nn.TransformerEncoderLayer(
+            width, HEADS, 7, batch_first=batch_first, dropout=0.0
+        )
+        self.head = nn.Linear(width, 3)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.batch_first:
+            return self.head(self.body(x).mean(1))
+        return self.head(self.body(x.transpose(0, 1)).mean(0))
+
+
+class Unpacked(nn.Module):
+    """The same attention with a layer for each projection, as a slow twin."""
+
+    def __init__(self, packed: nn.MultiheadAttention, head: nn.Linear) -> None:
+        super().__init__()
+        weights = packed.in_proj_weight.detach().chunk(3)
+        biases = packed.in_proj_bias.detach().chunk(3)
+        self.parts = nn.ModuleList(nn.Linear(E, E).double() for _ in weights)
+        for part, weight, bias in zip(self.parts, weights, biases, strict=True):
+            part.weight.data, part.bias.data = weight.clone(), bias.clone()
+        self.out, self.head = packed.out_proj, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).view(len(x), T, HEADS, -1).transpose(1, 2) for p in self.parts)
+        scores = (q @ k.mT / (E // HEADS) ** 0.5).softmax(-1)
+        seen = (scores @ v).transpose(1, 2).reshape(len(x), T, E)
+        return self.head(
+            nn.functional.linear(seen, self.out.weight, self.out.bias).mean(1)
+        )
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = (
+            attention(batch_first=True),
+            nn.Linear(E, 3).double(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.parametrize("how", [{"tolerance": 0}, {}, {"expectation": "sampled"}])
+def test_each_projection_has_the_factors_of_a_layer_of_its_own(
+    how: dict[str, Any],
+) -> None:
+    model = seeded(Alone)
+    twin = Unpacked(model.attention, model.head)
+    packed = fisher(model, X.split(2), **how).blocks()
+    (packed,) = (b for b in packed if "attention.in_proj_weight" in b.shapes)
+    assert isinstance(packed, Kronecker)
+    assert list(packed.shapes) == ["attention.in_proj_weight", "attention.in_proj_bias"]
+    parts = fisher(twin, X.split(2), **how).blocks()
+    for index in range(3):
+        (part,) = (b for b in parts if f"parts.{index}.weight" in b.shapes)
+        assert isinstance(part, Kronecker)
+        assert relative(packed.A[index], part.A[0]) < 1e-10
+        assert relative(packed.G[index], part.G[0]) < 1e-10
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("structure", ["diagonal", "block"])
+def test_an_encoder_layer_is_exact_without_jacobians(
+    monkeypatch: pytest.MonkeyPatch, structure: str, batch_first: bool
+) -> None:
+    model = seeded(lambda: Encoder(batch_first=batch_first)).double()
+    if not batch_first:  # whose feed-forward layers see time first
+        for part in (model.body.linear1, model.body.linear2):
+            part.requires_grad_(False)
+        for part in (model.body.norm1, model.body.norm2):
+            part.requires_grad_(False)
+        model.body.self_attn.out_proj.requires_grad_(False)
+    x = X.to(torch.float64)
+    monkeypatch.setattr(DiagonalJacobian, "add", None)  # a call would fail
+    got = fisher(model, [x], structure=structure, tolerance=1e-9).diagonal()
+    for name, want in diagonal_fisher(model, x).items():
+        assert relative(got[name], want) < 1e-6, name
+
+
+def test_only_a_projection_may_be_trained() -> None:
+    model = seeded(Encoder).double().requires_grad_(False)
+    model.body.self_attn.in_proj_weight.requires_grad_(True)
+    (block,) = fisher(model, [X]).blocks()
+    assert isinstance(block, Kronecker)
+    assert block.A.shape == (3, E, E)
+
+
+class Crossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = (
+            attention(batch_first=True),
+            nn.Linear(E, 3).double(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x.flip(1), x.flip(1))[0].mean(1))
+
+
+class Biased(nn.Module):
+    """Attention of a kind that is not taken apart."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = attention(batch_first=True, **options)
+        self.head = nn.Linear(E, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Crossed,
+        lambda: Biased(add_bias_kv=True),
+        lambda: Biased(add_zero_attn=True),
+        lambda: Biased(kdim=E, vdim=E, bias=False),
+    ],
+)
+def test_other_attention_is_exact_too(make: Callable[[], nn.Module]) -> None:
+    model = seeded(make)
+    got = fisher(model, [X], structure="diagonal", tolerance=0).diagonal()
+    for name, want in diagonal_fisher(model, X).items():
+        assert relative(got[name], want) < 1e-10, name
+
+
+@pytest.mark.parametrize("codec", ["fedavg", "lossless"])
+def test_it_travels(codec: str) -> None:
+    width = 4 * SERIES.shape[-1]
+    model = seeded(lambda: Encoder(width=width))
+    x = randn(3, 4, 5, width)
+    params, curvature = shared_state(model), fisher(model, [x])
+    chosen = resolve(get_codec(codec, 3.0 if codec == "fedavg" else None), params)
+    record = FisherUpload(params, curvature).to_arrays(chosen)
+    back = FisherUpload.from_arrays(record, params, chosen, structure="kfac")
+    weight = "body.self_attn.in_proj_weight"
+    (own,) = (b for b in curvature.blocks() if weight in b.shapes)
+    (there,) = (b.made() for b in back.curvature.blocks() if weight in b.shapes)
+    assert isinstance(own, Kronecker)
+    assert isinstance(there, Kronecker)
+    assert there.groups == own.groups == 3
+    bound = 0.3 if codec == "fedavg" else 0.0
+    assert relative(there.G, own.G) <= bound
