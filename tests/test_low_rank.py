@@ -24,11 +24,14 @@ SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples
 F64 = torch.float64
 
 
-def low_rank(seed: int, groups: int, n: int, rank: int) -> LowRankFactor:
+def low_rank(
+    seed: int, groups: int, n: int, rank: int, *, rows: bool = False
+) -> LowRankFactor:
     directions = randn(seed, groups, n, rank, dtype=F64)
     lengths = randn(seed + 1, groups, rank, dtype=F64).abs()
     rest = randn(seed + 2, groups, n, dtype=F64).square()
-    return LowRankFactor(directions, lengths, rest)
+    scales = randn(seed + 3, groups, n, dtype=F64).abs() if rows else None
+    return LowRankFactor(directions, lengths, rest, scales)
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -49,11 +52,12 @@ def added(factor: SymmetricFactor) -> Tensor:
     rank=st.integers(0, 7),
     share=st.floats(0, 1),
     seed=st.integers(0, 99),
+    rows=st.booleans(),
 )
 def test_a_low_rank_factor_is_its_dense_twin(
-    groups: int, n: int, rank: int, share: float, seed: int
+    groups: int, n: int, rank: int, share: float, seed: int, rows: bool
 ) -> None:
-    factor = low_rank(seed, groups, n, min(rank, n))
+    factor = low_rank(seed, groups, n, min(rank, n), rows=rows)
     twin = DenseFactor(factor.to_dense())
     assert factor.shape == twin.shape
     assert torch.equal(factor.to_dense(), factor.to_dense().mT)
