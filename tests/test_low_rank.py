@@ -24,14 +24,11 @@ SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples
 F64 = torch.float64
 
 
-def low_rank(
-    seed: int, groups: int, n: int, rank: int, *, rows: bool = False
-) -> LowRankFactor:
+def low_rank(seed: int, groups: int, n: int, rank: int) -> LowRankFactor:
     directions = randn(seed, groups, n, rank, dtype=F64)
     lengths = randn(seed + 1, groups, rank, dtype=F64).abs()
     rest = randn(seed + 2, groups, n, dtype=F64).square()
-    scales = randn(seed + 3, groups, n, dtype=F64).abs() if rows else None
-    return LowRankFactor(directions, lengths, rest, scales)
+    return LowRankFactor(directions, lengths, rest)
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -52,12 +49,11 @@ def added(factor: SymmetricFactor) -> Tensor:
     rank=st.integers(0, 7),
     share=st.floats(0, 1),
     seed=st.integers(0, 99),
-    rows=st.booleans(),
 )
 def test_a_low_rank_factor_is_its_dense_twin(
-    groups: int, n: int, rank: int, share: float, seed: int, rows: bool
+    groups: int, n: int, rank: int, share: float, seed: int
 ) -> None:
-    factor = low_rank(seed, groups, n, min(rank, n), rows=rows)
+    factor = low_rank(seed, groups, n, min(rank, n))
     twin = DenseFactor(factor.to_dense())
     assert factor.shape == twin.shape
     assert torch.equal(factor.to_dense(), factor.to_dense().mT)

@@ -6,8 +6,7 @@ float32. So the decoded matrix, too, is symmetric and positive semi-definite, wh
 the codes are. There are two choices of vectors:
 
 ``whole``
-    the rows of the Cholesky factor, half of whose entries are zero; a large matrix
-    stays that factor, in a quarter of its memory, and a small one is made of it;
+    the rows of the Cholesky factor, half of whose entries are zero;
 ``columns``
     the leading eigenvectors, and one number for all other directions: their mean
     eigenvalue, so that the trace is kept. They are read back as they travel, and
@@ -23,12 +22,7 @@ the diagonal.
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.factors import (
-    DenseFactor,
-    LowRankFactor,
-    SymmetricFactor,
-    gram,
-)
+from flwr_fisher.curvature.operators.factors import LowRankFactor, gram
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire.bits import (
     as_bytes,
@@ -40,7 +34,6 @@ from flwr_fisher.wire.bits import (
 
 _JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
 _FLOAT = 4  # bytes
-_SMALL = 1024  # rows of a matrix that is better made once than held as codes
 
 
 def size_of_whole(groups: int, n: int, bits: int) -> int:
@@ -60,29 +53,23 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     return torch.cat([as_bytes(norms.float()), pack(codes.reshape(-1), bits)])
 
 
-def decode_whole(
-    data: Tensor, groups: int, n: int, bits: int, *, field: str
-) -> SymmetricFactor:
-    """Undo :func:`encode_whole`; in float32, but a large one's codes stay integers."""
+def decode_whole(data: Tensor, groups: int, n: int, bits: int, *, field: str) -> Tensor:
+    """Undo :func:`encode_whole`; float32 ``[groups, n, n]``."""
     norms, rest = _norms(data, (groups, n), field)
     count = groups * n * (n + 1) // 2
     _check_size(rest, count, bits, field)
     # Taken before what is let go again: a merge keeps many clients' matrices, and holes
     # between them would double its memory.
-    small = n <= _SMALL
-    matrices = torch.empty(groups, n, n, device=data.device) if small else None
-    lower = torch.zeros(groups, n, n, dtype=_signed(bits), device=data.device)
-    rows, columns = torch.tril_indices(n, n, device=data.device)
+    matrices = torch.empty(groups, n, n, device=data.device)
     codes = _unpack(rest, count, bits, field)
+    rows, columns = torch.tril_indices(n, n, device=data.device)
+    lower = codes.new_zeros(groups, n, n)
     lower[:, rows, columns] = codes.view(groups, len(rows))
+    gram(_directions(lower).mul_(norms.unsqueeze(-1)), out=matrices)
     # The diagonal, which bounds the rest, with room for rounding.
     if not (1.001 * norms.square()).isfinite().all():
         raise WireError("its norms overflow", field=field)
-    if matrices is not None:
-        gram(_directions(lower).mul_(norms.unsqueeze(-1)), out=matrices)
-        return DenseFactor(matrices)
-    scales = norms / _norms_of(lower).squeeze(-1)
-    return LowRankFactor(lower, torch.ones_like(norms), torch.zeros_like(norms), scales)
+    return matrices
 
 
 def size_of_columns(groups: int, n: int, rank: int, bits: int) -> int:
@@ -182,15 +169,10 @@ def _check_size(data: Tensor, count: int, bits: int, field: str) -> None:
 def _unpack(data: Tensor, count: int, bits: int, field: str) -> Tensor:
     """Return the vectors' signed entries; each vector's scale is lost."""
     _check_size(data, count, bits, field)
-    centre = largest_level(bits)
-    entries = torch.empty(count, dtype=_signed(bits), device=data.device)
+    centre, small = largest_level(bits), torch.int8 if bits <= 8 else torch.int16
+    entries = torch.empty(count, dtype=small, device=data.device)  # first, as matrices
     codes = unpack_codes(data, bits, count, 2 * centre, field=field)
     return entries.copy_(codes - centre)
-
-
-def _signed(bits: int) -> torch.dtype:
-    """Return the smallest dtype that holds signed entries."""
-    return torch.int8 if bits <= 8 else torch.int16
 
 
 def _directions(entries: Tensor) -> Tensor:

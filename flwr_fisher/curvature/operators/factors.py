@@ -172,12 +172,12 @@ class DenseFactor(SymmetricFactor):
 
 @dataclass(frozen=True, eq=False)
 class LowRankFactor(SymmetricFactor):
-    r"""A factor by its directions: :math:`V V^\top + \operatorname{diag}(d)`.
+    r"""A factor of few directions: :math:`V V^\top + \operatorname{diag}(d)`.
 
-    Of few directions, nothing of the size ``n x n`` is formed but by :meth:`to_dense`.
-    They are held apart from their lengths, so that they stay the small integers that
-    they travel as, and a factor is scaled without a copy of them: a merge holds those
-    of every client.
+    Nothing of the size ``n x n`` is formed but by :meth:`to_dense`. The directions are
+    held apart from their lengths, so that they stay the small integers that they travel
+    as, and a factor is scaled without a copy of them: a merge holds those of every
+    client.
 
     Parameters
     ----------
@@ -188,8 +188,6 @@ class LowRankFactor(SymmetricFactor):
     rest : Tensor
         :math:`d`, ``[groups, n]``, not negative; of one value a group as it comes off
         the wire.
-    rows : Tensor, optional
-        ``[groups, n]``, with which the rows of :math:`V` are multiplied, too.
 
     Examples
     --------
@@ -205,7 +203,6 @@ class LowRankFactor(SymmetricFactor):
     directions: Tensor
     lengths: Tensor
     rest: Tensor
-    rows: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -219,17 +216,15 @@ class LowRankFactor(SymmetricFactor):
         return self.directions.shape[-1]
 
     def vectors(self) -> Tensor:
-        """Return :math:`V`; the directions are copied."""
-        vectors = self.directions * self.lengths.unsqueeze(-2)
-        return vectors if self.rows is None else vectors.mul_(self.rows.unsqueeze(-1))
+        """Return a copy of the directions, times their lengths."""
+        return self.directions * self.lengths.unsqueeze(-2)
 
     def tensors(self) -> list[Tensor]:
-        """Return the directions, and what they are scaled by and added to."""
-        every = (self.directions, self.lengths, self.rest, self.rows)
-        return [tensor for tensor in every if tensor is not None]
+        """Return the directions, their lengths and the rest."""
+        return [self.directions, self.lengths, self.rest]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LowRankFactor":
-        """Return a function of the directions, and of the other tensors."""
+        """Return a function of the directions, their lengths and the rest."""
         return LowRankFactor(*(function(tensor) for tensor in self.tensors()))
 
     def to_dense(self) -> Tensor:
@@ -252,13 +247,12 @@ class LowRankFactor(SymmetricFactor):
         """Return the matrices times a factor, or one a group."""
         lengths = self.lengths * _by_group(factor**0.5, 2)
         rest = self.rest * _by_group(factor, 2)
-        return LowRankFactor(self.directions, lengths, rest, self.rows)
+        return LowRankFactor(self.directions, lengths, rest)
 
     def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "LowRankFactor":
         """Return it times a factor, with entries added to the rest."""
         rest = self.rest * factor + entries
-        lengths = self.lengths * factor**0.5
-        return LowRankFactor(self.directions, lengths, rest, self.rows)
+        return LowRankFactor(self.directions, self.lengths * factor**0.5, rest)
 
     def __matmul__(self, right: Tensor) -> Tensor:
         vectors = self.vectors()
