@@ -1,8 +1,6 @@
 """Solving a merge's systems by the chosen solver."""
 
-import ctypes
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,7 +87,6 @@ def _block_by_block(
     curves = []
     for make in systems:
         step, norms = _step(make, options)
-        _give_back()
         delta |= step
         curves.append(norms)
         if progress is not None:
@@ -99,18 +96,6 @@ def _block_by_block(
                 f"{len(norms) - 1} iterations, residual {left:.1e}"
             )
     return delta, _relative(curves)
-
-
-def _give_back() -> None:
-    """Give the system back what a layer took.
-
-    glibc would keep it, in pieces that the next layer's matrices do not fit into: of a
-    large model and many clients, gigabytes.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # other C libraries have none
-            trim(0)
 
 
 def _step(
