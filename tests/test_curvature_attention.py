@@ -66,9 +66,11 @@ def test_it_computes_what_the_module_computes(
 def test_what_is_no_self_attention_is_left_to_the_module() -> None:
     module, other = attention(batch_first=True), X.flip(1)
     seen: list[str] = []
+    calls = ((X, other, other), (X, X, other), (X[0], X[0], X[0]))
+    wanted = [module(*call)[0] for call in calls]
     with layer_by_layer(module, lambda name, a, b: seen.append(name)):
-        for q, k, v in ((X, other, other), (X, X, other), (X[0], X[0], X[0])):
-            assert torch.equal(module(q, k, v)[0], module(q, k, v)[0])
+        for call, want in zip(calls, wanted, strict=True):
+            assert torch.equal(module(*call)[0], want)
     assert not seen
 
 
@@ -111,15 +113,18 @@ class Unpacked(nn.Module):
 
 
 class Alone(nn.Module):
-    def __init__(self) -> None:
+    """Attention, of any kind, and a classifier of the mean."""
+
+    def __init__(self, *, need_weights: bool = False, **options: Any) -> None:
         super().__init__()
-        self.attention, self.head = (
-            attention(batch_first=True),
-            nn.Linear(E, 3).double(),
-        )
+        self.need_weights = need_weights
+        self.attention = attention(batch_first=True, **options)
+        self.head = nn.Linear(E, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+        return self.head(
+            self.attention(x, x, x, need_weights=self.need_weights)[0].mean(1)
+        )
 
 
 @pytest.mark.parametrize("how", [{"tolerance": 0}, {}, {"expectation": "sampled"}])
@@ -152,10 +157,9 @@ def test_an_encoder_layer_is_exact_without_jacobians(
         for part in (model.body.norm1, model.body.norm2):
             part.requires_grad_(False)
         model.body.self_attn.out_proj.requires_grad_(False)
-    x = X.to(torch.float64)
     monkeypatch.setattr(DiagonalJacobian, "add", None)  # a call would fail
-    got = fisher(model, [x], structure=structure, tolerance=1e-9).diagonal()
-    for name, want in diagonal_fisher(model, x).items():
+    got = fisher(model, [X], structure=structure, tolerance=1e-9).diagonal()
+    for name, want in diagonal_fisher(model, X).items():
         assert relative(got[name], want) < 1e-6, name
 
 
@@ -167,37 +171,18 @@ def test_only_a_projection_may_be_trained() -> None:
     assert block.A.shape == (3, E, E)
 
 
-class Crossed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = (
-            attention(batch_first=True),
-            nn.Linear(E, 3).double(),
-        )
-
+class Crossed(Alone):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.attention(x, x.flip(1), x.flip(1))[0].mean(1))
-
-
-class Biased(nn.Module):
-    """Attention of a kind that is not taken apart."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.attention = attention(batch_first=True, **options)
-        self.head = nn.Linear(E, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x)[0].mean(1))
 
 
 @pytest.mark.parametrize(
     "make",
     [
         Crossed,
-        lambda: Biased(add_bias_kv=True),
-        lambda: Biased(add_zero_attn=True),
-        lambda: Biased(kdim=E, vdim=E, bias=False),
+        lambda: Alone(need_weights=True, add_bias_kv=True),
+        lambda: Alone(need_weights=True, add_zero_attn=True),
+        lambda: Alone(need_weights=True, kdim=E, vdim=E, bias=False),
     ],
 )
 def test_other_attention_is_exact_too(make: Callable[[], nn.Module]) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.estimate.explain import explained_layers
+from flwr_fisher.curvature.estimate.explain import explained
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import input_columns
-from flwr_fisher.curvature.estimate.tappable import PlainLayer
+from flwr_fisher.curvature.estimate.tappable import PlainLayer, tappable_layers
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.errors import StructureError
 
@@ -69,7 +69,9 @@ class FeatureEngine:
         if len(few) == 1:  # with a second, to see whether that changes its output
             few = torch.cat([few, torch.zeros_like(few)])
         _check_one_output_each(network, few)
-        layers, taps = explained_layers(network, few)
+        tappable = tappable_layers(network)
+        taps = explained(network, few, tappable)
+        layers = {name: tappable[name] for name in taps}
         self.layers = {
             name: layer
             for name, layer in layers.items()

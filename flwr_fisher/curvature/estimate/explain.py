@@ -7,41 +7,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
-from flwr_fisher.curvature.estimate.tappable import (
-    PlainLayer,
-    TappableLayer,
-    tappable_layers,
-)
+from flwr_fisher.curvature.estimate.tappable import TappableLayer
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 
 # Relative; a wrong formula is off by far more than rounding.
 _GRADIENT_TOLERANCE = 1e-3
 
 FEW = 16  # examples of the first batch on which layers are tried
-
-
-def explained_layers(
-    model: nn.Module, inputs: Tensor
-) -> tuple[dict[str, PlainLayer], dict[str, Tap]]:
-    """Return the linear and convolution layers that :func:`explained` explains.
-
-    Parameters
-    ----------
-    model : nn.Module
-        In eval mode.
-    inputs : Tensor
-        A few examples.
-
-    Returns
-    -------
-    layers : dict[str, PlainLayer]
-        Those layers by name.
-    taps : dict[str, Tap]
-        The call of each.
-    """
-    layers = tappable_layers(model)
-    taps = explained(model, inputs, layers)
-    return {name: layers[name] for name in taps}, taps
 
 
 def explained(
