@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import random_psd, relative
 from torch import Tensor
 from uploads import SPECTRA, psd
 
+from flwr_fisher.curvature.operators.factors import DenseFactor, LowRankFactor
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire import matrix_codes as factors
 
@@ -28,7 +30,7 @@ def whole(matrices: Tensor, bits: int) -> Tensor:
     assert torch.equal(matrices, before)
     assert data.dtype == torch.uint8
     assert data.shape == (factors.size_of_whole(groups, n, bits),)
-    return factors.decode_whole(data, groups, n, bits, field="x")
+    return factors.decode_whole(data, groups, n, bits, field="x").to_dense()
 
 
 def spectrum_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,6 +268,7 @@ def test_any_bytes_are_a_psd_matrix_or_a_wire_error(
         try:
             if kind == 0:
                 got = factors.decode_whole(tensor, groups, n, bits, field="x")
+                got = got.to_dense()
             else:
                 columns = factors.decode_columns(
                     tensor, groups, n, rank, bits, field="x"
@@ -277,3 +280,20 @@ def test_any_bytes_are_a_psd_matrix_or_a_wire_error(
         assert got.shape == (groups, n, n)
         assert torch.equal(got, got.mT)
         assert (diagonal(got) >= 0).all()
+
+
+@pytest.mark.parametrize("bits", [3, 8, 12])
+def test_a_large_matrix_stays_the_codes_that_it_travelled_as(
+    monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
+    matrices = torch.stack([random_psd(9, 9, seed).float() for seed in range(2)])
+    matrices[1, 0] = matrices[1, :, 0] = 0
+    data = factors.encode_whole(matrices, bits)
+    made = factors.decode_whole(data, 2, 9, bits, field="x")
+    assert isinstance(made, DenseFactor)
+    monkeypatch.setattr(factors, "_SMALL", 8)
+    kept = factors.decode_whole(data, 2, 9, bits, field="x")
+    assert isinstance(kept, LowRankFactor)
+    assert kept.directions.dtype == (torch.int8 if bits <= 8 else torch.int16)
+    assert relative(kept.to_dense(), made.to_dense()) < 1e-6
+    assert relative(kept.diagonal(), made.diagonal()) < 1e-6

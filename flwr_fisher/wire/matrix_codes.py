@@ -6,7 +6,8 @@ float32. So the decoded matrix, too, is symmetric and positive semi-definite, wh
 the codes are. There are two choices of vectors:
 
 ``whole``
-    the rows of the Cholesky factor, half of whose entries are zero;
+    the rows of the Cholesky factor, half of whose entries are zero; a large matrix
+    stays that factor, in a quarter of its memory, and a small one is made of it;
 ``columns``
     the leading eigenvectors, and one number for all other directions: their mean
     eigenvalue, so that the trace is kept. They are read back as they travel, and
@@ -22,7 +23,12 @@ the diagonal.
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.factors import LowRankFactor, gram
+from flwr_fisher.curvature.operators.factors import (
+    DenseFactor,
+    LowRankFactor,
+    SymmetricFactor,
+    gram,
+)
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire.bits import (
     as_bytes,
@@ -34,6 +40,7 @@ from flwr_fisher.wire.bits import (
 
 _JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
 _FLOAT = 4  # bytes
+_SMALL = 1024  # rows of a matrix that is better made once than held as codes
 
 
 def size_of_whole(groups: int, n: int, bits: int) -> int:
@@ -53,23 +60,34 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     return torch.cat([as_bytes(norms.float()), pack(codes.reshape(-1), bits)])
 
 
-def decode_whole(data: Tensor, groups: int, n: int, bits: int, *, field: str) -> Tensor:
-    """Undo :func:`encode_whole`; float32 ``[groups, n, n]``."""
+def decode_whole(
+    data: Tensor, groups: int, n: int, bits: int, *, field: str
+) -> SymmetricFactor:
+    """Undo :func:`encode_whole`; in float32, but a large one's codes stay integers."""
     norms, rest = _norms(data, (groups, n), field)
-    count = groups * n * (n + 1) // 2
-    _check_size(rest, count, bits, field)
-    # Taken before what is let go again: a merge keeps many clients' matrices, and holes
-    # between them would double its memory.
-    matrices = torch.empty(groups, n, n, device=data.device)
-    codes = _unpack(rest, count, bits, field)
-    rows, columns = torch.tril_indices(n, n, device=data.device)
-    lower = codes.new_zeros(groups, n, n)
-    lower[:, rows, columns] = codes.view(groups, len(rows))
-    gram(_directions(lower).mul_(norms.unsqueeze(-1)), out=matrices)
+    _check_size(rest, groups * n * (n + 1) // 2, bits, field)
     # The diagonal, which bounds the rest, with room for rounding.
     if not (1.001 * norms.square()).isfinite().all():
         raise WireError("its norms overflow", field=field)
-    return matrices
+    # What is kept is taken before what is let go again: a merge keeps many clients'
+    # matrices, and holes between them would double its memory.
+    if n <= _SMALL:
+        matrices = torch.empty(groups, n, n, device=data.device)
+        lower = _lower(rest, groups, n, bits, field)
+        gram(_directions(lower).mul_(norms.unsqueeze(-1)), out=matrices)
+        return DenseFactor(matrices)
+    scales, ones, none = norms.clone(), torch.ones_like(norms), torch.zeros_like(norms)
+    lower = _lower(rest, groups, n, bits, field)
+    return LowRankFactor(lower, ones, none, scales.div_(_norms_of(lower).squeeze(-1)))
+
+
+def _lower(data: Tensor, groups: int, n: int, bits: int, field: str) -> Tensor:
+    """Return lower triangles of signed entries, which travel row by row."""
+    lower = torch.zeros(groups, n, n, dtype=_signed(bits), device=data.device)
+    rows, columns = torch.tril_indices(n, n, device=data.device)
+    entries = _unpack(data, groups * len(rows), bits, field)
+    lower[:, rows, columns] = entries.view(groups, len(rows))
+    return lower
 
 
 def size_of_columns(groups: int, n: int, rank: int, bits: int) -> int:
@@ -169,10 +187,15 @@ def _check_size(data: Tensor, count: int, bits: int, field: str) -> None:
 def _unpack(data: Tensor, count: int, bits: int, field: str) -> Tensor:
     """Return the vectors' signed entries; each vector's scale is lost."""
     _check_size(data, count, bits, field)
-    centre, small = largest_level(bits), torch.int8 if bits <= 8 else torch.int16
-    entries = torch.empty(count, dtype=small, device=data.device)  # first, as matrices
+    centre = largest_level(bits)
+    entries = torch.empty(count, dtype=_signed(bits), device=data.device)
     codes = unpack_codes(data, bits, count, 2 * centre, field=field)
     return entries.copy_(codes - centre)
+
+
+def _signed(bits: int) -> torch.dtype:
+    """Return the smallest dtype that holds signed entries."""
+    return torch.int8 if bits <= 8 else torch.int16
 
 
 def _directions(entries: Tensor) -> Tensor:

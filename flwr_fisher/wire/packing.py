@@ -29,11 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flwr_fisher.curvature.operators.factors import (
-    DenseFactor,
-    LowRankFactor,
-    SymmetricFactor,
-)
+from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrix_codes
@@ -180,7 +176,7 @@ def unpack_part(
         raise WireError(f"{a} matrices, expected one", field=field)
     factor: SymmetricFactor
     if form == Form.WHOLE:
-        factor = DenseFactor(matrix_codes.decode_whole(body, a, b, bits, field=field))
+        factor = matrix_codes.decode_whole(body, a, b, bits, field=field)
     elif c > b:
         raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
     elif form == Form.COLUMNS:
@@ -191,10 +187,8 @@ def unpack_part(
     to_finite(factor.diagonal(), dtype, field=field)  # which bounds the other entries
     if part == Part.DENSE:
         return factor.to_dense().to(dtype).view(shape)
-    if isinstance(factor, LowRankFactor):  # whose directions stay integers
-        lengths, rest = factor.lengths.to(dtype), factor.rest.to(dtype)
-        return LowRankFactor(factor.directions, lengths, rest)
-    return factor.mapped(lambda tensor: tensor.to(dtype))
+    # Directions stay integers.
+    return factor.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _read_head(entry: Tensor, field: str) -> tuple[Form, int, int, int, int, Tensor]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_AT_ONCE = 64  # directions of which a copy is made
+
 
 class SymmetricFactor(ABC):
     """Symmetric positive semi-definite matrices, one for each group of a layer.
@@ -172,12 +174,12 @@ class DenseFactor(SymmetricFactor):
 
 @dataclass(frozen=True, eq=False)
 class LowRankFactor(SymmetricFactor):
-    r"""A factor of few directions: :math:`V V^\top + \operatorname{diag}(d)`.
+    r"""A factor by its directions: :math:`V V^\top + \operatorname{diag}(d)`.
 
-    Nothing of the size ``n x n`` is formed but by :meth:`to_dense`. The directions are
-    held apart from their lengths, so that they stay the small integers that they travel
-    as, and a factor is scaled without a copy of them: a merge holds those of every
-    client.
+    Of few directions, nothing of the size ``n x n`` is formed but by :meth:`to_dense`.
+    They are held apart from their lengths, so that they stay the small integers that
+    they travel as, and a factor is scaled without a copy of them: a merge holds those
+    of every client.
 
     Parameters
     ----------
@@ -188,6 +190,8 @@ class LowRankFactor(SymmetricFactor):
     rest : Tensor
         :math:`d`, ``[groups, n]``, not negative; of one value a group as it comes off
         the wire.
+    rows : Tensor, optional
+        ``[groups, n]``, with which the rows of :math:`V` are multiplied, too.
 
     Examples
     --------
@@ -203,6 +207,7 @@ class LowRankFactor(SymmetricFactor):
     directions: Tensor
     lengths: Tensor
     rest: Tensor
+    rows: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -216,15 +221,17 @@ class LowRankFactor(SymmetricFactor):
         return self.directions.shape[-1]
 
     def vectors(self) -> Tensor:
-        """Return a copy of the directions, times their lengths."""
-        return self.directions * self.lengths.unsqueeze(-2)
+        """Return :math:`V`; the directions are copied."""
+        vectors = self.directions * self.lengths.unsqueeze(-2)
+        return vectors if self.rows is None else vectors.mul_(self.rows.unsqueeze(-1))
 
     def tensors(self) -> list[Tensor]:
-        """Return the directions, their lengths and the rest."""
-        return [self.directions, self.lengths, self.rest]
+        """Return the directions, and what they are scaled by and added to."""
+        every = (self.directions, self.lengths, self.rest, self.rows)
+        return [tensor for tensor in every if tensor is not None]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LowRankFactor":
-        """Return a function of the directions, their lengths and the rest."""
+        """Return a function of the directions, and of the other tensors."""
         return LowRankFactor(*(function(tensor) for tensor in self.tensors()))
 
     def to_dense(self) -> Tensor:
@@ -240,19 +247,27 @@ class LowRankFactor(SymmetricFactor):
         total.diagonal(dim1=-2, dim2=-1).add_(self.rest)
 
     def diagonal(self) -> Tensor:
-        """Return the diagonals."""
-        return self.vectors().square_().sum(-1) + self.rest
+        """Return the diagonals; what is made for it is as small as they are."""
+        total = torch.zeros_like(self.rest)
+        directions = torch.split(self.directions, _AT_ONCE, -1)
+        lengths = torch.split(self.lengths, _AT_ONCE, -1)
+        for some, long in zip(directions, lengths, strict=True):
+            total += (some * long.unsqueeze(-2)).square_().sum(-1)
+        if self.rows is not None:
+            total *= self.rows.square()
+        return total + self.rest
 
     def scaled(self, factor: float | Tensor) -> "LowRankFactor":
         """Return the matrices times a factor, or one a group."""
         lengths = self.lengths * _by_group(factor**0.5, 2)
         rest = self.rest * _by_group(factor, 2)
-        return LowRankFactor(self.directions, lengths, rest)
+        return LowRankFactor(self.directions, lengths, rest, self.rows)
 
     def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "LowRankFactor":
         """Return it times a factor, with entries added to the rest."""
         rest = self.rest * factor + entries
-        return LowRankFactor(self.directions, self.lengths * factor**0.5, rest)
+        lengths = self.lengths * factor**0.5
+        return LowRankFactor(self.directions, lengths, rest, self.rows)
 
     def __matmul__(self, right: Tensor) -> Tensor:
         vectors = self.vectors()
