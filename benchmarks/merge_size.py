@@ -10,7 +10,9 @@ are packed to FedAvg's size, and merged by the default solver.
 
 A *pass* is one forward and backward pass of the same network at batch 32, timed before
 and after. Each merge has a process of its own; its peak is the kernel's high-water mark
-of resident memory, set to zero when the merge begins. Everything runs on two threads.
+of resident memory, set to zero when the merge begins. One that takes less than half a
+minute is repeated, up to seven times; its seconds are the median. Everything runs on
+two threads.
 """
 
 from functools import partial
