@@ -10,7 +10,7 @@ slow loop flatters nobody. The CNN sees generated images of CIFAR-10's shape.
 
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ import torch
 from harness.page import RESULTS, blocks, command_line, opening, write_page
 from harness.plots import without_frame
 from harness.tables import head, row
-from harness.timing import seconds
+from harness.timing import peak_bytes, seconds
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import TOLERANCE, fisher
@@ -96,21 +95,6 @@ def _trained(
     metrics = LocalSGD(epochs=5)(model, Batches(x, y, 64), device, {})
     print(f"trained: loss {metrics['train_loss']:.3f}", flush=True)
     return model, Batches(x[:some].clone(), y[:some].clone(), 64)
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the most that was allocated at once on the CPU, over the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        work()
-    events = sorted(
-        (e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda event: event.start_ns(),
-    )
-    held = peak = 0
-    for event in events:
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def measure(

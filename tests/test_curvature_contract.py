@@ -248,7 +248,8 @@ def test_parameters_without_per_example_gradients_are_named(structure: str) -> N
             self.fc, self.odd = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x) * self.odd * (1 if x.sum().item() > 0 else 2)
+            sign = 1 if x.sum().item() > 0 else 2
+            return self.fc(x) * self.odd.mean() * sign
 
     with pytest.raises(StructureError, match=r"no per-example gradients for .*'odd'"):
         fisher(Branches(), [VECTORS], structure=structure)

@@ -1,4 +1,4 @@
-"""How long something takes."""
+"""How long something takes, and how much memory."""
 
 import random
 import statistics
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Work = Callable[[], object]
 
@@ -30,3 +31,18 @@ def medians(todo: Mapping[str, Work], repeats: int, warm_up: int) -> dict[str, f
             if repeat >= warm_up:
                 times[name].append(took)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_bytes(work: Work) -> int:
+    """Return the most that was allocated at once on the CPU, over the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        work()
+    events = sorted(
+        (e for e in run.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
+    held = peak = 0
+    for event in events:
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -21,6 +21,7 @@ from flwr_fisher.curvature.estimate.jacobians import (
     JacobianAccumulator,
 )
 from flwr_fisher.curvature.estimate.positions import Positions
+from flwr_fisher.curvature.estimate.shared import shared_parameters
 from flwr_fisher.curvature.estimate.tappable import (
     TappableLayer,
     direct_layers,
@@ -91,13 +92,16 @@ class Accumulation:
         taps = explained(model, few, {**tappable, **direct}) if by_layer else {}
         layers = {name: tappable[name] for name in taps if name in tappable}
         direct = {name: direct[name] for name in taps if name in direct}
-        self.direct = {n: SquaredGradients(layer) for n, layer in direct.items()}
         if "block" in structures:
             _check_size([layer.matrices().numel() for layer in layers.values()])
         self.accumulators = _accumulators(by_layer, layers, kfac)
         taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
         taken |= {p for layer in direct.values() for p in layer.names.values()}
         others = [name for name in self.names if name not in taken]
+        shared = shared_parameters(model, few, others) if by_layer and others else {}
+        others = [name for name in others if name not in shared]
+        direct |= shared
+        self.direct = {n: SquaredGradients(layer) for n, layer in direct.items()}
         self.jacobians: dict[str, JacobianAccumulator] = {}
         if by_layer and others:
             self.jacobians["others"] = DiagonalJacobian(model, others)
@@ -110,7 +114,9 @@ class Accumulation:
             _bytes(layer, taps[name], sums[name], positions)
             for name, layer in layers.items()
         ]
-        sizes += [_bytes_of_direct(taps[n].inputs, x) for n, x in direct.items()]
+        inputs_of = {n: tap.inputs for n, tap in taps.items()}
+        inputs_of |= {n: layer.copies(1) for n, layer in shared.items()}
+        sizes += [_bytes_of_direct(inputs_of[n], x) for n, x in direct.items()]
         if max_batch_bytes is None:
             held = sum(each.nbytes for of_layer in sums.values() for each in of_layer)
             gradients = sum(p.nbytes for p in parameters)
@@ -210,6 +216,6 @@ def _bytes(
 
 def _bytes_of_direct(inputs: Tensor, layer: DirectLayer) -> tuple[int, int]:
     """Return the same of a norm or an embedding, whose products are as its output."""
-    entries = inputs[:1].numel() * layer.parameters()[0].shape[1:].numel()
+    entries = layer.entries(inputs)
     size = layer.parameters()[0].element_size()
     return 4 * entries * size, 3 * entries * layer.widened(inputs[:0]).element_size()

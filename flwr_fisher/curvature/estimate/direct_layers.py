@@ -58,6 +58,10 @@ class DirectLayer(ABC):
         """Return whether these are the shapes of one plain call."""
 
     @abstractmethod
+    def entries(self, inputs: Tensor) -> int:
+        """Return how many entries an example's output has, for such inputs."""
+
+    @abstractmethod
     def prepared(self, inputs: Tensor) -> Any:
         """Return what :meth:`reduced` needs of the layer's input."""
 
@@ -87,6 +91,10 @@ class AffineNorm(DirectLayer):
         trailing = isinstance(self.layer, nn.LayerNorm | nn.RMSNorm)
         own = inputs[-len(shape) :] if trailing else inputs[1:2]
         return inputs == output and own == shape
+
+    def entries(self, inputs: Tensor) -> int:
+        """Return an example's inputs, of which each is normalised."""
+        return inputs[:1].numel()
 
     def prepared(self, inputs: Tensor) -> Tensor:
         """Return what is multiplied with the weight."""
@@ -128,6 +136,10 @@ class EmbeddingRows(DirectLayer):
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
         """Return whether each input has a row."""
         return output == torch.Size([*inputs, self.parameters()[0].shape[1]])
+
+    def entries(self, inputs: Tensor) -> int:
+        """Return an example's inputs, of which each has a row, times its length."""
+        return inputs[:1].numel() * self.parameters()[0].shape[1]
 
     def prepared(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row of every pair of example and row, and each input's pair."""

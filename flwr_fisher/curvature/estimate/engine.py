@@ -7,9 +7,10 @@ at once, and K-FAC's input factors are taken once an example. With a tolerance, 
 forward pass without gradients tells which pieces matter; the examples that need about
 equally many backward passes are then run together, across batches.
 
-All other parameters get their exact diagonal from per-example gradients. Those of norms
-and embeddings come from the same pass; those of anything else, and of a layer that is
-not called exactly once through its own ``forward``, one row an example, take their own.
+All other parameters get their exact diagonal from per-example gradients. Those of
+norms, embeddings and what all examples share come from the same pass; those of anything
+else, and of a layer that is not called exactly once through its own ``forward``, one
+row an example, take their own.
 """
 
 import math
@@ -46,7 +47,7 @@ class Engine:
     accumulators : Mapping[str, list[LayerAccumulator]]
         The sums to take for each layer with a Kronecker form.
     direct : Mapping[str, SquaredGradients]
-        The sums to take for each norm and embedding.
+        The sums to take for each norm, embedding and shared parameter.
     jacobians : list[JacobianAccumulator]
         The sums to take for other parameters.
     positions : Positions

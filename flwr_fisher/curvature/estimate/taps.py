@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
 
 from flwr_fisher.curvature.estimate.attention import layer_by_layer
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
+from flwr_fisher.curvature.estimate.shared import SharedParameter
 from flwr_fisher.curvature.estimate.tappable import PackedProjection, TappableLayer
 from flwr_fisher.errors import StructureError
 
@@ -72,14 +74,18 @@ def tapped_forward(
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             record(name, args[0], output)
 
-    handles = [
-        layer.layer.register_forward_hook(partial(hear, name))
-        for name, layer in layers.items()
-        if not isinstance(layer, PackedProjection)  # which tell by themselves
-    ]
+    copies: dict[str, Tensor] = {}
+    handles = []
+    for name, layer in layers.items():
+        if isinstance(layer, SharedParameter):
+            copies[layer.name] = copy = layer.copies(len(inputs))
+            taps[name].append(Tap(copy, get_gradient_edge(copy)))
+        elif not isinstance(layer, PackedProjection):  # which tell by themselves
+            hook = layer.layer.register_forward_hook(partial(hear, name))
+            handles.append(hook)
     try:
         with layer_by_layer(model, record):
-            return model(inputs), taps
+            return functional_call(model, copies, (inputs,)), taps
     finally:
         for handle in handles:
             handle.remove()

@@ -1,0 +1,228 @@
+"""What a K-FAC costs in gradient passes, beside curvlinops in the same run.
+
+    python benchmarks/engine.py   # with curvlinops-for-pytorch==3.0.1 installed
+
+A *pass* is a forward and a backward pass of the network over the same batches. Networks
+are as they are drawn: what is measured does not depend on their weights. Ours are
+``fisher(model, batches, expectation="sampled")``, with one label an example, and
+``tolerance=0``, over all classes; curvlinops' are its ``KFACLinearOperator`` with
+``fisher_type`` ``mc`` and ``type-2`` over the linear and convolution layers (ours also
+has the exact diagonals of everything else). Every figure is a median over runs that
+take turns. *16 positions* is ``max_positions=16``.
+
+Errors are those of the product with a random vector, over all classes, relative to
+float64. Peak memory is the most that is allocated at once on one batch, in that of a
+pass.
+"""
+
+import argparse
+import platform
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness.page import blocks, opening, write_page
+from harness.tables import head, row
+from harness.timing import medians, peak_bytes
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import fisher
+from flwr_fisher.params import Params
+from flwr_fisher.tasks import make_model
+
+PEER = "curvlinops"
+BATCHES = 4
+SAMPLED: dict[str, Any] = {"expectation": "sampled"}
+ALL: dict[str, Any] = {"tolerance": 0.0}
+OURS = {
+    "sampled": SAMPLED,
+    "all classes": ALL,
+    "sampled, 16 positions": SAMPLED | {"max_positions": 16},
+}
+KINDS = {"sampled": "mc", "all classes": "type-2"}
+Batches = list[tuple[Tensor, Tensor]]
+
+
+class Block(nn.Module):
+    """A transformer's encoder block, of plain linear layers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width) for _ in range(4)
+        )
+        self.wide, self.narrow = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens ``[n, T, width]`` to tokens."""
+        z = self.norms[0](x)
+        parts = (
+            layer(z).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(*parts)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
+
+
+class SmallViT(nn.Module):
+    """A vision transformer for 32x32 images: a class token and 64 patches."""
+
+    def __init__(self, width: int = 128, depth: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.first = nn.Parameter(torch.zeros(1, 1, width))
+        self.places = nn.Parameter(0.02 * torch.randn(1, 65, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        tokens = self.patches(x).flatten(2).mT
+        tokens = torch.cat([self.first.expand(len(x), -1, -1), tokens], 1)
+        return self.head(self.norm(self.blocks(tokens + self.places))[:, 0])
+
+
+def cases() -> dict[str, tuple[nn.Module, Batches]]:
+    """Return the networks, each with its batches."""
+    torch.manual_seed(0)
+    grey, colour = (1, 28, 28), (3, 32, 32)
+    lenet = make_model("lenet", shape=grey, num_classes=10)
+    found = {"LeNet": (lenet, _batches(128, grey))}
+    for title, name, size in (("CNN", "cnn", 128), ("ResNet-18", "resnet18", 32)):
+        model = make_model(name, shape=colour, num_classes=10)
+        found[title] = (model, _batches(size, colour))
+    found["small ViT"] = (SmallViT(), _batches(32, colour))
+    return {title: (model.eval(), data) for title, (model, data) in found.items()}
+
+
+def _batches(size: int, shape: tuple[int, ...]) -> Batches:
+    return [
+        (torch.randn(size, *shape), torch.randint(10, (size,))) for _ in range(BATCHES)
+    ]
+
+
+def training(model: nn.Module, batches: Batches) -> None:
+    """Take a forward and a backward pass over each batch."""
+    for x, y in batches:
+        F.cross_entropy(model(x), y).backward()
+
+
+def covered(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of linear and convolution layers."""
+    return {
+        f"{name}.{own}": parameter
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+        for own, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def theirs(model: nn.Module, batches: Batches, kind: str) -> Any:
+    """Return curvlinops' K-FAC."""
+    from curvlinops import KFACLinearOperator
+
+    operator = KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        list(covered(model).values()),
+        batches,
+        check_deterministic=False,
+        fisher_type=kind,
+        separate_weight_and_bias=False,
+        num_per_example_loss_terms=1,
+        num_data=sum(len(y) for _, y in batches),
+    )
+    operator.compute_kronecker_factors()
+    return operator
+
+
+def errors(model: nn.Module, batches: Batches) -> dict[str, float]:
+    """Return both products' errors, relative to float64."""
+    some = [(x[:8], y[:8]) for x, y in batches]
+    names = covered(model)
+    vector = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+    def ours(vector: Params) -> list[Tensor]:
+        product = fisher(model, some, **ALL) @ vector
+        return [product[name] for name in names]
+
+    found = {"ours": ours(vector)}
+    found[PEER] = theirs(model, some, "type-2") @ [vector[name] for name in names]
+    model.double()
+    some = [(x.double(), y) for x, y in some]
+    exact = ours({name: value.double() for name, value in vector.items()})
+    model.float()
+    norm = torch.linalg.vector_norm
+    return {
+        side: max(
+            float(norm(a - b) / norm(b)) for a, b in zip(product, exact, strict=True)
+        )
+        for side, product in found.items()
+    }
+
+
+def measure(model: nn.Module, batches: Batches, runs: int) -> dict[str, Any]:
+    """Return what everything takes, in passes, with errors and peaks."""
+    work: dict[str, Callable[[Batches], object]] = {"pass": partial(training, model)}
+    for name, how in OURS.items():
+        work[f"ours, {name}"] = partial(fisher, model, **how)
+    for name, kind in KINDS.items():
+        work[f"{PEER}, {name}"] = partial(theirs, model, kind=kind)
+    todo = {name: partial(each, batches) for name, each in work.items()}
+    took = medians(todo, runs, warm_up=1)
+    peaks = {
+        name: peak_bytes(partial(each, batches[:1])) for name, each in work.items()
+    }
+    return {
+        "seconds": took,
+        "passes": {name: took[name] / took["pass"] for name in took},
+        "memory": {name: peaks[name] / peaks["pass"] for name in peaks},
+        "error": errors(model, batches),
+        "batch": len(batches[0][1]),
+    }
+
+
+def tables(found: dict[str, Any]) -> list[list[str]]:
+    """Return the tables of time, of memory and of errors."""
+    titles = [f"{name}, batch {case['batch']}" for name, case in found.items()]
+    names = [name for name in next(iter(found.values()))["passes"] if name != "pass"]
+    shown = []
+    for key, title in (("passes", "gradient passes"), ("memory", "peak, in a pass's")):
+        lines = head(title, *titles)
+        for name in names:
+            cells = (f"{case[key][name]:.1f}" for case in found.values())
+            lines.append(row(name, *cells))
+        shown.append(lines)
+    lines = head("relative error", *titles)
+    for side in ("ours", PEER):
+        cells = (f"{case['error'][side]:.1e}" for case in found.values())
+        lines.append(row(side, *cells))
+    return [*shown, lines]
+
+
+def main() -> None:
+    """Write the tables and the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    runs = parser.parse_args().runs
+    found = {}
+    for name, (model, batches) in cases().items():
+        found[name] = measure(model, batches, runs)
+        print(name, found[name], flush=True)
+    threads = torch.get_num_threads()
+    where = f"{platform.machine()}, {threads} threads, torch {torch.__version__}"
+    note = f"Measured on {where}; medians of {runs} runs over {BATCHES} batches."
+    lines = blocks(opening("A K-FAC in gradient passes", __doc__), note, *tables(found))
+    write_page("engine", lines, found)
+
+
+if __name__ == "__main__":
+    main()
