@@ -37,6 +37,16 @@ from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher
 from flwr_fisher.tasks import Task
 
+NOTES = """\
+Means over three splits (α = 0.2, 0.1, 0.05).
+
+*Averaged* parameters cost nothing, and lose nothing beyond their error.
+Label smoothing helps conjugate gradients on CIFAR-10 and the ensemble everywhere; the
+default solver regularises as much by itself. With smoothed labels other constants of
+the default solver were tried on the same splits (`balance` 0, 0.5 and 1, `robust` 0, 1
+and 3, `anchor` 0.03 to 0.3, `shrink` 0.1 and 0.3, `damping` 0 and 0.3): the best of
+them merge to 89.4 and 40.1, the best with plain uploads to 91.7 and 40.4.
+"""
 COLUMNS = ("MNIST, lenet", "CIFAR-10, cnn")
 PLAIN, FLOOR, EXAMPLES = "plain", 0.1, 1000
 Scores = dict[str, dict[str, float]]
@@ -118,8 +128,7 @@ def main() -> None:
     each = on_splits("training", evaluate, every, options)
     found = {name: [each[split] for split in splits[name]] for name in COLUMNS}
     tables = [part for name in COLUMNS for part in (f"## {name}", table(found[name]))]
-    note = "Means over three splits (α = 0.2, 0.1, 0.05)."
-    lines = blocks(opening("Training to be merged", __doc__), note, *tables)
+    lines = blocks(opening("Training to be merged", __doc__), NOTES.strip(), *tables)
     write_page("training", lines, found)
 
 

@@ -405,6 +405,7 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     [
         (lambda *args: {}, {}, r"needs train_fn=LocalSGD"),
         (LocalSGD(momentum=0.9), {}, r"LocalSGD\(momentum=0\), not 0.9"),
+        (LocalSGD(optimizer=torch.optim.Adam), {}, r"LocalSGD\(optimizer=None\)"),
         (LocalSGD(momentum=0.0), {"lr": 0.0}, r"learning rate, which is 0"),
     ],
 )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.errors import ConfigurationError, DataError, check_range
@@ -59,8 +61,16 @@ class LocalSGD:
     ----------
     epochs : int, default 1
         Passes over the loader.
-    lr, momentum, weight_decay : float
+    lr, momentum, weight_decay : float, default 0.01, 0.9 and 0
         As in ``torch.optim.SGD``.
+    optimizer : Callable[[list[nn.Parameter]], Optimizer], optional
+        Makes another optimiser, with a learning rate of its own:
+        ``partial(torch.optim.AdamW, lr=1e-3)``.
+    scheduler : Callable[[Optimizer], LRScheduler], optional
+        Makes a schedule, which takes a step after each epoch:
+        ``partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=30)``.
+    autocast : torch.bfloat16 | torch.float16, optional
+        Train under ``torch.autocast`` in this dtype; float16's losses are scaled.
     label_smoothing : float, default 0
         Of :func:`cross_entropy`, in [0, 1]. A client that is never quite sure keeps a
         Fisher that means something.
@@ -76,13 +86,26 @@ class LocalSGD:
     Raises
     ------
     ConfigurationError
-        If a number is out of range, or labels are to be smoothed for another loss.
+        If a number is out of range, labels are to be smoothed for another loss, or SGD
+        is described beside another optimiser.
+
+    Examples
+    --------
+    >>> adam = partial(torch.optim.Adam, lr=0.1)
+    >>> train = LocalSGD(epochs=2, optimizer=adam)
+    >>> model = nn.Linear(1, 2)
+    >>> batch = torch.ones(4, 1), torch.ones(4, dtype=torch.int64)
+    >>> sorted(train(model, [batch], torch.device("cpu"), {}))
+    ['train_loss']
     """
 
     epochs: int = 1
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    autocast: torch.dtype | None = None
     label_smoothing: float = 0.0
     swa_epochs: int = 1
     loss_fn: Loss = cross_entropy
@@ -95,6 +118,17 @@ class LocalSGD:
         check_range("weight_decay", self.weight_decay, 0)
         check_range("swa_epochs", self.swa_epochs, 1, self.epochs)
         check_range("label_smoothing", self.label_smoothing, 0, 1)
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise ConfigurationError(
+                "autocast must be torch.bfloat16 or torch.float16, got "
+                f"{self.autocast!r}"
+            )
+        own = self.lr, self.momentum, self.weight_decay
+        if self.optimizer is not None and own != _DEFAULTS:
+            raise ConfigurationError(
+                "lr, momentum and weight_decay are SGD's: give an optimizer its own, "
+                "by partial(torch.optim.AdamW, lr=...)"
+            )
         if self.label_smoothing and self.loss_fn is not cross_entropy:
             raise ConfigurationError(
                 "label_smoothing is the default loss's: smooth labels in your loss_fn"
@@ -119,11 +153,20 @@ class LocalSGD:
             raise ConfigurationError(
                 "the model has no trainable parameter: set requires_grad on some"
             )
-        optimizer = torch.optim.SGD(
-            trained,
-            float(config.get("lr", self.lr)),
-            self.momentum,
-            weight_decay=self.weight_decay,
+        half = self.autocast is torch.float16
+        if half and on_gradients is not None:
+            raise ConfigurationError(
+                "what reads every gradient needs autocast=torch.bfloat16: some of "
+                "float16's are infinite, and their steps left out"
+            )
+        optimizer = self._optimizer(trained, config)
+        schedule = None if self.scheduler is None else self.scheduler(optimizer)
+        scaler = torch.amp.GradScaler(device.type, enabled=half)
+        mixed = partial(
+            torch.autocast,
+            device.type,
+            self.autocast,
+            enabled=self.autocast is not None,
         )
         loss_fn = self.loss_fn
         if self.label_smoothing:
@@ -137,17 +180,22 @@ class LocalSGD:
             for inputs, labels in loader:
                 x, y = inputs.to(device), labels.to(device)
                 optimizer.zero_grad()
-                loss = loss_fn(model(x), y)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with mixed():
+                    loss = loss_fn(model(x), y)
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.unscale_(optimizer)
                 if on_gradients is not None:
                     on_gradients(epoch)
                 proximal.add_gradient()
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 total += loss.detach() * len(y)
                 count += len(y)
             if not count:
                 raise DataError("the training loader has no examples")
             mean = float(total) / count
+            if schedule is not None:
+                schedule.step()
             if average is not None and epoch > self.epochs - self.swa_epochs:
                 average.update_parameters(model)
             if self.on_epoch is not None:
@@ -156,6 +204,28 @@ class LocalSGD:
             model.load_state_dict(average.module.state_dict())
             update_bn(loader, model, device)
         return {"train_loss": mean}
+
+    def _optimizer(
+        self, trained: list[nn.Parameter], config: Mapping[str, Any]
+    ) -> Optimizer:
+        if self.optimizer is None:
+            make: Callable[[list[nn.Parameter]], Optimizer] = partial(
+                torch.optim.SGD,
+                lr=self.lr,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+            )
+        else:
+            make = self.optimizer
+        optimizer = make(trained)
+        if "lr" in config:
+            for group in optimizer.param_groups:
+                group["lr"] = float(config["lr"])
+        return optimizer
+
+
+# Of SGD: what is not given.
+_DEFAULTS = (LocalSGD.lr, LocalSGD.momentum, LocalSGD.weight_decay)
 
 
 class _Proximal:

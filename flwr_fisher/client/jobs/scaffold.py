@@ -68,11 +68,12 @@ def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
             "SCAFFOLD corrects every local step, so it needs train_fn=LocalSGD(...), "
             f"not {train_fn!r}"
         )
-    if train_fn.momentum:
-        raise ClientError(
-            "SCAFFOLD takes the mean gradient from how far plain SGD went, so it needs "
-            f"LocalSGD(momentum=0), not {train_fn.momentum}"
-        )
+    for name, plain in (("optimizer", None), ("scheduler", None), ("momentum", 0)):
+        if (given := getattr(train_fn, name)) != plain:
+            raise ClientError(
+                "SCAFFOLD takes the mean gradient from how far plain SGD went, so it "
+                f"needs LocalSGD({name}={plain}), not {given!r}"
+            )
     lr = float(config.get("lr", train_fn.lr))
     if lr <= 0:
         raise ClientError(f"SCAFFOLD divides by the learning rate, which is {lr}")

@@ -1,0 +1,100 @@
+"""Local training with other optimisers, schedules and mixed precision."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import seeded
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from flwr_fisher.client import LocalSGD
+from flwr_fisher.errors import ConfigurationError
+
+CPU = torch.device("cpu")
+BATCHES = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(3)]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def trained(config: dict[str, Any] | None = None, **options: Any) -> dict[str, Tensor]:
+    model = seeded(net)
+    LocalSGD(**options)(model, BATCHES, CPU, config or {})
+    return model.state_dict()
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return all(torch.equal(got[key], value) for key, value in want.items())
+
+
+@pytest.mark.parametrize(("config", "lr"), [({}, 0.05), ({"lr": 0.02}, 0.02)])
+def test_any_optimiser_is_the_loop_one_would_write(
+    config: dict[str, Any], lr: float
+) -> None:
+    model = seeded(net)
+    adam = torch.optim.AdamW(model.parameters(), lr=lr)
+    for x, y in BATCHES * 2:
+        adam.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        adam.step()
+    own = partial(torch.optim.AdamW, lr=0.05)
+    assert same(trained(config, epochs=2, optimizer=own), model.state_dict())
+
+
+def test_a_schedule_takes_a_step_after_each_epoch() -> None:
+    model = seeded(net)
+    for lr in (0.4, 0.4, 0.2):
+        LocalSGD(lr=lr, momentum=0.0)(model, BATCHES, CPU, {})
+    halved = partial(StepLR, step_size=2, gamma=0.5)
+    got = trained(epochs=3, lr=0.4, momentum=0.0, scheduler=halved)
+    assert same(got, model.state_dict())
+    got = trained({"lr": 0.4}, epochs=3, lr=0.1, momentum=0.0, scheduler=halved)
+    assert same(got, model.state_dict())  # the schedule starts at the server's rate
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_is_the_models_forward_pass_in_half(dtype: torch.dtype) -> None:
+    seen = set()
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(super().forward(x).dtype)
+            return super().forward(x)
+
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), Watched(5, 2)))
+    metrics = LocalSGD(epochs=20, lr=0.1, autocast=dtype)(model, BATCHES, CPU, {})
+    assert seen == {dtype}
+    assert 0 < metrics["train_loss"] < 0.69
+    full = trained(epochs=20, lr=0.1)
+    for key, value in model.state_dict().items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, full[key], rtol=0, atol=0.1)
+        assert not torch.equal(value, full[key])
+
+
+def test_what_reads_gradients_refuses_those_that_may_be_infinite() -> None:
+    loop, noted = LocalSGD(autocast=torch.float16), list[int]()
+    with pytest.raises(ConfigurationError, match=r"needs autocast=torch\.bfloat16"):
+        loop(net(), BATCHES, CPU, {}, on_gradients=noted.append)
+    loop = LocalSGD(autocast=torch.bfloat16)
+    loop(net(), BATCHES, CPU, {}, on_gradients=noted.append)
+    assert noted == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"autocast": torch.int8}, r"torch.bfloat16 or torch.float16, got torch.int8"),
+        (
+            {"optimizer": torch.optim.Adam, "lr": 0.1},
+            "lr, momentum and weight_decay are SGD's",
+        ),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        LocalSGD(**options)
