@@ -43,6 +43,7 @@ _KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
     "block": BlockAccumulator,
 }
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
+LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has more
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
@@ -136,21 +137,27 @@ class Accumulation:
         if structure == "dense":
             return self.jacobians["dense"].mean(count)
         parts = [each[structure].mean(count) for each in self.accumulators.values()]
-        if others := self._others(count):
-            parts.append(Diagonal(others))
-        if structure != "diagonal":
-            return BlockDiagonal(parts)
-        entries = {name: d for part in parts for name, d in part.diagonal().items()}
-        return Diagonal({name: entries[name] for name in self.names})
+        entries = self._others(count)
+        if structure == "diagonal":
+            parts, whole = [], parts
+        else:
+            whole = [part for part in parts if isinstance(part, Diagonal)]
+            parts = [part for part in parts if not isinstance(part, Diagonal)]
+        for part in whole:
+            entries |= part.diagonal()
+        if entries:
+            ordered = {name: entries[name] for name in self.names if name in entries}
+            parts.append(Diagonal(ordered))
+        return parts[0] if structure == "diagonal" else BlockDiagonal(parts)
 
     def _others(self, count: int) -> dict[str, Tensor]:
-        """Return the diagonal of what has no Kronecker form, in the model's order."""
+        """Return the diagonal of what is no layer with a Kronecker form."""
         found: dict[str, Tensor] = {}
         for squares in self.direct.values():
             found |= squares.mean(count)
         if "others" in self.jacobians:
             found |= self.jacobians["others"].mean(count).diagonal()
-        return {name: found[name] for name in self.names if name in found}
+        return found
 
 
 def _check_size(sizes: list[int]) -> None:
@@ -172,8 +179,14 @@ def _accumulators(
     kinds = _KINDS | {
         "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight])
     }
+
+    def kind(structure: str, layer: TappableLayer) -> str:
+        large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
+        return "diagonal" if large and structure in ("kfac", "ekfac") else structure
+
     return {
-        name: {s: kinds[s](layer) for s in structures} for name, layer in layers.items()
+        name: {s: kinds[kind(s, layer)](layer) for s in structures}
+        for name, layer in layers.items()
     }
 
 
@@ -200,8 +213,8 @@ def _bytes(
     """Return an example's bytes in a training step, and here beyond its forward pass.
 
     A step keeps each layer's input and output, and as much again in what lies between
-    layers; here come its columns, its gradient and, summed over positions, the
-    gradient of its weight.
+    layers; here come its columns, its gradient and, for some structures, the gradient
+    of its weight, summed over positions.
     """
     sizes = layer.positions(tap.inputs.shape)
     pairs, weight = any(a.pairs for a in accumulators), layer.matrices()
@@ -209,8 +222,8 @@ def _bytes(
     columns = layer.input_columns(tap.inputs[:1], None if pairs else grid)
     outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
     step = 2 * (tap.inputs[:1].numel() + outputs)
-    paired = math.prod(sizes) > 1 and pairs
-    beyond = columns.numel() + outputs + paired * weight.numel()
+    whole = math.prod(sizes) > 1 and any(a.whole for a in accumulators)
+    beyond = columns.numel() + outputs + whole * weight.numel()
     return step * weight.element_size(), beyond * columns.element_size()
 
 

@@ -14,6 +14,8 @@ from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.params import flatten
 
+_AT_ONCE = 2**22  # entries of examples' gradients: 16 MiB in float32
+
 
 class LayerAccumulator(ABC):
     """The sums that one structure needs of one layer's inputs and output gradients."""
@@ -22,6 +24,7 @@ class LayerAccumulator(ABC):
     # Whether `add_gradients` wants input columns beside the gradients, of all positions
     # of both; else either may be of a few.
     pairs = True
+    whole = False  # whether all of an example's gradient is there at once
 
     def __init__(self, layer: TappableLayer) -> None:
         self.layer = layer
@@ -105,8 +108,13 @@ class DiagonalAccumulator(LayerAccumulator):
     ) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
         if inputs.shape[3] > 1:
+            # A vocabulary's gradients are large, so not all of them at once.
+            rows = max(1, _AT_ONCE // inputs[..., 0].numel())
             for g in gradients:
-                self.total += (g @ inputs.mT).square_().sum(0)
+                for start in range(0, g.shape[2], rows):
+                    some = slice(start, start + rows)
+                    squares = (g[:, :, some] @ inputs.mT).square_()
+                    self.total[:, some] += squares.sum(0)
             return
         # One position: the square of an outer product is one of squares, and the passes
         # can be summed before it is taken.
@@ -152,6 +160,8 @@ class EigenAccumulator(DiagonalAccumulator):
 
 class BlockAccumulator(LayerAccumulator):
     """The dense block of a layer: outer products of per-example gradients."""
+
+    whole = True
 
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)

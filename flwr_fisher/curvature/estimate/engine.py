@@ -34,7 +34,8 @@ PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
 ColumnsOf = Callable[[Tensor], Columns]
 
 _QUEUE = 64  # examples that are run together, where memory allows
-_TOGETHER = 16  # pieces of an example whose gradients are summed at once
+_TOGETHER = 16  # pieces of an example whose gradients are summed at once, unless they
+_ENTRIES = 2**20  # have more entries than these
 
 
 class Engine:
@@ -188,7 +189,7 @@ class Engine:
         prepared = {
             n: sums.layer.prepared(taps[n].inputs) for n, sums in self.direct.items()
         }
-        for some, last in _in_bundles(pieces, _TOGETHER):
+        for some, last in _in_bundles(pieces, self._together(len(inputs), sizes)):
             for jacobian in self.jacobians:
                 jacobian.add(inputs, torch.stack(some))
             waiting: dict[str, list[Tensor]] = {}
@@ -206,6 +207,12 @@ class Engine:
                         self._add(name, columns, [gradient], sizes[name])
             for name, gradients in waiting.items():
                 self._add(name, columns, gradients, sizes[name])
+
+    def _together(self, count: int, sizes: Mapping[str, list[int]]) -> int:
+        """Return how many passes' gradients of so many examples may wait."""
+        single = [x for n, x in self.layers.items() if math.prod(sizes[n]) == 1]
+        outputs = sum(layer.matrices().shape[:2].numel() for layer in single)
+        return max(1, min(_TOGETHER, _ENTRIES // max(count * outputs, 1)))
 
     def _add(
         self,

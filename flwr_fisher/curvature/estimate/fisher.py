@@ -100,7 +100,8 @@ def fisher(
         One of the following, or several, which share every pass:
         ``kfac``, a :class:`Kronecker` for each linear or convolution layer (queries,
         keys and values apart in ``nn.MultiheadAttention``'s self-attention) and the
-        exact diagonal for any other parameter; ``ekfac``, an :class:`EigenKronecker`
+        exact diagonal for any other parameter, and for a layer with more than 16 384
+        inputs or outputs, such as a vocabulary's; ``ekfac``, an :class:`EigenKronecker`
         in place of it; ``block``, a :class:`Dense` for each such layer; ``diagonal``;
         ``dense``, the whole matrix. The last four are exact in what they keep.
     expectation : str, default "exact"

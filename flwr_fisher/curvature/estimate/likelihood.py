@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flwr_fisher.curvature.estimate.columns import (
@@ -179,7 +178,7 @@ class Categorical(Likelihood):
         """Return ``onehot(y) - p`` for y drawn from p."""
         p = _at_least_2d(outputs).softmax(-1)
         draws = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
-        return F.one_hot(draws.reshape(p.shape[:-1]), p.shape[-1]) - p
+        return _from_probabilities(draws.reshape(p.shape[:-1]), p)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``onehot(y) - p`` for labels ``[n]`` or ``[n, T]``, 0 for -100."""
@@ -197,7 +196,7 @@ class Categorical(Likelihood):
                 f"label {int(wrong[0])} is outside [0, {classes}): give class indices, "
                 f"and {_IGNORED}, PyTorch's ignore_index, where there is no label"
             )
-        scores = F.one_hot(labels.clamp_min(0), classes) - p
+        scores = _from_probabilities(labels.clamp_min(0), p)
         return scores.masked_fill(ignored.unsqueeze(-1), 0)
 
     def num_labels(self, labels: Tensor) -> int:
@@ -294,3 +293,8 @@ def _same_shape(outputs: Tensor, labels: Tensor) -> Tensor:
             f"{tuple(outputs.shape)}"
         )
     return labels.to(outputs.dtype)
+
+
+def _from_probabilities(labels: Tensor, p: Tensor) -> Tensor:
+    """Return ``onehot(labels) - p``, in one tensor like p."""
+    return p.neg().scatter_(-1, labels.unsqueeze(-1), 1, reduce="add")

@@ -80,8 +80,10 @@ def shared_parameters(
         The parameters to try.
     """
     few = torch.cat([inputs[:_FEW]] * 2)[:_FEW]  # more than one
-    trial = _Trial(model, few, names)
-    found = {}
+    outputs = model(few)
+    if outputs.shape[:1] != few.shape[:1]:
+        return {}
+    trial, found = _Trial(model, few, outputs, names), {}
     for name in names:
         for candidate in _candidates(model, name):
             if trial.agrees(candidate):
@@ -102,9 +104,10 @@ def _candidates(model: nn.Module, name: str) -> Iterator[SharedParameter]:
 class _Trial:
     """What a model does of itself with some examples, to compare with."""
 
-    def __init__(self, model: nn.Module, inputs: Tensor, names: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Tensor, outputs: Tensor, names: Sequence[str]
+    ) -> None:
         self.model, self.inputs = model, inputs
-        outputs = model(inputs)
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(outputs.shape, generator=generator).to(outputs)
         others = torch.arange(len(inputs)) != _ONE
