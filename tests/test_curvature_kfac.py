@@ -26,6 +26,8 @@ from flwr_fisher.curvature import (
     STRUCTURES,
     Kronecker,
 )
+from flwr_fisher.curvature.estimate import second_moment
+from flwr_fisher.curvature.estimate.second_moment import SecondMoment
 from flwr_fisher.errors import (
     StructureError,
 )
@@ -234,3 +236,28 @@ def test_the_nngeometry_engine_refuses_what_it_gets_wrong(
         StructureError, match=rf"layer '0' through nngeometry: .*{reason}"
     ):
         fisher(model, [randn(0, 3, 2, 4, 4)], engine="nngeometry")
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 8, 9, 70])
+def test_half_of_a_second_moment_is_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(second_moment, "_BLOCK", 4)
+    columns = randn(0, 2, size, 3).double()
+    moment = SecondMoment(2, size, columns)
+    moment.add(columns, 2.0)
+    moment.add_products(columns @ columns.mT)
+    got = moment.mean(6)
+    torch.testing.assert_close(got, columns @ columns.mT / 2, rtol=1e-12, atol=1e-12)
+    assert got.data_ptr() == moment.total.data_ptr()
+
+
+def test_a_wide_layers_factors_are_those_of_its_inputs_and_gradients() -> None:
+    model, x = seeded(lambda: nn.Linear(300, 4)), randn(1, 20, 300)
+    (layer,) = fisher(model, [x]).blocks()
+    assert isinstance(layer, Kronecker)
+    a = torch.cat([x, torch.ones(20, 1)], 1).double()
+    assert relative(layer.A[0], a.mT @ a / 20) < 1e-6
+    p = model(x).detach().softmax(-1).double()
+    G = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    assert relative(layer.G[0], G.mean(0)) < 1e-5

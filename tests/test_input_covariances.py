@@ -116,7 +116,7 @@ def test_the_data_go_forwards_only_and_the_model_stays_as_it_was() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     input_covariances(model, randn(8, 60, 3).split(30))
-    assert seen == [(16, True, False), (30, False, False), (30, False, False)]
+    assert seen == [(8, True, False), (30, False, False), (30, False, False)]
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert [module.training for module in model.modules()] == modes
     assert all(p.grad is None for p in model.parameters())

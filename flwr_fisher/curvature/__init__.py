@@ -12,6 +12,7 @@ from flwr_fisher.curvature.estimate.input_covariances import (
     input_covariances,
 )
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS, Likelihood
+from flwr_fisher.curvature.estimate.plan import FisherPlan, LayerPlan, fisher_plan
 from flwr_fisher.curvature.gradients import gradient
 from flwr_fisher.curvature.operators.base import Curvature, Inverse
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
@@ -36,12 +37,15 @@ __all__ = [
     "Dense",
     "Diagonal",
     "EigenKronecker",
+    "FisherPlan",
     "InputCovariance",
     "Inverse",
     "Kronecker",
+    "LayerPlan",
     "Likelihood",
     "WeightedSum",
     "fisher",
+    "fisher_plan",
     "gradient",
     "gradient_and_hvp",
     "hvp",

@@ -45,6 +45,7 @@ _KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has more
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
+_LEAST = 2**26  # bytes, that may be taken if a step takes less
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
 
@@ -200,7 +201,7 @@ def _chunk(
     """
     forward = sum(activations for activations, _ in sizes)
     beyond = sum(extra for _, extra in sizes)
-    step = _SHARE * (examples * forward + gradients)
+    step = max(_SHARE * (examples * forward + gradients), _LEAST)
     return max(_FEWEST, int((step - held) / max(forward + beyond, 1)))
 
 

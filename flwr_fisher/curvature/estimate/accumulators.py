@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature.estimate.second_moment import SecondMoment
 from flwr_fisher.curvature.estimate.tappable import TappableLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.dense import Dense
@@ -30,9 +31,16 @@ class LayerAccumulator(ABC):
         self.layer = layer
 
     @property
+    @abstractmethod
+    def form(self) -> str:
+        """What the sums become, in words."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the sums."""
-        return sum(v.nbytes for v in vars(self).values() if isinstance(v, Tensor))
+        held = vars(self).values()
+        tensors = [v.total if isinstance(v, SecondMoment) else v for v in held]
+        return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
     def observe(self, columns: Tensor, weight: float) -> None:
         """Take every example's input columns ``[n, groups, in, T]``, once.
@@ -69,30 +77,38 @@ class KroneckerAccumulator(LayerAccumulator):
         super().__init__(layer)
         groups, outputs, inputs = layer.matrices().shape
         like = layer.kernel.new_zeros((), dtype=layer.dtype)
-        self.A = like.new_zeros(groups, inputs, inputs)
-        self.G = like.new_zeros(groups, outputs, outputs)
+        self.A = SecondMoment(groups, inputs, like)
+        self.G = SecondMoment(groups, outputs, like)
+
+    @property
+    def form(self) -> str:
+        """A Kronecker product, or one a group."""
+        groups, n, _ = self.A.total.shape
+        each = f"{groups} x " if groups > 1 else ""
+        m = self.G.total.shape[-1]
+        return f"{each}Kronecker: A {n}x{n}, G {m}x{m}"
 
     def observe(self, columns: Tensor, weight: float) -> None:
         """Add the inputs' second moment."""
-        flat = side_by_side(columns)
-        self.A.baddbmm_(flat, flat.mT, alpha=weight)
+        self.A.add(side_by_side(columns), weight)
 
     def add_gradients(
         self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
     ) -> None:
         """Add the gradients' second moment."""
         if gradients[0].shape[3] == 1:
-            flat = side_by_side(torch.cat(list(gradients)))
-            self.G.baddbmm_(flat, flat.mT, alpha=weight)
+            self.G.add(side_by_side(torch.cat(list(gradients))), weight)
             return
         for g in gradients:
-            # Example by example: their positions are not side by side in memory.
-            self.G.add_((g @ g.mT).sum(0), alpha=weight)
+            if g.stride(0) == g.shape[3] * g.stride(3):
+                self.G.add(side_by_side(g), weight)
+            else:  # examples' positions are not side by side in memory
+                self.G.add_products((g @ g.mT).sum(0), weight)
 
     def mean(self, num_examples: int) -> Kronecker:
         """Return the layer's Kronecker product."""
         shape = self.layer.kernel.shape
-        A, G = (self.rounded(x.div_(num_examples)) for x in (self.A, self.G))
+        A, G = (self.rounded(x.mean(num_examples)) for x in (self.A, self.G))
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
@@ -102,6 +118,11 @@ class DiagonalAccumulator(LayerAccumulator):
     def __init__(self, layer: TappableLayer) -> None:
         super().__init__(layer)
         self.total = torch.zeros_like(layer.matrices(), dtype=layer.dtype)
+
+    @property
+    def form(self) -> str:
+        """An exact diagonal."""
+        return "diagonal"
 
     def add_gradients(
         self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
@@ -168,6 +189,12 @@ class BlockAccumulator(LayerAccumulator):
         size = layer.matrices().numel()
         self.total = layer.kernel.new_zeros(size, size, dtype=layer.dtype)
 
+    @property
+    def form(self) -> str:
+        """A dense block."""
+        size = len(self.total)
+        return f"dense: {size}x{size}"
+
     def add_gradients(
         self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
     ) -> None:
@@ -186,7 +213,7 @@ class BlockAccumulator(LayerAccumulator):
 
 
 def side_by_side(columns: Tensor) -> Tensor:
-    """Return ``[groups, size, n T]``: for input columns a view, no copy."""
+    """Return ``[groups, size, n T]``: a view of input and of tokens' columns."""
     return columns.permute(1, 2, 0, 3).flatten(2)
 
 

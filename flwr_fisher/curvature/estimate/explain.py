@@ -13,7 +13,7 @@ from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 # Relative; a wrong formula is off by far more than rounding.
 _GRADIENT_TOLERANCE = 1e-3
 
-FEW = 16  # examples of the first batch on which layers are tried
+FEW = 8  # examples of the first batch on which layers are tried
 
 
 def explained(

@@ -142,7 +142,8 @@ def fisher(
         Where the model is; by default where its first trainable parameter is.
     max_batch_bytes : int, optional
         A bound on unfolded inputs and gradients; a larger batch is taken in parts. By
-        default the whole takes about as much memory as a training step on the batch.
+        default the whole takes about as much memory as a training step on the batch,
+        or 64 MiB if that is more.
 
     Returns
     -------

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batches import batches_on, device_of
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
 from flwr_fisher.curvature.estimate.explain import FEW, explained
+from flwr_fisher.curvature.estimate.second_moment import SecondMoment
 from flwr_fisher.curvature.estimate.tappable import kronecker_layers
 from flwr_fisher.curvature.estimate.taps import (
     evaluating,
@@ -135,7 +136,7 @@ class _Sums:
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()
         }
         self.totals = {
-            name: each.new_zeros(each.shape[1], each.shape[2], each.shape[2])
+            name: SecondMoment(each.shape[1], each.shape[2], each)
             for name, each in columns.items()
         }
         largest = max((each.nbytes for each in columns.values()), default=1)
@@ -145,16 +146,15 @@ class _Sums:
         """Take some examples."""
         _, calls = tapped_forward(self.model, inputs, self.layers)
         for name, tap in single_calls(calls, len(inputs)).items():
-            flat = side_by_side(self.layers[name].input_columns(tap.inputs))
-            # In place, so that autocast leaves its dtype alone.
-            self.totals[name].baddbmm_(flat, flat.mT)
+            columns = self.layers[name].input_columns(tap.inputs)
+            self.totals[name].add(side_by_side(columns))
         self.count += len(inputs)
 
     def means(self) -> dict[str, InputCovariance]:
         """Return the means over examples; call it once."""
         return {
             layer.weight: InputCovariance(
-                layer.weight, layer.bias, self.totals[name].div_(self.count)
+                layer.weight, layer.bias, self.totals[name].mean(self.count)
             )
             for name, layer in self.layers.items()
         }

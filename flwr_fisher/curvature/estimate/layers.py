@@ -42,14 +42,10 @@ def input_columns(
         side by side in memory, as their second moment wants them.
     """
     if isinstance(layer, nn.Linear):
-        columns = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
+        tokens = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
         if grid is not None:
-            columns = columns[:, *grid]
-        columns = columns.mT.unsqueeze(1)
-        if not bias:
-            return columns
-        ones = columns.new_ones(*columns.shape[:2], 1, columns.shape[3])
-        return torch.cat([columns, ones], dim=2)
+            tokens = tokens[:, *grid]
+        return token_columns(tokens, bias=bias)
     windows = _windows(layer, inputs, grid)
     groups, rows = layer.groups, layer.weight[0].numel()
     n = inputs.shape[0]
@@ -66,14 +62,24 @@ def output_columns(
 ) -> Tensor:
     """Return an output, or its gradient, as ``[n, groups, out / groups, T]``."""
     if isinstance(layer, nn.Linear):
-        flat = outputs.reshape(outputs.shape[0], -1, outputs.shape[-1])
+        tokens = outputs.reshape(outputs.shape[0], -1, outputs.shape[-1])
         if grid is not None:
-            flat = flat[:, *grid]
-        return flat.mT.unsqueeze(1)
+            tokens = tokens[:, *grid]
+        return token_columns(tokens)
     if grid is not None:
         outputs = outputs[:, :, *grid]
     n, groups = outputs.shape[0], layer.groups
     return outputs.reshape(n, groups, outputs.shape[1] // groups, -1)
+
+
+def token_columns(tokens: Tensor, *, bias: bool = False) -> Tensor:
+    """Return ``[n, T, size]`` as columns ``[n, 1, size (+ 1), T]``, features in a row.
+
+    So all examples' columns are side by side in memory, and need no copy for it.
+    """
+    if bias:
+        tokens = torch.cat([tokens, torch.ones_like(tokens[..., :1])], -1)
+    return tokens.contiguous().mT.unsqueeze(1)
 
 
 def fits(layer: KroneckerLayer, inputs: torch.Size, outputs: torch.Size) -> bool:

@@ -16,6 +16,7 @@ from flwr_fisher.curvature.estimate.layers import (
     input_columns,
     output_columns,
     positions,
+    token_columns,
 )
 from flwr_fisher.curvature.estimate.positions import Grid
 from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
@@ -143,16 +144,14 @@ class PackedProjection(TappableLayer):
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return the tokens as columns, the same for all three."""
         tokens = inputs if grid is None else inputs[:, *grid]
-        columns = tokens.to(self.dtype).mT.unsqueeze(1)
-        if self.bias is not None:
-            columns = torch.cat([columns, torch.ones_like(columns[:, :, :1])], 2)
+        columns = token_columns(tokens.to(self.dtype), bias=self.bias is not None)
         return columns.expand(-1, 3, -1, -1)
 
     def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return queries, keys and values as columns."""
         tokens = outputs if grid is None else outputs[:, *grid]
-        columns = tokens.to(self.dtype).mT  # [n, 3 E, T]
-        return columns.reshape(len(columns), 3, -1, columns.shape[-1])
+        columns = token_columns(tokens.to(self.dtype))  # [n, 1, 3 E, T]
+        return columns.view(len(columns), 3, -1, columns.shape[-1])
 
     def positions(self, inputs: torch.Size) -> list[int]:
         """Return how many tokens there are."""

@@ -1,0 +1,131 @@
+"""What a Fisher will be of, told from a first batch."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.batches import device_of
+from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, Accumulation
+from flwr_fisher.curvature.estimate.positions import Positions
+from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.errors import check_known, check_range
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The form that some parameters' curvature has.
+
+    Parameters
+    ----------
+    parameters : tuple[str, ...]
+        Their names.
+    form : str
+        In words.
+    nbytes : int
+        What the curvature takes in memory, and without a codec on the wire.
+    slow : bool
+        Whether it takes per-example gradients: a pass of their own for each of an
+        example's backward passes.
+    """
+
+    parameters: tuple[str, ...]
+    form: str
+    nbytes: int
+    slow: bool = False
+
+
+@dataclass(frozen=True)
+class FisherPlan:
+    """What :func:`fisher_plan` returns; as a string it is a table.
+
+    Parameters
+    ----------
+    layers : list[LayerPlan]
+        A row for each form of a layer's.
+    examples_at_once : int
+        How many of a batch's examples are run together, by memory.
+    """
+
+    layers: list[LayerPlan]
+    examples_at_once: int
+
+    def __str__(self) -> str:
+        rows = [
+            (", ".join(each.parameters), each.form, f"{each.nbytes / 1e6:.2f} MB")
+            for each in self.layers
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:>10}" for a, b, c in rows]
+        total = sum(each.nbytes for each in self.layers) / 1e6
+        last = f"{total:.2f} MB in all; {self.examples_at_once} examples at once"
+        return "\n".join([*lines, last])
+
+
+def fisher_plan(
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    structure: str = "kfac",
+    max_batch_bytes: int | None = None,
+) -> FisherPlan:
+    """Tell what :func:`~flwr_fisher.curvature.fisher` will do, layer by layer.
+
+    Which parameters have which form is found by trial on a few examples, so it can be
+    asked before anything is trained.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Used in eval mode, and left as it was.
+    inputs : Tensor
+        A batch as the loader will yield them, on the model's device.
+    structure : str, default "kfac"
+        As for ``fisher``.
+    max_batch_bytes : int, optional
+        As for ``fisher``.
+
+    Raises
+    ------
+    UnknownNameError
+        If the structure is not known.
+    ConfigurationError
+        If the model has no trainable parameter, or a number is out of range.
+    StructureError
+        If a dense matrix would be too large, or examples are not independent.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    >>> print(fisher_plan(model, torch.randn(8, 3)))
+    0.weight, 0.bias  Kronecker: A 4x4, G 4x4     0.00 MB
+    2.weight, 2.bias  Kronecker: A 5x5, G 2x2     0.00 MB
+    1.weight, 1.bias  diagonal                    0.00 MB
+    0.00 MB in all; 8 examples at once
+    """
+    check_known("structure", structure, STRUCTURES)
+    if max_batch_bytes is not None:
+        check_range("max_batch_bytes", max_batch_bytes, 1)
+    device_of(model, None)
+    # E-KFAC has K-FAC's factors as its basis.
+    basis = structure == "ekfac"
+    kind = "kfac" if basis else structure
+    with evaluating(model):
+        taken = Accumulation(model, inputs, [kind], max_batch_bytes, Positions(None, 0))
+    layers = []
+    for each in taken.accumulators.values():
+        found, layer = each[kind], each[kind].layer
+        names = tuple(layer.shapes())
+        form = f"{found.form}, as a basis" if basis else found.form
+        layers.append(LayerPlan(names, form, found.nbytes))
+    for direct in taken.direct.values():
+        size = sum(total.nbytes for total in direct.totals)
+        names = tuple(direct.layer.names.values())
+        layers.append(LayerPlan(names, "diagonal", size))
+    for name, jacobian in taken.jacobians.items():
+        numel = sum(p.numel() for p in jacobian.params.values())
+        entries = numel**2 if name == "dense" else numel
+        size = entries * next(iter(jacobian.params.values())).element_size()
+        form = "dense" if name == "dense" else "diagonal"
+        form += ", by each example's gradient"
+        layers.append(LayerPlan(tuple(jacobian.params), form, size, slow=True))
+    return FisherPlan(layers, min(taken.engine.chunk, len(inputs)))

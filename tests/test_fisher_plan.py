@@ -1,0 +1,84 @@
+"""What a Fisher will be of, told before anything is trained."""
+
+import pytest
+import torch
+from nets import IMAGES, SERIES
+from oracles import seeded
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import fisher, fisher_plan
+from flwr_fisher.curvature.estimate import accumulation
+from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
+
+
+class Mixed(nn.Module):
+    """Something of every form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm, self.grow = nn.LayerNorm(4), nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.odd, self.head = nn.Parameter(torch.ones(4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.grow(x) * self.scale
+        x = self.norm(self.attention(x, x, x)[0] + x)
+        return self.head(x.mean(1)) * self.odd.sum()
+
+
+FORMS = {
+    "attention.in_proj_weight": "3 x Kronecker: A 5x5, G 4x4",
+    "attention.out_proj.weight": "Kronecker: A 5x5, G 4x4",
+    "grow.weight": "Kronecker: A 4x4, G 4x4",
+    "head.weight": "Kronecker: A 5x5, G 3x3",
+    "norm.weight": "diagonal",
+    "scale": "diagonal",
+    "odd": "diagonal, by each example's gradient",
+}
+
+
+def test_it_tells_every_parameters_form() -> None:
+    plan = fisher_plan(seeded(Mixed), SERIES)
+    assert {each.parameters[0]: each.form for each in plan.layers} == FORMS
+    assert [e.parameters for e in plan.layers if e.slow] == [("odd",)]
+    assert plan.examples_at_once == len(SERIES)
+    assert "odd  " in str(plan)
+    assert str(plan).endswith(f"{len(SERIES)} examples at once")
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "block", "dense"])
+def test_it_is_what_the_fisher_then_is(structure: str) -> None:
+    model = seeded(Mixed)
+    plan = fisher_plan(model, SERIES, structure=structure)
+    F = fisher(model, [SERIES], structure=structure)
+    assert sum(e.nbytes for e in plan.layers) == sum(t.nbytes for t in F.tensors())
+    assert {n for e in plan.layers for n in e.parameters} == F.shapes.keys()
+
+
+def test_ekfac_has_the_factors_as_its_basis() -> None:
+    plan = fisher_plan(seeded(Mixed), SERIES, structure="ekfac")
+    forms = {each.parameters[0]: each.form for each in plan.layers}
+    assert forms["grow.weight"] == "Kronecker: A 4x4, G 4x4, as a basis"
+
+
+def test_a_vocabulary_is_a_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulation, "LARGEST_FACTOR", 4)
+    plan = fisher_plan(seeded(Mixed), SERIES)
+    forms = {each.parameters[0]: each.form for each in plan.layers}
+    assert forms["head.weight"] == "diagonal"
+    assert forms["grow.weight"] == "Kronecker: A 4x4, G 4x4"
+
+
+def test_memory_and_mistakes_are_told_as_by_the_fisher() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(16, 3))
+    assert fisher_plan(model, IMAGES, max_batch_bytes=1).examples_at_once == 1
+    with pytest.raises(UnknownNameError, match="kfca"):
+        fisher_plan(model, IMAGES, structure="kfca")
+    with pytest.raises(ConfigurationError, match="max_batch_bytes"):
+        fisher_plan(model, IMAGES, max_batch_bytes=0)
+    with pytest.raises(StructureError, match="by the batch's own"):
+        fisher_plan(
+            nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
+            torch.ones(2, 3),
+        )
