@@ -34,6 +34,17 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "1000 examples": {"examples": 1000},
     "500 examples": {"examples": 500},
     "300 examples": {"examples": 300},
+    "1000 examples, 64 positions": {"examples": 1000, "max_positions": 64},
+    "1000 examples, 64 positions, 3 passes": {
+        "examples": 1000,
+        "max_positions": 64,
+        "max_passes": 3,
+    },
+    "1000 examples, 16 positions, 3 passes": {
+        "examples": 1000,
+        "max_positions": 16,
+        "max_passes": 3,
+    },
     "500 examples, 64 positions": {"examples": 500, "max_positions": 64},
     "500 examples, 16 positions": {"examples": 500, "max_positions": 16},
     "300 examples, 16 positions": {"examples": 300, "max_positions": 16},

@@ -1,0 +1,184 @@
+"""Adapters of a small transformer, tuned to two kinds of text and merged in one shot.
+
+A transformer learns to write docstrings, then two clients tune low-rank adapters (LoRA,
+Hu et al., ICLR 2022): one to the prose of Python's language reference, one to Python's
+own source code. Each uploads its adapters and their Fisher, at FedAvg's size, once.
+
+    python examples/lora_adapters.py
+
+Only an adapter's second factor is trained, from zero; the first is random and the same
+for all (FFA-LoRA, Sun et al., ICLR 2024). So what an adapter adds is linear in what is
+trained, and a merge of adapters is a merge of what they add; with both factors trained,
+the product of two means would be no mean of products. All texts come with Python.
+
+Both kinds are near what the transformer knew, so a plain mean merges well, too: the
+merge is level with it, and both are ahead of either client's adapters on the whole.
+"""
+
+import ast
+import sysconfig
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from flwr.app import ArrayRecord, Context
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
+from flwr_fisher.client.training import cross_entropy
+from flwr_fisher.params import Params, shared_state, weighted_mean
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.tasks.language import cut, without_repeats
+from flwr_fisher.tasks.texts import VOCABULARY, Sequences, TextData
+from flwr_fisher.tasks.transformer import Transformer
+from flwr_fisher.testing import LocalGrid
+
+LENGTH, RANK, MOST = 64, 8, 400_000  # tokens; characters of a kind of text
+CPU = torch.device("cpu")
+KINDS = ("reference", "source code")
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer, and a low-rank term whose second factor is trained."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.first = nn.Linear(layer.in_features, rank, bias=False)
+        self.second = nn.Linear(rank, layer.out_features, bias=False)
+        self.first.requires_grad_(False)
+        nn.init.zeros_(self.second.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output and the adapter's."""
+        y: Tensor = self.layer(x) + self.second(self.first(x))
+        return y
+
+
+def transformer() -> Transformer:
+    """Return the model before it has adapters."""
+    return Transformer(len(VOCABULARY), LENGTH, width=64, layers=2, heads=4)
+
+
+def adapted(base: Params, seed: int) -> nn.Module:
+    """Return the transformer with an adapter at every linear layer of its blocks."""
+    model = transformer()
+    model.load_state_dict(dict(base))
+    model.requires_grad_(False)
+    torch.manual_seed(seed)  # the first factors are everyone's
+    for block in model.blocks:
+        for name in ("qkv", "out", "up", "down"):
+            setattr(block, name, LoRA(getattr(block, name), RANK))
+    return model
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of the standard library's modules."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(folder.glob("*.py")):
+        yield path.stem, path.read_text(encoding="utf-8", errors="replace")
+
+
+def docstrings(text: str) -> str:
+    """Return a module's docstrings."""
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef
+    nodes = (n for n in ast.walk(ast.parse(text)) if isinstance(n, documented))
+    return "\n\n".join(found for n in nodes if (found := ast.get_docstring(n)))
+
+
+def texts() -> dict[str, TextData]:
+    """Return the kinds of text, each with a tenth of every document for the test.
+
+    No module gives both docstrings and source code.
+    """
+    from pydoc_data.topics import topics
+
+    modules = list(sources())
+    half = len(modules) // 2
+    kinds = {
+        "docstrings": [(name, docstrings(text)) for name, text in modules[:half]],
+        "reference": without_repeats(topics),
+        "source code": modules[half:],
+    }
+    return {kind: cut(_some(each), LENGTH, held=10) for kind, each in kinds.items()}
+
+
+def _some(documents: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the first documents, up to so many characters."""
+    chosen, left = [], MOST
+    for name, text in documents:
+        chosen.append((name, text[:left]))
+        left -= len(chosen[-1][1])
+    return chosen
+
+
+def loader(
+    data: Sequences, *, shuffle: bool = True
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return batches of 32 sequences."""
+    return DataLoader(data, batch_size=32, shuffle=shuffle)
+
+
+def pretrained(data: TextData, epochs: int) -> dict[str, Tensor]:
+    """Return the transformer's parameters after training on a kind of text."""
+    model = transformer()
+    adam = partial(torch.optim.AdamW, lr=3e-3)
+    LocalSGD(epochs=epochs, optimizer=adam)(model, loader(data.train), CPU, {})
+    return shared_state(model)
+
+
+def run(seed: int, epochs: int, kinds: dict[str, TextData]) -> dict[str, list[float]]:
+    """Return each model's test loss on either kind of text, in nats a character."""
+    torch.manual_seed(seed)
+    base = pretrained(kinds["docstrings"], epochs)
+    found: dict[str, Params] = {"no adapters": shared_state(adapted(base, seed))}
+
+    def client_fn(context: Context) -> FisherClient:
+        kind = KINDS[int(context.node_config["partition-id"])]
+        train = LocalSGD(epochs=epochs, optimizer=partial(torch.optim.AdamW, lr=3e-3))
+
+        def note(model: nn.Module, *rest: object) -> dict[str, float]:
+            metrics = train(model, *rest)  # type: ignore[arg-type]
+            found[f"adapters for {kind}"] = shared_state(model)
+            return metrics
+
+        model = adapted(base, seed)
+        held_out = loader(kinds[kind].test, shuffle=False)
+        return FisherClient(model, loader(kinds[kind].train), held_out, train_fn=note)
+
+    strategy = FedFisherOneShot(examples=500, expectation="sampled", seed=seed)
+    grid = LocalGrid(make_client_app(client_fn), num_supernodes=len(KINDS))
+    start = ArrayRecord(found["no adapters"])
+    merged = strategy.start(grid, start).arrays.to_torch_state_dict()
+    each = [found[f"adapters for {kind}"] for kind in KINDS]
+    sizes = [len(kinds[kind].train) for kind in KINDS]
+    found["their mean (FedAvg)"] = weighted_mean(each, sizes)
+    found["merged by FedFisher"] = merged
+    model, losses = adapted(base, seed), {}
+    for name, params in found.items():
+        model.load_state_dict(dict(params), strict=False)
+        tests = (loader(kinds[kind].test, shuffle=False) for kind in KINDS)
+        losses[name] = [score(model, test, CPU, cross_entropy)[0] for test in tests]
+    return losses
+
+
+def main() -> None:
+    """Print the table of losses."""
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=4)
+    options = parser.parse_args()
+    losses = run(options.seed, options.epochs, texts())
+    print(
+        f"{'nats a character':28}", *(f"{kind:>12}" for kind in KINDS), "        both"
+    )
+    for name, each in losses.items():
+        both = sum(each) / len(each)
+        print(f"{name:28}", *(f"{loss:12.3f}" for loss in (*each, both)))
+
+
+if __name__ == "__main__":
+    main()
