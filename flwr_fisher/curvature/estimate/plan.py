@@ -51,13 +51,13 @@ class FisherPlan:
 
     def __str__(self) -> str:
         rows = [
-            (", ".join(each.parameters), each.form, f"{each.nbytes / 1e6:.2f} MB")
+            (", ".join(each.parameters), each.form, f"{each.nbytes / 1e3:,.1f} kB")
             for each in self.layers
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         lines = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c:>10}" for a, b, c in rows]
-        total = sum(each.nbytes for each in self.layers) / 1e6
-        last = f"{total:.2f} MB in all; {self.examples_at_once} examples at once"
+        total = sum(each.nbytes for each in self.layers) / 1e3
+        last = f"{total:,.1f} kB in all; {self.examples_at_once} examples at once"
         return "\n".join([*lines, last])
 
 
@@ -95,12 +95,13 @@ def fisher_plan(
 
     Examples
     --------
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     >>> print(fisher_plan(model, torch.randn(8, 3)))
-    0.weight, 0.bias  Kronecker: A 4x4, G 4x4     0.00 MB
-    2.weight, 2.bias  Kronecker: A 5x5, G 2x2     0.00 MB
-    1.weight, 1.bias  diagonal                    0.00 MB
-    0.00 MB in all; 8 examples at once
+    0.weight, 0.bias  Kronecker: A 4x4, G 4x4      0.1 kB
+    2.weight, 2.bias  Kronecker: A 5x5, G 2x2      0.1 kB
+    1.weight, 1.bias  diagonal                     0.0 kB
+    0.3 kB in all; 8 examples at once
     """
     check_known("structure", structure, STRUCTURES)
     if max_batch_bytes is not None:
