@@ -31,14 +31,35 @@ COLUMNS = {
 ALL = "all examples"
 BUDGETS: dict[str, dict[str, Any]] = {
     ALL: {},
+    "all examples, weight_sharing='reduce'": {"weight_sharing": "reduce"},
     "1000 examples": {"examples": 1000},
     "500 examples": {"examples": 500},
     "300 examples": {"examples": 300},
     "1000 examples, 64 positions": {"examples": 1000, "max_positions": 64},
-    "1000 examples, 64 positions, 3 passes": {
+    "1000 examples, 64 positions, 3 passes (default)": {
         "examples": 1000,
         "max_positions": 64,
         "max_passes": 3,
+    },
+    "1000 examples, 32 positions, 3 passes": {
+        "examples": 1000,
+        "max_positions": 32,
+        "max_passes": 3,
+    },
+    "1000 examples, 64 positions, 2 passes": {
+        "examples": 1000,
+        "max_positions": 64,
+        "max_passes": 2,
+    },
+    "800 examples, 64 positions, 3 passes": {
+        "examples": 800,
+        "max_positions": 64,
+        "max_passes": 3,
+    },
+    "800 examples, 64 positions, 2 passes": {
+        "examples": 800,
+        "max_positions": 64,
+        "max_passes": 2,
     },
     "1000 examples, 16 positions, 3 passes": {
         "examples": 1000,

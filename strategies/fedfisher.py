@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord
 
-from flwr_fisher.curvature import EXPECTATIONS, STRUCTURES, TOLERANCE
+from flwr_fisher.curvature import TOLERANCE, check_options
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
 from flwr_fisher.merge import (
     MergeOptions,
@@ -36,6 +36,9 @@ from flwr_fisher.wire import (
 )
 
 logger = logging.getLogger("flwr")
+
+# Of a client's Fisher; measured: benchmarks/results/budget.md
+EXAMPLES, MAX_PASSES, MAX_POSITIONS = 1000, 3, 64
 
 
 class FedFisherOneShot(CurvatureStrategy):
@@ -70,10 +73,15 @@ class FedFisherOneShot(CurvatureStrategy):
         See :func:`flwr_fisher.curvature.fisher`, as for the next ones.
     tolerance : float, default 1e-3
         Share of the Fisher that a client may leave out to save time.
-    examples, max_passes, max_positions : int, optional
-        Of how many examples a client takes its Fisher, in how many passes each, and at
-        how many of a layer's positions; by default of all. A client may take fewer
-        examples, as its ``FisherClient(max_examples=...)`` says.
+    examples, max_passes, max_positions : int | None, default 1000, 3, 64
+        Of how many examples at most a client takes its Fisher, in how many passes each
+        (with ``exact``), and at how many of a layer's positions (for ``kfac`` and
+        ``ekfac``): as accurate on real images as all of them, at a fraction of the
+        cost. ``None``: all. A client may take fewer examples, as its
+        ``FisherClient(max_examples=...)`` says.
+    weight_sharing : "expand" | "reduce", default "expand"
+        What ``kfac`` and ``ekfac`` do where a layer has several positions; ``reduce``
+        takes all of them.
     codec : "auto" | "fedavg" | "small" | "lossless" | "paper" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
         not at all (``lossless``), or as in the paper's Appendix C. ``auto`` is
@@ -127,9 +135,10 @@ class FedFisherOneShot(CurvatureStrategy):
         iterations: int | None = None,
         expectation: str = "exact",
         tolerance: float = TOLERANCE,
-        examples: int | None = None,
-        max_passes: int | None = None,
-        max_positions: int | None = None,
+        examples: int | None = EXAMPLES,
+        max_passes: int | None = MAX_PASSES,
+        max_positions: int | None = MAX_POSITIONS,
+        weight_sharing: str = "expand",
         codec: str | Codec = "auto",
         budget: float | None = None,
         aggregate: str = "parts",
@@ -140,15 +149,23 @@ class FedFisherOneShot(CurvatureStrategy):
         super().__init__(**kwargs)
         cuda = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(cuda if device is None else device)
-        check_known("structure", structure, STRUCTURES)
-        check_known("expectation", expectation, EXPECTATIONS)
         check_known("aggregate", aggregate, AGGREGATES)
-        check_range("tolerance", tolerance, 0, 1)
         self.tolerance, self.codec = tolerance, get_codec(codec, budget)
         self.structure, self.expectation, self.score = structure, expectation, score
         self.aggregate = aggregate
-        self.limits = _limits(
-            examples=examples, max_passes=max_passes, max_positions=max_positions
+        self.weight_sharing = weight_sharing
+        expands = weight_sharing == "expand" and structure in ("kfac", "ekfac")
+        self.limits = {
+            "examples": examples,
+            "max_passes": max_passes if expectation == "exact" else None,
+            "max_positions": max_positions if expands else None,
+        }
+        check_options(
+            [structure],
+            expectation=expectation,
+            tolerance=tolerance,
+            weight_sharing=weight_sharing,
+            counts=self.limits,
         )
         options = merge_options if aggregate == "parts" else sums_options
         self.merge = options(
@@ -205,7 +222,8 @@ class FedFisherOneShot(CurvatureStrategy):
             "structure": self.structure,
             "expectation": self.expectation,
             "tolerance": self.tolerance,
-            **self.limits,
+            "weight-sharing": self.weight_sharing,
+            **{k.replace("_", "-"): n for k, n in self.limits.items() if n is not None},
             **self.codec.to_options(),
         }
 
@@ -251,14 +269,6 @@ class FedFisherOneShot(CurvatureStrategy):
         wanted = {f"client-{name}": value for name, value in self._options().items()}
         merge = asdict(self.merge) | {"trust": self.trust}
         return wanted | merge | {"aggregate": self.aggregate}
-
-
-def _limits(**limits: int | None) -> dict[str, int]:
-    """Return those that are set, by the names that they have in a request."""
-    given = {name: most for name, most in limits.items() if most is not None}
-    for name, most in given.items():
-        check_range(name, most, 1)
-    return {name.replace("_", "-"): int(most) for name, most in given.items()}
 
 
 def _step(merged: MergeResult) -> Step:

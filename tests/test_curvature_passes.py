@@ -96,9 +96,10 @@ def test_without_signs_positions_would_add_up(monkeypatch):
 @pytest.mark.parametrize(("tokens", "max_passes"), [(False, 2), (True, 2), (True, 4)])
 def test_no_example_costs_more_passes(tokens, max_passes, tolerance):
     model, x = example(tokens)
+    x = x.repeat(10, 1, 1)
     passes = counted(model)
     fisher(model, [x], max_passes=max_passes, tolerance=tolerance)
-    most = (max_passes + 1 + tokens) * len(x)  # a pass more tries each layer
+    most = (max_passes + tokens) * len(x) + 5  # on which each layer is tried
     assert sum(passes) <= most
     passes.clear()
     fisher(model, [x], tolerance=0)
@@ -120,3 +121,10 @@ def test_a_seed_repeats_it_and_no_number_is_refused():
     assert not torch.equal(take(seed=1).to_dense(), take(seed=2).to_dense())
     with pytest.raises(ConfigurationError, match="max_passes"):
         take(max_passes=0)
+
+
+def test_what_has_no_passes_to_bound_is_refused():
+    model, x = example(tokens=False)
+    for how in ({"expectation": "sampled"}, {"engine": "nngeometry"}):
+        with pytest.raises(ConfigurationError, match="max_passes=2 bounds"):
+            fisher(model, [x], max_passes=2, **how)

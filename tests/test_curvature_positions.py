@@ -139,3 +139,9 @@ def test_few_are_close_where_there_are_many_examples():
     got = fisher(net(), x.split(32), tolerance=0, max_positions=4)
     assert all(isinstance(block, Kronecker) for block in want.blocks())
     assert relative(got.to_dense(), want.to_dense()) < 0.1
+
+
+def test_what_has_no_positions_to_bound_is_refused():
+    for how in ({"structure": "diagonal"}, {"engine": "nngeometry"}):
+        with pytest.raises(ConfigurationError, match="max_positions=4 bounds"):
+            fisher(net(), [images()], max_positions=4, **how)

@@ -9,8 +9,9 @@ from oracles import diagonal_fisher, headed, randn, relative, seeded
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature.estimate.explain import shared_parameters
 from flwr_fisher.curvature.estimate.jacobians import DiagonalJacobian
-from flwr_fisher.curvature.estimate.shared import shared_parameters
+from flwr_fisher.curvature.estimate.trial import Trial
 
 STEPS, FEATURES = SERIES.shape[1:]
 
@@ -116,7 +117,7 @@ class First(Times):
 def test_what_takes_no_copies_has_its_jacobian(layer: Callable[..., nn.Module]) -> None:
     model = seeded(on(VECTORS, lambda: layer(FEATURES))).double()
     inputs = VECTORS.double()
-    assert not shared_parameters(model, inputs, ["0.scale"])
+    assert not shared_parameters(Trial(model, inputs, {}), ["0.scale"])
     got = fisher(model, [inputs], structure="diagonal", tolerance=0).diagonal()
     for key, want in diagonal_fisher(model, inputs).items():
         torch.testing.assert_close(got[key], want, msg=key)

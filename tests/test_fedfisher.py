@@ -127,12 +127,18 @@ def test_clients_hear_how_much_their_fishers_may_take() -> None:
         return call_next(message, context)
 
     grid = LocalGrid(tiny_app([0, 1], mods=[look]), 2)
-    limits = {"examples": 3, "max_passes": 2, "max_positions": 4}
-    for given in ({}, limits):
+    names = ("examples", "max-passes", "max-positions")
+    none = {"examples": None, "max_passes": None, "max_positions": None}
+    cases: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
+        ({}, (1000, 3, 64)),
+        (none, (None, None, None)),
+        ({"examples": 3, "max_passes": 2, "max_positions": 4}, (3, 2, 4)),
+        ({"expectation": "sampled"}, (1000, None, 64)),
+        ({"structure": "diagonal"}, (1000, 3, None)),
+    ]
+    for given, wanted in cases:
         strategy_of(**given).start(grid, tiny_arrays(), num_rounds=1)
-        for name in limits:
-            key = f"fisher.{name.replace('_', '-')}"
-            assert heard[-1].get(key) == given.get(name)
+        assert tuple(heard[-1].get(f"fisher.{name}") for name in names) == wanted
 
 
 def test_accuracy_rises_over_a_few_rounds() -> None:

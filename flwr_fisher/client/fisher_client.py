@@ -26,9 +26,9 @@ class FisherClient:
 
     In the server's ``ConfigRecord``, keys that begin with ``fisher.`` are for it, and
     all others for `train_fn`. ``fisher.structure``, ``.expectation``, ``.tolerance``,
-    ``.examples``, ``.max-passes`` and ``.max-positions`` say which curvature
-    (:func:`flwr_fisher.curvature.fisher`), ``.codec`` and what begins with it how the
-    reply is packed, ``.aggregate`` whether the server wants parts or summands
+    ``.examples``, ``.max-passes``, ``.max-positions`` and ``.weight-sharing`` say which
+    curvature (:func:`flwr_fisher.curvature.fisher`), ``.codec`` and what begins with it
+    how the reply is packed, ``.aggregate`` whether the server wants parts or summands
     (``sums``, of a diagonal), and for FedFish ``.fisher-source``, ``.fisher-reduction``
     and ``.upload``; without a structure the reply is an ordinary one, so that Flower's
     FedAvg and FedProx work with this client too.

@@ -12,13 +12,12 @@ from flwr_fisher.client.last_epoch import SquaredGradients
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import (
-    EXPECTATIONS,
-    STRUCTURES,
     TOLERANCE,
     Curvature,
+    check_options,
     fisher,
 )
-from flwr_fisher.errors import ClientError, check_known, check_range
+from flwr_fisher.errors import ClientError, check_known
 from flwr_fisher.merge import DiagonalSums, LocalPosterior
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.wire import (
@@ -44,7 +43,7 @@ class FisherOptions:
     ----------
     structure : str | None
         Of the curvature; ``None``: an ordinary reply without one.
-    expectation, tolerance, examples, max_passes, max_positions
+    expectation, tolerance, examples, max_passes, max_positions, weight_sharing
         As for :func:`flwr_fisher.curvature.fisher`.
     source : "extra-pass" | "last-epoch"
         Where a Fisher of squared batch gradients is taken.
@@ -64,6 +63,7 @@ class FisherOptions:
     examples: int | None
     max_passes: int | None
     max_positions: int | None
+    weight_sharing: str
     source: str
     reduction: str
     upload: str
@@ -97,9 +97,10 @@ class FisherOptions:
             None if structure is None else str(structure),
             str(options.get("expectation", "exact")),
             float(options.get("tolerance", TOLERANCE)),
-            _limit(options, "examples"),
-            _limit(options, "max-passes"),
-            _limit(options, "max-positions"),
+            options.get("examples"),
+            options.get("max-passes"),
+            options.get("max-positions"),
+            str(options.get("weight-sharing", "expand")),
             str(options.get("fisher-source", "extra-pass")),
             str(options.get("fisher-reduction", "mean")),
             str(options.get("upload", "fisher")),
@@ -111,8 +112,17 @@ class FisherOptions:
 
     def _check(self, train_fn: TrainFn) -> None:
         if self.structure is not None:
-            check_known("structure", self.structure, STRUCTURES)
-        check_known("expectation", self.expectation, EXPECTATIONS)
+            check_options(
+                [self.structure],
+                expectation=self.expectation,
+                tolerance=self.tolerance,
+                weight_sharing=self.weight_sharing,
+                counts={
+                    "examples": self.examples,
+                    "max_passes": self.max_passes,
+                    "max_positions": self.max_positions,
+                },
+            )
         check_known("fisher-source", self.source, _SOURCES)
         check_known("fisher-reduction", self.reduction, _REDUCTIONS)
         check_known("upload", self.upload, _UPLOADS)
@@ -165,6 +175,7 @@ class FisherOptions:
             examples=_smaller(self.examples, problem.max_examples),
             max_passes=self.max_passes,
             max_positions=self.max_positions,
+            weight_sharing=self.weight_sharing,
             likelihood=problem.likelihood,
             seed=int(torch.randint(2**62, ())),
         )
@@ -197,14 +208,6 @@ class FisherOptions:
             posterior = LocalPosterior(params, curvature, num_examples)
             return SumsUpload(DiagonalSums.of(posterior)).to_arrays()
         return FisherUpload(params, curvature).to_arrays(self.codec)
-
-
-def _limit(options: Mapping[str, Any], key: str) -> int | None:
-    """Return a limit that the server may have set."""
-    if key not in options:
-        return None
-    check_range(key, options[key], 1)
-    return int(options[key])
 
 
 def _smaller(asked: int | None, cap: int | None) -> int | None:

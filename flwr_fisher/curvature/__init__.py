@@ -1,9 +1,12 @@
 """What a model's loss looks like around its parameters. Works without Flower."""
 
-from flwr_fisher.curvature.estimate.accumulation import STRUCTURES
-from flwr_fisher.curvature.estimate.fisher import (
+from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, WEIGHT_SHARINGS
+from flwr_fisher.curvature.estimate.arguments import (
     ENGINES,
     EXPECTATIONS,
+    check_options,
+)
+from flwr_fisher.curvature.estimate.fisher import (
     TOLERANCE,
     fisher,
 )
@@ -31,6 +34,7 @@ __all__ = [
     "LIKELIHOODS",
     "STRUCTURES",
     "TOLERANCE",
+    "WEIGHT_SHARINGS",
     "BlockDiagonal",
     "Curvature",
     "Deferred",
@@ -44,6 +48,7 @@ __all__ = [
     "LayerPlan",
     "Likelihood",
     "WeightedSum",
+    "check_options",
     "fisher",
     "fisher_plan",
     "gradient",

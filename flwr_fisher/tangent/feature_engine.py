@@ -17,6 +17,7 @@ from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import input_columns
 from flwr_fisher.curvature.estimate.tappable import PlainLayer, tappable_layers
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.curvature.estimate.trial import Trial
 from flwr_fisher.errors import StructureError
 
 _FEW = 16  # examples of the first batch on which layers are tried
@@ -70,7 +71,7 @@ class FeatureEngine:
             few = torch.cat([few, torch.zeros_like(few)])
         _check_one_output_each(network, few)
         tappable = tappable_layers(network)
-        taps = explained(network, few, tappable)
+        taps = explained(Trial(network, few, tappable), tappable)
         layers = {name: tappable[name] for name in taps}
         self.layers = {
             name: layer

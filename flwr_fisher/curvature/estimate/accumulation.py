@@ -11,23 +11,18 @@ from flwr_fisher.curvature.estimate.accumulators import (
     EigenAccumulator,
     KroneckerAccumulator,
     LayerAccumulator,
+    ReducedKroneckerAccumulator,
 )
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SquaredGradients
 from flwr_fisher.curvature.estimate.engine import Engine
-from flwr_fisher.curvature.estimate.explain import FEW, explained
+from flwr_fisher.curvature.estimate.explain import Forms
 from flwr_fisher.curvature.estimate.jacobians import (
     DenseJacobian,
     DiagonalJacobian,
     JacobianAccumulator,
 )
 from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.shared import shared_parameters
-from flwr_fisher.curvature.estimate.tappable import (
-    TappableLayer,
-    direct_layers,
-    kronecker_layers,
-)
-from flwr_fisher.curvature.estimate.taps import Tap
+from flwr_fisher.curvature.estimate.tappable import TappableLayer
 from flwr_fisher.curvature.independence import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
@@ -37,8 +32,11 @@ from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names
 
 STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
+WEIGHT_SHARINGS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
+    "expand": KroneckerAccumulator,
+    "reduce": ReducedKroneckerAccumulator,
+}
 _KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
-    "kfac": KroneckerAccumulator,
     "diagonal": DiagonalAccumulator,
     "block": BlockAccumulator,
 }
@@ -67,6 +65,8 @@ class Accumulation:
         is no more than about what a training step on the first batch takes.
     positions : Positions
         Which of a layer's positions count.
+    weight_sharing : str
+        Of :data:`WEIGHT_SHARINGS`: what K-FAC does with several positions.
     kfac : Curvature | None
         The K-FAC of the same model, whose eigenbasis ``ekfac`` takes.
 
@@ -84,41 +84,31 @@ class Accumulation:
         structures: Sequence[str],
         max_batch_bytes: int | None,
         positions: Positions,
+        weight_sharing: str = "expand",
         kfac: Curvature | None = None,
     ) -> None:
         check_examples_are_independent(model, "an example has no Fisher of its own")
         self.structures, self.names = structures, trainable_names(model)
         by_layer = [s for s in structures if s != "dense"]
-        few = inputs[:FEW]
-        tappable, direct = kronecker_layers(model), direct_layers(model)
-        taps = explained(model, few, {**tappable, **direct}) if by_layer else {}
-        layers = {name: tappable[name] for name in taps if name in tappable}
-        direct = {name: direct[name] for name in taps if name in direct}
+        forms = Forms.of(model, inputs) if by_layer else Forms({}, {}, {}, [])
         if "block" in structures:
-            _check_size([layer.matrices().numel() for layer in layers.values()])
-        self.accumulators = _accumulators(by_layer, layers, kfac)
-        taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
-        taken |= {p for layer in direct.values() for p in layer.names.values()}
-        others = [name for name in self.names if name not in taken]
-        shared = shared_parameters(model, few, others) if by_layer and others else {}
-        others = [name for name in others if name not in shared]
-        direct |= shared
-        self.direct = {n: SquaredGradients(layer) for n, layer in direct.items()}
+            _check_size([layer.matrices().numel() for layer in forms.layers.values()])
+        kinds = _KINDS | {"kfac": WEIGHT_SHARINGS[weight_sharing]}
+        self.accumulators = _accumulators(by_layer, forms.layers, kinds, kfac)
+        self.direct = {n: SquaredGradients(each) for n, each in forms.direct.items()}
         self.jacobians: dict[str, JacobianAccumulator] = {}
-        if by_layer and others:
-            self.jacobians["others"] = DiagonalJacobian(model, others)
+        if forms.others:
+            self.jacobians["others"] = DiagonalJacobian(model, forms.others)
         parameters = [model.get_parameter(name) for name in self.names]
         if "dense" in structures:
             _check_size([sum(p.numel() for p in parameters)])
             self.jacobians["dense"] = DenseJacobian(model, self.names)
         sums = {name: list(each.values()) for name, each in self.accumulators.items()}
         sizes = [
-            _bytes(layer, taps[name], sums[name], positions)
-            for name, layer in layers.items()
+            _bytes(layer, forms.inputs[name], sums[name], positions)
+            for name, layer in forms.layers.items()
         ]
-        inputs_of = {n: tap.inputs for n, tap in taps.items()}
-        inputs_of |= {n: layer.copies(1) for n, layer in shared.items()}
-        sizes += [_bytes_of_direct(inputs_of[n], x) for n, x in direct.items()]
+        sizes += [_bytes_of_direct(forms.inputs[n], x) for n, x in forms.direct.items()]
         if max_batch_bytes is None:
             held = sum(each.nbytes for of_layer in sums.values() for each in of_layer)
             gradients = sum(p.nbytes for p in parameters)
@@ -172,13 +162,17 @@ def _check_size(sizes: list[int]) -> None:
 
 
 def _accumulators(
-    structures: list[str], layers: Mapping[str, TappableLayer], kfac: Curvature | None
+    structures: list[str],
+    layers: Mapping[str, TappableLayer],
+    kinds: Mapping[str, Callable[[TappableLayer], LayerAccumulator]],
+    kfac: Curvature | None,
 ) -> dict[str, dict[str, LayerAccumulator]]:
     """Return the accumulators by the names of layers and structures."""
     blocks = kfac.blocks() if kfac is not None else []
     bases = {k.weight: k for k in blocks if isinstance(k, Kronecker)}
-    kinds = _KINDS | {
-        "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight])
+    kinds = {
+        **kinds,
+        "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight]),
     }
 
     def kind(structure: str, layer: TappableLayer) -> str:
@@ -207,7 +201,7 @@ def _chunk(
 
 def _bytes(
     layer: TappableLayer,
-    tap: Tap,
+    inputs: Tensor,
     accumulators: Sequence[LayerAccumulator],
     positions: Positions,
 ) -> tuple[int, int]:
@@ -217,12 +211,12 @@ def _bytes(
     layers; here come its columns, its gradient and, for some structures, the gradient
     of its weight, summed over positions.
     """
-    sizes = layer.positions(tap.inputs.shape)
+    sizes = layer.positions(inputs.shape)
     pairs, weight = any(a.pairs for a in accumulators), layer.matrices()
     grid, _ = positions.grid(sizes)
-    columns = layer.input_columns(tap.inputs[:1], None if pairs else grid)
+    columns = layer.input_columns(inputs[:1], None if pairs else grid)
     outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
-    step = 2 * (tap.inputs[:1].numel() + outputs)
+    step = 2 * (inputs[:1].numel() + outputs)
     whole = math.prod(sizes) > 1 and any(a.whole for a in accumulators)
     beyond = columns.numel() + outputs + whole * weight.numel()
     return step * weight.element_size(), beyond * columns.element_size()

@@ -112,6 +112,20 @@ class KroneckerAccumulator(LayerAccumulator):
         return Kronecker(self.layer.weight, shape, A, G, self.layer.bias)
 
 
+class ReducedKroneckerAccumulator(KroneckerAccumulator):
+    """K-FAC-reduce's: of an example's mean input, and its summed gradient."""
+
+    def observe(self, columns: Tensor, weight: float) -> None:
+        """Add the mean inputs' second moment."""
+        super().observe(columns.mean(3, keepdim=True), 1)
+
+    def add_gradients(
+        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+    ) -> None:
+        """Add the summed gradients' second moment."""
+        super().add_gradients(inputs, [g.sum(3, keepdim=True) for g in gradients], 1)
+
+
 class DiagonalAccumulator(LayerAccumulator):
     """The exact diagonal: squared per-example gradients."""
 

@@ -74,9 +74,16 @@ class Group:
         needed = index < self.counts
         return picked * needed.reshape(-1, *[1] * (picked.dim() - 1))
 
+    def all(self) -> Iterator[Tensor]:
+        """Yield every pass's pieces."""
+        return map(self.piece, range(len(self.order)))
 
-def backward_plan(columns: Columns, tolerance: float) -> Iterator[Group]:
+
+def backward_plan(columns: Columns, tolerance: float) -> list[Group]:
     """Group a batch's examples by how many pieces they keep; drop those without any.
+
+    They are one group if that takes no more passes: apart, each group has a forward
+    pass of its own; one of the whole batch needs none beyond what `columns` took.
 
     Parameters
     ----------
@@ -89,11 +96,20 @@ def backward_plan(columns: Columns, tolerance: float) -> Iterator[Group]:
     counts = kept.sum(0)
     # Each example's kept pieces first, in their order.
     order = (~kept).int().argsort(dim=0, stable=True)
-    size, largest = 1, int(counts.max()) if counts.numel() else 0
-    while size <= largest:
-        rows = ((counts >= size) & (counts < 2 * size)).nonzero().squeeze(1)
-        if len(rows):
-            passes = int(counts[rows].max())
-            own = columns.of(rows)
-            yield Group(size, rows, own, order[:passes, rows], counts[rows])
-        size *= 2
+    largest = int(counts.max()) if counts.numel() else 0
+    sizes = [2**k for k in range(largest.bit_length())]
+
+    def group(size: int, rows: Tensor) -> Group:
+        passes = int(counts[rows].max())
+        own = columns.of(rows)
+        return Group(size, rows, own, order[:passes, rows], counts[rows])
+
+    apart = [
+        group(size, rows)
+        for size in sizes
+        if len(rows := ((counts >= size) & (counts < 2 * size)).nonzero().squeeze(1))
+    ]
+    if largest * len(counts) > sum((1 + len(x.order)) * len(x.rows) for x in apart):
+        return apart
+    every = torch.arange(len(counts), device=counts.device)
+    return [group(sizes[-1], every)] if apart else []

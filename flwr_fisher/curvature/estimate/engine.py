@@ -3,9 +3,9 @@
 A Fisher is a sum of rank-one pieces, which the likelihood makes of a model's outputs.
 Each piece costs a backward pass, which goes only as far as the layers' outputs:
 gradients of weights are never formed for a whole batch. One pass serves every structure
-at once, and K-FAC's input factors are taken once an example. With a tolerance, a first
-forward pass without gradients tells which pieces matter; the examples that need about
-equally many backward passes are then run together, across batches.
+at once, and K-FAC's input factors are taken once an example. With a tolerance, the
+outputs tell which pieces matter; where examples differ much in how many that are, those
+that need about equally many backward passes are run together, across batches.
 
 All other parameters get their exact diagonal from per-example gradients. Those of
 norms, embeddings and what all examples share come from the same pass; those of anything
@@ -108,12 +108,26 @@ class Engine:
             In [0, 1].
         """
         for x in torch.split(inputs, self.chunk):
-            with torch.no_grad():
-                outputs, taps = self._forward(x)
-                self._observe(taps, {})
-            self.count += len(x)
-            for group in backward_plan(columns_of(widened(outputs)), tolerance):
+            for group in self._planned(x, columns_of, tolerance):
                 self._queue(x, group)
+            self.count += len(x)
+
+    def _planned(
+        self, inputs: Tensor, columns_of: ColumnsOf, tolerance: float
+    ) -> list[Group]:
+        """Take some examples forwards, and back if that is one group's.
+
+        Else return the groups; what going back would need is not kept for them.
+        """
+        outputs, taps = self._forward(inputs)
+        groups = backward_plan(columns_of(widened(outputs)), tolerance)
+        whole = [group for group in groups if len(group.rows) == len(inputs)]
+        columns = self._columns(taps) if whole else {}
+        self._observe(taps, columns)
+        if not whole:
+            return groups
+        self._pull(inputs, outputs, taps, columns, whole[0].all())
+        return []
 
     def _queue(self, inputs: Tensor, group: Group) -> None:
         """Keep a group's examples until there are enough of its size to run."""

@@ -1,65 +1,91 @@
-"""Which layers' gradients follow from their inputs and output gradients, by trial."""
+"""Which parameters have examples' gradients in closed form, by trial."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
-from flwr_fisher.curvature.estimate.tappable import TappableLayer
-from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.curvature.estimate.shared import SharedParameter
+from flwr_fisher.curvature.estimate.tappable import (
+    TappableLayer,
+    direct_layers,
+    kronecker_layers,
+)
+from flwr_fisher.curvature.estimate.taps import Tap
+from flwr_fisher.curvature.estimate.trial import Trial, agree
+from flwr_fisher.params import trainable_names
 
-# Relative; a wrong formula is off by far more than rounding.
-_GRADIENT_TOLERANCE = 1e-3
+_AXES = 3  # at most, that a parameter is stretched along: positions, or an image's
 
-FEW = 8  # examples of the first batch on which layers are tried
+
+@dataclass(frozen=True)
+class Forms:
+    """How each of a model's trained parameters is taken.
+
+    Parameters
+    ----------
+    layers : dict[str, TappableLayer]
+        Those with a Kronecker form, by their modules' names.
+    direct : dict[str, DirectLayer]
+        Norms, embeddings and what all examples share, by a name of their own.
+    inputs : dict[str, Tensor]
+        What each of these was called with for a few examples.
+    others : list[str]
+        All other parameters.
+    """
+
+    layers: dict[str, TappableLayer]
+    direct: dict[str, DirectLayer]
+    inputs: dict[str, Tensor]
+    others: list[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Tensor) -> "Forms":
+        """Find them by trial.
+
+        Parameters
+        ----------
+        model : nn.Module
+            In eval mode.
+        inputs : Tensor
+            A batch, of which a few examples are tried.
+        """
+        tappable, direct = kronecker_layers(model), direct_layers(model)
+        trial = Trial(model, inputs, {**tappable, **direct})
+        calls = explained(trial, {**tappable, **direct})
+        layers = {name: tappable[name] for name in calls if name in tappable}
+        direct = {name: direct[name] for name in calls if name in direct}
+        taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
+        taken |= {p for layer in direct.values() for p in layer.names.values()}
+        others = [name for name in trainable_names(model) if name not in taken]
+        shared = shared_parameters(trial, others)
+        seen = {name: call.inputs for name, call in calls.items()}
+        seen |= {name: each.copies(1) for name, each in shared.items()}
+        others = [name for name in others if name not in shared]
+        return cls(layers, {**direct, **shared}, seen, others)
 
 
 def explained(
-    model: nn.Module,
-    inputs: Tensor,
-    layers: Mapping[str, TappableLayer | DirectLayer],
+    trial: Trial, layers: Mapping[str, TappableLayer | DirectLayer]
 ) -> dict[str, Tap]:
     """Return the call of each layer whose gradients follow from its input and output.
 
     Parameters
     ----------
-    model : nn.Module
-        In eval mode.
-    inputs : Tensor
-        A few examples.
+    trial : Trial
+        Of the model, with these layers.
     layers : Mapping[str, TappableLayer | DirectLayer]
         The layers to try.
     """
-    outputs, taps = tapped_forward(model, inputs, layers)
-    calls = {n: each[0] for n, each in taps.items() if len(each) == 1}
-    calls = {name: call for name, call in calls.items() if call.output is not None}
-    if not calls:
-        return {}
-    generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(outputs.shape, generator=generator).to(outputs)
-    direction[_half(outputs) :] = 0  # so these rows' gradients are exactly zero
-    edges = [call.edge() for call in calls.values()]
-    trained = {name: layers[name].parameters() for name in calls}
-    edges += [get_gradient_edge(p) for own in trained.values() for p in own]
-    gradients = iter(torch.autograd.grad(outputs, edges, direction, allow_unused=True))
-    at_outputs = {name: next(gradients) for name in calls}
-    found = {}
-    for name, call in calls.items():
-        own = [next(gradients) for _ in trained[name]]
-        if _explains(layers[name], call, at_outputs[name], own, outputs):
-            found[name] = call
-    return found
+    return {
+        n: call for n, call in trial.calls.items() if _explains(layers[n], n, trial)
+    }
 
 
-def _explains(
-    layer: TappableLayer | DirectLayer,
-    call: Tap,
-    output: Tensor | None,
-    gradients: Sequence[Tensor | None],
-    outputs: Tensor,
-) -> bool:
+def _explains(layer: TappableLayer | DirectLayer, name: str, trial: Trial) -> bool:
     """Return whether inputs and output gradients reproduce the layer's gradients.
 
     They do not if the weight is also used outside the layer's own call, or if a
@@ -67,21 +93,73 @@ def _explains(
     layer's rows are not the batch's examples (a model that folds time into the batch,
     or puts time first). Then per-example gradients take over.
     """
-    known = [g for g in gradients if g is not None and not g.is_sparse]
+    inputs, output = trial.calls[name].inputs, trial.at_outputs[name]
+    gradients = [trial.gradient(parameter) for parameter in layer.parameters()]
+    known = [gradient for gradient in gradients if gradient is not None]
     if output is None or len(known) < len(gradients):
         return False
-    own = len(output) == len(outputs) and not output[_half(outputs) :].any()
-    if not (own and layer.fits(call.inputs.shape, output.shape)):
+    own = len(output) == len(trial.others) and not output[trial.others].any()
+    if not (own and layer.fits(inputs.shape, output.shape)):
         return False
-    found = _flat(layer.gradients(call.inputs, output))
-    # The model's own gradients may be in half precision.
-    tolerance = max(_GRADIENT_TOLERANCE, 4 * torch.finfo(output.dtype).eps)
-    error = torch.linalg.vector_norm(found - _flat(known))
-    return bool(error <= tolerance * torch.linalg.vector_norm(found))
+    return agree(_flat(layer.gradients(inputs, output)), _flat(known), output.dtype)
 
 
-def _half(outputs: Tensor) -> int:
-    return (len(outputs) + 1) // 2
+def shared_parameters(trial: Trial, names: Sequence[str]) -> dict[str, SharedParameter]:
+    """Return those parameters of which the model takes a copy an example.
+
+    Parameters
+    ----------
+    trial : Trial
+        Of the model.
+    names : Sequence[str]
+        The parameters to try.
+    """
+    if not names or len(trial.others) != len(trial.inputs):
+        return {}
+    candidates = {name: list(_candidates(trial.model, name)) for name in names}
+    likeliest = [each[0] for each in candidates.values()]
+    if _takes(trial, likeliest):
+        return {each.name: each for each in likeliest}
+    found = {
+        name: next((each for each in own if _takes(trial, [each])), None)
+        for name, own in candidates.items()
+    }
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _candidates(model: nn.Module, name: str) -> Iterator[SharedParameter]:
+    module, _, own = name.rpartition(".")
+    layer, shape = model.get_submodule(module), model.get_parameter(name).shape
+    if shape[:1] == (1,):  # in the place of the examples
+        yield SharedParameter(layer, {own: name}, shape[1:])
+    for axes in range(_AXES + 1):
+        yield SharedParameter(layer, {own: name}, torch.Size([1] * axes) + shape)
+
+
+def _takes(trial: Trial, candidates: Sequence[SharedParameter]) -> bool:
+    """Return whether outputs and gradients with copies are the model's own.
+
+    They are not if copies are mixed up with something that is no example, or if the
+    model has no place for them.
+    """
+    copies = {each.name: each.copies(len(trial.inputs)) for each in candidates}
+    try:
+        outputs = functional_call(trial.model, copies, (trial.inputs,))
+        rows = torch.autograd.grad(
+            outputs, list(copies.values()), trial.direction, allow_unused=True
+        )
+    except Exception:  # whatever a model raises at a shape that it does not expect
+        return False
+    if not agree(outputs.detach(), trial.outputs, outputs.dtype):
+        return False
+    for candidate, gradient in zip(candidates, rows, strict=True):
+        wanted = trial.gradient(candidate.parameters()[0])
+        if wanted is None or gradient is None or gradient[trial.others].any():
+            return False
+        (total,) = candidate.gradients(copies[candidate.name], gradient)
+        if not agree(total, wanted, wanted.dtype):
+            return False
+    return True
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 from flwr_fisher.curvature.batches import batches_on, device_of
-from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, Accumulation
+from flwr_fisher.curvature.estimate.accumulation import (
+    Accumulation,
+)
+from flwr_fisher.curvature.estimate.arguments import check_options
 from flwr_fisher.curvature.estimate.batch_gradients import squared_batch_gradients
 from flwr_fisher.curvature.estimate.expectation import Expectation
 from flwr_fisher.curvature.estimate.likelihood import (
@@ -19,11 +22,8 @@ from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.subset import at_most
-from flwr_fisher.errors import ConfigurationError, DataError, check_known, check_range
+from flwr_fisher.errors import ConfigurationError, DataError
 
-EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
-ENGINES = ("auto", "nngeometry")
-_NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
 TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
 
 
@@ -34,6 +34,7 @@ class _Options(TypedDict, total=False):
     num_samples: int
     max_passes: int | None
     max_positions: int | None
+    weight_sharing: str
     seed: int
     examples: int | None
     engine: str
@@ -72,6 +73,7 @@ def fisher(
     num_samples: int = 1,
     max_passes: int | None = None,
     max_positions: int | None = None,
+    weight_sharing: str = "expand",
     seed: int = 0,
     examples: int | None = None,
     engine: str = "auto",
@@ -128,6 +130,12 @@ def fisher(
         How many of a layer's positions (of a convolution's output, or tokens) count for
         K-FAC's factors in an example, at most: a grid with a random origin, which is
         unbiased. By default all.
+    weight_sharing : "expand" | "reduce", default "expand"
+        What K-FAC's factors are where a layer has several positions (Eschenhagen et
+        al., NeurIPS 2023). ``expand``: every position is an input of its own
+        (:math:`A` is summed over them, :math:`G` averaged; Grosse & Martens 2016).
+        ``reduce``: an example has its mean input and its summed gradient, which is
+        exact where the model is linear up to a mean over positions, and cheaper.
     seed : int, default 0
         Of all that is drawn: labels, signs, grids, `examples`. The global generator is
         left as it was.
@@ -179,22 +187,20 @@ def fisher(
     {'weight': (2, 3), 'bias': (2,)}
     """
     structures = [structure] if isinstance(structure, str) else list(structure)
-    check_known("engine", engine, ENGINES)
-    known = STRUCTURES if engine == "auto" else (*STRUCTURES, *_NNGEOMETRY_ONLY)
-    for name in structures:
-        check_known("structure", name, known)
-    check_known("expectation", expectation, EXPECTATIONS)
-    check_range("tolerance", tolerance, 0, 1)
-    check_range("num_samples", num_samples, 1)
-    limits = {
-        "max_passes": max_passes,
-        "max_positions": max_positions,
-        "examples": examples,
-        "max_batch_bytes": max_batch_bytes,
-    }
-    for name, most in limits.items():
-        if most is not None:
-            check_range(name, most, 1)
+    check_options(
+        structures,
+        engine=engine,
+        expectation=expectation,
+        tolerance=tolerance,
+        weight_sharing=weight_sharing,
+        counts={
+            "num_samples": num_samples,
+            "max_passes": max_passes,
+            "max_positions": max_positions,
+            "examples": examples,
+            "max_batch_bytes": max_batch_bytes,
+        },
+    )
     device = device_of(model, device)
     over_labels = Expectation(
         likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed
@@ -221,6 +227,7 @@ def fisher(
                 over_labels,
                 max_batch_bytes,
                 positions,
+                weight_sharing,
             )
     return results[0] if isinstance(structure, str) else tuple(results)
 
@@ -233,6 +240,7 @@ def _by_examples(
     expectation: Expectation,
     max_batch_bytes: int | None,
     positions: Positions,
+    weight_sharing: str,
 ) -> list[Curvature]:
     """Read the loader, twice where E-KFAC needs the eigenbasis of K-FAC first."""
 
@@ -241,7 +249,13 @@ def _by_examples(
         generator = torch.Generator(device).manual_seed(expectation.seed)
         for batch in batches_on(loader, device):
             accumulation = accumulation or Accumulation(
-                model, batch[0], wanted, max_batch_bytes, positions, kfac
+                model,
+                batch[0],
+                wanted,
+                max_batch_bytes,
+                positions,
+                weight_sharing,
+                kfac,
             )
             expectation.add(accumulation.engine, batch, generator)
         if accumulation is None:

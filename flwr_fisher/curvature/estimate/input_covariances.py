@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.batches import batches_on, device_of
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
-from flwr_fisher.curvature.estimate.explain import FEW, explained
+from flwr_fisher.curvature.estimate.explain import explained
 from flwr_fisher.curvature.estimate.second_moment import SecondMoment
 from flwr_fisher.curvature.estimate.tappable import kronecker_layers
 from flwr_fisher.curvature.estimate.taps import (
@@ -17,6 +17,7 @@ from flwr_fisher.curvature.estimate.taps import (
     single_calls,
     tapped_forward,
 )
+from flwr_fisher.curvature.estimate.trial import Trial
 from flwr_fisher.curvature.independence import check_examples_are_independent
 from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
 from flwr_fisher.errors import DataError, check_range
@@ -114,7 +115,7 @@ def input_covariances(
     sums: _Sums | None = None
     with evaluating(model):
         for inputs, _ in batches_on(loader, device):
-            sums = sums or _Sums(model, inputs[:FEW], max_batch_bytes)
+            sums = sums or _Sums(model, inputs, max_batch_bytes)
             with torch.no_grad():
                 for part in torch.split(inputs, sums.chunk):
                     sums.add(part)
@@ -126,11 +127,11 @@ def input_covariances(
 class _Sums:
     """The sums over examples; the first of them decide which layers have one."""
 
-    def __init__(self, model: nn.Module, few: Tensor, max_batch_bytes: int) -> None:
+    def __init__(self, model: nn.Module, inputs: Tensor, max_batch_bytes: int) -> None:
         check_examples_are_independent(model, "layers' inputs hang on the batch")
         self.model, self.count = model, 0
         layers = kronecker_layers(model)
-        taps = explained(model, few, layers)
+        taps = explained(Trial(model, inputs, layers), layers)
         self.layers = {name: layers[name] for name in taps}
         columns = {
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()
