@@ -1,6 +1,7 @@
 # make demo    see one-shot merging beat FedAvg on real data
 # make test    everything that a change must pass
 # make fuzz    a hundred thousand spoiled uploads: each is read, or refused by name
+# make gpu     on a machine with one: the tests that touch it, and its tables
 # make develop an editable environment
 # Everything happens in .venv, with PYTHON (3.11 or newer) as its base.
 
@@ -9,7 +10,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo test fuzz develop install clean
+.PHONY: demo test fuzz gpu develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -37,6 +38,12 @@ test: install
 
 fuzz: install
 	$(BIN)/python tests/fuzz_wire.py --count 100000 --seed 0
+
+gpu: install
+	$(BIN)/pytest tests/test_devices.py tests/test_client.py tests/test_merge_pcg.py \
+		tests/test_curvature_algebra.py
+	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/curvature.py --device cuda
 
 # The wheel, so that what is tested is what is shipped.
 install: .venv/dependencies

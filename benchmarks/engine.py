@@ -9,7 +9,7 @@ are as they are drawn: what is measured does not depend on their weights. Ours a
 ``fisher_type`` ``mc`` and ``type-2`` over the linear and convolution layers (ours also
 has the exact diagonals of everything else). Every figure is a median over runs that
 take turns; ours include the trial, on five examples, of which layer has which form.
-*64 positions* is ``max_positions=64``, as the strategies ask for by default.
+*32 positions* is ``max_positions=32``, as the strategies ask for by default.
 
 Errors are those of the product with a random vector, over all classes, relative to
 float64. Peak memory is the most that is allocated at once on one batch, in that of a
@@ -34,13 +34,13 @@ from flwr_fisher.params import Params
 from flwr_fisher.tasks import make_model
 
 PEER = "curvlinops"
-BATCHES = 8
+CPU, BATCHES = torch.device("cpu"), 8
 SAMPLED: dict[str, Any] = {"expectation": "sampled"}
 ALL: dict[str, Any] = {"tolerance": 0.0}
 OURS = {
     "sampled": SAMPLED,
     "all classes": ALL,
-    "sampled, 64 positions": SAMPLED | {"max_positions": 64},
+    "sampled, 32 positions": SAMPLED | {"max_positions": 32},
 }
 KINDS = {"sampled": "mc", "all classes": "type-2"}
 Batches = list[tuple[Tensor, Tensor]]
@@ -145,23 +145,24 @@ def theirs(model: nn.Module, batches: Batches, kind: str) -> Any:
     return operator
 
 
-def errors(model: nn.Module, batches: Batches) -> dict[str, float]:
+def errors(model: nn.Module, batches: Batches, peer: bool) -> dict[str, float]:
     """Return both products' errors, relative to float64."""
     some = [(x[:8], y[:8]) for x, y in batches]
     names = covered(model)
     vector = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    norm = torch.linalg.vector_norm
 
     def ours(vector: Params) -> list[Tensor]:
         product = fisher(model, some, **ALL) @ vector
         return [product[name] for name in names]
 
     found = {"ours": ours(vector)}
-    found[PEER] = theirs(model, some, "type-2") @ [vector[name] for name in names]
+    if peer:
+        found[PEER] = theirs(model, some, "type-2") @ [vector[name] for name in names]
     model.double()
     some = [(x.double(), y) for x, y in some]
     exact = ours({name: value.double() for name, value in vector.items()})
     model.float()
-    norm = torch.linalg.vector_norm
     return {
         side: max(
             float(norm(a - b) / norm(b)) for a, b in zip(product, exact, strict=True)
@@ -170,23 +171,32 @@ def errors(model: nn.Module, batches: Batches) -> dict[str, float]:
     }
 
 
-def measure(model: nn.Module, batches: Batches, runs: int) -> dict[str, Any]:
+def measure(
+    model: nn.Module,
+    batches: Batches,
+    runs: int,
+    device: torch.device = CPU,
+    peer: bool = True,
+) -> dict[str, Any]:
     """Return what everything takes, in passes, with errors and peaks."""
+    model.to(device)
+    batches = [(x.to(device), y.to(device)) for x, y in batches]
     work: dict[str, Callable[[Batches], object]] = {"pass": partial(training, model)}
     for name, how in OURS.items():
         work[f"ours, {name}"] = partial(fisher, model, **how)
-    for name, kind in KINDS.items():
+    for name, kind in KINDS.items() if peer else ():
         work[f"{PEER}, {name}"] = partial(theirs, model, kind=kind)
     todo = {name: partial(each, batches) for name, each in work.items()}
-    took = medians(todo, runs, warm_up=1)
+    took = medians(todo, runs, 1, device)
     peaks = {
-        name: peak_bytes(partial(each, batches[:1])) for name, each in work.items()
+        name: peak_bytes(partial(each, batches[:1]), device)
+        for name, each in work.items()
     }
     return {
         "seconds": took,
         "passes": {name: took[name] / took["pass"] for name in took},
         "memory": {name: peaks[name] / peaks["pass"] for name in peaks},
-        "error": errors(model, batches),
+        "error": errors(model, batches, peer),
         "batch": len(batches[0][1]),
     }
 
@@ -203,7 +213,7 @@ def tables(found: dict[str, Any]) -> list[list[str]]:
             lines.append(row(name, *cells))
         shown.append(lines)
     lines = head("relative error", *titles)
-    for side in ("ours", PEER):
+    for side in next(iter(found.values()))["error"]:
         cells = (f"{case['error'][side]:.1e}" for case in found.values())
         lines.append(row(side, *cells))
     return [*shown, lines]

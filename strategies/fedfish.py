@@ -117,8 +117,8 @@ class FedFish(CurvatureStrategy):
         """Ask the sampled clients to train, and for the Fisher or products with it."""
         if self.upload == "product":
             read = ProductUpload.from_arrays
-            return [Exchange(self._options(), read, self._step_of_products)]
-        return [Exchange(self._options(), self._read, self._step)]
+            return [Exchange(self._options(), read, self._step_of_products, alike=True)]
+        return [Exchange(self._options(), self._read, self._step, alike=True)]
 
     def _options(self) -> dict[str, str | int | float]:
         options: dict[str, str | int | float] = {

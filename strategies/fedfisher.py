@@ -38,7 +38,7 @@ from flwr_fisher.wire import (
 logger = logging.getLogger("flwr")
 
 # Of a client's Fisher; measured: benchmarks/results/budget.md
-EXAMPLES, MAX_PASSES, MAX_POSITIONS = 1000, 3, 64
+EXAMPLES, MAX_PASSES, MAX_POSITIONS = 1000, 3, 32
 
 
 class FedFisherOneShot(CurvatureStrategy):
@@ -73,7 +73,7 @@ class FedFisherOneShot(CurvatureStrategy):
         See :func:`flwr_fisher.curvature.fisher`, as for the next ones.
     tolerance : float, default 1e-3
         Share of the Fisher that a client may leave out to save time.
-    examples, max_passes, max_positions : int | None, default 1000, 3, 64
+    examples, max_passes, max_positions : int | None, default 1000, 3, 32
         Of how many examples at most a client takes its Fisher, in how many passes each
         (with ``exact``), and at how many of a layer's positions (for ``kfac`` and
         ``ekfac``): as accurate on real images as all of them, at a fraction of the
@@ -211,11 +211,13 @@ class FedFisherOneShot(CurvatureStrategy):
         """Ask every client to train and to add its Fisher."""
         if self.aggregate == "sums":
             options = self._options() | {"aggregate": self.aggregate}
-            return [Exchange(options, SumsUpload.from_arrays, self._step_from_sums)]
+            read, step = SumsUpload.from_arrays, self._step_from_sums
+            return [Exchange(options, read, step, alike=True)]
         merge = self.merge
         if server_round > 1:  # then the clients start from a merged model
             merge = replace(merge, trust=self.trust)
-        return [Exchange(self._options(), self._read, partial(self._step, merge))]
+        step = partial(self._step, merge)
+        return [Exchange(self._options(), self._read, step, alike=True)]
 
     def _options(self) -> dict[str, str | int | float]:
         return {

@@ -127,7 +127,9 @@ def test_the_fisher_is_limited_as_server_and_client_want(
 @pytest.mark.parametrize("key", ["examples", "max-passes", "max-positions"])
 def test_limits_out_of_range_are_refused_before_training(key: str) -> None:
     for value in (0, 1.5, "many"):
-        with pytest.raises(ConfigurationError, match=f"{key.replace('-', '_')} must be"):
+        with pytest.raises(
+            ConfigurationError, match=f"{key.replace('-', '_')} must be"
+        ):
             ask(tiny_client(), config=KFAC | {key: value})
     with pytest.raises(ConfigurationError, match="max_examples must be >= 1"):
         tiny_client(max_examples=0)

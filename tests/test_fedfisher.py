@@ -130,10 +130,10 @@ def test_clients_hear_how_much_their_fishers_may_take() -> None:
     names = ("examples", "max-passes", "max-positions")
     none = {"examples": None, "max_passes": None, "max_positions": None}
     cases: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
-        ({}, (1000, 3, 64)),
+        ({}, (1000, 3, 32)),
         (none, (None, None, None)),
         ({"examples": 3, "max_passes": 2, "max_positions": 4}, (3, 2, 4)),
-        ({"expectation": "sampled"}, (1000, None, 64)),
+        ({"expectation": "sampled"}, (1000, None, 32)),
         ({"structure": "diagonal"}, (1000, 3, None)),
     ]
     for given, wanted in cases:

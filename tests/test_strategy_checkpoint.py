@@ -173,7 +173,7 @@ def test_the_grid_breaks(tmp_path: Path, uninterrupted: CurvatureResult) -> None
 
         def pull_messages(self, message_ids: Any) -> Any:
             self.pulled += 1
-            if self.pulled > CLIENTS + 2:  # the first are replies to queries
+            if self.pulled > 2 * CLIENTS + 2:  # the first are replies to queries
                 raise ConnectionError("the link is down")
             return super().pull_messages(message_ids)
 

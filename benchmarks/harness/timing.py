@@ -21,20 +21,30 @@ def seconds(work: Work, device: torch.device | None = None) -> float:
     return time.perf_counter() - began
 
 
-def medians(todo: Mapping[str, Work], repeats: int, warm_up: int) -> dict[str, float]:
+def medians(
+    todo: Mapping[str, Work],
+    repeats: int,
+    warm_up: int,
+    device: torch.device | None = None,
+) -> dict[str, float]:
     """Return each one's median seconds; they take turns in random order."""
     shuffled = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in todo}
     for repeat in range(warm_up + repeats):
         for name in shuffled.sample(list(todo), len(todo)):
-            took = seconds(todo[name])
+            took = seconds(todo[name], device)
             if repeat >= warm_up:
                 times[name].append(took)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_bytes(work: Work) -> int:
-    """Return the most that was allocated at once on the CPU, over the start."""
+def peak_bytes(work: Work, device: torch.device | None = None) -> int:
+    """Return the most that was allocated at once, over the start."""
+    if device and device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - held
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         work()
     events = sorted(

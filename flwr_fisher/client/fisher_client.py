@@ -4,7 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import nn
@@ -200,8 +207,15 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         return client_fn(context).evaluate(message, context)
 
     # Which partition a node holds lets a strategy repeat a run: node ids are random.
+    # What it trains is asked once, before it does.
     @app.query()
     def query(message: Message, context: Context) -> Message:
+        if config_of(message)[0].get("query") == "trained":
+            trained = list(client_fn(context).problem.trained())
+            return Message(
+                RecordDict({"config": ConfigRecord({"trained": trained})}),
+                reply_to=message,
+            )
         own = {k: int(v) for k, v in context.node_config.items() if k == "partition-id"}
         return _message(message, MetricRecord({**own}))
 

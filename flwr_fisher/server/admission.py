@@ -83,7 +83,7 @@ class Admission(Generic[P]):
             self.admit(node, *records)
             return records
         except WireError as error:
-            self._reject(self.names.name(node), error.from_node(node))
+            self.reject(node, error.from_node(node))
             return None
 
     def admit(self, node: int, arrays: ArrayRecord, metrics: MetricRecord) -> None:
@@ -125,7 +125,7 @@ class Admission(Generic[P]):
         # Flower refuses a whole round whose clients do not report the same metrics.
         reason = "has other entries than most clients' have"
         self._reject_odd("metrics", reason, _metric_names)
-        self._check_enough(needed)
+        self.check_enough(needed)
         return self.admitted
 
     def metrics(
@@ -136,9 +136,13 @@ class Admission(Generic[P]):
         counts = {"num-replies": len(contents), "num-rejected": len(self.rejected)}
         return MetricRecord({**aggregate(contents, self.weighted_by_key), **counts})
 
-    def _reject(self, client: str, error: FlwrFisherError) -> None:
+    def reject(
+        self, node: int, error: FlwrFisherError, stage: str = "aggregate_train"
+    ) -> None:
+        """Note, and tell the log, why a client is left out."""
+        client = self.names.name(node)
         self.rejected[client] = str(error)
-        logger.warning("aggregate_train: left out %s: %s", client, error)
+        logger.warning("%s: left out %s: %s", stage, client, error)
 
     def _reject_odd(
         self,
@@ -156,17 +160,24 @@ class Admission(Generic[P]):
                 odd = sorted(set(layout) ^ set(common)) or "the same in another order"
                 error = WireError(f"{reason}: {odd}", field=field, node=upload.node_id)
                 self.admitted.remove(upload)
-                self._reject(upload.client, error)
+                self.reject(upload.node_id, error)
 
-    def _check_enough(self, needed: int) -> None:
-        if len(self.admitted) >= needed:
+    def check_enough(self, needed: int, awaited: int = 0) -> None:
+        """See that there are enough uploads, with those that are still awaited.
+
+        Raises
+        ------
+        RoundError
+            With every reason, if there are fewer than `needed`.
+        """
+        if len(self.admitted) + awaited >= needed:
             return
-        silent = self.expected - len(self.admitted) - len(self.rejected)
+        silent = self.expected - len(self.admitted) - len(self.rejected) - awaited
         lines = [f"{client}: {reason}" for client, reason in self.rejected.items()]
         lines += [f"{silent} clients did not reply in time"] * (silent > 0)
         raise RoundError(
-            f"{len(self.admitted)} usable replies, and min_train_nodes={needed}:\n"
-            + "\n".join(lines)
+            f"{len(self.admitted) + awaited} usable replies, and min_train_nodes="
+            f"{needed}:\n" + "\n".join(lines)
         )
 
 

@@ -7,6 +7,7 @@ import time
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import RoundError
+from flwr_fisher.server.agreement import Agreement
 from flwr_fisher.server.node_names import NodeNames
 
 logger = logging.getLogger("flwr")
@@ -23,7 +24,7 @@ class Cohort(NodeNames):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.agreement = seed, Agreement()
         self.connected = 0  # how many nodes were, when last sampled from
 
     def sample(

@@ -135,6 +135,8 @@ class Exchange(Generic[P]):
         The parameters and buffers that are sent out, where they are not the state's.
     everyone : bool, default False
         Ask every connected client instead of the strategy's fraction.
+    alike : bool, default False
+        Leave out those that train other parameters than most, before they train.
     """
 
     options: Mapping[str, ConfigRecordValues]
@@ -143,6 +145,7 @@ class Exchange(Generic[P]):
     send: Callable[[ServerState], Groups] = lambda state: {}
     start: Callable[[ServerState], Params] = lambda state: state.params
     everyone: bool = False
+    alike: bool = False
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's entries, and the options."""

@@ -84,7 +84,8 @@ class OpenExchange(Generic[P]):
     Raises
     ------
     RoundError
-        If too few nodes are connected when the time is up.
+        If too few nodes are connected when the time is up, or too few of them train
+        the same parameters.
     """
 
     def __init__(
@@ -115,6 +116,16 @@ class OpenExchange(Generic[P]):
             sampling.weighted_by_key,
             expected=len(self.nodes),
         )
+        if exchange.alike:
+            self._leave_out_odd(grid, timeout)
+
+    def _leave_out_odd(self, grid: Grid, timeout: float) -> None:
+        """Reject the nodes whose uploads could not be merged with the others'."""
+        ask = self.sampling.cohort.agreement.odd
+        for node, error in ask(grid, self.nodes, self.state.params, timeout).items():
+            self.admission.reject(node, error, "configure_train")
+            self.nodes.remove(node)
+        self.admission.check_enough(self.sampling.min_train_nodes, len(self.nodes))
 
     def messages(self, config: ConfigRecord, nodes: Iterable[int]) -> list[Message]:
         """Return the requests to some of the nodes."""

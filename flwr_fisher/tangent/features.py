@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.estimate.taps import recurrent_backwards
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.randomness import random_stream
 from flwr_fisher.tangent.feature_engine import Chosen, FeatureEngine
@@ -140,7 +141,8 @@ class TangentFeatures:
         """
         if not isinstance(x, Tensor):
             raise DataError(f"examples must be one tensor, got {type(x).__name__}")
-        with torch.inference_mode(False), torch.enable_grad():
+        recurrent = recurrent_backwards(self._network)
+        with torch.inference_mode(False), torch.enable_grad(), recurrent:
             x = x.clone() if x.is_inference() else x.detach()
             shape = len(x), self.num_features
             out = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -84,6 +84,7 @@ class FedPM(CurvatureStrategy):
                 {"job": "fedpm", "damping": self.damping},
                 CovarianceUpload.from_arrays,
                 self._step,
+                alike=True,
             )
         ]
 

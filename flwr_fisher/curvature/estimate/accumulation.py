@@ -213,7 +213,7 @@ def _bytes(
     """
     sizes = layer.positions(inputs.shape)
     pairs, weight = any(a.pairs for a in accumulators), layer.matrices()
-    grid, _ = positions.grid(sizes)
+    grid, _ = positions.of_inputs(sizes)
     columns = layer.input_columns(inputs[:1], None if pairs else grid)
     outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
     step = 2 * (inputs[:1].numel() + outputs)

@@ -93,16 +93,16 @@ def backward_plan(columns: Columns, tolerance: float) -> list[Group]:
         As for :func:`worth_keeping`.
     """
     kept = worth_keeping(columns.weights(), tolerance)
-    counts = kept.sum(0)
     # Each example's kept pieces first, in their order.
     order = (~kept).int().argsort(dim=0, stable=True)
+    counts = kept.sum(0).cpu()  # a device is waited for here, and nowhere else
     largest = int(counts.max()) if counts.numel() else 0
     sizes = [2**k for k in range(largest.bit_length())]
 
     def group(size: int, rows: Tensor) -> Group:
-        passes = int(counts[rows].max())
-        own = columns.of(rows)
-        return Group(size, rows, own, order[:passes, rows], counts[rows])
+        own, there = counts[rows], rows.to(order.device)
+        chosen = order[: int(own.max()), there]
+        return Group(size, there, columns.of(there), chosen, own.to(order.device))
 
     apart = [
         group(size, rows)
@@ -111,5 +111,4 @@ def backward_plan(columns: Columns, tolerance: float) -> list[Group]:
     ]
     if largest * len(counts) > sum((1 + len(x.order)) * len(x.rows) for x in apart):
         return apart
-    every = torch.arange(len(counts), device=counts.device)
-    return [group(sizes[-1], every)] if apart else []
+    return [group(sizes[-1], torch.arange(len(counts)))] if apart else []

@@ -180,7 +180,7 @@ class Engine:
             if not observers:
                 continue
             tap = taps[name]
-            grid, weight = self.positions.grid(layer.positions(tap.inputs.shape))
+            grid, weight = self.positions.of_inputs(layer.positions(tap.inputs.shape))
             if weight == 1 and name in columns:
                 shown = columns[name]
             else:
@@ -236,7 +236,7 @@ class Engine:
         sizes: list[int],
     ) -> None:
         layer, every = self.layers[name], math.prod(sizes)
-        grid, weight = self.positions.grid(sizes)
+        grid, weight = self.positions.of_gradients(sizes)
         with _full_precision(gradients[0]):
             for pairs in (True, False):
                 takers = [a for a in self.accumulators[name] if a.pairs == pairs]

@@ -128,8 +128,9 @@ def fisher(
         for them; positions (tokens) share passes, with random signs.
     max_positions : int, optional
         How many of a layer's positions (of a convolution's output, or tokens) count for
-        K-FAC's factors in an example, at most: a grid with a random origin, which is
-        unbiased. By default all.
+        K-FAC's :math:`A` in an example, at most; for :math:`G`, whose gradients vary
+        more, twice as many. On a grid with a random origin, which is unbiased. By
+        default all.
     weight_sharing : "expand" | "reduce", default "expand"
         What K-FAC's factors are where a layer has several positions (Eschenhagen et
         al., NeurIPS 2023). ``expand``: every position is an input of its own

@@ -17,7 +17,8 @@ class Positions:
     Parameters
     ----------
     most : int, optional
-        About how many of an example's count; by default all.
+        About how many of an example's count in the inputs' factor; by default all. In
+        the gradients', which vary more from one position to the next, twice as many.
     seed : int
         Of the origins.
     """
@@ -25,7 +26,7 @@ class Positions:
     def __init__(self, most: int | None, seed: int) -> None:
         self.most, self._draw = most, random_stream(seed, "positions")
 
-    def grid(self, sizes: Sequence[int]) -> tuple[Grid, int]:
+    def of_inputs(self, sizes: Sequence[int]) -> tuple[Grid, int]:
         """Return a grid, and how many positions each of its points stands for.
 
         Parameters
@@ -33,9 +34,16 @@ class Positions:
         sizes : Sequence[int]
             How many positions there are along each axis.
         """
-        if self.most is None:
+        return self._grid(sizes, self.most)
+
+    def of_gradients(self, sizes: Sequence[int]) -> tuple[Grid, int]:
+        """Return the same of the outputs' gradients."""
+        return self._grid(sizes, None if self.most is None else 2 * self.most)
+
+    def _grid(self, sizes: Sequence[int], most: int | None) -> tuple[Grid, int]:
+        if most is None:
             return (slice(None),) * len(sizes), 1
-        steps = _steps(sizes, self.most)
+        steps = _steps(sizes, most)
         origins = [int(self._draw.integers(step)) for step in steps]
         slices = (slice(o, None, step) for o, step in zip(origins, steps, strict=True))
         return tuple(slices), math.prod(steps)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.backends import cudnn
 from torch.func import functional_call
 
 from flwr_fisher.curvature.estimate.attention import layer_by_layer
@@ -39,11 +40,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), recurrent_backwards(model):
             yield
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def recurrent_backwards(model: nn.Module) -> Iterator[None]:
+    """Keep recurrent layers from cuDNN, which takes them back in train mode alone."""
+    before = cudnn.enabled
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        cudnn.enabled = False
+    try:
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 def tapped_forward(

@@ -1,0 +1,85 @@
+"""Whether clients train the same parameters, asked before they train."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from flwr_fisher.errors import ClientError
+from flwr_fisher.params import Params
+from flwr_fisher.server.collect import collect
+from flwr_fisher.wire import named_options
+
+_QUERY_TIMEOUT = 60.0
+_SHOWN = 3  # names of parameters in an error
+
+
+class Agreement:
+    """Knows which parameters each node trains; asks each once."""
+
+    def __init__(self) -> None:
+        self._trained: dict[int, frozenset[str]] = {}
+        self._asked: set[int] = set()
+
+    def odd(
+        self, grid: Grid, nodes: Sequence[int], like: Params, timeout: float
+    ) -> dict[int, ClientError]:
+        """Return the nodes that train other parameters than most, and how they differ.
+
+        A node that does not tell is not among them: it may fail later, by itself.
+
+        Parameters
+        ----------
+        grid : Grid
+            Reaches them.
+        nodes : Sequence[int]
+            Those that are to train, in an order that is the same in every run.
+        like : Mapping[str, Tensor]
+            The parameters that they are sent; other names are not looked at.
+        timeout : float
+            Seconds to wait for answers, at most a minute.
+        """
+        self._ask(grid, [node for node in nodes if node not in self._asked], timeout)
+        sets = {
+            node: self._trained[node].intersection(like)
+            for node in nodes
+            if node in self._trained
+        }
+        if len(set(sets.values())) < 2:
+            return {}
+        common = Counter(sets.values()).most_common(1)[0][0]
+        return {
+            node: ClientError(_difference(own, common))
+            for node, own in sets.items()
+            if own != common
+        }
+
+    def _ask(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
+        self._asked |= set(nodes)
+        config = ConfigRecord({**named_options({"query": "trained"})})
+        questions = [
+            Message(RecordDict({"config": config}), node, MessageType.QUERY)
+            for node in nodes
+        ]
+        for reply in collect(grid, questions, min(timeout, _QUERY_TIMEOUT)):
+            records = reply.content.config_records if reply.has_content() else {}
+            told = [record.get("trained") for record in records.values()]
+            if len(told) == 1 and isinstance(told[0], list):
+                node = reply.metadata.src_node_id
+                self._trained[node] = frozenset(map(str, told[0]))
+
+
+def _difference(own: frozenset[str], common: frozenset[str]) -> str:
+    parts = []
+    if extra := own - common:
+        parts.append(f"it trains {_some(extra)}, which most freeze")
+    if missing := common - own:
+        parts.append(f"it freezes {_some(missing)}, which most train")
+    return f"{'; '.join(parts)}: freeze the same parameters on every client"
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)
+    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in first[:_SHOWN]) + more

@@ -1,0 +1,93 @@
+"""Clients that train other parameters than the rest are named before they train."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import RoundError
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FedFish, FedFisherOneShot
+from flwr_fisher.strategies.baselines import FedPM
+from flwr_fisher.testing import LocalGrid
+
+Frozen = Mapping[int, tuple[str, ...]]
+
+
+def model(frozen: tuple[str, ...] = ()) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    for name in frozen:
+        net.get_parameter(name).requires_grad_(False)
+    return net
+
+
+def grid_of(frozen: Frozen, count: int, trained: list[int]) -> Grid:
+    """Return clients of which some freeze parameters; `trained` notes who trains."""
+    data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
+
+    def client_fn(context: Context) -> FisherClient:
+        partition = int(context.node_config["partition-id"])
+
+        class Noted(LocalSGD):
+            def __call__(self, *args: Any, **options: Any) -> dict[str, float]:
+                trained.append(partition)
+                return super().__call__(*args, **options)
+
+        net = model(frozen.get(partition, ()))
+        return FisherClient(net, DataLoader(data, batch_size=4), train_fn=Noted())
+
+    return LocalGrid(make_client_app(client_fn), count)
+
+
+def arrays(tensors: dict[str, Tensor]) -> ArrayRecord:
+    return ArrayRecord({name: value.clone() for name, value in tensors.items()})
+
+
+@pytest.mark.parametrize("make", [FedFisherOneShot, FedFish, FedPM])
+def test_the_odd_one_is_named_before_it_trains(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained: list[int] = []
+    grid = grid_of({1: ("0.weight", "0.bias")}, 4, trained)
+    strategy = make(fraction_evaluate=0.0)
+    result = strategy.start(grid, arrays(shared_state(model())), num_rounds=2)
+    assert sorted(trained) == [0, 0, 2, 2, 3, 3]
+    assert len(result.uploads) == 3
+    assert result.train_metrics_clientapp[1]["num-rejected"] == 1
+    assert (
+        "configure_train: left out partition-1: it freezes '0.bias', '0.weight', which "
+        "most train: freeze the same parameters on every client" in caplog.text
+    )
+
+
+def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd() -> None:
+    trained: list[int] = []
+    grid = grid_of({0: ("0.weight",), 2: ("0.weight",)}, 3, trained)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=3)
+    with pytest.raises(RoundError) as caught:
+        strategy.start(grid, arrays(model().state_dict()), num_rounds=1)
+    assert trained == []
+    assert "2 usable replies, and min_train_nodes=3" in str(caught.value)
+    assert "partition-1: it trains '0.weight', which most freeze" in str(caught.value)
+    assert "did not reply" not in str(caught.value)
+
+
+def test_each_client_is_asked_once() -> None:
+    asked: list[int] = []
+    data = DataLoader(TensorDataset(torch.randn(8, 3), torch.randint(2, (8,))))
+
+    def client_fn(context: Context) -> FisherClient:
+        asked.append(1)
+        return FisherClient(model(), data, train_fn=lambda *_: {})
+
+    grid = LocalGrid(make_client_app(client_fn), 2)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    strategy.start(grid, arrays(shared_state(model())), num_rounds=3)
+    assert len(asked) == 2 * (1 + 3)

@@ -1,0 +1,204 @@
+"""Curvature, merges and tangent features on every device there is, and in TF32.
+
+Needs PyTorch alone, not Flower, so that ``make gpu`` can run it anywhere.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from nets import IMAGES, SERIES, Attention
+from oracles import randn, relative, seeded
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from flwr_fisher.curvature import STRUCTURES, Curvature, Kronecker, fisher, fisher_plan
+from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.params import shared_state
+from flwr_fisher.tangent import TangentFeatures
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 2, stride=2),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
+
+
+class Recurrent(nn.Module):
+    """What cuDNN refuses to take back in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(SERIES.shape[-1], 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+        self.cells.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(x)[0].mean(1))
+
+
+CASES: dict[str, tuple[Any, Tensor]] = {
+    "convolutions": (convolutions, IMAGES),
+    "attention": (Attention, randn(1, 5, 6, 4)),
+    "recurrent": (Recurrent, SERIES),
+}
+
+
+def case(name: str) -> tuple[nn.Module, Tensor]:
+    make, inputs = CASES[name]
+    model = seeded(make)
+    model(inputs)
+    return model, inputs
+
+
+class TF32(TorchDispatchMode):
+    """Rounds what is multiplied to ten bits, as a GPU's tensor cores may."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("mm", "bmm", "convolution", "convolution_backward"):
+            args = tree_map(_ten_bits, args)
+        elif name.rstrip("_") in ("addmm", "baddbmm"):
+            args = (args[0], *tree_map(_ten_bits, args[1:]))
+        return function(*args, **(kwargs or {}))
+
+
+def _ten_bits(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        return value
+    bits = value.contiguous().view(torch.int32)
+    return ((bits + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32).view_as(value)
+
+
+@contextmanager
+def tf32(device: str) -> Iterator[None]:
+    """Let matrices be multiplied in TF32; on a CPU it is acted out."""
+    if device == "cpu":
+        with TF32():
+            yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def layers(curvature: Curvature) -> set[str]:
+    return {b.weight for b in curvature.blocks() if isinstance(b, Kronecker)}
+
+
+# Per-example gradients do not go through a recurrent layer, so there is no dense one.
+EVERY = [(n, s) for n in CASES for s in STRUCTURES if (n, s) != ("recurrent", "dense")]
+
+
+@pytest.mark.parametrize(("name", "structure"), EVERY)
+def test_it_is_that_of_double_precision_on_the_cpu(name, structure, device):
+    model, inputs = case(name)
+    exact = fisher(
+        copy.deepcopy(model).double(), [inputs.double()], structure=structure
+    )
+    model, inputs = model.to(device), inputs.to(device)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        found = fisher(model, inputs.split(3), structure=structure)
+    assert next(iter(found.diagonal().values())).device.type == device
+    assert found.shapes == exact.shapes
+    assert relative(found.to("cpu").to_dense(), exact.to_dense()) < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tf32_costs_three_digits_and_no_structure(name, device):
+    model, inputs = case(name)
+    exact = fisher(copy.deepcopy(model).double(), [inputs.double()])
+    model, inputs = model.to(device), inputs.to(device)
+    with tf32(device):
+        found = fisher(model, [inputs])
+        plan = fisher_plan(model, inputs)
+    assert layers(found) == layers(exact)
+    assert not any(row.slow for row in plan.layers)
+    error = relative(found.to("cpu").to_dense(), exact.to_dense())
+    assert (1e-6 if device == "cpu" else 0) < error < 5e-3
+
+
+@pytest.mark.parametrize("how", ["autocast", "parameters"])
+@pytest.mark.parametrize("name", ["convolutions", "attention"])
+def test_bfloat16_costs_two_digits_and_no_structure(name, how, device):
+    model, inputs = case(name)
+    exact = fisher(copy.deepcopy(model).double(), [inputs.double()], tolerance=0)
+    model, inputs = model.to(device), inputs.to(device)
+    if how == "parameters":
+        model, inputs = model.bfloat16(), inputs.bfloat16()
+    with torch.autocast(device, torch.bfloat16, enabled=how == "autocast"):
+        found = fisher(model, [inputs], tolerance=0)
+    assert layers(found) == layers(exact)
+    assert relative(found.to("cpu").to_dense(), exact.to_dense()) < 0.05
+
+
+def test_recurrent_layers_go_back_in_eval_mode_and_the_setting_is_left(device):
+    model, inputs = case("recurrent")
+    model, inputs = model.to(device), inputs.to(device)
+    seen: list[bool] = []
+    model.register_forward_hook(
+        lambda *_: seen.append(torch.backends.cudnn.enabled and not model.training)
+    )
+    before = torch.backends.cudnn.enabled
+    fisher(model, [inputs])
+    assert not any(seen)
+    assert torch.backends.cudnn.enabled == before
+    assert model.training
+
+
+def test_a_merge_is_that_of_the_cpu(device):
+    posteriors = []
+    for seed in range(3):
+        model, inputs = seeded(convolutions, seed), IMAGES + seed
+        model(inputs)
+        curvature = fisher(model, [inputs])
+        posteriors.append(LocalPosterior(shared_state(model), curvature, 10 + seed))
+    here = fedfisher(posteriors, device="cpu").params
+    there = fedfisher(posteriors, device=device).params
+    for name, value in here.items():
+        assert relative(there[name].cpu(), value) < 1e-4, name
+
+
+def test_tangent_features_are_those_of_the_cpu(device):
+    model, inputs = case("convolutions")
+    here = TangentFeatures(model, 100)(inputs)
+    there = TangentFeatures(copy.deepcopy(model).to(device), 100)(inputs.to(device))
+    assert there.device.type == device
+    assert relative(there.cpu(), here) < 1e-4
+
+
+def test_the_loop_waits_for_the_device_once_a_batch(device):
+    if device == "cpu":
+        pytest.skip("a CPU has no queue")
+    model, inputs = case("convolutions")
+    model, inputs = model.to(device), inputs.to(device)
+
+    def waits(batches: int) -> int:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fisher(model, [inputs] * batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(each.message) for each in caught)
+
+    assert waits(6) - waits(1) <= 5
