@@ -89,7 +89,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     for client, each in found.items():
         for at in each:
             every = f"{at['all']:.2f}" if "all" in at else ""
-            lines.append(row(client, at["trained"], f"{at['default']:.2f}", every))
+            lines.append(row(client, str(at["trained"]), f"{at['default']:.2f}", every))
     return lines
 
 

@@ -8,8 +8,9 @@ are as they are drawn: what is measured does not depend on their weights. Ours a
 ``tolerance=0``, over all classes; curvlinops' are its ``KFACLinearOperator`` with
 ``fisher_type`` ``mc`` and ``type-2`` over the linear and convolution layers (ours also
 has the exact diagonals of everything else). Every figure is a median over runs that
-take turns; ours include the trial, on five examples, of which layer has which form.
-*32 positions* is ``max_positions=32``, as the strategies ask for by default.
+take turns, each network in a process of its own; ours include the trial, on five
+examples, of which layer has which form. *32 positions* is ``max_positions=32``, as the
+strategies ask for by default.
 
 Errors are those of the product with a random vector, over all classes, relative to
 float64. Peak memory is the most that is allocated at once on one batch, in that of a
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness.alone import alone
 from harness.page import blocks, opening, write_page
 from harness.tables import head, row
 from harness.timing import medians, peak_bytes
@@ -219,17 +221,21 @@ def tables(found: dict[str, Any]) -> list[list[str]]:
     return [*shown, lines]
 
 
+def of_case(name: str, runs: int) -> dict[str, Any]:
+    """Return a network's figures."""
+    return measure(*cases()[name], runs)
+
+
 def main() -> None:
     """Write the tables and the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     runs = parser.parse_args().runs
     found = {}
-    for name, (model, batches) in cases().items():
-        found[name] = measure(model, batches, runs)
+    for name in cases():
+        found[name] = alone(of_case, name, runs)
         print(name, found[name], flush=True)
-    threads = torch.get_num_threads()
-    where = f"{platform.machine()}, {threads} threads, torch {torch.__version__}"
+    where = f"{platform.machine()}, 2 threads, torch {torch.__version__}"
     note = f"Measured on {where}; medians of {runs} runs over {BATCHES} batches."
     lines = blocks(opening("A K-FAC in gradient passes", __doc__), note, *tables(found))
     write_page("engine", lines, found)

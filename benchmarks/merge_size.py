@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.alone import alone
 from harness.page import Page, opening
 from harness.plots import dress
 from harness.tables import head, row
 from matplotlib.figure import Figure
-from studies.size.measure import alone, codec, merging
+from studies.size.measure import codec, merging
 
 from flwr_fisher.report.style import save
 

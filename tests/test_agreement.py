@@ -1,12 +1,11 @@
 """Clients that train other parameters than the rest are named before they train."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord, Context, Message, MessageType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,7 +27,9 @@ def model(frozen: tuple[str, ...] = ()) -> nn.Module:
     return net
 
 
-def grid_of(frozen: Frozen, count: int, trained: list[int]) -> Grid:
+def grid_of(
+    frozen: Frozen, count: int, trained: list[int], kind: type[LocalGrid] = LocalGrid
+) -> Any:
     """Return clients of which some freeze parameters; `trained` notes who trains."""
     data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
 
@@ -43,7 +44,7 @@ def grid_of(frozen: Frozen, count: int, trained: list[int]) -> Grid:
         net = model(frozen.get(partition, ()))
         return FisherClient(net, DataLoader(data, batch_size=4), train_fn=Noted())
 
-    return LocalGrid(make_client_app(client_fn), count)
+    return kind(make_client_app(client_fn), count)
 
 
 def arrays(tensors: dict[str, Tensor]) -> ArrayRecord:
@@ -77,6 +78,30 @@ def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd() -> None:
     assert "2 usable replies, and min_train_nodes=3" in str(caught.value)
     assert "partition-1: it trains '0.weight', which most freeze" in str(caught.value)
     assert "did not reply" not in str(caught.value)
+
+
+def test_a_node_that_answers_no_query_is_not_waited_for_twice() -> None:
+    class Deaf(LocalGrid):
+        questions = 0
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            heard = []
+            for message in messages:
+                query = message.metadata.message_type == MessageType.QUERY
+                if query and message.metadata.dst_node_id == min(self.get_node_ids()):
+                    self.questions += 1
+                    yield "never answered"
+                else:
+                    heard.append(message)
+            yield from super().push_messages(heard)
+
+    grid = grid_of({}, 3, [], Deaf)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    result = strategy.start(
+        grid, arrays(shared_state(model())), num_rounds=1, timeout=2
+    )
+    assert grid.questions == 1
+    assert len(result.uploads) == 3
 
 
 def test_each_client_is_asked_once() -> None:

@@ -19,7 +19,7 @@ from flwr_fisher.client.training import (
 )
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.errors import ClientError, DataError, check_range
+from flwr_fisher.errors import ClientError, DataError, check_range, check_whole
 from flwr_fisher.params import Params, select, trainable_names
 
 
@@ -74,7 +74,7 @@ class LocalProblem:
         likelihood_of(self.likelihood)
         check_range("cache_bytes", self.cache_bytes, 1)
         if self.max_examples is not None:
-            check_range("max_examples", self.max_examples, 1)
+            check_whole("max_examples", self.max_examples, 1)
 
     @property
     def has_classes(self) -> bool:

@@ -64,10 +64,10 @@ class Agreement:
         ]
         for reply in collect(grid, questions, min(timeout, _QUERY_TIMEOUT)):
             records = reply.content.config_records if reply.has_content() else {}
-            told = [record.get("trained") for record in records.values()]
-            if len(told) == 1 and isinstance(told[0], list):
-                node = reply.metadata.src_node_id
-                self._trained[node] = frozenset(map(str, told[0]))
+            for record in records.values():
+                if isinstance(names := record.get("trained"), list):
+                    node = reply.metadata.src_node_id
+                    self._trained[node] = frozenset(map(str, names))
 
 
 def _difference(own: frozenset[str], common: frozenset[str]) -> str:

@@ -17,6 +17,7 @@ class NodeNames:
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[int, int]] = {}
+        self.answered: set[int] = set()  # nodes that are there to be asked more
 
     def name(self, node_id: int) -> str:
         """Return a client's name: the same in every run, where a query told it."""
@@ -35,6 +36,7 @@ class NodeNames:
         taken = set(self._names.values())
         for reply in collect(grid, questions, min(timeout, _QUERY_TIMEOUT)):
             node = reply.metadata.src_node_id
+            self.answered.add(node)
             records = reply.content.metric_records if reply.has_content() else {}
             found = {k: v for record in records.values() for k, v in record.items()}
             partition = found.get("partition-id")

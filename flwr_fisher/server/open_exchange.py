@@ -121,8 +121,10 @@ class OpenExchange(Generic[P]):
 
     def _leave_out_odd(self, grid: Grid, timeout: float) -> None:
         """Reject the nodes whose uploads could not be merged with the others'."""
-        ask = self.sampling.cohort.agreement.odd
-        for node, error in ask(grid, self.nodes, self.state.params, timeout).items():
+        cohort = self.sampling.cohort
+        nodes = [node for node in self.nodes if node in cohort.answered]
+        odd = cohort.agreement.odd(grid, nodes, self.state.params, timeout)
+        for node, error in odd.items():
             self.admission.reject(node, error, "configure_train")
             self.nodes.remove(node)
         self.admission.check_enough(self.sampling.min_train_nodes, len(self.nodes))

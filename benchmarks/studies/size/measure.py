@@ -1,16 +1,14 @@
 """Seconds and memory of packing and merging, each in a process of its own."""
 
 import ctypes
-import multiprocessing
 import statistics
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness.alone import alone
 from harness.timing import seconds
 
 from flwr_fisher.merge import fedfisher
@@ -21,21 +19,6 @@ from studies.size.uploads import BATCH, network, packed, trained
 Numbers = dict[str, Any]
 MOST_RUNS, ENOUGH = 7, 30.0  # seconds
 _GB = 1e9
-
-
-def alone(work: Callable[..., Numbers], *args: Any) -> Numbers:
-    """Return what a function returns in a fresh process, whose memory is its own."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(_with_two_threads, (work, args, list(sys.path)))
-
-
-def _with_two_threads(
-    work: Callable[..., Numbers], args: tuple[Any, ...], path: list[str]
-) -> Numbers:
-    sys.path[:] = path
-    torch.set_num_threads(2)
-    return work(*args)
 
 
 def gradient_pass(name: str) -> float:

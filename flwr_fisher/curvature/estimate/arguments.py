@@ -1,10 +1,14 @@
 """Which of a Fisher's options go together."""
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 
 from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, WEIGHT_SHARINGS
-from flwr_fisher.errors import ConfigurationError, check_known, check_range
+from flwr_fisher.errors import (
+    ConfigurationError,
+    check_known,
+    check_range,
+    check_whole,
+)
 
 EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
 ENGINES = ("auto", "nngeometry")
@@ -47,11 +51,8 @@ def check_options(
     check_known("weight_sharing", weight_sharing, WEIGHT_SHARINGS)
     check_range("tolerance", tolerance, 0, 1)
     for name, count in counts.items():
-        if count is None:
-            continue
-        check_range(name, count, 1)
-        if not isinstance(count, Integral):
-            raise ConfigurationError(f"{name} must be a whole number, got {count}")
+        if count is not None:
+            check_whole(name, count, 1)
     kfac = own and bool({"kfac", "ekfac"} & set(structures))
     expands = weight_sharing == "expand"
     if not (expands or kfac):

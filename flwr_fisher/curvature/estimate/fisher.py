@@ -178,7 +178,9 @@ def fisher(
     On a GPU the loop does not wait for the device, except once a batch where a
     tolerance lets it choose its passes or given labels are checked. Under
     ``torch.autocast`` the model runs in half precision, and what it leaves is
-    multiplied and summed in at least float32.
+    multiplied and summed in at least float32. Where TF32 is allowed, float32 products
+    have its three digits. Neither changes which structure a layer has. Recurrent layers
+    run without cuDNN, which takes none back in eval mode.
 
     Examples
     --------
