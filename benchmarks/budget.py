@@ -66,11 +66,11 @@ BUDGETS["1000 examples, 32 positions, one sampled label"] = {
 
 
 def with_budget(
-    setting: Setting, task: Task, budget: dict[str, Any]
+    uploads: list[LocalPosterior], setting: Setting, task: Task, budget: dict[str, Any]
 ) -> list[LocalPosterior]:
     """Return the clients' trained models, each with its Fisher within a budget."""
     model, clients = task.make_model(), []
-    for client, trained in enumerate(posteriors(setting, task)):
+    for client, trained in enumerate(uploads):
         model.load_state_dict(trained.params)
         own = task.eval_loader(task.train_images(client), setting.batch_size)
         curvature = fisher(model, own, seed=client, **budget)
@@ -82,9 +82,9 @@ def evaluate(setting: Setting, data_dir: Path) -> dict[str, float]:
     """Return the merge's validation accuracy in per cent with every budget."""
     task = setting.task(data_dir)
     model, loader = task.make_model(), scored(task)
-    found = {}
+    uploads, found = posteriors(setting, task), {}
     for name, budget in BUDGETS.items():
-        params = fedfisher(with_budget(setting, task, budget)).params
+        params = fedfisher(with_budget(uploads, setting, task, budget)).params
         found[name] = 100 * accuracies(model, {"x": params}, loader)["x"]
     return found
 
@@ -92,11 +92,13 @@ def evaluate(setting: Setting, data_dir: Path) -> dict[str, float]:
 def errors(setting: Setting, data_dir: Path) -> dict[str, list[float]]:
     """Return the errors of A and G in the worst layer, a mean over clients."""
     task = setting.task(data_dir)
-    whole, found = with_budget(setting, task, BUDGETS[ALL]), {}
+    uploads, found = posteriors(setting, task), {}
+    whole = with_budget(uploads, setting, task, BUDGETS[ALL])
     for name, budget in BUDGETS.items():
-        if name == ALL or "reduce" in name:
+        if name == ALL or "weight_sharing" in budget:
             continue
-        pairs = zip(whole, with_budget(setting, task, budget), strict=True)
+        close = with_budget(uploads, setting, task, budget)
+        pairs = zip(whole, close, strict=True)
         each = [_worst(a.curvature, b.curvature) for a, b in pairs]
         found[name] = [fmean(values) for values in zip(*each, strict=True)]
     return found

@@ -124,11 +124,15 @@ def loader(
     return DataLoader(data, batch_size=32, shuffle=shuffle)
 
 
+def training(epochs: int) -> LocalSGD:
+    """Return how the transformer and its adapters are trained."""
+    return LocalSGD(epochs=epochs, optimizer=partial(torch.optim.AdamW, lr=3e-3))
+
+
 def pretrained(data: TextData, epochs: int) -> dict[str, Tensor]:
     """Return the transformer's parameters after training on a kind of text."""
     model = transformer()
-    adam = partial(torch.optim.AdamW, lr=3e-3)
-    LocalSGD(epochs=epochs, optimizer=adam)(model, loader(data.train), CPU, {})
+    training(epochs)(model, loader(data.train), CPU, {})
     return shared_state(model)
 
 
@@ -141,7 +145,7 @@ def run(seed: int, epochs: int, kinds: dict[str, TextData]) -> dict[str, list[fl
 
     def client_fn(context: Context) -> FisherClient:
         kind = KINDS[int(context.node_config["partition-id"])]
-        train = LocalSGD(epochs=epochs, optimizer=partial(torch.optim.AdamW, lr=3e-3))
+        train = training(epochs)
 
         def note(model: nn.Module, *rest: object) -> dict[str, float]:
             metrics = train(model, *rest)  # type: ignore[arg-type]

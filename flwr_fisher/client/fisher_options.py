@@ -111,18 +111,17 @@ class FisherOptions:
         return wanted
 
     def _check(self, train_fn: TrainFn) -> None:
-        if self.structure is not None:
-            check_options(
-                [self.structure],
-                expectation=self.expectation,
-                tolerance=self.tolerance,
-                weight_sharing=self.weight_sharing,
-                counts={
-                    "examples": self.examples,
-                    "max_passes": self.max_passes,
-                    "max_positions": self.max_positions,
-                },
-            )
+        check_options(
+            [] if self.structure is None else [self.structure],
+            expectation=self.expectation,
+            tolerance=self.tolerance,
+            weight_sharing=self.weight_sharing,
+            counts={
+                "examples": self.examples,
+                "max_passes": self.max_passes,
+                "max_positions": self.max_positions,
+            },
+        )
         check_known("fisher-source", self.source, _SOURCES)
         check_known("fisher-reduction", self.reduction, _REDUCTIONS)
         check_known("upload", self.upload, _UPLOADS)

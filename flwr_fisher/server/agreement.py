@@ -3,15 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import Params
-from flwr_fisher.server.collect import collect
+from flwr_fisher.server.collect import query
 from flwr_fisher.wire import named_options
 
-_QUERY_TIMEOUT = 60.0
 _SHOWN = 3  # names of parameters in an error
 
 
@@ -58,11 +57,7 @@ class Agreement:
     def _ask(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
         self._asked |= set(nodes)
         config = ConfigRecord({**named_options({"query": "trained"})})
-        questions = [
-            Message(RecordDict({"config": config}), node, MessageType.QUERY)
-            for node in nodes
-        ]
-        for reply in collect(grid, questions, min(timeout, _QUERY_TIMEOUT)):
+        for reply in query(grid, nodes, RecordDict({"config": config}), timeout):
             records = reply.content.config_records if reply.has_content() else {}
             for record in records.values():
                 if isinstance(names := record.get("trained"), list):

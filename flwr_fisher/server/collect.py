@@ -3,9 +3,10 @@
 import time
 from collections.abc import Iterable, Iterator
 
-from flwr.app import Message
+from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+_QUERY_TIMEOUT = 60.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 3.0  # seconds between pulls, as Flower's own
 
 
@@ -27,3 +28,11 @@ def collect(
             wait = min(2 * wait, _LONGEST_WAIT)
         else:
             wait = _FIRST_WAIT
+
+
+def query(
+    grid: Grid, nodes: Iterable[int], content: RecordDict, timeout: float
+) -> Iterator[Message]:
+    """Ask nodes what costs them little; yield answers for a minute at most."""
+    questions = [Message(content, node, MessageType.QUERY) for node in nodes]
+    return collect(grid, questions, min(timeout, _QUERY_TIMEOUT))

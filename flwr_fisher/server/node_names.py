@@ -3,13 +3,12 @@
 import logging
 from collections.abc import Iterable
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
-from flwr_fisher.server.collect import collect
+from flwr_fisher.server.collect import query
 
 logger = logging.getLogger("flwr")
-_QUERY_TIMEOUT = 60.0
 
 
 class NodeNames:
@@ -31,10 +30,9 @@ class NodeNames:
     def learn(self, grid: Grid, nodes: Iterable[int], timeout: float) -> None:
         """Ask nodes met for the first time which partition they hold."""
         new = [node for node in nodes if node not in self._names]
-        questions = [Message(RecordDict(), n, MessageType.QUERY) for n in new]
         self._names |= {node: (1, node) for node in new}
         taken = set(self._names.values())
-        for reply in collect(grid, questions, min(timeout, _QUERY_TIMEOUT)):
+        for reply in query(grid, new, RecordDict(), timeout):
             node = reply.metadata.src_node_id
             self.answered.add(node)
             records = reply.content.metric_records if reply.has_content() else {}

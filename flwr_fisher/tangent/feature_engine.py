@@ -71,7 +71,7 @@ class FeatureEngine:
             few = torch.cat([few, torch.zeros_like(few)])
         _check_one_output_each(network, few)
         tappable = tappable_layers(network)
-        taps = explained(Trial(network, few, tappable), tappable)
+        taps = explained(Trial(network, few, tappable))
         layers = {name: tappable[name] for name in taps}
         self.layers = {
             name: layer

@@ -1,6 +1,6 @@
 """Which parameters have examples' gradients in closed form, by trial."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class Forms:
         """
         tappable, direct = kronecker_layers(model), direct_layers(model)
         trial = Trial(model, inputs, {**tappable, **direct})
-        calls = explained(trial, {**tappable, **direct})
+        calls = explained(trial)
         layers = {name: tappable[name] for name in calls if name in tappable}
         direct = {name: direct[name] for name in calls if name in direct}
         taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
@@ -68,24 +68,18 @@ class Forms:
         return cls(layers, {**direct, **shared}, seen, others)
 
 
-def explained(
-    trial: Trial, layers: Mapping[str, TappableLayer | DirectLayer]
-) -> dict[str, Tap]:
+def explained(trial: Trial) -> dict[str, Tap]:
     """Return the call of each layer whose gradients follow from its input and output.
 
     Parameters
     ----------
     trial : Trial
-        Of the model, with these layers.
-    layers : Mapping[str, TappableLayer | DirectLayer]
-        The layers to try.
+        Of the model, with the layers to try.
     """
-    return {
-        n: call for n, call in trial.calls.items() if _explains(layers[n], n, trial)
-    }
+    return {name: call for name, call in trial.calls.items() if _explains(name, trial)}
 
 
-def _explains(layer: TappableLayer | DirectLayer, name: str, trial: Trial) -> bool:
+def _explains(name: str, trial: Trial) -> bool:
     """Return whether inputs and output gradients reproduce the layer's gradients.
 
     They do not if the weight is also used outside the layer's own call, or if a
@@ -93,7 +87,8 @@ def _explains(layer: TappableLayer | DirectLayer, name: str, trial: Trial) -> bo
     layer's rows are not the batch's examples (a model that folds time into the batch,
     or puts time first). Then per-example gradients take over.
     """
-    inputs, output = trial.calls[name].inputs, trial.at_outputs[name]
+    layer, inputs = trial.layers[name], trial.calls[name].inputs
+    output = trial.at_outputs[name]
     gradients = [trial.gradient(parameter) for parameter in layer.parameters()]
     known = [gradient for gradient in gradients if gradient is not None]
     if output is None or len(known) < len(gradients):

@@ -131,7 +131,7 @@ class _Sums:
         check_examples_are_independent(model, "layers' inputs hang on the batch")
         self.model, self.count = model, 0
         layers = kronecker_layers(model)
-        taps = explained(Trial(model, inputs, layers), layers)
+        taps = explained(Trial(model, inputs, layers))
         self.layers = {name: layers[name] for name in taps}
         columns = {
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()

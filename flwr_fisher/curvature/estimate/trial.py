@@ -51,7 +51,8 @@ class Trial:
         inputs: Tensor,
         layers: Mapping[str, TappableLayer | DirectLayer],
     ) -> None:
-        self.model, self.inputs = model, torch.cat([inputs[:_FEW]] * 2)[:_FEW]
+        self.model, self.layers = model, layers
+        self.inputs = torch.cat([inputs[:_FEW]] * 2)[:_FEW]
         outputs, taps = tapped_forward(model, self.inputs, layers)
         calls = {name: each[0] for name, each in taps.items() if len(each) == 1}
         self.calls = {n: call for n, call in calls.items() if call.output is not None}
