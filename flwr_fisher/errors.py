@@ -8,6 +8,8 @@ that callers who catch ``ValueError`` keep working.
 from collections.abc import Iterable
 from numbers import Integral, Real
 
+from flwr_fisher.printable import printable
+
 __all__ = [
     "CheckpointError",
     "ClientError",
@@ -54,7 +56,8 @@ class UnknownNameError(ConfigurationError):
     """
 
     def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
-        super().__init__(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        # It may come from a stranger, and ends in a log.
+        super().__init__(f"unknown {what} {name!r:.80}; known: {', '.join(known)}")
 
 
 class ParamsError(FlwrFisherError, ValueError):
@@ -81,8 +84,13 @@ class RoundError(FlwrFisherError, RuntimeError):
     """A round ended without a result: too few clients or replies, or a bad step."""
 
 
+_FIELD, _REASON = 120, 600  # signs of a WireError's texts
+
+
 class WireError(FlwrFisherError, ValueError):
     """What arrived from a node is not what was requested.
+
+    Its texts may quote what arrived: they are cut, and made printable.
 
     Parameters
     ----------
@@ -92,12 +100,17 @@ class WireError(FlwrFisherError, ValueError):
         The key in the record.
     node : int | None
         The id of the node that sent it, where known.
+
+    Notes
+    -----
+    Both texts may quote what arrived, so they are kept short and printable.
     """
 
     def __init__(self, reason: str, *, field: str, node: int | None = None) -> None:
-        self.reason, self.field, self.node = reason, field, node
+        self.reason = printable(reason, _REASON)
+        self.field, self.node = printable(field, _FIELD), node
         sender = "" if node is None else f"node {node}: "
-        super().__init__(f"{sender}'{field}': {reason}")
+        super().__init__(f"{sender}'{self.field}': {self.reason}")
 
     def from_node(self, node: int) -> "WireError":
         """Return the same error with the sender's id in it."""
@@ -120,7 +133,7 @@ def check_number(name: str, value: object) -> None:
     flwr_fisher.errors.ConfigurationError: lr must be a number, got '0.1'
     """
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be a number, got {value!r}")
+        raise ConfigurationError(f"{name} must be a number, got {value!r:.80}")
 
 
 def check_whole(name: str, value: object, low: int | None = None) -> None:
@@ -133,7 +146,7 @@ def check_whole(name: str, value: object, low: int | None = None) -> None:
     flwr_fisher.errors.ConfigurationError: num_features must be an integer, got 100.5
     """
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ConfigurationError(f"{name} must be an integer, got {value!r}")
+        raise ConfigurationError(f"{name} must be an integer, got {value!r:.80}")
     if low is not None:
         check_range(name, int(value), low)
 

@@ -9,7 +9,10 @@ from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.inflatable.inflatable_object import InflatableObject
+from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
+    no_object_id_recompute,
+)
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -37,11 +40,12 @@ def object_sizes(content: RecordDict) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     todo: list[InflatableObject] = [content]
-    while todo:
-        item = todo.pop()
-        if item.object_id not in sizes:
-            sizes[item.object_id] = len(item.deflate())
-            todo.extend((item.children or {}).values())
+    with no_object_id_recompute():  # each hash is of all that the object holds
+        while todo:
+            item = todo.pop()
+            if item.object_id not in sizes:
+                sizes[item.object_id] = len(item.deflate())
+                todo.extend((item.children or {}).values())
     return sizes
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "check_finite",
     "check_same_layout",
     "dot",
+    "finite",
     "flatten",
     "layout_of",
     "norm",
@@ -54,7 +55,11 @@ class DeferredParams(Mapping[str, Tensor]):
     """
 
     def __init__(self, like: Params, make: Callable[[str], Tensor]) -> None:
-        self.layout = {k: torch.empty_like(v, device="meta") for k, v in like.items()}
+        self.layout: Params = (
+            like.layout  # which does not change, and is shared
+            if isinstance(like, DeferredParams)
+            else {k: torch.empty_like(v, device="meta") for k, v in like.items()}
+        )
         self._make = make
 
     def __getitem__(self, key: str) -> Tensor:
@@ -107,6 +112,12 @@ def check_finite(params: Params, what: str) -> None:
             raise ParamsError(f"{what}: '{key}' holds NaN or infinity")
 
 
+def finite(params: Params, what: str) -> dict[str, Tensor]:
+    """Return params as they are, or raise :class:`ParamsError` as `check_finite`."""
+    check_finite(params, what)
+    return dict(params)
+
+
 def add(left: Params, right: Params, factor: float = 1.0) -> dict[str, Tensor]:
     """Return ``left + factor * right``, key by key."""
     check_same_layout(left, right, "the right-hand side")
@@ -138,8 +149,25 @@ def dot(left: Params, right: Params) -> Tensor:
 
 
 def norm(params: Params) -> Tensor:
-    """Return the Euclidean norm over all tensors, a scalar tensor."""
-    return dot(params, params).sqrt()
+    """Return the Euclidean norm over all tensors, a scalar tensor.
+
+    It is finite wherever the norm itself is, also where a square is not.
+
+    Examples
+    --------
+    >>> norm({"w": torch.tensor([3e30, 4e30])})
+    tensor(5.0000e+30)
+    """
+    square = dot(params, params)
+    least = torch.finfo(square.dtype).tiny if square.is_floating_point() else 0
+    if least <= float(square) < float("inf"):
+        return square.sqrt()
+    sizes = (float(v.abs().max()) for v in params.values() if v.numel())
+    largest = max(sizes, default=0.0)
+    if not 0 < largest < float("inf"):
+        return square.sqrt()
+    scaled = {k: v / largest for k, v in params.items()}
+    return dot(scaled, scaled).sqrt() * largest
 
 
 def select(params: Params, names: Iterable[str]) -> dict[str, Tensor]:

@@ -30,6 +30,20 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(_joined(parts)).digest()[:8]) >> 1
 
 
+def seed_of_clients(seed: int) -> int:
+    """Return the seed that clients are sent in place of the run's own.
+
+    The run's own says which clients a round asks, and nobody can tell it from this one,
+    unless it is so small that it is guessed.
+
+    Examples
+    --------
+    >>> seed_of_clients(3) == seed_of_clients(3) != 3
+    True
+    """
+    return derive_seed(seed, "clients")
+
+
 def random_stream(*parts: int | str) -> np.random.Generator:
     """Return a generator whose numbers depend on all parts and nothing else.
 

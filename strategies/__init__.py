@@ -1,6 +1,7 @@
 """The four algorithms, as Flower ``Strategy`` classes, and the methods beside them."""
 
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import (
@@ -30,6 +31,7 @@ __all__ = [
     "FedFisherOneShot",
     "FedGA",
     "FedPM",
+    "Policy",
     "Repeatable",
     "Scaffold",
     "ServerState",

@@ -1,10 +1,14 @@
-"""The base of this library's strategies: FedAvg's settings, a seed, and `start`."""
+"""The base of this library's strategies: FedAvg's settings, a seed, and `start`.
+
+Long: a third of it is the docstrings of what a strategy says, and of `start`.
+"""
 
 import logging
 import textwrap
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,11 @@ from flwr.serverapp.strategy import FedAvg
 from flwr_fisher.errors import ConfigurationError, check_range, check_whole
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.driver import Driver, aggregate_in_order
+from flwr_fisher.server.driver import Driver
+from flwr_fisher.server.evaluation import aggregate_evaluations
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState
 from flwr_fisher.server.open_exchange import OpenExchange, requests
+from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
@@ -52,6 +58,11 @@ class CurvatureStrategy(FedAvg):
     ----------
     seed : int, default 0
         Determines sampling, and with the round and the partition a client's randomness.
+        Clients are sent another one, derived from it; who must not guess which clients
+        a round asks must not guess this one, either: take a large one.
+    policy : Policy, optional
+        How far a single client's say may go; see
+        :class:`~flwr_fisher.strategies.Policy` for the defaults.
     **kwargs
         ``FedAvg``'s keywords: ``fraction_train``, ``min_train_nodes``,
         ``weighted_by_key``, …. ``min_train_nodes`` is also how many usable replies a
@@ -63,7 +74,9 @@ class CurvatureStrategy(FedAvg):
         If an argument is out of range.
     """
 
-    def __init__(self, *, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, *, seed: int = 0, policy: Policy | None = None, **kwargs: Any
+    ) -> None:
         if unknown := sorted(kwargs.keys() - signature(FedAvg).parameters.keys()):
             raise TypeError(
                 f"{type(self).__name__}() got unexpected keyword arguments {unknown}"
@@ -71,8 +84,10 @@ class CurvatureStrategy(FedAvg):
         for name in kwargs.keys() & _RANGES.keys():
             check_range(name, kwargs[name], *_RANGES[name])
         check_whole("seed", seed)
+        if not isinstance(policy, Policy | None):
+            raise ConfigurationError(f"policy must be a Policy, got {policy!r}")
         super().__init__(**kwargs)
-        self.seed = seed
+        self.seed, self.policy = seed, Policy() if policy is None else policy
         self.cohort = Cohort(seed)
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
@@ -121,6 +136,7 @@ class CurvatureStrategy(FedAvg):
             "fraction_train": self.fraction_train,
             "min_train_nodes": self.min_train_nodes,
             "weighted_by_key": self.weighted_by_key,
+            **{f"policy.{name}": n for name, n in asdict(self.policy).items()},
             **self.settings(),
         }
 
@@ -211,7 +227,9 @@ class CurvatureStrategy(FedAvg):
         self, driver: Driver, server_round: int, config: ConfigRecord
     ) -> None:
         """Have the driver ask clients to evaluate what the round made."""
-        driver.evaluate(self, self.cohort, server_round, config)
+        driver.evaluate(
+            self, self.cohort, server_round, config, self.weighted_by_key, self.policy
+        )
 
     # Flower's own hooks, for loops other than `start`; they know one exchange a round.
 
@@ -273,10 +291,16 @@ class CurvatureStrategy(FedAvg):
     ) -> MetricRecord | None:
         """Average the clients' metrics, in an order that depends on no timing.
 
-        Replies that do not fit each other are worth a warning, not the round.
+        A reply that does not fit the others is left out, with a warning.
         """
-        aggregate = super().aggregate_evaluate
-        return aggregate_in_order(aggregate, self.cohort, server_round, replies)
+        return aggregate_evaluations(
+            super().aggregate_evaluate,
+            self.cohort,
+            server_round,
+            replies,
+            self.weighted_by_key,
+            self.policy,
+        )
 
     def _only_exchange(self, server_round: int) -> Exchange[Any]:
         exchange, *others = self.exchanges(server_round)

@@ -10,6 +10,7 @@ from torch import Tensor
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import ConfigurationError, check_known
 from flwr_fisher.params import Params, dot, flatten, norm
+from flwr_fisher.randomness import derive_seed
 from flwr_fisher.rounds import FaghMoments, FaghStep, fagh_step
 from flwr_fisher.rounds.updates import double
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
@@ -101,6 +102,7 @@ class FAGH(CurvatureStrategy):
         default = (0.9, 0.0 if probe == "momentum" else 0.99)
         self.betas = default if betas is None else betas
         self.lr, self.rho, self.probe, self.epsilon = lr, rho, probe, epsilon
+        self._probe_seed = derive_seed(self.seed, "probe")  # clients know it, too
         # A step of nothing, for its checks.
         fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
 
@@ -110,9 +112,10 @@ class FAGH(CurvatureStrategy):
             read = VectorUpload.reader("gradient")
             return [Exchange({"job": "gradient"}, read, self._step)]
         moves = self.probe == "momentum" and server_round > 1
-        config = {
+        config: dict[str, str | int] = {
             "job": "probe",
             "probe": "random" if self.probe == "momentum" and not moves else self.probe,
+            "probe-seed": self._probe_seed,
         }
         if moves:
             return [Exchange(config, _read, self._step, send=_send)]
@@ -153,7 +156,7 @@ class FAGH(CurvatureStrategy):
         """Return u^T V, for the probe u and the mean product V = H u."""
         if self.probe == "first":
             return flatten(product)[0]
-        probe = _last_direction(state) or random_probe(product, self.seed)
+        probe = _last_direction(state) or random_probe(product, self._probe_seed)
         return dot(double(probe), double(product))
 
     def _numbers(self) -> dict[str, Any]:

@@ -1,16 +1,23 @@
 """FedFish: federated averaging, weighted by what each client's predictions hang on."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
-from flwr_fisher.params import Params, norm, weighted_mean
+from flwr_fisher.params import (
+    DeferredParams,
+    Params,
+    check_finite,
+    norm,
+    weighted_mean,
+)
 from flwr_fisher.rounds import fedfish_average, make_optimizer, server_step
-from flwr_fisher.rounds.updates import double, updates
+from flwr_fisher.rounds.updates import double
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
 from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
@@ -144,9 +151,12 @@ class FedFish(CurvatureStrategy):
         """Step along the Fisher-weighted mean of the clients' updates."""
         fishers = [upload.payload.curvature.diagonal() for upload in uploads]
         trained = [upload.payload.params for upload in uploads]
+        before = double(state.params, fishers[0])
+        layout = DeferredParams(before, before.__getitem__)
+        # In float64, so that they are made one after another.
         deltas = [
-            updates(state.params, [params], fisher)[0]
-            for params, fisher in zip(trained, fishers, strict=True)
+            DeferredParams(layout, partial(_update, before, params))
+            for params in trained
         ]
         gradient = fedfish_average(deltas, fishers, weights_of(uploads))
         buffers = [
@@ -183,6 +193,7 @@ class FedFish(CurvatureStrategy):
             k: averaged[k] if k in averaged else stepped[k].to(v.dtype)
             for k, v in state.params.items()
         }
+        check_finite(params, "the server optimizer's step")
         zeros = [not any(v.any() for v in fisher.values()) for fisher in fishers]
         metrics = {
             "num-zero-fishers": sum(zeros),
@@ -207,3 +218,7 @@ class FedFish(CurvatureStrategy):
             if isinstance(value, str | int | float | bool)
         }
         return wanted | {"server": type(optimizer).__name__} | defaults
+
+
+def _update(before: Params, trained: Params, name: str) -> Tensor:
+    return before[name] - trained[name].double()

@@ -1,6 +1,10 @@
-"""FedFisher: one-shot federated learning with Fisher information."""
+"""FedFisher: one-shot federated learning with Fisher information.
+
+Long: a third of it is the docstring of a strategy with many options.
+"""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -64,6 +68,13 @@ class FedFisherOneShot(CurvatureStrategy):
         See :func:`flwr_fisher.merge.fedfisher`, as for the next ones.
     anchor, shrink, damping, balance, robust : float, optional
         Regularisation of ``pcg`` and ``cg``.
+    max_share : float, optional
+        The most that one client may have of a layer's curvature.
+    outlier : float, default inf
+        Robust merging, with 1.5 for example: at how many times the median distance,
+        which the other clients' Fishers measure, a client is left out, and how many
+        times the median's examples and curvature it may have. Who is left out is
+        logged; its ``client-share`` is 0.
     trust : float, default 1
         How far a layer may move from the clients' mean, from the second round on: in a
         few rounds of short training, longer steps lose accuracy now and then.
@@ -92,8 +103,9 @@ class FedFisherOneShot(CurvatureStrategy):
         ``sums``: clients upload :math:`n_i`, :math:`n_i\theta_i`, :math:`n_iF_i` and
         :math:`n_iF_i\theta_i`, and only their sums are used, which a secure sum could
         compute; without one the server still sees each client's summands. The same
-        model up to rounding, for ``structure="diagonal"``, a `balance` of 0 (the
-        default then) and uploads that are not packed, three times FedAvg's.
+        model up to rounding, for ``structure="diagonal"``, uploads that are not packed,
+        three times FedAvg's, and no weight that takes a client's own curvature (the
+        default then).
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
@@ -110,8 +122,10 @@ class FedFisherOneShot(CurvatureStrategy):
     -----
     ``CurvatureResult.details`` is the last round's
     :class:`~flwr_fisher.merge.MergeResult`. A round's metrics have
-    ``solver-iterations``, ``solver-residual`` and ``client-share`` (each client's share
-    of the curvature, in the clients' order; not with ``aggregate="sums"``).
+    ``solver-iterations``, ``solver-residual``, ``solver-fallbacks`` (how many
+    parameters stayed at the clients' mean because their system was not solved; a
+    warning names them) and ``client-share`` (each client's share of the curvature, in
+    the clients' order; not with ``aggregate="sums"``).
 
     Examples
     --------
@@ -131,6 +145,8 @@ class FedFisherOneShot(CurvatureStrategy):
         damping: float | None = None,
         balance: float | None = None,
         robust: float | None = None,
+        max_share: float | None = None,
+        outlier: float = math.inf,
         trust: float = TRUST,
         iterations: int | None = None,
         expectation: str = "exact",
@@ -175,6 +191,8 @@ class FedFisherOneShot(CurvatureStrategy):
             damping=damping,
             balance=balance,
             robust=robust,
+            max_share=max_share,
+            outlier=outlier,
             iterations=iterations,
         )
         check_range("trust", trust, 0)
@@ -217,7 +235,10 @@ class FedFisherOneShot(CurvatureStrategy):
         if server_round > 1:  # then the clients start from a merged model
             merge = replace(merge, trust=self.trust)
         step = partial(self._step, merge)
-        return [Exchange(self._options(), self._read, step, alike=True)]
+        # The merge bounds what a client holds of a layer's curvature (`max_share`).
+        return [
+            Exchange(self._options(), self._read, step, alike=True, limit_masses=False)
+        ]
 
     def _options(self) -> dict[str, str | int | float]:
         return {
@@ -253,6 +274,14 @@ class FedFisherOneShot(CurvatureStrategy):
             device=self.device,
             **asdict(merge),
         )
+        for place, distance in merged.outliers.items():
+            logger.warning(
+                "aggregate_train: not merged %s: its model is %.3g times the median "
+                "distance from the others' (outlier=%g)",
+                uploads[place].client,
+                distance,
+                merge.outlier,
+            )
         return _step(merged)
 
     def _step_from_sums(self, state: ServerState, uploads: Uploads[SumsUpload]) -> Step:
@@ -274,9 +303,18 @@ class FedFisherOneShot(CurvatureStrategy):
 
 
 def _step(merged: MergeResult) -> Step:
+    if merged.unsolved:
+        logger.warning(
+            "the merge's solver failed for %s: there, the model is the clients' mean, "
+            "as FedAvg's",
+            ", ".join(merged.unsolved),
+        )
     metrics = {
         "solver-iterations": merged.iterations,
         "solver-residual": merged.residuals[-1],
+        "solver-fallbacks": len(merged.unsolved),
     }
+    if merged.outliers:
+        metrics["num-outliers"] = len(merged.outliers)
     shares = {"client-share": merged.shares} if merged.shares else {}
     return Step(ServerState(merged.params), {**metrics, **shares}, merged)

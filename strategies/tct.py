@@ -4,12 +4,12 @@ Long: half of it is the docstring of a strategy with two stages and their option
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
 
-from flwr.app import ConfigRecord, MetricRecord
+from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from flwr_fisher.errors import (
@@ -18,6 +18,7 @@ from flwr_fisher.errors import (
     check_known,
     check_whole,
 )
+from flwr_fisher.randomness import derive_seed, seed_of_clients
 from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
 from flwr_fisher.server.membership import Membership
@@ -34,7 +35,6 @@ from flwr_fisher.strategies.tct_regression import (
     standardise_features,
 )
 from flwr_fisher.tangent import check_lr
-from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES
 from flwr_fisher.wire import named_options
 from flwr_fisher.wire.tangent_upload import (
     KEYS,
@@ -109,10 +109,9 @@ class TCT(CurvatureStrategy):
     ------
     ConfigurationError
         If an argument is out of range, `stage1` has several exchanges a round, or
-        there are too few rounds. Before stage 2, if `lr` is 2 / λ_max or more for some
-        clients, naming them and the largest that is safe: with ``checkpoint_dir``,
-        resume with another `lr`, and nothing is asked again. In stage 1, if a client
-        has more than 20 000 examples, whose spectrum is out of reach.
+        there are too few rounds. Before stage 2, if `lr` is 2 / λ_max or more for half
+        of the clients, naming them and the largest that is safe: with
+        ``checkpoint_dir``, resume with another `lr`, and nothing is asked again.
 
     Notes
     -----
@@ -120,7 +119,8 @@ class TCT(CurvatureStrategy):
     variates on their disks. Those that are absent in some rounds, or lose their
     state, are treated as by :class:`Scaffold`. A client that was not there, or failed,
     when features were standardised can join later: its features are standardised as
-    the others' are. Stage 2 uploads :math:`\Theta_i` alone.
+    the others' are. Stage 2 uploads :math:`\Theta_i` alone. A client of more than
+    20 000 examples, whose spectrum is out of reach, fails in the first round.
 
     Metrics of a round: ``stage``, 1 or 2; in stage 2 ``lr``, ``num-lost-states``,
     ``control-norm`` and ``train_loss``, half the mean squared error at the round's
@@ -173,11 +173,12 @@ class TCT(CurvatureStrategy):
         self.stage1_rounds, self.num_features = stage1_rounds, num_features
         self.local_steps, self.lr, self.head = local_steps, lr, head
         self.solver, self.feature_dtype = solver, feature_dtype
+        self._features_seed = derive_seed(self.seed, "features")  # clients know it, too
         self.control_variates, self.standardise = control_variates, standardise
         if stage1 is None:
             same = {name: getattr(self, name) for name in signature(FedAvg).parameters}
             stage1 = Repeatable(FedAvg(**same), seed=self.seed)
-        self.stage1 = FirstStage(stage1, self.cohort, self.weighted_by_key)
+        self.stage1 = FirstStage(stage1, self.cohort, self.weighted_by_key, self.policy)
 
     def check_rounds(self, num_rounds: int) -> None:
         """Refuse too few rounds for a stage 2."""
@@ -225,7 +226,11 @@ class TCT(CurvatureStrategy):
         moments = Exchange(
             config | {"job": "tct-moments"},
             read_moments(self.num_features),
-            partial(standardise_features, seed=self.seed, standardise=self.standardise),
+            partial(
+                standardise_features,
+                seed=self._features_seed,
+                standardise=self.standardise,
+            ),
             send,
             network,
             everyone=True,
@@ -247,6 +252,7 @@ class TCT(CurvatureStrategy):
             "head": self.head or "",
             "solver": self.solver,
             "feature-dtype": self.feature_dtype,
+            "features-seed": self._features_seed,
         }
 
     def _average(self, state: ServerState, uploads: Uploads[TangentUpload]) -> Step:
@@ -270,11 +276,11 @@ class TCT(CurvatureStrategy):
             self.stage1_rounds,
             self.stage1.name,
         )
-        options = self._features() | {"tct-stage": 1, "seed": self.seed}
+        seed = seed_of_clients(self.seed)
+        options = self._features() | {"tct-stage": 1, "seed": seed}
+        options["local-steps"] = self.local_steps
         joined = ConfigRecord({**config, **named_options(options)})
-        metrics = self.stage1.train(driver, server_round, joined)
-        if self.solver != "steps":
-            _check_sizes(metrics)
+        self.stage1.train(driver, server_round, joined)
 
     def evaluate_round(
         self, driver: Driver, server_round: int, config: ConfigRecord
@@ -283,7 +289,8 @@ class TCT(CurvatureStrategy):
         if server_round > self.stage1_rounds:
             super().evaluate_round(driver, server_round, config)
             return
-        seeded = ConfigRecord({**config, **named_options({"seed": self.seed})})
+        seed = named_options({"seed": seed_of_clients(self.seed)})
+        seeded = ConfigRecord({**config, **seed})
         self.stage1.evaluate(driver, server_round, seeded)
 
     def settings(self) -> dict[str, Any]:
@@ -296,18 +303,3 @@ class TCT(CurvatureStrategy):
             "standardise": self.standardise,
             **self.stage1.options(),
         }
-
-
-def _check_sizes(metrics: Mapping[str, MetricRecord]) -> None:
-    """Refuse clients of too many examples for a spectrum, in the first round."""
-    counts = {client: m.get("num-examples") for client, m in metrics.items()}
-    large = {
-        k: n for k, n in counts.items() if isinstance(n, int) and n > MOST_EXAMPLES
-    }
-    if large:
-        named = ", ".join(f"{client} has {n}" for client, n in large.items())
-        raise ConfigurationError(
-            f"{named} examples, and stage 2's closed form decomposes a matrix of n x n"
-            f" for at most {MOST_EXAMPLES}: use TCT(solver='steps'), or share the data "
-            "out to more clients"
-        )

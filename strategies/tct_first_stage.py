@@ -11,6 +11,7 @@ from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import Groups, ServerState
 from flwr_fisher.server.flower_rounds import FlowerRounds
+from flwr_fisher.server.policy import Policy
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
 
@@ -28,6 +29,8 @@ class FirstStage:
         TCT's, which knows the clients' names.
     weighted_by_key : str
         A metric that every reply has.
+    policy : Policy
+        How far a single client's say may go.
 
     Raises
     ------
@@ -36,7 +39,11 @@ class FirstStage:
     """
 
     def __init__(
-        self, strategy: Strategy, cohort: Cohort, weighted_by_key: str
+        self,
+        strategy: Strategy,
+        cohort: Cohort,
+        weighted_by_key: str,
+        policy: Policy,
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise ConfigurationError(
@@ -53,7 +60,10 @@ class FirstStage:
             )
         self._strategy, self._cohort = strategy, cohort
         self._own = strategy if isinstance(strategy, CurvatureStrategy) else None
-        self._hooks = FlowerRounds(strategy, type(inner), cohort, weighted_by_key)
+        self._weighted_by_key, self._policy = weighted_by_key, policy
+        self._hooks = FlowerRounds(
+            strategy, type(inner), cohort, weighted_by_key, policy
+        )
 
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds of it."""
@@ -83,4 +93,11 @@ class FirstStage:
         if self._own is not None:
             self._own.timeout = driver.timeout
         cohort = self._cohort if self._own is None else self._own.cohort
-        driver.evaluate(self._strategy, cohort, server_round, config)
+        driver.evaluate(
+            self._strategy,
+            cohort,
+            server_round,
+            config,
+            self._weighted_by_key,
+            self._policy,
+        )

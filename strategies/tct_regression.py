@@ -10,6 +10,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads
 from flwr_fisher.server.membership import Membership, lost_states
+from flwr_fisher.server.rejections import listed
 from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.tangent import (
     FeatureMoments,
@@ -90,7 +91,7 @@ def agree_on_rate(
     Raises
     ------
     ConfigurationError
-        If the one that is given is too large for some clients, naming them.
+        If the one that is given is too large for half of the clients, naming them.
     """
     eigenvalues = {u.client: float(u.payload.tensors[_LARGEST]) for u in uploads}
     largest = max(eigenvalues.values())
@@ -150,6 +151,14 @@ def average(
 def _check_rate(lr: float, eigenvalues: Mapping[str, float]) -> None:
     refused = [k for k, v in eigenvalues.items() if lr > largest_safe_lr(v)]
     if not refused:
+        return
+    if 2 * len(refused) < len(eigenvalues):  # a few may be wrong, or lie
+        logger.warning(
+            "TCT: lr %g is too large for %s, by the eigenvalues that they report: "
+            "their steps will not converge",
+            lr,
+            listed(refused),
+        )
         return
     try:
         check_lr(lr, max(eigenvalues.values()))

@@ -323,7 +323,7 @@ class Largest(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:  # of no memory
                 self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
         return made
 

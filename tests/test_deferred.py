@@ -19,7 +19,12 @@ from flwr_fisher.params import (
     layout_of,
     weighted_mean,
 )
-from flwr_fisher.wire import FisherUpload, get_codec, resolve
+from flwr_fisher.wire import (
+    FisherUpload,
+    curvature_to_tensors,
+    get_codec,
+    resolve,
+)
 
 
 def counted(curvature: Curvature) -> tuple[Deferred, list[int]]:
@@ -129,7 +134,10 @@ def test_deferred_params_of_another_layout_are_refused() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fedavg", "small"])
-def test_a_packed_upload_stays_packed_until_it_is_merged(codec: str) -> None:
+def test_a_packed_upload_stays_packed_until_it_is_merged(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flwr_fisher.wire.read_fisher._SMALL", 0)
     sent = upload_of("wide", "kfac")
     chosen = resolve(get_codec(codec), sent.params)
     record = sent.to_arrays(chosen)
@@ -142,6 +150,23 @@ def test_a_packed_upload_stays_packed_until_it_is_merged(codec: str) -> None:
     later, now = (fedfisher([client, client], anchor=0.1).params for client in clients)
     for key, value in now.items():
         assert torch.equal(later[key], value)
+
+
+def test_small_uploads_that_stay_unpacked_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = upload_of("wide", "kfac")
+    chosen = resolve(get_codec("fedavg"), sent.params)
+    record = sent.to_arrays(chosen)
+    small = FisherUpload.from_arrays(record, sent.params, chosen)
+    assert not isinstance(small.params, DeferredParams)
+    monkeypatch.setattr("flwr_fisher.wire.read_fisher._SMALL", 0)
+    large = FisherUpload.from_arrays(record, sent.params, chosen)
+    for key, value in large.params.items():
+        assert torch.equal(small.params[key], value)
+    parts = curvature_to_tensors(small.curvature)
+    for key, value in curvature_to_tensors(large.curvature).items():
+        assert torch.equal(parts[key], value)
 
 
 def test_leading_vectors_stay_few_when_they_are_read() -> None:

@@ -34,6 +34,7 @@ from flwr_fisher.errors import (
     UnknownNameError,
 )
 from flwr_fisher.params import norm, shared_state
+from flwr_fisher.randomness import derive_seed
 from flwr_fisher.strategies import FAGH, CurvatureResult
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import SERVER, arrays_to_tensors
@@ -124,7 +125,7 @@ def dense_rounds(
         if probe == "first":
             u = torch.eye(len(theta)).double()[0]
         elif probe == "random" or direction is None:
-            u = flat(random_probe(like, 0))
+            u = flat(random_probe(like, derive_seed(0, "probe")))
         else:
             u = direction / direction.norm()
         v = H @ u

@@ -206,7 +206,7 @@ def test_norms_are_over_trained_parameters_alone() -> None:
     assert same_bits(run(trained=names).arrays, run().arrays)
     # Far from each other, and with the same mean: 8, 10 and 12 are the weights.
     apart = {
-        i: change_array("1.running_var", lambda a, by=by: a + np.float32(by))
+        i: change_array("1.running_mean", lambda a, by=by: a + np.float32(by))
         for i, by in enumerate((1000.0, -800.0, 0.0))
     }
     plain, shifted = run(), run(Watched(tamper=apart))

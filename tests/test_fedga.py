@@ -13,6 +13,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from virtual import (
+    LIFTED,
     Watched,
     ask,
     change_array,
@@ -29,6 +30,7 @@ from virtual import (
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.params import shared_state, trainable_names, weighted_mean
+from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.strategies import CurvatureResult, FedGA
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
@@ -134,13 +136,14 @@ def test_beta_zero_is_fedavg_also_for_clients_that_shuffle() -> None:
         )
         return client
 
-    result = run(make_client_app(client_fn), beta=0.0)
+    result = run(make_client_app(client_fn), beta=0.0, policy=LIFTED)
     mine = [
         client_fn(Context(1, 1, {"partition-id": i}, RecordDict(), {}))
         for i in range(3)
     ]
+    config = {"server-round": 1, "seed": seed_of_clients(0)}
     replies = [
-        tensors_of(ask(client, config={"server-round": 1}, partition=i))
+        tensors_of(ask(client, config=config, partition=i))
         for i, client in enumerate(mine)
     ]
     mean = weighted_mean(replies, [8, 10, 12])

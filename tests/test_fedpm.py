@@ -87,7 +87,7 @@ SHARED = [
     "test_start_samples_as_the_hooks_do",
     "test_evaluation_can_be_left_out",
     "test_without_training_the_start_is_evaluated_as_with_fedavg",
-    "test_two_nodes_that_claim_one_partition_both_take_part",
+    "test_nodes_that_claim_one_partition_are_not_asked",
     "test_metrics_can_be_aggregated_in_the_users_way",
     "test_no_rounds_return_the_start",
     "test_an_odd_evaluation_costs_a_warning_and_not_the_round",
@@ -157,7 +157,7 @@ def test_a_bad_reply_is_named_and_tolerated(
     assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
 
 
-def test_what_is_no_second_moment_costs_its_layers_their_mixing_and_not_the_round(
+def test_what_is_no_second_moment_is_left_out_and_costs_no_layer_its_mixing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     odd = change_array(A, lambda a: (100 * a.max() + 0 * a).astype("float32"))
@@ -167,8 +167,9 @@ def test_what_is_no_second_moment_costs_its_layers_their_mixing_and_not_the_roun
         change_array(A, lambda a: a * (1 - 0.9 * torch.eye(5).numpy()))(content)
 
     metrics = run(Watched(tamper={2: indefinite}), 4).train_metrics_clientapp[1]
-    assert (metrics["num-rejected"], metrics["num-averaged-layers"]) == (0, 1)
-    assert "averaged ['3.weight']: the mean of clients' second moments" in caplog.text
+    assert (metrics["num-rejected"], metrics["num-averaged-layers"]) == (1, 0)
+    assert "left out partition-2: node" in caplog.text
+    assert f"'{A}': has a negative eigenvalue" in caplog.text
     assert run().train_metrics_clientapp[1]["num-averaged-layers"] == 0
 
 

@@ -17,16 +17,18 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"flwr", "ray", "datasets", "flwr_datasets", "nngeometry"}
 
 # Each room with the rooms that it may import, besides itself.
-GROUND = {"errors", "params", "randomness", "files", "deprecation"}
-MATHS = GROUND | {"curvature", "merge", "rounds", "tangent"}
+GROUND = {"errors", "params", "printable", "randomness", "files", "deprecation"}
+MATHS_ROOMS = ("curvature", "merge", "rounds", "tangent")
+MATHS = GROUND | {*MATHS_ROOMS}
 FLOWERS = {"flower_internals"}
 ALLOWED = {
     "": set(),  # flwr_fisher/__init__.py itself
     "deprecation": set(),
-    "errors": set(),
+    "errors": {"printable"},
     "files": set(),
     "flower_internals": set(),
     "params": {"errors"},
+    "printable": set(),
     "randomness": set(),
     "curvature": GROUND,
     "merge": GROUND | {"curvature"},
@@ -52,7 +54,7 @@ FORBIDDEN = {
     "deprecation": HEAVY | {"torch"},
     "errors": HEAVY | {"torch"},
     **dict.fromkeys(
-        ("files", "params", "randomness", "curvature", "merge", "rounds", "tangent"),
+        ("files", "params", "printable", "randomness", *MATHS_ROOMS),
         HEAVY,
     ),
 }

@@ -52,6 +52,7 @@ from flwr_fisher.measures import (
     combine,
     costs,
 )
+from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
@@ -346,7 +347,8 @@ def by_hand(
     data = tiny_data(partition)
     n = len(data)
     generator = torch.Generator()
-    generator.manual_seed(derive_seed("personalise", 0, partition))
+    seed = int(config.get("seed", 0))
+    generator.manual_seed(derive_seed("personalise", seed, partition))
     order = torch.randperm(n, generator=generator)
     test = TensorDataset(*data[order[n // 2 :]])
     zero_shot = scores(arrays, test)
@@ -356,7 +358,7 @@ def by_hand(
     model.load_state_dict(arrays_to_tensors(arrays), strict=False)
     optimizer = torch.optim.SGD(model.parameters(), config.get("lr", 0.1), 0.9)
     model.train()
-    with seeded(derive_seed(0, int(config.get("server-round", 0)), partition)):
+    with seeded(derive_seed(seed, int(config.get("server-round", 0)), partition)):
         torch.empty((), dtype=torch.int64).random_()  # zero-shot's, as below
         for _ in range(config["personalise-epochs"]):
             torch.empty((), dtype=torch.int64).random_()  # a DataLoader's base seed
@@ -415,7 +417,7 @@ def test_the_measure_is_the_plain_mean_over_held_out_clients(
     assert len(held_out) == 2
     assert held_out.isdisjoint({partition for _, partition in app.trained})
     for number, metrics in found.items():
-        config = HALF | {"server-round": number}
+        config = HALF | {"server-round": number, "seed": seed_of_clients(0)}
         rows = [by_hand(seen[number], partition, config) for partition in held_out]
         assert metrics["personalised-clients"] == 2
         assert metrics["personalised-missing"] == 0

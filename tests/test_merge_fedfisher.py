@@ -59,7 +59,7 @@ Posteriors = Sequence[LocalPosterior]
 Make = Callable[[int], Curvature]
 PLAIN: dict[str, Any] = dict.fromkeys(
     ("anchor", "shrink", "damping", "balance", "robust"), 0.0
-)
+) | {"max_share": 1.0}
 CG = PLAIN | {"solver": "cg"}
 
 

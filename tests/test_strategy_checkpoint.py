@@ -1,6 +1,5 @@
 """A run that was stopped goes on where it was, and ends as if nothing had happened."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from virtual import (
 )
 
 from flwr_fisher.errors import CheckpointError, RoundError
+from flwr_fisher.server.checkpoint import CheckpointDir
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
 from flwr_fisher.testing import LocalGrid
 
@@ -418,7 +418,7 @@ def test_only_the_options_that_differ_are_named(tmp_path: Path) -> None:
     start(where=tmp_path, num_rounds=1)
     with pytest.raises(CheckpointError) as caught:
         start(where=tmp_path, resume=True, seed=1)
-    assert str(caught.value).endswith("options: seed: 0 -> 1")
+    assert "options: seed: 0 -> 1; resume it with" in str(caught.value)
 
 
 def cut(data: bytes) -> bytes:
@@ -450,24 +450,40 @@ def test_a_damaged_round_is_named(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_upload_is_named(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_upload_is_set_aside_and_its_client_asked_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(killing_app(3), tmp_path)
     path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    with pytest.raises(CheckpointError, match="damaged") as caught:
+    app = Watched()
+    resumed = start(app, tmp_path, resume=True)
+    assert same_bits(resumed.arrays, start().arrays)
+    asked = {f"partition-{p}" for server_round, p in app.trained if server_round == 1}
+    assert path.stem in asked
+    assert f"{path} is damaged" in caplog.text
+    assert f"{path.stem} is asked again" in caplog.text
+
+
+def test_one_bit_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
+    start(where=tmp_path, num_rounds=1)
+    path = tmp_path / "round-0001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # of the last tensor, which stays a finite number
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged: its content has changed"):
         start(where=tmp_path, resume=True)
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        (None, "has format None, and this version reads '3'"),
-        ({"format": "2"}, "has format '2', and this version reads '3'"),
-        ({"format": "3"}, "damaged"),
-        ({"format": "3", "keys": "[]", "record": "{"}, "damaged"),
-        ({"format": "3", "keys": '["gone"]', "record": "{}"}, "damaged"),
+        (None, "has format None, and this version reads '4'"),
+        ({"format": "2"}, "has format '2', and this version reads '4'"),
+        ({"format": "4"}, "damaged"),
+        ({"format": "4", "keys": "[]", "record": "{"}, "damaged"),
+        ({"format": "4", "keys": '["gone"]', "record": "{}"}, "damaged"),
     ],
     ids=["none", "older", "empty", "no-json", "no-tensor"],
 )
@@ -484,16 +500,26 @@ def test_a_file_of_another_make_is_refused_by_name(
     assert ("begin anew" in str(caught.value)) is ("damaged" not in reason)
 
 
-def test_an_upload_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
+def test_an_upload_that_does_not_fit_the_model_is_set_aside_and_never_met_again(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(killing_app(3), tmp_path)
     path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
-    metadata = {
-        "format": "3",
-        "keys": json.dumps(["w"]),
-        "record": json.dumps({"metrics": {"num-examples": 3}}),
-    }
-    save_file({"w": torch.zeros(2)}, path, metadata)
-    place = f"uploads-0001/exchange-1/{path.stem} is damaged: '"
-    with pytest.raises(CheckpointError, match=place):
-        start(where=tmp_path, resume=True)
+    arrays, metrics = ArrayRecord({"w": torch.zeros(2)}), {"num-examples": 3}
+    disk = CheckpointDir(tmp_path)
+    disk.save_upload(
+        "uploads-0001/exchange-1", path.stem, arrays, MetricRecord(metrics)
+    )
+    app = killing_app(3)
+    with pytest.raises(KeyboardInterrupt):
+        start(app, tmp_path, resume=True)
+    reasons = disk.load_set_aside("uploads-0001/exchange-1")
+    assert list(reasons) == [path.stem]
+    assert not path.exists()
+    # Nor is its client asked again, who would send the same.
+    app = Watched()
+    resumed = start(app, tmp_path, resume=True)
+    assert f"partition-{path.stem[-1]}" == path.stem
+    assert (1, int(path.stem[-1])) not in app.trained
+    assert resumed.train_metrics_clientapp[1]["num-rejected"] == 1

@@ -46,6 +46,7 @@ from virtual import (
 
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
+from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server import cohort, collect
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.strategies import CurvatureStrategy, FedFish, FedFisherOneShot
@@ -251,10 +252,15 @@ BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
     "NaN weight": (set_metric("num-examples", NAN), "num-examples"),
     "infinite weight": (set_metric("num-examples", float("inf")), "num-examples"),
     "weights": (set_metric("num-examples", [1, 2]), "num-examples"),
-    "another metric": (set_metric("more", 1.0), "metrics"),
-    "a metric less": (set_metric("train_loss", None), "metrics"),
-    "a list for a number": (set_metric("train_loss", [1.0, 2.0]), "metrics"),
     "an exception": (fail, "error"),
+}
+# Metrics that cannot be averaged with the others', and whether they cost the client its
+# place in the metrics; never in the model.
+ODD_METRICS: dict[str, tuple[Tamper, bool]] = {
+    "another metric": (set_metric("more", 1.0), False),
+    "a metric less": (set_metric("train_loss", None), True),
+    "a list for a number": (set_metric("train_loss", [1.0, 2.0]), True),
+    "NaN": (set_metric("train_loss", NAN), True),
 }
 
 
@@ -277,6 +283,31 @@ def test_a_bad_reply_is_left_out_by_name_and_the_round_goes_on(
     (said,) = left_out(caplog)
     assert "partition-2" in said
     assert f"node {node_of(grid, 2)}: '{field}" in said
+
+
+@pytest.mark.parametrize("case", ODD_METRICS)
+def test_odd_metrics_cost_metrics_and_no_upload(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = STRATEGIES["fedfisher-kfac"]
+    tamper, costs = ODD_METRICS[case]
+    result = row().start(LocalGrid(Watched(tiny_app(), {2: tamper}), 4), tiny_arrays())
+    assert same_bits(result.arrays, plain(row, 0, 1, 2, 3).arrays)
+    whole, three = plain(row, 0, 1, 2, 3), plain(row, 0, 1, 3)
+    expected = (three if costs else whole).train_metrics_clientapp[1]["train_loss"]
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["num-replies"], metrics["num-rejected"]) == (4, 0)
+    assert metrics["train_loss"] == expected
+    assert ("metrics without partition-2" in caplog.text) is costs
+
+
+def test_half_the_clients_with_one_metric_more_lose_it_and_nothing_else() -> None:
+    row = STRATEGIES["fedfisher-kfac"]
+    more = {partition: set_metric("more", 1.0) for partition in (0, 1)}
+    result = row().start(LocalGrid(Watched(tiny_app(), more), 4), tiny_arrays())
+    expected = plain(row, 0, 1, 2, 3)
+    assert same_bits(result.arrays, expected.arrays)
+    assert result.train_metrics_clientapp == expected.train_metrics_clientapp
 
 
 def test_all_bad_replies_at_once_spoil_nothing(
@@ -404,7 +435,7 @@ def test_the_callers_records_are_left_as_they_were(row: Row) -> None:
     assert same_bits(arrays, tiny_arrays())
     asked = [c for c in app.configs if "lr" in c]
     assert len(asked) == 6
-    assert all(c["lr"] == 0.2 and c["seed"] == 0 for c in asked)
+    assert all(c["lr"] == 0.2 and c["seed"] == seed_of_clients(0) for c in asked)
     told = [c for c in app.configs if "note" in c]
     assert len(told) == 6
     assert {c["server-round"] for c in told} == {1, 2}
@@ -566,11 +597,9 @@ def test_nodes_without_a_partition_go_by_their_id(
     assert names == [f"node-{node}" for node in sorted(grid.nodes)]
 
 
-def test_two_nodes_that_claim_one_partition_both_take_part(row: Row) -> None:
-    result = run(row(), Mute(tells(**{"partition-id": 1})))
-    names = [upload.client for upload in result.uploads]
-    assert names[0] == "partition-1"
-    assert len({*names}) == 3
+def test_nodes_that_claim_one_partition_are_not_asked(row: Row) -> None:
+    with pytest.raises(RoundError, match="'partition-1' is claimed by more than one"):
+        run(row(), Mute(tells(**{"partition-id": 1})))
 
 
 # Other loops than `start`
@@ -745,6 +774,49 @@ def test_an_odd_evaluation_costs_a_warning_and_not_the_round(row: Row, caplog) -
         return reply
 
     result = run(row(fraction_evaluate=1.0), odd)
-    assert not result.evaluate_metrics_clientapp
+    assert result.evaluate_metrics_clientapp == evaluations(row)
     assert same_bits(result.arrays, plain(row).arrays)
-    assert "aggregate_evaluate: left out the round" in caplog.text
+    assert "left out" not in caplog.text
+
+
+BAD_EVALUATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "negative weight": ({"num-examples": -192}, "'num-examples': the weight must be"),
+    "a list as loss": ({"loss": [1.0, 2.0]}, "it reports no 'loss'"),
+    "NaN": ({"loss": NAN}, "it reports a 'loss' that is NaN or infinite"),
+    "100 000 metrics": (
+        {f"m{i}": 1.0 for i in range(100_000)},
+        "'metrics': 100003 metrics, and at most 1000 can be",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_EVALUATIONS)
+def test_a_bad_evaluation_is_left_out_by_name(case: str, caplog) -> None:
+    row = STRATEGIES["fedfisher-kfac"]
+    entries, reason = BAD_EVALUATIONS[case]
+    plain_app = tiny_app()
+    odd = ClientApp()
+    odd.train()(plain_app)
+    odd.query()(plain_app)
+
+    @odd.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        reply = plain_app(message, context)
+        if context.node_config["partition-id"] == 3:
+            next(iter(reply.content.metric_records.values())).update(entries)
+        return reply
+
+    grid = LocalGrid(odd, 4)
+    result = row(fraction_evaluate=1.0, fraction_train=0.0).start(grid, tiny_arrays())
+    expected = row(fraction_evaluate=1.0, fraction_train=0.0).start(
+        LocalGrid(tiny_app(), 3), tiny_arrays()
+    )
+    assert result.evaluate_metrics_clientapp == expected.evaluate_metrics_clientapp
+    assert expected.evaluate_metrics_clientapp[1]
+    (said,) = left_out(caplog)
+    assert "partition-3" in said
+    assert reason in said
+
+
+def evaluations(row: Row) -> dict[int, MetricRecord]:
+    return run(row(fraction_evaluate=1.0)).evaluate_metrics_clientapp

@@ -291,7 +291,7 @@ def test_a_large_matrix_stays_the_codes_that_it_travelled_as(
     data = factors.encode_whole(matrices, bits)
     made = factors.decode_whole(data, 2, 9, bits, field="x")
     assert isinstance(made, DenseFactor)
-    monkeypatch.setattr(factors, "_SMALL", 8)
+    monkeypatch.setattr("flwr_fisher.wire.coded_matrices._SMALL", 8)
     kept = factors.decode_whole(data, 2, 9, bits, field="x")
     assert isinstance(kept, LowRankFactor)
     assert kept.directions.dtype == (torch.int8 if bits <= 8 else torch.int16)

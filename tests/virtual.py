@@ -1,5 +1,6 @@
 """Virtual clients for the protocol tests: a tiny federation, and ways to spoil it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     PREFIX,
@@ -30,6 +32,9 @@ from flwr_fisher.wire import (
 
 FEATURES, CLASSES = 3, 3
 USERS = {"lr", "proximal-mu", "server-round", "note"}  # keys; others are a server's
+
+# The server takes what clients say as they say it.
+LIFTED = Policy(max_weight=math.inf, max_share=1, max_distance=math.inf)
 
 Tamper = Callable[[RecordDict], None]
 

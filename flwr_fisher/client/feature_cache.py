@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import time
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flwr_fisher.client.disk import SUFFIX, delete, files_in, sweep, to_drop, use
 from flwr_fisher.errors import ClientError
-from flwr_fisher.files import ASIDE, save_tensors
+from flwr_fisher.files import save_tensors
 
 logger = logging.getLogger("flwr")
 
 CACHE_BYTES = 4 * 2**30
-_SUFFIX = ".safetensors"
-_STALE = 3600  # seconds after which nobody is still writing a file
 
 
 def content_key(*parts: str | Mapping[str, Tensor]) -> str:
@@ -110,12 +106,12 @@ class FeatureCache:
         path = self._file(key, name)
         try:
             found = _read(path)
-            _use(path)
+            use(path)
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             logger.warning("%s is damaged, and is made again: %s", path, error)
-            _delete(path)
+            delete(path)
             return None
         return found
 
@@ -133,50 +129,33 @@ class FeatureCache:
         held = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            sweep(self.path)
             save_tensors(path, held, {"checksum": str(_checksum(held))})
-            _use(path)
+            use(path)
             found = _read(path)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise ClientError(
                 f"cannot keep this client's features in {self.path}: {error}; pass "
                 "FisherClient(state_dir=...) another place, or ask for fewer features"
             ) from error
-        self._make_room(key)
+        for old in to_drop(self._entries(), key, self.max_bytes):
+            self.drop(old)
         return found
 
     def drop(self, key: str) -> None:
         """Delete an entry, if it is there."""
         for path in self._entries().get(key, []):
-            _delete(path)
-
-    def _make_room(self, newest: str) -> None:
-        """Delete entries, the least recently used first, until the rest is in bound."""
-        sizes, used = {}, {}
-        for key, paths in self._entries().items():
-            sizes[key] = sum(_stat(path, "st_size") for path in paths)
-            used[key] = max(_stat(path, "st_atime_ns") for path in paths)
-        total = sum(sizes.values())
-        for key in sorted(sizes.keys() - {newest}, key=used.__getitem__):
-            if total <= self.max_bytes:
-                return
-            self.drop(key)
-            total -= sizes[key]
-
-    def _sweep(self) -> None:
-        """Delete what a crash left half written; others may be writing just now."""
-        for path in self.path.glob(f"*{ASIDE}"):
-            if time.time_ns() - _stat(path, "st_mtime_ns") > _STALE * 10**9:
-                _delete(path)
+            delete(path)
 
     def _entries(self) -> dict[str, list[Path]]:
         found: dict[str, list[Path]] = {}
-        for path in sorted(self.path.glob(f"*{_SUFFIX}")):
-            found.setdefault(path.name.split(".")[0], []).append(path)
+        for path in files_in(self.path):
+            if path.name.endswith(SUFFIX):
+                found.setdefault(path.name.split(".")[0], []).append(path)
         return found
 
     def _file(self, key: str, name: str) -> Path:
-        return self.path / f"{key}.{name}{_SUFFIX}"
+        return self.path / f"{key}.{name}{SUFFIX}"
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -201,21 +180,3 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 def _bytes(value: Tensor) -> memoryview:
     flat = value.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def _delete(path: Path) -> None:
-    with suppress(OSError):  # somebody else has, or may not
-        path.unlink()
-
-
-def _use(path: Path) -> None:
-    """Note when a file was last read: in its time of access, which outlives us."""
-    os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-
-
-def _stat(path: Path, what: str) -> int:
-    """Return 0 for a file that another process has just deleted."""
-    try:
-        return int(getattr(path.stat(), what))
-    except FileNotFoundError:
-        return 0

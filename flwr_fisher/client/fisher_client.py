@@ -19,13 +19,18 @@ from torch import nn
 from flwr_fisher.client.feature_cache import CACHE_BYTES
 from flwr_fisher.client.jobs import get_job
 from flwr_fisher.client.jobs.evaluate import check_evaluation, with_model_of
+from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, config_of
-from flwr_fisher.client.store import DEFAULT_STATE_DIR, partition_of
+from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
 from flwr_fisher.client.tangent_problem import check_tangent
 from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.randomness import seeded
+
+# Arrays of a request, each of which takes time to read: strategies send parameters, one
+# group like them and a few facts; jobs of users' own may want more.
+_MOST_GROUPS, _MOST_ARRAYS = 8, 1000
 
 
 class FisherClient:
@@ -71,10 +76,20 @@ class FisherClient:
         Where this client keeps what it needs from one round to the next (control
         variates, TCT's features). Default: ``~/.cache/flwr-fisher/state``.
     cache_bytes : int, default 4 GiB
-        How much of that its features may take, of all runs; those that were not used
-        for longest go first.
+        How much its features may take there, of all runs; those that were not used for
+        longest go first.
     max_examples : int, optional
         How many of its examples a Fisher may take, whatever the server asks for.
+    max_steps : int, default 1000
+        The most steps that the server may ask for in one request: TCT's (500 in its
+        paper), GIANT's and DONE's iterations, each a pass over the client's data. What
+        else costs time is bounded by the data and `train_fn`'s own epochs.
+    max_epochs : int, default 100
+        The most epochs of fine-tuning that the server may ask for in an evaluation.
+    state_bytes : int, default 4 GiB
+        How much the control variates of SCAFFOLD and TCT may take in `state_dir`, of
+        all runs of this client, of which it keeps at most 1000. Those of the runs that
+        were not used for longest go first: nothing tells that a run has ended.
 
     Examples
     --------
@@ -99,6 +114,9 @@ class FisherClient:
         state_dir: Path | str | None = None,
         cache_bytes: int = CACHE_BYTES,
         max_examples: int | None = None,
+        max_steps: int = MAX_STEPS,
+        max_epochs: int = MAX_EPOCHS,
+        state_bytes: int = STATE_BYTES,
     ) -> None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.problem = LocalProblem(
@@ -112,6 +130,9 @@ class FisherClient:
             Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
             cache_bytes,
             max_examples,
+            max_steps,
+            max_epochs,
+            state_bytes,
         )
 
     def fit(self, message: Message, context: Context) -> Message:
@@ -125,7 +146,8 @@ class FisherClient:
         DataError
             If this client has no training examples.
         ClientError
-            If the arrays do not fit the model, or the job is none for this client.
+            If the arrays do not fit the model, the job is none for this client, or the
+            server asks for more than the client's `max_steps` or `state_bytes`.
         """
         problem = self.problem
         num_examples = problem.count_examples(partition_of(context))
@@ -151,7 +173,8 @@ class FisherClient:
         Raises
         ------
         ClientError
-            If there is no such data, or the arrays do not fit the model.
+            If there is no such data, the arrays do not fit the model, or the server
+            asks for more than `max_epochs`.
         """
         check_evaluation(self.problem, config_of(message)[0])
         request = self._read(message, context)
@@ -167,9 +190,10 @@ class FisherClient:
     def _read(
         self, message: Message, context: Context, num_examples: int = 0
     ) -> Request:
-        device = self.problem.device
-        self.problem.model.to(device)
-        return Request.of(message, context, device, num_examples)
+        device, model = self.problem.device, self.problem.model
+        model.to(device)
+        most = _MOST_ARRAYS + _MOST_GROUPS * len(model.state_dict())
+        return Request.of(message, context, device, num_examples, most_arrays=most)
 
 
 ClientFn = Callable[[Context], FisherClient]

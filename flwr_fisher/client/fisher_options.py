@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.client.last_epoch import SquaredGradients
+from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import (
@@ -93,10 +94,11 @@ class FisherOptions:
             If the combination is none that this client can give.
         """
         structure = options.get("structure")
+        real_number(options, "codec-budget", 1.0)
         wanted = cls(
             None if structure is None else str(structure),
             str(options.get("expectation", "exact")),
-            float(options.get("tolerance", TOLERANCE)),
+            real_number(options, "tolerance", TOLERANCE),
             options.get("examples"),
             options.get("max-passes"),
             options.get("max-positions"),

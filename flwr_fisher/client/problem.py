@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.client.feature_cache import CACHE_BYTES
-from flwr_fisher.client.store import DEFAULT_STATE_DIR
+from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.training import (
     Loader,
     LocalSGD,
@@ -50,13 +51,17 @@ class LocalProblem:
         How much of that features may take.
     max_examples : int, optional
         How many examples a Fisher may take, whatever the server asks for.
+    max_steps, max_epochs : int
+        How many steps and epochs the server may ask for.
+    state_bytes : int
+        How much control variates may take on disk, of all runs.
 
     Raises
     ------
     UnknownNameError
         If the likelihood is not known.
     ConfigurationError
-        If `cache_bytes` or `max_examples` is out of range.
+        If a number of bytes, examples, steps or epochs is out of range.
     """
 
     model: nn.Module
@@ -69,12 +74,16 @@ class LocalProblem:
     state_dir: Path = DEFAULT_STATE_DIR
     cache_bytes: int = CACHE_BYTES
     max_examples: int | None = None
+    max_steps: int = MAX_STEPS
+    max_epochs: int = MAX_EPOCHS
+    state_bytes: int = STATE_BYTES
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
         check_range("cache_bytes", self.cache_bytes, 1)
-        if self.max_examples is not None:
-            check_whole("max_examples", self.max_examples, 1)
+        for name in ("max_examples", "max_steps", "max_epochs", "state_bytes"):
+            if (value := getattr(self, name)) is not None or name != "max_examples":
+                check_whole(name, value, 1)
 
     @property
     def has_classes(self) -> bool:
@@ -166,8 +175,8 @@ class LocalProblem:
             if name not in own or own[name].shape != tensor.shape:
                 has = tuple(own[name].shape) if name in own else "no such entry"
                 raise ClientError(
-                    f"the server sent '{name}' of shape {tuple(tensor.shape)}, but the "
-                    f"client's model has {has}: build the same model on both sides"
+                    f"the server sent {name!r:.80} of shape {tuple(tensor.shape)}, but "
+                    f"the client's model has {has}: build the same model on both sides"
                 )
         if missing := [n for n in trainable_names(self.model) if n not in params]:
             raise ClientError(

@@ -8,6 +8,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor
 
+from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.store import partition_of
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params, check_same_layout
@@ -52,13 +53,18 @@ class Request:
         context: Context,
         device: torch.device,
         num_examples: int = 0,
+        *,
+        most_arrays: int | None = None,
     ) -> "Request":
         """Read a message.
 
         Raises
         ------
         ClientError
-            If it has not exactly one ``ArrayRecord``.
+            If it has not exactly one ``ArrayRecord``, or one of more than `most_arrays`
+            arrays; before any is read.
+        ConfigurationError
+            If its seed or round is no integer.
         """
         (options, config), client = config_of(message), partition_of(context)
         records = list(message.content.array_records.values())
@@ -66,16 +72,47 @@ class Request:
             raise ClientError(
                 f"expected one ArrayRecord from the server, got {len(records)}"
             )
+        if most_arrays is not None and len(records[0]) > most_arrays:
+            raise ClientError(
+                f"the server sent {len(records[0])} arrays, and at most {most_arrays} "
+                "could be for a model like this client's"
+            )
         tensors = arrays_to_tensors(records[0])
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
-        server_round = int(config.get("server-round", 0))
-        seed = derive_seed(int(options.get("seed", 0)), server_round, client)
+        server_round = whole_number(config, "server-round", 0)
+        seed = derive_seed(whole_number(options, "seed", 0), server_round, client)
         return cls(params, groups, options, config, seed, client, num_examples)
 
     @property
     def facts(self) -> dict[str, Tensor]:
         """What the server sent in no group: a run's number, a learning rate, …."""
         return self.groups.get("", {})
+
+    def fact(self, name: str, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return real numbers that the server sent in no group.
+
+        Raises
+        ------
+        ClientError
+            If they are not there, or of another shape, or integers.
+        """
+        fact = self.facts.get(name)
+        if fact is None or fact.shape != shape or not fact.is_floating_point():
+            raise _not_as_expected(name, fact, f"real numbers of shape {shape}")
+        return fact
+
+    def count(self, name: str) -> int:
+        """Return an integer from 0 on, which the server sent in no group.
+
+        Raises
+        ------
+        ClientError
+            If it is not there, or anything else.
+        """
+        fact = self.facts.get(name)
+        if fact is None or fact.dim() or fact.is_floating_point() or fact < 0:
+            raise _not_as_expected(name, fact, "an integer from 0 on")
+        return int(fact)
 
     def vector(self, name: str, like: Params) -> dict[str, Tensor]:
         """Return a vector over the trained parameters that the server sent.
@@ -104,6 +141,16 @@ class Request:
                 f"{error}: train the same parameters on every client, in every round"
             ) from error
         return {k: sent[k].to(p.dtype) for k, p in like.items()}
+
+
+def _not_as_expected(name: str, fact: Tensor | None, expected: str) -> ClientError:
+    sent = "nothing" if fact is None else f"{fact.dtype} of shape {tuple(fact.shape)}"
+    if fact is not None and not fact.dim():
+        sent = f"{fact.item()}"
+    return ClientError(
+        f"the server sent {sent} for '{name}', expected {expected}: install the same "
+        "flwr-fisher on both sides"
+    )
 
 
 @dataclass(frozen=True)

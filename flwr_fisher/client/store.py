@@ -6,6 +6,7 @@ every call; tensors of a model's size do not belong there.
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from flwr.app import Context
@@ -13,13 +14,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flwr_fisher.errors import ClientError
-from flwr_fisher.files import save_tensors
+from flwr_fisher.client.disk import SUFFIX, delete, files_in, sweep, to_drop, use
+from flwr_fisher.errors import ClientError, check_whole
+from flwr_fisher.files import ASIDE, save_tensors
 from flwr_fisher.params import Params
 
 logger = logging.getLogger("flwr")
 
 DEFAULT_STATE_DIR = Path("~/.cache/flwr-fisher/state")
+STATE_BYTES = 4 * 2**30
+# What is called otherwise is not ours, and stays.
+_RUN = re.compile(r"[0-9a-f]+")
+_FILE = re.compile(rf"[a-z-]+-\d{{6,}}\.(\d+{re.escape(ASIDE)}|{SUFFIX[1:]})")
 
 
 def partition_of(context: Context) -> int:
@@ -32,17 +38,25 @@ class ClientStore:
 
     They lie under ``<root>/<run>/partition-<partition>/``. A step may be asked for
     twice, when a round failed or its server was stopped: so what is saved in a step
-    leaves in place what that step began with. Nothing deletes the folder of a run that
-    has ended.
+    leaves in place what that step began with. Nothing tells that a run has ended, and a
+    server can name as many as it likes: where one client's runs take too much, those
+    that were not used for longest go first, never that of the tensors just written.
 
     Parameters
     ----------
     root : Path | str
         Made if it does not exist.
     run : int
-        The run's number, from the server, whose checkpoints keep it.
+        The run's number, at least 0, from the server, whose checkpoints keep it.
     partition : int
         The client's.
+    max_bytes : int, default 4 GiB
+        What this client's tensors of all runs may take together.
+
+    Raises
+    ------
+    ConfigurationError
+        If `run` or `partition` is no integer, or `run` negative.
 
     Examples
     --------
@@ -55,14 +69,40 @@ class ClientStore:
     True
     """
 
-    def __init__(self, root: Path | str, run: int, partition: int) -> None:
-        self.path = Path(root).expanduser() / f"{run:x}" / f"partition-{partition}"
+    def __init__(
+        self,
+        root: Path | str,
+        run: int,
+        partition: int,
+        *,
+        max_bytes: int = STATE_BYTES,
+    ) -> None:
+        check_whole("run", run, 0)
+        check_whole("partition", partition)
+        self.root, self.max_bytes = Path(root).expanduser(), max_bytes
+        self.path = self.root / f"{run:x}" / f"partition-{partition}"
+
+    def check_room(self, num_bytes: int) -> None:
+        """Refuse a run whose state would never fit, before anything is computed.
+
+        Raises
+        ------
+        ClientError
+            Saying how much it is, and what can be done.
+        """
+        if num_bytes > self.max_bytes:
+            raise ClientError(
+                f"the state of run {self.path.parent.name} takes {num_bytes} bytes on "
+                f"this client's disk, and it keeps at most {self.max_bytes}: pass "
+                f"FisherClient(state_bytes={num_bytes}) or more"
+            )
 
     def load(self, name: str, step: int) -> dict[str, Tensor] | None:
         """Return what was saved; None if it is gone, or damaged, which is logged."""
         path = self._file(name, step)
         if not path.exists():
             return None
+        use(path)
         try:
             return dict(load_file(path))
         except (SafetensorError, OSError, ValueError) as error:
@@ -74,6 +114,8 @@ class ClientStore:
     ) -> None:
         """Write tensors; of that name, drop all others but step `keep`'s.
 
+        Where this client's runs then take too much, the oldest are deleted, too.
+
         Raises
         ------
         ClientError
@@ -81,18 +123,47 @@ class ClientStore:
         """
         path = self._file(name, step)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
+            sweep(self.path)
             save_tensors(path, tensors)
-            kept = {path, *([] if keep is None else [self._file(name, keep)])}
-            for other in self.path.iterdir():
-                mine = re.fullmatch(rf"{re.escape(name)}-\d+\.safetensors", other.name)
-                if mine and other not in kept:
-                    other.unlink()
         except (SafetensorError, OSError) as error:
             raise ClientError(
                 f"cannot keep this client's state in {self.path}: {error}; pass "
                 "FisherClient(state_dir=...) another place"
             ) from error
+        use(path)
+        kept = {path, *([] if keep is None else [self._file(name, keep)])}
+        own = re.compile(rf"{re.escape(name)}-\d{{6,}}{re.escape(SUFFIX)}")
+        for other in files_in(self.path):
+            if own.fullmatch(other.name) and other not in kept:
+                delete(other)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Delete this client's state of old runs until the rest is within its bound."""
+        runs = self._runs()
+        for folder in to_drop(runs, self.path, self.max_bytes):
+            for path in runs[folder]:
+                delete(path)
+            with suppress(OSError):  # others' files are in it, or others were faster
+                folder.rmdir()
+                folder.parent.rmdir()
+
+    def _runs(self) -> dict[Path, list[Path]]:
+        """Return this client's files of every run, by the folder they are in."""
+        runs = {}
+        for run in files_in(self.root):
+            folder = run / self.path.name
+            mine = [p for p in files_in(folder) if _FILE.fullmatch(p.name)]
+            if mine and _RUN.fullmatch(run.name):
+                runs[folder] = mine
+        return runs
+
+    def _make_folder(self) -> None:
+        # Another client may just be deleting the run's folder, which is empty yet.
+        for _ in range(3):
+            with suppress(FileNotFoundError):
+                self.path.mkdir(parents=True, exist_ok=True)
 
     def _file(self, name: str, step: int) -> Path:
-        return self.path / f"{name}-{step:06d}.safetensors"
+        return self.path / f"{name}-{step:06d}{SUFFIX}"

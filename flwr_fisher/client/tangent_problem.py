@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flwr_fisher.client.examples import Examples, read_examples
 from flwr_fisher.client.feature_cache import FeatureCache, content_key
+from flwr_fisher.client.limits import capped_number, whole_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
@@ -67,7 +68,7 @@ class ClientFeatures:
     run : int
         The run's number.
     options : Mapping[str, Any]
-        The server's: ``num-features``, ``seed``, ``head`` (empty: found),
+        The server's: ``num-features``, ``features-seed``, ``head`` (empty: found),
         ``solver`` and ``feature-dtype``.
 
     Raises
@@ -105,18 +106,17 @@ class ClientFeatures:
             # A head that is not the model's last layer is the better reason.
             self.tangent(examples.inputs[:1].to(self.problem.device))
             raise
-        n = len(examples.labels)
+        self.check_room(len(examples.labels))
+        return examples
+
+    def check_room(self, n: int) -> None:
+        """Refuse more examples than have a spectrum, or fit into the cache."""
         if n > MOST_EXAMPLES and self.solver != "steps":
             raise ClientError(
                 f"{n} examples, and the closed form decomposes a matrix of n x n, for "
                 f"at most {MOST_EXAMPLES}: use TCT(solver='steps'), or share the data "
                 "out to more clients"
             )
-        self.check_room(n)
-        return examples
-
-    def check_room(self, n: int) -> None:
-        """Refuse more examples than whose features the cache would hold."""
         squared = 0 if n > MOST_EXAMPLES else 8 * n * (n + 1)
         wide = self.tangent.num_features * self.dtype.itemsize
         what = f"{self.tangent.num_features} features of {n} examples"
@@ -209,11 +209,25 @@ def check_tangent(
     Raises
     ------
     ClientError
-        If its loss is none of classes, or its cache is too small.
+        If its loss is none of classes, its cache is too small, or there are more
+        ``local-steps`` than it does.
     ConfigurationError, StructureError
         If there is no such head, or the model has no features.
     """
+    local_steps(problem, options)
     ClientFeatures(problem, 0, 0, options).check_room(num_examples)
+
+
+def local_steps(problem: LocalProblem, options: Mapping[str, Any]) -> int:
+    """Return how many steps a round of the second stage has.
+
+    Raises
+    ------
+    ClientError
+        If there are more than this client does.
+    """
+    most = problem.max_steps
+    return capped_number(options, "local-steps", 500, cap=most, keyword="max_steps")
 
 
 def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:
@@ -224,7 +238,7 @@ def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatur
         )
     return TangentFeatures(
         problem.model,
-        int(options.get("num-features", 20_000)),
-        seed=int(options.get("seed", 0)),
+        whole_number(options, "num-features", 20_000),
+        seed=whole_number(options, "features-seed", 0),
         head=str(options.get("head", "")) or None,
     )

@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from flwr_fisher.errors import ConfigurationError, DataError, check_range
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    check_positive,
+    check_range,
+)
 
 Loader = Iterable[tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -86,8 +91,8 @@ class LocalSGD:
     Raises
     ------
     ConfigurationError
-        If a number is out of range, labels are to be smoothed for another loss, or SGD
-        is described beside another optimiser.
+        If a number is out of range, also of the server's, labels are to be smoothed for
+        another loss, or SGD is described beside another optimiser.
 
     Examples
     --------
@@ -171,7 +176,7 @@ class LocalSGD:
         loss_fn = self.loss_fn
         if self.label_smoothing:
             loss_fn = partial(cross_entropy, label_smoothing=self.label_smoothing)
-        proximal = _Proximal(trained, float(config.get("proximal-mu", 0.0)))
+        proximal = _Proximal(trained, _not_negative(config, "proximal-mu", 0.0))
         average = AveragedModel(model) if self.swa_epochs > 1 else None
         model.train()
         mean = 0.0
@@ -220,8 +225,15 @@ class LocalSGD:
         optimizer = make(trained)
         if "lr" in config:
             for group in optimizer.param_groups:
-                group["lr"] = float(config["lr"])
+                group["lr"] = _not_negative(config, "lr", self.lr)
         return optimizer
+
+
+def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a number of the server's config."""
+    value = config.get(name, default)
+    check_positive(name, value, or_zero=True)
+    return float(value)
 
 
 # Of SGD: what is not given.

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.flower_internals import NodeInfo, Run
+from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.collect import collect
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.wire import named_options, serialized_bytes
@@ -120,7 +121,7 @@ class MeasuredGrid(Grid):
             {
                 **config,
                 "server-round": server_round,
-                **named_options({"seed": self.seed}),
+                **named_options({"seed": seed_of_clients(self.seed)}),
             }
         )
         content = RecordDict({"arrays": arrays, "config": job})

@@ -3,6 +3,7 @@
 from flwr_fisher.deprecation import moved_names
 from flwr_fisher.merge.fedfisher import fedfisher
 from flwr_fisher.merge.fisher_merge import fisher_merge
+from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.regmean import regmean
@@ -17,6 +18,7 @@ from flwr_fisher.merge.sums import (
 __all__ = [
     "SOLVERS",
     "DiagonalSums",
+    "Influence",
     "LocalPosterior",
     "MergeOptions",
     "MergeResult",
@@ -25,6 +27,7 @@ __all__ = [
     "fedfisher",
     "fedfisher_from_sums",
     "fisher_merge",
+    "influence",
     "merge_options",
     "regmean",
     "sums_options",

@@ -1,7 +1,6 @@
 """The linear systems behind a merge: one for each block that clients share."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,9 +9,18 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, WeightedSum
+from flwr_fisher.curvature.operators.in_range import (
+    exponent_of,
+    in_range,
+    largest_entry,
+    power_of_two,
+    shifted,
+    widest_exponent,
+)
 from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
+from flwr_fisher.merge.weights import layer_weights
 from flwr_fisher.params import (
     Params,
     add,
@@ -26,16 +34,23 @@ from flwr_fisher.params import (
 
 Device = torch.device | str | None
 
+_SMALL = 2**28  # bytes of all clients' products in a layer, that are kept
+
 
 @dataclass(frozen=True)
 class LinearSystem:
-    """One independent system, ``(curvature + ridge I) delta = rhs``, over `unit`."""
+    """One independent system, ``(curvature + ridge I) delta = rhs``.
+
+    The curvature and the ridge are over `unit`, the step delta is over ``2**reach``,
+    and the right-hand side over both: floats may not hold them in the uploads' scale.
+    """
 
     curvature: WeightedSum
     rhs: dict[str, Tensor]
     ridge: float
     unit: float = 1.0
-    radius: float = math.inf  # the longest step that is trusted
+    reach: int = 0
+    radius: float = math.inf  # the longest step that is trusted, over 2**reach
 
     @classmethod
     def anchored(
@@ -53,15 +68,33 @@ class LinearSystem:
         unit = self.curvature.trace() / self.curvature.numel()
         if not unit > 0:
             return self
-        curvature = self.curvature.scaled(1 / unit)
+        return replace(
+            self,
+            curvature=self.curvature.scaled(1 / unit),
+            rhs=scale(self.rhs, 1 / unit),
+            ridge=self.ridge / unit,
+            unit=self.unit * unit,
+        )
+
+    def unscaled(self) -> "LinearSystem":
+        """Return the same system at its own scale, in float64 where it has another."""
+        if self.unit == 1 and not self.reach:
+            return self
+        wide = {name: value.double() for name, value in self.rhs.items()}
+        wide_terms = [term.to(dtype=torch.float64) for term in self.curvature.terms]
         return LinearSystem(
-            curvature, scale(self.rhs, 1 / unit), self.ridge / unit, unit, self.radius
+            WeightedSum(wide_terms, self.curvature.weights).scaled(self.unit),
+            shifted(scale(wide, self.unit), self.reach),
+            self.ridge * self.unit,
+            radius=self.radius * power_of_two(self.reach),
         )
 
     def within(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a step, shortened to the radius if it is longer."""
+        """Return a solution as a step, shortened to the radius if it is longer."""
         length = float(norm(step))
-        return scale(step, self.radius / length) if length > self.radius else step
+        if length > self.radius:
+            step = scale(step, self.radius / length)
+        return shifted(step, self.reach) if self.reach else step
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the system's matrix times a vector."""
@@ -96,43 +129,95 @@ def _system(
     options: MergeOptions,
     device: Device,
 ) -> LinearSystem:
-    regularised = [
-        part.to(device).regularised(shrink=options.shrink, damping=options.damping)
-        for part in parts
-    ]
+    regularised, exponents = [], []
+    for part in parts:
+        held, exponent = in_range(part.to(device))
+        exponents.append(exponent)
+        regularised.append(
+            held.regularised(shrink=options.shrink, damping=options.damping)
+        )
+    # What is far below the largest comes to 0, as it would in their sum.
+    highest = max(exponents)
+    relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
     examples = [posterior.num_examples for posterior in posteriors]
-    names = list(WeightedSum(regularised, examples).shapes)  # all cover the same
-
-    def away(posterior: LocalPosterior) -> dict[str, Tensor]:
-        step = subtract(select(posterior.params, names), select(mean, names))
-        return {name: value.to(device) for name, value in step.items()}
-
-    rises, squares = [], []
-    for posterior, part in zip(posteriors, regularised, strict=True):
-        vector = away(posterior)
-        rises.append(max(0.0, float(dot(vector, part.matvec(vector)))))
-        squares.append(float(dot(vector, vector)))
-    traces = [part.trace() for part in regularised]
-    total = WeightedSum(regularised, _weights(examples, traces, rises, options))
-    rhs = {name: torch.zeros_like(mean[name], device=device) for name in names}
-    for (weight, part), posterior in zip(total, posteriors, strict=True):
-        rhs = add(rhs, part.matvec(away(posterior)), weight)
+    unweighted = WeightedSum(regularised, relative)
+    steps = _Steps(posteriors, select(mean, list(unweighted.shapes)), device)
+    rises, squares, largest, products = steps.measured(regularised)
+    if reach := _reach(largest, steps.mean):
+        steps = replace(steps, reach=reach)
+        rises, squares, _, products = steps.measured(regularised)
+    traces = [
+        own * trace for own, trace in zip(relative, unweighted.traces, strict=True)
+    ]
+    rises = [own * rise for rise, own in zip(rises, relative, strict=True)]
+    total = unweighted.reweighted(layer_weights(examples, traces, rises, options))
+    shift = _shift(total, steps.mean)
+    total = total.scaled(power_of_two(-shift)) if shift else total
+    again = (part.matvec(steps.of(index)) for index, part in enumerate(regularised))
+    rhs = {name: torch.zeros_like(mean[name], device=device) for name in total.shapes}
+    for weight, product in zip(total.weights, products or again, strict=True):
+        rhs = add(rhs, product, weight)
     shares = shares_of(examples)
     variance = sum(p * square for p, square in zip(shares, squares, strict=True))
     radius = options.trust * math.sqrt((len(posteriors) - 1) * variance)
-    return replace(LinearSystem.anchored(total, rhs, options.anchor), radius=radius)
+    system = LinearSystem.anchored(total, rhs, options.anchor)
+    unit = power_of_two(highest + shift)
+    return replace(system, unit=unit, reach=steps.reach, radius=radius)
 
 
-def _weights(
-    examples: Sequence[float],
-    traces: Sequence[float],
-    rises: Sequence[float],
-    options: MergeOptions,
-) -> list[float]:
-    """Return the clients' weights in a layer."""
-    # A client that is certain of everything has no curvature, and nothing to balance.
-    powers = [trace**options.balance if trace > 0 else 1.0 for trace in traces]
-    usual = statistics.median(rises)
-    doubts = [1 + options.robust * rise / usual if usual else 1.0 for rise in rises]
-    weights = zip(examples, powers, doubts, strict=True)
-    return shares_of([n / (power * doubt) for n, power, doubt in weights])
+@dataclass(frozen=True)
+class _Steps:
+    """The clients' steps away from the mean over some parameters, over ``2**reach``.
+
+    They are made when they are used: all clients' would take as much memory again.
+    """
+
+    posteriors: Sequence[LocalPosterior]
+    mean: Params
+    device: Device
+    reach: int = 0
+
+    def of(self, index: int) -> dict[str, Tensor]:
+        """Make a client's."""
+        params, mean = select(self.posteriors[index].params, self.mean), self.mean
+        if self.reach:
+            params, mean = shifted(params, -self.reach), shifted(mean, -self.reach)
+        step = subtract(params, mean)
+        return {name: value.to(self.device) for name, value in step.items()}
+
+    def measured(
+        self, curvatures: Sequence[Curvature]
+    ) -> tuple[list[float], list[float], float, list[dict[str, Tensor]]]:
+        """Return all their rises and squared lengths, the largest entry, and products.
+
+        The products with the curvatures are none where all clients' would be large.
+        """
+        rises, squares, largest, products = [], [], 0.0, []
+        size = 4 * sum(value.numel() for value in self.mean.values())
+        small = size * len(curvatures) <= _SMALL
+        for index, curvature in enumerate(curvatures):
+            step = self.of(index)
+            product = curvature.matvec(step)
+            rises.append(max(0.0, float(dot(step, product))))
+            squares.append(float(dot(step, step)))
+            largest = max(largest, *map(largest_entry, step.values()))
+            products += [product] if small else []
+        return rises, squares, largest, products
+
+
+def _reach(largest: float, like: Params) -> int:
+    """Return the exponent of the longest step, and 0 where it is within range."""
+    # A difference of two finite numbers may be infinite.
+    most = min(torch.finfo(value.dtype).max for value in like.values())
+    exponent = exponent_of(min(largest, most))
+    return exponent if abs(exponent) > _widest(like) else 0
+
+
+def _shift(total: WeightedSum, like: Params) -> int:
+    """Return the exponent of the mean eigenvalue, and 0 where it is within range."""
+    exponent = exponent_of(total.trace() / total.numel())
+    return exponent if abs(exponent) > 2 * _widest(like) else 0
+
+
+def _widest(like: Params) -> int:
+    return min(widest_exponent(value.dtype) for value in like.values())

@@ -12,12 +12,13 @@ from flwr_fisher.errors import ConfigurationError, check_known, check_range
 _PCG = {"anchor": 0.1, "shrink": 0.3, "damping": 0.0, "balance": 0.0, "robust": 1.0}
 _CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "robust": 0.0}
 _NONE = dict.fromkeys(_PCG, 0.0)
+_HALF, _ANY = {"max_share": 0.5}, {"max_share": 1.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "pcg": _PCG | {"iterations": 4},
-    "cg": _CG | {"iterations": 100},
-    "closed-form": _NONE | {"iterations": 2000},
-    "adam": _NONE | {"iterations": 2000},
-    "gd": _NONE | {"iterations": 2000},
+    "pcg": _PCG | _HALF | {"iterations": 4},
+    "cg": _CG | _HALF | {"iterations": 100},
+    "closed-form": _NONE | _ANY | {"iterations": 2000},
+    "adam": _NONE | _ANY | {"iterations": 2000},
+    "gd": _NONE | _ANY | {"iterations": 2000},
 }
 SOLVERS = tuple(_DEFAULTS)
 TRUST = 1.0  # from the second round on
@@ -33,8 +34,10 @@ class MergeOptions:
     damping: float
     balance: float
     robust: float
+    max_share: float
     iterations: int
     trust: float = math.inf
+    outlier: float = math.inf
     tolerance: float = 1e-6
     lr: float = 0.01
 
@@ -44,7 +47,9 @@ class MergeOptions:
         check_range("damping", self.damping, 0, 1)
         check_range("balance", self.balance, 0, 1)
         check_range("robust", self.robust, 0)
+        check_range("max_share", self.max_share, 0.5, 1)
         check_range("trust", self.trust, 0)
+        check_range("outlier", self.outlier, 1)
         check_range("iterations", self.iterations, 1)
         check_range("tolerance", self.tolerance, 0, 1)
         check_range("lr", self.lr, 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from flwr_fisher.curvature import Kronecker, WeightedSum
 from flwr_fisher.errors import StructureError, check_range
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
-from flwr_fisher.params import shares_of
+from flwr_fisher.params import finite, shares_of
 
 
 def regmean(
@@ -34,6 +34,8 @@ def regmean(
     ------
     ConfigurationError
         If `off_diagonal` is out of range.
+    ParamsError
+        If a layer's solution is not finite.
     StructureError
         If no layer has a Kronecker curvature.
     """
@@ -63,5 +65,6 @@ def _least_squares(
         w * k.as_matrices(posterior.params).double() @ k.A.double()
         for (w, k), posterior in zip(layer, posteriors, strict=True)
     ]
+    what = f"RegMean's solution for '{first.weight}'"
     solution = torch.stack(products).sum(0) @ torch.linalg.pinv(gram, hermitian=True)
-    return first.as_params(solution.to(first.A.dtype))
+    return finite(first.as_params(solution.to(first.A.dtype)), what)

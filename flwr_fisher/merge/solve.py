@@ -1,7 +1,7 @@
 """Solving a merge's systems by the chosen solver."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
+from flwr_fisher.curvature.operators.in_range import power_of_two
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.iterative import (
     Progress,
@@ -21,9 +22,13 @@ from flwr_fisher.merge.iterative import (
 from flwr_fisher.merge.linear_system import LinearSystem, Systems
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.preconditioner import preconditioner
-from flwr_fisher.params import Params, add, norm, select
+from flwr_fisher.params import Params, add, dot, norm, select
+
+# A block's step by parameter; None where it was not solved.
+Steps = dict[str, Tensor | None]
 
 _FLOOR = 1e-6  # of a block's largest curvature, as FisherMerge's code has it
+_ROUNDED = 1.001  # of the residual at the start
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,23 @@ class MergeResult:
     shares : list[float]
         Each client's share of the summed curvature's trace; they add up to 1. Empty
         where only sums over the clients are known.
+    unsolved : list[str]
+        The parameters whose system the solver did not solve: it could take no step, or
+        what it ended with is not finite, or worse than the mean. They are the mean's.
+    outliers : dict[int, float]
+        The places of the clients that were left out, each with its distance from the
+        others in multiples of the median.
+    options : MergeOptions, optional
+        What the merge was done with.
     """
 
     params: dict[str, Tensor] = field(repr=False)
     residuals: list[float] = field(repr=False)
     iterations: int
     shares: list[float] = field(default_factory=list)
+    unsolved: list[str] = field(default_factory=list)
+    outliers: dict[int, float] = field(default_factory=dict)
+    options: MergeOptions | None = field(default=None, repr=False)
 
 
 def solve(
@@ -57,54 +73,89 @@ def solve(
     score: Score | None,
     progress: Progress | None,
 ) -> MergeResult:
-    """Solve the blocks' systems for the step away from the mean, and take it."""
+    """Solve the blocks' systems for the step away from the mean, and take it.
 
-    def merged(delta: Params) -> dict[str, Tensor]:
-        steps = {k: step.to(mean[k]) for k, step in delta.items()}
-        return {k: v + steps[k] if k in steps else v for k, v in mean.items()}
-
+    A block that is not solved stays at the mean, and is named.
+    """
     if options.solver == "adam":
-        blocks = [make() for make in systems]
-        scored = (
-            None if score is None else (lambda d: score(merged(_within(blocks, d))))
-        )
-        delta, norms = _adam(blocks, options, scored, progress)
-        delta = _within(blocks, delta)
+        blocks = [make().unscaled() for make in systems]
+        delta, norms = _adam(mean, blocks, options, score, progress)
     else:
-        delta, norms = _block_by_block(systems, options, progress)
-    return MergeResult(merged(delta), norms, len(norms) - 1)
+        delta, norms = _block_by_block(mean, systems, options, progress)
+    unsolved = [name for name, step in delta.items() if step is None]
+    if unsolved and progress is not None:
+        progress(f"solver: {', '.join(unsolved)} not solved, and left at the mean")
+    merged = _moved(mean, delta)
+    return MergeResult(
+        merged, norms, max(0, len(norms) - 1), unsolved=unsolved, options=options
+    )
 
 
-def _within(blocks: list[LinearSystem], delta: Params) -> dict[str, Tensor]:
-    parts = (block.within(select(delta, block.rhs)) for block in blocks)
-    return {name: value for part in parts for name, value in part.items()}
+def _moved(mean: Params, delta: Steps) -> dict[str, Tensor]:
+    return {
+        k: v if (step := delta.get(k)) is None else v + step.to(v)
+        for k, v in mean.items()
+    }
 
 
 def _block_by_block(
-    systems: Systems, options: MergeOptions, progress: Progress | None
-) -> tuple[dict[str, Tensor], list[float]]:
-    delta: dict[str, Tensor] = {}
+    mean: Params, systems: Systems, options: MergeOptions, progress: Progress | None
+) -> tuple[Steps, list[float]]:
+    delta: Steps = {}
     curves = []
-    for make in systems:
-        step, norms = _step(make, options)
+    for index, make in enumerate(systems, start=1):
+        step, norms = _step(mean, make, options)
         delta |= step
         curves.append(norms)
         if progress is not None:
             left = norms[-1] / norms[0] if norms[0] else 0.0
             progress(
-                f"solver: {next(iter(step))}, {len(curves)} of {len(systems)}: "
+                f"solver: {next(iter(step))}, {index} of {len(systems)}: "
                 f"{len(norms) - 1} iterations, residual {left:.1e}"
             )
     return delta, _relative(curves)
 
 
 def _step(
-    make: Callable[[], LinearSystem], options: MergeOptions
-) -> tuple[dict[str, Tensor], list[float]]:
+    mean: Params, make: Callable[[], LinearSystem], options: MergeOptions
+) -> tuple[Steps, list[float]]:
     """Return a block's step and the residual's norms; the system is gone with it."""
     block = make().normalised()
-    solution, norms = _solved(block, options)
-    return block.within(solution), [value * block.unit for value in norms]
+    unit = block.unit * power_of_two(block.reach)
+    try:
+        solution, norms = _solved(block, options)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # No curvature, or one that is not finite.
+        solution, norms = {}, [float(norm(block.rhs))]
+    step = block.within(solution) if _is_solved(block, solution, norms, options) else {}
+    if not _is_finite(_moved(select(mean, step), {**step})):
+        step = {}
+    if step:
+        return {**step}, [value * unit for value in norms]
+    start = norms[0] * unit  # what is left at the mean
+    return dict.fromkeys(block.rhs), [start if math.isfinite(start) else 0.0]
+
+
+def _is_solved(
+    block: LinearSystem,
+    solution: Params,
+    norms: list[float],
+    options: MergeOptions,
+) -> bool:
+    """Whether a solver got anywhere, and not somewhere worse than the mean."""
+    if not solution or not all(map(math.isfinite, norms)) or not _is_finite(solution):
+        return False
+    if len(norms) == 1:  # there was nothing to solve, or no step could be taken
+        return norms[0] == 0 or options.tolerance >= 1
+    if norms[-1] <= _ROUNDED * norms[0]:
+        return True
+    # Conjugate gradients lower the objective at every step, but not the residual.
+    pulled = add(block.matvec(solution), block.rhs, -2.0)
+    return float(dot(solution, pulled)) <= 0
+
+
+def _is_finite(params: Params) -> bool:
+    return all(bool(value.isfinite().all()) for value in params.values())
 
 
 def _solved(
@@ -163,18 +214,35 @@ def _closed_form(
 
 
 def _adam(
+    mean: Params,
     blocks: list[LinearSystem],
     options: MergeOptions,
     score: Score | None,
     progress: Progress | None,
-) -> tuple[dict[str, Tensor], list[float]]:
+) -> tuple[Steps, list[float]]:
+    """Solve all blocks at once, and again without those that do not end finite."""
     rhs = {name: value for block in blocks for name, value in block.rhs.items()}
 
     def matvec(vector: Params) -> dict[str, Tensor]:
-        parts = (block.matvec(select(vector, block.rhs)) for block in blocks)
-        return {name: value for part in parts for name, value in part.items()}
+        return _joined(block.matvec(select(vector, block.rhs)) for block in blocks)
 
+    def steps(delta: Params) -> dict[str, Tensor]:
+        return _joined(block.within(select(delta, block.rhs)) for block in blocks)
+
+    scored = None if score is None else (lambda d: score(_moved(mean, {**steps(d)})))
     diagonal = all(_is_diagonal(block) for block in blocks)
     iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
-    delta, norms = best_of(iterates, options.iterations, score, progress)
-    return delta, _relative([norms])
+    solution, norms = best_of(iterates, options.iterations, scored, progress)
+    delta: Steps = {**steps(solution)}
+    moved = _moved(mean, delta)
+    solved = [b for b in blocks if _is_finite(select(moved, b.rhs))]
+    if len(solved) == len(blocks):
+        return delta, _relative([norms])
+    if not solved:
+        return dict.fromkeys(rhs), [1.0]
+    again, norms = _adam(mean, solved, options, score, progress)
+    return dict.fromkeys(rhs) | again, norms
+
+
+def _joined(parts: Iterable[Params]) -> dict[str, Tensor]:
+    return {name: value for part in parts for name, value in part.items()}

@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal, WeightedSum
+from flwr_fisher.curvature.operators.in_range import (
+    exponent_of,
+    largest_entry,
+    widest_exponent,
+)
 from flwr_fisher.errors import (
     ConfigurationError,
     ParamsError,
@@ -29,7 +34,13 @@ from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import Params, check_finite, check_same_layout, select
 
 # What only single clients' curvatures can tell, and the value that does nothing.
-_OF_CLIENTS = {"balance": 0.0, "robust": 0.0, "trust": math.inf}
+_OF_CLIENTS = {
+    "balance": 0.0,
+    "robust": 0.0,
+    "max_share": 1.0,
+    "trust": math.inf,
+    "outlier": math.inf,
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,8 @@ class DiagonalSums:
         Raises
         ------
         ParamsError
-            If it is not finite, of several dtypes, or its curvature is negative.
+            If it is not finite, of several dtypes, or its curvature is negative; or if
+            a sum is more than its dtype holds.
         StructureError
             If its curvature is not diagonal.
 
@@ -93,12 +105,15 @@ tensor([2.])}, fisher_params={'w': tensor([6.])})
         n, entries = float(posterior.num_examples), _diagonal(posterior)
         weighted = {k: n * F.double() for k, F in entries.items()}
         products = {k: nF * posterior.params[k] for k, nF in weighted.items()}
-        return cls(
+        sums = cls(
             n,
             {k: _stored(n * v.double(), v.dtype) for k, v in posterior.params.items()},
             {k: _stored(nF, entries[k].dtype) for k, nF in weighted.items()},
             {k: _stored(nFt, entries[k].dtype) for k, nFt in products.items()},
         )
+        for part in (sums.params, sums.fisher, sums.fisher_params):
+            check_finite(part, f"the sums of a client's {n:g} examples")
+        return sums
 
     def mean(self, like: Params | None = None) -> dict[str, Tensor]:
         r"""Return FedAvg's mean :math:`\sum n_i \theta_i / \sum n_i`.
@@ -118,6 +133,8 @@ tensor([2.])}, fisher_params={'w': tensor([6.])})
 
 def add_sums(parts: Sequence[DiagonalSums]) -> DiagonalSums:
     """Return the sums over all clients; they are taken in float64.
+
+    A sum that its own dtype cannot hold stays in it.
 
     Raises
     ------
@@ -201,8 +218,8 @@ def sums_options(solver: str = "pcg", **options: Any) -> MergeOptions:
     Raises
     ------
     ConfigurationError
-        If `balance`, `robust` or `trust` is given another value than the one that does
-        nothing, or an option is out of range.
+        If `balance`, `robust`, `max_share`, `trust` or `outlier` is given another value
+        than the one that does nothing, or an option is out of range.
     """
     for name, nothing in _OF_CLIENTS.items():
         if options.get(name) not in (None, nothing):
@@ -221,12 +238,19 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _system(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> LinearSystem:
-    dtype = sums.fisher[name].dtype
     entry = sums.fisher[name].double() / sums.num_examples
     pull = sums.fisher_params[name].double() / sums.num_examples
-    curvature = WeightedSum([Diagonal({name: entry.to(dtype)})], [1.0])
     rhs = pull - entry * mean.double()
+    dtype = _dtype_for(entry, rhs, sums.fisher[name].dtype)
+    curvature = WeightedSum([Diagonal({name: entry.to(dtype)})], [1.0])
     return LinearSystem.anchored(curvature, {name: rhs.to(dtype)}, anchor)
+
+
+def _dtype_for(entry: Tensor, rhs: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return float64 where a solver's products may not be held by the sums' dtype."""
+    widest = 2 * widest_exponent(dtype)
+    far = abs(exponent_of(largest_entry(entry))) > widest
+    return torch.float64 if far or largest_entry(rhs) >= 2.0**widest else dtype
 
 
 def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
@@ -258,5 +282,6 @@ def _added(parts: Sequence[Params]) -> dict[str, Tensor]:
         total = torch.zeros_like(first, dtype=wide)
         for part in parts:
             total.add_(part[key])
-        totals[key] = total.to(first.dtype)
+        stored = total.to(first.dtype)
+        totals[key] = stored if stored.isfinite().all() else total
     return totals

@@ -1,7 +1,7 @@
 """The directory that a run writes its results to, in one form for every app."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,12 @@ class ReportDir:
         seconds: Mapping[str, float],
         config: Mapping[str, Any],
         rounds: Mapping[int, Mapping[str, Any]] | None = None,
+        influence: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Write ``metrics.json``: ``accuracy.<method>``, ``bytes.*``, and so on.
 
-        `rounds`, from :func:`flwr_fisher.report.rounds_of`, becomes ``rounds.<round>``.
+        `rounds`, from :func:`flwr_fisher.report.rounds_of`, becomes ``rounds.<round>``;
+        `influence`, a row a client, is left out where there is none.
         """
         content: dict[str, Any] = {
             "accuracy": accuracy,
@@ -72,6 +74,8 @@ class ReportDir:
         }
         if rounds is not None:
             content["rounds"] = rounds
+        if influence:
+            content["influence"] = list(influence)
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (self.path / "metrics.json").write_text(text)
 

@@ -1,14 +1,18 @@
 """The report of a one-shot run: every method on the same uploads."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, add_sums, fedavg
 from flwr_fisher.report.folder import ReportDir
+from flwr_fisher.report.influence import influences, log_influences
 from flwr_fisher.report.plots import plot_accuracies, plot_labels, plot_residuals
 from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.strategies import CurvatureResult, Upload
@@ -34,7 +38,9 @@ def report_one_shot(
 
     The alternatives are FedAvg's mean, the best single client (on the test set, so a
     generous reference), and the ensemble of all clients, which is not one model. Of
-    uploads for ``aggregate="sums"`` FedAvg's mean alone can be made.
+    uploads for ``aggregate="sums"`` FedAvg's mean alone can be made. For at most twenty
+    clients, and a model whose merge takes seconds, a table shows each client's
+    influence: how far it moves the model, and the accuracy without it.
 
     Parameters
     ----------
@@ -55,25 +61,42 @@ def report_one_shot(
     """
     merged: MergeResult = result.details
     accuracy = _accuracies(task, result.uploads, merged)
+    influence = influences(result.uploads, merged, partial(_accuracy, task))
     sizes = reply_sizes(result.uploads, merged.params)
     folder = ReportDir(path)
-    folder.metrics(accuracy=accuracy, bytes=sizes, seconds=seconds, config=config)
+    folder.metrics(
+        accuracy=accuracy,
+        bytes=sizes,
+        seconds=seconds,
+        config=config,
+        influence=influence,
+    )
     folder.model(merged.params)
     titled = {_TITLES[name]: value for name, value in accuracy.items()}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
     plot_labels(path / "labels.png", task.label_histogram(), task.data.class_names)
     plot_residuals(path / "residual.png", merged.residuals)
+    log_influences(influence)
     rows = [(title, f"{100 * value:.1f} %") for title, value in titled.items()]
     columns = "method", "test accuracy"
     log_summary("Every method on the same uploads", columns, rows, sizes, path)
     return accuracy
 
 
+def _accuracy(task: Task, params: dict[str, Tensor]) -> float:
+    model, loader = _model_and_test_set(task)
+    return accuracies(model, {"merge": params}, loader)["merge"]
+
+
+def _model_and_test_set(task: Task) -> tuple[nn.Module, Loader]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return task.make_model().to(device), task.test_loader()
+
+
 def _accuracies(
     task: Task, uploads: Sequence[Upload[Any]], merged: MergeResult
 ) -> dict[str, float]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, loader = task.make_model().to(device), task.test_loader()
+    model, loader = _model_and_test_set(task)
     if not merged.shares:  # a merge of sums, of which no client's part is known
         mean = add_sums([u.payload.sums for u in uploads]).mean(merged.params)
         return accuracies(model, {"fedavg": mean, "fedfisher": merged.params}, loader)

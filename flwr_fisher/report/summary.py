@@ -47,6 +47,18 @@ def log_summary(
     path: Path,
 ) -> None:
     """Log a table, what an upload weighs, and where the results are."""
+    log_table(title, columns, rows)
+    if sizes:
+        upload, plain = sizes["upload_per_client"], sizes["fedavg_per_client"]
+        kilobytes = upload / 1e3, plain / 1e3
+        logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", *kilobytes)
+    logger.info("Results are in %s", path)
+
+
+def log_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
+    """Log a table."""
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*row)
@@ -55,8 +67,3 @@ def log_summary(
         console.print(table)
     for line in capture.get().splitlines():
         logger.info(line)
-    if sizes:
-        upload, plain = sizes["upload_per_client"], sizes["fedavg_per_client"]
-        kilobytes = upload / 1e3, plain / 1e3
-        logger.info("Upload: %.0f kB a client (FedAvg: %.0f kB)", *kilobytes)
-    logger.info("Results are in %s", path)

@@ -1,5 +1,6 @@
 """FAGH's server step: Newton's direction from one Hessian row (Sen, Qin & Mohan)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -14,7 +15,7 @@ from flwr_fisher.errors import (
     check_positive,
     check_range,
 )
-from flwr_fisher.params import Params, check_finite, check_same_layout
+from flwr_fisher.params import Params, check_finite, check_same_layout, finite
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ def fagh_step(
     ConfigurationError
         If a number is out of range.
     ParamsError
-        If layouts differ, a value is not finite, or the moments are of another model or
-        are missing where `t` is above 1.
+        If layouts differ, a value is not finite, given or made, or the moments are of
+        another model or are missing where `t` is above 1.
 
     Examples
     --------
@@ -198,7 +199,14 @@ def fagh_step(
         for M in (M1, M2)
     )
     direction = {k: v.to(params[k].dtype) for k, v in direction.items()}
-    return FaghStep(new, FaghMoments(M1, M2, m), direction, curvature, fell_back)
+    moments = FaghMoments(
+        finite(M1, "the gradient's moment"), finite(M2, "the product's moment"), m
+    )
+    check_finite(direction, "the direction of FAGH's step")
+    if not math.isfinite(curvature):
+        raise ParamsError(f"the curvature along the probe is {curvature}")
+    new = finite(new, "the model after FAGH's step")
+    return FaghStep(new, moments, direction, curvature, fell_back)
 
 
 def _check_numbers(

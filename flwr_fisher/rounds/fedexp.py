@@ -9,6 +9,8 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.params import Params, check_finite, shares_of, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
+_LONG = 1e100  # an update whose square, summed, float64 may not hold
+
 
 @dataclass(frozen=True)
 class FedExpStep:
@@ -66,8 +68,8 @@ def fedexp_step(
     ConfigurationError
         If `epsilon` is negative.
     ParamsError
-        If layouts differ, an update is not finite, there is no client, or weights are
-        unusable.
+        If layouts differ, an update or the result is not finite, there is no client, or
+        weights are unusable.
 
     Examples
     --------
@@ -84,9 +86,10 @@ def fedexp_step(
     for index, delta in enumerate(deltas):
         check_finite(delta, f"client {index}")
     mean = weighted_mean(deltas, weights)
+    unit = _unit(deltas)
     shares = zip(shares_of(weights), deltas, strict=True)
-    squares = sum(share * _square(delta) for share, delta in shares)
-    below = 2 * (_square(mean) + epsilon)
+    squares = sum(share * _square(delta, unit) for share, delta in shares)
+    below = 2 * (_square(mean, unit) + epsilon / unit / unit)
     lr = max(1.0, squares / below) if below > 0 else 1.0
     return FedExpStep(stepped(params, mean, -lr), lr)
 
@@ -107,5 +110,14 @@ def last_two_mean(last: Params, before: Params | None) -> dict[str, Tensor]:
     return dict(last) if before is None else weighted_mean([last, before], [1, 1])
 
 
-def _square(params: Params) -> float:
-    return sum(float(value.double().square().sum()) for value in params.values())
+def _unit(deltas: Sequence[Params]) -> float:
+    """Return what updates are divided by, so that float64 holds their squares."""
+    sizes = (float(v.abs().max()) for d in deltas for v in d.values() if v.numel())
+    largest = max(sizes, default=0.0)
+    return largest if largest > _LONG else 1.0
+
+
+def _square(params: Params, unit: float) -> float:
+    wide = (value.double() for value in params.values())
+    parts = (value if unit == 1 else value / unit for value in wide)
+    return sum(float(part.square().sum()) for part in parts)

@@ -1,6 +1,6 @@
 """FedFish's server step: an average of updates, weighted by Fishers (Dhawan et al.)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import torch
@@ -88,13 +88,18 @@ def _weighted_mean(
     clients: list[tuple[Params, Params, float]], key: str, mean: Tensor
 ) -> Tensor:
     deltas, fishers, shares = zip(*clients, strict=True)
-    wide = [fisher[key].to(mean.device, torch.float64) for fisher in fishers]
-    lowest, highest = reduce(torch.minimum, wide), reduce(torch.maximum, wide)
+
+    def wide() -> Iterator[Tensor]:  # one client after another: none but one is held
+        return (fisher[key].to(mean.device, torch.float64) for fisher in fishers)
+
+    def parts() -> Iterator[Tensor]:
+        return (s * (f / scale) for f, s in zip(wide(), shares, strict=True))
+
+    lowest, highest = reduce(torch.minimum, wide()), reduce(torch.maximum, wide())
     scale = torch.where(highest > 0, highest, 1.0)
-    parts = [s * (f / scale) for f, s in zip(wide, shares, strict=True)]
-    total = reduce(torch.add, parts)
+    total = reduce(torch.add, parts())
     average = torch.zeros_like(mean, dtype=torch.float64)
-    for part, delta in zip(parts, deltas, strict=True):
+    for part, delta in zip(parts(), deltas, strict=True):
         average += part / total * delta[key].to(torch.float64)
     return torch.where(lowest == highest, mean, average.to(mean.dtype))
 

@@ -44,7 +44,7 @@ def fedga_start(
     ConfigurationError
         If `beta` is negative.
     ParamsError
-        If layouts differ.
+        If layouts differ, or the start is not finite.
 
     Examples
     --------

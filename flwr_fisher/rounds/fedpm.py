@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.errors import ConfigurationError, ParamsError, check_positive
-from flwr_fisher.params import Params, shares_of, weighted_mean
+from flwr_fisher.params import Params, finite, shares_of, weighted_mean
 from flwr_fisher.rounds.updates import double
 
 Covariances = Mapping[str, InputCovariance]
@@ -114,7 +114,8 @@ class FedPMMixture:
         :math:`W - \bar W`, how far mixing is from FedAvg's mean, in float64.
     averaged : list[str]
         Weights of layers that were averaged because the mean of their A has a negative
-        eigenvalue: no second moment has, so a client sent something else.
+        eigenvalue, or no finite solution: no second moment is like that, so a client
+        sent something else.
     """
 
     params: dict[str, Tensor]
@@ -167,7 +168,8 @@ def fedpm_mix(
     ConfigurationError
         If `damping` is out of range.
     ParamsError
-        If there is no client, layouts differ, or weights are unusable.
+        If there is no client, layouts differ, weights are unusable, or the result is
+        not finite.
 
     Examples
     --------
@@ -202,7 +204,7 @@ def fedpm_mix(
         else:
             correction |= found
     mixed = {k: (center[k] + v).to(mean[k].dtype) for k, v in correction.items()}
-    return FedPMMixture(mean | mixed, correction, averaged)
+    return FedPMMixture(finite(mean | mixed, "the mixture"), correction, averaged)
 
 
 def _correction(
@@ -224,6 +226,8 @@ def _correction(
     if info.any():
         return None
     solved = torch.cholesky_solve(product.mT, factor).mT
+    if not solved.isfinite().all():  # a second moment beyond float64's range
+        return None
     return layers[0].as_params(solved, trained[0])
 
 

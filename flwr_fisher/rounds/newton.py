@@ -14,7 +14,14 @@ from flwr_fisher.curvature.operators.conjugate_gradient import (
     conjugate_gradient,
 )
 from flwr_fisher.errors import check_positive, check_range
-from flwr_fisher.params import Params, add, scale, subtract, weighted_mean
+from flwr_fisher.params import (
+    Params,
+    add,
+    finite,
+    scale,
+    subtract,
+    weighted_mean,
+)
 from flwr_fisher.rounds.updates import stepped
 
 
@@ -56,7 +63,7 @@ def giant_direction(
     ConfigurationError
         If a number is out of range.
     ParamsError
-        If a product's layout is not the gradient's.
+        If a product's layout is not the gradient's, or the direction is not finite.
 
     Examples
     --------
@@ -71,7 +78,8 @@ def giant_direction(
     solution, norms = conjugate_gradient(
         hvp, gradient, iterations=iterations, tolerance=tolerance
     )
-    return solution if len(norms) > 1 else dict(gradient)
+    direction = solution if len(norms) > 1 else gradient
+    return finite(direction, "GIANT's direction")
 
 
 def done_direction(
@@ -109,7 +117,7 @@ def done_direction(
     ConfigurationError
         If a number is out of range.
     ParamsError
-        If a product's layout is not the gradient's.
+        If a product's layout is not the gradient's, or the direction is not finite.
 
     Examples
     --------
@@ -124,7 +132,9 @@ def done_direction(
     solution = scale(gradient, alpha)
     for _ in range(iterations - 1):
         solution = add(solution, subtract(gradient, hvp(solution)), alpha)
-    return solution
+    return finite(
+        solution, f"DONE's direction, which alpha={alpha:g} may be too large for"
+    )
 
 
 def newton_step(
@@ -152,7 +162,8 @@ def newton_step(
     ConfigurationError
         If `lr` is negative.
     ParamsError
-        If layouts differ, there is no client, or weights are unusable.
+        If layouts differ, there is no client, weights are unusable, or the result is
+        not finite.
     """
     check_range("lr", lr, 0)
     return stepped(params, weighted_mean(directions, weights), -lr)

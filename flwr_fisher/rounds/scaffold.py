@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, check_positive, check_range
-from flwr_fisher.params import Params, add, check_same_layout, subtract, weighted_mean
+from flwr_fisher.params import (
+    Params,
+    add,
+    check_same_layout,
+    finite,
+    subtract,
+    weighted_mean,
+)
 from flwr_fisher.rounds.updates import stepped
 
 
@@ -58,7 +65,8 @@ def scaffold_step(
     ConfigurationError
         If `participation` or `lr` is out of range.
     ParamsError
-        If layouts differ, there is no client, or weights are unusable.
+        If layouts differ, there is no client, weights are unusable, or a result is not
+        finite.
 
     Examples
     --------
@@ -74,7 +82,8 @@ def scaffold_step(
     check_range("lr", lr, 0)
     step, shift = weighted_mean(deltas, weights), weighted_mean(control_deltas, weights)
     check_same_layout(control, step, "deltas")
-    return stepped(params, step, -lr), add(control, shift, participation)
+    new = add(control, shift, participation)
+    return stepped(params, step, -lr), finite(new, "the new control variate")
 
 
 def scaffold_control(
@@ -104,8 +113,9 @@ def scaffold_control(
     ConfigurationError
         If `steps` or `lr` is out of range.
     ParamsError
-        If layouts differ.
+        If layouts differ, or the result is not finite.
     """
     check_range("steps", steps, 1)
     check_positive("lr", lr)
-    return add(subtract(control, server_control), delta, 1 / (steps * lr))
+    new = add(subtract(control, server_control), delta, 1 / (steps * lr))
+    return finite(new, "the client's control variate")

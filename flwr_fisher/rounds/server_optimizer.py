@@ -14,7 +14,7 @@ from flwr_fisher.errors import (
     UnknownNameError,
     check_range,
 )
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, check_finite
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -118,8 +118,8 @@ def server_step(
     Raises
     ------
     ParamsError
-        If `gradient` or `state` names what `params` lack, if shapes differ, or a
-        gradient is not finite.
+        If `gradient` or `state` names what `params` lack, if shapes differ, or if a
+        gradient, a stepped parameter or its new state is not finite.
     ConfigurationError
         If the optimiser needs a closure or sparse gradients, refuses a parameter, or
         keeps state that cannot be saved.
@@ -154,8 +154,12 @@ def server_step(
                 f"{type(optimizer).__name__} keeps state in its parameter groups, "
                 "which would be lost between rounds: use one of torch.optim's"
             )
-    new = {k: stepped[k].detach() if k in stepped else v for k, v in params.items()}
-    return new, _flatten(entries)
+    moved = {name: value.detach() for name, value in stepped.items()}
+    check_finite(moved, "the server optimizer's step")
+    kept = _flatten(entries)
+    # A square that overflowed would hold its parameter still from then on.
+    check_finite(kept, "the server optimizer's state")
+    return {k: moved.get(k, v) for k, v in params.items()}, kept
 
 
 def _stepped(params: Params, gradient: Params) -> list[str]:

@@ -5,7 +5,14 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
-from flwr_fisher.params import Params, add, select, subtract, weighted_mean
+from flwr_fisher.params import (
+    Params,
+    add,
+    finite,
+    select,
+    subtract,
+    weighted_mean,
+)
 
 
 def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -28,12 +35,14 @@ def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tenso
     Raises
     ------
     ParamsError
-        If the direction has a key that the params lack, or another shape.
+        If the direction has a key that the params lack, or another shape; or if a
+        stepped parameter is not finite.
     """
     if unknown := sorted(direction.keys() - params.keys()):
         raise ParamsError(f"the params lack {unknown}, which are to be stepped")
     moved = {key: value for key, value in params.items() if key in direction}
-    return {**params, **add(moved, direction, factor)}
+    step = add(moved, direction, factor)
+    return {**params, **finite(step, f"the params plus {factor:g} times the step")}
 
 
 def updates(
@@ -62,9 +71,15 @@ def with_averages(
         The clients', for all others.
     weights : Sequence[float]
         The clients' weights.
+
+    Raises
+    ------
+    ParamsError
+        If the result is not finite.
     """
     averaged = weighted_mean(trained, weights)
-    return {
+    new = {
         key: moved[key].to(value.dtype) if key in moved else averaged[key]
         for key, value in start.items()
     }
+    return finite(new, "the new model")

@@ -43,10 +43,17 @@ class Cohort(NodeNames):
         Raises
         ------
         RoundError
-            If too few nodes are connected when `timeout` seconds have passed.
+            If too few nodes are connected when `timeout` seconds have passed, or claim
+            names of their own.
         """
-        nodes = self._wait(grid, max(available, minimum), timeout)
-        self.learn(grid, nodes, timeout)
+        connected = self._wait(grid, max(available, minimum), timeout)
+        self.learn(grid, connected, timeout)
+        nodes = [node for node in connected if node not in self.refused]
+        if len(nodes) < minimum:
+            raise RoundError(
+                f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
+                + "\n".join(f"node-{n}: {why}" for n, why in self.refused.items())
+            )
         nodes.sort(key=self.order)
         self.connected = len(nodes)
         size = max(int(len(nodes) * fraction), minimum)

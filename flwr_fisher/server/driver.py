@@ -1,20 +1,21 @@
 """A run's rounds, start to end: ask, collect, admit, step, keep."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from flwr.app import ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import Strategy
 
-from flwr_fisher.errors import CheckpointError, WireError
+from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.collect import collect
+from flwr_fisher.server.evaluation import aggregate_evaluations
 from flwr_fisher.server.exchange import Exchange, ServerState, Uploads
 from flwr_fisher.server.open_exchange import OpenExchange, Sampling
+from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import Run
 
 logger = logging.getLogger("flwr")
@@ -81,12 +82,15 @@ class Driver:
         RoundError
             If an exchange ends with too few usable replies.
         CheckpointError
-            If an upload on disk is damaged.
+            If an upload on disk is of another version of this library.
         """
         if method.fraction_train == 0.0:  # FedAvg's way to evaluate without training
             return []
         uploads: Uploads[Any] = []
         for index, exchange in enumerate(method.exchanges(server_round), start=1):
+            # The uploads of the last exchange go before those of this one come.
+            uploads = []
+            self.run.forget_uploads()
             opened = OpenExchange(
                 method,
                 exchange,
@@ -96,19 +100,24 @@ class Driver:
                 self.timeout,
             )
             folder = self.run.folder(server_round, index)
-            nodes = self._restore(opened, folder)
+            nodes = self.restore(opened.admission, folder, opened.nodes)
             # The next exchange has begun: its clients answered what came of the replies
             # to this one, so nobody else may join them now.
             if self.run.has_uploads(self.run.folder(server_round, index + 1)):
                 nodes = []
-            self._receive(opened, opened.messages(config, nodes), folder)
-            finished = opened.finish()
+            self.receive(opened.admission, opened.messages(config, nodes), folder)
+            try:
+                finished = opened.finish()
+            finally:
+                self.set_aside(opened.admission, folder)
             uploads, step = finished.uploads, finished.step
+            metrics = finished.metrics
+            del opened, finished  # which hold them, too
             if isinstance(self.grid, _Listener):
                 self.grid.aggregated({u.node_id: u.metrics for u in uploads})
             if scope is not None:
                 step = replace(step, state=self.run.state.with_inner(scope, step.state))
-            self.run.stepped(server_round, step, uploads, finished.metrics)
+            self.run.stepped(server_round, step, uploads, metrics)
         return uploads
 
     def evaluate(
@@ -117,6 +126,8 @@ class Driver:
         cohort: Cohort,
         server_round: int,
         config: ConfigRecord,
+        weighted_by_key: str,
+        policy: Policy,
     ) -> None:
         """Have clients evaluate the run's parameters, as the strategy says."""
         messages = strategy.configure_evaluate(
@@ -124,54 +135,48 @@ class Driver:
         )
         replies = collect(self.grid, messages, self.timeout)
         aggregate = strategy.aggregate_evaluate
-        metrics = aggregate_in_order(aggregate, cohort, server_round, replies)
+        metrics = aggregate_evaluations(
+            aggregate, cohort, server_round, replies, weighted_by_key, policy
+        )
         self.run.client_evaluated(server_round, metrics)
 
-    def _state(self, scope: str | None) -> ServerState:
-        return self.run.state if scope is None else self.run.state.inner(scope)
+    def restore(
+        self, admission: Admission[Any], folder: str, nodes: Iterable[int]
+    ) -> list[int]:
+        """Admit uploads that an interrupted run left; return which nodes are to ask.
 
-    def _receive(
-        self, opened: OpenExchange[Any], messages: list[Message], folder: str
-    ) -> None:
-        """Take replies as they arrive; keep each that is admitted."""
-        for message in collect(self.grid, messages, self.timeout):
-            records = opened.admission.take(message)
-            if records is not None:
-                client = opened.sampling.cohort.name(message.metadata.src_node_id)
-                self.run.save_upload(folder, client, *records)
-
-    def _restore(self, opened: OpenExchange[Any], folder: str) -> list[int]:
-        """Take uploads that an interrupted run left; return who is still to ask."""
-        cohort = opened.sampling.cohort
-        by_name = {cohort.name(node): node for node in opened.nodes}
+        An upload that turned out to be bad stays where it is, and its client rejected.
+        """
+        names = admission.names
+        by_name = {names.name(node): node for node in nodes}
+        for client, reason in self.run.load_set_aside(folder).items():
+            if by_name.pop(client, None) is not None:
+                admission.rejected.add(client, reason, stage="aggregate_train")
         for client, arrays, metrics in self.run.load_uploads(folder):
             if (node := by_name.pop(client, None)) is None:
                 continue
             try:
-                opened.admission.admit(node, arrays, metrics)
-            except WireError as error:
-                raise CheckpointError(
-                    f"the upload kept as {folder}/{client} is damaged: {error}; without"
-                    " that file the client is asked again"
-                ) from error
-        return sorted(by_name.values(), key=cohort.order)
+                admission.admit(node, arrays, metrics)
+            except Exception as error:  # admitted once, by another version perhaps
+                admission.reject(node, error)
+                reason = admission.rejected.reasons[client]
+                self.run.set_aside(folder, client, reason)
+        return sorted(by_name.values(), key=names.order)
 
+    def receive(
+        self, admission: Admission[Any], messages: Iterable[Message], folder: str
+    ) -> None:
+        """Take replies as they arrive; keep each that is admitted."""
+        for message in collect(self.grid, messages, self.timeout):
+            records = admission.take(message)
+            if records is not None:
+                client = admission.names.name(message.metadata.src_node_id)
+                self.run.save_upload(folder, client, *records)
 
-def aggregate_in_order(
-    aggregate: Callable[[int, Iterable[Message]], MetricRecord | None],
-    cohort: Cohort,
-    server_round: int,
-    replies: Iterable[Message],
-) -> MetricRecord | None:
-    """Aggregate evaluations in an order that depends on no timing.
+    def set_aside(self, admission: Admission[Any], folder: str) -> None:
+        """Put away what was admitted, and turned out to be bad."""
+        for client, reason in admission.withdrawn.items():
+            self.run.set_aside(folder, client, reason)
 
-    Replies that do not fit each other are worth a warning, not the round.
-    """
-    ordered = sorted(
-        replies, key=lambda reply: cohort.order(reply.metadata.src_node_id)
-    )
-    try:
-        return aggregate(server_round, ordered)
-    except InconsistentMessageReplies as error:
-        logger.warning("aggregate_evaluate: left out the round: %s", error)
-        return None
+    def _state(self, scope: str | None) -> ServerState:
+        return self.run.state if scope is None else self.run.state.inner(scope)

@@ -73,8 +73,8 @@ class Upload(Generic[P]):
     node_id : int
         Who sent it, this time.
     client : str
-        Who that is in every run: ``partition-3``, or ``node-…`` where nothing better is
-        known.
+        Who that is in every run: a registered name, ``partition-3``, or ``node-…``
+        where nothing better is known.
     num_examples : float
         Its weight.
     payload : Payload
@@ -83,6 +83,8 @@ class Upload(Generic[P]):
         Its metrics.
     num_bytes : int
         The serialised size of what it sent.
+    number : int
+        What the client knows itself by: its partition, or its node's id.
     """
 
     node_id: int
@@ -91,6 +93,7 @@ class Upload(Generic[P]):
     payload: P
     metrics: MetricRecord
     num_bytes: int
+    number: int = 0
 
 
 Uploads = Sequence[Upload[P]]
@@ -137,6 +140,9 @@ class Exchange(Generic[P]):
         Ask every connected client instead of the strategy's fraction.
     alike : bool, default False
         Leave out those that train other parameters than most, before they train.
+    limit_masses : bool, default True
+        Whether the policy limits what a client holds of the summed curvature: False
+        where the step does.
     """
 
     options: Mapping[str, ConfigRecordValues]
@@ -146,6 +152,7 @@ class Exchange(Generic[P]):
     start: Callable[[ServerState], Params] = lambda state: state.params
     everyone: bool = False
     alike: bool = False
+    limit_masses: bool = True
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's entries, and the options."""

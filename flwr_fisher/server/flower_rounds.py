@@ -17,12 +17,14 @@ from flwr.serverapp.strategy import (
 from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError
-from flwr_fisher.server.admission import read_reply
+from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.collect import collect
 from flwr_fisher.server.driver import Driver
-from flwr_fisher.server.exchange import ServerState, Step
+from flwr_fisher.server.exchange import ServerState, Step, Upload
+from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.replies import shared_by_all
 from flwr_fisher.wire import arrays_to_tensors
+from flwr_fisher.wire.plain_upload import PlainUpload
 
 logger = logging.getLogger("flwr")
 
@@ -43,13 +45,20 @@ class FlowerRounds:
         Knows the clients' names.
     weighted_by_key : str
         A metric that every reply has.
+    policy : Policy
+        How far a single client's say may go.
     """
 
     def __init__(
-        self, strategy: Strategy, kind: type, cohort: Cohort, weighted_by_key: str
+        self,
+        strategy: Strategy,
+        kind: type,
+        cohort: Cohort,
+        weighted_by_key: str,
+        policy: Policy,
     ) -> None:
         self.strategy, self.kind, self.cohort = strategy, kind, cohort
-        self.weighted_by_key = weighted_by_key
+        self.weighted_by_key, self.policy = weighted_by_key, policy
         self._last = 0  # round that this object has driven
 
     def train(
@@ -75,50 +84,44 @@ class FlowerRounds:
         nodes = [message.metadata.dst_node_id for message in messages]
         self.cohort.learn(grid, nodes, driver.timeout)
         folder = run.folder(server_round, 1)
-        replies, rejected = self._replies(driver, folder, messages)
-        good = {n: reply for n, reply in replies.items() if n not in rejected}
-        arrays, metrics = self.strategy.aggregate_train(server_round, replies.values())
-        reasons = [f"{name}: {reason}" for name, reason in rejected.items()]
+        admission = self._admit(driver, folder, messages)
+        uploads = admission.uploads(needed=0)
+        driver.set_aside(admission, folder)
+        requests = {m.metadata.dst_node_id: m for m in messages}
+        records = shared_by_all([upload.metrics for upload in uploads])
+        replies = [
+            _reply(upload, record, requests[upload.node_id], self.weighted_by_key)
+            for upload, record in zip(uploads, records, strict=True)
+        ]
+        arrays, metrics = self.strategy.aggregate_train(server_round, replies)
+        reasons = admission.rejected.lines()
         state = ServerState(
             self._params(run.state.params, arrays, reasons), run.state.groups
         )
-        counts = {"num-replies": len(good), "num-rejected": len(rejected)}
+        counts = {"num-replies": len(uploads), "num-rejected": len(admission.rejected)}
         joined = MetricRecord({**counts, **(metrics or {})})
         run.stepped(server_round, Step(state), [], joined)
         self._last = server_round
-        return {n: _only_metrics(reply) for n, reply in good.items()}
+        return {upload.client: upload.metrics for upload in uploads}
 
-    def _order(self, reply: Message) -> tuple[int, int]:
-        return self.cohort.order(reply.metadata.src_node_id)
-
-    def _replies(
+    def _admit(
         self, driver: Driver, folder: str, messages: list[Message]
-    ) -> tuple[dict[str, Message], dict[str, str]]:
-        """Return replies by client, in order, and why some are of no use.
-
-        The strategy sees those that failed, not those that it could not read.
-        """
-        name, run = self.cohort.name, driver.run
-        waiting = {name(m.metadata.dst_node_id): m for m in messages}
-        replies, rejected = {}, {}
-        for client, arrays, metrics in run.load_uploads(folder):
-            if (message := waiting.pop(client, None)) is not None:
-                content = RecordDict({"arrays": arrays, "metrics": metrics})
-                replies[client] = Message(content, reply_to=message)
-        for reply in collect(driver.grid, list(waiting.values()), driver.timeout):
-            node = reply.metadata.src_node_id
-            try:
-                records = read_reply(reply, self.weighted_by_key)
-                run.save_upload(folder, name(node), *records)
-                arrays_to_tensors(records[0])
-            except WireError as error:
-                rejected[name(node)] = str(error.from_node(node))
-                logger.warning("stage 1: left out %s: %s", name(node), error)
-                if not reply.has_error():
-                    continue
-            replies[name(node)] = reply
-        ordered = sorted(replies, key=lambda client: self._order(replies[client]))
-        return {client: replies[client] for client in ordered}, rejected
+    ) -> Admission[PlainUpload]:
+        """Collect the replies, and those that an interrupted run left on disk."""
+        admission = Admission(
+            self.cohort,
+            PlainUpload.from_arrays,
+            driver.run.state.params,
+            self.weighted_by_key,
+            expected=len(messages),
+            policy=self.policy,
+        )
+        nodes = driver.restore(
+            admission, folder, [m.metadata.dst_node_id for m in messages]
+        )
+        left = [m for m in messages if m.metadata.dst_node_id in nodes]
+        driver.receive(admission, left, folder)
+        return admission
 
     def _params(
         self,
@@ -154,6 +157,10 @@ def _like(params: Mapping[str, Tensor], arrays: ArrayRecord) -> dict[str, Tensor
     return same
 
 
-def _only_metrics(reply: Message) -> MetricRecord:
-    (metrics,) = reply.content.metric_records.values()
-    return metrics
+def _reply(
+    upload: Upload[PlainUpload], metrics: MetricRecord, request: Message, key: str
+) -> Message:
+    """Return the reply that a strategy is to see, with records of Flower's names."""
+    content = RecordDict({"arrays": upload.payload.to_arrays()})
+    content["metrics"] = MetricRecord({**metrics, key: upload.num_examples})
+    return Message(content, reply_to=request)

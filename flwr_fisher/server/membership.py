@@ -52,7 +52,7 @@ class Membership:
         There are as many clients as are connected, or have taken part if that is more.
         """
         steps = self.steps + 1
-        given = {upload.client: upload.num_examples for upload in uploads}
+        given = {upload.number: upload.num_examples for upload in uploads}
         roster = self.roster.after(steps, given)
         known = len(roster.weights)
         total = fsum(roster.weights.values()) * (max(known, connected) / known)

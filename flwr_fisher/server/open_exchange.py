@@ -2,22 +2,39 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
-from flwr_fisher.errors import RoundError
+from flwr_fisher.errors import ParamsError, RoundError, StructureError
+from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Upload,
+    Uploads,
+)
+from flwr_fisher.server.policy import Policy
 from flwr_fisher.wire import Payload, named_options
 
 logger = logging.getLogger("flwr")
 
 P = TypeVar("P", bound=Payload)
+
+# What a step raises that cannot work with what it is given.
+_STEP_ERRORS = (
+    ParamsError,
+    StructureError,
+    ArithmeticError,
+    torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+)
 MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 
 
@@ -26,6 +43,7 @@ class Sampling(Protocol):
 
     seed: int
     cohort: Cohort
+    policy: Policy
     fraction_train: float
     min_train_nodes: int
     min_available_nodes: int
@@ -44,7 +62,7 @@ def requests(
     message_type: str = MessageType.TRAIN,
 ) -> list[Message]:
     """Return the messages that ask nodes; the caller's records are left as they are."""
-    seed = named_options({"seed": sampling.seed})
+    seed = named_options({"seed": seed_of_clients(sampling.seed)})
     sent = {**config, "server-round": server_round, **seed}
     content = RecordDict({sampling.arrayrecord_key: arrays})
     content[sampling.configrecord_key] = ConfigRecord(sent)
@@ -115,6 +133,9 @@ class OpenExchange(Generic[P]):
             state.params,
             sampling.weighted_by_key,
             expected=len(self.nodes),
+            policy=sampling.policy
+            if exchange.limit_masses
+            else replace(sampling.policy, max_share=1),
         )
         if exchange.alike:
             self._leave_out_odd(grid, timeout)
@@ -138,20 +159,47 @@ class OpenExchange(Generic[P]):
     def finish(self) -> Finished[P]:
         """Take the step, and see that it led somewhere.
 
+        An upload with which no step can be taken, not even by itself, is withdrawn.
+
         Raises
         ------
         RoundError
             If there are too few uploads, or the step made a parameter that is not
-            finite.
+            finite, and no upload alone is to blame.
         """
-        uploads = self.admission.uploads(self.sampling.min_train_nodes)
+        step = None
+        while step is None:
+            uploads = self.admission.uploads(self.sampling.min_train_nodes)
+            try:
+                step = self._step(uploads)
+            except _STEP_ERRORS as error:
+                if not self._withdraw_culprits(uploads):
+                    raise RoundError(
+                        f"the step failed: {error}; the round is not finished, and its "
+                        "uploads are kept where there is a checkpoint_dir"
+                    ) from error
+        metrics = self.admission.metrics(self.sampling.train_metrics_aggr_fn)
+        return Finished(step, uploads, metrics)
+
+    def _step(self, uploads: Uploads[P]) -> Step:
         step = self.exchange.step(self.state, uploads)
         for name, value in step.state.params.items():
             if value.is_floating_point() and not value.isfinite().all():
-                raise RoundError(
-                    f"the step made '{name}' NaN or infinite out of finite uploads; "
-                    "the round is not finished, and its uploads are kept where there "
-                    "is a checkpoint_dir"
+                raise ParamsError(
+                    f"it made '{name}' NaN or infinite out of finite uploads"
                 )
-        metrics = self.admission.metrics(self.sampling.train_metrics_aggr_fn)
-        return Finished(step, uploads, metrics)
+        return step
+
+    def _withdraw_culprits(self, uploads: Uploads[P]) -> bool:
+        """Withdraw the uploads with which a step fails that takes nothing else."""
+        culprits: list[tuple[Upload[P], Exception]] = []
+        for upload in uploads:
+            try:
+                self._step([upload])
+            except _STEP_ERRORS as failure:
+                culprits.append((upload, failure))
+        if len(culprits) == len(uploads):
+            return False  # the step itself fails, whatever it is given
+        for upload, reason in culprits:
+            self.admission.withdraw(upload, reason)
+        return bool(culprits)

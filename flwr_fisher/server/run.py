@@ -124,7 +124,8 @@ class Run:
                 f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in odd
             )
             raise CheckpointError(
-                f"{disk.path} holds a run with other options: {changes}"
+                f"{disk.path} holds a run with other options: {changes}; resume it "
+                "with those, or begin anew in another checkpoint_dir"
             )
         state = _to_state(checkpoint.tensors)
         run = cls(state, server_round, options, disk)
@@ -158,6 +159,15 @@ class Run:
         """Return what was kept of an interrupted round."""
         return iter(()) if self._disk is None else self._disk.load_uploads(folder)
 
+    def set_aside(self, folder: str, client: str, reason: str) -> None:
+        """Put away an upload that turned out to be bad."""
+        if self._disk is not None:
+            self._disk.set_aside(folder, client, reason)
+
+    def load_set_aside(self, folder: str) -> dict[str, str]:
+        """Return whose uploads an interrupted round had set aside, and why."""
+        return {} if self._disk is None else self._disk.load_set_aside(folder)
+
     def has_uploads(self, folder: str) -> bool:
         """Return whether an interrupted round got as far as that exchange."""
         return self._disk is not None and (self._disk.path / folder).exists()
@@ -179,6 +189,10 @@ class Run:
         joined["num-rejected"] = sum(n for n in rejected if isinstance(n, int))
         history[server_round] = MetricRecord(joined)
         logger.info("\t└──> Aggregated MetricRecord: %s", history[server_round])
+
+    def forget_uploads(self) -> None:
+        """Let go of the last step's uploads, so that two rounds' are never held."""
+        self._result.uploads = []
 
     def add_metrics(self, server_round: int, metrics: Mapping[str, int]) -> None:
         """Let metrics join a round's."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, check_range
-from flwr_fisher.params import check_same_layout, weighted_mean
+from flwr_fisher.params import check_finite, check_same_layout, weighted_mean
 from flwr_fisher.tangent.spectrum import check_rate
 
 
@@ -52,14 +52,15 @@ def tct_control(
     ConfigurationError
         If `lr` or `local_steps` is out of range.
     ParamsError
-        If shapes differ.
+        If shapes differ, or the result is not finite.
     """
     moved = weight.double() - new_weight.double()
     for other in (control, moved):
         _check_shape(control_i, other, "control variates and weights")
     correction = control_i.double() - control.double()
-    new = _plus_mean_gradient(correction, moved, lr, local_steps)
-    return new.to(control_i.dtype)
+    new = _plus_mean_gradient(correction, moved, lr, local_steps).to(control_i.dtype)
+    check_finite({"control": new}, f"the client's control variate with lr={lr:g}")
+    return new
 
 
 def tct_average(
@@ -111,7 +112,8 @@ def tct_average(
     ConfigurationError
         If a number is out of range.
     ParamsError
-        If shapes differ, there is no client, or weights are unusable.
+        If shapes differ, there is no client, weights are unusable, or a result is not
+        finite.
 
     Examples
     --------
@@ -131,8 +133,9 @@ def tct_average(
     c = control.double()
     moved = weight.double() - mean
     shift = _plus_mean_gradient(-c, moved, lr, local_steps)
-    new = c.add(shift, alpha=participation)
-    return mean.to(weight.dtype), new.to(control.dtype)
+    new = c.add(shift, alpha=participation).to(control.dtype)
+    check_finite({"weight": mean.to(weight.dtype), "control": new}, "the new average")
+    return mean.to(weight.dtype), new
 
 
 def _plus_mean_gradient(

@@ -91,7 +91,8 @@ def combine_moments(moments: Sequence[FeatureMoments]) -> FeatureMoments:
     Raises
     ------
     ParamsError
-        If there are none, or their numbers of features differ.
+        If there are none, their numbers of features differ, or a sum of squared
+        deviations is more than float64 holds.
 
     Examples
     --------
@@ -112,7 +113,20 @@ def combine_moments(moments: Sequence[FeatureMoments]) -> FeatureMoments:
     m2 = torch.zeros_like(mean)
     for part in moments:
         m2 += part.m2 + part.count * (part.mean - mean).square()
+    if not m2.isfinite().all():
+        _refuse(moments, int((~m2.isfinite()).nonzero()[0]))
     return FeatureMoments(mean, m2, total)
+
+
+def _refuse(moments: Sequence[FeatureMoments], feature: int) -> None:
+    """Name the client whose feature is too far out for squares to be summed."""
+    sizes = [abs(float(part.mean[feature])) for part in moments]
+    spreads = [float(part.m2[feature]) for part in moments]
+    index = max(range(len(sizes)), key=lambda i: (sizes[i], spreads[i]))
+    raise ParamsError(
+        f"the squared deviations of feature {feature} sum to more than float64 holds: "
+        f"client {index} has a mean of {moments[index].mean[feature]:g} there"
+    )
 
 
 def standardisation(moments: FeatureMoments) -> tuple[Tensor, Tensor]:

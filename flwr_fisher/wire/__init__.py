@@ -12,7 +12,7 @@ from flwr_fisher.wire.product_upload import ProductUpload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
 from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
-from flwr_fisher.wire.size import fedavg_bytes, serialized_bytes
+from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
 from flwr_fisher.wire.sums_upload import AGGREGATES, SumsUpload
 from flwr_fisher.wire.vector_upload import VectorUpload
 
@@ -35,6 +35,7 @@ __all__ = [
     "get_codec",
     "join_groups",
     "named_options",
+    "reply_bytes",
     "resolve",
     "serialized_bytes",
     "smallest_budget",

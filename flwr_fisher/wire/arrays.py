@@ -9,6 +9,8 @@ anything is allocated.
 
 import io
 import math
+import operator
+from collections.abc import Sized
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
+from flwr_fisher.printable import printable
 
 _STYPE = "numpy.ndarray"
 # `np.save` needs less than 512 bytes for the longest of shapes. Python's parser reads
@@ -32,7 +35,8 @@ _DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 }
-_SHOWN = 80
+_MOST_DIMENSIONS = 64  # as NumPy has it
+_FEW = 8
 
 
 def tensors_to_arrays(tensors: Params) -> ArrayRecord:
@@ -55,7 +59,7 @@ def tensors_to_arrays(tensors: Params) -> ArrayRecord:
 
 
 def arrays_to_tensors(
-    record: ArrayRecord, *, limit: int | None = None
+    record: ArrayRecord, *, limit: int | None = None, most: int | None = None
 ) -> dict[str, Tensor]:
     """Read every array of a record; the tensors share no memory with it.
 
@@ -67,13 +71,16 @@ def arrays_to_tensors(
         What arrived.
     limit : int | None
         How many bytes its arrays may have, headers included. Default: any number.
+    most : int | None
+        How many arrays there may be. Default: any number.
 
     Raises
     ------
     WireError
         Naming the key of an array that cannot be read, has a dtype that torch does not
         have or that is complex, is not what it is declared as, or holds NaN or
-        infinity; or of the largest array, if all together exceed `limit`.
+        infinity; or of the largest array, if all together exceed `limit`; or if there
+        are more than `most`, before any of them is looked at.
 
     Examples
     --------
@@ -85,6 +92,8 @@ def arrays_to_tensors(
     Traceback (most recent call last):
     flwr_fisher.errors.WireError: 'w': unreadable array: declared as float32 of ...
     """
+    if most is not None:
+        check_count(record, most)
     if limit is not None:
         _check_size(record, limit)
     tensors = {}
@@ -98,6 +107,38 @@ def arrays_to_tensors(
     return tensors
 
 
+def check_count(record: Sized, most: int, field: str = "arrays") -> None:
+    """Raise :class:`WireError` if there are many more arrays than a payload can have.
+
+    A few more pass: whoever reads them says which one is unexpected.
+
+    Examples
+    --------
+    >>> check_count(tensors_to_arrays({str(i): torch.ones(1) for i in range(20)}), 2)
+    Traceback (most recent call last):
+    flwr_fisher.errors.WireError: 'arrays': 20 arrived, and at most 2 can be
+    """
+    if len(record) > most + _FEW:
+        reason = f"{len(record)} arrived, and at most {most} can be"
+        raise WireError(reason, field=field)
+
+
+def announced_shape(key: str, array: Array) -> torch.Size:
+    """Return the shape that an array is said to have, before it is read.
+
+    Raises
+    ------
+    WireError
+        If it is no shape.
+    """
+    try:
+        if len(array.shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"{len(array.shape)} dimensions")
+        return torch.Size(map(operator.index, array.shape))
+    except Exception as error:  # what is announced may be anything, too
+        raise WireError(f"unreadable shape: {error}", field=key) from error
+
+
 def _check_size(record: ArrayRecord, limit: int) -> None:
     sizes = {key: len(array.data) for key, array in record.items()}
     if (total := sum(sizes.values())) > limit:
@@ -108,21 +149,22 @@ def _check_size(record: ArrayRecord, limit: int) -> None:
 def _read(array: Array) -> Tensor:
     """Return an array as a tensor; the exception that it raises may be any."""
     if array.stype != _STYPE:
-        raise ValueError(f"stype {_shown(array.stype)}, expected {_STYPE}")
+        raise ValueError(f"stype {printable(array.stype)}, expected {_STYPE}")
     shape, fortran_order, dtype, start = _header(array.data[:_HEADER_BYTES])
     _check_dtype(dtype)
     if (array.dtype, tuple(array.shape)) != (str(dtype), shape):
         raise ValueError(
-            f"declared as {_shown(array.dtype)} of shape {_shown(tuple(array.shape))}, "
-            f"but it is {dtype} of shape {_shown(shape)}"
+            f"declared as {printable(array.dtype)} of shape "
+            f"{printable(tuple(array.shape))}, but it is {dtype} of shape "
+            f"{printable(shape)}"
         )
     if any(length < 0 for length in shape):
-        raise ValueError(f"negative shape {_shown(shape)}")
+        raise ValueError(f"negative shape {printable(shape)}")
     expected = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
     if (arrived := len(array.data) - start) != expected:
         raise ValueError(
-            f"{arrived} bytes of entries, but shape {_shown(shape)} of {dtype} has "
-            f"{_shown(expected)}"
+            f"{arrived} bytes of entries, but shape {printable(shape)} of {dtype} has "
+            f"{printable(expected)}"
         )
     # A view of the message's bytes, which are read-only: the tensor gets a copy.
     entries = np.ndarray(
@@ -151,22 +193,7 @@ def _header(
 def _check_dtype(dtype: np.dtype[np.generic]) -> None:
     known = _DTYPES.get(dtype)
     if known is None:
-        raise ValueError(f"torch has no {_shown(dtype)}")
+        raise ValueError(f"torch has no {printable(dtype)}")
     # The checks for symmetry, signs and finite values are meant for real numbers.
     if known.is_complex:
         raise ValueError(f"dtype {known}, expected real numbers")
-
-
-def _shown(value: object) -> str:
-    r"""Return an untrusted value as text that is printable, and short enough for a log.
-
-    Examples
-    --------
-    >>> _shown((2, 3)), _shown("a\nb"), len(_shown("x" * 10**6))
-    ('(2, 3)', 'a\\nb', 80)
-    """
-    try:
-        text = ascii(str(value))[1:-1]
-    except ValueError:  # an integer with more digits than Python prints
-        return "…"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -6,6 +6,10 @@ byte ``j // 8``, counted from the lowest. Unused bits of the last byte are zero.
 host must be little-endian, too.
 """
 
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,6 +18,7 @@ from flwr_fisher.errors import WireError, check_range
 
 _GROUP = 8  # codes; the fewest that fill whole bytes whatever their width
 _WORD = 64  # bits
+_AT_ONCE = 1 << 16  # groups that are unpacked at once: their words take 4 MiB
 
 
 def packed_size(count: int, bits: int) -> int:
@@ -99,7 +104,8 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
     >>> unpack(torch.tensor([129, 48, 0], dtype=torch.uint8), 6, 3)
     tensor([1, 2, 3], dtype=torch.int32)
     """
-    check_range("bits", bits, 1, 16)
+    if not 1 <= bits <= 16:  # the check itself takes as long as a small tensor
+        check_range("bits", bits, 1, 16)
     size = packed_size(count, bits)
     if data.dtype != torch.uint8 or data.shape != (size,):
         raise ValueError(
@@ -112,20 +118,52 @@ def unpack(data: Tensor, bits: int, count: int) -> Tensor:
         # A view as wider numbers needs aligned bytes, which a clone has.
         wide = data.clone(memory_format=torch.contiguous_format).view(torch.int16)
         return wide.to(torch.int32) & 0xFFFF
-    groups = -(-count // _GROUP)
-    stream = pad(data, (0, groups * bits - size)).view(groups, bits)
-    row = pad(stream, (0, _words(bits) * _WORD // 8 - bits))
-    words = row.view(torch.int64)
-    codes = data.new_empty(groups, _GROUP, dtype=torch.int32)
-    for i in range(_GROUP):
-        word, shift = divmod(i * bits, _WORD)
-        # The mask also clears the sign bits that a right shift copies in.
-        held = min(bits, _WORD - shift)
-        code = (words[:, word] >> shift) & ((1 << held) - 1)
-        if held < bits:
-            code |= (words[:, word + 1] << held) & ((1 << bits) - 1)
-        codes[:, i] = code
+    codes = data.new_empty(-(-count // _GROUP), _GROUP, dtype=torch.int32)
+    stream = data.new_zeros(len(codes), _words(bits) * _WORD // 8)
+    on_cpu = data.device.type == "cpu"
+    # NumPy takes a fraction of torch's time where there are few codes.
+    arrays: tuple[Any, Any, Any] = (data, stream, codes)
+    if on_cpu:
+        arrays = (data.numpy(), stream.numpy(), codes.numpy())
+    _unpack_groups(arrays, bits, _places(bits, None if on_cpu else data.device))
     return codes.view(-1)[:count]
+
+
+def _unpack_groups(arrays: tuple[Any, Any, Any], bits: int, places: Any) -> None:
+    """Fill ``codes [groups, 8]``, by way of ``stream [groups, bytes]`` of zeros.
+
+    The data and these are all tensors, or all NumPy's arrays.
+    """
+    data, stream, codes = arrays
+    word, shifts, masks = places
+    whole, rest = divmod(len(data), bits)
+    stream[:whole, :bits] = data[: whole * bits].reshape(whole, bits)
+    if rest:
+        stream[whole, :rest] = data[whole * bits :]
+    words = stream.view(torch.int64 if isinstance(stream, Tensor) else np.int64)
+    cut = _WORD // bits  # the code that begins in one word and ends in the next
+    held = _WORD % bits if bits > _GROUP else 0
+    for start in range(0, len(words), _AT_ONCE):
+        some = words[start : start + _AT_ONCE]
+        code = (some[:, word] if bits > _GROUP else some) >> shifts
+        code &= masks
+        if held:
+            code[:, cut] |= (some[:, 1] << held) & ((1 << bits) - 1)
+        codes[start : start + _AT_ONCE] = code
+
+
+@lru_cache
+def _places(bits: int, device: torch.device | None) -> Any:
+    """Return a group's codes' words, their shifts there, and masks of their bits.
+
+    They are tensors on a device, or NumPy's arrays. The masks also clear the sign bits
+    that a right shift copies in.
+    """
+    starts = [divmod(i * bits, _WORD) for i in range(_GROUP)]
+    word, shifts = zip(*starts, strict=True)
+    masks = [(1 << min(bits, _WORD - shift)) - 1 for shift in shifts]
+    where = np.array([word, shifts, masks])
+    return where if device is None else torch.from_numpy(where).to(device)
 
 
 def unpack_codes(
@@ -139,9 +177,13 @@ def unpack_codes(
         If a code is larger.
     """
     codes = unpack(data, bits, count)
-    if count and codes.max() > largest:
+    if count and largest < (1 << bits) - 1 and int(_largest(codes)) > largest:
         raise WireError("holds a code that stands for no value", field=field)
     return codes
+
+
+def _largest(codes: Tensor) -> Any:
+    return codes.numpy().max() if codes.device.type == "cpu" else codes.max()
 
 
 def largest_level(bits: int) -> int:

@@ -6,6 +6,7 @@ matrices (see :mod:`flwr_fisher.wire.matrix_budget`).
 
 import math
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -24,7 +25,13 @@ from flwr_fisher.wire.matrix_budget import (
 )
 from flwr_fisher.wire.matrix_codes import size_of_columns
 from flwr_fisher.wire.paper import least_bytes_as_paper
-from flwr_fisher.wire.size import chunk_bytes, fedavg_bytes
+from flwr_fisher.wire.size import (
+    Layout,
+    chunk_bytes,
+    fedavg_bytes,
+    layout_key,
+    without_values,
+)
 
 _METRICS = 512  # bytes of a reply that are not arrays
 _DIAGONAL_BITS, _LONE_DIAGONAL_BITS = 8, 16  # at most: beside matrices, without them
@@ -80,6 +87,12 @@ def smallest_budget(params: Params, codec: Codec) -> float:
     trace. Buffers are sent as they are, but which tensors are buffers is not known
     here: tensors of at most one dimension may be, larger ones count as trained.
     """
+    return _smallest_budget(layout_key(params), codec)
+
+
+@lru_cache
+def _smallest_budget(layout: Layout, codec: Codec) -> float:
+    params = without_values(layout)
     budget, plain = codec.budget, fedavg_bytes(params)
     for _ in range(16):  # a larger budget may give parameters more bits
         if codec.scheme == "paper":

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 
+_ROUNDING = 1e-5  # of sums in float32
 _SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
 
 
@@ -43,6 +44,26 @@ def check_layout(
         raise WireError(f"{reason}of shape {expected}", field=key)
 
 
+def are_finite_and_not_negative(numbers: Tensor) -> bool:
+    """Return whether no float is below 0, NaN or infinite.
+
+    Examples
+    --------
+    >>> nan = torch.tensor([1.0, float("nan")])
+    >>> are_finite_and_not_negative(nan), are_finite_and_not_negative(nan[:1])
+    (False, True)
+    """
+    if not numbers.numel():
+        return True
+    low, high = numbers.aminmax()  # NaN if there is one
+    return 0 <= float(low) <= float(high) < float("inf")
+
+
+def sum64(tensor: Tensor) -> float:
+    """Return the sum in float64."""
+    return float(tensor.sum(dtype=torch.float64))
+
+
 def to_finite(tensor: Tensor, dtype: torch.dtype, *, field: str) -> Tensor:
     """Return a tensor in another dtype, or raise :class:`WireError` if it overflows."""
     converted = tensor.to(dtype)
@@ -52,10 +73,37 @@ def to_finite(tensor: Tensor, dtype: torch.dtype, *, field: str) -> Tensor:
 
 
 def check_second_moment(key: str, matrix: Tensor) -> None:
-    """Raise :class:`WireError` unless symmetric and not negative on the diagonal."""
+    """Raise :class:`WireError` unless symmetric and positive semi-definite.
+
+    With a single matrix that is not, no merge can be solved. Up to the rounding of its
+    dtype, and of sums in float32: by ``n`` times that a unit diagonal's eigenvalue may
+    be below 0.
+
+    Examples
+    --------
+    >>> check_second_moment("A", torch.ones(1, 2, 2))
+    >>> check_second_moment("A", torch.tensor([[[1.0, 2.0], [2.0, 1.0]]]))
+    Traceback (most recent call last):
+    flwr_fisher.errors.WireError: 'A': has a negative eigenvalue
+    """
     if not matrix.numel():
         return
     if (matrix.diagonal(dim1=-2, dim2=-1) < 0).any():
         raise WireError("negative on the diagonal", field=key)
     if (matrix - matrix.mT).abs().max() > _SYMMETRY * matrix.abs().max():
         raise WireError("not symmetric", field=key)
+    # Most are found to be so in float32 at once.
+    if not (_is_psd(matrix, torch.float32) or _is_psd(matrix, torch.float64)):
+        raise WireError("has a negative eigenvalue", field=key)
+
+
+def _is_psd(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether there is a Cholesky factor of the correlations, with some room."""
+    norms = matrix.diagonal(dim1=-2, dim2=-1).to(dtype).sqrt()
+    # Where the diagonal is 0, all must be: beside the largest, whatever the scale is.
+    unit = torch.where(norms > 0, norms, norms.amax(-1, keepdim=True))
+    unit = torch.where(unit > 0, unit, torch.finfo(dtype).tiny)
+    correlations = matrix.to(dtype) / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    room = max(_ROUNDING, torch.finfo(matrix.dtype).eps) * matrix.shape[-1]
+    correlations.diagonal(dim1=-2, dim2=-1).add_(room)
+    return not torch.linalg.cholesky_ex(correlations).info.any()

@@ -10,6 +10,7 @@ from flwr_fisher.errors import (
     check_known,
     check_range,
 )
+from flwr_fisher.printable import printable
 
 FORMAT_VERSION = 1
 _SCHEMES = ("auto", "packed", "lossless", "paper")
@@ -103,8 +104,9 @@ class Codec:
             return CODECS["lossless"]
         if (version := config.get("codec-version")) != FORMAT_VERSION:
             raise ConfigurationError(
-                f"the server asks for version {version} of the upload format, and this "
-                f"client writes {FORMAT_VERSION}: install the same flwr-fisher on both"
+                f"the server asks for version {printable(version)} of the upload "
+                f"format, and this client writes {FORMAT_VERSION}: install the same "
+                "flwr-fisher on both"
             )
         bits = {n: config.get(f"codec-{n.replace('_', '-')}") or None for n in _BITS}
         budget = float(config.get("codec-budget", 1.0))

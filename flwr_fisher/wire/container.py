@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
-from flwr_fisher.wire.arrays import arrays_to_tensors
+from flwr_fisher.wire.arrays import arrays_to_tensors, check_count
 from flwr_fisher.wire.layout import PREFIX
 from flwr_fisher.wire.size import bytes_in_one_array
 
@@ -27,6 +27,7 @@ _ENTRY = 64  # bytes of JSON around an entry's name and three numbers
 _DESCRIPTION = 256
 _FRAME = 16  # the header's length, and padding
 _LENGTH = 8  # bytes of the number that says how long the header is
+_PARTS = 4  # entries per parameter: its own, and E-KFAC's three
 _HEADER = 4096  # bytes per parameter: its own entry and a curvature's, with long names
 
 
@@ -94,6 +95,7 @@ def from_container(
         items = safetensors.deserialize(data.numpy().tobytes())  # type: ignore[no-untyped-call]
     except Exception as error:  # untrusted bytes can raise anything
         raise WireError(f"not a container: {error}"[:200], field=PACKED) from error
+    check_count(items, _PARTS * count + 1, PACKED)
     entries = {}
     for key, entry in items:
         if entry["dtype"] != "U8" or len(entry["shape"]) != 1:

@@ -4,9 +4,10 @@ Keys and shapes are those of K-FAC (:mod:`flwr_fisher.wire.layout`), of which th
 half: ``curvature/kfac/<weight>/A``, and no ``…/G``.
 """
 
-import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from flwr.app import Array, ArrayRecord
@@ -15,8 +16,14 @@ from torch import Tensor
 from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
-from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.arrays import (
+    announced_shape,
+    arrays_to_tensors,
+    check_count,
+    tensors_to_arrays,
+)
 from flwr_fisher.wire.checks import check_layout, check_second_moment
+from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import PREFIX, Part, bias_of, check_shape, parse_key
 from flwr_fisher.wire.payload import Payload
 
@@ -45,6 +52,28 @@ class CovarianceUpload(Payload):
             for name, layer in self.covariances.items()
         )
 
+    def lengths(self, like: Params) -> dict[str, float]:
+        """Return how far the parameters are from those that were sent out."""
+        return displacements(self.params, like)
+
+    def masses(self) -> dict[str, float]:
+        """Return the second moments' traces, layer by layer."""
+        return {
+            f"inputs of {name}": float(
+                layer.A.diagonal(dim1=-2, dim2=-1).double().sum()
+            )
+            for name, layer in self.covariances.items()
+        }
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with parameters drawn back, and second moments scaled down."""
+        covariances = {
+            name: replace(layer, A=layer.A * factors.get(f"inputs of {name}", 1.0))
+            for name, layer in self.covariances.items()
+        }
+        params = dict(drawn_back(self.params, like, factors))
+        return replace(self, params=params, covariances=covariances)
+
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels; it is lossless."""
         matrices = {f"{_START}{k}{_END}": v.A for k, v in self.covariances.items()}
@@ -67,6 +96,7 @@ class CovarianceUpload(Payload):
             Naming the key that is missing, unexpected, unreadable, of another shape or
             dtype, not finite, not symmetric or negative on the diagonal.
         """
+        check_count(record, 2 * len(like))
         for key, array in record.items():  # before anything is allocated
             _check_announced(key, array, like)
         if missing := like.keys() - record.keys():
@@ -82,10 +112,7 @@ class CovarianceUpload(Payload):
 
 def _check_announced(key: str, array: Array, like: Params) -> None:
     """Check a key, and the shape that its array is said to have."""
-    try:
-        shape = torch.Size(map(operator.index, array.shape))
-    except Exception as error:  # what is announced may be anything, too
-        raise WireError(f"unreadable shape: {error}", field=key) from error
+    shape = announced_shape(key, array)
     if key in like:
         if shape != like[key].shape:
             reason = f"shape {tuple(shape)}, expected {tuple(like[key].shape)}"
@@ -95,7 +122,8 @@ def _check_announced(key: str, array: Array, like: Params) -> None:
     elif parse_key(key, like)[0] != Part.FACTOR or not key.endswith(_END):
         raise WireError("only the inputs' factors of K-FAC were asked for", field=key)
     else:
-        check_shape(key, shape, like)
+        # All of its entries arrive, however many rows it has.
+        check_shape(key, shape, like, most=math.inf)
 
 
 def _check_values(key: str, tensor: Tensor, like: Params) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Dense, Diagonal, EigenKronecker, Kronecker
+from flwr_fisher.curvature.estimate.accumulation import LARGEST_FACTOR
 from flwr_fisher.errors import StructureError, WireError
 from flwr_fisher.params import Params
 
@@ -116,7 +117,9 @@ def check_keys(
             raise WireError(f"dense matrices of {nbytes} bytes", field=key)
 
 
-def check_shape(key: str, shape: Sequence[int], params: Params) -> None:
+def check_shape(
+    key: str, shape: Sequence[int], params: Params, most: float = LARGEST_FACTOR
+) -> None:
     """Raise :class:`WireError` unless a tensor called `key` can have that shape.
 
     Parameters
@@ -127,6 +130,9 @@ def check_shape(key: str, shape: Sequence[int], params: Params) -> None:
         The shape that arrived, or was announced.
     params : Mapping[str, Tensor]
         The model's parameters.
+    most : float, default 16384
+        A factor's rows, at most. Of layers that have more, clients send an exact
+        diagonal, and a few bytes could announce gigabytes.
     """
     part, names = parse_key(key, params)
     shape, weight = tuple(shape), params[names[0]].shape
@@ -140,6 +146,8 @@ def check_shape(key: str, shape: Sequence[int], params: Params) -> None:
         if not _can_have(weight, groups):
             raise _misshapen(key, shape, f"factors of a weight of shape {(*weight,)}")
         outputs, inputs = weight[0] // groups, weight[1:].numel()
+        if max(shape[1:]) > most:
+            raise WireError(f"shape {shape}, and at most {most} rows", field=key)
         widths = [inputs] if bias_of(names[0], params) is None else [inputs, inputs + 1]
         sides = {"A": [(n, n) for n in widths], "G": [(outputs, outputs)]}
         sides["S"] = [(outputs, n) for n in widths]

@@ -20,14 +20,13 @@ by at most :math:`\varepsilon` in norm, so a matrix sent whole by at most
 the diagonal.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.factors import (
-    DenseFactor,
     LowRankFactor,
     SymmetricFactor,
-    gram,
 )
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire.bits import (
@@ -37,10 +36,11 @@ from flwr_fisher.wire.bits import (
     packed_size,
     unpack_codes,
 )
+from flwr_fisher.wire.checks import are_finite_and_not_negative
+from flwr_fisher.wire.coded_matrices import ColumnMatrices, WholeMatrices, directions
 
 _JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
 _FLOAT = 4  # bytes
-_SMALL = 1024  # rows of a matrix that is better made once than held as codes
 
 
 def size_of_whole(groups: int, n: int, bits: int) -> int:
@@ -60,34 +60,31 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     return torch.cat([as_bytes(norms.float()), pack(codes.reshape(-1), bits)])
 
 
+def check_whole(
+    data: Tensor, groups: int, n: int, bits: int, *, field: str
+) -> WholeMatrices:
+    """Check what :func:`encode_whole` made, without the matrices.
+
+    Raises
+    ------
+    WireError
+        If a norm or a code is none that :func:`encode_whole` writes.
+    """
+    norms, rest = _norms(data, (groups, n), field)
+    count = n * (n + 1) // 2
+    entries = _unpack(rest, groups * count, bits, field).view(groups, count)
+    traces = norms.double().square_().sum(-1).tolist()
+    whole = WholeMatrices(norms, entries, traces)
+    if not are_finite_and_not_negative(whole.diagonal()):
+        raise WireError("its norms overflow", field=field)
+    return whole
+
+
 def decode_whole(
     data: Tensor, groups: int, n: int, bits: int, *, field: str
 ) -> SymmetricFactor:
     """Undo :func:`encode_whole`; in float32, but a large one's codes stay integers."""
-    norms, rest = _norms(data, (groups, n), field)
-    _check_size(rest, groups * n * (n + 1) // 2, bits, field)
-    # The diagonal, which bounds the rest, with room for rounding.
-    if not (1.001 * norms.square()).isfinite().all():
-        raise WireError("its norms overflow", field=field)
-    # What is kept is taken before what is let go again: a merge keeps many clients'
-    # matrices, and holes between them would double its memory.
-    if n <= _SMALL:
-        matrices = torch.empty(groups, n, n, device=data.device)
-        lower = _lower(rest, groups, n, bits, field)
-        gram(_directions(lower).mul_(norms.unsqueeze(-1)), out=matrices)
-        return DenseFactor(matrices)
-    scales, ones, none = norms.clone(), torch.ones_like(norms), torch.zeros_like(norms)
-    lower = _lower(rest, groups, n, bits, field)
-    return LowRankFactor(lower, ones, none, scales.div_(_norms_of(lower).squeeze(-1)))
-
-
-def _lower(data: Tensor, groups: int, n: int, bits: int, field: str) -> Tensor:
-    """Return lower triangles of signed entries, which travel row by row."""
-    lower = torch.zeros(groups, n, n, dtype=_signed(bits), device=data.device)
-    rows, columns = torch.tril_indices(n, n, device=data.device)
-    entries = _unpack(data, groups * len(rows), bits, field)
-    lower[:, rows, columns] = entries.view(groups, len(rows))
-    return lower
+    return check_whole(data, groups, n, bits, field=field).factor()
 
 
 def size_of_columns(groups: int, n: int, rank: int, bits: int) -> int:
@@ -120,18 +117,33 @@ def encode_columns(
     return torch.cat([as_bytes(norms.float()), encode_basis(vectors, rank, bits)])
 
 
+def check_columns(
+    data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
+) -> ColumnMatrices:
+    """Check what :func:`encode_columns` made, without the matrices.
+
+    Raises
+    ------
+    WireError
+        If a norm or a code is none that :func:`encode_columns` writes.
+    """
+    norms, codes = _norms(data, (groups, rank + 1), field)
+    entries = _unpack(codes, groups * n * rank, bits, field).view(groups, rank, n)
+    squares = norms.double().square_()
+    squares[:, 0] *= n
+    cut = ColumnMatrices(norms, entries, squares.sum(-1).tolist())
+    # But for rounding; most often that is enough to know.
+    large = 1.001 * max(cut.traces, default=0.0) > torch.finfo(torch.float32).max
+    if large and not are_finite_and_not_negative(cut.factor().diagonal()):
+        raise WireError("its norms overflow", field=field)
+    return cut
+
+
 def decode_columns(
     data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
 ) -> LowRankFactor:
     """Undo :func:`encode_columns`; in float32, but the codes stay integers."""
-    norms, codes = _norms(data, (groups, rank + 1), field)
-    entries = _unpack(codes, groups * n * rank, bits, field).view(groups, rank, n)
-    lengths = norms[:, 1:] / _norms_of(entries).squeeze(-1)
-    rest = norms[:, :1].square().expand(groups, n)
-    factor = LowRankFactor(entries.mT, lengths, rest)
-    if not factor.diagonal().isfinite().all():  # which bounds the other entries
-        raise WireError("its norms overflow", field=field)
-    return factor
+    return check_columns(data, groups, n, rank, bits, field=field).factor()
 
 
 def size_of_basis(groups: int, n: int, rank: int, bits: int) -> int:
@@ -145,12 +157,23 @@ def encode_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
     return pack(_codes(columns, bits).reshape(-1), bits)
 
 
+def check_basis(
+    data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
+) -> Tensor:
+    """Return :func:`encode_basis`'s signed entries, ``[groups, rank, n]``, checked."""
+    return _unpack(data, groups * n * rank, bits, field).view(groups, rank, n)
+
+
+def basis_of(entries: Tensor) -> Tensor:
+    """Return the unit vectors that entries stand for, float32 ``[groups, n, rank]``."""
+    return directions(entries).mT.contiguous()
+
+
 def decode_basis(
     data: Tensor, groups: int, n: int, rank: int, bits: int, *, field: str
 ) -> Tensor:
     """Undo :func:`encode_basis`; float32 ``[groups, n, rank]``."""
-    codes = _unpack(data, groups * n * rank, bits, field)
-    return _directions(codes.view(groups, rank, n)).mT.contiguous()
+    return basis_of(check_basis(data, groups, n, rank, bits, field=field))
 
 
 def _cholesky(correlations: Tensor) -> Tensor:
@@ -190,23 +213,15 @@ def _unpack(data: Tensor, count: int, bits: int, field: str) -> Tensor:
     centre = largest_level(bits)
     entries = torch.empty(count, dtype=_signed(bits), device=data.device)
     codes = unpack_codes(data, bits, count, 2 * centre, field=field)
-    return entries.copy_(codes - centre)
+    if data.device.type == "cpu":  # NumPy does little ones in a fraction of the time
+        np.subtract(codes.numpy(), centre, out=entries.numpy(), casting="unsafe")
+        return entries
+    return entries.copy_(codes.sub_(centre))
 
 
 def _signed(bits: int) -> torch.dtype:
     """Return the smallest dtype that holds signed entries."""
     return torch.int8 if bits <= 8 else torch.int16
-
-
-def _directions(entries: Tensor) -> Tensor:
-    """Return unit vectors along the last dimension; zero stays zero."""
-    return entries / _norms_of(entries)
-
-
-def _norms_of(entries: Tensor) -> Tensor:
-    """Return the lengths along the last dimension in float32, and 1 for zero."""
-    norms: Tensor = torch.linalg.vector_norm(entries.float(), dim=-1, keepdim=True)
-    return norms.clamp_min(1)
 
 
 def _norms(data: Tensor, shape: tuple[int, int], field: str) -> tuple[Tensor, Tensor]:
@@ -215,6 +230,6 @@ def _norms(data: Tensor, shape: tuple[int, int], field: str) -> tuple[Tensor, Te
     if len(data) < size:
         raise WireError(f"{len(data)} bytes, and {size} of norms", field=field)
     norms = data[:size].clone().view(torch.float32).view(shape)
-    if not (norms.isfinite() & (norms >= 0)).all():
+    if not are_finite_and_not_negative(norms):
         raise WireError("holds a norm that is negative or not finite", field=field)
     return norms, data[size:]

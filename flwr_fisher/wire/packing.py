@@ -23,7 +23,10 @@ In the entry of a part of a curvature, three sizes follow as uint32, and its for
 
 import math
 import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -34,13 +37,14 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire import matrix_codes
 from flwr_fisher.wire.bits import as_bytes
-from flwr_fisher.wire.checks import to_finite
+from flwr_fisher.wire.checks import sum64, to_finite
 from flwr_fisher.wire.layout import Part, check_shape, parse_key
 from flwr_fisher.wire.levels import Linear, Logarithmic, SquareRoot
 from flwr_fisher.wire.quantise import Quantiser
 
-_SHORT, _LONG = struct.Struct("<BB"), struct.Struct("<BBIII")
-HEAD = _LONG.size
+_SHORT, LONG = struct.Struct("<BB"), struct.Struct("<BBIII")
+HEAD = LONG.size
+_FLOAT = 4  # bytes, as matrices are unpacked
 
 
 class Form(IntEnum):
@@ -63,7 +67,16 @@ _FORMS = {
     Part.DENSE: _PSD,
     Part.BASIS: (Form.BASIS,),
 }
-_LEVELS: dict[Form, type[Quantiser]] = {Form.LOG: Logarithmic, Form.ROOT: SquareRoot}
+_LEVELS: dict[Form, type[Quantiser]] = {
+    Form.LINEAR: Linear,
+    Form.LOG: Logarithmic,
+    Form.ROOT: SquareRoot,
+}
+
+
+@lru_cache
+def _levels(form: Form, bits: int) -> Quantiser:
+    return _LEVELS[form](bits)
 
 
 def _raw_is_smaller(tensor: Tensor, bits: int) -> bool:
@@ -106,14 +119,14 @@ def pack_diagonal(tensor: Tensor, bits: int) -> Tensor:
         candidates.append((float(error.sum()), form, data))
     _, form, data = min(candidates, key=lambda candidate: candidate[0])
     shape = tensor.shape if len(tensor.shape) == 3 else (0, 0, 0)
-    return entry_of(_LONG.pack(form, bits, *shape), data)
+    return entry_of(LONG.pack(form, bits, *shape), data)
 
 
 def pack_matrices(
     form: Form, bits: int, matrices: Tensor, rank: int, codes: Tensor
 ) -> Tensor:
     """Return the entry of ``[groups, n, n]``, whose codes are known."""
-    return entry_of(_LONG.pack(form, bits, *matrices.shape[:2], rank), codes)
+    return entry_of(LONG.pack(form, bits, *matrices.shape[:2], rank), codes)
 
 
 def entry_of(head: bytes, body: Tensor) -> Tensor:
@@ -126,7 +139,7 @@ def unpack_params(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
     """Read a parameter of the shape and dtype of `like`."""
     if len(entry) < _SHORT.size:
         raise WireError(f"{len(entry)} bytes", field=field)
-    form, bits = _SHORT.unpack(entry[: _SHORT.size].numpy().tobytes())
+    form, bits = _SHORT.unpack_from(entry.numpy().data)
     body = entry[_SHORT.size :]
     if form == Form.RAW:
         if len(body) != (expected := like.numel() * like.itemsize):
@@ -134,7 +147,7 @@ def unpack_params(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
         return raw(body, like, field=field)
     if form != Form.LINEAR or not like.is_floating_point():
         raise WireError(f"form {form} for a parameter of {like.dtype}", field=field)
-    linear = Linear(_bits(bits, field))
+    linear = _levels(Form.LINEAR, _bits(bits, field))
     return linear.decode(body, like.numel(), like.dtype, field=field).view(like.shape)
 
 
@@ -148,6 +161,31 @@ def raw(body: Tensor, like: Tensor, *, field: str) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedPart:
+    """A part of a curvature of which every byte is checked.
+
+    It takes no more memory than a few times the bytes that arrived. A few bytes can
+    stand for a large matrix, so that nothing of its size is made until it is used.
+
+    Parameters
+    ----------
+    shape : tuple[int, ...]
+        The part's shape.
+    dtype : torch.dtype
+        Its parameter's.
+    make : Callable[[], Tensor | SymmetricFactor]
+        Makes the part; raises nothing.
+    traces : Sequence[float]
+        Of its matrices, one a group, or what it adds to its block's; of a basis, none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor | SymmetricFactor]
+    traces: Sequence[float]
+
+
 def unpack_part(
     entry: Tensor, params: Params, *, field: str
 ) -> Tensor | SymmetricFactor:
@@ -157,44 +195,90 @@ def unpack_part(
     of K-FAC are symmetric, positive semi-definite and finite as they come; one that was
     cut to its leading vectors stays so.
     """
+    return check_part(entry, params, field=field).make()
+
+
+def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
+    """Check a part of a curvature over `params`.
+
+    Raises
+    ------
+    WireError
+        Naming the entry that is wrong.
+    """
     part, names = parse_key(field, params)
-    dtype = params[names[0]].dtype
+    like = params[names[0]]
     form, bits, a, b, c, body = _read_head(entry, field)
     if form not in _FORMS[part]:
         raise WireError(f"form {form.name} for this part", field=field)
     if part == Part.DIAGONAL:
-        shape: tuple[int, ...] = tuple(params[names[0]].shape)
+        shape: tuple[int, ...] = tuple(like.shape)
     elif part == Part.MOMENTS:
         shape = (a, b, c)
     else:
         shape = (b, b) if part == Part.DENSE else (a, b, b)
     check_shape(field, shape, params)
     if part in (Part.DIAGONAL, Part.MOMENTS):
-        count = math.prod(shape)
-        return _LEVELS[form](bits).decode(body, count, dtype, field=field).view(shape)
+        levels, count = _levels(form, bits), math.prod(shape)
+        values = levels.decode(body, count, like.dtype, field=field).view(shape)
+        return CheckedPart(shape, like.dtype, lambda: values, [sum64(values)])
     if part == Part.DENSE and a != 1:
         raise WireError(f"{a} matrices, expected one", field=field)
-    factor: SymmetricFactor
-    if form == Form.WHOLE:
-        factor = matrix_codes.decode_whole(body, a, b, bits, field=field)
-    elif c > b:
+    if form != Form.WHOLE and c > b:
         raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
-    elif form == Form.COLUMNS:
-        factor = matrix_codes.decode_columns(body, a, b, c, bits, field=field)
-    else:
-        basis = matrix_codes.decode_basis(body, a, b, c, bits, field=field)
-        return to_finite(pad(basis, (0, b - c)), dtype, field=field)
-    to_finite(factor.diagonal(), dtype, field=field)  # which bounds the other entries
+    make, traces = _matrices(form, body, (a, b, c), bits, like.dtype, field)
     if part == Part.DENSE:
-        return factor.to_dense().to(dtype).view(shape)
-    # Directions stay integers.
+
+        def dense() -> Tensor:
+            return _dense(make()).to(like.dtype).view(shape)
+
+        return CheckedPart(shape, like.dtype, dense, traces)
+    return CheckedPart(shape, like.dtype, make, traces)
+
+
+def _matrices(
+    form: Form,
+    body: Tensor,
+    sizes: tuple[int, int, int],
+    bits: int,
+    dtype: torch.dtype,
+    field: str,
+) -> tuple[Callable[[], Tensor | SymmetricFactor], Sequence[float]]:
+    """Return what makes matrices of these groups, rows and rank, and their traces."""
+    groups, n, rank = sizes
+    if form == Form.BASIS:
+        entries = matrix_codes.check_basis(body, groups, n, rank, bits, field=field)
+        return partial(_padded_basis, entries, n - rank, dtype), []
+    if form == Form.WHOLE:
+        whole = matrix_codes.check_whole(body, groups, n, bits, field=field)
+        if dtype.itemsize < _FLOAT:  # the diagonal bounds other entries
+            to_finite(whole.diagonal(), dtype, field=field)
+        return lambda: _in_dtype(whole.factor(), dtype), whole.traces
+    cut = matrix_codes.check_columns(body, groups, n, rank, bits, field=field)
+    if dtype.itemsize < _FLOAT:
+        to_finite(cut.factor().diagonal(), dtype, field=field)
+    return lambda: _in_dtype(cut.factor(), dtype), cut.traces
+
+
+def _padded_basis(entries: Tensor, missing: int, dtype: torch.dtype) -> Tensor:
+    return pad(matrix_codes.basis_of(entries), (0, missing)).to(dtype)
+
+
+def _in_dtype(factor: SymmetricFactor, dtype: torch.dtype) -> SymmetricFactor:
+    """Return a factor in its parameter's dtype; directions stay integers."""
+    if dtype == torch.float32:
+        return factor
     return factor.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _dense(matrices: Tensor | SymmetricFactor) -> Tensor:
+    return matrices if isinstance(matrices, Tensor) else matrices.to_dense()
 
 
 def _read_head(entry: Tensor, field: str) -> tuple[Form, int, int, int, int, Tensor]:
     if len(entry) < HEAD:
         raise WireError(f"{len(entry)} bytes, and {HEAD} of head", field=field)
-    form, bits, *sizes = _LONG.unpack(entry[:HEAD].numpy().tobytes())
+    form, bits, *sizes = LONG.unpack_from(entry.numpy().data)
     try:
         known = Form(form)
     except ValueError as error:

@@ -25,10 +25,11 @@ from flwr_fisher.wire.bits import (
     packed_size,
     unpack_codes,
 )
-from flwr_fisher.wire.checks import to_finite
+from flwr_fisher.wire.checks import sum64, to_finite
 from flwr_fisher.wire.container import container_bytes
 from flwr_fisher.wire.layout import PREFIX, Part, check_shape, parse_key
-from flwr_fisher.wire.packing import entry_of, raw
+from flwr_fisher.wire.packing import CheckedPart, entry_of, raw
+from flwr_fisher.wire.read_curvature import check_values
 
 _HEAD = struct.Struct("<III")  # groups, n, rank
 _PARAMS, _FACTORS = 16, 8  # bits
@@ -141,6 +142,23 @@ def unpack_part(entry: Tensor, params: Params, *, field: str) -> Tensor:
     if not product.isfinite().all():
         raise WireError("its values overflow", field=field)
     return to_finite(_nearest_psd(product), params[names[0]].dtype, field=field)
+
+
+def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
+    """Check a part of a curvature by unpacking it.
+
+    Raises
+    ------
+    WireError
+        Naming the entry that is wrong.
+    """
+    part = unpack_part(entry, params, field=field)
+    check_values(field, part, params)
+    if parse_key(field, params)[0] == Part.DIAGONAL:
+        traces = [sum64(part)]
+    else:
+        traces = part.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64).tolist()
+    return CheckedPart(tuple(part.shape), part.dtype, lambda: part, traces)
 
 
 def _nearest_psd(matrices: Tensor) -> Tensor:

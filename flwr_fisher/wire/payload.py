@@ -1,10 +1,12 @@
 """What every kind of upload has in common."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 from flwr.app import ArrayRecord
 
+from flwr_fisher.params import Params
 from flwr_fisher.wire.layout import PREFIX
 
 
@@ -36,3 +38,41 @@ class Payload(ABC):
 
         Most uploads say none.
         """
+
+    # What a server looks at before it lets one client have its say. An upload that
+    # says nothing of its size is not limited.
+
+    def lengths(self, like: Params) -> dict[str, float]:
+        """Return, in float64, how far this upload would move the model, by its parts.
+
+        Distances from `like`, what was sent out, and norms of vectors. No client's
+        should be much longer than most clients'.
+        """
+        return {}
+
+    def masses(self) -> dict[str, float]:
+        """Return, in float64, how much the parts weigh beside other clients'.
+
+        Traces of curvatures, layer by layer: at least 0, and without the number of
+        examples, which they are weighted by.
+        """
+        return {}
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return the upload with some parts shorter, or lighter.
+
+        Parameters
+        ----------
+        factors : Mapping[str, float]
+            By the keys of :meth:`lengths` and :meth:`masses`; at most 1.
+        like : Mapping[str, Tensor]
+            What was sent out.
+        """
+        return self
+
+    def reweighted(self, factor: float) -> Self:
+        """Return the upload of a client with `factor` times as many examples.
+
+        Only an upload that has its client's weight in its numbers changes.
+        """
+        return self

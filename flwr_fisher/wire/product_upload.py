@@ -1,6 +1,8 @@
 """FedFish's smallest upload: each parameter's step times its Fisher."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 from flwr.app import ArrayRecord
 from torch import Tensor
@@ -9,9 +11,10 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.displacement import displacements, drawn_back, norm64
 from flwr_fisher.wire.payload import Payload
 
-_PREFIX = "product/"
+_PREFIX, _PRODUCT = "product/", "product"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,21 @@ class ProductUpload(Payload):
         """Return the trained parameters' names, which clients must share."""
         return tuple(self.products)
 
+    def lengths(self, like: Params) -> dict[str, float]:
+        """Return how far the buffers are from those that were sent out."""
+        return displacements(self.buffers, like)
+
+    def masses(self) -> dict[str, float]:
+        """Return the norm of all products: of Fishers, which have no usual size."""
+        return {_PRODUCT: norm64(self.products.values())}
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with shorter products, and buffers drawn back."""
+        factor = factors.get(_PRODUCT, 1.0)
+        products = {name: value * factor for name, value in self.products.items()}
+        buffers = dict(drawn_back(self.buffers, like, factors))
+        return replace(self, products=products, buffers=buffers)
+
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels: products under ``product/``."""
         products = {f"{_PREFIX}{key}": value for key, value in self.products.items()}
@@ -51,7 +69,7 @@ class ProductUpload(Payload):
             dtype, or not finite.
         """
         limit = 2 * sum(v.nbytes for v in like.values()) + 4096 * (len(like) + 1)
-        tensors = arrays_to_tensors(record, limit=limit)
+        tensors = arrays_to_tensors(record, limit=limit, most=len(like))
         keys = {key.removeprefix(_PREFIX): key for key in tensors}  # by name
         for name in like.keys() - keys.keys():
             raise WireError("missing", field=f"{_PREFIX}{name}")

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from flwr_fisher.errors import WireError, check_range
 from flwr_fisher.wire.bits import as_bytes, pack, packed_size, unpack_codes
+from flwr_fisher.wire.checks import are_finite_and_not_negative
 
 BLOCK = 256  # values that share their scales
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -128,25 +129,33 @@ class Quantiser(ABC):
             If `data` has another dtype or shape, or holds a scale or a code that
             :meth:`encode` never writes.
         """
-        if data.dtype != torch.uint8:
-            raise WireError(f"dtype {data.dtype}, expected torch.uint8", field=field)
-        if data.shape != (expected := (self.size(count),)):
-            reason = f"shape {tuple(data.shape)}, expected {expected}"
-            raise WireError(reason, field=field)
+        working = _working(dtype)
+        scales, codes = self._checked(data, count, working, field)
         if not count:
             return data.new_empty(0, dtype=dtype)
-        head, working = self._head(count), _working(dtype)
-        # A view as wider numbers needs aligned bytes, which a clone has.
-        scales = data[:head].clone(memory_format=torch.contiguous_format)
-        scales = scales.view(torch.float32).view(-1, self._per_block).to(working)
-        if not self._valid(scales):
-            raise WireError("holds a scale that no block can have", field=field)
-        codes = unpack_codes(data[head:], self.bits, count, self._largest, field=field)
         blocks = pad(codes, (0, -count % BLOCK)).view(-1, BLOCK)
         values = self._values(blocks.to(working), scales).view(-1)[:count]
         if (limit := torch.finfo(dtype).max) < _LARGEST_SCALE:
             values = values.clamp_(-limit, limit)
         return values.to(dtype)
+
+    def _checked(
+        self, data: Tensor, count: int, working: torch.dtype, field: str
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scales ``[blocks, 1 or 2]`` and the codes ``[count]``."""
+        if data.dtype != torch.uint8:
+            raise WireError(f"dtype {data.dtype}, expected torch.uint8", field=field)
+        if data.shape != (expected := (self.size(count),)):
+            reason = f"shape {tuple(data.shape)}, expected {expected}"
+            raise WireError(reason, field=field)
+        # A view as wider numbers needs aligned bytes, which a clone has.
+        head = self._head(count)
+        scales = data[:head].clone(memory_format=torch.contiguous_format)
+        scales = scales.view(torch.float32).view(-1, self._per_block).to(working)
+        if not self._valid(scales):
+            raise WireError("holds a scale that no block can have", field=field)
+        codes = unpack_codes(data[head:], self.bits, count, self._largest, field=field)
+        return scales, codes
 
     def _head(self, count: int) -> int:
         """Return how many bytes the scales take."""
@@ -159,7 +168,7 @@ class Quantiser(ABC):
 
     def _valid(self, scales: Tensor) -> bool:
         """Return whether blocks ``[n, BLOCK]`` can have these scales."""
-        return bool((scales.isfinite() & (scales >= 0)).all())
+        return are_finite_and_not_negative(scales)
 
     @abstractmethod
     def _scales(self, blocks: Tensor) -> Tensor:

@@ -54,17 +54,29 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
         Naming the first key that is unknown, missing, misshapen, of another dtype than
         its parameter, not symmetric or negative on the diagonal.
     """
-    diagonal: dict[str, Tensor] = {}
-    parts: list[Curvature] = []
     for key, part in tensors.items():
         check_shape(key, part.shape, params)
+        if isinstance(part, Tensor):
+            check_values(key, part, params)
+    return assembled(tensors, params)
+
+
+def assembled(tensors: Parts, params: Params) -> Curvature:
+    """Return what :func:`tensors_to_curvature` does, of parts that were checked.
+
+    Raises
+    ------
+    WireError
+        If a part is missing, or one too many.
+    """
+    diagonal: dict[str, Tensor] = {}
+    parts: list[Curvature] = []
     plain = {key: t for key, t in tensors.items() if isinstance(t, Tensor)}
-    for key, tensor in plain.items():
-        _check_values(key, tensor, params)
     # A merge pairs clients' blocks by place, so the order of arrival must not count.
     places = {name: place for place, name in enumerate(params)}
-    for key in sorted(tensors, key=lambda key: places[parse_key(key, params)[1][0]]):
-        kind, names = parse_key(key, params)
+    parsed = {key: parse_key(key, params) for key in tensors}
+    for key in sorted(tensors, key=lambda key: places[parsed[key][1][0]]):
+        kind, names = parsed[key]
         if kind == Part.DIAGONAL:
             diagonal[names[0]] = plain[key]
         elif kind == Part.DENSE:
@@ -85,7 +97,8 @@ def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
         raise WireError(str(error), field=PREFIX) from error
 
 
-def _check_values(key: str, tensor: Tensor, params: Params) -> None:
+def check_values(key: str, tensor: Tensor, params: Params) -> None:
+    """Raise :class:`WireError` unless a tensor called `key` can have those values."""
     part, names = parse_key(key, params)
     if tensor.dtype != (expected := params[names[0]].dtype):
         raise WireError(f"dtype {tensor.dtype}, expected {expected}", field=key)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 
 _CLIENTS, _WEIGHTS = "clients", "client-weights"
@@ -29,7 +30,7 @@ class Roster:
 
     Examples
     --------
-    >>> roster = Roster().after(1, {"partition-3": 20.0, "partition-5": 30.0})
+    >>> roster = Roster().after(1, {3: 20.0, 5: 30.0})
     >>> Roster.from_tensors(roster.sent()).steps
     {3: 1, 5: 1}
     """
@@ -37,11 +38,13 @@ class Roster:
     steps: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
 
-    def after(self, step: int, weights: Mapping[str, float]) -> "Roster":
-        """Return the roster after a step, with the weights of its clients by name."""
-        numbers = {int(name.rpartition("-")[2]): w for name, w in weights.items()}
-        steps = {**self.steps, **dict.fromkeys(numbers, step)}
-        return Roster(steps, {**self.weights, **numbers})
+    def after(self, step: int, weights: Mapping[int, float]) -> "Roster":
+        """Return the roster after a step, with the weights of its clients by number.
+
+        A client's number is what it knows itself by: its partition, or its node's id.
+        """
+        steps = {**self.steps, **dict.fromkeys(weights, step)}
+        return Roster(steps, {**self.weights, **weights})
 
     def sent(self) -> dict[str, Tensor]:
         """Return the tensors to send to clients: each client's last step."""
@@ -59,12 +62,32 @@ class Roster:
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "Roster":
-        """Read the roster in tensors of :meth:`sent` or :meth:`to_tensors`."""
+        """Read the roster in tensors of :meth:`sent` or :meth:`to_tensors`.
+
+        Raises
+        ------
+        WireError
+            Unless there are pairs of integers, a client and its step from 0 on, and as
+            many weights if any.
+        """
         if _CLIENTS not in tensors:
             return cls()
+        _check(tensors)
         steps = {number % _WRAP: step for number, step in tensors[_CLIENTS].tolist()}
         weights = tensors[_WEIGHTS].tolist() if _WEIGHTS in tensors else []
         return cls(steps, dict(zip(steps, weights, strict=False)))
+
+
+def _check(tensors: Params) -> None:
+    pairs = tensors[_CLIENTS]
+    if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype != torch.int64:
+        reason = f"{pairs.dtype} of shape {tuple(pairs.shape)}, expected int64 [n, 2]"
+        raise WireError(reason, field=_CLIENTS)
+    if (pairs[:, 1] < 0).any():
+        raise WireError("a negative step", field=_CLIENTS)
+    if _WEIGHTS in tensors and tensors[_WEIGHTS].shape != pairs.shape[:1]:
+        reason = f"shape {tuple(tensors[_WEIGHTS].shape)} for {len(pairs)} clients"
+        raise WireError(reason, field=_WEIGHTS)
 
 
 def _signed(number: int) -> int:

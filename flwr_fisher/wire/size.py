@@ -1,15 +1,34 @@
 """The size of messages in bytes."""
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
-from flwr.app import Array, ArrayRecord, RecordDict
+import torch
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 
 from flwr_fisher.flower_internals import object_sizes
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, layout_of
 
 _NPY_HEADER = 128
 _CHUNK = 5 << 20  # Flower cuts arrays into chunks of this size; each has a header
 _CHUNK_HEADER = 512
+# A model's names, shapes and dtypes: what sizes depend on, and they alone. What a round
+# needs of them for each of its clients is computed once for such a key.
+Layout = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+def layout_key(params: Params) -> Layout:
+    """Return a model's names, shapes and dtypes, in their order, to cache by."""
+    return tuple((name, v.shape, v.dtype) for name, v in layout_of(params).items())
+
+
+def without_values(layout: Layout) -> dict[str, torch.Tensor]:
+    """Return tensors of a layout on the device ``meta``, where they take no memory."""
+    return {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, shape, dtype in layout
+    }
 
 
 def serialized_bytes(content: RecordDict) -> int:
@@ -29,6 +48,47 @@ def serialized_bytes(content: RecordDict) -> int:
     return sum(object_sizes(content).values())
 
 
+def reply_bytes(arrays: ArrayRecord, metrics: MetricRecord) -> int:
+    """Return :func:`serialized_bytes` of a reply, without a look at most of its bytes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> arrays = ArrayRecord({"w": torch.rand(1000), "b": torch.rand(10)})
+    >>> metrics = MetricRecord({"loss": 0.5})
+    >>> reply = RecordDict({"arrays": arrays, "metrics": metrics})
+    >>> reply_bytes(arrays, metrics) == serialized_bytes(reply)
+    True
+    """
+    contents = [array.data for array in arrays.values()]
+    equal = len(contents) > 1 and len(set(contents)) < len(contents)
+    if equal or max(map(len, contents), default=0) > _CHUNK:
+        return serialized_bytes(RecordDict({"arrays": arrays, "metrics": metrics}))
+    frame = _reply_bytes(
+        tuple(
+            (key, array.dtype, tuple(array.shape), array.stype, len(array.data))
+            for key, array in arrays.items()
+        )
+    )
+    return frame + len(metrics.deflate()) - len(MetricRecord().deflate())
+
+
+@lru_cache(maxsize=16)
+def _reply_bytes(arrays: tuple[tuple[str, str, tuple[int, ...], str, int], ...]) -> int:
+    stand_ins = {
+        key: Array(
+            dtype,
+            shape,
+            stype,
+            index.to_bytes(max(size, 4), "big")[max(size, 4) - size :],
+        )
+        for index, (key, dtype, shape, stype, size) in enumerate(arrays)
+    }
+    return serialized_bytes(
+        RecordDict({"arrays": ArrayRecord(stand_ins), "metrics": MetricRecord()})
+    )
+
+
 def _record_bytes(shapes: Mapping[str, Sequence[int]]) -> int:
     """Return how many bytes a record of arrays takes on the wire, without values."""
     # These stand-ins must differ, since equal arrays are sent once.
@@ -45,11 +105,16 @@ def fedavg_bytes(params: Params) -> int:
 
     The headers of the chunks of large arrays are left out; they are small.
     """
+    return _fedavg_bytes(layout_key(params))
+
+
+@lru_cache
+def _fedavg_bytes(layout: Layout) -> int:
     values = sum(
-        v.numel() * (4 if v.is_floating_point() else v.itemsize)
-        for v in params.values()
+        math.prod(shape) * (4 if dtype.is_floating_point else dtype.itemsize)
+        for _, shape, dtype in layout
     )
-    return values + _record_bytes({k: v.shape for k, v in params.items()})
+    return values + _record_bytes({name: shape for name, shape, _ in layout})
 
 
 def bytes_in_one_array(key: str, size: int) -> int:

@@ -13,7 +13,9 @@ all clients. The ``MetricRecord`` is not hidden: its ``num-examples``, which Flo
 requires in every reply, is sent as it is.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from flwr.app import ArrayRecord
@@ -27,6 +29,7 @@ from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_shape_and_dtype
 from flwr_fisher.wire.codec import FORMAT_VERSION, check_version
 from flwr_fisher.wire.container import parse_text, text_of
+from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.payload import Payload
 
 AGGREGATES = ("parts", "sums")
@@ -35,6 +38,8 @@ _PREFIX = "sums/"
 _EXAMPLES, _FORMAT = f"{_PREFIX}num-examples", f"{_PREFIX}format"
 _PARAMS, _FISHER = f"{_PREFIX}params/", f"{_PREFIX}fisher/"
 _FISHER_PARAMS = f"{_PREFIX}fisher-params/"
+_ROUNDING, _TINY = 1e-5, 1e-37  # of float32's products, and its smallest number
+_SLACK = 4096  # bytes that one array's headers may take
 _DESCRIPTION = {"version": FORMAT_VERSION, "form": "diagonal-sums"}
 
 
@@ -53,6 +58,43 @@ class SumsUpload(Payload):
     def layout(self) -> tuple[str, ...]:
         """Return the parameters that have a Fisher, which clients must share."""
         return tuple(f"{_FISHER}{name}" for name in self.sums.fisher)
+
+    def lengths(self, like: Params) -> dict[str, float]:
+        """Return how far the parameters are from those that were sent out."""
+        return displacements(self.sums.mean(), like)
+
+    def masses(self) -> dict[str, float]:
+        """Return the Fisher's trace, tensor by tensor."""
+        n = self.sums.num_examples
+        return {
+            f"{_FISHER}{name}": float(entry.double().sum()) / n
+            for name, entry in self.sums.fisher.items()
+        }
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with parameters drawn back, and Fishers scaled down."""
+        sums = self.sums
+        params = drawn_back(sums.mean(), like, factors)
+        n = sums.num_examples
+        fisher = {
+            name: entry * factors.get(f"{_FISHER}{name}", 1.0)
+            for name, entry in sums.fisher.items()
+        }
+        products = {name: entry * params[name] for name, entry in fisher.items()}
+        summed = {
+            name: (n * value.double()).to(value.dtype) for name, value in params.items()
+        }
+        return replace(self, sums=DiagonalSums(n, summed, fisher, products))
+
+    def reweighted(self, factor: float) -> Self:
+        """Return the summands of a client with `factor` times as many examples."""
+        sums = self.sums
+        params, fisher, products = (
+            {k: (v.double() * factor).to(v.dtype) for k, v in part.items()}
+            for part in (sums.params, sums.fisher, sums.fisher_params)
+        )
+        n = factor * sums.num_examples
+        return replace(self, sums=DiagonalSums(n, params, fisher, products))
 
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels; it is lossless."""
@@ -81,7 +123,9 @@ class SumsUpload(Payload):
             Naming the key that is missing, unexpected, unreadable, of another shape or
             dtype, not finite, or of a sign that cannot be; or if the format is another.
         """
-        tensors = arrays_to_tensors(record)
+        # Sums of parameters, of the Fisher and of their products, in up to 8 bytes.
+        limit = sum(3 * (8 * v.numel() + _SLACK) for v in like.values()) + 2 * _SLACK
+        tensors = arrays_to_tensors(record, limit=limit, most=3 * len(like) + 2)
         _check_format(parse_text(tensors.pop(_FORMAT, None), _FORMAT))
         examples = _read_examples(tensors.pop(_EXAMPLES, None))
         params, fisher, products = (
@@ -96,7 +140,11 @@ class SumsUpload(Payload):
         _check_complete(_FISHER_PARAMS, products, fisher)
         _check_complete(_FISHER, fisher, products)
         for name, entry in fisher.items():
-            _check_fisher(name, entry, products[name])
+            own = params[name] / examples
+            _check_fisher(name, entry, products[name], own)
+            # Of a Fisher that floats can hardly hold, no product is precise.
+            tiny = entry < torch.finfo(entry.dtype).tiny / torch.finfo(entry.dtype).eps
+            products[name] = torch.where(tiny, entry * own, products[name])
         return cls(DiagonalSums(examples, params, fisher, products))
 
     def check_weight(self, weight: float) -> None:
@@ -143,9 +191,14 @@ def _check_complete(prefix: str, received: Params, expected: Params) -> None:
             raise WireError("missing", field=f"{prefix}{name}")
 
 
-def _check_fisher(name: str, entry: Tensor, product: Tensor) -> None:
+def _check_fisher(name: str, entry: Tensor, product: Tensor, param: Tensor) -> None:
     if (entry < 0).any():
         raise WireError("must not be negative", field=f"{_FISHER}{name}")
     if product[entry == 0].any():
         reason = "must be zero where the Fisher is"
+        raise WireError(reason, field=f"{_FISHER_PARAMS}{name}")
+    # Else a client could pull a parameter to a value that it does not have.
+    expected = entry.double() * param.double()
+    if ((product - expected).abs() > _ROUNDING * expected.abs() + _TINY).any():
+        reason = "is not the product of the Fisher and the parameters"
         raise WireError(reason, field=f"{_FISHER_PARAMS}{name}")

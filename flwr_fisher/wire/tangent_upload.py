@@ -1,9 +1,9 @@
 """What TCT's clients upload once the features are fixed: sums, a number or weights."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from flwr.app import ArrayRecord
@@ -13,10 +13,17 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.displacement import (
+    PARAMETERS,
+    displacements,
+    drawn_back,
+    norm64,
+)
 from flwr_fisher.wire.payload import Payload
 
 KEYS = "tct/"  # begins the keys of all tensors that are not the network's
-_DIGEST, _HEAD = "digest", "head"
+_DIGEST, _HEAD, _COUNT = "digest", "head", "count"
+_LARGEST, _FEATURES, _STEP = "largest-eigenvalue", "features", "step"
 _SLACK = 4096  # bytes that one array's headers may take
 _LONGEST = 1024  # bytes of a name
 _MOST_CLASSES = 2**20
@@ -57,6 +64,50 @@ class TangentUpload(Payload):
             facts.append(f"{int(self.tensors['num-classes'])} classes")
         return tuple(facts)
 
+    def check_weight(self, weight: float) -> None:
+        """Raise :class:`WireError` if it counts more examples than the metrics."""
+        if (count := int(self.tensors.get(_COUNT, 0))) > weight:
+            reason = f"{count} examples, but the metrics say {weight:g}"
+            raise WireError(reason, field=f"{KEYS}{_COUNT}")
+
+    def lengths(self, like: Params) -> dict[str, float]:
+        """Return the features' root mean square, the eigenvalue, or the step's norm."""
+        tensors = self.tensors
+        if "mean" in tensors:
+            parts = [tensors["mean"], (tensors["m2"] / tensors[_COUNT]).sqrt()]
+            return {_FEATURES: norm64(parts) / len(tensors["mean"]) ** 0.5}
+        weight = like[f"{KEYS}weight"]
+        if _LARGEST in tensors:
+            # Below this no eigenvalue matters: the rate is at most 5 / p.
+            return {_LARGEST: max(float(tensors[_LARGEST]), len(weight) / 5)}
+        sent = {_STEP: weight}
+        return {_STEP: displacements({_STEP: tensors["weight"]}, sent)[PARAMETERS]}
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with smaller features, another eigenvalue, or a shorter step."""
+        tensors = dict(self.tensors)
+        if (factor := factors.get(_FEATURES)) is not None:
+            tensors["mean"] = tensors["mean"] * factor
+            tensors["m2"] = tensors["m2"] * factor**2
+        if (factor := factors.get(_LARGEST)) is not None:
+            tensors[_LARGEST] = tensors[_LARGEST] * factor
+        if (factor := factors.get(_STEP)) is not None:
+            sent = {_STEP: like[f"{KEYS}weight"]}
+            own = {_STEP: tensors["weight"]}
+            tensors["weight"] = drawn_back(own, sent, {PARAMETERS: factor})[_STEP]
+        return replace(self, tensors=tensors)
+
+    def reweighted(self, factor: float) -> Self:
+        """Return the moments of `factor` times as many examples."""
+        if _COUNT not in self.tensors:
+            return self
+        count = (self.tensors[_COUNT] * factor).round().long().clamp_min(1)
+        share = int(count) / int(self.tensors[_COUNT])
+        return replace(
+            self,
+            tensors=self.tensors | {_COUNT: count, "m2": self.tensors["m2"] * share},
+        )
+
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels."""
         named = {**self.tensors, _DIGEST: bytes_of(self.digest)}
@@ -72,7 +123,7 @@ def read_moments(num_features: int) -> "partial[TangentUpload]":
     expected = {
         "mean": (torch.float64, (None,)),
         "m2": (torch.float64, (None,)),
-        "count": (torch.int64, ()),
+        _COUNT: (torch.int64, ()),
         "num-classes": (torch.int64, ()),
         _HEAD: (torch.uint8, (None,)),
     }
@@ -83,7 +134,7 @@ def read_moments(num_features: int) -> "partial[TangentUpload]":
 
 def read_spectrum() -> "partial[TangentUpload]":
     """Return the function that reads ``largest-eigenvalue``, one float64."""
-    expected = {"largest-eigenvalue": (torch.float64, ())}
+    expected = {_LARGEST: (torch.float64, ())}
     return partial(_read, expected=expected, limit=8, check=_check_spectrum)
 
 
@@ -136,7 +187,7 @@ def _read(
         dtype, not finite, or out of range.
     """
     limit += _LONGEST + _SLACK * (len(expected) + 1)
-    arrays = arrays_to_tensors(record, limit=limit)
+    arrays = arrays_to_tensors(record, limit=limit, most=len(expected) + 1)
     layouts = {**expected, _DIGEST: (torch.uint8, (None,))}
     keys = {f"{KEYS}{name}" for name in layouts}
     if missing := keys - arrays.keys():
@@ -160,7 +211,7 @@ def _check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) 
         raise WireError(reason, field=f"{KEYS}m2")
     if (tensors["m2"] < 0).any():
         raise WireError("a negative sum of squares", field=f"{KEYS}m2")
-    for name in ("count", "num-classes"):
+    for name in (_COUNT, "num-classes"):
         if tensors[name] < 1:
             reason = f"must be positive, got {int(tensors[name])}"
             raise WireError(reason, field=f"{KEYS}{name}")
@@ -173,8 +224,8 @@ def _check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) 
 
 
 def _check_spectrum(tensors: dict[str, Tensor], like: Params) -> None:
-    if tensors["largest-eigenvalue"] < 0:
-        raise WireError("is negative", field=f"{KEYS}largest-eigenvalue")
+    if tensors[_LARGEST] < 0:
+        raise WireError("is negative", field=f"{KEYS}{_LARGEST}")
 
 
 def _text(tensors: dict[str, Tensor], name: str) -> str:

@@ -1,9 +1,9 @@
 """Uploads of vectors over a model's parameters, each vector with a name."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from flwr.app import ArrayRecord
 from torch import Tensor
@@ -12,6 +12,7 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.displacement import displacements, drawn_back, norm64
 from flwr_fisher.wire.payload import Payload
 
 _SLACK = 4096  # bytes that one array's headers may take
@@ -41,6 +42,20 @@ class VectorUpload(Payload):
     def layout(self) -> tuple[str, ...]:
         """Return the vectors' names and parameters, which clients must share."""
         return tuple(f"{k}/{p}" for k, vector in self.vectors.items() for p in vector)
+
+    def lengths(self, like: Params) -> dict[str, float]:
+        """Return the vectors' norms, and the parameters' distance from those sent."""
+        norms = {name: norm64(vector.values()) for name, vector in self.vectors.items()}
+        return norms | displacements(self.params, like)
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with shorter vectors, and parameters drawn back."""
+        vectors = {
+            name: {k: v * factors.get(name, 1.0) for k, v in vector.items()}
+            for name, vector in self.vectors.items()
+        }
+        params = dict(drawn_back(self.params, like, factors))
+        return replace(self, vectors=vectors, params=params)
 
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels; it is lossless."""
@@ -88,7 +103,10 @@ class VectorUpload(Payload):
             dtype, or not finite.
         """
         room = sum(v.nbytes + _SLACK for v in like.values())
-        tensors = arrays_to_tensors(record, limit=(len(names) + with_params + 1) * room)
+        times = len(names) + with_params
+        tensors = arrays_to_tensors(
+            record, limit=(times + 1) * room, most=times * len(like)
+        )
         vectors: dict[str, dict[str, Tensor]] = {name: {} for name in names}
         params: dict[str, Tensor] = {}
         for key, tensor in tensors.items():

@@ -7,6 +7,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from flwr_fisher.errors import ConfigurationError, check_whole
+from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.wire import named_options
 
@@ -60,7 +61,8 @@ class Repeatable(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Have the strategy make its messages; choose who gets them."""
-        seeded = ConfigRecord({**config, **named_options({"seed": self.seed})})
+        seed = named_options({"seed": seed_of_clients(self.seed)})
+        seeded = ConfigRecord({**config, **seed})
         made = self.strategy.configure_train(server_round, arrays, seeded, grid)
         return self._addressed(list(made), server_round, "train", grid)
 
@@ -74,7 +76,8 @@ class Repeatable(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Have the strategy make its messages; choose who gets them."""
-        seeded = ConfigRecord({**config, **named_options({"seed": self.seed})})
+        seed = named_options({"seed": seed_of_clients(self.seed)})
+        seeded = ConfigRecord({**config, **seed})
         made = self.strategy.configure_evaluate(server_round, arrays, seeded, grid)
         return self._addressed(list(made), server_round, "evaluate", grid)
 

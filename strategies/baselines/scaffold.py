@@ -58,7 +58,9 @@ class Scaffold(CurvatureStrategy):
 
     A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
     it had added to :math:`c` stays there, and shifts the optimum: look at
-    ``num-lost-states`` among a round's metrics. Another is ``control-norm``. Buffers
+    ``num-lost-states`` among a round's metrics. Another is ``control-norm``. What the
+    policy takes from a client's upload is missing in :math:`c` in the same way; the
+    client keeps all of its :math:`c_i`. Buffers
     are averaged. ``CurvatureResult.details`` is :math:`c`, by parameter.
 
     Examples

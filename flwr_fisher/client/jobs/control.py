@@ -26,6 +26,8 @@ class OwnControl:
     ----------
     store : ClientStore
         Where it is kept.
+    like : Mapping[str, Tensor]
+        Gives its keys, shapes and dtypes.
     name : str
         The name of its files.
     last_step : int | None
@@ -35,19 +37,33 @@ class OwnControl:
     """
 
     store: ClientStore
+    like: Params
     name: str
     last_step: int | None
     next_step: int
 
     @classmethod
-    def of(cls, problem: LocalProblem, request: Request, name: str) -> "OwnControl":
-        """Find a client's control variate for a request."""
-        facts = request.facts
-        store = ClientStore(problem.state_dir, int(facts["run"]), request.client)
-        last_step = Roster.from_tensors(facts).steps.get(request.client)
-        return cls(store, name, last_step, int(facts["steps"]) + 1)
+    def of(
+        cls, problem: LocalProblem, request: Request, name: str, like: Params
+    ) -> "OwnControl":
+        """Find a client's control variate for a request.
 
-    def load(self, like: Params) -> dict[str, Tensor] | None:
+        Raises
+        ------
+        ClientError
+            If it takes more than the client's ``state_bytes``, or the server did not
+            say which run and step this is.
+        WireError
+            If the server's list of clients cannot be read.
+        """
+        run, limit = request.count("run"), problem.state_bytes
+        store = ClientStore(problem.state_dir, run, request.client, max_bytes=limit)
+        # That of the last step stays until the server has had this one's.
+        store.check_room(2 * sum(v.nbytes for v in like.values()))
+        last_step = Roster.from_tensors(request.facts).steps.get(request.client)
+        return cls(store, like, name, last_step, request.count("steps") + 1)
+
+    def load(self) -> dict[str, Tensor] | None:
         """Return it, in the shapes and dtypes of `like`; None if there is none.
 
         One that the server knows of and this disk does not have is told to the log.
@@ -58,8 +74,8 @@ class OwnControl:
         if tensors is not None:
             what = f"the state of step {self.last_step} in {self.store.path}"
             try:
-                check_same_layout(like, tensors, what)
-                return {n: tensors[n].to(value) for n, value in like.items()}
+                check_same_layout(self.like, tensors, what)
+                return {n: tensors[n].to(value) for n, value in self.like.items()}
             except ParamsError as error:
                 logger.warning("%s: it is another model's, and treated as lost", error)
         logger.warning(

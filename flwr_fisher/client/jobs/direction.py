@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.limits import capped_number, real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.curvature import hvp
@@ -19,13 +20,20 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     """Return this client's solution of ``H_i p = g``, for the ``gradient`` sent.
 
     ``solver`` is ``giant`` (conjugate gradients) or ``done`` (Richardson's iterations
-    of step ``alpha``), ``iterations`` their number.
+    of step ``alpha``), ``iterations`` their number, a pass over the data each.
+
+    Raises
+    ------
+    ClientError
+        If there are more iterations than the client's ``max_steps``.
     """
     options = request.options
     solver = str(options.get("solver", "giant"))
     check_known("solver", solver, _SOLVERS)
     g = request.vector("gradient", problem.trained())
-    iterations = int(options.get("iterations", 10))
+    iterations = capped_number(
+        options, "iterations", 10, cap=problem.max_steps, keyword="max_steps"
+    )
     loss_fn = problem.differentiable_loss
 
     def product(vector: Params) -> dict[str, Tensor]:
@@ -34,6 +42,6 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     if solver == "giant":
         direction = giant_direction(product, g, iterations=iterations)
     else:
-        alpha = float(options.get("alpha", 0.05))
+        alpha = real_number(options, "alpha", 0.05)
         direction = done_direction(product, g, alpha=alpha, iterations=iterations)
     return Reply({}, VectorUpload({"direction": direction}).to_arrays())

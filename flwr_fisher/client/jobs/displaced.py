@@ -1,6 +1,7 @@
 """FedGA's client: training from a start that aligns gradients."""
 
 from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.curvature import gradient
@@ -17,10 +18,11 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
     """
     model, loader = problem.model, problem.trainloader
     mean = request.vector("gradient", problem.trained())
+    beta = real_number(request.options, "beta", 0.0)
     with seeded(0):  # leaves training the random numbers that FedAvg's has
         own, _ = gradient(model, loader, loss_fn=problem.differentiable_loss)
     start = {n: p.detach() for n, p in problem.trained().items()}
-    start = fedga_start(start, mean, own, beta=float(request.options.get("beta", 0.0)))
+    start = fedga_start(start, mean, own, beta=beta)
     model.load_state_dict(start, strict=False)
     metrics = problem.train(request.config)
     upload = VectorUpload({}, problem.state_like(request.params))

@@ -14,6 +14,7 @@ from torch.utils.data import (
 )
 
 from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.limits import capped_number, real_number, whole_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import Loader, TrainFn, score
@@ -24,7 +25,6 @@ from flwr_fisher.errors import (
     DataError,
     ParamsError,
     check_known,
-    check_range,
 )
 from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.tangent import TCTModel
@@ -45,17 +45,16 @@ def check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
     Raises
     ------
     ClientError
-        Naming what is missing.
+        Naming what is missing, or asked for beyond the client's ``max_epochs``.
     ConfigurationError
         If a value is out of range.
     """
     if "personalise-fraction" in options:
-        fraction, epochs = _personalise_options(options)
+        fraction, epochs = _personalise_options(problem, options)
         if not 0 < fraction <= 0.5:
             raise ConfigurationError(
                 f"personalise-fraction must be in (0, 0.5], got {fraction}"
             )
-        check_range("personalise-epochs", epochs, 1)
         _batch_size(_map_style(problem.trainloader))
         _with_epochs(problem.train_fn, epochs)
         return
@@ -132,9 +131,9 @@ def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
 def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     """Fine-tune on a part of one half of the data; score before and after."""
     options = request.options
-    fraction, epochs = _personalise_options(options)
+    fraction, epochs = _personalise_options(problem, options)
     loader = _map_style(problem.trainloader)
-    seed = int(options.get("seed", 0))
+    seed = whole_number(options, "seed", 0)
     tune, test = _halves(loader, fraction, seed, request.client)
     unseen = _part(loader, test)
     # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
@@ -224,6 +223,9 @@ def _with_epochs(train_fn: TrainFn, epochs: int) -> TrainFn:
     return changed
 
 
-def _personalise_options(options: Mapping[str, Any]) -> tuple[float, int]:
-    epochs = options.get("personalise-epochs", 1)
-    return float(options["personalise-fraction"]), int(epochs)
+def _personalise_options(
+    problem: LocalProblem, options: Mapping[str, Any]
+) -> tuple[float, int]:
+    most, keyword = problem.max_epochs, "max_epochs"
+    epochs = capped_number(options, "personalise-epochs", 1, cap=most, keyword=keyword)
+    return real_number(options, "personalise-fraction", 0.0), epochs

@@ -1,6 +1,7 @@
 """FedPM's client: local steps preconditioned by what its layers are fed."""
 
 from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import LocalSGD
@@ -31,7 +32,7 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
             "FedPM preconditions every local step, so it needs train_fn=LocalSGD(...), "
             f"not {problem.train_fn!r}"
         )
-    damping = float(request.options.get("damping", 0.0))
+    damping = real_number(request.options, "damping", 0.0)
     parameters = problem.trained()
     if not (before := _covariances(problem)):
         raise ClientError(

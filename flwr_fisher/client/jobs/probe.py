@@ -1,6 +1,7 @@
 """FAGH's client: a gradient, and the Hessian's product with a probe."""
 
 from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.curvature import gradient_and_hvp
@@ -17,13 +18,14 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the gradient, and the Hessian's product with the probe of the options.
 
     ``probe`` is ``first`` (the first trained coordinate), ``random`` (made here from
-    the server's ``seed``) or ``momentum`` (what the server sent as ``probe``).
+    the server's ``probe-seed``) or ``momentum`` (what the server sent as ``probe``).
     """
     kind = str(request.options.get("probe", "first"))
     check_known("probe", kind, _PROBES)
     probe: Params | str = "first"
     if kind == "random":
-        probe = random_probe(problem.trained(), int(request.options.get("seed", 0)))
+        seed = whole_number(request.options, "probe-seed", 0)
+        probe = random_probe(problem.trained(), seed)
     elif kind == "momentum":
         probe = request.vector("probe", problem.trained())
     slope, product, loss = gradient_and_hvp(

@@ -7,6 +7,7 @@ import torch
 
 from flwr_fisher.client.jobs.control import OwnControl
 from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import LocalSGD, TrainFn
@@ -30,7 +31,7 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     ------
     ClientError
         If the client's loop is not ``LocalSGD`` without momentum and with a positive
-        learning rate.
+        learning rate, or control variates take more than its ``state_bytes``.
     """
     lr = _rate_of_plain_sgd(problem.train_fn, request.config)
     parameters = problem.trained()
@@ -38,8 +39,8 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     zeros = {n: torch.zeros_like(p) for n, p in start.items()}
     sent = request.groups.get(_CONTROL, {})
     shared = {n: sent.get(n, zero) for n, zero in zeros.items()}
-    kept = OwnControl.of(problem, request, _CONTROL)
-    last = kept.load(start)
+    kept = OwnControl.of(problem, request, _CONTROL, start)
+    last = kept.load()
     own = zeros if last is None else last
     correction, steps = subtract(shared, own), 0
 
@@ -74,7 +75,7 @@ def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
                 "SCAFFOLD takes the mean gradient from how far plain SGD went, so it "
                 f"needs LocalSGD({name}={plain}), not {given!r}"
             )
-    lr = float(config.get("lr", train_fn.lr))
-    if lr <= 0:
+    lr = real_number(config, "lr", train_fn.lr)
+    if not 0 < lr < float("inf"):
         raise ClientError(f"SCAFFOLD divides by the learning rate, which is {lr}")
     return lr

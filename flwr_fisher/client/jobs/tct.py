@@ -9,7 +9,11 @@ from flwr_fisher.client.jobs.control import OwnControl
 from flwr_fisher.client.jobs.registry import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.tangent_problem import ClientFeatures, Regression
+from flwr_fisher.client.tangent_problem import (
+    ClientFeatures,
+    Regression,
+    local_steps,
+)
 from flwr_fisher.errors import ClientError
 from flwr_fisher.tangent import (
     check_lr,
@@ -53,7 +57,7 @@ def tct_spectrum_job(problem: LocalProblem, request: Request) -> Reply:
     The server sent the ``mean`` and ``std`` of features over all clients.
     """
     mine = _features(problem, request)
-    regression = mine.regression(request.facts["mean"], request.facts["std"])
+    regression = mine.regression(*_statistics(mine, request))
     largest = torch.tensor(regression.largest, dtype=torch.float64)
     return _reply(mine, {"largest-eigenvalue": largest})
 
@@ -69,14 +73,20 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     Raises
     ------
     ClientError
-        If its features are not the server's.
+        If its features are not the server's, or there are more ``local-steps`` than its
+        ``max_steps`` or a larger control variate than its ``state_bytes``.
     ConfigurationError
         If the learning rate is too large for them.
     """
     mine, sent = _features(problem, request), request.facts
-    weight, lr = sent["weight"], float(sent["lr"])
-    steps = int(request.options.get("local-steps", 500))
-    regression = mine.regression(sent["mean"], sent["std"])
+    shape = mine.tangent.num_features, mine.tangent.num_classes
+    weight, lr = request.fact("weight", shape), float(request.fact("lr"))
+    steps = local_steps(problem, request.options)
+    control, kept = None, None
+    if "control" in sent:
+        control = request.fact("control", shape)
+        kept = OwnControl.of(problem, request, _CONTROL, {_CONTROL: weight})
+    regression = mine.regression(*_statistics(mine, request))
     check_lr(lr, regression.largest)
     targets = regression.targets(weight.shape[1])
     residual = tct_residual(regression.features, targets, weight)
@@ -87,14 +97,12 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         return _stepped(mine, regression, targets, weight, h, residual, rates)
 
     lost = False
-    if "control" not in sent:
+    if control is None or kept is None:
         new_weight = step(None)
     else:
-        kept = OwnControl.of(problem, request, _CONTROL)
-        last = kept.load({_CONTROL: weight})
+        last = kept.load()
         lost = kept.last_step is not None and last is None
         own = torch.zeros_like(weight) if last is None else last[_CONTROL]
-        control = sent["control"]
         new_weight = step(own - control)
         new = tct_control(own, control, weight, new_weight, lr=lr, local_steps=steps)
         kept.save({_CONTROL: new})
@@ -130,9 +138,10 @@ def _stepped(
 def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
     """Return this client's features, which must be those the server knows of."""
     sent = request.facts
-    mine = ClientFeatures(problem, request.client, int(sent["run"]), request.options)
+    run = request.count("run")
+    mine = ClientFeatures(problem, request.client, run, request.options)
     tangent = mine.tangent
-    if "digest" in sent and (text := text_from(sent["digest"])) != tangent.digest:
+    if "digest" in sent and (text := _text(sent["digest"])) != tangent.digest:
         raise ClientError(
             f"this client has {tangent.num_features} features of digest "
             f"{tangent.digest[:12]}, for seed {tangent.seed} and head "
@@ -147,3 +156,16 @@ def _features(problem: LocalProblem, request: Request) -> ClientFeatures:
             f"client has {wanted[0]} features and {wanted[1]} classes"
         )
     return mine
+
+
+def _statistics(mine: ClientFeatures, request: Request) -> tuple[Tensor, Tensor]:
+    """Return the mean and deviation of features over all clients."""
+    shape = (mine.tangent.num_features,)
+    return request.fact("mean", shape), request.fact("std", shape)
+
+
+def _text(sent: Tensor) -> str:
+    try:
+        return text_from(sent)
+    except (TypeError, ValueError) as error:
+        raise ClientError(f"the server's digest is no text: {error}") from error

@@ -194,7 +194,7 @@ class Curvature(ABC):
                 iterations=min(10 * self.numel(), _MOST),
                 tolerance=_TOLERANCE,
             )
-            if norms[-1] > _TOLERANCE * norms[0]:
+            if not norms[-1] <= _TOLERANCE * norms[0]:  # NaN is not, either
                 raise StructureError(
                     f"{self}: after {len(norms) - 1} conjugate gradients "
                     f"{norms[-1] / norms[0]:.0e} of the right-hand side are left: "

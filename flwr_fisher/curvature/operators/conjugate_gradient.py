@@ -37,6 +37,8 @@ def conjugate_gradient(
     -------
     tuple[dict[str, Tensor], list[float]]
         The solution, and the norm of the residual before each iteration and at the end.
+        Where no step can be taken, because the matrix is not positive along it or a
+        product is not finite, both end with the iterate before.
 
     Notes
     -----
@@ -56,7 +58,8 @@ def conjugate_gradient(
         direction = add(steepest, direction, turn) if direction else steepest
         product = matvec(direction)
         curvature = dot(direction, product)
-        if float(curvature) <= 0:  # rounding, once the range is exhausted
+        # Rounding, once the range is exhausted, or no number at all.
+        if not 0 < float(curvature) < float("inf"):
             break
         step = float(decrease / curvature)
         solution = add(solution, direction, step)

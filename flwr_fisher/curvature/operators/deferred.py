@@ -20,6 +20,8 @@ class Deferred(Curvature):
         Gives the kind and the parameters; it is not kept.
     make : Callable[[], Curvature]
         Makes the curvature.
+    trace : float, optional
+        Its trace, where that is known without it.
 
     Examples
     --------
@@ -31,8 +33,14 @@ class Deferred(Curvature):
     (Deferred(Diagonal, 2 parameters, 0 B), {'w': tensor([1., 2.])})
     """
 
-    def __init__(self, like: Curvature, make: Callable[[], Curvature]) -> None:
+    def __init__(
+        self,
+        like: Curvature,
+        make: Callable[[], Curvature],
+        trace: float | None = None,
+    ) -> None:
         self.shapes, self._kind, self._make = dict(like.shapes), like.kind, make
+        self._trace = trace
 
     @property
     def kind(self) -> str:
@@ -52,8 +60,8 @@ class Deferred(Curvature):
         return self.made().diagonal()
 
     def trace(self) -> float:
-        """Make it, and return the trace."""
-        return self.made().trace()
+        """Return the trace; make it for that if need be."""
+        return self.made().trace() if self._trace is None else self._trace
 
     def scaled(self, factor: float) -> "Deferred":
         """Return what is made and scaled when it is used."""

@@ -10,7 +10,6 @@ from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
 from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import Params
 
 _BENT = 1e-4  # of a unit vector; float32's rounding is far less
 
@@ -49,11 +48,10 @@ class EigenKronecker(LayerCurvature):
             )
         self.basis_A, self.basis_G, self.moments = basis_A, basis_G, moments
 
-    def matvec(self, vector: Params) -> dict[str, Tensor]:
+    def product(self, matrices: Tensor) -> Tensor:
         """Return the product, through the eigenbasis and back."""
-        self.check(vector)
-        rotated = self.basis_G.mT @ self.as_matrices(vector) @ self.basis_A
-        return self.as_params(self.basis_G @ (self.moments * rotated) @ self.basis_A.mT)
+        rotated = self.basis_G.mT @ matrices @ self.basis_A
+        return self.basis_G @ (self.moments * rotated) @ self.basis_A.mT
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the diagonal: the moments seen through the squared bases."""

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,7 +63,11 @@ class SymmetricFactor(ABC):
     def __rmatmul__(self, left: Tensor) -> Tensor: ...
 
     def trace(self) -> Tensor:
-        """Return the traces, ``[groups]``."""
+        """Return the traces, ``[groups]``; they are computed once."""
+        return self._traces
+
+    @cached_property
+    def _traces(self) -> Tensor:
         return self.diagonal().sum(-1)
 
     def towards_diagonal(self, share: float) -> "SymmetricFactor":

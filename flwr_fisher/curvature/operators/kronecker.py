@@ -9,7 +9,6 @@ from flwr_fisher.curvature.operators.base import Solver
 from flwr_fisher.curvature.operators.eigenvalues import eigen
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
-from flwr_fisher.params import Params
 
 
 class Kronecker(LayerCurvature):
@@ -64,11 +63,10 @@ class Kronecker(LayerCurvature):
         """The output gradients' factor as a tensor."""
         return self.of_outputs.to_dense()
 
-    def matvec(self, vector: Params) -> dict[str, Tensor]:
-        r"""Return :math:`G W A` in the parameters' shapes."""
-        self.check(vector)
-        matrices = self.as_matrices(vector)
-        return self.as_params(self.of_outputs @ matrices @ self.of_inputs)
+    def product(self, matrices: Tensor) -> Tensor:
+        r"""Return :math:`G W A`."""
+        # For `@` a tensor first tries to take the factor as a tensor, which takes long.
+        return self.of_inputs.__rmatmul__(self.of_outputs @ matrices)
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the outer products of the factors' diagonals."""

@@ -46,6 +46,15 @@ class LayerCurvature(Curvature):
             )
 
     @abstractmethod
+    def product(self, matrices: Tensor) -> Tensor:
+        """Return the product with a vector laid out by :meth:`as_matrices`."""
+
+    def matvec(self, vector: Params) -> dict[str, Tensor]:
+        """Return the product in the parameters' shapes."""
+        self.check(vector)
+        return self.as_params(self.product(self.as_matrices(vector)))
+
+    @abstractmethod
     def dense_blocks(self) -> Tensor:
         """Return each group's matrix, ``[groups, out in, out in]``."""
 

@@ -1,6 +1,7 @@
 """The lazy weighted sum of several curvatures."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from flwr_fisher.curvature.operators.base import Curvature, Solver
 from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
 from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, flatten, select, unflatten
 
@@ -48,7 +50,28 @@ class WeightedSum(Curvature):
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""
-        return self._sum(term.matvec(vector) for term in self.terms)
+        if (layer := self._layer) is None:
+            return self._sum(term.matvec(vector) for term in self.terms)
+        # Of one layer's many terms, the vector is laid out once.
+        layer.check(vector)
+        matrices = layer.as_matrices(vector)
+        products = ({"": term.product(matrices)} for term in self._of_layers())
+        return layer.as_params(self._sum(products)[""])
+
+    @cached_property
+    def _layer(self) -> LayerCurvature | None:
+        """A term that lays vectors out as all of them do, if there is one."""
+        first = self.terms[0]
+        same = isinstance(first, LayerCurvature) and all(
+            isinstance(term, LayerCurvature)
+            and (term.weight, term.bias, term.groups)
+            == (first.weight, first.bias, first.groups)
+            for term in self.terms
+        )
+        return first if same and isinstance(first, LayerCurvature) else None
+
+    def _of_layers(self) -> Iterator[LayerCurvature]:
+        return (term for term in self.terms if isinstance(term, LayerCurvature))
 
     def diagonal(self) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' diagonals."""
@@ -63,11 +86,24 @@ class WeightedSum(Curvature):
 
     def trace(self) -> float:
         """Return the weighted sum of the terms' traces."""
-        return sum(weight * term.trace() for weight, term in self)
+        return sum(w * t for w, t in zip(self.weights, self.traces, strict=True))
+
+    @cached_property
+    def traces(self) -> list[float]:
+        """The terms' traces, without the weights; they are computed once."""
+        return [term.trace() for term in self.terms]
 
     def scaled(self, factor: float) -> "WeightedSum":
         """Return the sum with every weight scaled; no tensor is touched."""
-        return WeightedSum(self.terms, [w * factor for w in self.weights])
+        return self.reweighted([factor] * len(self.weights))
+
+    def reweighted(self, factors: Sequence[float]) -> "WeightedSum":
+        """Return the sum with each weight times a factor of its own."""
+        weights = [w * factor for w, factor in zip(self.weights, factors, strict=True)]
+        product = WeightedSum(self.terms, weights)
+        if "traces" in vars(self):
+            product.traces = self.traces
+        return product
 
     def regularised(
         self, *, shrink: float = 0.0, damping: float = 0.0

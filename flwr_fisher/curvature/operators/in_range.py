@@ -1,0 +1,216 @@
+r"""Curvatures whose products a float can hold, whatever their scale is.
+
+float32 ends at 1e38. Factors :math:`A = G = 10^{30} I` are finite, and the entries of
+:math:`G \otimes A` are not; of two factors at 1e-20, the product is 0. So a curvature
+goes into a merge as :math:`2^{-e} F` and its exponent e, a number that no dtype limits.
+A power of two changes no digit. What is within range has e = 0, and is not touched.
+"""
+
+import math
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
+from flwr_fisher.curvature.operators.deferred import Deferred
+from flwr_fisher.curvature.operators.dense import Dense
+from flwr_fisher.curvature.operators.diagonal import Diagonal
+from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
+from flwr_fisher.curvature.operators.factors import (
+    DenseFactor,
+    LowRankFactor,
+    SymmetricFactor,
+)
+from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
+from flwr_fisher.params import Params
+
+_ROOMS = 5  # the rise of a loss is two factors, two steps, and a sum over all entries
+
+
+def widest_exponent(dtype: torch.dtype) -> int:
+    """Return up to which exponent a factor, or a step, may go: 25 for float32."""
+    return int(math.log2(torch.finfo(dtype).max)) // _ROOMS
+
+
+def exponent_of(number: float) -> int:
+    """Return e of a number in [2**e, 2**(e + 1)); 0 for zero, infinity and NaN."""
+    return math.frexp(number)[1] - 1 if number and math.isfinite(number) else 0
+
+
+def largest_entry(tensor: Tensor) -> float:
+    """Return the largest absolute value, 0 of no entry; no copy is made."""
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    return max(-float(low), float(high))
+
+
+def power_of_two(exponent: int) -> float:
+    """Return ``2**exponent``, or the nearest that a float holds."""
+    return math.ldexp(1.0, max(-1022, min(exponent, 1022)))
+
+
+def shifted(params: Params, exponent: int) -> dict[str, Tensor]:
+    """Return ``2**exponent`` times tensors, where it is no float of theirs, too."""
+    return {name: _shifted(tensor, exponent) for name, tensor in params.items()}
+
+
+def _shifted(tensor: Tensor, exponent: int) -> Tensor:
+    half = exponent // 2
+    return (tensor * power_of_two(half)).mul_(power_of_two(exponent - half))
+
+
+@singledispatch
+def in_range(curvature: Curvature) -> tuple[Curvature, int]:
+    r"""Return a curvature as :math:`2^{-e} F`, and e.
+
+    Of a kind of curvature that is not known here, itself and 0.
+
+    Examples
+    --------
+    >>> in_range(Diagonal({"w": torch.tensor([2.0**100, 2.0**99])}))[1]
+    100
+    >>> in_range(Diagonal({"w": torch.tensor([3.0])}))
+    (Diagonal(1 parameters, 4 B), 0)
+    """
+    return curvature, 0
+
+
+@in_range.register
+def _(curvature: Deferred) -> tuple[Curvature, int]:
+    return in_range(curvature.made())
+
+
+@in_range.register
+def _(curvature: Diagonal) -> tuple[Curvature, int]:
+    exponent = _beyond(*curvature.entries.values())
+    if not exponent:
+        return curvature, 0
+    return curvature.mapped(lambda entry: _shifted(entry, -exponent)), exponent
+
+
+@in_range.register
+def _(curvature: Dense) -> tuple[Curvature, int]:
+    exponent = _beyond(curvature.matrix)
+    if not exponent:
+        return curvature, 0
+    return Dense(curvature.shapes, _shifted(curvature.matrix, -exponent)), exponent
+
+
+@in_range.register
+def _(curvature: Kronecker) -> tuple[Curvature, int]:
+    A, of_inputs = _factor_in_range(curvature.of_inputs)
+    G, of_outputs = _factor_in_range(curvature.of_outputs)
+    if not of_inputs and not of_outputs:
+        return curvature, 0
+    layer = Kronecker(curvature.weight, curvature.weight_shape, A, G, curvature.bias)
+    return layer, of_inputs + of_outputs
+
+
+@in_range.register
+def _(curvature: EigenKronecker) -> tuple[Curvature, int]:
+    # Moments last: a basis counts twice, and is of unit vectors where it is honest.
+    tensors = curvature.basis_A, curvature.basis_G, curvature.moments
+    exponents = [
+        _beyond(tensor, rooms=rooms)
+        for tensor, rooms in zip(tensors, (1, 1, 2), strict=True)
+    ]
+    if not any(exponents):
+        return curvature, 0
+    exponent_A, exponent_G, of_moments = exponents
+    basis_A, basis_G, moments = (
+        _shifted(tensor, -e) if e else tensor
+        for tensor, e in zip(tensors, exponents, strict=True)
+    )
+    layer = EigenKronecker(
+        curvature.weight,
+        curvature.weight_shape,
+        basis_A,
+        basis_G,
+        moments,
+        curvature.bias,
+    )
+    return layer, 2 * exponent_A + 2 * exponent_G + of_moments
+
+
+@in_range.register
+def _(curvature: WeightedSum) -> tuple[Curvature, int]:
+    terms, exponents = zip(*map(in_range, curvature.terms), strict=True)
+    if not any(exponents):
+        return curvature, 0
+    weights = [
+        w * math.ldexp(1.0, e - max(exponents))
+        for w, e in zip(curvature.weights, exponents, strict=True)
+    ]
+    return WeightedSum(terms, weights), max(exponents)
+
+
+@in_range.register
+def _(curvature: BlockDiagonal) -> tuple[Curvature, int]:
+    held = [in_range(child) for child in curvature.children]
+    if not any(exponent for _, exponent in held):
+        return curvature, 0
+    highest = max(exponent for _, exponent in held)
+    children = [
+        child if e == highest else child.scaled(power_of_two(e - highest))
+        for child, e in held
+    ]
+    return BlockDiagonal(children), highest
+
+
+def _factor_in_range(factor: SymmetricFactor) -> tuple[SymmetricFactor, int]:
+    if isinstance(factor, DenseFactor):
+        return _dense_in_range(factor)
+    if isinstance(factor, LowRankFactor):
+        return _low_rank_in_range(factor)
+    return factor, 0
+
+
+def _dense_in_range(factor: DenseFactor) -> tuple[SymmetricFactor, int]:
+    # All of it, not its diagonal alone: it may not be semi-definite.
+    of_matrix = _even(_beyond(factor.matrix, rooms=1))
+    if isinstance(factor.scale, Tensor):
+        of_scale = _even(_beyond(factor.scale, rooms=1))
+    else:
+        exponent, most = exponent_of(factor.scale), widest_exponent(factor.matrix.dtype)
+        of_scale = _even(exponent) if abs(exponent) > most else 0
+    exponent = of_matrix + of_scale
+    if not of_matrix and not of_scale:
+        return factor, 0
+    # A matrix in range is not copied.
+    matrix = _shifted(factor.matrix, -of_matrix) if of_matrix else factor.matrix
+    rest = None if factor.rest is None else _shifted(factor.rest, -exponent)
+    return DenseFactor(matrix, factor.scale * power_of_two(-of_scale), rest), exponent
+
+
+def _low_rank_in_range(factor: LowRankFactor) -> tuple[SymmetricFactor, int]:
+    """Scale the rows, or the lengths: directions may be integers, as they travel."""
+    vectors = [factor.directions, factor.lengths]
+    vectors += [] if factor.rows is None else [factor.rows]
+    sizes = [largest_entry(tensor) for tensor in vectors]
+    rest = largest_entry(factor.rest)
+    exponents = [2 * sum(map(exponent_of, sizes))] if all(sizes) else []
+    exponents += [exponent_of(rest)] if rest else []
+    exponent = max(exponents, default=0)
+    if abs(exponent) <= widest_exponent(factor.rest.dtype):
+        return factor, 0
+    exponent = _even(exponent)  # so that its root is a power of two as well
+    shifted_rest = _shifted(factor.rest, -exponent)
+    *others, last = vectors[1:]
+    scaled = [*others, _shifted(last, -exponent // 2)]
+    lengths, rows = scaled if len(scaled) == 2 else (scaled[0], None)
+    return LowRankFactor(factor.directions, lengths, shifted_rest, rows), exponent
+
+
+def _beyond(*tensors: Tensor, rooms: int = 2) -> int:
+    """Return the exponent of the largest entry, and 0 where it is within range."""
+    exponent = exponent_of(max(map(largest_entry, tensors), default=0.0))
+    within = rooms * min(widest_exponent(tensor.dtype) for tensor in tensors)
+    return exponent if abs(exponent) > within else 0
+
+
+def _even(exponent: int) -> int:
+    return exponent - exponent % 2

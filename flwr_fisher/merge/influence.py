@@ -1,0 +1,104 @@
+"""What each client did to a merge: the merge without it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.merge.fedfisher import fedfisher
+from flwr_fisher.merge.linear_system import Device
+from flwr_fisher.merge.posterior import LocalPosterior
+from flwr_fisher.merge.solve import MergeResult
+from flwr_fisher.params import Params, norm, select, subtract
+
+Scorer = Callable[[dict[str, Tensor]], float]
+
+
+@dataclass(frozen=True)
+class Influence:
+    r"""What one client did to a merge.
+
+    Parameters
+    ----------
+    distance : float
+        :math:`\|\theta - \theta_{-i}\| / \|\theta_{-i}\|` over the parameters that the
+        curvature covers, with :math:`\theta_{-i}` the merge of all others: how far the
+        client moves the model. Of M clients that are alike, some 1/M of how unlike they
+        are; above 1, the client has more say than all others together. The numerator
+        where the denominator is 0.
+    score : float, optional
+        The score of :math:`\theta_{-i}`.
+    """
+
+    distance: float
+    score: float | None = None
+
+
+def influence(
+    posteriors: Sequence[LocalPosterior],
+    merged: MergeResult,
+    *,
+    score: Scorer | None = None,
+    device: Device = None,
+) -> list[Influence]:
+    """Return each client's influence, from as many merges as there are clients.
+
+    Parameters
+    ----------
+    posteriors : Sequence[LocalPosterior]
+        What was merged; at least two.
+    merged : MergeResult
+        Of :func:`~flwr_fisher.merge.fedfisher`, with whose options the others are
+        merged. A score that ``solver="adam"`` took there has no part in it.
+    score : Callable[[dict[str, Tensor]], float], optional
+        Scores parameters, such as by their accuracy.
+    device : torch.device | str, optional
+        As for ``fedfisher``.
+
+    Returns
+    -------
+    list[Influence]
+        In the order of the posteriors.
+
+    Raises
+    ------
+    ConfigurationError
+        If there are no two clients, or the merge is not ``fedfisher``'s.
+
+    Examples
+    --------
+    Two clients agree, and the third is far out:
+
+    >>> import torch
+    >>> from flwr_fisher.curvature import Diagonal
+    >>> F = Diagonal({"w": torch.ones(1)})
+    >>> values = torch.tensor([[1.0], [1.0], [7.0]])
+    >>> clients = [LocalPosterior({"w": value}, F, 1) for value in values]
+    >>> merged = fedfisher(clients, solver="closed-form")
+    >>> [round(each.distance, 2) for each in influence(clients, merged)]
+    [0.25, 0.25, 2.0]
+    """
+    if len(posteriors) < 2:
+        raise ConfigurationError("the influence of one client alone is everything")
+    if merged.options is None or not merged.shares:
+        raise ConfigurationError(
+            "influence takes a merge of fedfisher: sums know no client's part"
+        )
+    influences = []
+    for index in range(len(posteriors)):
+        others = [*posteriors[:index], *posteriors[index + 1 :]]
+        without = fedfisher(others, device=device, **asdict(merged.options)).params
+        distance = _distance(
+            merged.params, without, list(posteriors[0].curvature.shapes)
+        )
+        influences.append(
+            Influence(distance, None if score is None else score(without))
+        )
+    return influences
+
+
+def _distance(full: Params, without: Params, names: Sequence[str]) -> float:
+    rest = select(without, names)
+    moved = subtract(select(full, names), rest)
+    return float(norm(moved)) / (float(norm(rest)) or 1.0)

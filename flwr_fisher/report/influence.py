@@ -1,0 +1,97 @@
+"""The report's table of what each client did to the merge."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr_fisher.merge import LocalPosterior, MergeResult, influence
+from flwr_fisher.merge.influence import Scorer
+from flwr_fisher.report.summary import log_table
+from flwr_fisher.strategies import Upload
+
+logger = logging.getLogger("flwr")
+
+MOST_CLIENTS = 20
+# Parameters times clients squared, what all merges without one have to read: seconds
+# for a small model, and many minutes for a ResNet of twenty clients.
+MOST_WORK = 1e8
+_QUICK = ("pcg", "cg", "closed-form")
+
+
+def influences(
+    uploads: Sequence[Upload[Any]], merged: MergeResult, score: Scorer
+) -> list[dict[str, Any]]:
+    """Return a row a client, those that moved the model furthest first.
+
+    Parameters
+    ----------
+    uploads : Sequence[Upload]
+        What was merged.
+    merged : MergeResult
+        The merge.
+    score : Callable[[dict[str, Tensor]], float]
+        The accuracy of parameters.
+
+    Returns
+    -------
+    list[dict[str, Any]]
+        ``client``, ``examples``, ``share`` (of the curvature), ``distance`` (see
+        :class:`~flwr_fisher.merge.Influence`) and ``accuracy_without``. Empty where it
+        is left out; the log says why.
+    """
+    posteriors = []
+    if merged.shares:  # otherwise the uploads are sums
+        posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
+    if reason := _why_not(posteriors, merged):
+        logger.info("Influence is left out: %s", reason)
+        return []
+    each = influence(posteriors, merged, score=score)
+    rows = [
+        {
+            "client": upload.client,
+            "examples": upload.num_examples,
+            "share": share,
+            "distance": own.distance,
+            "accuracy_without": own.score,
+        }
+        for upload, share, own in zip(uploads, merged.shares, each, strict=True)
+    ]
+    return sorted(rows, key=lambda row: -row["distance"])
+
+
+def log_influences(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Log the table, if there are rows."""
+    if not rows:
+        return
+    columns = "client", "examples", "share", "moves the model", "accuracy without"
+    cells = [
+        (
+            row["client"],
+            f"{row['examples']:g}",
+            f"{100 * row['share']:.1f} %",
+            f"{row['distance']:.2f} x",
+            f"{100 * row['accuracy_without']:.1f} %",
+        )
+        for row in rows
+    ]
+    log_table("Influence: the merge without each client", columns, cells)
+
+
+def _why_not(posteriors: Sequence[LocalPosterior], merged: MergeResult) -> str:
+    clients = len(posteriors)
+    if not merged.shares:
+        return "of sums, no client's part is known"
+    if merged.options is None or merged.options.solver not in _QUICK:
+        return f"it takes a merge a client, and those of {_QUICK} alone are quick"
+    if clients < 2:
+        return "there is one client"
+    if clients > MOST_CLIENTS:
+        return (
+            f"{clients} clients, and it takes a merge for each: {MOST_CLIENTS} at most"
+        )
+    if posteriors[0].curvature.numel() * clients**2 > MOST_WORK:
+        return (
+            "it takes a merge a client, which is long for a model of this size: call "
+            "flwr_fisher.merge.influence"
+        )
+    return ""

@@ -1,0 +1,103 @@
+"""How far a client's parameters are from where a round began, and drawing them back."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import DeferredParams, Params
+from flwr_fisher.printable import printable
+
+PARAMETERS = "parameters"
+_SMALL = 0.01
+# Batch norm's statistics have scales of their own, which say nothing of the weights'.
+_MOST_BATCHES = 1_000_000  # that a client trains on in a round
+_STATISTICS = ("running_mean", "running_var")
+
+
+def norm64(tensors: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm over all tensors in float64.
+
+    Examples
+    --------
+    >>> norm64([torch.full((4,), 2.0**100)]) == 2.0**101  # float32 has no such square
+    True
+    """
+    wide = torch.float64
+    return math.hypot(
+        *(float(torch.linalg.vector_norm(t, dtype=wide)) for t in tensors)
+    )
+
+
+def displacements(params: Params, like: Params) -> dict[str, float]:
+    """Return how far parameters are from `like`, by what is measured together.
+
+    ``parameters`` are all floating-point tensors together, but for batch norm's
+    statistics, each of which is by itself, under its name. What has moved by less than
+    a hundredth of its own norm counts as moved by that: no such step does harm, and
+    near an optimum the clients' last ones may be of any proportion.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        A client's; names that `like` lacks are left out.
+    like : Mapping[str, Tensor]
+        Those that it was sent.
+
+    Raises
+    ------
+    WireError
+        Naming a variance below 0, or a count of batches that cannot be: no distance
+        tells them from others, and the model's outputs, or clients, fail with them.
+    """
+    distances: dict[str, float] = {}
+    norms: dict[str, float] = {}
+    for name, value in params.items():
+        if (start := like.get(name)) is None:
+            continue
+        _check_statistics(name, value, start)
+        if value.is_floating_point():
+            part = _part(name)
+            distance = norm64([value.double() - start])
+            distances[part] = math.hypot(distances.get(part, 0.0), distance)
+            norms[part] = math.hypot(norms.get(part, 0.0), norm64([start]))
+    return {part: max(d, _SMALL * norms[part]) for part, d in distances.items()}
+
+
+def _check_statistics(name: str, value: Tensor, start: Tensor) -> None:
+    if name.endswith("running_var") and (value < 0).any():
+        raise WireError("a variance below 0", field=name)
+    counts = name.endswith("num_batches_tracked")
+    if counts and ((value < 0) | (value > start + _MOST_BATCHES)).any():
+        reason = f"{printable(value.tolist())} batches, after {start.tolist()}"
+        raise WireError(reason, field=name)
+
+
+def drawn_back(params: Params, like: Params, factors: Mapping[str, float]) -> Params:
+    r"""Return :math:`\theta_0 + f\,(\theta_i - \theta_0)`.
+
+    Parameters
+    ----------
+    params, like : Mapping[str, Tensor]
+        As for :func:`displacements`.
+    factors : Mapping[str, float]
+        :math:`f`, by the keys of :func:`displacements`; what has none stays as it is.
+    """
+
+    def make(name: str) -> Tensor:
+        value = params[name]
+        factor = factors.get(_part(name), 1.0)
+        if factor == 1.0 or name not in like or not value.is_floating_point():
+            return value
+        start = like[name].double()
+        return start.add(value.double() - start, alpha=factor).to(value.dtype)
+
+    if isinstance(params, DeferredParams):
+        return DeferredParams(params.layout, make)
+    return {name: make(name) for name in params}
+
+
+def _part(name: str) -> str:
+    return name if name.endswith(_STATISTICS) else PARAMETERS

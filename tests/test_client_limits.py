@@ -1,0 +1,428 @@
+"""What a server cannot make a client do: work, or store, without end."""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import virtual
+from flwr.app import ArrayRecord
+from torch import Tensor
+from torch.utils.data import DataLoader
+from virtual import CLASSES, ask, metrics_of, tensors_of, tiny_arrays, tiny_model
+
+from flwr_fisher.client import FisherClient, LocalSGD
+from flwr_fisher.client.store import ClientStore
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    FlwrFisherError,
+    WireError,
+)
+from flwr_fisher.wire import Roster
+
+P = 29  # all of the tiny net's features
+KB = 1024
+
+
+class Untouched(DataLoader[Any]):
+    """Data that nobody may look at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the data were read")
+
+
+def client(where: Path, *, untouched: bool = False, **options: Any) -> FisherClient:
+    kind = Untouched if untouched else DataLoader
+    return FisherClient(
+        tiny_model(),
+        kind(virtual.tiny_data(0), batch_size=4),
+        train_fn=options.pop("train_fn", LocalSGD(lr=0.1, momentum=0.0)),
+        device="cpu",
+        state_dir=where,
+        **options,
+    )
+
+
+def sent(**facts: Any) -> ArrayRecord:
+    """The tiny net, and what the server sent beside it; ``a__b`` is in group ``a``."""
+    tensors = {
+        f"server/{name.replace('__', '/').replace('_', '-')}": torch.as_tensor(value)
+        for name, value in facts.items()
+    }
+    return ArrayRecord({**tiny_arrays(), **ArrayRecord(tensors)})
+
+
+def with_gradient() -> ArrayRecord:
+    names = dict(tiny_model().named_parameters())
+    tensors = {f"server/gradient/{k}": torch.ones_like(v) for k, v in names.items()}
+    return ArrayRecord({**tiny_arrays(), **ArrayRecord(tensors)})
+
+
+def for_tct(**changes: Any) -> ArrayRecord:
+    facts: dict[str, Any] = {
+        "run": 1,
+        "steps": 0,
+        "mean": torch.zeros(P),
+        "std": torch.ones(P),
+        "weight": torch.zeros(P, CLASSES),
+        "control": torch.zeros(P, CLASSES),
+        "lr": torch.tensor(1e-3, dtype=torch.float64),
+    }
+    return sent(**{k: v for k, v in (facts | changes).items() if v is not None})
+
+
+def nothing_in(folder: Path) -> bool:
+    return not list(folder.rglob("*.*"))
+
+
+# Caps on work
+
+GIANT = {"job": "direction", "solver": "giant"}
+DONE = {"job": "direction", "solver": "done"}
+TCT_STEP = {"job": "tct-step", "num-features": P}
+TUNE = {"personalise-fraction": 0.5}
+CAPPED: list[tuple[str, Callable[[], ArrayRecord], dict[str, Any], str, str]] = [
+    ("train", with_gradient, GIANT, "iterations", "max_steps"),
+    ("train", with_gradient, DONE, "iterations", "max_steps"),
+    ("train", for_tct, TCT_STEP, "local-steps", "max_steps"),
+    ("train", for_tct, TCT_STEP | {"solver": "steps"}, "local-steps", "max_steps"),
+    ("evaluate", tiny_arrays, TUNE, "personalise-epochs", "max_epochs"),
+]
+capped = pytest.mark.parametrize(("kind", "arrays", "config", "name", "cap"), CAPPED)
+
+
+@capped
+def test_more_than_the_cap_is_refused_before_anything_is_done(
+    kind: str,
+    arrays: Callable[[], ArrayRecord],
+    config: Mapping[str, Any],
+    name: str,
+    cap: str,
+    tmp_path: Path,
+) -> None:
+    for options, count, most in (({}, 2**62, "100"), ({cap: 3}, 4, "3")):
+        mine = client(tmp_path, untouched=True, **options)
+        with pytest.raises(ClientError) as caught:
+            ask(mine, arrays(), {**config, name: count}, kind=kind)
+        assert f"asks for fisher.{name}={count}" in str(caught.value)
+        assert f"does at most {most}" in str(caught.value)
+        assert f"FisherClient({cap}={count})" in str(caught.value)
+    assert nothing_in(tmp_path)
+
+
+@capped
+def test_as_many_as_the_cap_are_done(
+    kind: str,
+    arrays: Callable[[], ArrayRecord],
+    config: Mapping[str, Any],
+    name: str,
+    cap: str,
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {cap: 4}
+    wish = {**config, name: 4}
+    reply = ask(client(tmp_path, **options), arrays(), wish, kind=kind)
+    other = ask(client(tmp_path / "other"), arrays(), wish, kind=kind)
+    assert metrics_of(reply) == metrics_of(other)
+
+
+def test_the_papers_settings_are_within_the_caps(tmp_path: Path) -> None:
+    wish = TCT_STEP | {"local-steps": 500}
+    assert "tct/weight" in tensors_of(ask(client(tmp_path), for_tct(), wish))
+
+
+@pytest.mark.parametrize("name", ["max_steps", "max_epochs", "state_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, None])
+def test_a_cap_is_a_positive_integer(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
+        client(tmp_path, **{name: value})
+
+
+# Numbers that are none
+
+NAN, INF = float("nan"), float("inf")
+SCAFFOLD = {"job": "scaffold"}
+OF_RUN = partial(sent, run=1, steps=0)
+NO_NUMBERS: list[tuple[str, Callable[[], ArrayRecord], dict[str, Any]]] = [
+    *[("train", with_gradient, GIANT | {"iterations": v}) for v in ("x", 0, -5, 1.5)],
+    *[("train", with_gradient, DONE | {"alpha": v}) for v in ("x", NAN, INF, [1.0])],
+    *[("train", for_tct, TCT_STEP | {"local-steps": v}) for v in ("x", 0, [5], 2.0)],
+    *[("train", for_tct, TCT_STEP | {"num-features": v}) for v in ("x", 0, [5])],
+    *[("train", for_tct, TCT_STEP | {"seed": v}) for v in ("x", 0.5)],
+    *[("train", tiny_arrays, {"seed": v}) for v in ("x", NAN, INF, [1])],
+    *[("train", tiny_arrays, {"server-round": v}) for v in ("x", NAN, [1, 2])],
+    *[("train", tiny_arrays, {"lr": v}) for v in ("x", NAN, INF, -1.0, [1.0])],
+    *[("train", tiny_arrays, {"proximal-mu": v}) for v in ("x", NAN, INF, -1.0)],
+    *[("train", tiny_arrays, {"tolerance": v}) for v in ("x", NAN, [0.5])],
+    (
+        "train",
+        tiny_arrays,
+        {"codec": "packed", "codec-version": 1, "codec-budget": "x"},
+    ),
+    *[("train", OF_RUN, SCAFFOLD | {"lr": v}) for v in ("x", NAN, INF, -1.0)],
+    *[("train", tiny_arrays, {"job": "fedpm", "damping": v}) for v in ("x", NAN)],
+    *[("train", with_gradient, {"job": "displaced", "beta": v}) for v in ("x", NAN)],
+    *[("evaluate", tiny_arrays, {"personalise-fraction": v}) for v in ("x", NAN, [])],
+    *[("evaluate", tiny_arrays, TUNE | {"personalise-epochs": v}) for v in ("x", 0)],
+    *[("evaluate", tiny_arrays, TUNE | {"seed": v}) for v in ("x", [1])],
+]
+
+
+@pytest.mark.parametrize(("kind", "arrays", "config"), NO_NUMBERS)
+def test_what_is_no_such_number_is_refused_by_name(
+    kind: str, arrays: Callable[[], ArrayRecord], config: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(FlwrFisherError) as caught:
+        ask(client(tmp_path), arrays(), config, kind=kind)
+    name = list(config)[-1]
+    said = str(caught.value).replace("_", "-")
+    assert name in said or (name, "learning rate" in said) == ("lr", True)
+    assert nothing_in(tmp_path)
+
+
+def test_a_long_text_for_a_number_does_not_fill_a_log(tmp_path: Path) -> None:
+    for config in ({"seed": "\n" * 10**6}, {"job": "\n" * 10**6}, {"lr": "x" * 10**6}):
+        with pytest.raises(FlwrFisherError) as caught:
+            ask(client(tmp_path), config=config)
+        assert len(str(caught.value)) < 400
+        assert "\n" not in str(caught.value)
+
+
+# Tensors that are none of those expected
+
+WRONG_FACTS: list[tuple[str, Any]] = [
+    ("run", None),
+    ("run", -1),
+    ("run", 0.5),
+    ("run", [1, 2]),
+    ("steps", None),
+    ("steps", -1),
+    ("steps", [[1]]),
+    ("lr", None),
+    ("lr", [0.1, 0.1]),
+    ("lr", 1),
+    ("mean", None),
+    ("mean", torch.zeros(1)),
+    ("std", torch.ones(P, 1)),
+    ("weight", None),
+    ("weight", torch.zeros(P, CLASSES, dtype=torch.int64)),
+    ("control", torch.zeros(CLASSES)),
+    ("digest", [300, 1]),
+    ("digest", [0.5]),
+    ("digest", torch.tensor([255], dtype=torch.uint8)),
+    ("clients", 5),
+    ("clients", [1, 2, 3]),
+    ("clients", [[1.0, 2.0]]),
+    ("clients", [[0, -2]]),
+    ("clients", torch.zeros(1, 2, 1, dtype=torch.int64)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_FACTS)
+def test_a_tensor_of_another_kind_is_refused_by_name(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    mine = client(tmp_path, untouched=True)
+    with pytest.raises((ClientError, WireError), match=name):
+        ask(mine, for_tct(**{name: value}), TCT_STEP)
+    assert nothing_in(tmp_path)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [[1.0, 2.0]], 3.0])
+def test_a_roster_has_as_many_weights_as_clients(weights: Any) -> None:
+    tensors = {
+        "clients": torch.tensor([[0, 1], [1, 1]]),
+        "client-weights": torch.tensor(weights),
+    }
+    with pytest.raises(WireError, match="client-weights"):
+        Roster.from_tensors(tensors)
+
+
+@pytest.mark.parametrize("key", ["server/group-{}/x", "server/{}", "layer-{}"])
+def test_too_many_arrays_are_refused_unread(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = ArrayRecord({"x": torch.zeros(1)})["x"]
+    arrays = ArrayRecord({**tiny_arrays(), **{key.format(i): one for i in range(2000)}})
+    monkeypatch.setattr("flwr_fisher.client.request.arrays_to_tensors", None)
+    with pytest.raises(ClientError, match="the server sent 2009 arrays, and at most"):
+        ask(client(tmp_path), arrays)
+
+
+# State on disk
+
+
+def store(root: Path, run: int, partition: int = 0, **options: Any) -> ClientStore:
+    return ClientStore(root, run, partition, **options)
+
+
+def kilobytes(count: float) -> dict[str, Tensor]:
+    return {"w": torch.zeros(int(count * KB) // 4)}
+
+
+def runs_in(root: Path, partition: int = 0) -> list[str]:
+    return sorted(p.parent.name for p in root.glob(f"*/partition-{partition}"))
+
+
+def ask_scaffold(mine: FisherClient, run: int, step: int = 0) -> float:
+    arrays = sent(run=run, steps=step, **({"clients": [[0, step]]} if step else {}))
+    return float(metrics_of(ask(mine, arrays, SCAFFOLD))["state-lost"])
+
+
+def test_a_server_that_invents_runs_does_not_fill_the_disk(tmp_path: Path) -> None:
+    mine = client(tmp_path, state_bytes=40 * KB)
+    for run in range(100, 113):
+        ask_scaffold(mine, run)
+    assert runs_in(tmp_path) == [f"{run:x}" for run in range(103, 113)]
+    assert len(list(tmp_path.iterdir())) == 10  # no empty folders either
+
+
+def test_runs_whose_state_is_small_are_not_without_number_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flwr_fisher.client.disk._MOST", 5)
+    for run in range(9):
+        store(tmp_path, run).save("control", 1, kilobytes(1))
+    assert runs_in(tmp_path) == list("45678")
+
+
+def test_the_run_under_way_keeps_what_it_needs(tmp_path: Path) -> None:
+    mine = client(tmp_path, state_bytes=40 * KB)
+    ask_scaffold(mine, 7)
+    for step in range(1, 13):
+        ask_scaffold(mine, 1000 + step)
+        assert ask_scaffold(mine, 7, step) == 0.0
+    assert "7" in runs_in(tmp_path)
+    assert len(runs_in(tmp_path)) < 12
+    assert ask_scaffold(mine, 1001, 1) == 1.0  # was collected: told, as ever
+
+
+def test_a_step_may_still_be_asked_for_twice_when_room_is_short(tmp_path: Path) -> None:
+    small = store(tmp_path, 1, max_bytes=25 * KB)
+    small.save("control", 1, kilobytes(10))
+    small.save("control", 2, kilobytes(10), keep=1)
+    assert small.load("control", 1) is not None
+    assert small.load("control", 2) is not None
+
+
+def test_reading_counts_as_use(tmp_path: Path) -> None:
+    stores = [store(tmp_path, run, max_bytes=35 * KB) for run in range(4)]
+    for each in stores[:3]:
+        each.save("control", 1, kilobytes(10))
+    assert stores[0].load("control", 1) is not None
+    stores[3].save("control", 1, kilobytes(10))
+    assert runs_in(tmp_path) == ["0", "2", "3"]
+
+
+def test_state_that_never_fits_is_refused_before_training(tmp_path: Path) -> None:
+    def never(*args: Any) -> dict[str, float]:
+        raise AssertionError("trained")
+
+    loop = LocalSGD(momentum=0.0, loss_fn=never)
+    scaffold = client(tmp_path, state_bytes=100, train_fn=loop)
+    tct = client(tmp_path, state_bytes=2 * P * CLASSES * 4 - 1, untouched=True)
+    num_bytes = 2 * 4 * sum(p.numel() for p in tiny_model().parameters())
+    for mine, arrays, config, needed in (
+        (scaffold, sent(run=255, steps=0), SCAFFOLD, num_bytes),
+        (tct, for_tct(run=255), TCT_STEP, 2 * P * CLASSES * 4),
+    ):
+        with pytest.raises(ClientError, match="state of run ff takes") as caught:
+            ask(mine, arrays, config)
+        assert f"FisherClient(state_bytes={needed})" in str(caught.value)
+    assert nothing_in(tmp_path)
+
+
+def test_only_our_own_files_are_deleted(tmp_path: Path) -> None:
+    others = [
+        tmp_path / "1" / "partition-0" / "notes.txt",
+        tmp_path / "1" / "partition-0" / "control-1.safetensors",
+        tmp_path / "1" / "partition-0" / "model.safetensors",
+        tmp_path / "1" / "partition-00" / "control-000001.safetensors",
+        tmp_path / "mine" / "partition-0" / "control-000001.safetensors",
+        tmp_path / "features" / "partition-0" / "control-000001.safetensors",
+        tmp_path / "partition-0" / "control-000001.safetensors",
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(50 * KB))
+    for run in range(1, 9):
+        store(tmp_path, run, max_bytes=20 * KB).save("control", 1, kilobytes(10))
+    assert all(path.exists() for path in others)
+    assert not (tmp_path / "1/partition-0/control-000001.safetensors").exists()
+    assert not (tmp_path / "2").exists()
+
+
+def test_half_written_files_of_old_runs_go_too(tmp_path: Path) -> None:
+    old, new = store(tmp_path, 1), store(tmp_path, 2, max_bytes=20 * KB)
+    old.path.mkdir(parents=True)
+    (old.path / "control-000001.123.partial").write_bytes(bytes(50 * KB))
+    new.save("control", 1, kilobytes(10))
+    assert runs_in(tmp_path) == ["2"]
+
+
+def test_other_clients_of_a_shared_folder_keep_their_state(tmp_path: Path) -> None:
+    for partition in range(3):
+        store(tmp_path, 1, partition).save("control", 1, kilobytes(10))
+    for run in range(2, 9):
+        store(tmp_path, run, 0, max_bytes=20 * KB).save("control", 1, kilobytes(10))
+    assert runs_in(tmp_path, 0) == ["8"]
+    assert runs_in(tmp_path, 1) == runs_in(tmp_path, 2) == ["1"]
+
+
+def test_clients_that_share_a_folder_do_not_get_in_each_others_way(
+    tmp_path: Path,
+) -> None:
+    """They make, and delete, the same runs' folders all the time."""
+    errors: list[Exception] = []
+
+    def work(partition: int) -> None:
+        try:
+            for run in range(60):
+                mine = store(tmp_path, run % 7, partition, max_bytes=10 * KB)
+                mine.save("control", run, kilobytes(1))
+                assert mine.load("control", run) is not None
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_files_that_vanish_while_they_are_counted_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = store(tmp_path, 1), store(tmp_path, 2, max_bytes=15 * KB)
+    first.save("control", 1, kilobytes(10))
+    runs = ClientStore._runs
+
+    def late(self: ClientStore) -> dict[Path, list[Path]]:
+        found = runs(self)
+        (first.path / "control-000001.safetensors").unlink()
+        return found
+
+    monkeypatch.setattr(ClientStore, "_runs", late)
+    second.save("control", 1, kilobytes(10))
+    assert second.load("control", 1) is not None
+
+
+@pytest.mark.parametrize("run", [-1, -(2**62), 1.0, "../../away", None])
+def test_a_run_that_is_no_number_names_no_folder(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"^run must be"):
+        store(tmp_path / "state", run)
+
+
+def test_a_key_from_the_server_cannot_forge_or_fill_a_log(tmp_path: Path) -> None:
+    key = "\n[INFO] all is well\n" * 10**4
+    arrays = ArrayRecord({**tiny_arrays(), **ArrayRecord({key: torch.zeros(1)})})
+    with pytest.raises(ClientError, match="the server sent '") as caught:
+        ask(client(tmp_path), arrays)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,509 @@
+"""One hostile client of six: every case that was seen to do harm, and does none now."""
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import (
+    ArrayRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
+from hostile import (
+    ANY,
+    CLIENTS,
+    ENOUGH,
+    GENERAL,
+    HOSTILE,
+    NETWORK,
+    OF_CURVATURE,
+    OF_STATISTICS,
+    OF_TCT,
+    VICTIMS,
+    Attack,
+    both,
+    edit,
+    honest_accuracy,
+    identity,
+    make_app,
+    make_model,
+    noise,
+    run,
+)
+from hostile_servers import besiege
+from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
+
+from flwr_fisher.errors import ConfigurationError, ParamsError, RoundError
+from flwr_fisher.flower_internals import NodeInfo
+from flwr_fisher.merge.sums import DiagonalSums
+from flwr_fisher.params import shared_state
+from flwr_fisher.randomness import seed_of_clients
+from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.rejections import Rejections
+from flwr_fisher.strategies import FedExP, FedFisherOneShot, ServerState, Step
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import FisherUpload, SumsUpload
+
+
+def arrow(a: np.ndarray) -> np.ndarray:
+    """A small diagonal that ends with 0, and entries beside that 0."""
+    small = np.diag(np.r_[3e-7 * np.diag(a[0].astype(float))[:-1], 0])
+    small[-1] = small[:, -1] = np.sqrt(0.9e-5 * np.diag(small))
+    return small[None]
+
+
+# A strategy, what the hostile client does, and what the log says of it instead.
+CASES: dict[str, tuple[str, Attack, str]] = {
+    "A = G = 1e30 I": (
+        "FedFisher",
+        OF_CURVATURE["F = 1e30 I"],
+        "left out partition-2: .*of size .*, which cannot be",
+    ),
+    "factors at 1e-20 of their size": ("FedFisher", OF_CURVATURE["F x 1e-20"], ""),
+    "packed factors at 1e-20": ("FedFisher, packed", OF_CURVATURE["F x 1e-20"], ""),
+    "FAGH's gradients of 1e30": (
+        "FAGH",
+        GENERAL["1e30"],
+        "left out partition-2: .*'gradient': is of size .*, which cannot be",
+    ),
+    "TCT: 30 000 examples": (
+        "TCT",
+        OF_TCT["30 000 examples"],
+        "limited partition-2: 30000 examples count as",
+    ),
+    "TCT: feature means of 1e300": (
+        "TCT",
+        OF_TCT["means of 1e300"],
+        "left out partition-2: .*'features': is of size .*, which cannot be",
+    ),
+    "TCT: an eigenvalue of 1e300": (
+        "TCT",
+        OF_TCT["eigenvalue 1e300"],
+        "left out partition-2: .*'largest-eigenvalue': is of size 1e\\+300",
+    ),
+    "TCT: an eigenvalue of 1e9": (
+        "TCT",
+        OF_TCT["eigenvalue 1e9"],
+        "limited partition-2: largest-eigenvalue x",
+    ),
+    "2^62 examples and random weights": (
+        "FedFisher",
+        GENERAL["2^62 examples, random"],
+        "limited partition-2: 4.61169e\\+18 examples count as",
+    ),
+    "parameters ten thousand times too large": (
+        "FedExP",
+        GENERAL["scaled by 1e4"],
+        "limited partition-2: parameters x",
+    ),
+    "FedFish with F = 1e30": (
+        "FedFish",
+        OF_CURVATURE["F = 1e30 I"],
+        "left out partition-2: .*which cannot be",
+    ),
+    "FedFish with F x 1e6": (
+        "FedFish",
+        OF_CURVATURE["F x 1e6"],
+        "limited partition-2: curvature of 0.weight x",
+    ),
+    "sums with curvature x 1e6": (
+        "FedFisher, sums",
+        OF_CURVATURE["F x 1e6"],
+        "limited partition-2: sums/fisher/0.weight x",
+    ),
+    "sums that pull where the parameters are not": (
+        "FedFisher, sums",
+        edit("^sums/fisher-params", lambda a: 1e3 * a),
+        "is not the product of the Fisher and the parameters",
+    ),
+    "a factor with negative eigenvalues": (
+        "FedFisher",
+        edit("/kfac/.*/A$", lambda a: 2 * a - a * identity(a)),
+        "left out partition-2: .*/A': has a negative eigenvalue",
+    ),
+    "a variance below zero": (
+        "FedFisher, batch norm",
+        OF_STATISTICS["negative variance"],
+        "left out partition-2: .*'1.running_var': a variance below 0",
+    ),
+    "a little below zero, in one channel": (
+        "FedFisher, batch norm",
+        OF_STATISTICS["one variance below zero"],
+        "left out partition-2: .*'1.running_var': a variance below 0",
+    ),
+    "a negative number of batches": (
+        "FedFisher, batch norm",
+        OF_STATISTICS["-37 batches"],
+        "left out partition-2: .*'1.num_batches_tracked': -37 batches, after 0",
+    ),
+    "more batches than there are": (
+        "FedFisher, batch norm",
+        OF_STATISTICS["2^62 batches"],
+        r"left out partition-2: .*'1.num_batches_tracked': 46\d+ batches, after 0",
+    ),
+    "an indefinite factor whose diagonal ends with 0": (
+        "FedFisher",
+        both(
+            edit(r"^\d", lambda a: -a),
+            edit("/kfac/.*/A$", arrow),
+            edit("/kfac/.*/G$", lambda a: a / 3e-7),
+        ),
+        "left out partition-2: .*/A': has a negative eigenvalue",
+    ),
+    "100 000 keys": ("FedFisher", GENERAL["100 000 keys"], "left out partition-2"),
+    "a key of a megabyte": (
+        "FedFisher",
+        GENERAL["a key of a megabyte"],
+        "left out partition-2",
+    ),
+    "an error of a megabyte": (
+        "FedFisher",
+        GENERAL["an error of a megabyte"],
+        "left out partition-2: .*the client failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_did_harm_does_none(case: str) -> None:
+    name, attack, said = CASES[case]
+    outcome = run(name, attack)
+    assert outcome.harm == ""
+    assert re.search(said, outcome.log)
+    # Nobody can forge a line, flood the log or stretch it.
+    for line in outcome.log.splitlines():
+        assert len(line) < 1000
+        assert line.isprintable()
+    assert len(outcome.log.splitlines()) < 30
+
+
+def test_a_hostile_server_does_no_client_harm() -> None:
+    asked, harmed = besiege("SCAFFOLD")
+    assert asked > 100
+    assert harmed == []
+
+
+def test_a_hostile_run_can_be_harmed() -> None:
+    """That the harness sees harm: without a policy, 2^62 examples own the model."""
+    victim = VICTIMS["FedExP"]
+    attack = GENERAL["2^62 examples, random"]
+    strategy = victim.make(policy=LIFTED, fraction_evaluate=0.0)
+    start = ArrayRecord(shared_state(make_model()))
+    grid = LocalGrid(make_app(victim, "unused", attack), CLIENTS, seed=1)
+    result = strategy.start(grid, start, num_rounds=2)
+    from hostile import accuracy
+
+    assert accuracy(result.arrays, False) < ENOUGH * honest_accuracy("FedExP")
+
+
+# Decoding, and what turns out bad later
+
+
+def test_any_exception_of_one_reply_costs_that_reply_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = FisherUpload.from_arrays
+    calls: list[int] = []
+
+    def sometimes(record: ArrayRecord, *args: Any, **options: Any) -> FisherUpload:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RecursionError("too deep\nINFO : all is well")
+        return read(record, *args, **options)
+
+    monkeypatch.setattr(FisherUpload, "from_arrays", staticmethod(sometimes))
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    result = strategy.start(LocalGrid(tiny_app(), 4), tiny_arrays())
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["num-replies"], metrics["num-rejected"]) == (3, 1)
+    assert r"RecursionError: too deep\nINFO : all is well" in caplog.text
+
+
+class Fragile(FedFisherOneShot):
+    """A strategy whose step cannot work with what one client sends."""
+
+    def exchanges(self, server_round: int) -> Any:
+        (exchange,) = super().exchanges(server_round)
+        taken = exchange.step
+
+        def step(state: ServerState, uploads: Any) -> Step:
+            if any(upload.client == "partition-2" for upload in uploads):
+                raise ParamsError("the third client's overflow")
+            return taken(state, uploads)
+
+        return [replace(exchange, step=step)]
+
+
+def fragile(app: ClientApp, where: Path, *, resume: bool = False, clients: int = 4):
+    strategy = Fragile(fraction_evaluate=0.0)
+    grid = LocalGrid(app, clients)
+    return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, resume=resume)
+
+
+def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = fragile(Watched(), tmp_path)
+    expected = FedFisherOneShot(fraction_evaluate=0.0).start(
+        LocalGrid(tiny_app([0, 1, 3]), 3), tiny_arrays()
+    )
+    assert same_bits(result.arrays, expected.arrays)
+    assert "left out partition-2: node" in caplog.text
+    assert "the third client's overflow" in caplog.text
+    (aside,) = tmp_path.rglob("set-aside/*.safetensors")
+    assert aside.stem == "partition-2"
+    assert "overflow" in aside.with_suffix(".txt").read_text()
+
+
+def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(
+    tmp_path: Path,
+) -> None:
+    class Broken(FedFisherOneShot):
+        def exchanges(self, server_round: int) -> Any:
+            (exchange,) = super().exchanges(server_round)
+
+            def step(state: ServerState, uploads: Any) -> Step:
+                raise ParamsError("no step at all")
+
+            return [replace(exchange, step=step)]
+
+    strategy = Broken(fraction_evaluate=0.0)
+    with pytest.raises(RoundError, match="the step failed: no step at all"):
+        strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), checkpoint_dir=tmp_path)
+    kept = sorted(p.stem for p in tmp_path.glob("uploads-0001/*/*.safetensors"))
+    assert kept == ["partition-0", "partition-1", "partition-2"]
+
+
+def test_a_rejected_upload_is_not_kept(tmp_path: Path) -> None:
+    victim = VICTIMS["FedFisher"]
+    app = make_app(victim, str(tmp_path / "state"), OF_CURVATURE["F = 1e30 I"])
+    strategy = victim.make(min_train_nodes=CLIENTS, fraction_evaluate=0.0)
+    start = ArrayRecord(shared_state(make_model()))
+    for resume in (False, True):  # nor does it fail every resume again
+        with pytest.raises(RoundError, match=f"partition-{HOSTILE}"):
+            strategy.start(
+                LocalGrid(app, CLIENTS), start, checkpoint_dir=tmp_path, resume=resume
+            )
+        kept = [p.stem for p in tmp_path.glob("uploads-0001/*/*.safetensors")]
+        assert len(kept) == CLIENTS - 1
+        assert f"partition-{HOSTILE}" not in kept
+
+
+# Who says what
+
+
+class Claims(ClientApp):
+    """Nodes whose answers to the query are chosen by the partition that they hold."""
+
+    def __init__(self, claims: dict[int, int]) -> None:
+        super().__init__()
+        self.app, self.claims = tiny_app(), claims
+        self.trained: list[int] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        if message.metadata.message_type == "query":
+            claim = self.claims.get(partition, partition)
+            content = RecordDict({"m": MetricRecord({"partition-id": claim})})
+            return Message(content, reply_to=message)
+        self.trained.append(partition)
+        return self.app(message, context)
+
+
+def start(app: ClientApp, grid: LocalGrid | None = None, clients: int = 4, **options):
+    strategy = FedExP(fraction_evaluate=0.0, **options)
+    return strategy.start(grid or LocalGrid(app, clients), tiny_arrays(), num_rounds=1)
+
+
+def test_a_double_claim_is_refused_for_both_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = Claims({3: 1})
+    result = start(app)
+    assert sorted(app.trained) == [0, 2]
+    assert [u.client for u in result.uploads] == ["partition-0", "partition-2"]
+    said = [r.getMessage() for r in caplog.records if "is not asked" in r.getMessage()]
+    assert len(said) == 2
+    assert all("'partition-1' is claimed by more than one node" in s for s in said)
+
+
+@pytest.mark.parametrize("claim", [-5, 2**63])
+def test_a_partition_that_cannot_be_is_none(claim: int, caplog) -> None:
+    result = start(Claims({3: claim}), clients=6)
+    numbers = [upload.number for upload in result.uploads]
+    assert len(set(numbers)) == 6  # -5 was 5 in the roster
+    assert re.search(r"node-\d+ claims partition -?\d+, which cannot be", caplog.text)
+
+
+def test_a_node_id_cannot_be_claimed_as_a_partition() -> None:
+    app = Claims({0: -1})  # goes by its node's id
+    grid = LocalGrid(app, 4)
+    app.claims[3] = next(node for node, held in grid.nodes.items() if held == 0)
+    start(app, grid)
+    assert sorted(app.trained) == [0, 1, 2]
+
+
+class Registered(LocalGrid):
+    """A grid some of whose nodes are registered by a name."""
+
+    names: dict[int, str]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        for node in self.get_node_ids():
+            yield NodeInfo(node_id=node, name=self.names.get(self.nodes[node]))
+
+
+def test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim() -> None:
+    app = Claims({3: 0})  # what its claim would make of "partition-0" is taken
+    grid = Registered(app, 4)
+    grid.names = {1: "st mary/2", 2: "partition-0"}
+    result = start(app, grid)
+    assert [u.client for u in result.uploads] == ["partition-0", "st mary/2"]
+    assert sorted(app.trained) == [1, 2]
+
+
+def test_a_registered_node_keeps_its_partition_whoever_claims_it(caplog) -> None:
+    app = Claims({3: 1})
+    grid = Registered(app, 4)
+    grid.names = {1: "st mary"}
+    result = start(app, grid)
+    assert [u.client for u in result.uploads] == [
+        "partition-0",
+        "partition-2",
+        "st mary",
+    ]
+    (said,) = [m for m in caplog.messages if "is not asked" in m]
+    nodes = [node for node, held in grid.nodes.items() if held in (1, 3)]
+    assert all(f"node-{node}" in said for node in nodes)
+
+
+def test_registered_nodes_of_one_partition_are_both_refused() -> None:
+    app = Claims({3: 1})
+    grid = Registered(app, 4)
+    grid.names = {1: "st mary", 3: "st john"}
+    assert [u.number for u in start(app, grid).uploads] == [0, 2]
+
+
+def test_what_is_no_policy_is_refused_when_a_strategy_is_made() -> None:
+    with pytest.raises(ConfigurationError, match=r"policy must be a Policy, got \{"):
+        FedExP(policy={"max_weight": 3})
+
+
+def test_the_seed_that_draws_cohorts_is_sent_to_nobody() -> None:
+    app = Watched()
+    strategy = FedExP(seed=12345, fraction_train=0.5, fraction_evaluate=1.0)
+    strategy.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=2)
+    sent = {config["seed"] for config in app.configs}
+    assert sent == {seed_of_clients(12345)}
+    assert not any(12345 in config.values() for config in app.configs)
+
+
+def test_where_a_sums_fisher_is_next_to_nothing_its_product_is_computed() -> None:
+    like = {"w": torch.zeros(2)}
+    sums = DiagonalSums(
+        2.0,
+        {"w": torch.tensor([2.0, 4.0])},
+        {"w": torch.tensor([1e-42, 1.0])},
+        {"w": torch.tensor([9e-38, 2.0])},  # would pull w[0] to 90 000
+    )
+    read = SumsUpload.from_arrays(SumsUpload(sums).to_arrays(), like).sums
+    assert read.fisher_params["w"][0] == read.fisher["w"][0]  # w[0] is 1
+    assert torch.equal(read.fisher_params["w"][1], torch.tensor(2.0))
+
+
+# The policy
+
+
+def test_a_policy_out_of_range_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"^max_share must be in"):
+        Policy(max_share=0.4)
+    with pytest.raises(ConfigurationError, match=r"^max_distance must be >= 1"):
+        Policy(max_distance=0.5)
+
+
+def test_a_policy_is_an_option_that_a_resumed_run_must_share(tmp_path: Path) -> None:
+    def again(policy: Policy | None, *, resume: bool) -> Any:
+        strategy = FedExP(fraction_evaluate=0.0, policy=policy)
+        grid = LocalGrid(tiny_app(), 3)
+        return strategy.start(
+            grid, tiny_arrays(), num_rounds=1, checkpoint_dir=tmp_path, resume=resume
+        )
+
+    again(None, resume=False)
+    with pytest.raises(Exception, match=r"max_share: 0.5 -> 1"):
+        again(Policy(max_share=1), resume=True)
+
+
+@pytest.mark.parametrize("name", VICTIMS)
+def test_two_clients_are_not_limited(name: str, tmp_path: Path, caplog) -> None:
+    victim = VICTIMS[name]
+    grid = LocalGrid(make_app(victim, str(tmp_path)), 2, seed=1)
+    start = ArrayRecord(shared_state(make_model(victim.normalised)))
+    with caplog.at_level(logging.WARNING):
+        rounds = victim.rounds if name == "TCT" else 1
+        victim.make(fraction_evaluate=0.0).start(grid, start, num_rounds=rounds)
+    assert "limited" not in caplog.text
+
+
+def test_who_is_limited_is_counted(tmp_path: Path) -> None:
+    victim = VICTIMS["FedExP"]
+    attack = both(edit(NETWORK, noise), edit(ANY, lambda a: 1e3 * a))
+    grid = LocalGrid(make_app(victim, str(tmp_path), attack), CLIENTS, seed=1)
+    start = ArrayRecord(shared_state(make_model()))
+    result = victim.make(fraction_evaluate=0.0).start(grid, start)
+    assert result.train_metrics_clientapp[1]["num-limited"] == 1
+
+
+# The log
+
+
+def test_one_mistake_of_many_clients_is_two_lines(caplog) -> None:
+    rejections = Rejections()
+    for i in range(1000):
+        rejections.add(f"partition-{i}", "no\nsuch layer", stage="train", node=i)
+    rejections.summarise()
+    first, rest = (r.getMessage() for r in caplog.records)
+    assert first == r"train: left out partition-0: node 0: no\nsuch layer"
+    assert rest.startswith("train: left out partition-1, ")
+    assert rest.endswith(r"and 994 more, too: no\nsuch layer")
+    assert len(rejections) == 1000
+    (line,) = rejections.lines()
+    assert line.endswith(r"and 995 more: no\nsuch layer")
+
+
+def test_a_thousand_mistakes_are_twenty_lines_of_an_error() -> None:
+    rejections = Rejections()
+    for i in range(1000):
+        rejections.add(f"partition-{i}", f"mistake {i}", stage="train")
+    assert len(rejections.lines()) == 21
+    assert rejections.lines()[-1] == "… and 980 more reasons"
+
+
+# Evaluate replies weigh no more than they may, either
+
+
+def test_an_evaluation_of_2_62_examples_owns_no_metric() -> None:
+    plain = tiny_app()
+    app = ClientApp()
+    app.train()(plain)
+    app.query()(plain)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        liar = context.node_config["partition-id"] == 3
+        own = {"num-examples": 2**62, "loss": 1.0} if liar else {"num-examples": 10}
+        content = RecordDict({"m": MetricRecord({"loss": 0.0, **own})})
+        return Message(content, reply_to=message)
+
+    strategy = FedExP(fraction_train=0.0, fraction_evaluate=1.0)
+    result = strategy.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=1)
+    assert result.evaluate_metrics_clientapp[1]["loss"] == 0.25

@@ -1,0 +1,324 @@
+"""Robust merging, and the cap on one client's share of a layer's curvature."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from oracles import (
+    flat,
+    posteriors,
+    randn,
+    random_blocks,
+    random_dense,
+    random_diagonal,
+)
+from virtual import LIFTED, Tamper, Watched, change_array, close, same_bits, tiny_arrays
+
+from flwr_fisher.curvature import Curvature, Diagonal
+from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
+from flwr_fisher.errors import ConfigurationError, ParamsError
+from flwr_fisher.merge import LocalPosterior, MergeOptions, fedfisher, merge_options
+from flwr_fisher.merge.outliers import JUDGES, without_outliers
+from flwr_fisher.merge.weights import layer_weights
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+
+Make = Callable[[int], Curvature]
+KINDS: dict[str, Make] = {
+    "diagonal": lambda seed: random_diagonal(seed, w=(2, 3), b=(3,)),
+    "kfac": random_blocks,
+    "dense": lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)),
+}
+all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+def moved(client: LocalPosterior, factor: float) -> LocalPosterior:
+    return replace(client, params={k: v * factor for k, v in client.params.items()})
+
+
+def hostile(clients: list[LocalPosterior]) -> dict[str, LocalPosterior]:
+    """Return what the first client may send in its place."""
+    first = clients[0]
+    spiked = first.curvature.scaled(1e30)
+    return {
+        "large": moved(first, 1e4),
+        "larger than floats": moved(first, 1e250),
+        "flipped and spiked": replace(moved(first, -20), curvature=spiked),
+        "sure of nothing": replace(
+            moved(first, 30), curvature=first.curvature.scaled(0.0)
+        ),
+        "with all examples": replace(moved(first, 30), num_examples=2.0**62),
+    }
+
+
+# --- a client's distance --------------------------------------------------------------
+
+
+@all_kinds
+def test_distances_are_those_of_a_dense_computation(make: Make) -> None:
+    clients = posteriors(make, 5)
+    names = list(clients[0].params)
+    stacked = {k: torch.stack([c.params[k] for c in clients]) for k in names}
+    centre = {k: values.median(0).values for k, values in stacked.items()}
+    layers = []
+    for parts in shared_blocks([c.curvature for c in clients]):
+        away = [
+            flat({k: c.params[k] - centre[k] for k in parts[0].shapes}) for c in clients
+        ]
+        rises = torch.tensor([[v @ F.to_dense() @ v for v in away] for F in parts])
+        rises /= rises.median(1, keepdim=True).values
+        seen = [torch.cat([rises[:i, i], rises[i + 1 :, i]]) for i in range(5)]
+        layers.append(torch.stack([each.double().quantile(0.5) for each in seen]))
+    distances = torch.stack(layers).mean(0).sqrt()
+    got = without_outliers(clients, math.inf).distances
+    assert torch.allclose(torch.tensor(got).double(), distances / distances.median())
+
+
+@all_kinds
+@pytest.mark.parametrize("attack", hostile(posteriors(KINDS["dense"])))
+def test_an_outlier_is_left_out(make: Make, attack: str) -> None:
+    clients = posteriors(make, 7)
+    other = posteriors(make, 7)[1:]
+    attacked = [hostile(clients)[attack], *other]
+    most = 3.0 * sorted(c.num_examples for c in attacked)[3]
+    assert max(c.num_examples for c in other) <= most
+    got = fedfisher(attacked, outlier=3.0)
+    assert got.shares[0] == 0.0
+    alone = fedfisher(other, outlier=3.0)
+    assert got.shares[1:] == alone.shares
+    assert all(torch.equal(got.params[k], v) for k, v in alone.params.items())
+    # Without it, the same upload leads the merge elsewhere.
+    if attack != "sure of nothing":
+        plain = fedfisher(attacked) if "floats" not in attack else None
+        assert plain is None or not all(
+            torch.allclose(plain.params[k], v) for k, v in alone.params.items()
+        )
+
+
+@all_kinds
+def test_a_client_cannot_move_its_distance_by_its_own_curvature(make: Make) -> None:
+    clients = posteriors(make, 5)
+    lied = replace(
+        clients[0], curvature=clients[0].curvature.scaled(1e12), num_examples=1e18
+    )
+    before = without_outliers(clients, math.inf).distances
+    assert without_outliers([lied, *clients[1:]], math.inf).distances == pytest.approx(
+        before, rel=1e-12
+    )
+
+
+def test_buffers_are_measured_too() -> None:
+    clients = [
+        replace(client, params={**client.params, "mean": randn(i, 4).double()})
+        for i, client in enumerate(posteriors(KINDS["diagonal"], 5))
+    ]
+    clients[2].params["mean"].mul_(1e6)  # type: ignore[index]
+    screened = without_outliers(clients, 3.0)
+    assert screened.indices == [0, 1, 3, 4]
+    assert list(screened.outliers()) == [2]
+
+
+# --- where nothing is out of bounds ---------------------------------------------------
+
+
+@all_kinds
+def test_identical_clients_count_alike_and_give_their_model(make: Make) -> None:
+    client = posteriors(make)[0]
+    clients = [client] * 4
+    assert without_outliers(clients, 1.0).distances == [1.0] * 4
+    merged = fedfisher(clients, outlier=1.0)
+    assert merged.shares == [0.25] * 4
+    assert all(torch.equal(merged.params[k], v) for k, v in client.params.items())
+
+
+def test_one_that_differs_from_identical_clients_is_left_out() -> None:
+    client = posteriors(KINDS["diagonal"])[0]
+    clients = [client, moved(client, 1.001), client, client]
+    assert without_outliers(clients, 100.0).indices == [0, 2, 3]
+
+
+@all_kinds
+def test_without_outliers_no_bit_changes(make: Make) -> None:
+    clients = posteriors(make, 6)
+    want, got = fedfisher(clients), fedfisher(clients, outlier=1e6)
+    assert got.shares == want.shares
+    assert got.residuals == want.residuals
+    assert all(torch.equal(got.params[k], v) for k, v in want.params.items())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_have_no_majority(count: int) -> None:
+    clients = posteriors(KINDS["kfac"], 3)[:count]
+    clients[0] = moved(clients[0], 1e3)
+    want, got = fedfisher(clients), fedfisher(clients, outlier=1.0)
+    assert all(torch.equal(got.params[k], v) for k, v in want.params.items())
+
+
+@pytest.mark.parametrize("count", [5, 3 * JUDGES + 1])
+def test_the_order_of_clients_does_not_matter(count: int) -> None:
+    clients = posteriors(KINDS["diagonal"], count)
+    clients[0] = moved(clients[0], 1e3)
+    got = without_outliers(clients, 5.0)
+    turned = without_outliers(clients[::-1], 5.0)
+    assert 0 not in got.indices
+    assert sorted(count - 1 - index for index in turned.indices) == got.indices
+    if count <= JUDGES:
+        assert turned.distances[::-1] == pytest.approx(got.distances, rel=1e-12)
+
+
+# --- examples -------------------------------------------------------------------------
+
+
+def test_examples_count_up_to_a_multiple_of_the_median() -> None:
+    clients = posteriors(KINDS["diagonal"], 5)  # of 10, 20, … 50 examples
+    clients[1] = replace(clients[1], num_examples=2.0**62)
+    screened = without_outliers(clients, 100.0)
+    assert [p.num_examples for p in screened.posteriors] == [10, 4000, 30, 40, 50]
+
+
+# --- the cap --------------------------------------------------------------------------
+
+
+def options(**given: float) -> MergeOptions:
+    return merge_options(robust=0.0, **given)
+
+
+@pytest.mark.parametrize("max_share", [0.5, 0.6, 0.9])
+@pytest.mark.parametrize("spike", [1e3, 1e30, 1e300])
+def test_no_client_holds_more_than_its_share(max_share: float, spike: float) -> None:
+    traces = [1.0, 2.0, spike, 4.0]
+    weights = layer_weights(
+        [3, 1, 2, 2], traces, [0.0] * 4, options(max_share=max_share)
+    )
+    held = [w * t for w, t in zip(weights, traces, strict=True)]
+    assert held[2] / sum(held) == pytest.approx(max_share, rel=1e-12)
+    assert sum(weights) == pytest.approx(1.0)
+    assert weights[0] / weights[1] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("examples", "traces"),
+    [
+        ([1, 1, 1], [1.0, 1.0, 2.0]),  # at its share, not above
+        ([1, 2, 3, 4], [4.0, 3.0, 2.0, 1.0]),
+        ([1, 9], [1.0, 1e6]),  # no majority of two
+        ([1, 1, 1], [0.0, 0.0, 0.0]),
+    ],
+)
+def test_the_cap_leaves_others_bit_for_bit(
+    examples: list[float], traces: list[float]
+) -> None:
+    rises = [0.3, 0.2, 0.5, 0.1][: len(examples)]
+    free = layer_weights(examples, traces, rises, options(max_share=1.0))
+    assert layer_weights(examples, traces, rises, options()) == free
+
+
+@pytest.mark.parametrize("spike", [10.0, 1e30])
+def test_an_outlier_in_curvature_counts_as_a_multiple_of_the_median(
+    spike: float,
+) -> None:
+    traces = [1.0, 2.0, spike, 3.0, 1.0]
+    weights = layer_weights([1] * 5, traces, [0.0] * 5, options(outlier=1.5))
+    held = [w * t for w, t in zip(weights, traces, strict=True)]
+    assert held[2] / held[1] == pytest.approx(1.5, rel=1e-12)
+    assert held[3] / held[1] == 1.5
+    assert weights[0] == weights[1] == weights[4]
+    # Where most are sure of everything, the median says nothing.
+    sure = [0.0, 0.0, 0.0, 1.0, 2.0]
+    free, robust = options(max_share=1.0), options(max_share=1.0, outlier=1.5)
+    assert layer_weights([1] * 5, sure, [0.0] * 5, robust) == layer_weights(
+        [1] * 5, sure, [0.0] * 5, free
+    )
+
+
+def test_who_alone_is_sure_of_anything_moves_nothing() -> None:
+    weights = layer_weights([1, 1, 1], [0.0, 0.0, 1.0], [0.0] * 3, options())
+    assert weights == [0.5, 0.5, 0.0]
+
+
+def test_the_cap_holds_layer_by_layer() -> None:
+    def client(sure: str, at: float) -> LocalPosterior:
+        entries = {k: torch.tensor([1e6 if k == sure else 1.0]) for k in ("a", "b")}
+        params = {k: torch.tensor([at]) for k in ("a", "b")}
+        return LocalPosterior(params, Diagonal(entries), 10)
+
+    clients = [client("a", 1.0), client("", 0.0), client("", 0.0)]
+    given = {"solver": "cg", "anchor": 0.0, "balance": 0.0}
+    merged = fedfisher(clients, **given).params
+    assert float(merged["a"]) == pytest.approx(0.5)
+    assert float(merged["b"]) == pytest.approx(1 / 3)
+    free = fedfisher(clients, max_share=1.0, **given).params
+    assert float(free["a"]) > 0.99
+
+
+def test_the_papers_solvers_have_no_cap() -> None:
+    shares = {s: merge_options(s).max_share for s in ("pcg", "cg", "adam", "gd")}
+    assert shares == {"pcg": 0.5, "cg": 0.5, "adam": 1.0, "gd": 1.0}
+
+
+# --- options --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"outlier": 0.9},
+        {"outlier": math.nan},
+        {"outlier": "1.5"},
+        {"max_share": 0.49},
+        {"max_share": 1.1},
+        {"max_share": math.nan},
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_named(wrong: dict[str, float]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigurationError, match=rf"^{name} must be "):
+        merge_options(**wrong)
+    with pytest.raises(ConfigurationError, match=rf"^{name} must be "):
+        FedFisherOneShot(**wrong)
+
+
+def test_what_cannot_be_merged_is_refused_first() -> None:
+    clients = posteriors(KINDS["kfac"])
+    name = next(iter(clients[1].params))
+    clients[1].params[name].view(-1)[0] = math.nan
+    with pytest.raises(ParamsError, match=f"posterior 1: '{name}' holds NaN"):
+        fedfisher(clients, outlier=2.0)
+    with pytest.raises(ParamsError, match="no posterior"):
+        fedfisher([], outlier=2.0)
+
+
+# --- the strategy ---------------------------------------------------------------------
+
+
+def test_the_strategy_leaves_out_an_outlier_and_logs_who(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(tamper: Tamper, **options: float) -> tuple[ArrayRecord, list[float], str]:
+        caplog.clear()
+        app = Watched(tamper={3: tamper})
+        strategy = FedFisherOneShot(
+            codec="lossless", fraction_evaluate=0.0, policy=LIFTED, **options
+        )
+        with caplog.at_level("INFO", logger="flwr"):
+            result = strategy.start(
+                LocalGrid(app, 5, seed=1), tiny_arrays(), num_rounds=1
+            )
+        return result.arrays, result.details.shares, caplog.text
+
+    away = change_array("3.weight", lambda values: -50.0 * values)
+    honest, shares, text = run(away, outlier=4.0)
+    assert "not merged partition-3: its model is " in text
+    assert "'num-outliers': 1" in text
+    assert [share == 0.0 for share in shares] == [False] * 3 + [True, False]
+    # What it sent makes no difference any more.
+    further = change_array("3.weight", lambda values: -60.0 * values)
+    assert same_bits(run(further, outlier=4.0)[0], honest)
+    plain, shares, text = run(away)
+    assert "not merged" not in text
+    assert min(shares) > 0
+    assert not close(plain, honest, 1e-3)

@@ -1,0 +1,476 @@
+"""A merge of uploads of any scale that floats hold, and solvers that do not solve."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracles import (
+    CURVATURES,
+    posteriors,
+    randn,
+    random_blocks,
+    random_diagonal,
+    random_kronecker,
+    relative,
+)
+from torch import Tensor
+
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Deferred,
+    Dense,
+    Diagonal,
+    Kronecker,
+    WeightedSum,
+)
+from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
+from flwr_fisher.curvature.operators.factors import LowRankFactor
+from flwr_fisher.curvature.operators.in_range import in_range
+from flwr_fisher.errors import ParamsError, StructureError
+from flwr_fisher.merge import (
+    SOLVERS,
+    DiagonalSums,
+    LocalPosterior,
+    MergeResult,
+    add_sums,
+    fedavg,
+    fedfisher,
+    fedfisher_from_sums,
+    regmean,
+)
+from flwr_fisher.params import norm
+from flwr_fisher.server.exchange import ServerState, Upload
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.wire import CODECS, FisherUpload
+
+Clients = list[LocalPosterior]
+KINDS = [
+    "diagonal",
+    "kronecker-groups-bias",
+    "eigen-bias",
+    "dense",
+    "blocks",
+    "weighted-sum-mixed",
+    "low-rank",
+    "deferred",
+]
+
+
+def low_rank(seed: int) -> Curvature:
+    """K-FAC as it comes off the wire: small integers, and lengths."""
+
+    def factor(n: int, seed: int) -> LowRankFactor:
+        generator = torch.Generator().manual_seed(seed)
+        directions = torch.randint(-127, 128, (1, n, 2), generator=generator)
+        lengths = torch.rand(1, 2, generator=generator).double() / 100
+        rest = torch.full((1, 1), 0.1).double().expand(1, n)
+        return LowRankFactor(directions.to(torch.int8), lengths, rest)
+
+    shape = torch.Size((4, 3))
+    return Kronecker("w", shape, factor(4, 2 * seed), factor(4, 2 * seed + 1), "b")
+
+
+def make(kind: str) -> Callable[[int], Curvature]:
+    if kind == "deferred":
+        return random_kronecker
+    return low_rank if kind == "low-rank" else CURVATURES[kind]
+
+
+def scaled(curvature: Curvature, root: float) -> Curvature:
+    """Return a curvature times `root` squared, in both factors where there are two."""
+    if isinstance(curvature, BlockDiagonal):
+        return BlockDiagonal([scaled(child, root) for child in curvature.children])
+    if isinstance(curvature, WeightedSum):
+        return WeightedSum(
+            [scaled(t, root) for t in curvature.terms], curvature.weights
+        )
+    if isinstance(curvature, Kronecker):
+        A, G = (f.scaled(root) for f in (curvature.of_inputs, curvature.of_outputs))
+        return Kronecker(curvature.weight, curvature.weight_shape, A, G, curvature.bias)
+    return curvature.scaled(root**2)
+
+
+def with_scales(clients: Clients, *roots: float) -> Clients:
+    return [
+        LocalPosterior(c.params, scaled(c.curvature, root), c.num_examples)
+        for c, root in zip(clients, roots, strict=True)
+    ]
+
+
+def in_single(clients: Clients, kind: str = "") -> Clients:
+    """Return clients in float32, the integers of low rank as they are."""
+
+    def single(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    return [
+        LocalPosterior(
+            {k: single(v) for k, v in c.params.items()},
+            later(c.curvature.mapped(single), kind),
+            c.num_examples,
+        )
+        for c in clients
+    ]
+
+
+def later(curvature: Curvature, kind: str) -> Curvature:
+    if kind != "deferred":
+        return curvature
+    return Deferred(curvature, lambda: curvature)
+
+
+def apart(got: MergeResult, want: MergeResult) -> float:
+    assert not got.unsolved
+    assert not want.unsolved
+    pairs = zip(got.params.values(), want.params.values(), strict=True)
+    return max(relative(a, b) for a, b in pairs)
+
+
+# Scales
+
+
+@pytest.mark.parametrize("solver", ["pcg", "cg"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_common_scale_does_not_matter(kind: str, solver: str) -> None:
+    """Down to products of 1e-36, and up to 1e60: as without, in float32."""
+    clients = posteriors(make(kind))
+    want = fedfisher(in_single(clients), solver=solver)
+    two_factors = kind.startswith("kron") or kind in ("low-rank", "deferred")
+    for root in (1e-18, 1e18, *([1e-25, 1e25] if two_factors else [])):
+        moved = in_single(with_scales(clients, *[root] * 3), kind)
+        got = fedfisher(moved, solver=solver)
+        assert apart(got, want) <= 1e-5, root
+        assert got.shares == pytest.approx(want.shares, rel=1e-5)
+        if solver == "pcg":  # of a few iterations, in which rounding does not grow
+            assert got.residuals == pytest.approx(want.residuals, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_share": 1.0}, {"balance": 1.0, "trust": 1.0, "max_share": 1.0}]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_clients_scale_is_as_in_exact_arithmetic(
+    kind: str, options: dict[str, float]
+) -> None:
+    """Which here is float64's: its range holds what float32's does not."""
+    clients = posteriors(make(kind))
+    for root in (1e-18, 1e-11, 1e18):
+        moved = with_scales(clients, 1.0, root, 1.0)
+        got = fedfisher(in_single(moved, kind), **options)
+        assert apart(got, fedfisher(moved, **options)) <= 1e-3, root
+    tiny = with_scales(clients, 1.0, 1e-18, 1.0)
+    # Nothing but the mean, and what is usual, are still the third client's.
+    plain = {"robust": 0.0, "anchor": 1e-6, "iterations": 100, "max_share": 1.0}
+    got = fedfisher(in_single(tiny, kind), **plain)
+    want = fedfisher(clients[::2], **plain)
+    if kind in ("dense", "diagonal", "low-rank"):  # that are of full rank
+        assert apart(got, want) <= 1e-2
+    assert got.shares[1] <= 1e-30
+
+
+def test_two_identities_of_1e30_take_over_as_far_as_they_weigh() -> None:
+    """The case that gave NaN: finite, and the product of the factors is 1e60."""
+    shape = torch.Size((3, 3))
+
+    def client(value: float, size: float) -> LocalPosterior:
+        eye = size * torch.eye(3).unsqueeze(0)
+        F = Kronecker("w", shape, eye, eye)
+        return LocalPosterior({"w": torch.full((3, 3), value)}, F, 10)
+
+    clients = [client(1.0, 1e30), client(0.0, 1.0), client(0.25, 1.0)]
+    plain = {"anchor": 0.0, "robust": 0.0, "balance": 0.0, "max_share": 1.0}
+    for solver in ("pcg", "cg", "gd"):
+        merged = fedfisher(clients, solver=solver, **plain)
+        assert torch.allclose(merged.params["w"], torch.ones(3, 3), atol=1e-6)
+        assert merged.shares == pytest.approx([1.0, 0.0, 0.0])
+        assert not merged.unsolved
+    # With robust weights the client that is far out has no say.
+    merged = fedfisher(clients, anchor=0.0)
+    assert torch.isfinite(merged.params["w"]).all()
+    # Steps of 0.01 and a momentum of 0.9, of which the other two take no notice.
+    adam = fedfisher(clients, solver="adam", iterations=2000)
+    assert torch.allclose(adam.params["w"], torch.ones(3, 3), atol=0.01)
+
+
+def test_scales_may_differ_from_layer_to_layer() -> None:
+    clients = posteriors(random_blocks)
+    want = fedfisher(in_single(clients))
+    sizes = {"conv.weight": 1e18, "fc.weight": 1e-18, "norm.weight": 1e-14}
+    moved = [
+        LocalPosterior(
+            c.params,
+            BlockDiagonal(
+                [
+                    scaled(child, sizes[next(iter(child.shapes))])
+                    for child in c.curvature.children
+                ]
+            ),
+            c.num_examples,
+        )
+        for c in clients
+        if isinstance(c.curvature, BlockDiagonal)
+    ]
+    assert apart(fedfisher(in_single(moved)), want) <= 1e-5
+
+
+def test_one_entry_far_out_of_a_diagonal() -> None:
+    def clients(dtype: torch.dtype) -> Clients:
+        entries = [[1e30, 1e-40, 1.0, 0.0], [1.0, 1.0, 1e-40, 1e-30]]
+        return [
+            LocalPosterior(
+                {"w": torch.tensor([i + 0.5, -i, 2.0 * i, 1.0 - i], dtype=dtype)},
+                Diagonal({"w": torch.tensor(entry, dtype=dtype)}),
+                5,
+            )
+            for i, entry in enumerate(entries)
+        ]
+
+    for solver in ("pcg", "closed-form"):
+        got = fedfisher(clients(torch.float32), solver=solver)
+        want = fedfisher(clients(torch.float64), solver=solver)
+        assert apart(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e15, 1e30])
+@pytest.mark.parametrize("trust", [1.0, 1e9])
+def test_parameters_of_any_scale(size: float, trust: float) -> None:
+    clients = posteriors(make("kronecker-bias"))
+    want = fedfisher(in_single(clients), trust=trust)
+    moved = [
+        LocalPosterior(
+            {k: size * v for k, v in c.params.items()}, c.curvature, c.num_examples
+        )
+        for c in clients
+    ]
+    got = fedfisher(in_single(moved), trust=trust)
+    back = {k: v.double() / size for k, v in got.params.items()}
+    assert max(relative(back[k], want.params[k]) for k in back) <= 1e-5
+    assert not got.unsolved
+
+
+def test_steps_longer_than_any_float() -> None:
+    """Two clients 4e38 apart in float32, which ends at 3.4e38."""
+    one = Diagonal({"w": torch.ones(2)})
+    clients = [
+        LocalPosterior({"w": torch.tensor([sign * 3e38, 1.0])}, one, 1)
+        for sign in (1, -1, 1)
+    ]
+    merged = fedfisher(clients, robust=0.0, max_share=1.0)
+    assert merged.params["w"].isfinite().all()
+    assert merged.params["w"][0] == pytest.approx(1e38)
+
+
+def test_factors_keep_their_digits_and_directions_their_integers() -> None:
+    k = low_rank(0)
+    assert isinstance(k, Kronecker)
+    small = scaled(k, 2.0**-60)
+    assert isinstance(small, Kronecker)
+    got, exponent = in_range(small)
+    assert isinstance(got, Kronecker)
+    factor = got.of_inputs
+    assert isinstance(factor, LowRankFactor)
+    assert factor.directions is k.of_inputs.tensors()[0]
+    assert torch.equal(got.to_dense() * 2.0**exponent, small.to_dense())
+    assert in_range(k) == (k, 0)  # not even copied
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("root", [2.0**-58, 2.0**58])
+def test_a_power_of_two_changes_no_digit(kind: str, root: float) -> None:
+    (client,) = in_single(with_scales(posteriors(make(kind), count=1), root))
+    got, exponent = in_range(client.curvature)
+    wide = client.curvature.to(dtype=torch.float64).to_dense()
+    assert torch.equal(got.to(dtype=torch.float64).to_dense() * 2.0**exponent, wide)
+    assert 1e-12 <= got.trace() <= 1e12
+
+
+def packed(size: float) -> Clients:
+    """Return clients with both factors of that size, as the codec packs them."""
+    found = []
+    for i in range(3):
+        k = random_kronecker(i, "w", (48, 40), rank=60)
+        params = {"w": randn(i, 48, 40)}
+        factors = [(f * size).float() for f in (k.A, k.G)]
+        F = Kronecker("w", torch.Size((48, 40)), *factors)
+        record = FisherUpload(params, F).to_arrays(CODECS["fedavg"])
+        read = FisherUpload.from_arrays(record, params, CODECS["fedavg"])
+        found.append(read.posterior(10))
+    return found
+
+
+@pytest.mark.parametrize("exponent", [-66, 66])
+def test_packed_uploads_of_any_scale(exponent: int) -> None:
+    """1e-20 and 1e20 in both factors; a power of two packs to the same digits."""
+    want, got = fedfisher(packed(1.0)), fedfisher(packed(2.0**exponent))
+    assert apart(got, want) <= 1e-6
+
+
+# Sums
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e6, 1e30])
+def test_sums_of_any_scale(factor: float) -> None:
+    clients = in_single(posteriors(make("diagonal")))
+    plain = [DiagonalSums.of(client) for client in clients]
+    want = fedfisher_from_sums(add_sums(plain))
+    every = [scaled_sums(client, factor) for client in clients]
+    assert apart(fedfisher_from_sums(add_sums(every)), want) <= 1e-5
+    one = fedfisher_from_sums(add_sums([*plain[:2], every[2]]))
+    wide = [
+        LocalPosterior(
+            {k: v.double() for k, v in c.params.items()},
+            c.curvature.to(dtype=torch.float64),
+            c.num_examples,
+        )
+        for c in clients
+    ]
+    wide[2] = with_scales([wide[2]], factor**0.5)[0]
+    assert apart(one, fedfisher(wide, robust=0.0, max_share=1.0)) <= 1e-5
+
+
+def scaled_sums(client: LocalPosterior, factor: float) -> DiagonalSums:
+    F = client.curvature.scaled(factor)
+    return DiagonalSums.of(LocalPosterior(client.params, F, client.num_examples))
+
+
+def test_sums_that_float32_cannot_hold() -> None:
+    """Two of 3e38 make 6e38; and a client's own names its examples."""
+    params = {"w": torch.ones(2)}
+    F = Diagonal({"w": torch.full((2,), 3e38)})
+    one = DiagonalSums.of(LocalPosterior(params, F, 1))
+    merged = fedfisher_from_sums(add_sums([one, one]))
+    assert torch.equal(merged.params["w"].float(), torch.ones(2))
+    with pytest.raises(ParamsError, match=r"sums of a client's 9 examples: 'w' holds"):
+        DiagonalSums.of(LocalPosterior(params, F, 9))
+
+
+# Solvers that do not solve
+
+
+def unsolvable() -> Clients:
+    """One layer whose curvature is none: symmetric, and not semi-definite."""
+    swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    fine = random_diagonal(1, v=(3,)).to(dtype=torch.float32)
+    return [
+        LocalPosterior(
+            {"w": torch.tensor([i, -2.0 * i]), "v": torch.full((3,), float(i))},
+            BlockDiagonal([Dense({"w": torch.Size((2,))}, (i + 1) * swap), fine]),
+            10,
+        )
+        for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("solver", ["pcg", "cg", "gd"])
+def test_what_is_not_solved_is_the_mean_and_named(solver: str) -> None:
+    clients, lines = unsolvable(), []
+    merged = fedfisher(clients, solver=solver, progress=lines.append, iterations=400)
+    assert merged.unsolved == ["w"]
+    assert torch.equal(merged.params["w"], fedavg(clients)["w"])
+    assert any("w not solved" in line for line in lines)
+    assert all(map(math.isfinite, merged.residuals))
+    # The other layer is merged as if it were alone.
+    alone = [
+        LocalPosterior({"v": c.params["v"]}, c.curvature.blocks()[1], c.num_examples)
+        for c in clients
+    ]
+    want = fedfisher(alone, solver=solver, iterations=400)
+    assert torch.equal(merged.params["v"], want.params["v"])
+    assert not want.unsolved
+
+
+def test_adam_leaves_out_what_does_not_end_finite() -> None:
+    """Its steps know no curvature: only what grows beyond all bounds is left out."""
+    clients = unsolvable()
+    huge = Dense({"w": torch.Size((2,))}, torch.tensor([[0.0, 3e7], [3e7, 0.0]]))
+    clients = [
+        LocalPosterior(
+            c.params, BlockDiagonal([huge, c.curvature.blocks()[1]]), c.num_examples
+        )
+        for c in clients
+    ]
+    merged = fedfisher(clients, solver="adam", lr=1e37, iterations=30)
+    assert "w" in merged.unsolved
+    assert all(value.isfinite().all() for value in merged.params.values())
+    assert all(map(math.isfinite, merged.residuals))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_honest_clients_are_solved(solver: str) -> None:
+    kind = "diagonal" if solver == "closed-form" else "kronecker-bias"
+    merged = fedfisher(posteriors(make(kind)), solver=solver, iterations=50)
+    assert merged.unsolved == []
+
+
+def test_equal_clients_have_nothing_to_solve() -> None:
+    (client,) = posteriors(make("kronecker-bias"), count=1)
+    assert fedfisher([client] * 3).unsolved == []
+    certain = LocalPosterior(client.params, client.curvature.scaled(0.0), 5)
+    assert fedfisher([certain] * 3).unsolved == []
+
+
+def test_conjugate_gradients_stop_before_what_is_no_number() -> None:
+    b = {"w": torch.tensor([1.0, 2.0])}
+    calls = []
+
+    def fails_later(vector: dict[str, Tensor]) -> dict[str, Tensor]:
+        calls.append(vector)
+        bad = float("nan") if len(calls) > 1 else 1.0
+        return {"w": bad * torch.tensor([1.0, 3.0]) * vector["w"]}
+
+    solution, norms = conjugate_gradient(fails_later, b, iterations=9, tolerance=0.0)
+    assert len(calls) == 2
+    assert len(norms) == 2
+    assert solution["w"].isfinite().all()
+
+
+def test_a_solution_that_is_no_number_is_an_error() -> None:
+    """`solve` of a sum, by conjugate gradients: NaN is not converged."""
+    bad = Dense({"w": torch.Size((2,))}, torch.full((2, 2), float("nan")))
+    with pytest.raises(StructureError, match="conjugate gradients"):
+        (bad + bad).solve({"w": torch.ones(2)})
+
+
+def test_norms_beyond_the_squares() -> None:
+    for size in (1e-30, 1e30):
+        got = norm({"a": torch.tensor([3 * size]), "b": torch.tensor([[4 * size]])})
+        assert float(got) == pytest.approx(5 * size)
+    assert norm({"a": torch.tensor([float("inf")])}).isinf()
+    assert norm({"a": torch.tensor([float("nan"), 1e30])}).isnan()
+    assert norm({"a": torch.zeros(2)}) == 0
+
+
+def test_regmean_of_any_scale() -> None:
+    clients = posteriors(make("kronecker-bias"))
+    want = regmean(clients)
+    for size in (1e-30, 1e30):
+        moved = in_single(with_scales(clients, *[size] * 3))
+        got = regmean(moved)
+        assert max(relative(got[k], want[k]) for k in want) <= 1e-4
+
+
+def test_the_strategy_names_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+    from flwr.app import MetricRecord
+
+    strategy = FedFisherOneShot(structure="dense", device="cpu")
+    (exchange,) = strategy.exchanges(1)
+    clients = unsolvable()
+    uploads = [
+        Upload(
+            i,
+            f"partition-{i}",
+            10,
+            FisherUpload(dict(c.params), c.curvature),
+            MetricRecord(),
+            1,
+        )
+        for i, c in enumerate(clients)
+    ]
+    step = exchange.step(ServerState(fedavg(clients)), uploads)
+    assert step.metrics["solver-fallbacks"] == 1
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "failed for w:" in warnings[0]
+    MetricRecord(dict(step.metrics))

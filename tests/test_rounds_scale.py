@@ -1,0 +1,221 @@
+"""Steps of many rounds from uploads that are finite, and far out."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import InputCovariance, Kronecker
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.merge import LocalPosterior, regmean
+from flwr_fisher.params import norm
+from flwr_fisher.rounds import (
+    FaghStep,
+    done_direction,
+    fagh_step,
+    fedexp_step,
+    fedfish_average,
+    fedga_start,
+    fedpm_mix,
+    giant_direction,
+    make_optimizer,
+    newton_step,
+    scaffold_control,
+    scaffold_step,
+    server_step,
+)
+from flwr_fisher.rounds.updates import with_averages
+from flwr_fisher.tangent import (
+    FeatureMoments,
+    combine_moments,
+    standardisation,
+    tct_average,
+    tct_control,
+)
+
+Tensors = dict[str, Tensor]
+END = 3e38  # near float32's
+
+
+def w(*entries: float, dtype: torch.dtype = torch.float32) -> Tensors:
+    return {"w": torch.tensor(entries, dtype=dtype)}
+
+
+# What exact arithmetic has a result for
+
+
+def fagh(size: float, dtype: torch.dtype = torch.float32) -> FaghStep:
+    gradient, product = (w(a * size, size, dtype=dtype) for a in (1.0, 2.0))
+    start = w(0.0, 0.0, dtype=dtype)
+    return fagh_step(start, gradient, product, size, None, t=1, lr=1.0, rho=1.0)
+
+
+def test_fagh_with_gradients_of_1e30() -> None:
+    got, want = fagh(1e30), fagh(1e30, torch.float64)
+    assert torch.allclose(got.params["w"].double(), want.params["w"], rtol=1e-5)
+    kept = [got.params, got.direction, got.moments.gradient, got.moments.hvp]
+    assert all(group["w"].isfinite().all() for group in kept)
+    for group in kept:
+        assert math.isfinite(float(norm(group)))
+
+
+def test_fedexp_with_updates_whose_squares_overflow() -> None:
+    def step(size: float) -> float:
+        pairs = (size, 2 * size), (size, -2 * size)
+        deltas = [w(*pair, dtype=torch.float64) for pair in pairs]
+        start = w(0.0, 0.0, dtype=torch.float64)
+        return fedexp_step(start, deltas, [1, 1], epsilon=0.0).lr
+
+    assert step(1.0) == 2.5
+    assert step(1e200) == pytest.approx(2.5)
+
+
+def test_fedfish_with_a_fisher_of_1e30() -> None:
+    deltas, fishers = [w(1.0, 4.0), w(3.0, 8.0)], [w(1e30, 1.0), w(1.0, 1e-40)]
+    got = fedfish_average(deltas, fishers, [1, 3])["w"]
+    assert torch.allclose(got, torch.tensor([1.0, 4.0]))
+    both = fedfish_average(deltas, [w(1e30, 1e-30), w(1e30, 1e-30)], [1, 3])["w"]
+    assert torch.allclose(both, torch.tensor([2.5, 7.0]))
+    far = fedfish_average([w(1e30, 1.0), w(-1e30, 1.0)], fishers, [1, 1])
+    assert float(norm(far)) == pytest.approx(1e30)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_input_moments_of_any_scale(size: float) -> None:
+    """Of FedPM and of RegMean."""
+    eye = torch.eye(2).unsqueeze(0)
+    A = [(eye + 0.5 * i) for i in range(2)]
+    models = [{"w": torch.tensor([[1.0, i + 2.0]])} for i in range(2)]
+
+    def mixed(scale: float) -> Tensor:
+        layers = [{"w": InputCovariance("w", None, scale * a)} for a in A]
+        return fedpm_mix(models, layers, [1, 1]).params["w"]
+
+    def merged(scale: float) -> Tensor:
+        G = torch.ones(1, 1, 1)
+        shape = torch.Size((1, 2))
+        clients = [
+            LocalPosterior(model, Kronecker("w", shape, scale * a, G), 1)
+            for model, a in zip(models, A, strict=True)
+        ]
+        return regmean(clients)["w"]
+
+    for method in (mixed, merged):
+        assert torch.allclose(method(size), method(1.0), rtol=1e-5)
+
+
+def test_tct_with_a_mean_far_out() -> None:
+    """As long as float64 holds the sum of squares."""
+
+    def part(mean: float, count: int) -> FeatureMoments:
+        values = (torch.tensor([v], dtype=torch.float64) for v in (mean, 1.0))
+        return FeatureMoments(*values, count)
+
+    moments = combine_moments([part(0.0, 10), part(1e140, 30_000)])
+    assert all(value.isfinite().all() for value in standardisation(moments))
+    with pytest.raises(
+        ParamsError, match=r"feature 0 .* client 1 has a mean of 1e\+300"
+    ):
+        combine_moments([part(0.0, 10), part(1e300, 30_000), part(1.0, 10)])
+
+
+# What has none, or none that the dtype holds: the message names the quantity
+
+
+def swelling(vector: Tensors) -> Tensors:
+    return {"w": 1e15 * vector["w"]}
+
+
+COLUMN = torch.ones(1, 1)
+ONE, TEN = torch.Size((1, 1)), {"w": torch.full((1, 1), 10.0).double()}
+LAST = torch.full((1, 1, 1), 1.7e308, dtype=torch.float64)
+NOT_FINITE: dict[str, tuple[Callable[[], object], str]] = {
+    "fagh": (
+        lambda: fagh_step(w(0.0), w(END), w(0.0), 0.0, None, t=1, lr=1.0, rho=1e-3),
+        "direction of FAGH's step: 'w'",
+    ),
+    "fagh's model": (
+        lambda: fagh_step(w(-END), w(END), w(0.0), 0.0, None, t=1, lr=1.0, rho=1.0),
+        "the model after FAGH's step: 'w'",
+    ),
+    "giant": (
+        lambda: giant_direction(lambda v: {"w": 1e-30 * v["w"]}, w(1e30)),
+        "GIANT's direction: 'w'",
+    ),
+    "done": (
+        lambda: done_direction(swelling, w(1e10), alpha=1.0),
+        "DONE's direction.*alpha=1.*: 'w'",
+    ),
+    "newton": (
+        lambda: newton_step(w(-END), [w(END)], [1]),
+        "plus -1 times the step: 'w'",
+    ),
+    "fedga": (
+        lambda: fedga_start(w(0.0), w(END), w(0.0), beta=10.0),
+        "plus -10 times the step: 'w'",
+    ),
+    "scaffold": (
+        lambda: scaffold_step(w(-END), w(0.0), [w(END)], [w(0.0)], [1]),
+        "plus -1 times the step: 'w'",
+    ),
+    "scaffold's control variate": (
+        lambda: scaffold_step(w(0.0), w(END), [w(0.0)], [w(END)], [1]),
+        "the new control variate: 'w'",
+    ),
+    "a client's control variate": (
+        lambda: scaffold_control(w(0.0), w(0.0), w(1e30), steps=1, lr=1e-20),
+        "the client's control variate: 'w'",
+    ),
+    "fedexp": (
+        lambda: fedexp_step(w(-END), [w(END)], [1]),
+        "plus -1 times the step: 'w'",
+    ),
+    "averages": (
+        lambda: with_averages(w(1.0), w(1e300, dtype=torch.float64), [w(1.0)], [1]),
+        "the new model: 'w'",
+    ),
+    "adam's squares": (
+        lambda: server_step(w(1.0), w(1e30), {}, make_optimizer("adam", 0.1)),
+        "the server optimizer's state: 'w/exp_avg_sq'",
+    ),
+    "sgd": (
+        lambda: server_step(w(-END), w(END), {}, make_optimizer("sgd", 1.0)),
+        "the server optimizer's step: 'w'",
+    ),
+    "tct's average": (
+        lambda: tct_average(
+            COLUMN, COLUMN, [END * COLUMN], [1], lr=1e-300, local_steps=1
+        ),
+        "the new average: 'control'",
+    ),
+    "tct's control variate": (
+        lambda: tct_control(
+            COLUMN, COLUMN, COLUMN, END * COLUMN, lr=1e-300, local_steps=1
+        ),
+        "the client's control variate with lr=1e-300: 'control'",
+    ),
+    "regmean": (
+        lambda: regmean([LocalPosterior(TEN, Kronecker("w", ONE, LAST, LAST), 1)]),
+        "RegMean's solution for 'w': 'w'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_what_is_not_finite_is_named(case: str) -> None:
+    call, message = NOT_FINITE[case]
+    with pytest.raises(ParamsError, match=message):
+        call()
+
+
+def test_fedpm_averages_what_float64_cannot_hold() -> None:
+    models = [{"w": 1e10 * torch.tensor([[1.0, i]]).double()} for i in range(2)]
+    layers = [
+        {"w": InputCovariance("w", None, a * torch.eye(2).unsqueeze(0).double())}
+        for a in (1e305, 1.0)
+    ]
+    mixture = fedpm_mix(models, layers, [1, 1])
+    assert mixture.averaged == ["w"]
+    assert torch.equal(mixture.params["w"], 1e10 * torch.tensor([[1.0, 0.5]]).double())

@@ -1,0 +1,398 @@
+"""What a few bytes may announce, how many keys an upload may have, what errors quote.
+
+Nothing is allocated, read or written to a log beyond what the model's own uploads need.
+"""
+
+import gc
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from fuzz_wire import Largest, fuzz, load_what_is_loaded_once
+from safetensors.torch import save
+from torch import Tensor
+from uploads import upload_of
+from virtual import tiny_app, tiny_arrays
+
+from flwr_fisher.curvature import Deferred
+from flwr_fisher.curvature.estimate.accumulation import LARGEST_FACTOR
+from flwr_fisher.errors import WireError
+from flwr_fisher.strategies import FedFish, FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import (
+    CODECS,
+    Codec,
+    CovarianceUpload,
+    FisherUpload,
+    ProductUpload,
+    SumsUpload,
+    VectorUpload,
+    curvature_to_tensors,
+    read_fisher,
+    reply_bytes,
+    resolve,
+    serialized_bytes,
+    size,
+)
+from flwr_fisher.wire.budget import byte_limit
+from flwr_fisher.wire.checks import check_second_moment
+from flwr_fisher.wire.container import PACKED, from_container, to_container
+from flwr_fisher.wire.layout import check_shape
+from flwr_fisher.wire.packing import Form, check_part, pack_params
+from flwr_fisher.wire.tangent_upload import read_moments, read_spectrum
+
+LIKE = {"fc.weight": torch.zeros(3, 4), "fc.bias": torch.zeros(3)}
+Reader = Callable[[ArrayRecord], object]
+READERS: dict[str, Reader] = {
+    "lossless": lambda record: FisherUpload.from_arrays(record, LIKE),
+    "packed": lambda record: FisherUpload.from_arrays(record, LIKE, Codec(3.0)),
+    "covariances": lambda record: CovarianceUpload.from_arrays(record, LIKE),
+    "products": lambda record: ProductUpload.from_arrays(record, LIKE),
+    "sums": lambda record: SumsUpload.from_arrays(record, LIKE),
+    "vectors": lambda record: VectorUpload.reader("gradient", params=True)(
+        record, LIKE
+    ),
+    "moments": lambda record: read_moments(10)(record, LIKE),
+    "spectrum": lambda record: read_spectrum()(record, LIKE),
+}
+
+
+def entry(form: Form, n: int, groups: int = 1, rank: int = 0, body: int = 0) -> Tensor:
+    head = struct.pack("<BBIII", form, 2, groups, n, rank) + bytes(body)
+    return torch.frombuffer(bytearray(head), dtype=torch.uint8)
+
+
+def weight_of(*shape: int) -> dict[str, Tensor]:
+    return {"w": torch.empty(shape, device="meta")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch_is_ready() -> None:
+    load_what_is_loaded_once()
+
+
+# --- sizes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac"])
+@pytest.mark.parametrize(
+    ("letter", "shape"), [("G", (50_000, 16)), ("A", (16, 50_000))]
+)
+def test_no_factor_is_larger_than_a_client_would_send(
+    kind: str, letter: str, shape: tuple[int, int]
+) -> None:
+    form = Form.COLUMNS if kind == "kfac" else Form.BASIS
+    key, body = f"curvature/{kind}/w/{letter}", 4 if kind == "kfac" else 0
+    with Largest() as made, pytest.raises(WireError, match="at most 16384 rows"):
+        check_part(entry(form, 50_000, body=body), weight_of(*shape), field=key)
+    assert made.nbytes < 1000
+    largest = entry(form, LARGEST_FACTOR, body=body)
+    fitting = tuple(min(side, LARGEST_FACTOR) for side in shape)
+    check_part(largest, weight_of(*fitting), field=key)
+
+
+def test_moments_are_no_larger_either() -> None:
+    with pytest.raises(WireError, match="at most 16384 rows"):
+        check_shape("curvature/ekfac/w/S", (1, 50_000, 2), weight_of(50_000, 2))
+
+
+def test_inputs_of_which_every_entry_arrives_may_be_larger() -> None:
+    n = 20_000
+    array = Array("float32", (1, n, n), "numpy.ndarray", b"")
+    like = {"w": torch.zeros(1, n)}
+    weight = Array(np.zeros((1, n), np.float32))
+    record = ArrayRecord({"w": weight, "curvature/kfac/w/A": array})
+    with pytest.raises(WireError, match="unreadable array"):  # the shape is fine
+        CovarianceUpload.from_arrays(record, like)
+
+
+@pytest.mark.parametrize(
+    ("key", "form", "n", "shape"),
+    [
+        ("curvature/ekfac/w/A", Form.BASIS, 4096, (8, 4096)),
+        ("curvature/kfac/w/A", Form.COLUMNS, 4096, (8, 4096)),
+        ("curvature/dense/w", Form.COLUMNS, 8192, (2, 4096)),
+    ],
+)
+def test_a_few_bytes_make_no_matrix_until_it_is_used(
+    key: str, form: Form, n: int, shape: tuple[int, int]
+) -> None:
+    body = 0 if form == Form.BASIS else 4
+    with Largest() as made:
+        part = check_part(entry(form, n, body=body), weight_of(*shape), field=key)
+    assert made.nbytes < 10 * 4 * n
+    assert part.shape[-2:] == (n, n)
+
+
+def test_a_dense_matrix_of_eighteen_bytes_is_not_made_when_it_arrives() -> None:
+    like = {"w": torch.zeros(64, 64)}
+    entries = {
+        "w": pack_params(like["w"], 16),
+        "curvature/dense/w": entry(Form.COLUMNS, 4096, body=4),
+    }
+    record = to_container(entries, CODECS["fedavg"].describe())
+    with Largest() as made:
+        got = FisherUpload.from_arrays(
+            record, like, CODECS["fedavg"], structure="dense"
+        )
+    assert made.nbytes < 2 * byte_limit(like, CODECS["fedavg"])
+    assert got.curvature.made().to_dense().shape == (4096, 4096)
+
+
+def test_a_lossless_uploads_shapes_are_checked_before_any_array_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = upload_of("wide", "kfac")
+    arrays = dict(sent.to_arrays())
+    key = next(key for key in arrays if key.endswith("/A"))
+    arrays[key] = Array("float32", (1, 7, 7), "numpy.ndarray", bytes(10_000))
+    refuse_to_read(monkeypatch)
+    with pytest.raises(WireError, match=r"shape \(1, 7, 7\)"):
+        FisherUpload.from_arrays(ArrayRecord(arrays), sent.params)
+
+
+# --- counts ---------------------------------------------------------------------------
+
+
+def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(array: Array) -> Tensor:
+        raise AssertionError("an array was read")
+
+    monkeypatch.setattr("flwr_fisher.wire.arrays._read", read)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("start", ["x", "curvature/diagonal/", "fc.weight", "product/"])
+def test_too_many_keys_are_refused_before_anything_is_read(
+    reader: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = Array(np.zeros(1, np.float32))
+    record = ArrayRecord({f"{start}{number}": array for number in range(5000)})
+    refuse_to_read(monkeypatch)
+    with pytest.raises(WireError) as error:
+        READERS[reader](record)
+    message = "5000 arrived, and at most" if reader != "packed" else "this key alone"
+    assert message in str(error.value)
+
+
+def test_a_container_has_no_more_entries_than_the_model_has_parts() -> None:
+    like = {"w": torch.zeros(8)}
+    entries = {f"{number}": torch.zeros(1, dtype=torch.uint8) for number in range(60)}
+    record = ArrayRecord({PACKED: Array(np.frombuffer(save(entries), np.uint8))})
+    with pytest.raises(WireError, match="60 arrived, and at most 5 can be"):
+        FisherUpload.from_arrays(record, like, Codec(30.0))
+
+
+def test_spoiled_uploads_of_large_models_are_read_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flwr_fisher.wire.read_fisher._SMALL", 0)
+    counts = fuzz(400, seed=15)
+    assert counts["read"] > 20
+    assert counts["refused"] > 100
+
+
+@pytest.mark.parametrize("place", [0, 2, 14, 16, 17, -1])
+@pytest.mark.parametrize("value", [0, 127, 128, 255])
+def test_a_small_uploads_bytes_are_read_as_a_large_ones_are(
+    place: int, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, codec = upload_of("wide", "kfac"), CODECS["fedavg"]
+    entries, _ = from_container(sent.to_arrays(codec), limit=10**6, count=10)
+    for key in list(entries)[1:]:
+        spoiled = entries | {key: entries[key].clone()}
+        spoiled[key][place] = value
+        record = to_container(spoiled, codec.describe())
+        outcomes = []
+        for small in (0, 1 << 18):
+            monkeypatch.setattr("flwr_fisher.wire.read_fisher._SMALL", small)
+            try:
+                got = FisherUpload.from_arrays(record, sent.params, codec)
+                tensors = {**got.params, **curvature_to_tensors(got.curvature)}
+                outcomes.append({k: v.numpy().tobytes() for k, v in tensors.items()})
+            except WireError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+
+
+# --- what errors say ------------------------------------------------------------------
+
+
+def assert_fit_for_a_log(error: WireError) -> None:
+    text = str(error.from_node(2**64 - 1))
+    assert len(text) < 800
+    assert text.isprintable()
+    assert len(error.field) <= 120
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "x" * 10**6,
+        "fc.weight\n[INFO] all is well \x1b[2J",
+        f"curvature/diagonal/{'y' * 10**6}",
+        f"curvature/dense/{'fc.weight,' * 10**5}",
+        "tct/\u202e\0",
+    ],
+    ids=["long", "control", "curvature", "dense", "direction"],
+)
+def test_errors_that_quote_keys_are_short_and_printable(reader: str, key: str) -> None:
+    good = {name: Array(v.numpy()) for name, v in LIKE.items()}
+    record = ArrayRecord(good | {key: Array(np.zeros(1, np.float32))})
+    with pytest.raises(WireError) as error:
+        READERS[reader](record)
+    assert_fit_for_a_log(error.value)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("shape", [(1,) * 10**5, (10**4000,), (-1,), (2**80,)])
+def test_shapes_that_are_none_are_refused_in_few_words(
+    reader: str, shape: tuple[Any, ...]
+) -> None:
+    arrays = {name: Array(v.numpy()) for name, v in LIKE.items()}
+    keys = [PACKED] if reader == "packed" else ["fc.weight", "tct/mean"]
+    arrays |= {key: Array("float32", (3, 4), "numpy.ndarray", b"") for key in keys}
+    for key in keys:
+        arrays[key].shape = shape
+    only = {PACKED: arrays[PACKED]} if reader == "packed" else arrays
+    with pytest.raises(WireError) as error:
+        READERS[reader](ArrayRecord(only))
+    assert_fit_for_a_log(error.value)
+
+
+def test_an_error_keeps_short_texts_as_they_are() -> None:
+    error = WireError("shape (2,), expected (3,)", field="schicht.gewicht-ä", node=3)
+    assert str(error) == "node 3: 'schicht.gewicht-ä': shape (2,), expected (3,)"
+    assert str(error.from_node(4)).startswith("node 4: 'schicht")
+
+
+# --- once, and no longer than needed --------------------------------------------------
+
+
+def test_what_is_constant_in_a_round_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = upload_of("wide", "kfac")
+    codec = resolve(CODECS["auto"], sent.params)
+    record = sent.to_arrays(codec)
+    calls: list[object] = []
+    monkeypatch.setattr(size, "_record_bytes", calls.append)
+    for _ in range(3):
+        FisherUpload.from_arrays(
+            record, sent.params, resolve(CODECS["auto"], sent.params)
+        )
+    assert not calls
+
+
+def test_uploads_whose_parts_come_in_another_order_share_a_layout() -> None:
+    sent = upload_of("wide", "kfac")
+    codec = resolve(CODECS["fedavg"], sent.params)
+    count = len(sent.params)
+    entries, description = from_container(
+        sent.to_arrays(codec), limit=byte_limit(sent.params, codec), count=count
+    )
+    backwards = to_container(dict(reversed(entries.items())), description)
+    read_fisher._blocks.cache_clear()
+    for record in (sent.to_arrays(codec), backwards, sent.to_arrays(codec)):
+        FisherUpload.from_arrays(record, sent.params, codec)
+    assert read_fisher._blocks.cache_info().misses == 1
+
+
+@pytest.mark.parametrize(
+    ("structure", "codec"),
+    [
+        *((s, "fedavg") for s in ("kfac", "ekfac", "diagonal", "dense")),
+        ("kfac", "paper"),
+        ("diagonal", "paper"),
+    ],
+)
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_a_trace_is_known_without_the_matrices(
+    structure: str, codec: str, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = upload_of("cnn", structure)
+    roomy = CODECS[codec] if codec == "paper" else replace(CODECS[codec], budget=4.0)
+    chosen = resolve(roomy, sent.params)
+    monkeypatch.setattr(read_fisher, "_SMALL", small)
+    record = sent.to_arrays(chosen)
+    curvature = FisherUpload.from_arrays(record, sent.params, chosen).curvature
+    for block in curvature.blocks():
+        assert isinstance(block, Deferred)
+        trace = block.made().trace()
+        assert block.trace() == pytest.approx(trace, rel=1e-5)
+        monkeypatch.setattr(block, "_make", None)  # it is not made
+        assert block.trace() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_second_moments_of_any_rank_and_scale_are_no_less(
+    dtype: torch.dtype, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 40, 300, generator=generator)
+    rows[0] *= torch.logspace(-6, 6, 300)  # inputs of any unit
+    rows[1, :, :100] = 0
+    moments = (scale * (rows.mT @ rows / 40)).to(dtype)
+    check_second_moment("A", moments)
+    check_second_moment("A", torch.zeros_like(moments))
+
+
+def test_a_matrix_with_a_negative_eigenvalue_is_no_second_moment() -> None:
+    odd = torch.eye(50) - 0.9 * (torch.ones(50, 50) - torch.eye(50))
+    scales = torch.logspace(-3, 3, 50)
+    for matrix in (odd, odd * scales * scales.unsqueeze(-1), 1e-30 * odd):
+        with pytest.raises(WireError, match="'A': has a negative eigenvalue"):
+            check_second_moment("A", torch.stack([torch.eye(50), matrix]))
+    lonely = torch.zeros(50, 50)
+    lonely[0, 1] = lonely[1, 0] = 1.0
+    with pytest.raises(WireError, match="has a negative eigenvalue"):
+        check_second_moment("A", lonely)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)},
+        {"a": np.arange(3.0), "b": np.zeros((2, 5), np.int64)},
+        {"a": np.zeros(6 << 20, np.uint8)},
+        {"long": np.random.default_rng(0).random(800_000)},
+        {},
+    ],
+)
+def test_a_replys_size_is_the_sum_of_what_is_sent(arrays: dict[str, Any]) -> None:
+    record = ArrayRecord({k: Array(v) for k, v in arrays.items()})
+    metrics = MetricRecord({"num-examples": 10**9, "loss": 0.25})
+    reply = RecordDict({"arrays": record, "metrics": metrics})
+    for _ in range(2):
+        assert reply_bytes(record, metrics) == serialized_bytes(reply)
+
+
+@pytest.mark.parametrize("make", [FedFisherOneShot, FedFish])
+def test_no_two_rounds_uploads_are_held_at_once(make: type[Any]) -> None:
+    refs: list[list[weakref.ref[Any]]] = []
+
+    class Watched(make):  # type: ignore[misc]
+        def exchanges(self, server_round: int) -> Any:
+            refs.append([])
+            return super().exchanges(server_round)
+
+        def _read(self, record: ArrayRecord, like: dict[str, Tensor]) -> Any:
+            gc.collect()
+            alive = [ref for earlier in refs[:-1] for ref in earlier if ref()]
+            assert not alive
+            upload = super()._read(record, like)
+            refs[-1].append(weakref.ref(upload))
+            return upload
+
+    grid = LocalGrid(tiny_app(), 3, seed=0)
+    result = Watched(fraction_evaluate=0.0).start(grid, tiny_arrays(), num_rounds=3)
+    assert [len(each) for each in refs] == [3, 3, 3]
+    assert len(result.uploads) == 3
