@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,15 +12,24 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from flwr_fisher.client.training import Loader, LocalSGD
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import Curvature, fisher
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
+from flwr_fisher.strategies.fedfisher import EXAMPLES, MAX_PASSES, MAX_POSITIONS
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.wire import PREFIX, curvature_to_tensors, tensors_to_curvature
 from harness.page import CACHE
+from harness.poison import poisoned
 
 # Fields that came later: at their defaults, clients trained before keep their folders.
-LATER = ("examples", "label_smoothing", "weight_decay", "averaged")
+LATER = (
+    "examples",
+    "label_smoothing",
+    "weight_decay",
+    "averaged",
+    "poison",
+    "budget",
+)
 MEAN = "mean/"
 
 
@@ -43,10 +53,12 @@ class Setting:
     label_smoothing: float = 0.0
     weight_decay: float = 0.0
     averaged: int = 0  # last epochs, whose mean is kept too; 0: none
+    poison: str = ""  # of all training images, see poison.py
+    budget: bool = False  # whether the Fisher is what a strategy asks for by default
 
     def task(self, data_dir: Path | None = None) -> Task:
         """Load the task; `data_dir` is where the data set's files are."""
-        return load_task(
+        task = load_task(
             dataset=self.dataset,
             data_dir=data_dir,
             model=self.model,
@@ -57,6 +69,7 @@ class Setting:
             validation=self.validation,
             hold_out=self.hold_out,
         )
+        return poisoned(task, self.poison) if self.poison else task
 
     @property
     def folder(self) -> Path:
@@ -72,16 +85,21 @@ class Setting:
 
 
 def posteriors(
-    setting: Setting, task: Task, structure: str = "kfac", *, averaged: bool = False
+    setting: Setting,
+    task: Task,
+    structure: str = "kfac",
+    *,
+    averaged: bool = False,
+    clients: Iterable[int] | None = None,
 ) -> list[LocalPosterior]:
-    """Return every client's upload; train those that are not on disk.
+    """Return every client's upload, or some clients'; train those not on disk.
 
     `averaged` ones hold the mean of the last epochs' parameters (``LocalSGD``'s
     `swa_epochs`), of the same training.
     """
     found = []
     kind = f"{MEAN}{structure}/" if averaged else f"{structure}/"
-    for client in range(setting.clients):
+    for client in range(setting.clients) if clients is None else clients:
         path = setting.folder / f"client-{client}.safetensors"
         if not path.exists():
             _train(setting, task, client, path)
@@ -118,6 +136,11 @@ def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
     )
     train(model, task.train_loader(client, setting.batch_size), device, {})
     images = task.train_images(client)
+    if setting.budget:
+        loader = task.eval_loader(images, batch_size=64)
+        laid_out = curvature_to_tensors(fisher_within_budget(model, loader, client))
+        kfac = {f"kfac/{key}": value for key, value in laid_out.items()}
+        return _keep(shared_state(model) | kfac, path, client)
     if setting.examples is not None:
         images = images.subset(torch.randperm(len(images))[: setting.examples].tolist())
     loader = task.eval_loader(images, batch_size=256)
@@ -125,11 +148,27 @@ def _train(setting: Setting, task: Task, client: int, path: Path) -> None:
     if setting.averaged:
         mean = _laid_out(average.module, loader)
         tensors |= {f"{MEAN}{key}": value for key, value in mean.items()}
+    return _keep(tensors, path, client)
+
+
+def _keep(tensors: dict[str, Tensor], path: Path, client: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
     partial.rename(path)
-    print(f"{setting.folder.name} client {client}", flush=True)
+    print(f"{path.parent.name} client {client}", flush=True)
+
+
+def fisher_within_budget(model: nn.Module, loader: Loader, client: int) -> Curvature:
+    """Return a client's K-FAC as ``FedFisherOneShot`` asks for it by default."""
+    return fisher(
+        model,
+        loader,
+        seed=client,
+        examples=EXAMPLES,
+        max_passes=MAX_PASSES,
+        max_positions=MAX_POSITIONS,
+    )
 
 
 def _laid_out(model: nn.Module, loader: Loader) -> dict[str, Tensor]:

@@ -1,0 +1,1 @@
+"""Parts of ``attacks.py``: hostile uploads, the methods, the tables."""
