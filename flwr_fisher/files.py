@@ -1,9 +1,13 @@
-"""Tensors on disk, whole or not at all."""
+"""Files on disk, whole or not at all, and digests that tell what has changed."""
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,6 +18,8 @@ def save_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
+    *,
+    durable: bool = True,
 ) -> None:
     """Write a safetensors file aside and rename it, so that a crash leaves whole files.
 
@@ -25,19 +31,117 @@ def save_tensors(
         Tensors by name, on any device.
     metadata : Mapping[str, str], optional
         Texts by name.
+    durable : bool, default True
+        Wait until it is on the disk: it then survives a loss of power, too.
 
     Raises
     ------
     SafetensorError, OSError
         If the disk refuses.
     """
-    aside = path.with_suffix(f".{os.getpid()}{ASIDE}")
     whole = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    texts = dict(metadata) if metadata else None
+    _save(path, lambda aside: save_file(whole, aside, texts), durable)
+
+
+def save_record(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    texts: Mapping[str, str],
+    *,
+    durable: bool = True,
+) -> None:
+    """Write tensors, in their order, with texts and a digest of both.
+
+    Raises
+    ------
+    SafetensorError, OSError
+        If the disk refuses.
+    """
+    # safetensors sorts keys by dtype and name; the order matters to a dense curvature.
+    metadata = {**texts, "keys": json.dumps(list(tensors))}
+    metadata["digest"] = digest_of(metadata, tensors)
+    save_tensors(path, tensors, metadata, durable=durable)
+
+
+def load_texts(path: Path) -> dict[str, str]:
+    """Return a file's texts, unchecked, without reading its tensors.
+
+    Raises
+    ------
+    SafetensorError, OSError
+        If it is no such file.
+    """
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
+
+
+def load_record(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what :func:`save_record` wrote.
+
+    Raises
+    ------
+    SafetensorError, OSError, KeyError, ValueError
+        If it is damaged.
+    """
+    with safe_open(path, "pt") as file:
+        texts = file.metadata() or {}
+        digest = texts.pop("digest")
+        tensors = {k: file.get_tensor(k) for k in json.loads(texts["keys"])}
+    if digest != digest_of(texts, tensors):
+        raise ValueError("its content has changed since it was written")
+    del texts["keys"]
+    return tensors, texts
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a text file in the same way.
+
+    Raises
+    ------
+    OSError
+        If the disk refuses.
+    """
+    _save(path, lambda aside: aside.write_text(text), durable=True)
+
+
+def digest_of(record: object, tensors: Mapping[str, Tensor] | None = None) -> str:
+    """Return a digest of something that JSON holds, and of tensors in their order.
+
+    Examples
+    --------
+    >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}) != digest_of({})
+    True
+    """
+    digest = hashlib.blake2b(json.dumps(record, sort_keys=True).encode())
+    for tensor in (tensors or {}).values():
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Have a folder's entries written, so that a renamed file stays renamed."""
+    if os.name != "posix":  # other systems cannot open a folder
+        return
+    number = os.open(folder, os.O_RDONLY)
     try:
-        save_file(whole, aside, dict(metadata) if metadata else None)
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _save(path: Path, write: Callable[[Path], object], durable: bool) -> None:
+    aside = path.with_name(f"{path.stem}.{os.getpid()}{ASIDE}")
+    try:
+        write(aside)
+        if durable:
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())
         aside.replace(path)
+        if durable:
+            sync_folder(path.parent)
     except Exception:
         aside.unlink(missing_ok=True)
         raise

@@ -6,7 +6,7 @@ then breaks the package in one place.
 """
 
 from flwr.app import Message, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.inflatable.inflatable_object import (
@@ -17,6 +17,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 __all__ = [
+    "SUPERLINK_NODE_ID",
     "ErrorCode",
     "NodeInfo",
     "Run",

@@ -3,6 +3,7 @@
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult
+from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import (
     DONE,
@@ -37,4 +38,5 @@ __all__ = [
     "ServerState",
     "Step",
     "Upload",
+    "Waiting",
 ]

@@ -18,16 +18,23 @@ from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from flwr_fisher.errors import ConfigurationError, check_range, check_whole
+from flwr_fisher.errors import (
+    ConfigurationError,
+    RoundError,
+    check_range,
+    check_whole,
+)
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.evaluation import aggregate_evaluations
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState
+from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.open_exchange import OpenExchange, requests
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult, Run
-from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.server.waiting import Waiting
+from flwr_fisher.wire import arrays_to_tensors, named_options, tensors_to_arrays
 
 logger = logging.getLogger("flwr")
 
@@ -39,6 +46,7 @@ _RANGES: dict[str, tuple[int, ...]] = {
     "min_available_nodes": (1,),
 }
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
+_TO_EVALUATE = 60.0  # seconds to wait for nodes that evaluate: training is done
 _WIDTH = 60  # of the settings in the log
 
 
@@ -63,6 +71,10 @@ class CurvatureStrategy(FedAvg):
     policy : Policy, optional
         How far a single client's say may go; see
         :class:`~flwr_fisher.strategies.Policy` for the defaults.
+    waiting : Waiting, optional
+        When a round ends, and for how many clients it waits; see
+        :class:`~flwr_fisher.strategies.Waiting`. By default until all have replied, or
+        the `timeout` of :meth:`start`.
     **kwargs
         ``FedAvg``'s keywords: ``fraction_train``, ``min_train_nodes``,
         ``weighted_by_key``, …. ``min_train_nodes`` is also how many usable replies a
@@ -75,7 +87,12 @@ class CurvatureStrategy(FedAvg):
     """
 
     def __init__(
-        self, *, seed: int = 0, policy: Policy | None = None, **kwargs: Any
+        self,
+        *,
+        seed: int = 0,
+        policy: Policy | None = None,
+        waiting: Waiting | None = None,
+        **kwargs: Any,
     ) -> None:
         if unknown := sorted(kwargs.keys() - signature(FedAvg).parameters.keys()):
             raise TypeError(
@@ -86,12 +103,21 @@ class CurvatureStrategy(FedAvg):
         check_whole("seed", seed)
         if not isinstance(policy, Policy | None):
             raise ConfigurationError(f"policy must be a Policy, got {policy!r}")
+        if not isinstance(waiting, Waiting | None):
+            raise ConfigurationError(f"waiting must be a Waiting, got {waiting!r}")
         super().__init__(**kwargs)
+        self.waiting = Waiting() if waiting is None else waiting
+        if self.waiting.window is not None and self.fraction_train not in (0.0, 1.0):
+            raise ConfigurationError(
+                f"fraction_train={self.fraction_train} and a window, which asks "
+                "whoever comes: leave one of them out"
+            )
         self.seed, self.policy = seed, Policy() if policy is None else policy
         self.cohort = Cohort(seed)
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
         self._opened: OpenExchange[Any] | None = None
+        self._requested = {"train": Requested(), "evaluate": Requested()}
 
     # What a subclass says
 
@@ -117,6 +143,10 @@ class CurvatureStrategy(FedAvg):
             Saying which it can.
         """
 
+    def may_skip(self, server_round: int) -> bool:
+        """Return whether the run can go on without a round, where `waiting` skips."""
+        return True
+
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds beside parameters; by default nothing."""
         return {}
@@ -136,6 +166,7 @@ class CurvatureStrategy(FedAvg):
             "fraction_train": self.fraction_train,
             "min_train_nodes": self.min_train_nodes,
             "weighted_by_key": self.weighted_by_key,
+            "waiting.over_selection": self.waiting.over_selection,
             **{f"policy.{name}": n for name, n in asdict(self.policy).items()},
             **self.settings(),
         }
@@ -161,8 +192,12 @@ class CurvatureStrategy(FedAvg):
         *,
         checkpoint_dir: str | Path | None = None,
         resume: bool = False,
+        reopen: bool = False,
     ) -> CurvatureResult:
         """Run the federation; Flower's ``start``, and runs that survive a crash.
+
+        A round ends when all of its clients have replied, or as `waiting` says, and
+        `timeout` seconds after its request was sent at the latest.
 
         Parameters
         ----------
@@ -171,11 +206,16 @@ class CurvatureStrategy(FedAvg):
         evaluate_fn : Callable[[int, ArrayRecord], MetricRecord | None], optional
             As there: called before the first round and after each.
         checkpoint_dir : str | Path, optional
-            Keeps every finished round, and the running round's uploads as they arrive.
+            Keeps the last finished round, and the running round's uploads as they
+            arrive; clients then keep theirs until the next request.
         resume : bool, default False
             Go on where `checkpoint_dir` stands: finished rounds are not repeated, nor
-            are clients asked again whose upload of the running round is there. The
-            result equals the uninterrupted run's, bit for bit.
+            are clients asked again whose upload of the running round is there, and it
+            counts whether they are connected or not. The same clients are asked, and
+            the result equals the uninterrupted run's, bit for bit.
+        reopen : bool, default False
+            With `resume`: make the last round again, of its uploads and those of
+            clients that have not replied yet, or in a collection window of who comes.
 
         Returns
         -------
@@ -187,35 +227,62 @@ class CurvatureStrategy(FedAvg):
         RoundError
             If a round ends with fewer than `min_train_nodes` usable replies.
         CheckpointError
-            If `checkpoint_dir` holds another run, or a damaged file.
+            If `checkpoint_dir` holds another run (the strategy's options and
+            `train_config` must be the same), a damaged file, or another server has it.
         """
         self.check_rounds(num_rounds)
         self.timeout = timeout
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
         began = time.monotonic()
+        own = train_config or ConfigRecord()
+        config = {
+            f"train_config.{name}": _as_json(value) for name, value in own.items()
+        }
         run = Run.begin(
             initial_arrays,
-            self.options(),
+            {**self.options(), **config},
             checkpoint_dir,
             resume,
             self.initial_groups(),
+            reopen=reopen,
         )
-        self.check(run.state)
-        driver = Driver(grid, run, timeout)
-        if evaluate_fn and run.server_round == 0:
-            run.evaluated(0, evaluate_fn(0, initial_arrays))
-        for server_round in range(run.server_round + 1, num_rounds + 1):
-            logger.info("")
-            logger.info("[ROUND %s/%s]", server_round, num_rounds)
-            self.train_round(driver, server_round, train_config or ConfigRecord())
-            self.evaluate_round(driver, server_round, evaluate_config or ConfigRecord())
-            if evaluate_fn:
-                run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
-            run.finish(server_round)
+        try:
+            self.check(run.state)
+            driver = Driver(grid, run, timeout)
+            if evaluate_fn and run.server_round == 0:
+                run.evaluated(0, evaluate_fn(0, initial_arrays))
+                run.finish(0)
+            if run.id is not None:
+                own = ConfigRecord({**own, **named_options({"run": run.id})})
+            for server_round in range(run.server_round + 1, num_rounds + 1):
+                logger.info("")
+                logger.info("[ROUND %s/%s]", server_round, num_rounds)
+                self._try_round(driver, server_round, own)
+                self.evaluate_round(
+                    driver, server_round, evaluate_config or ConfigRecord()
+                )
+                if evaluate_fn:
+                    run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
+                run.finish(server_round)
+        finally:
+            run.release()
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
+
+    def _try_round(
+        self, driver: Driver, server_round: int, config: ConfigRecord
+    ) -> None:
+        """Do a round; where it fails, raise or skip it, as `waiting` says."""
+        before = driver.run.state
+        try:
+            self.train_round(driver, server_round, config)
+        except RoundError as error:
+            skip = self.waiting.on_failed_round == "skip"
+            if not (skip and self.may_skip(server_round)):
+                raise
+            driver.run.failed(server_round, before, error)
 
     def train_round(
         self, driver: Driver, server_round: int, config: ConfigRecord
@@ -228,7 +295,13 @@ class CurvatureStrategy(FedAvg):
     ) -> None:
         """Have the driver ask clients to evaluate what the round made."""
         driver.evaluate(
-            self, self.cohort, server_round, config, self.weighted_by_key, self.policy
+            self,
+            self.cohort,
+            server_round,
+            config,
+            self.weighted_by_key,
+            self.policy,
+            self.waiting,
         )
 
     # Flower's own hooks, for loops other than `start`; they know one exchange a round.
@@ -243,9 +316,14 @@ class CurvatureStrategy(FedAvg):
         groups = self.initial_groups() if self._state is None else self._state.groups
         state = ServerState(arrays_to_tensors(arrays), groups)
         self.check(state)
-        opened = OpenExchange(self, exchange, state, grid, server_round, self.timeout)
+        opened = OpenExchange(self, exchange, state, server_round)
+        sample = opened.sample(grid, self.timeout)
+        nodes = opened.alike(grid, sample.nodes, [], self.timeout)
+        opened.admission.check_enough(self.min_train_nodes, len(nodes))
         self._opened = opened
-        return opened.messages(config, opened.nodes)
+        messages = opened.messages(config, nodes)
+        self._requested["train"] = Requested(messages)
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -261,7 +339,7 @@ class CurvatureStrategy(FedAvg):
                 "the same round before it"
             )
         for message in replies:
-            opened.admission.take(message)
+            opened.admission.take(self._requested["train"].reply(message))
         finished = opened.finish()
         self._state = finished.step.state
         metrics = {**finished.metrics, **finished.step.metrics}
@@ -273,18 +351,25 @@ class CurvatureStrategy(FedAvg):
         """Sample clients to evaluate; `config` is left as it is."""
         if self.fraction_evaluate == 0.0:
             return []
-        nodes = self.cohort.sample(
-            grid,
-            fraction=self.fraction_evaluate,
-            minimum=self.min_evaluate_nodes,
-            available=self.min_available_nodes,
-            server_round=server_round,
-            purpose="evaluate",
-            timeout=self.timeout,
-        )
+        try:
+            nodes = self.cohort.sample(
+                grid,
+                fraction=self.fraction_evaluate,
+                minimum=self.min_evaluate_nodes,
+                available=self.min_available_nodes,
+                server_round=server_round,
+                purpose="evaluate",
+                timeout=min(self.timeout, _TO_EVALUATE),
+                waiting=Waiting(),
+            ).nodes
+        except RoundError as error:  # what was trained does not depend on it
+            logger.warning("configure_evaluate: no client evaluates: %s", error)
+            return []
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
         kind = MessageType.EVALUATE
-        return requests(self, server_round, arrays, config, nodes, kind)
+        messages = requests(self, server_round, arrays, config, nodes, kind)
+        self._requested["evaluate"] = Requested(messages)
+        return messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -297,7 +382,7 @@ class CurvatureStrategy(FedAvg):
             super().aggregate_evaluate,
             self.cohort,
             server_round,
-            replies,
+            [self._requested["evaluate"].reply(message) for message in replies],
             self.weighted_by_key,
             self.policy,
         )
@@ -311,3 +396,8 @@ class CurvatureStrategy(FedAvg):
                 "`start`"
             )
         return exchange
+
+
+def _as_json(value: object) -> object:
+    """Return a config's value as JSON holds it."""
+    return value.hex() if isinstance(value, bytes) else value

@@ -178,7 +178,9 @@ class TCT(CurvatureStrategy):
         if stage1 is None:
             same = {name: getattr(self, name) for name in signature(FedAvg).parameters}
             stage1 = Repeatable(FedAvg(**same), seed=self.seed)
-        self.stage1 = FirstStage(stage1, self.cohort, self.weighted_by_key, self.policy)
+        self.stage1 = FirstStage(
+            stage1, self.cohort, self.weighted_by_key, self.policy, self.waiting
+        )
 
     def check_rounds(self, num_rounds: int) -> None:
         """Refuse too few rounds for a stage 2."""
@@ -203,6 +205,10 @@ class TCT(CurvatureStrategy):
                 f"this run's stage 2 has begun with lr={agreed}, not {self.lr}:"
                 " pass that, or none"
             )
+
+    def may_skip(self, server_round: int) -> bool:
+        """Return whether a run can go on without a round: not the convexifying one."""
+        return server_round != self.stage1_rounds + 1
 
     def initial_groups(self) -> Groups:
         """Name the run: clients keep their state under its number."""

@@ -12,6 +12,7 @@ from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import Groups, ServerState
 from flwr_fisher.server.flower_rounds import FlowerRounds
 from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
 
@@ -31,6 +32,8 @@ class FirstStage:
         A metric that every reply has.
     policy : Policy
         How far a single client's say may go.
+    waiting : Waiting
+        How long a round waits, and for how many.
 
     Raises
     ------
@@ -44,6 +47,7 @@ class FirstStage:
         cohort: Cohort,
         weighted_by_key: str,
         policy: Policy,
+        waiting: Waiting,
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise ConfigurationError(
@@ -61,8 +65,9 @@ class FirstStage:
         self._strategy, self._cohort = strategy, cohort
         self._own = strategy if isinstance(strategy, CurvatureStrategy) else None
         self._weighted_by_key, self._policy = weighted_by_key, policy
+        self._waiting = waiting
         self._hooks = FlowerRounds(
-            strategy, type(inner), cohort, weighted_by_key, policy
+            strategy, type(inner), cohort, weighted_by_key, policy, waiting
         )
 
     def initial_groups(self) -> Groups:
@@ -100,4 +105,5 @@ class FirstStage:
             config,
             self._weighted_by_key,
             self._policy,
+            self._waiting,
         )

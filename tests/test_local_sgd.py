@@ -77,12 +77,16 @@ def test_mixed_precision_is_the_models_forward_pass_in_half(dtype: torch.dtype) 
 
 
 def test_what_reads_gradients_refuses_those_that_may_be_infinite() -> None:
-    loop, noted = LocalSGD(autocast=torch.float16), list[int]()
+    loop, noted = LocalSGD(autocast=torch.float16), list[tuple[int, int]]()
+
+    def note(epoch: int, step: int) -> None:
+        noted.append((epoch, step))
+
     with pytest.raises(ConfigurationError, match=r"needs autocast=torch\.bfloat16"):
-        loop(net(), BATCHES, CPU, {}, on_gradients=noted.append)
+        loop(net(), BATCHES, CPU, {}, on_gradients=note)
     loop = LocalSGD(autocast=torch.bfloat16)
-    loop(net(), BATCHES, CPU, {}, on_gradients=noted.append)
-    assert noted == [1, 1, 1]
+    loop(net(), BATCHES, CPU, {}, on_gradients=note)
+    assert noted == [(1, 1), (1, 2), (1, 3)]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from virtual import (
     Watched,
     drop_array,
     fail,
+    opened,
     same_bits,
     set_metric,
     tiny_arrays,
 )
 
 from flwr_fisher.errors import CheckpointError, RoundError
-from flwr_fisher.server.checkpoint import CheckpointDir
+from flwr_fisher.server.identity import Identity
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
 from flwr_fisher.testing import LocalGrid
 
@@ -80,6 +81,9 @@ def killing_app(asked: int) -> Watched:
     app = Watched()
     app.tamper = dict.fromkeys(range(CLIENTS), kill_after(asked, app))
     return app
+
+
+ALWAYS = {"run.json", "history.jsonl", "lock"}
 
 
 def files(where: Path) -> set[str]:
@@ -209,7 +213,9 @@ def test_a_rejected_reply_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(RoundError):
         start(app, tmp_path)
     assert files(tmp_path) == {
+        *ALWAYS,
         "round-0000.safetensors",
+        "uploads-0001/exchange-1/exchange.json",
         "uploads-0001/exchange-1/partition-0.safetensors",
     }
 
@@ -291,13 +297,14 @@ def test_metrics_keep_their_types(tmp_path: Path) -> None:
 # What is on disk
 
 
-def test_every_round_and_the_last_uploads_are_kept(tmp_path: Path) -> None:
-    start(where=tmp_path, num_rounds=2)
+def test_the_last_two_rounds_and_the_last_uploads_are_kept(tmp_path: Path) -> None:
+    start(where=tmp_path, num_rounds=3)
     uploads = {
-        f"uploads-0002/exchange-1/partition-{p}.safetensors" for p in range(CLIENTS)
+        f"uploads-0003/exchange-1/partition-{p}.safetensors" for p in range(CLIENTS)
     }
-    rounds = {f"round-{n:04d}.safetensors" for n in range(3)}
-    assert files(tmp_path) == rounds | uploads
+    uploads.add("uploads-0003/exchange-1/exchange.json")
+    rounds = {f"round-{n:04d}.safetensors" for n in (2, 3)}
+    assert files(tmp_path) == rounds | uploads | ALWAYS
 
 
 def test_a_round_on_disk_is_the_model(tmp_path: Path) -> None:
@@ -479,11 +486,11 @@ def test_one_bit_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        (None, "has format None, and this version reads '4'"),
-        ({"format": "2"}, "has format '2', and this version reads '4'"),
-        ({"format": "4"}, "damaged"),
-        ({"format": "4", "keys": "[]", "record": "{"}, "damaged"),
-        ({"format": "4", "keys": '["gone"]', "record": "{}"}, "damaged"),
+        (None, "has format None, and this version reads '5'"),
+        ({"format": "4"}, "has format '4', and this version reads '5'"),
+        ({"format": "5"}, "damaged"),
+        ({"format": "5", "keys": "[]", "record": "{"}, "damaged"),
+        ({"format": "5", "keys": '["gone"]', "record": "{}"}, "damaged"),
     ],
     ids=["none", "older", "empty", "no-json", "no-tensor"],
 )
@@ -507,10 +514,9 @@ def test_an_upload_that_does_not_fit_the_model_is_set_aside_and_never_met_again(
         start(killing_app(3), tmp_path)
     path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
     arrays, metrics = ArrayRecord({"w": torch.zeros(2)}), {"num-examples": 3}
-    disk = CheckpointDir(tmp_path)
-    disk.save_upload(
-        "uploads-0001/exchange-1", path.stem, arrays, MetricRecord(metrics)
-    )
+    disk = opened(tmp_path)
+    whose = Identity(1, "", int(path.stem[-1]))
+    disk.save_upload("uploads-0001/exchange-1", whose, arrays, MetricRecord(metrics))
     app = killing_app(3)
     with pytest.raises(KeyboardInterrupt):
         start(app, tmp_path, resume=True)

@@ -70,6 +70,7 @@ from virtual import (
     drop_array,
     fail,
     node_of,
+    opened,
     same_bits,
     set_array,
     set_metric,
@@ -103,7 +104,7 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot
-from flwr_fisher.server.checkpoint import CheckpointDir
+from flwr_fisher.server.identity import Identity
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
@@ -860,11 +861,10 @@ def test_a_kept_upload_is_checked_again(tmp_path: Path) -> None:
     app = Watched(tamper=dict.fromkeys((1, 2, 3), fail))
     with pytest.raises(RoundError):
         start(app, tmp_path, **SUMS)
-    (path,) = (tmp_path / "uploads-0001").rglob("*.safetensors")
     arrays = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
-    disk = CheckpointDir(tmp_path)
+    disk, whose = opened(tmp_path), Identity(1, "", 0)
     folder = "uploads-0001/exchange-1"
-    disk.save_upload(folder, path.stem, arrays, MetricRecord({"num-examples": 8}))
+    disk.save_upload(folder, whose, arrays, MetricRecord({"num-examples": 8}))
     with pytest.raises(RoundError, match="'sums/format': missing"):
         start(app, tmp_path, resume=True, **SUMS)
     assert list(disk.load_set_aside(folder)) == ["partition-0"]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
+from flwr_fisher.server.checkpoint import CheckpointDir
 from flwr_fisher.strategies import Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
@@ -238,6 +240,14 @@ def fail(content: RecordDict) -> None:
 def kill(content: RecordDict) -> None:
     """Stop the whole process, as Ctrl-C does."""
     raise KeyboardInterrupt
+
+
+def opened(where: Path) -> CheckpointDir:
+    """A run's directory, with which nobody is at work."""
+    disk = CheckpointDir(where)
+    disk.load_options()
+    disk.release()
+    return disk
 
 
 class Clock:

@@ -1,5 +1,6 @@
 """The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
 
+from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
 from flwr_fisher.client.jobs import Job, register_job
 from flwr_fisher.client.problem import LocalProblem
@@ -15,6 +16,7 @@ __all__ = [
     "Reply",
     "Request",
     "TrainFn",
+    "TrainingCheckpoint",
     "cross_entropy",
     "make_client_app",
     "register_job",

@@ -20,8 +20,9 @@ from flwr_fisher.client.feature_cache import CACHE_BYTES
 from flwr_fisher.client.jobs import get_job
 from flwr_fisher.client.jobs.evaluate import check_evaluation, with_model_of
 from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Request, config_of
+from flwr_fisher.client.request import Reply, Request, config_of
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
 from flwr_fisher.client.tangent_problem import check_tangent
 from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn
@@ -61,7 +62,8 @@ class FisherClient:
         Held-out batches for :meth:`evaluate`.
     train_fn : Callable, optional
         Trains in place: ``train_fn(model, trainloader, device, config)`` returns
-        metrics. Default ``LocalSGD()``: one epoch.
+        metrics. Default ``LocalSGD()``: one epoch. With a keyword ``checkpoint`` it is
+        given a :class:`TrainingCheckpoint`, by which it can go on after a crash.
     loss_fn : Callable, optional
         The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
         FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, which
@@ -74,7 +76,9 @@ class FisherClient:
         Default: CUDA where there is any, else the CPU.
     state_dir : Path | str, optional
         Where this client keeps what it needs from one round to the next (control
-        variates, TCT's features). Default: ``~/.cache/flwr-fisher/state``.
+        variates, TCT's features), and, for a server with checkpoints, its last upload
+        and the last epoch of a training under way. Default:
+        ``~/.cache/flwr-fisher/state``.
     cache_bytes : int, default 4 GiB
         How much its features may take there, of all runs; those that were not used for
         longest go first.
@@ -88,8 +92,9 @@ class FisherClient:
         The most epochs of fine-tuning that the server may ask for in an evaluation.
     state_bytes : int, default 4 GiB
         How much the control variates of SCAFFOLD and TCT may take in `state_dir`, of
-        all runs of this client, of which it keeps at most 1000. Those of the runs that
-        were not used for longest go first: nothing tells that a run has ended.
+        all runs of this client, of which it keeps at most 1000; and as much again
+        uploads, and trainings under way, that a crash would lose. Those of the runs
+        that were not used for longest go first: nothing tells that a run has ended.
 
     Examples
     --------
@@ -149,18 +154,24 @@ class FisherClient:
             If the arrays do not fit the model, the job is none for this client, or the
             server asks for more than the client's `max_steps` or `state_bytes`.
         """
-        problem = self.problem
-        num_examples = problem.count_examples(partition_of(context))
+        num_examples = self.problem.count_examples(partition_of(context))
         request = self._read(message, context, num_examples)
-        problem.load(request.params)
-        options = request.options
-        if options.get("tct-stage") == 1:  # what could fail in the second
-            check_tangent(problem, options, num_examples)
-        job = get_job(str(options.get("job", "train")))
-        with seeded(request.seed):
-            reply = job(problem, request)
+        self.problem.load(request.params)
+        outbox = Outbox.of(self.problem, request)
+        with outbox.held():
+            if (reply := outbox.reply()) is None:
+                reply = self._do(outbox.problem(self.problem), request)
+                outbox.keep(reply)
         metrics = {"num-examples": num_examples, **reply.metrics}
         return _message(message, MetricRecord({**metrics}), reply.arrays)
+
+    def _do(self, problem: LocalProblem, request: Request) -> Reply:
+        options = request.options
+        if options.get("tct-stage") == 1:  # what could fail in the second
+            check_tangent(problem, options, request.num_examples)
+        job = get_job(str(options.get("job", "train")))
+        with seeded(request.seed):
+            return job(problem, request)
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``.

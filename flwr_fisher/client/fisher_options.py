@@ -154,14 +154,10 @@ class FisherOptions:
             metrics = problem.train(config)
             curvature = None if self.structure is None else self._extra_pass(problem)
             return metrics, curvature
-        squares, loop = SquaredGradients(problem.model), problem.train_fn
+        loop = problem.train_fn
         assert isinstance(loop, LocalSGD)
-
-        def in_last_epoch(epoch: int) -> None:
-            if epoch == loop.epochs:
-                squares()
-
-        metrics = problem.train(config, on_gradients=in_last_epoch)
+        squares = SquaredGradients(problem.model, loop.epochs)
+        metrics = problem.train(config, on_gradients=squares)
         return metrics, self._reduced(squares.curvature(), problem.trainloader)
 
     def _extra_pass(self, problem: LocalProblem) -> Curvature:

@@ -1,13 +1,15 @@
 """What a client works on: a model, data, a loss, a training loop, a device, a disk."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.feature_cache import CACHE_BYTES
 from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES
@@ -54,7 +56,10 @@ class LocalProblem:
     max_steps, max_epochs : int
         How many steps and epochs the server may ask for.
     state_bytes : int
-        How much control variates may take on disk, of all runs.
+        How much control variates may take on disk, of all runs; and uploads that the
+        server may not have yet.
+    checkpoint : TrainingCheckpoint
+        Where a training under way is kept, for loops that have a keyword of this name.
 
     Raises
     ------
@@ -77,6 +82,7 @@ class LocalProblem:
     max_steps: int = MAX_STEPS
     max_epochs: int = MAX_EPOCHS
     state_bytes: int = STATE_BYTES
+    checkpoint: TrainingCheckpoint = field(default_factory=TrainingCheckpoint)
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
@@ -130,6 +136,8 @@ class LocalProblem:
             If the loop returns anything else than numbers by name.
         """
         loop: Any = self.train_fn
+        if _takes(loop, "checkpoint"):
+            options["checkpoint"] = self.checkpoint
         returned = loop(self.model, self.trainloader, self.device, config, **options)
         return _checked_metrics(returned)
 
@@ -189,6 +197,14 @@ class LocalProblem:
                 "would undo the merge of the first: start from shared_state(model)"
             )
         self.model.load_state_dict(dict(params), strict=False)
+
+
+def _takes(function: Callable[..., object], keyword: str) -> bool:
+    """Return whether a function has a keyword of that name."""
+    try:
+        return keyword in signature(function).parameters
+    except ValueError:  # of what is built in, nothing is known
+        return False
 
 
 def _second_names(model: nn.Module) -> set[str]:

@@ -36,6 +36,8 @@ class Request:
         What the client is known by in every run: its partition, or its node's id.
     num_examples : int
         Of the client's training data, where it was asked to train.
+    server_round : int
+        The round.
     """
 
     params: dict[str, Tensor]
@@ -45,6 +47,7 @@ class Request:
     seed: int = 0
     client: int = 0
     num_examples: int = 0
+    server_round: int = 0
 
     @classmethod
     def of(
@@ -81,7 +84,9 @@ class Request:
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
         server_round = whole_number(config, "server-round", 0)
         seed = derive_seed(whole_number(options, "seed", 0), server_round, client)
-        return cls(params, groups, options, config, seed, client, num_examples)
+        return cls(
+            params, groups, options, config, seed, client, num_examples, server_round
+        )
 
     @property
     def facts(self) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from filelock import FileLock
 from flwr.app import Context
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flwr_fisher.client.disk import SUFFIX, delete, files_in, sweep, to_drop, use
 from flwr_fisher.errors import ClientError, check_whole
-from flwr_fisher.files import ASIDE, save_tensors
+from flwr_fisher.files import ASIDE, load_record, load_texts, save_record
 from flwr_fisher.params import Params
 
 logger = logging.getLogger("flwr")
@@ -25,7 +26,8 @@ DEFAULT_STATE_DIR = Path("~/.cache/flwr-fisher/state")
 STATE_BYTES = 4 * 2**30
 # What is called otherwise is not ours, and stays.
 _RUN = re.compile(r"[0-9a-f]+")
-_FILE = re.compile(rf"[a-z-]+-\d{{6,}}\.(\d+{re.escape(ASIDE)}|{SUFFIX[1:]})")
+_LOCK = "lock"
+_FILE = re.compile(rf"{_LOCK}|[a-z-]+-\d{{6,}}\.(\d+{re.escape(ASIDE)}|{SUFFIX[1:]})")
 
 
 def partition_of(context: Context) -> int:
@@ -99,22 +101,70 @@ class ClientStore:
 
     def load(self, name: str, step: int) -> dict[str, Tensor] | None:
         """Return what was saved; None if it is gone, or damaged, which is logged."""
+        saved = self.load_noted(name, step)
+        return None if saved is None else saved[0]
+
+    def load_noted(self, name: str, step: int) -> tuple[dict[str, Tensor], str] | None:
+        """Return what was saved, with its note, in the same way."""
         path = self._file(name, step)
         if not path.exists():
             return None
         use(path)
         try:
-            return dict(load_file(path))
-        except (SafetensorError, OSError, ValueError) as error:
+            if not load_texts(path):  # what earlier versions wrote has no digest
+                return dict(load_file(path)), ""
+            tensors, texts = load_record(path)
+            return tensors, texts["note"]
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
             logger.warning("%s is damaged, and treated as lost: %s", path, error)
             return None
 
+    def lock(self) -> FileLock:
+        """Return a lock on this client's tensors of this run, for a ``with``.
+
+        A process that holds it may have been left over by another life of the server.
+
+        Raises
+        ------
+        OSError
+            If the disk refuses.
+        """
+        self._make_folder()
+        return FileLock(self.path / _LOCK)
+
+    def drop(self, name: str) -> None:
+        """Delete all tensors of a name."""
+        for path in self._named(name):
+            delete(path)
+
     def save(
-        self, name: str, step: int, tensors: Params, *, keep: int | None = None
+        self,
+        name: str,
+        step: int,
+        tensors: Params,
+        *,
+        keep: int | None = None,
+        note: str = "",
+        durable: bool = True,
     ) -> None:
         """Write tensors; of that name, drop all others but step `keep`'s.
 
         Where this client's runs then take too much, the oldest are deleted, too.
+
+        Parameters
+        ----------
+        name : str
+            What they are.
+        step : int
+            In which step they were made.
+        tensors : Mapping[str, Tensor]
+            The tensors.
+        keep : int, optional
+            The step whose tensors stay.
+        note : str
+            What is to be known beside them.
+        durable : bool, default True
+            Whether they must survive a loss of power.
 
         Raises
         ------
@@ -125,7 +175,7 @@ class ClientStore:
         try:
             self._make_folder()
             sweep(self.path)
-            save_tensors(path, tensors)
+            save_record(path, tensors, {"note": note}, durable=durable)
         except (SafetensorError, OSError) as error:
             raise ClientError(
                 f"cannot keep this client's state in {self.path}: {error}; pass "
@@ -133,11 +183,14 @@ class ClientStore:
             ) from error
         use(path)
         kept = {path, *([] if keep is None else [self._file(name, keep)])}
-        own = re.compile(rf"{re.escape(name)}-\d{{6,}}{re.escape(SUFFIX)}")
-        for other in files_in(self.path):
-            if own.fullmatch(other.name) and other not in kept:
+        for other in self._named(name):
+            if other not in kept:
                 delete(other)
         self._make_room()
+
+    def _named(self, name: str) -> list[Path]:
+        own = re.compile(rf"{re.escape(name)}-\d{{6,}}{re.escape(SUFFIX)}")
+        return [path for path in files_in(self.path) if own.fullmatch(path.name)]
 
     def _make_room(self) -> None:
         """Delete this client's state of old runs until the rest is within its bound."""

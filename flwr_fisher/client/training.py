@@ -1,7 +1,10 @@
-"""Local training and scoring: the loops that a client runs unless it brings its own."""
+"""Local training and scoring: the loops that a client runs unless it brings its own.
+
+Long: a third of it is the docstring of a loop with many options.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -12,6 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, update_bn
 
+from flwr_fisher.client.checkpoint import TrainingCheckpoint
+from flwr_fisher.client.kept_training import KeptTraining, generators_of, has_state
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
@@ -146,12 +151,15 @@ class LocalSGD:
         device: torch.device,
         config: Mapping[str, Any],
         *,
-        on_gradients: Callable[[int], object] | None = None,
+        on_gradients: Callable[[int, int], object] | None = None,
+        checkpoint: TrainingCheckpoint | None = None,
     ) -> dict[str, float]:
         """Train the model in place; return ``train_loss``, the last epoch's mean.
 
-        `on_gradients` is called with the epoch's number, from 1, when a batch's
-        gradients are in place; it may change them.
+        `on_gradients` is called with the numbers of the epoch and of the step in all
+        epochs, from 1, when a batch's gradients are in place; it may change them. What
+        it remembers must be in its ``state_dict``: a training that `checkpoint` has
+        goes on after its last finished epoch.
         """
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
@@ -179,18 +187,31 @@ class LocalSGD:
         proximal = _Proximal(trained, _not_negative(config, "proximal-mu", 0.0))
         average = AveragedModel(model) if self.swa_epochs > 1 else None
         model.train()
-        mean = 0.0
-        for epoch in range(1, self.epochs + 1):
+        kept = KeptTraining(
+            TrainingCheckpoint() if checkpoint is None else checkpoint,
+            {
+                "model": model,
+                "optimizer": optimizer,
+                "scaler": scaler,
+                **({} if schedule is None else {"schedule": schedule}),
+                **({} if average is None else {"average": average}),
+                **({"gradients": on_gradients} if has_state(on_gradients) else {}),
+            },
+            generators_of(loader),
+        )
+        begin, step, mean = kept.load()
+        for epoch in range(begin + 1, self.epochs + 1):
             total, count = torch.zeros((), device=device), 0
             for inputs, labels in loader:
                 x, y = inputs.to(device), labels.to(device)
+                step += 1
                 optimizer.zero_grad()
                 with mixed():
                     loss = loss_fn(model(x), y)
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 scaler.unscale_(optimizer)
                 if on_gradients is not None:
-                    on_gradients(epoch)
+                    on_gradients(epoch, step)
                 proximal.add_gradient()
                 scaler.step(optimizer)
                 scaler.update()
@@ -203,12 +224,17 @@ class LocalSGD:
                 schedule.step()
             if average is not None and epoch > self.epochs - self.swa_epochs:
                 average.update_parameters(model)
+            kept.save(epoch, step, mean)
             if self.on_epoch is not None:
                 self.on_epoch(epoch, mean)
         if average is not None:
             model.load_state_dict(average.module.state_dict())
             update_bn(loader, model, device)
         return {"train_loss": mean}
+
+    def settings(self) -> dict[str, str]:
+        """Return what a training depends on, as texts that hold in every process."""
+        return {field.name: _text(getattr(self, field.name)) for field in fields(self)}
 
     def _optimizer(
         self, trained: list[nn.Parameter], config: Mapping[str, Any]
@@ -238,6 +264,13 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
 
 # Of SGD: what is not given.
 _DEFAULTS = (LocalSGD.lr, LocalSGD.momentum, LocalSGD.weight_decay)
+
+
+def _text(value: object) -> str:
+    """Return a setting as a text without addresses in memory."""
+    if isinstance(value, partial):
+        return f"{_text(value.func)}{value.args}{value.keywords}"
+    return str(getattr(value, "__qualname__", value))
 
 
 class _Proximal:

@@ -14,6 +14,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.flower_internals import NodeInfo, Run
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.collect import collect
+from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.wire import named_options, serialized_bytes
 
@@ -66,7 +67,7 @@ class MeasuredGrid(Grid):
                 f"{held_out}"
             )
         self.grid, self.seed, self.num_held_out = grid, seed, held_out
-        self._names = NodeNames()
+        self._names, self._mailbox = NodeNames(), Mailbox(grid)
         self._hidden: frozenset[int] = frozenset()
         self._chosen = not held_out
         self._every = 0
@@ -130,12 +131,13 @@ class MeasuredGrid(Grid):
             for node in nodes
         ]
         metrics, failed = {}, []
-        for reply in collect(self.grid, messages, timeout):
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                failed.append(f"{self._names.name(node)}: {reply.error.reason}")
-            elif records := list(reply.content.metric_records.values()):
-                metrics[node] = records[0]
+        for reply in collect(self._mailbox, messages, timeout):
+            message = reply.message
+            if message.has_error():
+                name = self._names.name(reply.node)
+                failed.append(f"{name}: {message.error.reason}")
+            elif records := list(message.content.metric_records.values()):
+                metrics[reply.node] = records[0]
         if failed:
             reasons = "; ".join(sorted(failed)[:_SPELT_OUT])
             reasons += " …" if len(failed) > _SPELT_OUT else ""
@@ -202,7 +204,7 @@ class MeasuredGrid(Grid):
         return shown, [node for node in nodes if node in self._hidden]
 
     def _choose(self, nodes: list[int]) -> frozenset[int]:
-        self._names.learn(self.grid, nodes, timeout=float("inf"))
+        self._names.learn(self._mailbox, nodes, timeout=float("inf"))
         wanted = self.num_held_out
         count = wanted if isinstance(wanted, int) else round(wanted * len(nodes))
 

@@ -2,17 +2,20 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
 from flwr_fisher.params import Params
+from flwr_fisher.printable import printable
 from flwr_fisher.server.exchange import Upload
+from flwr_fisher.server.identity import Identity
+from flwr_fisher.server.mailbox import Reply
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.server.policy import Policy, Sizes
-from flwr_fisher.server.rejections import Rejections
+from flwr_fisher.server.rejections import Rejections, listed
 from flwr_fisher.server.replies import comparable, read_train_reply, weight_of
 from flwr_fisher.wire import Payload, reply_bytes
 
@@ -61,22 +64,38 @@ class Admission(Generic[P]):
         self.admitted: list[Upload[P]] = []
         self.rejected = Rejections()
         self.withdrawn: dict[str, str] = {}  # admitted at first; with the reason
+        self.missing: dict[str, str] = {}  # from whom nothing came; with the reason
         self.num_limited = 0
-        self._sizes: dict[int, Sizes] = {}  # by node
-        self._weights: dict[int, float] = {}  # within the policy
+        self._clients: dict[str, Identity] = {}
+        self._sizes: dict[str, Sizes] = {}
+        self._weights: dict[str, float] = {}  # within the policy
 
-    def take(self, message: Message) -> tuple[ArrayRecord, MetricRecord] | None:
+    def has(self, client: str) -> bool:
+        """Return whether a client's reply was admitted."""
+        return client in self._clients
+
+    def done(self) -> set[str]:
+        """Return the names of those who have replied, in whatever way."""
+        return self._clients.keys() | self.rejected.reasons.keys()
+
+    def take(self, reply: Reply) -> tuple[ArrayRecord, MetricRecord] | None:
         """Admit or reject a reply; return the records of one that was admitted."""
-        node = message.metadata.src_node_id
+        if reply.of_link or reply.of_the_dead:
+            self.miss([reply.node], printable(reply.message.error.reason))
+            return None
         try:
-            records = read_train_reply(message, self.weighted_by_key)
-            self.admit(node, *records)
+            records = read_train_reply(reply.message, self.weighted_by_key)
+            if (reason := self.names.refused.get(reply.node)) is not None:
+                raise WireError(reason, field="partition-id")
+            self.admit(self.names.identity(reply.node), *records)
             return records
         except Exception as error:  # of what arrived, anything can be wrong
-            self.reject(node, error)
+            self.reject(reply.node, error)
             return None
 
-    def admit(self, node: int, arrays: ArrayRecord, metrics: MetricRecord) -> None:
+    def admit(
+        self, client: Identity, arrays: ArrayRecord, metrics: MetricRecord
+    ) -> None:
         """Decode, check and keep a client's records, and tell the log.
 
         Raises
@@ -85,24 +104,21 @@ class Admission(Generic[P]):
             Naming the key that is wrong. What a payload's reader raises beside is not
             caught.
         """
-        if (reason := self.names.refused.get(node)) is not None:
-            raise WireError(reason, field="partition-id")
         payload = self.read(arrays, self.like)
         weight = weight_of(metrics, self.weighted_by_key)
         payload.check_weight(weight)
         sizes = Sizes.of(payload, self.like)
         sizes.check_plausible()
         size = reply_bytes(arrays, metrics)
-        client = self.names.name(node)
-        number = self.names.number(node)
-        upload = Upload(node, client, weight, payload, metrics, size, number)
-        self.admitted.append(upload)
-        self._sizes[node] = sizes
+        node, name, number = client.node, client.name, client.number
+        self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
+        self._clients[name], self._sizes[name] = client, sizes
+        self.missing.pop(name, None)
         logger.info(
             "aggregate_train: %s of %s replies (%s, %g examples)",
             len(self.admitted) + len(self.rejected),
             self.expected,
-            client,
+            name,
             weight,
         )
 
@@ -117,15 +133,15 @@ class Admission(Generic[P]):
         RoundError
             With every reason, if there are fewer than `needed`.
         """
-        self.admitted.sort(key=lambda upload: self.names.order(upload.node_id))
+        self.admitted.sort(key=lambda upload: self._clients[upload.client].order)
         self._withdraw_odd()
         self.check_enough(needed)
-        sizes = [self._sizes[upload.node_id] for upload in self.admitted]
+        sizes = [self._sizes[upload.client] for upload in self.admitted]
         limited, reasons = self.policy.limit(self.admitted, sizes, self.like)
         for client, reason in reasons.items():
             logger.warning("%s: limited %s: %s", _STAGE, client, reason)
         self.num_limited = len(reasons)
-        self._weights = {upload.node_id: upload.num_examples for upload in limited}
+        self._weights = {upload.client: upload.num_examples for upload in limited}
         return limited
 
     def metrics(
@@ -135,7 +151,7 @@ class Admission(Generic[P]):
         key = self.weighted_by_key
         own = {
             upload.client: MetricRecord(
-                {**upload.metrics, key: self._weights[upload.node_id]}
+                {**upload.metrics, key: self._weights[upload.client]}
             )
             for upload in self.admitted
         }
@@ -144,6 +160,8 @@ class Admission(Generic[P]):
             logger.warning("%s: metrics without %s: it %s", _STAGE, client, reason)
         contents = [RecordDict({"metrics": record}) for record in kept.values()]
         counts = {"num-replies": len(own), "num-rejected": len(self.rejected)}
+        if self.missing:
+            counts["num-missing"] = len(self.missing)
         if self.num_limited:
             counts["num-limited"] = self.num_limited
         averaged = aggregate(contents, key) if contents else {}
@@ -151,14 +169,31 @@ class Admission(Generic[P]):
 
     def reject(self, node: int, error: Exception, stage: str = _STAGE) -> None:
         """Note, and tell the log, why a client is left out."""
-        expected = isinstance(error, FlwrFisherError)
-        reason = str(error) if expected else f"{type(error).__name__}: {error}"
-        self.rejected.add(self.names.name(node), reason, stage=stage, node=node)
+        self._reject(self.names.name(node), node, error, stage)
+
+    def miss(self, nodes: Iterable[int], reason: str) -> None:
+        """Note from which nodes nothing came, and why."""
+        self.missing |= {self.names.name(node): reason for node in nodes}
+
+    def tell_missing(self) -> None:
+        """Tell the log from whom nothing came."""
+        for line in self._missing_lines():
+            logger.warning("%s: %s", _STAGE, line)
+
+    def _missing_lines(self) -> list[str]:
+        reasons: dict[str, list[str]] = {}
+        for client, reason in self.missing.items():
+            reasons.setdefault(reason, []).append(client)
+        return [f"no reply from {listed(c)}: {why}" for why, c in reasons.items()]
+
+    def turn_away(self, client: Identity, error: Exception) -> None:
+        """Reject what was kept of a client, which need not be connected."""
+        self._reject(client.name, client.node, error, _STAGE)
 
     def withdraw(self, upload: Upload[P], error: Exception) -> None:
         """Reject an upload that was admitted before."""
         self.admitted = [u for u in self.admitted if u.client != upload.client]
-        self.reject(upload.node_id, error)
+        self._reject(upload.client, upload.node_id, error, _STAGE)
         self.withdrawn[upload.client] = self.rejected.reasons[upload.client]
 
     def check_enough(self, needed: int, awaited: int = 0) -> None:
@@ -172,13 +207,16 @@ class Admission(Generic[P]):
         self.rejected.summarise()
         if len(self.admitted) + awaited >= needed:
             return
-        silent = self.expected - len(self.admitted) - len(self.rejected) - awaited
-        lines = self.rejected.lines()
-        lines += [f"{silent} clients did not reply in time"] * (silent > 0)
+        lines = self.rejected.lines() + self._missing_lines()
         raise RoundError(
             f"{len(self.admitted) + awaited} usable replies, and min_train_nodes="
             f"{needed}:\n" + "\n".join(lines)
         )
+
+    def _reject(self, client: str, node: int, error: Exception, stage: str) -> None:
+        expected = isinstance(error, FlwrFisherError)
+        reason = str(error) if expected else f"{type(error).__name__}: {error}"
+        self.rejected.add(client, reason, stage=stage, node=node)
 
     def _withdraw_odd(self) -> None:
         """Reject the uploads whose layout is not the one that most have."""

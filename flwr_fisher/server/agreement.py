@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from flwr.app import ConfigRecord, RecordDict
-from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import Params
 from flwr_fisher.server.collect import query
+from flwr_fisher.server.mailbox import Mailbox, Reply
 from flwr_fisher.wire import named_options
 
 _SHOWN = 3  # names of parameters in an error
@@ -22,7 +22,7 @@ class Agreement:
         self._asked: set[int] = set()
 
     def odd(
-        self, grid: Grid, nodes: Sequence[int], like: Params, timeout: float
+        self, mailbox: Mailbox, nodes: Sequence[int], like: Params, timeout: float
     ) -> dict[int, ClientError]:
         """Return the nodes that train other parameters than most, and how they differ.
 
@@ -30,7 +30,7 @@ class Agreement:
 
         Parameters
         ----------
-        grid : Grid
+        mailbox : Mailbox
             Reaches them.
         nodes : Sequence[int]
             Those that are to train, in an order that is the same in every run.
@@ -39,7 +39,7 @@ class Agreement:
         timeout : float
             Seconds to wait for answers, at most a minute.
         """
-        self._ask(grid, [node for node in nodes if node not in self._asked], timeout)
+        self._ask(mailbox, [node for node in nodes if node not in self._asked], timeout)
         sets = {
             node: self._trained[node].intersection(like)
             for node in nodes
@@ -54,15 +54,22 @@ class Agreement:
             if own != common
         }
 
-    def _ask(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
+    def _ask(self, mailbox: Mailbox, nodes: Sequence[int], timeout: float) -> None:
+        if not nodes:
+            return
         self._asked |= set(nodes)
         config = ConfigRecord({**named_options({"query": "trained"})})
-        for reply in query(grid, nodes, RecordDict({"config": config}), timeout):
-            records = reply.content.config_records if reply.has_content() else {}
-            for record in records.values():
-                if isinstance(names := record.get("trained"), list):
-                    node = reply.metadata.src_node_id
-                    self._trained[node] = frozenset(map(str, names))
+        content = RecordDict({"config": config})
+        for reply in query(mailbox, nodes, content, timeout, self._take):
+            self._take(reply)
+
+    def _take(self, reply: Reply) -> None:
+        """Take a node's answer, whenever it comes."""
+        message = reply.message
+        records = message.content.config_records if message.has_content() else {}
+        for record in records.values():
+            if isinstance(names := record.get("trained"), list):
+                self._trained[reply.node] = frozenset(map(str, names))
 
 
 def _difference(own: frozenset[str], common: frozenset[str]) -> str:

@@ -1,37 +1,70 @@
 """A run on disk: finished rounds, and the uploads of the round under way.
 
-In the directory there is ``round-0003.safetensors`` for each finished round (0 is the
-start), the server's state as tensors and everything else as JSON in its metadata, and
-``uploads-0004/exchange-1/<client>.safetensors`` for each reply that the running round
-has admitted. What turned out to be bad later is in ``set-aside`` there, with the reason
-in a text beside it. Files are written aside and renamed, so that a crash leaves whole
-ones, and hold a digest of their content.
+In the directory there are (format 5):
+
+``run.json``
+    The run's id, which all other files hold, and its options.
+``round-0003.safetensors``
+    The server's state after a round; 0 is the start. Of the last two rounds.
+``history.jsonl``
+    The metrics of all finished rounds, a line each.
+``uploads-0004/exchange-1/<client>.safetensors``
+    A reply that the running round has admitted, and whose it is. They stay until the
+    next round is finished. What turned out to be bad later is in ``set-aside`` there,
+    with the reason in a text beside it.
+``uploads-0004/exchange-1/exchange.json``
+    Who was asked, since when, and of whose replies the step was made.
+``lock``, ``holder.txt``
+    Which server has the directory.
+
+Every file has a digest of its content, and says what it is and of which run, so that
+none passes for another. Files are written aside and renamed, with their folder synced:
+a crash leaves whole ones. A later version reads this format, or refuses it by its
+number.
+
+Long: one class knows the whole format.
 """
 
-import hashlib
-import json
 import logging
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-import torch
 from flwr.app import ArrayRecord, MetricRecord
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flwr_fisher.errors import CheckpointError
-from flwr_fisher.files import save_tensors
+from flwr_fisher.files import (
+    save_text,
+    sync_folder,
+)
+from flwr_fisher.server.history import History
+from flwr_fisher.server.identity import Identity
+from flwr_fisher.server.lock import FolderLock
+from flwr_fisher.server.named_files import (
+    FORMAT,
+    OtherFormatError,
+    check_name,
+    read,
+    read_json,
+    write,
+    write_json,
+)
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 logger = logging.getLogger("flwr")
 
-_FORMAT = "4"
 _ENDING, _SET_ASIDE = ".safetensors", "set-aside"
+_RUN, _EXCHANGE, _HISTORY = "run.json", "exchange.json", "history.jsonl"
+_ROUND = re.compile(r"round-(\d{4,})\.safetensors")
+_UPLOADS = re.compile(r"uploads-(\d{4,})")
+_KEPT = 2  # rounds: the last one, and the one before, from which it can be made again
 
 
 @dataclass(frozen=True)
@@ -45,7 +78,7 @@ class RoundCheckpoint:
     tensors : dict[str, Tensor]
         The server's state.
     record : dict[str, Any]
-        What else belongs to it, as JSON.
+        What else is known of it, for the history.
     """
 
     server_round: int
@@ -53,68 +86,208 @@ class RoundCheckpoint:
     record: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """What is to be remembered of an exchange under way.
+
+    Parameters
+    ----------
+    clients : list[str] | None
+        The names of those who were sampled; None in a collection window, where whoever
+        comes is asked.
+    wanted : int
+        How many replies were wanted.
+    connected : int
+        How many clients there were.
+    opened : float
+        When it began, in seconds since 1970.
+    closed : list[str] | None
+        Of whose replies the step was made; None while none was.
+    """
+
+    clients: list[str] | None
+    wanted: int
+    connected: int
+    opened: float
+    closed: list[str] | None = None
+
+
 class CheckpointDir:
-    """Reads and writes one run's directory.
+    """Reads and writes one run's directory, and keeps other servers out of it.
 
     Parameters
     ----------
     path : str | Path
         Made if it does not exist.
+
+    Raises
+    ------
+    CheckpointError
+        If another server has it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.path)
+        self.run = ""
 
-    def rounds(self) -> list[int]:
-        """Return the numbers of the rounds on disk, in order."""
-        names = (
-            re.fullmatch(r"round-(\d+)\.safetensors", p.name)
-            for p in self.path.iterdir()
-        )
-        return sorted(int(match[1]) for match in names if match)
+    def release(self) -> None:
+        """Let other servers have it."""
+        self._lock.release()
 
-    def save_round(self, checkpoint: RoundCheckpoint) -> None:
-        """Write a round; earlier rounds' uploads are no longer needed and go."""
-        path = self._round(checkpoint.server_round)
-        _write(path, checkpoint.tensors, checkpoint.record)
-        for folder in self.path.glob("uploads-*"):
-            if int(folder.name.removeprefix("uploads-")) < checkpoint.server_round:
-                shutil.rmtree(folder)
+    # The run
 
-    def load_round(self, server_round: int) -> RoundCheckpoint:
-        """Read a round.
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Write down that a run with these options begins."""
+        self.run = secrets.token_hex(8)
+        (self.path / _HISTORY).unlink(missing_ok=True)  # of a run without a round
+        write_json(self.path / _RUN, self._named(_RUN), {"options": dict(options)})
+
+    def load_options(self) -> dict[str, Any]:
+        """Return the run's options, and learn which run it is.
 
         Raises
         ------
         CheckpointError
-            Naming the file, if it is damaged or of another format.
+            If they are damaged or gone.
         """
-        tensors, record = _read(self._round(server_round))
-        return RoundCheckpoint(server_round, tensors, record)
+        path = self.path / _RUN
+        way_out = f"begin anew in another checkpoint_dir; the last model is in {self}"
+        if not path.exists() and (rounds := self.rounds()):
+            read(self._round(rounds[-1]), {}, way_out)  # of another format perhaps
+        name, record = read_json(path, way_out)
+        self.run = name["run"]
+        return dict(record["options"])
+
+    def __str__(self) -> str:
+        return str(self._round((self.rounds() or [0])[-1]))
+
+    # Rounds
+
+    def rounds(self) -> list[int]:
+        """Return the numbers of the rounds on disk, in order."""
+        return sorted(int(m[1]) for _, m in self._matching(_ROUND))
+
+    def save_round(self, checkpoint: RoundCheckpoint) -> None:
+        """Write a round; what only earlier ones needed goes."""
+        server_round = checkpoint.server_round
+        self._history().append(server_round, checkpoint.record)
+        path = self._round(server_round)
+        write(path, self._named(path.name), checkpoint.tensors, {})
+        for old, match in self._matching(_ROUND):
+            if int(match[1]) <= server_round - _KEPT:
+                old.unlink()
+        for folder, match in self._matching(_UPLOADS):
+            if int(match[1]) < server_round:
+                shutil.rmtree(folder)
+
+    def load_round(self, server_round: int) -> RoundCheckpoint:
+        """Read a round; its record is empty.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the file, if it is damaged, of another format or another run.
+        """
+        path = self._round(server_round)
+        earlier = [n for n in self.rounds() if n < server_round]
+        way_out = "begin anew in another checkpoint_dir"
+        if earlier:
+            way_out = f"delete it to go on after round {earlier[-1]}"
+        tensors, _ = read(path, self._named(path.name), way_out)
+        return RoundCheckpoint(server_round, tensors, {})
+
+    def load_history(self, last_round: int) -> dict[int, dict[str, Any]]:
+        """Return the records of all rounds up to one.
+
+        Raises
+        ------
+        CheckpointError
+            If a line is damaged.
+        """
+        return self._history().load(last_round)
+
+    # Exchanges
+
+    def save_exchange(self, folder: str, record: ExchangeRecord) -> None:
+        """Remember how an exchange stands; `folder` is the round and the exchange."""
+        path = self._folder(folder) / _EXCHANGE
+        write_json(path, self._named(f"{folder}/{_EXCHANGE}"), asdict(record))
+
+    def load_exchange(self, folder: str) -> ExchangeRecord | None:
+        """Return how an exchange stands; None if it has not begun.
+
+        Raises
+        ------
+        CheckpointError
+            If it is damaged or of another run.
+        """
+        path = self.path / folder / _EXCHANGE
+        if not path.exists():
+            return None
+        way_out = "delete it to have the exchange's clients sampled anew"
+        name, record = read_json(path, way_out)
+        check_name(path, name, self._named(f"{folder}/{_EXCHANGE}"), way_out)
+        return ExchangeRecord(**record)
+
+    def reopen(self, server_round: int) -> None:
+        """Have the clients of a round's last exchange asked again.
+
+        Raises
+        ------
+        CheckpointError
+            If its uploads, or the round before, are no longer there, or the next round
+            has begun, whose uploads start from this one's model.
+        """
+        uploads = self.path / f"uploads-{server_round:04d}"
+        if (self.path / f"uploads-{server_round + 1:04d}").exists():
+            raise CheckpointError(
+                f"{self.path}: round {server_round + 1} has begun with the model of "
+                f"round {server_round}, which cannot be opened again: go on without "
+                "reopen=True"
+            )
+        folders = sorted(uploads.glob("exchange-*"))
+        if server_round - 1 not in self.rounds() or not folders:
+            raise CheckpointError(
+                f"{self.path} has a run up to round {server_round}, whose uploads and "
+                "start are not there any more: it cannot be opened again"
+            )
+        folder = f"{uploads.name}/{folders[-1].name}"
+        record = self.load_exchange(folder)
+        if record is not None:
+            again = replace(record, opened=time.time(), closed=None)
+            self.save_exchange(folder, again)
 
     def save_upload(
-        self, folder: str, client: str, arrays: ArrayRecord, metrics: MetricRecord
+        self,
+        folder: str,
+        client: Identity,
+        arrays: ArrayRecord,
+        metrics: MetricRecord,
     ) -> None:
-        """Write a reply that was admitted; `folder` is the round and the exchange."""
-        path = self._upload(folder, client)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, arrays_to_tensors(arrays), {"metrics": dict(metrics)})
+        """Write a reply that was admitted."""
+        self._folder(folder)
+        path = self._upload(folder, client.name)
+        record = {"metrics": dict(metrics), "client": client.to_record()}
+        name = self._named(f"{folder}/{path.name}")
+        write(path, name, arrays_to_tensors(arrays), record)
 
     def load_uploads(
         self, folder: str
-    ) -> Iterator[tuple[str, ArrayRecord, MetricRecord]]:
+    ) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
         """Read the replies of a round's exchange that were admitted so far.
 
-        A damaged file is named in the log and set aside, as if its client had not been
-        asked yet.
+        A damaged file, or one that belongs elsewhere, is named in the log and set
+        aside, as if its client had not been asked yet.
         """
         for path in sorted((self.path / folder).glob(f"*{_ENDING}")):
-            client = unquote(path.name.removesuffix(_ENDING))
             try:
-                tensors, record = _read(path)
+                name = self._named(f"{folder}/{path.name}")
+                tensors, record = read(path, name, "")
+                client = Identity.of_record(record["client"])
                 metrics = MetricRecord(record["metrics"])
-            except _OtherFormatError:
+            except OtherFormatError:
                 raise
             except (CheckpointError, KeyError, TypeError, ValueError) as error:
                 aside = path.parent / _SET_ASIDE / f"{path.name}.damaged"
@@ -124,7 +297,7 @@ class CheckpointDir:
                     "%s; it is set aside as %s, and %s is asked again",
                     error,
                     aside,
-                    client,
+                    unquote(path.name.removesuffix(_ENDING)),
                 )
                 continue
             yield client, tensors_to_arrays(tensors), metrics
@@ -144,7 +317,7 @@ class CheckpointDir:
         path = self._upload(folder, client)
         aside = path.parent / _SET_ASIDE
         aside.mkdir(parents=True, exist_ok=True)
-        (aside / f"{path.name.removesuffix(_ENDING)}.txt").write_text(f"{reason}\n")
+        save_text(aside / f"{path.name.removesuffix(_ENDING)}.txt", f"{reason}\n")
         if path.exists():
             path.replace(aside / path.name)
 
@@ -156,52 +329,29 @@ class CheckpointDir:
             for path in paths
         }
 
+    def _named(self, what: str) -> dict[str, str]:
+        """Return what a file says of itself, so that none passes for another."""
+        return {"format": FORMAT, "run": self.run, "file": what}
+
+    def _matching(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+        """Return the entries of that name; what else is there is not ours."""
+        matches = ((p, pattern.fullmatch(p.name)) for p in self.path.iterdir())
+        return [(path, match) for path, match in matches if match]
+
+    def _folder(self, folder: str) -> Path:
+        path = self.path / folder
+        if not path.exists():
+            path.mkdir(parents=True)
+            sync_folder(path.parent.parent)
+            sync_folder(path.parent)
+        return path
+
+    def _history(self) -> History:
+        return History(self.path / _HISTORY, self.run)
+
     def _upload(self, folder: str, client: str) -> Path:
         # A registered name may hold what a file's name cannot.
         return self.path / folder / f"{quote(client, safe='')}{_ENDING}"
 
     def _round(self, server_round: int) -> Path:
         return self.path / f"round-{server_round:04d}.safetensors"
-
-
-class _OtherFormatError(CheckpointError):
-    """The file is of another version of this library."""
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], record: object) -> None:
-    # safetensors sorts keys by dtype and name; the order matters to a dense curvature.
-    metadata = {
-        "format": _FORMAT,
-        "record": json.dumps(record),
-        "keys": json.dumps(list(tensors)),
-    }
-    save_tensors(path, tensors, metadata | {"digest": _digest(metadata, tensors)})
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise _OtherFormatError(
-                    f"{path} has format {metadata.get('format')!r}, and this version "
-                    f"reads {_FORMAT!r}: go on with the version of flwr-fisher that "
-                    "began the run, or begin anew in another checkpoint_dir"
-                )
-            tensors = {k: file.get_tensor(k) for k in json.loads(metadata["keys"])}
-            digest = metadata.pop("digest")
-            if digest != _digest(metadata, tensors):
-                raise ValueError("its content has changed since it was written")
-            return tensors, json.loads(metadata["record"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-
-
-def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of a file's texts and of its tensors, in their order."""
-    found = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode())
-    for tensor in tensors.values():
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()

@@ -1,11 +1,12 @@
 """A run's rounds, start to end: ask, collect, admit, step, keep."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -14,9 +15,15 @@ from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.collect import collect
 from flwr_fisher.server.evaluation import aggregate_evaluations
 from flwr_fisher.server.exchange import Exchange, ServerState, Uploads
-from flwr_fisher.server.open_exchange import OpenExchange, Sampling
+from flwr_fisher.server.gather import Gathering
+from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.mailbox import Reply
+from flwr_fisher.server.open_exchange import OpenExchange, Sampling, new_admission
 from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.receive import Late
+from flwr_fisher.server.rejections import listed
 from flwr_fisher.server.run import Run
+from flwr_fisher.server.waiting import Waiting
 
 logger = logging.getLogger("flwr")
 
@@ -51,6 +58,7 @@ class Driver:
 
     def __init__(self, grid: Grid, run: Run, timeout: float) -> None:
         self.grid, self.run, self.timeout = grid, run, timeout
+        self.server_round = run.server_round  # under way
 
     def train(
         self,
@@ -91,30 +99,27 @@ class Driver:
             # The uploads of the last exchange go before those of this one come.
             uploads = []
             self.run.forget_uploads()
-            opened = OpenExchange(
-                method,
-                exchange,
-                self._state(scope),
-                self.grid,
-                server_round,
-                self.timeout,
-            )
-            folder = self.run.folder(server_round, index)
-            nodes = self.restore(opened.admission, folder, opened.nodes)
-            # The next exchange has begun: its clients answered what came of the replies
-            # to this one, so nobody else may join them now.
-            if self.run.has_uploads(self.run.folder(server_round, index + 1)):
-                nodes = []
-            self.receive(opened.admission, opened.messages(config, nodes), folder)
+            state = self._state(scope)
+            opened = OpenExchange(method, exchange, state, server_round)
+            kept = self.run.kept(server_round, index)
+            gathering = Gathering(self.grid, opened, kept, config, self.timeout)
+            # It must not hold this exchange's uploads until the last late reply.
+            admission = partial(new_admission, method, exchange, state.params)
+            late = self.late(method.cohort, admission, kept, server_round)
+            record = gathering.run(late)
             try:
                 finished = opened.finish()
             finally:
-                self.set_aside(opened.admission, folder)
+                for client, reason in opened.admission.withdrawn.items():
+                    kept.set_aside(client, reason)
             uploads, step = finished.uploads, finished.step
+            kept.close(record, [upload.client for upload in uploads])
             metrics = finished.metrics
-            del opened, finished  # which hold them, too
+            del opened, gathering, finished  # which hold them, too
             if isinstance(self.grid, _Listener):
-                self.grid.aggregated({u.node_id: u.metrics for u in uploads})
+                nodes = self._nodes(method.cohort)  # of uploads from disk, other ones
+                own = {u.client: u.metrics for u in uploads if u.client in nodes}
+                self.grid.aggregated({nodes[client]: own[client] for client in own})
             if scope is not None:
                 step = replace(step, state=self.run.state.with_inner(scope, step.state))
             self.run.stepped(server_round, step, uploads, metrics)
@@ -128,55 +133,63 @@ class Driver:
         config: ConfigRecord,
         weighted_by_key: str,
         policy: Policy,
+        waiting: Waiting,
     ) -> None:
         """Have clients evaluate the run's parameters, as the strategy says."""
-        messages = strategy.configure_evaluate(
-            server_round, self.run.arrays(), config, self.grid
+        self.server_round = server_round
+        messages = list(
+            strategy.configure_evaluate(
+                server_round, self.run.arrays(), config, self.grid
+            )
         )
-        replies = collect(self.grid, messages, self.timeout)
-        aggregate = strategy.aggregate_evaluate
+        due = {message.metadata.dst_node_id for message in messages}
+        asked, replies = len(due), list[Reply]()
+
+        def enough() -> bool:
+            scored = [reply for reply in replies if reply.message.has_content()]
+            return len(scored) >= max(waiting.enough(asked), 1)
+
+        for reply in collect(
+            cohort.mailbox(self.grid), messages, self.timeout, enough=enough
+        ):
+            if not reply.of_link:
+                due.discard(reply.node)
+                replies.append(reply)
+        if not enough():
+            cohort.missed(due, server_round)
+        if due:
+            names = listed([cohort.name(node) for node in due])
+            logger.warning("aggregate_evaluate: no reply from %s", names)
         metrics = aggregate_evaluations(
-            aggregate, cohort, server_round, replies, weighted_by_key, policy
+            strategy.aggregate_evaluate,
+            cohort,
+            server_round,
+            replies,
+            weighted_by_key,
+            policy,
         )
         self.run.client_evaluated(server_round, metrics)
 
-    def restore(
-        self, admission: Admission[Any], folder: str, nodes: Iterable[int]
-    ) -> list[int]:
-        """Admit uploads that an interrupted run left; return which nodes are to ask.
+    def late(
+        self,
+        cohort: Cohort,
+        admission: Callable[[], Admission[Any]],
+        kept: KeptExchange,
+        server_round: int,
+    ) -> Late:
+        """Return what takes the replies that come when a round's exchange is over."""
+        self.server_round = server_round
+        return Late(cohort, admission, kept, server_round, self._count_late)
 
-        An upload that turned out to be bad stays where it is, and its client rejected.
-        """
-        names = admission.names
-        by_name = {names.name(node): node for node in nodes}
-        for client, reason in self.run.load_set_aside(folder).items():
-            if by_name.pop(client, None) is not None:
-                admission.rejected.add(client, reason, stage="aggregate_train")
-        for client, arrays, metrics in self.run.load_uploads(folder):
-            if (node := by_name.pop(client, None)) is None:
-                continue
-            try:
-                admission.admit(node, arrays, metrics)
-            except Exception as error:  # admitted once, by another version perhaps
-                admission.reject(node, error)
-                reason = admission.rejected.reasons[client]
-                self.run.set_aside(folder, client, reason)
-        return sorted(by_name.values(), key=names.order)
+    def _count_late(self) -> int:
+        self.run.count_late(self.server_round)
+        return self.server_round
 
-    def receive(
-        self, admission: Admission[Any], messages: Iterable[Message], folder: str
-    ) -> None:
-        """Take replies as they arrive; keep each that is admitted."""
-        for message in collect(self.grid, messages, self.timeout):
-            records = admission.take(message)
-            if records is not None:
-                client = admission.names.name(message.metadata.src_node_id)
-                self.run.save_upload(folder, client, *records)
-
-    def set_aside(self, admission: Admission[Any], folder: str) -> None:
-        """Put away what was admitted, and turned out to be bad."""
-        for client, reason in admission.withdrawn.items():
-            self.run.set_aside(folder, client, reason)
+    def _nodes(self, cohort: Cohort) -> dict[str, int]:
+        """Return the nodes that are connected, by their clients' names."""
+        connected, mailbox = list(self.grid.get_node_ids()), cohort.mailbox(self.grid)
+        nodes = cohort.learn(mailbox, connected, self.timeout)
+        return {cohort.name(node): node for node in nodes}
 
     def _state(self, scope: str | None) -> ServerState:
         return self.run.state if scope is None else self.run.state.inner(scope)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from flwr.app import Message, MetricRecord, RecordDict
 
 from flwr_fisher.errors import FlwrFisherError
+from flwr_fisher.server.mailbox import Reply
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.rejections import Rejections
@@ -23,7 +24,7 @@ def aggregate_evaluations(
     aggregate: Aggregate,
     names: NodeNames,
     server_round: int,
-    replies: Iterable[Message],
+    replies: Iterable[Reply],
     weighted_by_key: str,
     policy: Policy,
 ) -> MetricRecord | None:
@@ -37,7 +38,7 @@ def aggregate_evaluations(
         Knows the clients' names, and their order.
     server_round : int
         The round.
-    replies : Iterable[Message]
+    replies : Iterable[Reply]
         In any order.
     weighted_by_key : str
         The metric that weights clients.
@@ -52,12 +53,12 @@ def aggregate_evaluations(
     rejected = Rejections()
     messages: dict[str, Message] = {}
     metrics: dict[str, MetricRecord] = {}
-    for reply in sorted(replies, key=lambda r: names.order(r.metadata.src_node_id)):
-        node = reply.metadata.src_node_id
+    for reply in sorted(replies, key=lambda reply: names.order(reply.node)):
+        node, message = reply.node, reply.message
         client = names.name(node)
         try:
-            metrics[client] = read_evaluate_reply(reply, weighted_by_key)
-            messages[client] = reply
+            metrics[client] = read_evaluate_reply(message, weighted_by_key)
+            messages[client] = message
         except Exception as error:  # of what arrived, anything can be wrong
             expected = isinstance(error, FlwrFisherError)
             reason = error if expected else f"{type(error).__name__}: {error}"

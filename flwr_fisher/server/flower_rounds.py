@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app.message_type import MessageType
 from flwr.serverapp.strategy import (
     Bulyan,
     FedAvg,
@@ -18,11 +20,15 @@ from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.server.admission import Admission
+from flwr_fisher.server.checkpoint import ExchangeRecord
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import ServerState, Step, Upload
+from flwr_fisher.server.kept import KeptExchange
 from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.receive import receive, restore
 from flwr_fisher.server.replies import shared_by_all
+from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.plain_upload import PlainUpload
 
@@ -47,6 +53,8 @@ class FlowerRounds:
         A metric that every reply has.
     policy : Policy
         How far a single client's say may go.
+    waiting : Waiting
+        How long a round waits, and for how many.
     """
 
     def __init__(
@@ -56,9 +64,11 @@ class FlowerRounds:
         cohort: Cohort,
         weighted_by_key: str,
         policy: Policy,
+        waiting: Waiting,
     ) -> None:
         self.strategy, self.kind, self.cohort = strategy, kind, cohort
         self.weighted_by_key, self.policy = weighted_by_key, policy
+        self.waiting = waiting
         self._last = 0  # round that this object has driven
 
     def train(
@@ -81,17 +91,20 @@ class FlowerRounds:
         messages = list(
             self.strategy.configure_train(server_round, run.arrays(), config, grid)
         )
-        nodes = [message.metadata.dst_node_id for message in messages]
-        self.cohort.learn(grid, nodes, driver.timeout)
-        folder = run.folder(server_round, 1)
-        admission = self._admit(driver, folder, messages)
+        connected, mailbox = list(grid.get_node_ids()), self.cohort.mailbox(grid)
+        self.cohort.learn(mailbox, connected, driver.timeout)
+        kept = run.kept(server_round, 1)
+        admission = self._admission(run.state.params)
+        admission.expected = len(messages)
+        record = self._gather(driver, server_round, kept, admission, messages)
         uploads = admission.uploads(needed=0)
-        driver.set_aside(admission, folder)
-        requests = {m.metadata.dst_node_id: m for m in messages}
+        for client, reason in admission.withdrawn.items():
+            kept.set_aside(client, reason)
+        requests = {self.cohort.name(m.metadata.dst_node_id): m for m in messages}
         records = shared_by_all([upload.metrics for upload in uploads])
         replies = [
-            _reply(upload, record, requests[upload.node_id], self.weighted_by_key)
-            for upload, record in zip(uploads, records, strict=True)
+            _reply(upload, own, requests.get(upload.client), self.weighted_by_key)
+            for upload, own in zip(uploads, records, strict=True)
         ]
         arrays, metrics = self.strategy.aggregate_train(server_round, replies)
         reasons = admission.rejected.lines()
@@ -100,28 +113,54 @@ class FlowerRounds:
         )
         counts = {"num-replies": len(uploads), "num-rejected": len(admission.rejected)}
         joined = MetricRecord({**counts, **(metrics or {})})
+        kept.close(record, [upload.client for upload in uploads])
         run.stepped(server_round, Step(state), [], joined)
         self._last = server_round
         return {upload.client: upload.metrics for upload in uploads}
 
-    def _admit(
-        self, driver: Driver, folder: str, messages: list[Message]
-    ) -> Admission[PlainUpload]:
-        """Collect the replies, and those that an interrupted run left on disk."""
-        admission = Admission(
+    def _admission(self, like: Mapping[str, Tensor]) -> Admission[PlainUpload]:
+        return Admission(
             self.cohort,
             PlainUpload.from_arrays,
-            driver.run.state.params,
+            like,
             self.weighted_by_key,
-            expected=len(messages),
+            expected=0,
             policy=self.policy,
         )
-        nodes = driver.restore(
-            admission, folder, [m.metadata.dst_node_id for m in messages]
+
+    def _gather(
+        self,
+        driver: Driver,
+        server_round: int,
+        kept: KeptExchange,
+        admission: Admission[PlainUpload],
+        messages: list[Message],
+    ) -> ExchangeRecord:
+        """Collect the replies, and those that an interrupted run left on disk."""
+        names = {m.metadata.dst_node_id: "" for m in messages}
+        names = {node: self.cohort.name(node) for node in names}
+        record = kept.record()
+        restore(admission, kept, record)
+        if record is not None and record.closed is not None:
+            return record
+        if record is None:
+            record = kept.open(list(names.values()), len(messages), len(messages))
+        done = admission.done()
+        left = [m for m in messages if names[m.metadata.dst_node_id] not in done]
+        new = partial(self._admission, driver.run.state.params)
+        wanted = self.waiting.enough(len(messages))
+        receive(
+            driver.grid,
+            self.cohort,
+            server_round,
+            admission,
+            kept,
+            left,
+            driver.timeout,
+            late=driver.late(self.cohort, new, kept, server_round),
+            enough=lambda: len(admission.admitted) >= wanted,
         )
-        left = [m for m in messages if m.metadata.dst_node_id in nodes]
-        driver.receive(admission, left, folder)
-        return admission
+        return record
 
     def _params(
         self,
@@ -158,9 +197,17 @@ def _like(params: Mapping[str, Tensor], arrays: ArrayRecord) -> dict[str, Tensor
 
 
 def _reply(
-    upload: Upload[PlainUpload], metrics: MetricRecord, request: Message, key: str
+    upload: Upload[PlainUpload],
+    metrics: MetricRecord,
+    request: Message | None,
+    key: str,
 ) -> Message:
-    """Return the reply that a strategy is to see, with records of Flower's names."""
+    """Return the reply that a strategy is to see, with records of Flower's names.
+
+    Who replied in an earlier life of the run need not have been asked in this one.
+    """
     content = RecordDict({"arrays": upload.payload.to_arrays()})
     content["metrics"] = MetricRecord({**metrics, key: upload.num_examples})
+    if request is None:
+        request = Message(RecordDict(), upload.node_id, MessageType.TRAIN)
     return Message(content, reply_to=request)

@@ -1,51 +1,22 @@
 """Names of nodes that hold in every run."""
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from flwr_fisher.printable import printable
-from flwr_fisher.server.collect import query
+from flwr_fisher.server.collect import ANSWERED_WITHIN, query
+from flwr_fisher.server.identity import Identity, Order
+from flwr_fisher.server.mailbox import Mailbox, Reply
 from flwr_fisher.server.rejections import listed
 
 logger = logging.getLogger("flwr")
 
-Order = tuple[int, int, str]
-
 _LARGEST_ID = 2**63
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """Who a node is: by the name that it is registered by, its partition, or its id."""
-
-    node: int
-    registered: str = ""
-    partition: int | None = None
-
-    @property
-    def name(self) -> str:
-        if self.registered:
-            return self.registered
-        if self.partition is not None:
-            return f"partition-{self.partition}"
-        return f"node-{self.node}"
-
-    @property
-    def order(self) -> Order:
-        if self.registered:
-            return (1, 0, self.registered)
-        if self.partition is not None:
-            return (0, self.partition, "")
-        return (2, self.node, "")
-
-    @property
-    def number(self) -> int:
-        """What the client itself is known by."""
-        return self.node if self.partition is None else self.partition
+_ASK_AGAIN = 60.0  # seconds after a node died, if it is connected
 
 
 class NodeNames:
@@ -57,6 +28,8 @@ class NodeNames:
     asked: nobody can tell whose it is. A registered node loses nothing to the claim of
     one that is not.
 
+    A node that does not answer is not there to be asked more, until it does.
+
     Attributes
     ----------
     answered : set[int]
@@ -66,76 +39,99 @@ class NodeNames:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Identity] = {}
+        self._known: dict[int, Identity] = {}
+        self._asked: dict[int, str] = {}  # with the name that it is registered by
+        self._until: dict[int, float] = {}  # when a question expires
         self.answered: set[int] = set()
         self.refused: dict[int, str] = {}
+
+    def identity(self, node_id: int) -> Identity:
+        """Return who a node is."""
+        return self._known.get(node_id, Identity(node_id))
 
     def name(self, node_id: int) -> str:
         """Return a client's name: the same in every run, where one is known."""
         if node_id in self.refused:
             return f"node-{node_id}"
-        return self._identity(node_id).name
+        return self.identity(node_id).name
 
     def order(self, node_id: int) -> Order:
         """Return a sort key that does not depend on node ids, where possible."""
-        return self._identity(node_id).order
+        return self.identity(node_id).order
 
     def number(self, node_id: int) -> int:
         """Return what the client itself is known by: its partition, or its node."""
-        return self._identity(node_id).number
+        return self.identity(node_id).number
 
-    def learn(self, grid: Grid, nodes: Collection[int], timeout: float) -> None:
+    def recall(self, client: Identity) -> None:
+        """Know a client by the node's id that it had in an earlier life of the run."""
+        self._known.setdefault(client.node, client)
+
+    def learn(
+        self, mailbox: Mailbox, nodes: Collection[int], timeout: float
+    ) -> list[int]:
         """Ask nodes met for the first time which partition they hold.
+
+        Their answers are waited for only where nobody is known yet: who connects later
+        is asked, and takes part once it has answered.
 
         Parameters
         ----------
-        grid : Grid
+        mailbox : Mailbox
             Reaches them.
         nodes : Collection[int]
             Those that are connected.
         timeout : float
             Seconds to wait for answers, at most a minute.
+
+        Returns
+        -------
+        list[int]
+            Those that have answered and are not refused.
         """
-        new = [node for node in nodes if node not in self._known]
-        if new:
-            names = _registered_names(grid)
-            claims = self._claims(grid, new, timeout)
-            for node in new:
-                partition = claims.get(node)
-                self._known[node] = _Identity(node, names.get(node, ""), partition)
+        now = time.monotonic()
+        again = {n for n, until in self._until.items() if until < now} - self.answered
+        if new := [n for n in nodes if n not in self._asked or n in again]:
+            names = _registered_names(mailbox.grid)
+            self._asked |= {node: names.get(node, "") for node in new}
+            self._known |= {
+                node: Identity(node, name)
+                for node, name in names.items()
+                if node in new
+            }
+            self._until |= dict.fromkeys(new, now + ANSWERED_WITHIN)
+            wait = 0.0 if self.answered.intersection(nodes) else timeout
+            for reply in query(mailbox, new, RecordDict(), wait, self._take):
+                self._take(reply)
             self._tell_nameless(new)
         self._refuse_doubles(nodes)
+        return [n for n in nodes if n in self.answered and n not in self.refused]
 
-    def _identity(self, node_id: int) -> _Identity:
-        return self._known.get(node_id, _Identity(node_id))
-
-    def _claims(
-        self, grid: Grid, nodes: Iterable[int], timeout: float
-    ) -> dict[int, int]:
-        claims = {}
-        for reply in query(grid, nodes, RecordDict(), timeout):
-            node = reply.metadata.src_node_id
-            self.answered.add(node)
-            records = reply.content.metric_records if reply.has_content() else {}
-            partition = next(
-                (r["partition-id"] for r in records.values() if "partition-id" in r),
-                None,
+    def _take(self, reply: Reply) -> None:
+        """Take a node's answer, whenever it comes."""
+        if reply.of_link or reply.of_the_dead:
+            self._until[reply.node] = time.monotonic() + _ASK_AGAIN
+            return
+        node, message = reply.node, reply.message
+        self.answered.add(node)
+        records = message.content.metric_records if message.has_content() else {}
+        partition = next(
+            (r["partition-id"] for r in records.values() if "partition-id" in r), None
+        )
+        if isinstance(partition, int) and 0 <= partition < _LARGEST_ID:
+            self._known[node] = Identity(node, self._asked.get(node, ""), partition)
+        elif partition is not None:
+            logger.warning(
+                "node-%s claims partition %s, which cannot be: it goes by its id",
+                node,
+                printable(repr(partition)),
             )
-            if isinstance(partition, int) and 0 <= partition < _LARGEST_ID:
-                claims[node] = partition
-            elif partition is not None:
-                logger.warning(
-                    "node-%s claims partition %s, which cannot be: it goes by its id",
-                    node,
-                    printable(repr(partition)),
-                )
-        return claims
 
     def _refuse_doubles(self, nodes: Iterable[int]) -> None:
         """Refuse the connected nodes whose names, or numbers, are not theirs alone."""
-        connected = [self._identity(node) for node in nodes]
+        connected = [self.identity(node) for node in nodes]
         before, self.refused = self.refused, {}
-        alike: dict[str | int, list[_Identity]] = {}
+        alike: dict[str | int, list[Identity]] = {}
         for one in connected:
             for claim in (one.name, one.number):
                 alike.setdefault(claim, []).append(one)
@@ -159,7 +155,11 @@ class NodeNames:
             logger.warning("node-%s is not asked: %s", node, self.refused[node])
 
     def _tell_nameless(self, new: Iterable[int]) -> None:
-        nameless = [node for node in new if self._identity(node).order[0] == 2]
+        nameless = [
+            node
+            for node in new
+            if node in self.answered and self.identity(node).order[0] == 2
+        ]
         if nameless:
             logger.info(
                 "%d nodes did not tell a partition-id of their own; they go by node "

@@ -11,9 +11,10 @@ from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ParamsError, RoundError, StructureError
+from flwr_fisher.params import Params
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.admission import Admission
-from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
@@ -22,6 +23,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import Payload, named_options
 
 logger = logging.getLogger("flwr")
@@ -44,6 +46,7 @@ class Sampling(Protocol):
     seed: int
     cohort: Cohort
     policy: Policy
+    waiting: Waiting
     fraction_train: float
     min_train_nodes: int
     min_available_nodes: int
@@ -81,8 +84,33 @@ class Finished(Generic[P]):
     metrics: MetricRecord
 
 
+def new_admission(
+    sampling: Sampling, exchange: Exchange[P], like: Params
+) -> Admission[P]:
+    """Return what admits an exchange's replies.
+
+    Parameters
+    ----------
+    sampling : Sampling
+        The strategy.
+    exchange : Exchange
+        What it asks.
+    like : Mapping[str, Tensor]
+        The run's parameters.
+    """
+    policy = sampling.policy
+    return Admission(
+        sampling.cohort,
+        exchange.read,
+        like,
+        sampling.weighted_by_key,
+        expected=0,
+        policy=policy if exchange.limit_masses else replace(policy, max_share=1),
+    )
+
+
 class OpenExchange(Generic[P]):
-    """Made when nodes are sampled, fed with their replies, and then finished.
+    """Knows whom to ask, is fed with their replies, and then finished.
 
     Parameters
     ----------
@@ -92,18 +120,8 @@ class OpenExchange(Generic[P]):
         What it asks.
     state : ServerState
         Where the run stands.
-    grid : Grid
-        Knows who is connected.
     server_round : int
         The round.
-    timeout : float
-        Seconds to wait for nodes to connect.
-
-    Raises
-    ------
-    RoundError
-        If too few nodes are connected when the time is up, or too few of them train
-        the same parameters.
     """
 
     def __init__(
@@ -111,44 +129,60 @@ class OpenExchange(Generic[P]):
         sampling: Sampling,
         exchange: Exchange[P],
         state: ServerState,
-        grid: Grid,
         server_round: int,
-        timeout: float,
     ) -> None:
         self.sampling, self.exchange, self.state = sampling, exchange, state
         self.server_round = server_round
-        self.nodes = sampling.cohort.sample(
+        self.admission = new_admission(sampling, exchange, state.params)
+
+    def sample(self, grid: Grid, timeout: float) -> Sample:
+        """Return whom to ask.
+
+        Raises
+        ------
+        RoundError
+            If too few nodes are connected when the time is up, or too few of them train
+            the same parameters.
+        """
+        sampling = self.sampling
+        sample = sampling.cohort.sample(
             grid,
-            fraction=1.0 if exchange.everyone else sampling.fraction_train,
+            fraction=1.0 if self.exchange.everyone else sampling.fraction_train,
             minimum=sampling.min_train_nodes,
             available=sampling.min_available_nodes,
-            server_round=server_round,
+            server_round=self.server_round,
             purpose="train",
             timeout=timeout,
+            waiting=sampling.waiting,
         )
-        logger.info("configure_train: Sampled %s nodes", len(self.nodes))
-        self.admission = Admission(
-            sampling.cohort,
-            exchange.read,
-            state.params,
-            sampling.weighted_by_key,
-            expected=len(self.nodes),
-            policy=sampling.policy
-            if exchange.limit_masses
-            else replace(sampling.policy, max_share=1),
-        )
-        if exchange.alike:
-            self._leave_out_odd(grid, timeout)
+        logger.info("configure_train: Sampled %s nodes", len(sample.nodes))
+        self.admission.expected = len(sample.nodes)
+        return sample
 
-    def _leave_out_odd(self, grid: Grid, timeout: float) -> None:
-        """Reject the nodes whose uploads could not be merged with the others'."""
-        cohort = self.sampling.cohort
-        nodes = [node for node in self.nodes if node in cohort.answered]
-        odd = cohort.agreement.odd(grid, nodes, self.state.params, timeout)
-        for node, error in odd.items():
-            self.admission.reject(node, error, "configure_train")
-            self.nodes.remove(node)
-        self.admission.check_enough(self.sampling.min_train_nodes, len(self.nodes))
+    def alike(
+        self, grid: Grid, nodes: list[int], others: Iterable[int], timeout: float
+    ) -> list[int]:
+        """Reject those nodes whose uploads could not be merged; return the rest.
+
+        Parameters
+        ----------
+        grid : Grid
+            Reaches them.
+        nodes : list[int]
+            Those that are to be asked.
+        others : Iterable[int]
+            Those that were asked before.
+        timeout : float
+            Seconds to wait for what they tell, at most a minute.
+        """
+        if not self.exchange.alike or not nodes:
+            return nodes
+        cohort, like = self.sampling.cohort, self.state.params
+        mailbox, everyone = cohort.mailbox(grid), [*others, *nodes]
+        odd = cohort.agreement.odd(mailbox, everyone, like, timeout)
+        for node in odd.keys() & set(nodes):
+            self.admission.reject(node, odd[node], "configure_train")
+        return [node for node in nodes if node not in odd]
 
     def messages(self, config: ConfigRecord, nodes: Iterable[int]) -> list[Message]:
         """Return the requests to some of the nodes."""

@@ -1,7 +1,7 @@
 """One run of a strategy: its state, its result so far, and both on disk."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from flwr_fisher.errors import CheckpointError, ConfigurationError
 from flwr_fisher.params import Params
 from flwr_fisher.server.checkpoint import CheckpointDir, RoundCheckpoint
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.kept import KeptExchange
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 logger = logging.getLogger("flwr")
@@ -52,21 +53,15 @@ class Run:
         Where the run stands.
     server_round : int
         The last finished round.
-    options : Mapping[str, Any]
-        The strategy's options, which a checkpoint must agree with.
     disk : CheckpointDir | None
         Where it is kept, if anywhere.
     """
 
     def __init__(
-        self,
-        state: ServerState,
-        server_round: int,
-        options: Mapping[str, Any],
-        disk: CheckpointDir | None,
+        self, state: ServerState, server_round: int, disk: CheckpointDir | None
     ) -> None:
         self.state, self.server_round = state, server_round
-        self._options, self._disk = dict(options), disk
+        self._disk = disk
         self._result = CurvatureResult()
 
     @classmethod
@@ -77,28 +72,49 @@ class Run:
         checkpoint_dir: str | Path | None,
         resume: bool,
         groups: Groups | None = None,
+        *,
+        reopen: bool = False,
     ) -> "Run":
         """Start from the initial arrays and `groups`, or resume after the last round.
 
         Raises
         ------
         CheckpointError
-            If there is a run on disk and `resume` is false, or it is another one.
+            If there is a run on disk and `resume` is false, it is another one, or
+            another server has it.
         """
         if not isinstance(initial_arrays, ArrayRecord):
             raise ConfigurationError(
                 "initial_arrays must be an ArrayRecord, got "
                 f"{type(initial_arrays).__name__}: wrap it, ArrayRecord(...)"
             )
+        if reopen and not resume:
+            raise ConfigurationError("reopen=True needs resume=True")
         state = ServerState(arrays_to_tensors(initial_arrays), dict(groups or {}))
         if checkpoint_dir is None:
             if resume:
                 raise CheckpointError("resume=True needs a checkpoint_dir")
-            return cls(state, 0, options, None)
+            return cls(state, 0, None)
         disk = CheckpointDir(checkpoint_dir)
+        try:
+            return cls._on_disk(disk, state, options, resume, reopen)
+        except BaseException:
+            disk.release()
+            raise
+
+    @classmethod
+    def _on_disk(
+        cls,
+        disk: CheckpointDir,
+        state: ServerState,
+        options: Mapping[str, Any],
+        resume: bool,
+        reopen: bool,
+    ) -> "Run":
         rounds = disk.rounds()
         if not rounds:
-            run = cls(state, 0, options, disk)
+            disk.begin(options)
+            run = cls(state, 0, disk)
             run.finish(0)
             return run
         if not resume:
@@ -106,71 +122,43 @@ class Run:
                 f"{disk.path} holds a run up to round {rounds[-1]}: pass resume=True "
                 "to go on with it, or another checkpoint_dir"
             )
-        run = cls._load(disk, rounds[-1], options)
+        _check_options(disk, options)
+        last = rounds[-1]
+        if reopen and last:
+            disk.reopen(last)
+            last -= 1
+        run = cls(_to_state(disk.load_round(last).tensors), last, disk)
+        run._remember(disk.load_history(last))
+        logger.info("Resuming after round %s from %s", last, disk.path)
         _check_model(state.params, run.state.params, disk)
         return run
 
-    @classmethod
-    def _load(
-        cls, disk: CheckpointDir, server_round: int, options: Mapping[str, Any]
-    ) -> "Run":
-        checkpoint = disk.load_round(server_round)
-        saved = checkpoint.record["options"]
-        if saved != options:
-            odd = sorted(
-                k for k in {*saved, *options} if saved.get(k) != options.get(k)
-            )
-            changes = ", ".join(
-                f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in odd
-            )
-            raise CheckpointError(
-                f"{disk.path} holds a run with other options: {changes}; resume it "
-                "with those, or begin anew in another checkpoint_dir"
-            )
-        state = _to_state(checkpoint.tensors)
-        run = cls(state, server_round, options, disk)
-        for name in _HISTORIES:
-            history = checkpoint.record[name].items()
-            getattr(run._result, name).update(
-                {int(r): MetricRecord(m) for r, m in history}
-            )
-        logger.info("Resuming after round %s from %s", server_round, disk.path)
-        return run
+    def _remember(self, history: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the metrics of the rounds before."""
+        for server_round, record in history.items():
+            for name in _HISTORIES:
+                if name in record:
+                    metrics = MetricRecord(record[name])
+                    getattr(self._result, name)[server_round] = metrics
+
+    def release(self) -> None:
+        """Let another server have the run's folder."""
+        if self._disk is not None:
+            self._disk.release()
+
+    @property
+    def id(self) -> str | None:
+        """What the run is known by to clients, in all lives of its servers."""
+        return None if self._disk is None else self._disk.run
 
     def arrays(self) -> ArrayRecord:
         """Return the global parameters and buffers."""
         return tensors_to_arrays(self.state.params)
 
-    @staticmethod
-    def folder(server_round: int, exchange: int) -> str:
-        """Return where the uploads of a round's exchange are kept, from 1."""
-        return f"uploads-{server_round:04d}/exchange-{exchange}"
-
-    def save_upload(
-        self, folder: str, client: str, arrays: ArrayRecord, metrics: MetricRecord
-    ) -> None:
-        """Keep a reply as soon as it is admitted."""
-        if self._disk is not None:
-            self._disk.save_upload(folder, client, arrays, metrics)
-
-    def load_uploads(
-        self, folder: str
-    ) -> Iterator[tuple[str, ArrayRecord, MetricRecord]]:
-        """Return what was kept of an interrupted round."""
-        return iter(()) if self._disk is None else self._disk.load_uploads(folder)
-
-    def set_aside(self, folder: str, client: str, reason: str) -> None:
-        """Put away an upload that turned out to be bad."""
-        if self._disk is not None:
-            self._disk.set_aside(folder, client, reason)
-
-    def load_set_aside(self, folder: str) -> dict[str, str]:
-        """Return whose uploads an interrupted round had set aside, and why."""
-        return {} if self._disk is None else self._disk.load_set_aside(folder)
-
-    def has_uploads(self, folder: str) -> bool:
-        """Return whether an interrupted round got as far as that exchange."""
-        return self._disk is not None and (self._disk.path / folder).exists()
+    def kept(self, server_round: int, exchange: int) -> KeptExchange:
+        """Return what is on disk of a round's exchange, counted from 1."""
+        folder = f"uploads-{server_round:04d}/exchange-{exchange}"
+        return KeptExchange(self._disk, folder)
 
     def stepped(
         self,
@@ -185,8 +173,9 @@ class Run:
         history = self._result.train_metrics_clientapp
         earlier = dict(history.get(server_round, {}))
         joined = {**earlier, **metrics, **step.metrics}
-        rejected = [record.get("num-rejected", 0) for record in (earlier, metrics)]
-        joined["num-rejected"] = sum(n for n in rejected if isinstance(n, int))
+        for name in {"num-rejected", "num-missing"} & joined.keys():
+            counts = [record.get(name, 0) for record in (earlier, metrics)]
+            joined[name] = sum(n for n in counts if isinstance(n, int))
         history[server_round] = MetricRecord(joined)
         logger.info("\t└──> Aggregated MetricRecord: %s", history[server_round])
 
@@ -194,10 +183,25 @@ class Run:
         """Let go of the last step's uploads, so that two rounds' are never held."""
         self._result.uploads = []
 
+    def failed(self, server_round: int, before: ServerState, reason: object) -> None:
+        """Note that a round came to nothing: the state is what it was before."""
+        logger.warning("[ROUND %s] skipped: %s", server_round, reason)
+        self.state = before
+        self._result.uploads, self._result.details = [], None
+        self.add_metrics(server_round, {"skipped": 1})
+
     def add_metrics(self, server_round: int, metrics: Mapping[str, int]) -> None:
         """Let metrics join a round's."""
         history = self._result.train_metrics_clientapp
-        history[server_round] = MetricRecord({**history[server_round], **metrics})
+        before = dict(history.get(server_round, {}))
+        history[server_round] = MetricRecord({**before, **metrics})
+
+    def count_late(self, server_round: int) -> None:
+        """Count a late reply in the round in which it came."""
+        history = self._result.train_metrics_clientapp
+        before = dict(history.get(server_round, {})).get("num-late", 0)
+        assert isinstance(before, int)
+        self.add_metrics(server_round, {"num-late": before + 1})
 
     def client_evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
         """Note what the clients' evaluation gave."""
@@ -216,10 +220,11 @@ class Run:
         self.server_round = server_round
         if self._disk is None:
             return
-        record: dict[str, Any] = {"options": self._options}
-        for name in _HISTORIES:
-            history = getattr(self._result, name).items()
-            record[name] = {r: dict(metrics) for r, metrics in history}
+        record = {
+            name: dict(history[server_round])
+            for name in _HISTORIES
+            if server_round in (history := getattr(self._result, name))
+        }
         tensors = _to_tensors(self.state)
         self._disk.save_round(RoundCheckpoint(server_round, tensors, record))
 
@@ -248,6 +253,18 @@ def _to_state(tensors: Params) -> ServerState:
         else:
             params[key] = value
     return ServerState(params, groups)
+
+
+def _check_options(disk: CheckpointDir, options: Mapping[str, Any]) -> None:
+    """Refuse to go on with other options than the run began with."""
+    saved = disk.load_options()
+    odd = sorted(k for k in {*saved, *options} if saved.get(k) != options.get(k))
+    if odd:
+        changes = ", ".join(f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in odd)
+        raise CheckpointError(
+            f"{disk.path} holds a run with other options: {changes}; resume it with "
+            "those, or begin anew in another checkpoint_dir"
+        )
 
 
 def _check_model(initial: Params, saved: Params, disk: CheckpointDir) -> None:

@@ -9,6 +9,7 @@ from flwr.serverapp.strategy import Strategy
 from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 
 _TIMEOUT = 3600.0
@@ -92,7 +93,7 @@ class Repeatable(Strategy):
     ) -> list[Message]:
         if not made:
             return []
-        nodes = self.cohort.sample(
+        sample = self.cohort.sample(
             grid,
             fraction=0.0,
             minimum=len(made),
@@ -100,7 +101,9 @@ class Repeatable(Strategy):
             server_round=server_round,
             purpose=purpose,
             timeout=_TIMEOUT,
+            waiting=Waiting(),
         )
+        nodes = sample.nodes
         kind, group = made[0].metadata.message_type, str(server_round)
         pairs = zip(made, nodes, strict=True)
         return [Message(m.content, node, kind, group_id=group) for m, node in pairs]

@@ -41,7 +41,7 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
         )
     preconditioner = Preconditioner.of(before, damping=damping)
 
-    def precondition(epoch: int) -> None:
+    def precondition(epoch: int, step: int) -> None:
         found = {k: p.grad for k, p in parameters.items() if p.grad is not None}
         for name, value in preconditioner.direction(found).items():
             if value is not found[name]:

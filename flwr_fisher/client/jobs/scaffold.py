@@ -12,7 +12,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import LocalSGD, TrainFn
 from flwr_fisher.errors import ClientError
-from flwr_fisher.params import subtract
+from flwr_fisher.params import Params, subtract
 from flwr_fisher.rounds import scaffold_control
 from flwr_fisher.wire import VectorUpload
 
@@ -42,25 +42,37 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     kept = OwnControl.of(problem, request, _CONTROL, start)
     last = kept.load()
     own = zeros if last is None else last
-    correction, steps = subtract(shared, own), 0
-
-    def correct(epoch: int) -> None:
-        nonlocal steps
-        steps += 1
-        for name, parameter in parameters.items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(correction[name])
-
+    correct = _Correction(parameters, subtract(shared, own))
     metrics = problem.train(request.config, on_gradients=correct)
     away = subtract(start, {n: p.detach() for n, p in parameters.items()})
-    new = scaffold_control(own, shared, away, steps=steps, lr=lr)
+    new = scaffold_control(own, shared, away, steps=correct.steps, lr=lr)
     kept.save(new)
     lost = kept.last_step is not None and last is None
     upload = VectorUpload(
         {_CONTROL: subtract(new, own)}, problem.state_like(request.params)
     )
     return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
+
+
+class _Correction:
+    """Adds :math:`c - c_i` to gradients, and counts."""
+
+    def __init__(self, parameters: Params, correction: Params) -> None:
+        self.parameters, self.correction = parameters, correction
+        self.steps = 0
+
+    def __call__(self, epoch: int, step: int) -> None:
+        self.steps = step
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.add_(self.correction[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
 
 
 def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:

@@ -1,0 +1,165 @@
+"""The replies to one exchange: from disk, from those who are asked, from who comes."""
+
+import logging
+import time
+from typing import Generic, TypeVar
+
+from flwr.app import ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from flwr_fisher.server.checkpoint import ExchangeRecord
+from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.mailbox import Receive
+from flwr_fisher.server.open_exchange import OpenExchange
+from flwr_fisher.server.receive import receive, restore
+from flwr_fisher.wire import Payload
+
+logger = logging.getLogger("flwr")
+
+P = TypeVar("P", bound=Payload)
+
+_DEAD, _SILENT = 60.0, 3600.0  # seconds until a node is asked again, at first
+
+
+class Gathering(Generic[P]):
+    """Asks an exchange's clients, and feeds it with what they reply.
+
+    Parameters
+    ----------
+    grid : Grid
+        Reaches the clients.
+    opened : OpenExchange
+        The exchange.
+    kept : KeptExchange
+        What is on disk of it.
+    config : ConfigRecord
+        For the clients.
+    timeout : float
+        Seconds to wait, where there is no collection window.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        opened: OpenExchange[P],
+        kept: KeptExchange,
+        config: ConfigRecord,
+        timeout: float,
+    ) -> None:
+        self.grid, self.opened, self.kept = grid, opened, kept
+        self.config, self.timeout = config, timeout
+        self.cohort, self.waiting = opened.sampling.cohort, opened.sampling.waiting
+        self._expected: set[str] | None = None  # names; None: whoever comes
+        self._asked: list[int] = []
+        self._times: dict[int, int] = {}  # how often each node was asked
+        self._since: dict[int, float] = {}  # when it was
+        self._died: dict[int, float] = {}  # when it was noticed
+        self._due: set[int] = set()
+
+    def run(self, late: Receive) -> ExchangeRecord:
+        """Gather the replies; return what is to be remembered of the exchange.
+
+        Raises
+        ------
+        RoundError
+            If too few clients are connected when the time is up.
+        """
+        record, admission = self.kept.record(), self.opened.admission
+        restore(admission, self.kept, record)
+        if record is not None:
+            self.cohort.connected = record.connected
+            if record.closed is not None:
+                return record
+        messages, timeout = list[Message](), self.timeout
+        if self.waiting.window is not None:
+            if record is None:
+                record = self.kept.open(None, 0, 0)
+            timeout = record.opened + self.waiting.window - time.time()
+            enough = self.waiting.enough_in_window
+            logger.info("configure_train: the window closes in %.0f s", timeout)
+        else:
+            if record is None:
+                record, messages = self._open()
+            self._expected = set(record.clients or ())
+            admission.expected = len(self._expected)
+            enough = self.waiting.enough(record.wanted)
+        enough = max(enough, self.opened.sampling.min_train_nodes)
+        if timeout > 0:
+            receive(
+                self.grid,
+                self.cohort,
+                self.opened.server_round,
+                admission,
+                self.kept,
+                messages,
+                timeout,
+                late=late,
+                enough=lambda: len(admission.admitted) >= enough,
+                newcomers=self._newcomers,
+                due=self._due,
+            )
+        if absent := sorted(self._left()):
+            admission.missing |= dict.fromkeys(absent, "it did not connect")
+        return record
+
+    def _open(self) -> tuple[ExchangeRecord, list[Message]]:
+        """Sample the clients, and remember whom."""
+        sample = self.opened.sample(self.grid, self.timeout)
+        names = [self.cohort.name(node) for node in sample.nodes]
+        record = self.kept.open(names, sample.wanted, self.cohort.connected)
+        nodes = self.opened.alike(self.grid, sample.nodes, [], self.timeout)
+        needed = self.opened.sampling.min_train_nodes
+        self.opened.admission.check_enough(needed, len(nodes))
+        return record, self._ask(nodes)
+
+    def _newcomers(self) -> list[Message] | None:
+        """Return the messages to those who have connected and were not asked yet."""
+        left = self._left()
+        if self._expected is not None and not left:
+            return None
+        connected = list(self.grid.get_node_ids())
+        mailbox = self.cohort.mailbox(self.grid)
+        nodes = self.cohort.learn(mailbox, connected, self.timeout)
+        if self._expected is None:
+            done = self.opened.admission.done()
+            self.cohort.connected = len(nodes)
+            nodes = [node for node in nodes if self.cohort.name(node) not in done]
+            new = [node for node in nodes if self._may_be_asked(node)]
+            first = [node for node in new if node not in self._times]
+            self.opened.admission.expected += len(first)
+        else:
+            new = [node for node in nodes if self.cohort.name(node) in left]
+        new.sort(key=self.cohort.order)
+        new = self.opened.alike(self.grid, new, self._asked, self.timeout)
+        return self._ask(new)
+
+    def _may_be_asked(self, node: int) -> bool:
+        """Return whether to ask a node of a window, at first or once more.
+
+        A node that died is asked when it is back, later each time. A node that was
+        restarted may have lost the request, and nobody would know: so who is silent is
+        asked again, too, where clients hand over what they have finished.
+        """
+        if (times := self._times.get(node, 0)) == 0:
+            return True
+        now, factor = time.monotonic(), 1 << (times - 1)
+        if node in self._due:
+            return self.kept.on_disk and now > self._since[node] + factor * _SILENT
+        self._died.setdefault(node, now)
+        return now > self._died[node] + factor * _DEAD
+
+    def _ask(self, nodes: list[int]) -> list[Message]:
+        for node in nodes:
+            self._times[node] = self._times.get(node, 0) + 1
+            self._since[node] = time.monotonic()
+            self._died.pop(node, None)
+        self._asked += nodes
+        self._due |= set(nodes)
+        return self.opened.messages(self.config, nodes)
+
+    def _left(self) -> set[str]:
+        """Return the names of those who were to be asked, and have not been yet."""
+        if not self._expected:
+            return set()
+        asked = {self.cohort.name(node) for node in self._asked}
+        return self._expected - asked - self.opened.admission.done()

@@ -1,0 +1,69 @@
+"""What is on disk of one exchange, if the run is kept at all."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, MetricRecord
+
+from flwr_fisher.server.checkpoint import CheckpointDir, ExchangeRecord
+from flwr_fisher.server.identity import Identity
+
+
+class KeptExchange:
+    """An exchange's record and uploads on disk; nothing where a run is not kept.
+
+    Parameters
+    ----------
+    disk : CheckpointDir | None
+        The run's directory.
+    folder : str
+        The exchange's, in it.
+    """
+
+    def __init__(self, disk: CheckpointDir | None, folder: str) -> None:
+        self._disk, self._folder = disk, folder
+
+    def record(self) -> ExchangeRecord | None:
+        """Return how it stands; None if it has not begun."""
+        return None if self._disk is None else self._disk.load_exchange(self._folder)
+
+    def open(
+        self, clients: list[str] | None, wanted: int, connected: int
+    ) -> ExchangeRecord:
+        """Remember that it begins, and with whom."""
+        record = ExchangeRecord(clients, wanted, connected, time.time())
+        if self._disk is not None:
+            self._disk.save_exchange(self._folder, record)
+        return record
+
+    def close(self, record: ExchangeRecord, clients: Iterable[str]) -> None:
+        """Remember of whose uploads the step was made: it is the same when resumed."""
+        if self._disk is not None:
+            closed = replace(record, closed=sorted(clients))
+            self._disk.save_exchange(self._folder, closed)
+
+    def save(
+        self, client: Identity, arrays: ArrayRecord, metrics: MetricRecord
+    ) -> None:
+        """Keep a reply as soon as it is admitted."""
+        if self._disk is not None:
+            self._disk.save_upload(self._folder, client, arrays, metrics)
+
+    def uploads(self) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
+        """Return the replies that were admitted."""
+        return iter(()) if self._disk is None else self._disk.load_uploads(self._folder)
+
+    def set_aside(self, client: str, reason: str) -> None:
+        """Put away an upload that turned out to be bad."""
+        if self._disk is not None:
+            self._disk.set_aside(self._folder, client, reason)
+
+    def all_set_aside(self) -> dict[str, str]:
+        """Return whose uploads were set aside, and why."""
+        return {} if self._disk is None else self._disk.load_set_aside(self._folder)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the run is kept."""
+        return self._disk is not None

@@ -1,0 +1,161 @@
+"""What was sent to whom, and the replies, each with the node that was asked.
+
+A reply's own ``src_node_id`` does not tell who was asked: for a node that is gone the
+SuperLink answers, under its own id.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf, isinf
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode
+
+_FOREVER = 12 * 3600.0  # seconds; Flower's own, for what has no deadline
+_SHORTEST = 1.0  # Flower refuses messages that live for no time at all
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply, and whose it is.
+
+    Parameters
+    ----------
+    node : int
+        The node that was asked.
+    message : Message
+        What came.
+    """
+
+    node: int
+    message: Message
+
+    @property
+    def of_link(self) -> bool:
+        """Whether the SuperLink answers, for a node that is gone or did not reply."""
+        sender = self.message.metadata.src_node_id
+        return self.message.has_error() and sender == SUPERLINK_NODE_ID != self.node
+
+    @property
+    def of_the_dead(self) -> bool:
+        """Whether the node is gone, or its ClientApp was killed: nothing will come."""
+        if not self.message.has_error():
+            return False
+        code = self.message.error.code
+        gone = self.of_link and code == ErrorCode.NODE_UNAVAILABLE
+        return gone or code == ErrorCode.CLIENT_APP_CRASHED
+
+
+Receive = Callable[[Reply], object]
+
+
+@dataclass(frozen=True)
+class _Due:
+    node: int
+    expires: float
+    late: Receive
+
+
+class Mailbox:
+    """Sends messages, and knows which replies are due.
+
+    Parameters
+    ----------
+    grid : Grid
+        Reaches the clients.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._due: dict[str, _Due] = {}
+        self._first_expires = inf
+
+    def send(
+        self, messages: Iterable[Message], lifetime: float, late: Receive
+    ) -> dict[str, int]:
+        """Send messages that are of no use to anyone after `lifetime` seconds.
+
+        Parameters
+        ----------
+        messages : Iterable[Message]
+            To nodes; their time to live is set.
+        lifetime : float
+            Seconds from now, at most 12 hours where it is infinite.
+        late : Callable[[Reply], object]
+            Called with a reply that comes when nobody waits for it any more.
+
+        Returns
+        -------
+        dict[str, int]
+            The nodes by the ids of the messages that could be sent.
+        """
+        sent = list(messages)
+        lifetime = _FOREVER if isinf(lifetime) else max(lifetime, _SHORTEST)
+        for message in sent:
+            message.metadata.ttl = lifetime
+        ids = set(self.grid.push_messages(sent))
+        expires = time.monotonic() + lifetime
+        self._first_expires = min(self._first_expires, expires)
+        nodes = {
+            message.metadata.message_id: message.metadata.dst_node_id
+            for message in sent
+            if message.metadata.message_id in ids
+        }
+        self._due |= {id_: _Due(node, expires, late) for id_, node in nodes.items()}
+        return nodes
+
+    def pull(self, own: Iterable[str] = ()) -> list[tuple[str, Reply]]:
+        """Return the replies to one's own messages; hand all others to who sent them.
+
+        Parameters
+        ----------
+        own : Iterable[str]
+            The ids of the messages whose replies are waited for.
+        """
+        own, replies = set(own), []
+        self._forget(own)
+        if not self._due:
+            return []
+        for message in self.grid.pull_messages(set(self._due)):
+            id_ = message.metadata.reply_to_message_id
+            if (due := self._due.pop(id_, None)) is None:
+                continue  # it answers nothing that was asked
+            reply = Reply(due.node, message)
+            if id_ in own:
+                replies.append((id_, reply))
+            else:
+                due.late(reply)
+        return replies
+
+    def _forget(self, own: set[str]) -> None:
+        """Expect no more replies to others' messages that the SuperLink has dropped."""
+        now = time.monotonic()
+        if now <= self._first_expires:
+            return
+        for id_ in [i for i, due in self._due.items() if due.expires < now]:
+            if id_ not in own:
+                del self._due[id_]
+        left = (due.expires for due in self._due.values() if due.expires >= now)
+        self._first_expires = min(left, default=inf)
+
+
+class Requested:
+    """Finds out whose a reply is, where another loop sends the requests.
+
+    Parameters
+    ----------
+    messages : Iterable[Message]
+        The requests; they get their ids when they are sent.
+    """
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        self._sent = [message.metadata for message in messages]
+
+    def reply(self, message: Message) -> Reply:
+        """Return a reply with the node that was asked."""
+        request = message.metadata.reply_to_message_id
+        nodes = [m.dst_node_id for m in self._sent if m.message_id == request]
+        return Reply(next(iter(nodes), message.metadata.src_node_id), message)

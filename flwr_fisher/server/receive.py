@@ -1,0 +1,158 @@
+"""Replies, from disk and as they arrive: admitted, kept, told of."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from flwr_fisher.server.admission import Admission
+from flwr_fisher.server.checkpoint import ExchangeRecord
+from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.collect import Newcomers, collect
+from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.mailbox import Receive, Reply
+
+logger = logging.getLogger("flwr")
+
+_STAGE = "aggregate_train"
+
+
+def restore(
+    admission: Admission[Any], kept: KeptExchange, record: ExchangeRecord | None
+) -> None:
+    """Admit uploads that an interrupted run left, whoever is connected now.
+
+    An upload that turned out to be bad stays where it is, and its client rejected. Of
+    an exchange that was closed, those count of which its step was made.
+    """
+    for name, reason in kept.all_set_aside().items():
+        admission.rejected.add(name, reason, stage=_STAGE)
+    closed = None if record is None else record.closed
+    for client, arrays, metrics in kept.uploads():
+        if closed is not None and client.name not in closed:
+            continue
+        admission.names.recall(client)
+        try:
+            admission.admit(client, arrays, metrics)
+        except Exception as error:  # admitted once, by another version perhaps
+            admission.turn_away(client, error)
+            kept.set_aside(client.name, admission.rejected.reasons[client.name])
+
+
+def receive(
+    grid: Grid,
+    cohort: Cohort,
+    server_round: int,
+    admission: Admission[Any],
+    kept: KeptExchange,
+    messages: Iterable[Message],
+    timeout: float,
+    *,
+    late: Receive,
+    enough: Callable[[], bool],
+    newcomers: Newcomers = lambda: None,
+    due: set[int] | None = None,
+) -> None:
+    """Take replies as they arrive, and keep each that is admitted; tell who is missing.
+
+    Parameters
+    ----------
+    grid : Grid
+        Reaches the clients.
+    cohort : Cohort
+        Knows them; a client that lets the deadline pass sits out a while.
+    server_round : int
+        The round.
+    admission : Admission
+        Takes the replies.
+    kept : KeptExchange
+        Where they are kept.
+    messages : Iterable[Message]
+        To those who are connected.
+    timeout : float
+        Seconds.
+    late, enough, newcomers
+        As in :func:`~flwr_fisher.server.collect.collect`.
+    due : set[int], optional
+        Is kept up to date with the nodes that have not replied.
+    """
+    due = set() if due is None else due
+    messages, silent = list(messages), list[int]()
+    deadline = time.monotonic() + timeout
+    due |= {message.metadata.dst_node_id for message in messages}
+    for reply in collect(
+        cohort.mailbox(grid),
+        messages,
+        timeout,
+        late=late,
+        enough=enough,
+        newcomers=newcomers,
+    ):
+        due.discard(reply.node)
+        client = cohort.identity(reply.node)
+        if admission.has(client.name):
+            continue  # it has come back under another node's id, and replied before
+        if not reply.of_link:
+            cohort.replied(reply.node)
+        elif not reply.of_the_dead:
+            silent.append(reply.node)
+        if (records := admission.take(reply)) is not None:
+            kept.save(client, *records)
+    if enough():
+        admission.miss(due, "not waited for, since enough have replied")
+    else:
+        if time.monotonic() > deadline:
+            admission.miss([*due, *silent], f"none within {timeout:.0f} s")
+        else:
+            admission.miss(due, "the SuperLink took no message for it")
+        cohort.missed([*due, *silent], server_round)
+    admission.tell_missing()
+
+
+@dataclass(frozen=True)
+class Late:
+    """What becomes of a reply that comes when its exchange is over.
+
+    It is counted. Where the run is kept and its round is still the last one, it is
+    admitted to the disk, for when the round is opened again.
+
+    Parameters
+    ----------
+    cohort : Cohort
+        Knows the clients.
+    admission : Callable[[], Admission]
+        Makes what admits it.
+    kept : KeptExchange
+        Where it goes.
+    server_round : int
+        Its round.
+    count : Callable[[], int]
+        Counts it; returns the round that is under way.
+    """
+
+    cohort: Cohort
+    admission: Callable[[], Admission[Any]]
+    kept: KeptExchange
+    server_round: int
+    count: Callable[[], int]
+
+    def __call__(self, reply: Reply) -> None:
+        """Take it."""
+        if reply.of_link:
+            return
+        self.cohort.replied(reply.node)
+        client = self.cohort.identity(reply.node)
+        kept = self.count() == self.server_round and self.kept.on_disk
+        logger.warning(
+            "%s: late: the reply of %s to round %s came after its end%s",
+            _STAGE,
+            self.cohort.name(reply.node),
+            self.server_round,
+            "; it is kept for when that is opened again" if kept else "",
+        )
+        if kept and (records := self.admission().take(reply)) is not None:
+            self.kept.save(client, *records)

@@ -1,0 +1,168 @@
+"""A federation on a fake clock: clients that hang, die, come late or in the middle."""
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flwr.app import Error, Message
+from flwr.clientapp import ClientApp
+from virtual import Clock
+
+from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode, NodeInfo
+from flwr_fisher.server import (
+    cohort,
+    collect,
+    gather,
+    kept,
+    mailbox,
+    node_names,
+    receive,
+)
+from flwr_fisher.testing import LocalGrid
+
+GONE = Error(ErrorCode.NODE_UNAVAILABLE, "Node unavailable")
+CRASHED = Error(ErrorCode.CLIENT_APP_CRASHED, "ClientApp crashed")
+EXPIRED = Error(ErrorCode.MESSAGE_UNAVAILABLE, "Message unavailable")
+
+
+@dataclass
+class Behaviour:
+    """How a client's node behaves.
+
+    Parameters
+    ----------
+    seconds : Callable[[int], float]
+        By how often it was asked to train before: how long it takes; ``inf``: hangs.
+    answers : float
+        How long a query takes.
+    connected : Callable[[float], bool]
+        By the time: whether it is.
+    dies : float
+        When the SuperLink notices that it is gone.
+    crashes : int
+        How many trainings end with the ClientApp's process.
+    """
+
+    seconds: Callable[[int], float] = lambda times: 1.0
+    answers: float = 0.1
+    connected: Callable[[float], bool] = lambda now: True
+    dies: float = inf
+    crashes: int = 0
+
+
+@dataclass
+class Asked:
+    """A message to a node that is under way."""
+
+    message: Message
+    due: float
+    expires: float
+
+
+class ClockedGrid(LocalGrid):
+    """Replies come when their time has come; the link answers for who is gone."""
+
+    def __init__(
+        self,
+        app: ClientApp,
+        behaviours: Mapping[int, Behaviour],
+        clock: "FullClock",
+        num_supernodes: int,
+    ) -> None:
+        super().__init__(app, num_supernodes, seed=3)
+        self.behaviours, self.clock = behaviours, clock
+        self.under_way: dict[str, Asked] = {}
+        self.times: dict[int, int] = {}
+        self.sent: list[tuple[float, str, int]] = []  # when, what, whom
+        self.lifetimes: list[float] = []
+
+    def behaviour(self, node: int) -> Behaviour:
+        return self.behaviours.get(self.nodes[node], Behaviour())
+
+    def get_node_ids(self) -> Iterable[int]:
+        now = self.clock.now
+        nodes = [n for n in self.nodes if self.behaviour(n).connected(now)]
+        alive = [n for n in nodes if now < self.behaviour(n).dies]
+        return random.sample(alive, len(alive))
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node) for node in self.get_node_ids()]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for id_, message in zip(ids, messages, strict=True):
+            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            how, now = self.behaviour(node), self.clock.now
+            self.sent.append((now, kind, self.nodes[node]))
+            takes = how.answers
+            if kind != "query":
+                times = self.times.get(node, 0)
+                takes, self.times[node] = how.seconds(times), times + 1
+                self.lifetimes.append(message.metadata.ttl)
+            expires = now + message.metadata.ttl
+            self.under_way[id_] = Asked(message, now + takes, expires)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = []
+        for id_ in sorted(set(message_ids) & self.under_way.keys()):
+            asked, now = self.under_way[id_], self.clock.now
+            node = asked.message.metadata.dst_node_id
+            if asked.expires < now:
+                replies.append(self.link_answers(asked.message, EXPIRED))
+            elif asked.due <= now and self.crashes(asked.message):
+                replies.append(Message(CRASHED, reply_to=asked.message))
+            elif asked.due <= now and asked.due < self.behaviour(node).dies:
+                replies.append(self._handle(self._waiting.pop(id_)))
+            elif self.behaviour(node).dies <= now:
+                replies.append(self.link_answers(asked.message, GONE))
+            else:
+                continue
+            del self.under_way[id_]
+        return replies
+
+    def crashes(self, message: Message) -> bool:
+        """Whether a training ends with its process."""
+        how = self.behaviour(message.metadata.dst_node_id)
+        if message.metadata.message_type == "query" or not how.crashes:
+            return False
+        how.crashes -= 1
+        return True
+
+    def link_answers(self, message: Message, error: Error) -> Message:
+        """What a SuperLink replies for a node, under its own id."""
+        reply = Message(error, reply_to=message)
+        reply.metadata.__dict__["_src_node_id"] = SUPERLINK_NODE_ID
+        return reply
+
+
+@dataclass
+class FullClock(Clock):
+    """Also the time of day."""
+
+    now: float = 0.0
+    slept: list[float] = field(default_factory=list)
+
+    def time(self) -> float:
+        return 1e9 + self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FullClock:
+    stopped = FullClock()
+    for module in (cohort, collect, gather, kept, mailbox, node_names, receive):
+        monkeypatch.setattr(module, "time", stopped)
+    from flwr_fisher.server import checkpoint
+
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(time=stopped.time))
+    return stopped
+
+
+def options_of(**options: Any) -> dict[str, Any]:
+    """A strategy's, without evaluation."""
+    return {"fraction_evaluate": 0.0, **options}

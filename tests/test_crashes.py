@@ -1,0 +1,42 @@
+"""``kill -9`` of servers and clients: the resumed run is the uninterrupted one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def trials(where: Path, *options: str) -> list[dict[str, Any]]:
+    """The verdicts of ``killing.py``, the uninterrupted run's first."""
+    command = [sys.executable, str(HERE / "killing.py"), str(where), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_as_if_nothing_had_happened(verdict: dict[str, Any]) -> None:
+    """Bit for bit, and no epoch twice."""
+    assert verdict["same-model"], verdict
+    assert verdict["same-history"], verdict
+    assert verdict["twice"] == [], verdict
+
+
+def test_killed_at_every_named_point(tmp_path: Path) -> None:
+    whole, *killed = trials(tmp_path, "--named", "1")
+    assert whole["epochs"] == 3 * 2 * 3
+    assert len(killed) >= 12
+    for verdict in killed:
+        assert verdict["died"], verdict
+        assert verdict["lives"] == 2, verdict
+        assert_as_if_nothing_had_happened(verdict)
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """Of SCAFFOLD: its clients keep something from round to round, too."""
+    _, *killed = trials(tmp_path, "--random", "5", "--strategy", "scaffold")
+    assert sum(verdict["kills"] for verdict in killed) >= 3
+    for verdict in killed:
+        assert_as_if_nothing_had_happened(verdict)

@@ -1,0 +1,376 @@
+"""A client's crash: what it has finished, and its last epoch, are on its disk."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_data
+
+from flwr_fisher.client import LocalSGD, TrainingCheckpoint
+from flwr_fisher.client.store import ClientStore
+from flwr_fisher.errors import ClientError
+from flwr_fisher.params import shared_state
+
+CPU = torch.device("cpu")
+RUN = "00ff00ff00ff00ff"
+
+
+def files(where: Path) -> list[str]:
+    return sorted(path.name for path in where.rglob("*.safetensors"))
+
+
+class Counted(LocalSGD):
+    """Counts how often it trains."""
+
+    trainings = 0
+
+    def __call__(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
+        Counted.trainings += 1
+        return super().__call__(*args, checkpoint=checkpoint, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    Counted.trainings = 0
+
+
+def client(where: Path, **options: Any) -> Any:
+    options.setdefault("train_fn", Counted(lr=0.1))
+    return tiny_client(state_dir=where, **options)
+
+
+def arrays_of(message: Any) -> Any:
+    (record,) = message.content.array_records.values()
+    return record
+
+
+# What was finished
+
+
+def test_a_finished_upload_is_handed_over_when_asked_again(tmp_path: Path) -> None:
+    config = {"run": RUN, "structure": "kfac", "server-round": 1}
+    first = ask(client(tmp_path), config=config)
+    again = ask(client(tmp_path), config=config)
+    assert Counted.trainings == 1
+    assert same_bits(arrays_of(again), arrays_of(first))
+    assert dict(metrics_of(again)) == dict(metrics_of(first))
+
+
+def test_a_server_that_keeps_nothing_has_clients_keep_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        ask(client(tmp_path), config={"structure": "kfac"})
+    assert Counted.trainings == 2
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"server-round": 2}, {}),
+        ({"run": "abc"}, {}),
+        ({"lr": 0.2}, {}),
+        ({"structure": "diagonal"}, {}),
+        ({"seed": 4}, {}),
+        ({}, {"arrays": tiny_arrays(5)}),
+        ({}, {"partition": 1}),
+    ],
+    ids=["round", "run", "config", "option", "seed", "parameters", "client"],
+)
+def test_another_request_is_trained_for(
+    tmp_path: Path, change: dict[str, Any], options: dict[str, Any]
+) -> None:
+    config = {"run": RUN, "structure": "kfac", "server-round": 1}
+    ask(client(tmp_path), config=config)
+    ask(client(tmp_path), config=config | change, **options)
+    assert Counted.trainings == 2
+
+
+def test_other_data_or_another_loop_are_trained_with(tmp_path: Path) -> None:
+    config = {"run": RUN, "server-round": 1}
+    ask(client(tmp_path), config=config)
+    ask(client(tmp_path, train_fn=Counted(lr=0.1, epochs=2)), config=config)
+    ask(tiny_client(1, train_fn=Counted(lr=0.1), state_dir=tmp_path), config=config)
+    assert Counted.trainings == 3
+
+
+def test_the_next_request_replaces_the_last_ones_upload(tmp_path: Path) -> None:
+    for server_round in (1, 2, 3):
+        ask(client(tmp_path), config={"run": RUN, "server-round": server_round})
+    assert files(tmp_path) == ["upload-000003.safetensors"]
+
+
+def test_a_damaged_upload_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"run": RUN, "server-round": 1}
+    first = ask(client(tmp_path), config=config)
+    (path,) = tmp_path.rglob("upload-*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    again = ask(client(tmp_path), config=config)
+    assert Counted.trainings == 2
+    assert same_bits(arrays_of(again), arrays_of(first))
+    assert f"{path} is damaged, and treated as lost" in caplog.text
+
+
+def test_a_disk_that_is_full_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    reply = ask(client(blocked), config={"run": RUN, "server-round": 1})
+    assert reply.has_content()
+    assert "This upload is not kept" in caplog.text
+
+
+def test_an_upload_that_is_too_large_for_the_clients_limit_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = client(tmp_path, state_bytes=100)
+    assert ask(small, config={"run": RUN, "server-round": 1}).has_content()
+    assert "This upload is not kept: the state of run" in caplog.text
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("run", ["../../etc", "-1", "f" * 17, "", 3.5])
+def test_a_run_of_no_name_is_refused(tmp_path: Path, run: Any) -> None:
+    with pytest.raises(ClientError, match="the server's name for the run is"):
+        ask(client(tmp_path), config={"run": run})
+
+
+def test_old_runs_go_when_there_are_too_many(tmp_path: Path) -> None:
+    one = client(tmp_path, state_bytes=30_000)
+    for run in range(20):
+        ask(one, config={"run": f"{run:x}", "server-round": 1})
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.*")) < 30_000
+    assert (tmp_path / "uploads" / f"{19:x}").exists()
+
+
+# A training under way
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+def dies_after(epoch: int) -> Any:
+    def on_epoch(number: int, loss: float) -> None:
+        if number == epoch:
+            raise KilledError
+
+    return on_epoch
+
+
+def loader_of(kind: str) -> Any:
+    data, generator = tiny_data(3), torch.Generator().manual_seed(4)
+    if kind == "shuffled":
+        return DataLoader(data, batch_size=4, shuffle=True)
+    if kind == "generator":
+        return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+    sampler = RandomSampler(data, generator=generator)
+    return DataLoader(data, batch_size=4, sampler=sampler)
+
+
+def net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)
+        )
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "momentum": {"lr": 0.1},
+    "adam": {"optimizer": partial(torch.optim.Adam, lr=0.01)},
+    "schedule": {
+        "lr": 0.1,
+        "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.3),
+    },
+    "swa": {"lr": 0.1, "swa_epochs": 3},
+    "proximal": {"lr": 0.1},
+    "autocast": {"lr": 0.1, "autocast": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("epoch", [1, 3, 5])
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "sampler"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
+    tmp_path: Path, loop: str, kind: str, epoch: int
+) -> None:
+    options = {"epochs": 5, **LOOPS[loop]}
+    config = {"proximal-mu": 0.5} if loop == "proximal" else {}
+    store = ClientStore(tmp_path, 1, 0)
+
+    def train(model: nn.Module, checkpoint: Any, **more: Any) -> Mapping[str, float]:
+        torch.manual_seed(7)
+        sgd = LocalSGD(**options, **more)
+        return sgd(model, loader_of(kind), CPU, config, checkpoint=checkpoint)
+
+    whole, stopped, resumed = net(), net(), net()
+    expected = train(whole, None)
+    with pytest.raises(KilledError):
+        train(stopped, TrainingCheckpoint(store, 1, "x"), on_epoch=dies_after(epoch))
+    seen: list[int] = []
+    metrics = train(
+        resumed,
+        TrainingCheckpoint(store, 1, "x"),
+        on_epoch=lambda number, loss: seen.append(number),
+    )
+    assert seen == list(range(epoch + 1, 6))
+    assert metrics == expected
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+def test_another_requests_training_is_not_gone_on_with(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path, 1, 0)
+    TrainingCheckpoint(store, 1, "this").save({"epoch": 1})
+    assert TrainingCheckpoint(store, 1, "that").load() is None
+    assert TrainingCheckpoint(store, 1, "this").load() == {"epoch": 1}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
+def test_a_damaged_training_starts_anew(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ClientStore(tmp_path, 1, 0)
+    checkpoint = TrainingCheckpoint(store, 1, "x")
+    checkpoint.save({"epoch": 1})
+    (path,) = tmp_path.rglob("training-*.safetensors")
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(data[:-9])
+    elif damage == "flipped":
+        data[-20] ^= 4
+        path.write_bytes(data)
+    else:
+        store.save("training", 1, {"data": torch.arange(9).to(torch.uint8)}, note="x")
+    assert checkpoint.load() is None
+    assert re.search("is damaged, and treated as lost|starts anew", caplog.text)
+
+
+def test_a_crash_in_the_fisher_costs_no_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr_fisher.client import fisher_options
+
+    epochs: list[int] = []
+    loop = LocalSGD(
+        lr=0.1, epochs=3, on_epoch=lambda number, loss: epochs.append(number)
+    )
+    config = {"run": RUN, "structure": "kfac", "server-round": 1}
+
+    def dies(*args: Any, **kwargs: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fisher_options, "fisher", dies)
+        with pytest.raises(KilledError):
+            ask(client(tmp_path, train_fn=loop), config=config)
+    reply = ask(client(tmp_path, train_fn=loop), config=config)
+    assert epochs == [1, 2, 3]
+    plain = ask(tiny_client(train_fn=LocalSGD(lr=0.1, epochs=3)), config=config)
+    assert same_bits(arrays_of(reply), arrays_of(plain))
+    assert files(tmp_path) == ["upload-000001.safetensors"]
+
+
+def test_a_train_fn_of_ones_own_saves_itself_through_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    done: list[int] = []
+
+    def train_fn(
+        model: Any, loader: Any, device: Any, config: Any, *, checkpoint: Any
+    ) -> dict[str, float]:
+        saved = checkpoint.load() or {"epoch": 0, "model": model.state_dict()}
+        model.load_state_dict(saved["model"])
+        for epoch in range(saved["epoch"] + 1, 4):
+            done.append(epoch)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += torch.randn_like(parameter)
+            checkpoint.save({"epoch": epoch, "model": model.state_dict()})
+            if done == [1, 2]:
+                raise KilledError
+        return {}
+
+    config = {"run": RUN, "server-round": 1}
+    with pytest.raises(KilledError):
+        ask(client(tmp_path, train_fn=train_fn), config=config)
+    reply = ask(client(tmp_path, train_fn=train_fn), config=config)
+    assert done == [1, 2, 3]
+    done[:] = [0]
+    whole = ask(client(tmp_path / "b", train_fn=train_fn), config=config)
+    assert same_bits(arrays_of(reply), arrays_of(whole))
+
+
+def test_a_train_fn_without_the_keyword_starts_anew(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def train_fn(model: Any, loader: Any, device: Any, config: Any) -> dict[str, float]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KilledError
+        return {}
+
+    config = {"run": RUN, "server-round": 1}
+    with pytest.raises(KilledError):
+        ask(client(tmp_path, train_fn=train_fn), config=config)
+    assert ask(client(tmp_path, train_fn=train_fn), config=config).has_content()
+    assert len(calls) == 2
+
+
+def test_the_process_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
+    """Two lives of a client at the same request: one trains, the other hands over."""
+    import threading
+
+    config = {"run": RUN, "server-round": 1}
+    replies, trainings = list[Any](), list[int]()
+    running, go_on = threading.Event(), threading.Event()
+
+    def slow(model: Any, loader: Any, device: Any, config: Any) -> dict[str, float]:
+        trainings.append(1)
+        running.set()
+        go_on.wait(30)
+        return {"mine": 1.0}
+
+    def work(**options: Any) -> None:
+        replies.append(ask(client(tmp_path, **options), config=config))
+
+    first = threading.Thread(target=work, kwargs={"train_fn": slow})
+    first.start()
+    assert running.wait(30)
+    second = threading.Thread(target=work, kwargs={"train_fn": slow})
+    second.start()
+    go_on.set()
+    first.join(60)
+    second.join(60)
+    assert [metrics_of(reply)["mine"] for reply in replies] == [1.0, 1.0]
+    assert len(trainings) == 1
+
+
+def test_params_of_a_model_are_what_they_were(tmp_path: Path) -> None:
+    """The checkpoint holds frozen parameters and buffers, too."""
+    model = net()
+    model[0].requires_grad_(False)
+    store = ClientStore(tmp_path, 1, 0)
+    loader = DataLoader(TensorDataset(*tiny_data(2).tensors), batch_size=4)
+    with pytest.raises(KilledError):
+        LocalSGD(epochs=2, on_epoch=dies_after(1))(
+            model, loader, CPU, {}, checkpoint=TrainingCheckpoint(store, 1, "x")
+        )
+    other = net()
+    other[0].requires_grad_(False)
+    LocalSGD(epochs=1)(
+        other, loader, CPU, {}, checkpoint=TrainingCheckpoint(store, 1, "x")
+    )
+    for key, value in shared_state(model).items():
+        assert torch.equal(value, other.state_dict()[key])

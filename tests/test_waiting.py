@@ -1,0 +1,302 @@
+"""Rounds end: at enough, or at the deadline, whoever hangs, dies, is late or comes."""
+
+import logging
+from math import inf
+from typing import Any
+
+import pytest
+from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
+from flwr.app import ArrayRecord
+from virtual import Watched, same_bits, tiny_app, tiny_arrays
+
+from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.strategies import (
+    TCT,
+    CurvatureResult,
+    FedFisherOneShot,
+    FedGA,
+    Waiting,
+)
+
+__all__ = ["clock"]
+
+HANGS = Behaviour(seconds=lambda times: inf)
+LATE = Behaviour(seconds=lambda times: 30.0)
+
+
+def start(grid: ClockedGrid, **options: Any) -> CurvatureResult:
+    run = {
+        k: options.pop(k)
+        for k in ("num_rounds", "timeout", "checkpoint_dir", "resume", "reopen")
+        if k in options
+    }
+    strategy = FedFisherOneShot(**options_of(**options))
+    return strategy.start(grid, tiny_arrays(), **run)
+
+
+# Six clients: one hangs, one dies, one is late, one connects in the middle
+
+
+MIXED = {
+    1: HANGS,
+    2: Behaviour(dies=0.9),
+    3: LATE,
+    5: Behaviour(connected=lambda now: now > 8),
+}
+
+
+def test_twenty_rounds_end_at_enough(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flwr")
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, MIXED, clock, 6)
+    waiting = Waiting(enough_replies=2)
+    result = start(grid, num_rounds=20, timeout=100, waiting=waiting)
+    assert len(result.train_metrics_clientapp) == 20
+    assert clock.now < 20 * 5  # of which ten may go to the silent queries
+    for metrics in result.train_metrics_clientapp.values():
+        assert metrics["num-replies"] >= 2
+    text = caplog.text
+    assert "no reply from partition-2: Node unavailable" in text
+    assert "partition-1" in text
+    assert "not waited for, since enough have replied" in text
+    assert "node-1:" not in text  # the link's own id
+    assert "late: the reply of partition-3 to round" in text
+    late = [m.get("num-late", 0) for m in result.train_metrics_clientapp.values()]
+    assert sum(int(str(n)) for n in late) >= 1
+    assert any(p == 5 for _, p in app.trained)
+
+
+def test_twenty_rounds_end_at_the_deadline(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, MIXED, clock, 6)
+    result = start(grid, num_rounds=20, timeout=20)
+    assert len(result.train_metrics_clientapp) == 20
+    # Who lets a deadline pass sits out 1, 2, 4, 8 rounds: asked in 1, 3, 6, 11, 20.
+    trained = [(when, who) for when, kind, who in grid.sent if kind == "train"]
+    assert len([1 for _, who in trained if who == 1]) == 5
+    assert 5 * 20 < clock.now < 6 * 20 + 20 * 3
+    assert "no reply from partition-1, partition-3: none within 20 s" in caplog.text
+    assert "no reply from partition-2: Node unavailable" in caplog.text
+    missing = [m.get("num-missing", 0) for m in result.train_metrics_clientapp.values()]
+    assert missing[0] == 3
+    assert missing[1] == 0
+
+
+def test_a_hanging_client_costs_evaluation_nothing_more(clock: FullClock) -> None:
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, {1: HANGS}, clock, 3)
+    strategy = FedFisherOneShot()
+    strategy.start(grid, tiny_arrays(), timeout=50)
+    assert clock.now < 50 + 10
+    assert sorted(p for _, p in app.evaluated) == [0, 2]
+
+
+def test_evaluation_ends_at_enough(clock: FullClock) -> None:
+    app = Watched(tiny_app())
+    slow = Behaviour(seconds=lambda times: 1.0 if times == 0 else inf)
+    grid = ClockedGrid(app, {1: slow}, clock, 3)
+    strategy = FedFisherOneShot(waiting=Waiting(enough_fraction=0.6))
+    result = strategy.start(grid, tiny_arrays(), timeout=50)
+    assert clock.now < 20
+    assert result.evaluate_metrics_clientapp[1]
+
+
+def test_evaluation_without_clients_costs_the_run_nothing(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = Behaviour(connected=lambda now: now < 1)
+    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), gone), clock, 3)
+    result = FedFisherOneShot().start(grid, tiny_arrays(), timeout=3600)
+    assert result.train_metrics_clientapp[1]["num-replies"] == 3
+    assert "no client evaluates: 0 nodes are connected after 60 s" in caplog.text
+    assert clock.now < 70
+
+
+def test_a_silent_node_delays_the_start_by_seconds(clock: FullClock) -> None:
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
+    result = start(grid, timeout=3600)
+    assert result.train_metrics_clientapp[1]["num-replies"] == 3
+    assert clock.now < 15
+
+
+def test_slow_answers_are_waited_for(clock: FullClock) -> None:
+    slow = {p: Behaviour(answers=20.0 + 15 * p) for p in range(4)}
+    result = start(ClockedGrid(tiny_app(), slow, clock, 4), timeout=3600)
+    assert result.train_metrics_clientapp[1]["num-replies"] == 4
+
+
+def test_who_connects_later_never_holds_up_a_round(clock: FullClock) -> None:
+    comes = Behaviour(answers=500.0, connected=lambda now: now > 5)
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, {3: comes}, clock, 4)
+    start(grid, num_rounds=10, timeout=3600)
+    assert clock.now < 10 * 5
+    assert all(p != 3 for _, p in app.trained)
+
+
+def test_nobody_who_answers_is_named(clock: FullClock) -> None:
+    dumb = Behaviour(answers=inf)
+    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(2), dumb), clock, 2)
+    with pytest.raises(RoundError, match=r"did not answer within 90 s: see whether"):
+        start(grid, timeout=90)
+    assert 90 < clock.now < 100
+
+
+def test_messages_die_with_their_round(clock: FullClock) -> None:
+    grid = ClockedGrid(tiny_app(), {}, clock, 3)
+    start(grid, num_rounds=2, timeout=77)
+    assert grid.lifetimes == [77] * 6
+
+
+def test_over_selection_asks_more_than_it_waits_for(clock: FullClock) -> None:
+    slow = {p: Behaviour(seconds=lambda times: 1000.0) for p in (0, 7)}
+    grid = ClockedGrid(tiny_app(), slow, clock, 10)
+    waiting = Waiting(over_selection=0.5)
+    options = {"fraction_train": 0.5, "waiting": waiting}
+    result = start(grid, num_rounds=3, timeout=2000, **options)
+    asked = [p for _, kind, p in grid.sent if kind == "train"]
+    assert len(asked) == 3 * 8  # ceil(5 * 1.5)
+    for metrics in result.train_metrics_clientapp.values():
+        assert int(str(metrics["num-replies"])) >= 5
+    assert clock.now < 100
+
+
+def test_a_strategy_runs_on_one_grid_after_another(clock: FullClock) -> None:
+    """Nobody of the second grid is known, and all are waited for."""
+    strategy = FedFisherOneShot(**options_of())
+    for _ in range(2):
+        slow = {p: Behaviour(answers=5.0 + p) for p in range(4)}
+        grid = ClockedGrid(tiny_app(), slow, clock, 4)
+        result = strategy.start(grid, tiny_arrays(), timeout=100)
+        assert len(result.uploads) == 4
+
+
+def test_an_answer_that_was_lost_is_asked_for_again(clock: FullClock) -> None:
+    lost = Behaviour(answers=inf)
+    grid = ClockedGrid(tiny_app(), {3: lost}, clock, 4)
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
+        if not server_round:
+            return
+        clock.now += 400
+        lost.answers = 0.1  # of the next question
+
+    strategy = FedFisherOneShot(**options_of())
+    result = strategy.start(
+        grid, tiny_arrays(), num_rounds=5, timeout=100, evaluate_fn=evaluate
+    )
+    replies = [m["num-replies"] for m in result.train_metrics_clientapp.values()]
+    assert replies[0] == 3
+    assert replies[-1] == 4
+
+
+@pytest.mark.parametrize(
+    "waiting", [Waiting(enough_replies=1), Waiting(enough_fraction=0.1)]
+)
+def test_enough_is_never_less_than_a_round_needs(
+    clock: FullClock, waiting: Waiting
+) -> None:
+    slow = {p: Behaviour(seconds=lambda times: 10.0) for p in (1, 2, 3)}
+    grid = ClockedGrid(tiny_app(), slow, clock, 4)
+    result = start(grid, timeout=100, waiting=waiting, min_train_nodes=3)
+    assert len(result.uploads) >= 3
+
+
+# What becomes of rounds that fail
+
+
+def test_a_round_with_too_few_replies_raises_by_default(clock: FullClock) -> None:
+    grid = ClockedGrid(tiny_app(), dict.fromkeys((0, 1), HANGS), clock, 3)
+    with pytest.raises(RoundError, match="no reply from partition-0, partition-1"):
+        start(grid, timeout=9)
+
+
+def test_a_failed_round_can_be_skipped(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow_first = Behaviour(seconds=lambda times: 100.0 if times == 0 else 1.0)
+    grid = ClockedGrid(tiny_app(), dict.fromkeys((0, 1), slow_first), clock, 3)
+    waiting = Waiting(on_failed_round="skip")
+    result = start(grid, num_rounds=2, timeout=9, waiting=waiting)
+    assert dict(result.train_metrics_clientapp[1]) == {"skipped": 1}
+    assert result.train_metrics_clientapp[2]["num-replies"] == 2
+    assert "[ROUND 1] skipped: 1 usable replies, and min_train_nodes=2" in caplog.text
+
+
+def test_a_skipped_round_changes_nothing(clock: FullClock) -> None:
+    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), HANGS), clock, 3)
+    waiting = Waiting(on_failed_round="skip")
+    result = start(grid, num_rounds=2, timeout=9, waiting=waiting)
+    assert same_bits(result.arrays, tiny_arrays())
+
+
+def test_half_of_a_skipped_round_changes_nothing(clock: FullClock) -> None:
+    """FedGA's second exchange fails, after the first one's step."""
+    second = Behaviour(seconds=lambda times: 1.0 if times % 2 == 0 else inf)
+    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), second), clock, 3)
+    strategy = FedGA(beta=0.1, **options_of(waiting=Waiting(on_failed_round="skip")))
+    result = strategy.start(grid, tiny_arrays(), timeout=9)
+    assert same_bits(result.arrays, tiny_arrays())
+    assert result.train_metrics_clientapp[1]["skipped"] == 1
+
+
+def test_a_round_that_all_others_need_is_not_skipped() -> None:
+    tct = TCT(stage1_rounds=2)
+    assert [tct.may_skip(n) for n in (1, 2, 3, 4)] == [True, True, False, True]
+
+
+# Flower's own loop
+
+
+def test_in_flowers_loop_the_dead_are_named_too(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = ClockedGrid(tiny_app(), {2: Behaviour(dies=0.5)}, clock, 3)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    arrays = tiny_arrays()
+    (messages, config) = strategy.configure_train, {}
+    from flwr.app import ConfigRecord
+
+    sent = list(messages(1, arrays, ConfigRecord(config), grid))
+    ids = list(grid.push_messages(sent))
+    clock.now += 5
+    replies = list(grid.pull_messages(ids))
+    assert len(replies) == 3
+    aggregated, metrics = strategy.aggregate_train(1, replies)
+    assert isinstance(aggregated, ArrayRecord)
+    assert metrics is not None
+    assert metrics["num-missing"] == 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"enough_fraction": 0}, r"enough_fraction must be > 0"),
+        ({"enough_fraction": 1.2}, r"enough_fraction must be in \[0, 1\]"),
+        ({"enough_replies": 0}, "enough_replies must be >= 1"),
+        ({"enough_replies": 1.5}, "enough_replies must be an integer"),
+        ({"over_selection": -1}, "over_selection must be >= 0"),
+        ({"window": 0}, "window must be > 0"),
+        ({"window": 9, "over_selection": 0.3}, "a window asks whoever comes"),
+        ({"window": 9, "enough_fraction": 0.3}, "pass enough_replies instead"),
+        ({"on_failed_round": "pray"}, "unknown on_failed_round 'pray'"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        Waiting(**options)
+
+
+def test_a_window_asks_everyone() -> None:
+    with pytest.raises(ConfigurationError, match=r"fraction_train=0\.5 and a window"):
+        FedFisherOneShot(fraction_train=0.5, waiting=Waiting(window=9))
+    with pytest.raises(ConfigurationError, match="waiting must be a Waiting"):
+        FedFisherOneShot(waiting=60)

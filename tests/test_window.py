@@ -1,0 +1,301 @@
+"""A collection window: clients are asked as they come, over all lives of a server."""
+
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
+from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
+
+from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
+from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, Waiting
+from flwr_fisher.testing import LocalGrid
+
+__all__ = ["clock"]
+
+HOUR = 300.0  # a short one
+DAY = 24 * HOUR
+
+
+def between(first: float, last: float) -> Behaviour:
+    """A client that is connected then, and takes a while to train."""
+    return Behaviour(
+        seconds=lambda times: 20.0, connected=lambda now: first <= now < last
+    )
+
+
+def start(grid: Any, waiting: Waiting, **options: Any) -> CurvatureResult:
+    strategy = FedFisherOneShot(**options_of(waiting=waiting))
+    return strategy.start(grid, tiny_arrays(), **options)
+
+
+def merged_of(*partitions: int) -> CurvatureResult:
+    """The one-shot model of these clients, all of them there."""
+    grid = LocalGrid(tiny_app(partitions), len(partitions))
+    strategy = FedFisherOneShot(**options_of(policy=None))
+    return strategy.start(grid, tiny_arrays())
+
+
+def test_clients_are_asked_as_they_come(clock: FullClock) -> None:
+    comes = {p: between(HOUR * p, HOUR * p + 100) for p in range(4)}
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, comes, clock, 4)
+    result = start(grid, Waiting(window=DAY))
+    assert [u.client for u in result.uploads] == [f"partition-{p}" for p in range(4)]
+    assert sorted(p for _, p in app.trained) == [0, 1, 2, 3]
+    assert DAY <= clock.now < DAY + 10
+
+
+def test_enough_closes_the_window(clock: FullClock) -> None:
+    comes = {p: between(HOUR * p, inf) for p in range(6)}
+    grid = ClockedGrid(tiny_app(), comes, clock, 6)
+    result = start(grid, Waiting(window=DAY, enough_replies=3))
+    assert len(result.uploads) == 3
+    assert clock.now < 2 * HOUR + 100
+
+
+def test_too_few_when_the_window_closes(clock: FullClock) -> None:
+    grid = ClockedGrid(tiny_app(), {0: between(0, inf), 1: between(inf, inf)}, clock, 2)
+    with pytest.raises(RoundError, match="1 usable replies, and min_train_nodes=2"):
+        start(grid, Waiting(window=DAY))
+
+
+class KilledError(Exception):
+    """The server is killed."""
+
+
+class MortalGrid(ClockedGrid):
+    """Its server dies at a time."""
+
+    dies = inf
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        if self.clock.now > self.dies:
+            raise KilledError
+        return super().pull_messages(message_ids)
+
+    def get_node_ids(self) -> Any:
+        if self.clock.now > self.dies:
+            raise KilledError
+        return super().get_node_ids()
+
+
+def test_a_window_over_three_server_lives(clock: FullClock, tmp_path: Path) -> None:
+    """Clients come and go, none is connected at the end; all that came are merged."""
+    hour = HOUR
+    comes = {
+        0: between(0, hour),
+        1: between(0.5 * hour, 2 * hour),
+        2: between(8 * hour, 9 * hour),
+        3: between(15 * hour, 16 * hour),
+        4: between(30 * hour, inf),  # after the window
+    }
+    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    for life, dies in enumerate((5 * hour, 12 * hour)):
+        grid = MortalGrid(app, comes, clock, 5)
+        grid.dies = dies
+        with pytest.raises(KilledError):
+            start(grid, waiting, checkpoint_dir=tmp_path, resume=life > 0)
+        clock.now += hour  # until somebody starts it again
+    grid = MortalGrid(app, comes, clock, 5)
+    result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
+    assert list(grid.get_node_ids()) == []
+    assert DAY <= clock.now < DAY + 10
+    assert sorted(p for _, p in app.trained) == [0, 1, 2, 3]
+    assert same_bits(result.arrays, merged_of(0, 1, 2, 3).arrays)
+    assert result.train_metrics_clientapp[1]["num-replies"] == 4
+
+
+def test_a_window_that_closed_while_the_server_was_away(
+    clock: FullClock, tmp_path: Path
+) -> None:
+    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    comes = dict.fromkeys(range(3), between(0, HOUR))
+    grid = MortalGrid(app, comes, clock, 3)
+    grid.dies = 2 * HOUR
+    with pytest.raises(KilledError):
+        start(grid, waiting, checkpoint_dir=tmp_path)
+    clock.now += 30 * DAY
+    again = MortalGrid(app, comes, clock, 3)
+    result = start(again, waiting, checkpoint_dir=tmp_path, resume=True)
+    assert same_bits(result.arrays, merged_of(0, 1, 2).arrays)
+    assert again.sent == []
+
+
+def test_a_client_that_dies_while_it_trains_is_asked_when_it_is_back(
+    clock: FullClock,
+) -> None:
+    class Reborn(Behaviour):
+        dies_at, back_at = 30.0, 500.0
+
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, {0: between(0, inf)}, clock, 3)
+    reborn = Behaviour(seconds=lambda times: 60.0, dies=30.0)
+    grid.behaviours = {0: between(0, inf), 1: between(0, inf), 2: reborn}
+    sleep = clock.sleep
+
+    def sleeps(seconds: float) -> None:
+        sleep(seconds)
+        if clock.now > 500:
+            reborn.dies = inf
+
+    clock.sleep = sleeps  # type: ignore[method-assign]
+    result = start(grid, Waiting(window=3600))
+    assert len(result.uploads) == 3
+    assert result.train_metrics_clientapp[1].get("num-missing", 0) == 0
+
+
+def test_a_client_app_that_is_killed_is_asked_again_ever_later(
+    clock: FullClock,
+) -> None:
+    app = Watched(tiny_app())
+    killed = Behaviour(crashes=2)
+    grid = ClockedGrid(app, {2: killed}, clock, 3)
+    result = start(grid, Waiting(window=600))
+    assert len(result.uploads) == 3
+    times = [when for when, kind, who in grid.sent if (kind, who) == ("train", 2)]
+    assert len(times) == 3
+    assert 60 < times[1] - times[0] < 70
+    assert 120 < times[2] - times[1] < 130
+
+
+def test_a_client_that_kills_its_app_each_time_ends_no_window(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = ClockedGrid(tiny_app(), {2: Behaviour(crashes=1000)}, clock, 3)
+    result = start(grid, Waiting(window=3600))
+    assert len(result.uploads) == 2
+    asked = [who for _, kind, who in grid.sent if (kind, who) == ("train", 2)]
+    assert 5 <= len(asked) <= 7
+    assert "no reply from partition-2: ClientApp crashed" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_node_that_lost_its_request_is_asked_again_where_nothing_is_done_twice(
+    clock: FullClock, tmp_path: Path, kept: bool
+) -> None:
+    lost = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
+    grid = ClockedGrid(tiny_app(), {2: lost}, clock, 3)
+    where = {"checkpoint_dir": tmp_path} if kept else {}
+    result = start(grid, Waiting(window=4000), **where)
+    assert len(result.uploads) == (3 if kept else 2)
+
+
+def test_who_was_asked_and_is_gone_is_named(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs = Behaviour(seconds=lambda times: inf)
+    grid = ClockedGrid(tiny_app(), {2: hangs}, clock, 3)
+    result = start(grid, Waiting(window=3600))
+    assert "no reply from partition-2: none within 3600 s" in caplog.text
+    assert result.train_metrics_clientapp[1]["num-missing"] == 1
+
+
+# The merge asked for again
+
+
+def test_the_merge_is_made_again_with_who_came_since(
+    clock: FullClock, tmp_path: Path
+) -> None:
+    comes = {p: between(0 if p < 2 else 2 * DAY, inf) for p in range(4)}
+    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    first = start(ClockedGrid(app, comes, clock, 4), waiting, checkpoint_dir=tmp_path)
+    assert same_bits(first.arrays, merged_of(0, 1).arrays)
+    clock.now += 3 * DAY
+    grid = ClockedGrid(app, comes, clock, 4)
+    again = start(grid, waiting, checkpoint_dir=tmp_path, resume=True, reopen=True)
+    assert same_bits(again.arrays, merged_of(0, 1, 2, 3).arrays)
+    assert sorted(p for _, p in app.trained) == [0, 1, 2, 3]
+    assert again.train_metrics_clientapp[1]["num-replies"] == 4
+    # It is the round's result from now on.
+    later = start(
+        ClockedGrid(app, comes, clock, 4), waiting, checkpoint_dir=tmp_path, resume=True
+    )
+    assert same_bits(later.arrays, again.arrays)
+    assert later.train_metrics_clientapp == again.train_metrics_clientapp
+
+
+def test_a_late_upload_counts_when_the_merge_is_made_again(
+    clock: FullClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = Behaviour(seconds=lambda times: 30.0 if times == 0 else 1.0)
+    slow = Behaviour(seconds=lambda times: 1.0 if times == 0 else 60.0)  # to evaluate
+    app, behaviours = Watched(tiny_app()), {0: slow, 1: slow, 3: late}
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "timeout": 3600}
+    waiting = Waiting(enough_fraction=0.75)
+    first = FedFisherOneShot(waiting=waiting).start(
+        ClockedGrid(app, behaviours, clock, 4), tiny_arrays(), **options
+    )
+    assert first.train_metrics_clientapp[1]["num-replies"] == 3
+    assert first.train_metrics_clientapp[1]["num-late"] == 1
+    assert "partition-3 to round 1 came after its end; it is kept" in caplog.text
+    # What was made of the others is the same when the run is resumed.
+    (tmp_path / "round-0001.safetensors").unlink()
+    same = FedFisherOneShot(waiting=waiting, fraction_evaluate=0.0).start(
+        ClockedGrid(app, behaviours, clock, 4), tiny_arrays(), resume=True, **options
+    )
+    assert same_bits(same.arrays, first.arrays)
+    options |= {"resume": True, "reopen": True}
+    again = FedFisherOneShot(waiting=waiting, fraction_evaluate=0.0).start(
+        ClockedGrid(app, behaviours, clock, 4), tiny_arrays(), **options
+    )
+    assert same_bits(again.arrays, merged_of(0, 1, 2, 3).arrays)
+    assert sorted(p for _, p in app.trained) == [0, 1, 2, 3]
+
+
+def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path: Path) -> None:
+    grid = LocalGrid(tiny_app(), 2)
+    strategy = FedFisherOneShot(**options_of())
+    with pytest.raises(ConfigurationError, match="reopen=True needs resume=True"):
+        strategy.start(grid, tiny_arrays(), reopen=True)
+    strategy.start(grid, tiny_arrays(), checkpoint_dir=tmp_path)
+    for path in (tmp_path / "uploads-0001").rglob("*.*"):
+        path.unlink()
+    (tmp_path / "uploads-0001" / "exchange-1").rmdir()
+    with pytest.raises(CheckpointError, match="it cannot be opened again"):
+        strategy.start(
+            grid, tiny_arrays(), checkpoint_dir=tmp_path, resume=True, reopen=True
+        )
+
+
+def test_a_round_that_others_follow_is_not_opened_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "num_rounds": 2}
+    app = Watched()
+
+    def fails_later(content: Any) -> None:
+        if len(app.trained) > 3:
+            raise ValueError("out of cheese")
+
+    app.tamper = dict.fromkeys(range(3), fails_later)
+    with pytest.raises(RoundError):
+        FedFisherOneShot(**options_of()).start(
+            LocalGrid(app, 3), tiny_arrays(), **options
+        )
+    options |= {"resume": True, "reopen": True}
+    with pytest.raises(CheckpointError, match="round 2 has begun with the model of"):
+        FedFisherOneShot(**options_of()).start(
+            LocalGrid(tiny_app(), 3), tiny_arrays(), **options
+        )
+
+
+def test_without_a_window_those_who_were_missing_are_asked_again(
+    clock: FullClock, tmp_path: Path
+) -> None:
+    slow = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
+    app = Watched(tiny_app())
+    strategy = FedFisherOneShot(**options_of(policy=LIFTED))
+    grid = ClockedGrid(app, {1: slow}, clock, 3)
+    first = strategy.start(grid, tiny_arrays(), timeout=50, checkpoint_dir=tmp_path)
+    assert len(first.uploads) == 2
+    strategy = FedFisherOneShot(**options_of(policy=LIFTED))
+    again = strategy.start(
+        grid,
+        tiny_arrays(),
+        timeout=50,
+        checkpoint_dir=tmp_path,
+        resume=True,
+        reopen=True,
+    )
+    assert len(again.uploads) == 3
+    assert sorted(p for _, p in app.trained) == [0, 1, 2]
