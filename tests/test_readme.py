@@ -132,3 +132,13 @@ def test_the_table_of_options_has_the_merges_defaults():
     for name in ("anchor", "shrink", "damping", "balance", "robust", "iterations"):
         assert float(shown[name]) == getattr(options, name)
     assert shown["solver"] == f'`"{options.solver}"`'
+
+
+def test_every_promise_about_crashes_and_waiting_has_a_test_of_its_name():
+    section = README.split("Each line has a test of that name:")[1].split("\n\n")[1]
+    promises = [line.removeprefix("- ") for line in section.splitlines()]
+    assert len(promises) > 20
+    sources = "".join(p.read_text() for p in Path(__file__).parent.glob("test_*.py"))
+    names = set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
+    for promise in promises:
+        assert f"test_{promise.lower().replace(' ', '_')}" in names, promise
