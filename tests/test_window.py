@@ -47,6 +47,37 @@ def test_clients_are_asked_as_they_come(clock: FullClock) -> None:
     assert DAY <= clock.now < DAY + 10
 
 
+def test_a_reply_that_comes_while_a_newcomer_is_asked_is_not_late(
+    clock: FullClock,
+) -> None:
+    trains = Behaviour(seconds=lambda times: 60.0)
+    comes = {0: trains, 1: trains}
+    for when in range(44, 60, 4):
+        new = Behaviour(answers=6.0, connected=lambda now, when=when: now > when)
+        grid = ClockedGrid(tiny_app(), {**comes, 2: new}, clock, 3)
+        clock.now = 0
+        result = start(grid, Waiting(window=200))
+        assert [u.client for u in result.uploads] == [
+            f"partition-{p}" for p in range(3)
+        ]
+
+
+def test_who_comes_first_to_a_window_shuts_nobody_out(clock: FullClock) -> None:
+    """What most train, the uploads tell, and not who was there first."""
+
+    class Odd(Watched):
+        def __call__(self, message: Any, context: Any) -> Any:
+            odd = context.node_config["partition-id"] == 0
+            reply = super().__call__(message, context)
+            for record in reply.content.config_records.values() if odd else ():
+                record["trained"] = ["0.bias"]
+            return reply
+
+    comes = {p: between(HOUR * p, inf) for p in range(4)}
+    grid = ClockedGrid(Odd(tiny_app()), comes, clock, 4)
+    assert len(start(grid, Waiting(window=5 * HOUR)).uploads) == 4
+
+
 def test_enough_closes_the_window(clock: FullClock) -> None:
     comes = {p: between(HOUR * p, inf) for p in range(6)}
     grid = ClockedGrid(tiny_app(), comes, clock, 6)

@@ -89,7 +89,11 @@ class TrainingCheckpoint:
         if self._store is None:
             return
         data = io.BytesIO()
-        torch.save({"state": dict(state), "random": _random()}, data)
+        try:
+            torch.save({"state": dict(state), "random": _random()}, data)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            logger.warning("This training is not kept: %s", error)
+            return
         tensors = {"data": torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
         try:
             # A killed process loses nothing that the system was given to write.

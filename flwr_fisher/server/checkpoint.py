@@ -273,6 +273,10 @@ class CheckpointDir:
         name = self._named(f"{folder}/{path.name}")
         write(path, name, arrays_to_tensors(arrays), record)
 
+    def has_upload(self, folder: str, client: str) -> bool:
+        """Return whether there is an upload of a client."""
+        return self._upload(folder, client).exists()
+
     def load_uploads(
         self, folder: str
     ) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:

@@ -50,24 +50,30 @@ def collect(
     deadline, wait = time.monotonic() + timeout, _FIRST_WAIT
     due: set[str] = set()
     come: Iterable[Message] | None = messages
-    while not enough():
-        if come := list(come or ()):
-            left = deadline - time.monotonic() if lifetime is None else lifetime
-            due |= set(mailbox.send(come, left, late))
-        replies = mailbox.pull(due)
-        for id_, reply in replies:
-            due.discard(id_)
-            yield reply
-        if time.monotonic() > deadline or enough():
-            return
-        come = newcomers()
-        if not due and come is None:
-            return
-        if come or replies:
-            wait = _FIRST_WAIT
-        else:
-            time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
+    try:
+        while not enough():
+            if come := list(come or ()):
+                left = deadline - time.monotonic() if lifetime is None else lifetime
+                sent = set(mailbox.send(come, left, late))
+                due |= sent
+                mailbox.awaited |= sent
+            replies = mailbox.pull(due)
+            for id_, reply in replies:
+                due.discard(id_)
+                mailbox.awaited.discard(id_)
+                yield reply
+            if time.monotonic() > deadline or enough():
+                return
+            come = newcomers()
+            if not due and come is None:
+                return
+            if come or replies:
+                wait = _FIRST_WAIT
+            else:
+                time.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+    finally:
+        mailbox.awaited -= due
 
 
 def query(

@@ -130,7 +130,9 @@ class Gathering(Generic[P]):
         else:
             new = [node for node in nodes if self.cohort.name(node) in left]
         new.sort(key=self.cohort.order)
-        new = self.opened.alike(self.grid, new, self._asked, self.timeout)
+        if self._expected is not None:
+            new = self.opened.alike(self.grid, new, self._asked, self.timeout)
+        # In a window nobody knows yet what most train: the uploads themselves tell.
         return self._ask(new)
 
     def _may_be_asked(self, node: int) -> bool:

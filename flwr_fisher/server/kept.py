@@ -50,6 +50,12 @@ class KeptExchange:
         if self._disk is not None:
             self._disk.save_upload(self._folder, client, arrays, metrics)
 
+    def has(self, client: Identity) -> bool:
+        """Return whether there is an upload of a client."""
+        return self._disk is not None and self._disk.has_upload(
+            self._folder, client.name
+        )
+
     def uploads(self) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
         """Return the replies that were admitted."""
         return iter(()) if self._disk is None else self._disk.load_uploads(self._folder)

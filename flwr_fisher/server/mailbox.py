@@ -72,6 +72,8 @@ class Mailbox:
         self.grid = grid
         self._due: dict[str, _Due] = {}
         self._first_expires = inf
+        self.awaited: set[str] = set()  # ids whose replies somebody waits for
+        self._held: list[tuple[str, Reply]] = []  # that came while another one waited
 
     def send(
         self, messages: Iterable[Message], lifetime: float, late: Receive
@@ -115,10 +117,12 @@ class Mailbox:
         own : Iterable[str]
             The ids of the messages whose replies are waited for.
         """
-        own, replies = set(own), []
+        own = set(own)
+        replies = [(id_, reply) for id_, reply in self._held if id_ in own]
+        self._held = [held for held in self._held if held[0] not in own]
         self._forget(own)
         if not self._due:
-            return []
+            return replies
         for message in self.grid.pull_messages(set(self._due)):
             id_ = message.metadata.reply_to_message_id
             if (due := self._due.pop(id_, None)) is None:
@@ -126,6 +130,8 @@ class Mailbox:
             reply = Reply(due.node, message)
             if id_ in own:
                 replies.append((id_, reply))
+            elif id_ in self.awaited:
+                self._held.append((id_, reply))
             else:
                 due.late(reply)
         return replies

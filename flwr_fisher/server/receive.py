@@ -154,5 +154,7 @@ class Late:
             self.server_round,
             "; it is kept for when that is opened again" if kept else "",
         )
+        if kept and self.kept.has(client):
+            return  # what was admitted is not replaced
         if kept and (records := self.admission().take(reply)) is not None:
             self.kept.save(client, *records)
