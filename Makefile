@@ -1,4 +1,5 @@
 # make demo    see one-shot merging beat FedAvg on real data
+# make federation   the same over a SuperLink and SuperNodes with data of their own
 # make test    everything that a change must pass
 # make fuzz    a hundred thousand spoiled uploads: each is read, or refused by name
 # make gpu     on a machine with one: the tests that touch it, and its tables
@@ -10,7 +11,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo test fuzz gpu develop install clean
+.PHONY: demo federation test fuzz gpu develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -26,6 +27,19 @@ demo: install
 	pkill -f "flower-superlink .*127.0.0.1:$$FLWR_LOCAL_CONTROL_API_PORT" || true
 	@test -f outputs/demo/metrics.json || { echo "The run failed; see above."; exit 1; }
 	@echo "Results are in $(CURDIR)/outputs/demo"
+
+# The nodes run from an environment of their own, without extras.
+APP ?= fedfisher
+federation: install .venv-node/dependencies
+	@rm -rf outputs/federation build/lib build/bdist.* *.egg-info
+	@.venv-node/bin/pip install -q --no-deps --force-reinstall .
+	$(BIN)/python federation/demo.py outputs/federation --app apps/$(APP) \
+		--nodes-bin .venv-node/bin
+
+.venv-node/dependencies: pyproject.toml
+	$(PYTHON) -m venv .venv-node
+	.venv-node/bin/pip install -q .
+	@touch $@
 
 test: install
 	$(BIN)/ruff check .
@@ -59,4 +73,4 @@ develop: .venv/dependencies
 	@touch $@
 
 clean:
-	rm -rf .venv build dist outputs *.egg-info
+	rm -rf .venv .venv-node build dist outputs *.egg-info

@@ -11,11 +11,13 @@ from numbers import Integral, Real
 from flwr_fisher.printable import printable
 
 __all__ = [
+    "CallbackError",
     "CheckpointError",
     "ClientError",
     "ConfigurationError",
     "DataError",
     "FlwrFisherError",
+    "MissingExtraError",
     "ParamsError",
     "RoundError",
     "StructureError",
@@ -58,6 +60,27 @@ class UnknownNameError(ConfigurationError):
     def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
         # It may come from a stranger, and ends in a log.
         super().__init__(f"unknown {what} {name!r:.80}; known: {', '.join(known)}")
+
+
+class MissingExtraError(FlwrFisherError, ImportError):
+    """A package is not installed that one of this library's extras brings.
+
+    Parameters
+    ----------
+    package : str
+        Which.
+    extra : str
+        The extra.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"'{package}' is not installed: pip install \"flwr-fisher[{extra}]\""
+        )
+
+
+class CallbackError(FlwrFisherError, RuntimeError):
+    """A callback failed; the run can go on from where it is."""
 
 
 class ParamsError(FlwrFisherError, ValueError):

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 ASIDE = ".partial"  # how a file ends that is not yet whole
+_ASIDE = re.compile(rf"\.\d+{re.escape(ASIDE)}$")
 
 
 def save_tensors(
@@ -103,6 +105,14 @@ def save_text(path: Path, text: str) -> None:
         If the disk refuses.
     """
     _save(path, lambda aside: aside.write_text(text), durable=True)
+
+
+def sweep(folders: Iterable[Path]) -> None:
+    """Delete what killed processes left in folders, where nobody else is writing."""
+    for folder in folders:
+        for path in folder.glob(f"*{ASIDE}"):
+            if _ASIDE.search(path.name):
+                path.unlink(missing_ok=True)
 
 
 def digest_of(record: object, tensors: Mapping[str, Tensor] | None = None) -> str:

@@ -1,5 +1,6 @@
 """The four algorithms, as Flower ``Strategy`` classes, and the methods beside them."""
 
+from flwr_fisher.server.connected import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult
@@ -39,4 +40,5 @@ __all__ = [
     "Step",
     "Upload",
     "Waiting",
+    "wait_for_nodes",
 ]

@@ -3,27 +3,30 @@
 Long: a third of it is the docstrings of what a strategy says, and of `start`.
 """
 
-import logging
 import textwrap
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from inspect import signature
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
+from flwr_fisher.callbacks import Callback
+from flwr_fisher.callbacks.base import check_callbacks
 from flwr_fisher.errors import (
     ConfigurationError,
     RoundError,
     check_range,
     check_whole,
 )
+from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.driver import Driver
@@ -36,8 +39,6 @@ from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors, named_options, tensors_to_arrays
 
-logger = logging.getLogger("flwr")
-
 _RANGES: dict[str, tuple[int, ...]] = {
     "fraction_train": (0, 1),
     "fraction_evaluate": (0, 1),
@@ -47,7 +48,7 @@ _RANGES: dict[str, tuple[int, ...]] = {
 }
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _TO_EVALUATE = 60.0  # seconds to wait for nodes that evaluate: training is done
-_WIDTH = 60  # of the settings in the log
+_INDENT = 10  # columns before a line of the settings in the log
 
 
 class CurvatureStrategy(FedAvg):
@@ -113,7 +114,7 @@ class CurvatureStrategy(FedAvg):
                 "whoever comes: leave one of them out"
             )
         self.seed, self.policy = seed, Policy() if policy is None else policy
-        self.cohort = Cohort(seed)
+        self.cohort = Cohort(seed, others="refused")
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
         self._opened: OpenExchange[Any] | None = None
@@ -151,6 +152,14 @@ class CurvatureStrategy(FedAvg):
         """Return what a new run's state holds beside parameters; by default nothing."""
         return {}
 
+    def absences(self) -> dict[str, Any]:
+        """Return which clients sit out, as JSON holds it."""
+        return self.cohort.absences()
+
+    def recall_absences(self, record: Mapping[str, Any]) -> None:
+        """Take up what :meth:`absences` returned when the last round ended."""
+        self.cohort.recall_absences(record)
+
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings, for the log and for :meth:`options`."""
         return {}
@@ -174,7 +183,7 @@ class CurvatureStrategy(FedAvg):
     def summary(self) -> None:
         """Log the strategy's configuration."""
         text = ", ".join(f"{name}={value}" for name, value in self.settings().items())
-        for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False):
+        for line in textwrap.wrap(text, width() - _INDENT, break_on_hyphens=False):
             logger.info("\t├──> %s", line)
         super().summary()
 
@@ -193,6 +202,7 @@ class CurvatureStrategy(FedAvg):
         checkpoint_dir: str | Path | None = None,
         resume: bool = False,
         reopen: bool = False,
+        callbacks: Sequence[Callback] = (),
     ) -> CurvatureResult:
         """Run the federation; Flower's ``start``, and runs that survive a crash.
 
@@ -215,7 +225,12 @@ class CurvatureStrategy(FedAvg):
             the result equals the uninterrupted run's, bit for bit.
         reopen : bool, default False
             With `resume`: make the last round again, of its uploads and those of
-            clients that have not replied yet, or in a collection window of who comes.
+            clients that have not replied yet, or in a collection window of who comes. A
+            window that closed with too few opens again.
+
+        callbacks : Sequence[Callback], optional
+            Are told of each round when it is finished, and can end the run
+            (:mod:`flwr_fisher.callbacks`).
 
         Returns
         -------
@@ -229,7 +244,10 @@ class CurvatureStrategy(FedAvg):
         CheckpointError
             If `checkpoint_dir` holds another run (the strategy's options and
             `train_config` must be the same), a damaged file, or another server has it.
+        CallbackError
+            If a callback failed, when its round is finished.
         """
+        check_callbacks(callbacks)
         self.check_rounds(num_rounds)
         self.timeout = timeout
         logger.info("Starting %s strategy:", type(self).__name__)
@@ -249,13 +267,17 @@ class CurvatureStrategy(FedAvg):
         )
         try:
             self.check(run.state)
+            self.recall_absences(run.absences)
             driver = Driver(grid, run, timeout)
             if evaluate_fn and run.server_round == 0:
                 run.evaluated(0, evaluate_fn(0, initial_arrays))
                 run.finish(0)
             if run.id is not None:
                 own = ConfigRecord({**own, **named_options({"run": run.id})})
+            ended = bool(run.server_round) and run.tell(callbacks)
             for server_round in range(run.server_round + 1, num_rounds + 1):
+                if ended:
+                    break
                 logger.info("")
                 logger.info("[ROUND %s/%s]", server_round, num_rounds)
                 self._try_round(driver, server_round, own)
@@ -264,7 +286,8 @@ class CurvatureStrategy(FedAvg):
                 )
                 if evaluate_fn:
                     run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
-                run.finish(server_round)
+                run.finish(server_round, self.absences())
+                ended = run.tell(callbacks)
         finally:
             run.release()
         logger.info("")
@@ -387,6 +410,23 @@ class CurvatureStrategy(FedAvg):
             self.policy,
         )
 
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """Tell Flower's older servers, which begin with this, what to do.
+
+        Raises
+        ------
+        ConfigurationError
+            Always.
+        """
+        name = type(self).__name__
+        raise ConfigurationError(
+            f"{name} is a strategy of Flower's Message API, and ServerApp(server_fn="
+            f"...) runs older ones: make it as_legacy({name}, model=...), and the app "
+            "server_app(server_fn), both of flwr_fisher.legacy "
+            "(docs/moving-from-numpyclient.md), or start it in an @app.main() "
+            "(docs/moving-from-fedavg.md)"
+        )
+
     def _only_exchange(self, server_round: int) -> Exchange[Any]:
         exchange, *others = self.exchanges(server_round)
         if others:
@@ -399,5 +439,10 @@ class CurvatureStrategy(FedAvg):
 
 
 def _as_json(value: object) -> object:
-    """Return a config's value as JSON holds it."""
-    return value.hex() if isinstance(value, bytes) else value
+    """Return a config's value as JSON holds it, and as it compares."""
+    if isinstance(value, list):
+        return [_as_json(one) for one in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    finite = not isinstance(value, float) or isfinite(value)
+    return value if finite else str(value)

@@ -3,7 +3,6 @@
 Long: a third of it is the docstring of a strategy with many options.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,6 +14,7 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import TOLERANCE, check_options
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
+from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
     MergeOptions,
     MergeResult,
@@ -38,8 +38,6 @@ from flwr_fisher.wire import (
     get_codec,
     resolve,
 )
-
-logger = logging.getLogger("flwr")
 
 # Of a client's Fisher; measured: benchmarks/results/budget.md
 EXAMPLES, MAX_PASSES, MAX_POSITIONS = 1000, 3, 32

@@ -3,8 +3,7 @@
 Long: half of it is the docstring of a strategy with two stages and their options.
 """
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -18,6 +17,7 @@ from flwr_fisher.errors import (
     check_known,
     check_whole,
 )
+from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import derive_seed, seed_of_clients
 from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
@@ -43,8 +43,6 @@ from flwr_fisher.wire.tangent_upload import (
     read_moments,
     read_spectrum,
 )
-
-logger = logging.getLogger("flwr")
 
 _SOLVERS, _DTYPES = ("closed-form", "steps"), ("float32", "float16")
 
@@ -210,6 +208,15 @@ class TCT(CurvatureStrategy):
         """Return whether a run can go on without a round: not the convexifying one."""
         return server_round != self.stage1_rounds + 1
 
+    def absences(self) -> dict[str, Any]:
+        """Return which clients sit out, in each stage."""
+        return {**super().absences(), "stage1": self.stage1.absences()}
+
+    def recall_absences(self, record: Mapping[str, Any]) -> None:
+        """Take them up."""
+        super().recall_absences(record)
+        self.stage1.recall_absences(record.get("stage1", {}))
+
     def initial_groups(self) -> Groups:
         """Name the run: clients keep their state under its number."""
         own = {MEMBERSHIP: Membership.new().to_tensors()}
@@ -271,6 +278,9 @@ class TCT(CurvatureStrategy):
         self, driver: Driver, server_round: int, config: ConfigRecord
     ) -> None:
         """Do a round of the stage that it belongs to."""
+        # Without one client for stage 2, stage 1 would be in vain.
+        first = server_round <= self.stage1_rounds and self.stage1.is_flowers
+        self.cohort.others = "beside" if first else "refused"
         if server_round > self.stage1_rounds:
             name = "convexifying" if server_round == self.stage1_rounds + 1 else "2"
             logger.info("TCT: stage %s", name)

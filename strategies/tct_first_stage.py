@@ -38,7 +38,8 @@ class FirstStage:
     Raises
     ------
     ConfigurationError
-        If it is no strategy, or a round of it has several exchanges.
+        If it is no strategy, a round of it has several exchanges, or it samples its
+        own clients where there is a collection window.
     """
 
     def __init__(
@@ -66,9 +67,25 @@ class FirstStage:
         self._own = strategy if isinstance(strategy, CurvatureStrategy) else None
         self._weighted_by_key, self._policy = weighted_by_key, policy
         self._waiting = waiting
-        self._hooks = FlowerRounds(
-            strategy, type(inner), cohort, weighted_by_key, policy, waiting
+        if self._own is None and waiting.window is not None:
+            raise ConfigurationError(
+                f"stage1={self.name} samples its own clients, and a window asks "
+                "whoever comes: take one of this library's, such as Scaffold, or no "
+                "window"
+            )
+        unaddressed = (
+            strategy.unaddressed
+            if isinstance(strategy, Repeatable)
+            else strategy.configure_train
         )
+        self._hooks = FlowerRounds(
+            strategy, inner, unaddressed, cohort, weighted_by_key, policy, waiting
+        )
+
+    @property
+    def is_flowers(self) -> bool:
+        """Whether the strategy is Flower's, which works with any client."""
+        return self._own is None
 
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds of it."""
@@ -92,6 +109,15 @@ class FirstStage:
             metrics = {upload.client: upload.metrics for upload in uploads}
         driver.run.add_metrics(server_round, {"stage": 1})
         return metrics
+
+    def absences(self) -> dict[str, Any]:
+        """Return which clients of a strategy of this library's sit out."""
+        return {} if self._own is None else self._own.absences()
+
+    def recall_absences(self, record: Mapping[str, Any]) -> None:
+        """Take up what :meth:`absences` returned."""
+        if self._own is not None:
+            self._own.recall_absences(record)
 
     def evaluate(self, driver: Driver, server_round: int, config: ConfigRecord) -> None:
         """Have clients evaluate as the strategy does."""

@@ -1,12 +1,12 @@
 """TCT's second stage: what is sent to clients, and what uploads make of the state."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads
 from flwr_fisher.server.membership import Membership, lost_states
@@ -21,8 +21,6 @@ from flwr_fisher.tangent import (
     tct_average,
 )
 from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload, bytes_of
-
-logger = logging.getLogger("flwr")
 
 # Groups of the state's tensors, and names in them.
 MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import runpy
 import secrets
 import shutil
 import subprocess
@@ -29,6 +28,8 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from apps import globals_of, load
 
 ROOT = Path(__file__).resolve().parents[1]
 APPS = ("fedfisher", "fedfish", "fagh", "tct")
@@ -119,9 +120,7 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
 
 def app_methods(apps: Path) -> tuple[str, ...]:
     """Return the methods that a tree's apps/fagh has."""
-    methods: tuple[str, ...] = runpy.run_path(str(apps / "fagh/server_app.py"))[
-        "METHODS"
-    ]
+    methods: tuple[str, ...] = globals_of(apps / "fagh", "server")["METHODS"]
     return methods
 
 
@@ -145,10 +144,7 @@ def ready_app(path: Path, method: str) -> dict[str, str]:
         config |= {"output-dir": folder}
         config |= {"state-dir": f"{folder}/state"} if "state-dir" in config else {}
         config |= {"method": method} if method else {}
-        sides = [
-            runpy.run_path(str(path / f"{side}_app.py"))["app"]
-            for side in ("client", "server")
-        ]
+        sides = [load(path, side) for side in ("client", "server")]
         app, found = recorded(sides[0])
         grid = local_grid(app, 6, config)
         sides[1](grid, Context(1, 1, {}, RecordDict(), config))

@@ -9,10 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord
-from virtual import Watched, opened, same_bits, tiny_app, tiny_arrays
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from safetensors.torch import save_file
+from virtual import (
+    Watched,
+    drop_array,
+    opened,
+    same_bits,
+    tiny_app,
+    tiny_arrays,
+)
 
 from flwr_fisher.errors import CheckpointError
+from flwr_fisher.server.checkpoint import CheckpointDir
+from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.lock import FolderLock
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
@@ -189,6 +199,94 @@ def test_the_same_train_config_is_gone_on_with(tmp_path: Path, value: Any) -> No
 
 
 # Two servers
+
+
+@pytest.mark.parametrize("value", [float("nan"), [b"a", b"b"], [1.5, 2.5], "x"])
+def test_any_config_compares(tmp_path: Path, value: Any) -> None:
+    config = ConfigRecord({"note": value})
+    start(tmp_path, num_rounds=1, train_config=config)
+    start(tmp_path, num_rounds=1, train_config=config, resume=True)
+
+
+def test_without_its_exchange_record_nobody_on_disk_is_asked_again(
+    run: Path, expected: CurvatureResult
+) -> None:
+    (run / UPLOADS / "exchange.json").unlink()
+    app = Watched()
+    resumed = start(run, app, resume=True)
+    assert len(app.trained) == 1
+    assert same_bits(resumed.arrays, expected.arrays)
+
+
+def test_the_run_json_of_another_run_is_told_as_such(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    start(other, num_rounds=1)
+    shutil.copy(other / "run.json", run / "run.json")
+    with pytest.raises(CheckpointError, match=r"run\.json is of another run than"):
+        start(run, resume=True)
+
+
+def test_an_upload_of_no_format_is_set_aside(
+    run: Path, expected: CurvatureResult
+) -> None:
+    path = next((run / UPLOADS).glob("*.safetensors"))
+    save_file({"w": torch.zeros(2)}, path)
+    app = Watched()
+    assert same_bits(start(run, app, resume=True).arrays, expected.arrays)
+    assert len(app.trained) == 2
+
+
+def test_what_a_killed_server_left_half_written_goes(run: Path) -> None:
+    left = [run / "round-0002.77.partial", run / UPLOADS / "partition-1.77.partial"]
+    theirs = [run / "mine.partial", run / "notes" / "round.77.partial"]
+    theirs[1].parent.mkdir()
+    for path in [*left, *theirs]:
+        path.write_bytes(b"half")
+    start(run, resume=True)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in theirs)
+
+
+@pytest.mark.parametrize("name", ["医院" * 60, "a" * 300, "../../x", "a/b\\c"])
+def test_any_registered_name_is_a_files(tmp_path: Path, name: str) -> None:
+    disk = CheckpointDir(tmp_path)
+    disk.begin({})
+    folder = "uploads-0001/exchange-1"
+    whose = (Identity(1, name), Identity(2, f"{name}!"))
+    for client in whose:
+        arrays = ArrayRecord({"w": torch.zeros(2)})
+        disk.save_upload(folder, client, arrays, MetricRecord({"num-examples": 3}))
+        assert disk.has_upload(folder, client.name)
+    assert {client.name for client, _, _ in disk.load_uploads(folder)} == {
+        client.name for client in whose
+    }
+    disk.set_aside(folder, name, "out of cheese")
+    assert disk.load_set_aside(folder) == {name: "out of cheese"}
+    assert all(tmp_path in path.parents for path in tmp_path.rglob("*.safetensors"))
+
+
+def test_a_damaged_note_is_named(run: Path) -> None:
+    disk = CheckpointDir(run)
+    disk.load_options()
+    disk.set_aside(UPLOADS, "partition-0", "out of cheese")
+    disk.release()
+    (note,) = run.rglob("set-aside/*.json")
+    note.write_bytes(note.read_bytes().replace(b"cheese", b"\xff\xfeeese"))
+    with pytest.raises(CheckpointError, match=r"set-aside.* is damaged.*delete it"):
+        start(run, resume=True)
+
+
+def test_what_was_missing_is_told_again_when_a_closed_round_is_resumed(
+    tmp_path: Path,
+) -> None:
+    app = Watched()
+    app.tamper = {2: drop_array("3.bias")}
+    first = start(tmp_path, app, num_rounds=1)
+    (tmp_path / "round-0001.safetensors").unlink()
+    resumed = start(tmp_path, Watched(), num_rounds=1, resume=True)
+    assert first.train_metrics_clientapp[1]["num-rejected"] == 1
+    assert resumed.train_metrics_clientapp == first.train_metrics_clientapp
+    assert same_bits(resumed.arrays, first.arrays)
 
 
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:

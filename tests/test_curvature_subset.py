@@ -163,7 +163,7 @@ def test_what_is_no_number_or_no_loader_is_refused() -> None:
         fisher(model, batches(), examples=0)
     with pytest.raises(DataError, match=r"pass \[inputs\]"):
         fisher(model, torch.ones(4, 1), examples=2)
-    with pytest.raises(DataError, match="as tensors, got str"):
+    with pytest.raises(DataError, match="as tensors, got a str"):
         fisher(model, ["images"], examples=2)
     with pytest.raises(DataError, match="no examples"):
         fisher(model, [], examples=2)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import pytest
 from flwr.app import Context, RecordDict
 
+from apps import globals_of
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
 from flwr_fisher.testing import LocalGrid
 
 APP = Path(__file__).parents[1] / "apps" / "fagh"
 DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-SERVER = runpy.run_path(str(APP / "server_app.py"))
-CLIENT = runpy.run_path(str(APP / "client_app.py"))
+SERVER = globals_of(APP, "server")
+CLIENT = globals_of(APP, "client")
 
 
 class WatchedGrid(LocalGrid):

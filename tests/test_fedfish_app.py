@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from flwr.app import Context, RecordDict
 
+from apps import load
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.testing import LocalGrid
 
@@ -21,10 +21,7 @@ def run(path: Path, clients: int = 8, **options: Any) -> dict[str, Any]:
     named = {key.replace("_", "-"): value for key, value in options.items()}
     config = DEFAULTS["config"] | named | {"output-dir": str(path)}
     assert config.keys() == DEFAULTS["config"].keys()
-    client, server = (
-        runpy.run_path(str(APP / f"{side}_app.py"))["app"]
-        for side in ("client", "server")
-    )
+    client, server = (load(APP, side) for side in ("client", "server"))
     grid = LocalGrid(client, clients, run_config=config)
     server(grid, Context(1, 1, {}, RecordDict(), config))
     metrics: dict[str, Any] = json.loads((path / "metrics.json").read_text())

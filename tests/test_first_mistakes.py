@@ -44,6 +44,28 @@ def test_a_metric_may_be_a_tensor_of_one_number():
     assert metrics_of(ask(client))["loss"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (None, "evaluate_fn must return a dict of metrics"),
+        ({"loss": 1.0}, r"returned no 'num-examples'.*add it to \['loss'\]"),
+    ],
+)
+def test_what_evaluate_fn_must_return(returned, text):
+    client = tiny_client(evaluate_fn=lambda *arguments: returned)
+    with pytest.raises(ClientError, match=text):
+        ask(client, kind="evaluate")
+
+
+def test_an_evaluate_fn_gets_the_held_out_data_and_the_config():
+    def score(model, valloader, device, config):
+        return {"num-examples": len(valloader.dataset), "twice": 2 * config["lr"]}
+
+    client = tiny_client(evaluate_fn=score)
+    metrics = metrics_of(ask(client, config={"lr": 0.5}, kind="evaluate"))
+    assert dict(metrics) == {"num-examples": 8, "twice": 1.0}
+
+
 def test_initial_arrays_that_are_a_state_dict():
     grid = LocalGrid(tiny_app(), 3)
     with pytest.raises(ConfigurationError, match=r"wrap it, ArrayRecord\(\.\.\.\)"):

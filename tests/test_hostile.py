@@ -12,6 +12,7 @@ import pytest
 import torch
 from flwr.app import (
     ArrayRecord,
+    ConfigRecord,
     Context,
     Message,
     MetricRecord,
@@ -261,7 +262,7 @@ def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
     assert "the third client's overflow" in caplog.text
     (aside,) = tmp_path.rglob("set-aside/*.safetensors")
     assert aside.stem == "partition-2"
-    assert "overflow" in aside.with_suffix(".txt").read_text()
+    assert "overflow" in aside.with_suffix(".json").read_text()
 
 
 def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(
@@ -314,6 +315,7 @@ class Claims(ClientApp):
         if message.metadata.message_type == "query":
             claim = self.claims.get(partition, partition)
             content = RecordDict({"m": MetricRecord({"partition-id": claim})})
+            content["c"] = ConfigRecord({"flwr-fisher": "0.1.0"})
             return Message(content, reply_to=message)
         self.trained.append(partition)
         return self.app(message, context)

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_data
 
 from flwr_fisher.client import LocalSGD, TrainingCheckpoint
+from flwr_fisher.client.kept_training import generators_of
+from flwr_fisher.client.outbox import Outbox
+from flwr_fisher.client.request import Request
 from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state
@@ -139,7 +142,9 @@ def test_an_upload_that_is_too_large_for_the_clients_limit_is_not_kept(
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("run", ["../../etc", "-1", "f" * 17, "", 3.5])
+@pytest.mark.parametrize(
+    "run", ["../../etc", "-1", "f" * 17, "", 3.5, "0xff", " ff ", "f_f", "+f", "FF"]
+)
 def test_a_run_of_no_name_is_refused(tmp_path: Path, run: Any) -> None:
     with pytest.raises(ClientError, match="the server's name for the run is"):
         ask(client(tmp_path), config={"run": run})
@@ -355,6 +360,63 @@ def test_the_process_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
     second.join(60)
     assert [metrics_of(reply)["mine"] for reply in replies] == [1.0, 1.0]
     assert len(trainings) == 1
+
+
+def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
+    tmp_path: Path,
+) -> None:
+    store = ClientStore(tmp_path / "uploads", int(RUN, 16), 0)
+    outbox = Outbox(store, 1, "")
+    with (
+        store.lock(),
+        pytest.raises(ClientError, match=r"has held .*lock for 0 s.*: end it"),
+        outbox.held(0.2),
+    ):
+        raise AssertionError("two at once")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"likelihood": "gaussian"},
+        {"loss_fn": nn.functional.nll_loss},
+        {"max_examples": 5},
+    ],
+)
+def test_another_client_of_the_same_data_hands_over_nothing(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    config = {"run": RUN, "structure": "diagonal", "server-round": 1}
+    ask(client(tmp_path), config=config)
+    first, second = client(tmp_path), client(tmp_path, **other)
+    request = Request({}, options={"run": RUN})
+    digests = {Outbox.of(c.problem, request).digest for c in (first, second)}
+    assert len(digests) == 2
+
+
+def test_frozen_layers_make_another_upload(tmp_path: Path) -> None:
+    config = {"run": RUN, "structure": "diagonal", "server-round": 1}
+    ask(client(tmp_path), config=config)
+    frozen = client(tmp_path)
+    frozen.problem.model[0].requires_grad_(False)
+    ask(frozen, config=config)
+    assert Counted.trainings == 2
+
+
+def test_a_training_larger_than_the_clients_limit_is_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ClientStore(tmp_path, 1, 0, max_bytes=100)
+    TrainingCheckpoint(store, 1, "x").save({"w": torch.zeros(1000)})
+    assert "This training is not kept" in caplog.text
+    assert files(tmp_path) == []
+
+
+def test_the_generator_of_a_batch_sampler_is_kept() -> None:
+    own, data = torch.Generator(), tiny_data(2)
+    sampler = RandomSampler(data, generator=own)
+    loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+    assert generators_of(loader) == [own]
 
 
 def test_params_of_a_model_are_what_they_were(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from flwr.app import Context, RecordDict
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -113,6 +114,21 @@ def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkey
     model = TCTModel.load(tmp_path / "tct.safetensors", Net())
     assert torch.equal(model(x), namespace["model"](x))
     assert (model(x).argmax(1) == y).float().mean() > 0.6
+
+
+def test_the_watched_run_leaves_a_table_and_the_best_model(
+    my_app, tmp_path, monkeypatch
+):
+    client: dict[str, object] = {}
+    exec(BLOCKS[0].replace("epochs=30", "epochs=1"), client)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
+    exec(BLOCKS[7].replace("num_rounds=50", "num_rounds=4"), namespace)
+    lines = (tmp_path / "run" / "rounds.csv").read_text().splitlines()
+    assert "evaluate/accuracy" in lines[0]
+    assert len(lines) == 1 + len(namespace["result"].evaluate_metrics_clientapp)
+    model = Net()
+    model.load_state_dict(load_file(tmp_path / "run" / "best.safetensors"))
 
 
 def test_every_link_leads_somewhere():

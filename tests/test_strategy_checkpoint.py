@@ -486,7 +486,7 @@ def test_one_bit_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        (None, "has format None, and this version reads '5'"),
+        (None, "damaged: it is no file of flwr-fisher's"),
         ({"format": "4"}, "has format '4', and this version reads '5'"),
         ({"format": "5"}, "damaged"),
         ({"format": "5", "keys": "[]", "record": "{"}, "damaged"),

@@ -574,12 +574,13 @@ class Mute(ClientApp):
 
 
 def tells(**metrics: Any) -> Callable[[Message], Message]:
-    content = {"metrics": MetricRecord(metrics)}
+    version = ConfigRecord({"flwr-fisher": "0.1.0"})
+    content = {"metrics": MetricRecord(metrics), "config": version}
     return lambda message: Message(RecordDict(content), reply_to=message)
 
 
 def refuses(message: Message) -> Message:
-    raise ValueError("No query function registered with name 'default'")
+    raise FileNotFoundError("no data set at the place where one should be")
 
 
 @pytest.mark.parametrize(
@@ -599,7 +600,7 @@ def test_nodes_without_a_partition_go_by_their_id(
 
 def test_nodes_that_claim_one_partition_are_not_asked(row: Row) -> None:
     with pytest.raises(RoundError, match="'partition-1' is claimed by more than one"):
-        run(row(), Mute(tells(**{"partition-id": 1})))
+        run(row(), Mute(tells(**{"partition-id": 1})), timeout=1)
 
 
 # Other loops than `start`

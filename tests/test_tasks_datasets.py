@@ -305,6 +305,33 @@ def test_image_folder_without_a_split_names_it(tmp_path: Path, split: str) -> No
         load_dataset(f"imagefolder:{tmp_path}")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "holds"),
+    [
+        (lambda root: (root / "train").rename(root / "val"), "holds test, val"),
+        (lambda root: root.rename(root.parent / "elsewhere"), "there is no "),
+        (lambda root: [p.rename(p.parent / "x" / p.name) for p in _flat(root)], "test"),
+    ],
+)
+def test_a_wrong_image_folder_shows_the_layout(tmp_path: Path, wrong, holds) -> None:
+    root = tmp_path / "mine"
+    write_folders(root)
+    wrong(root)
+    with pytest.raises(DataError, match=holds) as raised:
+        load_dataset(f"imagefolder:{root}")
+    assert "<dir>/train/<class>/<image files>" in str(raised.value)
+
+
+def _flat(root: Path) -> list[Path]:
+    """Have images where their classes' folders should be."""
+    for split in ("train", "test"):
+        for folder in list((root / split).iterdir()):
+            for file in folder.iterdir():
+                file.rename(root / split / f"{folder.name}-{file.name}")
+            folder.rmdir()
+    return []
+
+
 def test_image_folder_with_other_classes_in_test(tmp_path: Path) -> None:
     write_folders(tmp_path)
     (tmp_path / "test" / "bee").rename(tmp_path / "test" / "wasp")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import Task, load, load_task
+from flwr_fisher.tasks import Task, load, load_task, task_from_run_config
 
 
 def digits(**changes: Any) -> Task:
@@ -165,3 +165,39 @@ def test_a_client_that_does_not_exist(partition_id: int) -> None:
 def test_an_empty_batch() -> None:
     with pytest.raises(ConfigurationError, match="batch_size must be ≥ 1, not 0"):
         digits().test_loader(0)
+
+
+def classes_of(task: Task) -> list[int]:
+    shared = [i for part in task.parts for i in part]
+    assert len(set(shared)) == len(shared)
+    return task.data.train.classes[shared].bincount(minlength=10).tolist()
+
+
+def test_a_subset_has_each_class_alike_and_is_the_seeds() -> None:
+    task = digits(max_examples=203)
+    assert sorted(classes_of(task)) == [20] * 7 + [21] * 3
+    load._share_out.cache_clear()
+    assert digits(max_examples=203).parts == task.parts
+    assert digits(max_examples=203, seed=1).parts != task.parts
+    assert len(task.data.test) == 360
+
+
+def test_a_subset_is_of_what_validation_leaves_and_may_be_all() -> None:
+    some = digits(max_examples=100, validation=1337)
+    assert sum(classes_of(some)) == 100
+    assert digits(max_examples=10**6).parts == digits().parts
+
+
+@pytest.mark.parametrize("count", [-1, 0.5])
+def test_a_subset_is_a_number_of_examples(count: Any) -> None:
+    with pytest.raises(ConfigurationError, match="max_examples"):
+        digits(max_examples=count)
+
+
+def test_a_run_config_may_have_max_examples() -> None:
+    config = {"dataset": "digits", "data-dir": "", "model": "mlp", "partition": "iid"}
+    config |= {"alpha": 0.1, "seed": 0}
+    whole = task_from_run_config(config, 4)
+    few = task_from_run_config(config | {"max-examples": 100}, 4)
+    counts = [sum(map(len, task.parts)) for task in (whole, few)]
+    assert counts == [1437, 100]

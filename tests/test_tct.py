@@ -1,6 +1,7 @@
 """TCT as a strategy: two stages, their optimum, and what survives a crash."""
 
 import logging
+import random
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -48,6 +49,7 @@ from flwr_fisher.strategies import (
     FedGA,
     Repeatable,
     Scaffold,
+    Waiting,
 )
 from flwr_fisher.tangent import (
     Spectrum,
@@ -1142,3 +1144,55 @@ def test_strategies_that_forget_say_so(
         run(tct(stage1=first()), checkpoint_dir=where, resume=True)
         assert (f"what {strategy.__name__} keeps" in caplog.text) == says
         caplog.clear()
+
+
+# What stops a first stage of Flower's
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedAdam, Repeatable])
+def test_the_clients_that_flowers_strategy_sampled_are_asked_when_resumed(
+    tmp_path: Path, strategy: Any
+) -> None:
+    """It samples by the global ``random``; whom it asked is on disk."""
+
+    def first() -> TCT:
+        own = {"fraction_train": 0.4, "fraction_evaluate": 0.0}
+        plain = FedAvg(**own) if strategy is Repeatable else strategy(**own)
+        return tct(stage1=Repeatable(plain) if strategy is Repeatable else plain)
+
+    for seed in range(4):
+        where = tmp_path / f"{seed}"
+        app = Watched(client_app())
+
+        def die(content: RecordDict, app: Watched = app) -> None:
+            if len(app.trained) == 2:
+                raise KeyboardInterrupt
+
+        app.tamper = dict.fromkeys(range(6), die)
+        random.seed(seed)
+        with pytest.raises(KeyboardInterrupt):
+            run(first(), app, clients=6, checkpoint_dir=where)
+        cohort = sorted(p for _, p in app.trained)
+        random.seed(seed + 100)
+        again = Watched(client_app())
+        run(first(), again, clients=6, checkpoint_dir=where, resume=True)
+        asked = [p for number, p in again.trained if number == 1]
+        assert len(asked) == 1
+        assert sorted([*asked, app.trained[0][1]]) == cohort
+
+
+def test_a_first_stage_of_flowers_waits_no_longer_for_nodes_than_it_may() -> None:
+    first = FedAvg(min_available_nodes=9)
+    with pytest.raises(RoundError, match=r"3 nodes are connected after 1 s, and 9"):
+        run(tct(stage1=first), timeout=1)
+
+
+def test_a_window_needs_a_first_stage_that_knows_it() -> None:
+    with pytest.raises(ConfigurationError, match="stage1=FedAvg samples its own clie"):
+        tct(waiting=Waiting(window=60))
+    tct(stage1=Scaffold(), waiting=Waiting(window=60))
+
+
+def test_a_first_stage_that_asks_nobody_is_told() -> None:
+    with pytest.raises(RoundError, match="FedAvg aggregated nothing in stage 1"):
+        run(tct(stage1=FedAvg(fraction_train=0.0)))

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from flwr.app import Context, RecordDict
 from matplotlib.figure import Figure
 
+from apps import load
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.tasks import task_from_run_config
@@ -28,10 +28,7 @@ def run(path: Path, clients: int = 10, **options: Any) -> dict[str, Any]:
     config = DEFAULTS["config"] | {"output-dir": str(path)}
     config |= {"state-dir": str(path / "state")} | named
     assert config.keys() == DEFAULTS["config"].keys()
-    client, server = (
-        runpy.run_path(str(APP / f"{side}_app.py"))["app"]
-        for side in ("client", "server")
-    )
+    client, server = (load(APP, side) for side in ("client", "server"))
     grid = LocalGrid(client, clients, run_config=config)
     server(grid, Context(1, 1, {}, RecordDict(), config))
     metrics: dict[str, Any] = json.loads((path / "metrics.json").read_text())

@@ -1,7 +1,10 @@
 """Rounds end: at enough, or at the deadline, whoever hangs, dies, is late or comes."""
 
+import gc
 import logging
+import weakref
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from flwr.app import ArrayRecord
 from virtual import Watched, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.server.receive import Late
 from flwr_fisher.strategies import (
     TCT,
     CurvatureResult,
@@ -205,6 +209,71 @@ def test_enough_is_never_less_than_a_round_needs(
     grid = ClockedGrid(tiny_app(), slow, clock, 4)
     result = start(grid, timeout=100, waiting=waiting, min_train_nodes=3)
     assert len(result.uploads) >= 3
+
+
+def test_who_is_never_waited_for_sits_out_in_the_end(clock: FullClock) -> None:
+    grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 4)
+    start(grid, num_rounds=20, timeout=100, waiting=Waiting(enough_fraction=0.7))
+    asked = [who for _, kind, who in grid.sent if kind == "train"]
+    assert asked.count(1) == 5  # in rounds 1, 2, 4, 7 and 12
+    assert asked.count(0) == 20
+
+
+def test_rounds_that_are_over_hold_no_model(clock: FullClock) -> None:
+    """A client that hangs is due for hours; its rounds' parameters are not kept."""
+    alive: list[Any] = []
+    made = Late.__init__
+
+    def tracked(self: Late, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        assert self.admission is not None
+        alive.append(weakref.ref(self.admission))
+
+    grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 3)
+    strategy = FedFisherOneShot(**options_of(waiting=Waiting(enough_fraction=0.6)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Late, "__init__", tracked)
+        strategy.start(grid, tiny_arrays(), num_rounds=6, timeout=9000)
+    assert len(strategy.cohort.mailbox(grid)._due) == 3  # rounds 1, 2 and 4
+    gc.collect()
+    assert len(alive) == 6
+    assert sum(one() is not None for one in alive) <= 1
+
+
+def test_a_resumed_run_leaves_out_whom_the_first_life_did(
+    clock: FullClock, tmp_path: Path
+) -> None:
+    """Who sits out decides who is sampled: it is kept with the round."""
+
+    def asked(rounds: list[int], where: Path) -> list[list[int]]:
+        per_round = []
+        for index, num_rounds in enumerate(rounds):
+            clock.now = 0
+            grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 5)
+            options = {"checkpoint_dir": where, "resume": index > 0, "timeout": 9}
+            options["min_train_nodes"] = 1
+            start(grid, num_rounds=num_rounds, fraction_train=0.7, **options)
+            sent = [(when, who) for when, kind, who in grid.sent if kind == "train"]
+            times = sorted({when for when, _ in sent})
+            per_round += [sorted(w for t, w in sent if t == time) for time in times]
+        return per_round
+
+    whole = asked([8], tmp_path / "whole")
+    assert any(1 in cohort for cohort in whole)
+    assert asked([1, 2, 3, 5, 8], tmp_path / "parts") == whole
+
+
+def test_the_dead_are_not_charged_with_evaluations_deadline(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = ClockedGrid(tiny_app(), {}, clock, 3)
+    slow = Behaviour(seconds=lambda times: 1.0 if times == 0 else 5.0)
+    grid.behaviours = {0: slow, 1: Behaviour(seconds=slow.seconds, dies=3.0)}
+    strategy = FedFisherOneShot()
+    strategy.start(grid, tiny_arrays(), timeout=100)
+    assert "aggregate_evaluate: no reply from partition-1" in caplog.text
+    assert strategy.cohort.absences()["missed"] == {}
+    assert clock.now < 30
 
 
 # What becomes of rounds that fail

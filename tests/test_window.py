@@ -247,6 +247,34 @@ def test_the_merge_is_made_again_with_who_came_since(
     assert later.train_metrics_clientapp == again.train_metrics_clientapp
 
 
+def test_a_window_that_closed_with_too_few_opens_again(
+    clock: FullClock, tmp_path: Path
+) -> None:
+    comes = {0: between(0, inf), 1: between(2 * DAY, inf)}
+    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path}
+    with pytest.raises(RoundError, match="1 usable replies"):
+        start(ClockedGrid(app, comes, clock, 2), waiting, **options)
+    clock.now = 2.5 * DAY
+    options["resume"] = True
+    with pytest.raises(RoundError, match="1 usable replies"):  # it stays closed
+        start(ClockedGrid(app, comes, clock, 2), waiting, **options)
+    grid = ClockedGrid(app, comes, clock, 2)
+    result = start(grid, waiting, reopen=True, **options)
+    assert same_bits(result.arrays, merged_of(0, 1).arrays)
+    assert sorted(p for _, p in app.trained) == [0, 1]
+
+
+def test_a_window_is_not_resumed_without_one(clock: FullClock, tmp_path: Path) -> None:
+    comes = {0: between(0, inf)}
+    grid = ClockedGrid(tiny_app(), comes, clock, 2)
+    grid.behaviours = {0: between(0, inf), 1: between(inf, inf)}
+    with pytest.raises(RoundError):
+        start(grid, Waiting(window=DAY), checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"resume it with Waiting\(window"):
+        start(grid, Waiting(), checkpoint_dir=tmp_path, resume=True)
+
+
 def test_a_late_upload_counts_when_the_merge_is_made_again(
     clock: FullClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

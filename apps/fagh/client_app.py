@@ -1,23 +1,22 @@
 """A client that probes its loss for FAGH, or trains, as the server's method asks."""
 
 from flwr.app import Context
+from my_data import on_node
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.tasks import task_from_run_config
 
 
 def client_fn(context: Context) -> FisherClient:
-    """Build the client that holds the node's partition."""
-    config, node = context.run_config, context.node_config
-    task = task_from_run_config(config, int(node["num-partitions"]))
+    """Build the client of the node's data."""
+    config, data = context.run_config, on_node(context)
     train = LocalSGD(
         epochs=int(config["local-epochs"]),
         lr=float(config["lr"]),
         momentum=float(config["momentum"]),
     )
-    loader = task.train_loader(int(node["partition-id"]), int(config["batch-size"]))
+    loader = data.train_loader(int(config["batch-size"]))
     return FisherClient(
-        task.make_model(),
+        data.model,
         loader,
         train_fn=train,
         state_dir=str(config["state-dir"]) or None,

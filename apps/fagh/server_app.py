@@ -6,8 +6,9 @@ from typing import Any
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
+from my_data import on_server
 
-from flwr_fisher.errors import UnknownNameError
+from flwr_fisher.errors import ConfigurationError, UnknownNameError
 from flwr_fisher.measures import MeasuredGrid, combine, costs
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
@@ -20,8 +21,9 @@ from flwr_fisher.strategies import (
     FedPM,
     Repeatable,
     Scaffold,
+    wait_for_nodes,
 )
-from flwr_fisher.tasks import cohort_from_run_config, task_from_run_config
+from flwr_fisher.tasks import cohort_from_run_config
 
 METHODS = (
     *("fagh", "scaffold", "fedexp", "fedga", "fedpm"),
@@ -41,6 +43,8 @@ def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
     lr, seed = float(config["server-lr"]), int(config["seed"])
     sampled = {"fraction_evaluate": 0.0, **cohort_from_run_config(config, clients)}
     ours = {"seed": seed, **sampled}
+    if config["checkpoint-dir"] and config["method"] in ("fedavg", "fedprox"):
+        raise ConfigurationError("checkpoint-dir: Flower's own methods keep nothing")
     match config["method"]:
         case "fagh":
             probe, rho = str(config["probe"]), float(config["rho"])
@@ -75,9 +79,12 @@ def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
 def main(grid: Grid, context: Context) -> None:
     """Run the method and write its report."""
     config, began = dict(context.run_config), time.monotonic()
+    kept: dict[str, Any] = {}
+    if where := str(config["checkpoint-dir"]):
+        kept = {"checkpoint_dir": where, "resume": True}
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
-    clients = len(list(grid.get_node_ids()))
-    task = task_from_run_config(config, clients)
+    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
+    task = on_server(context, clients)
     strategy, gradients = make_strategy(config, clients)
     measured = MeasuredGrid(grid)
     result = strategy.start(
@@ -88,6 +95,7 @@ def main(grid: Grid, context: Context) -> None:
             evaluate_on_test(task, every=int(config["evaluate-every"])),
             costs(measured, gradients),
         ),
+        **kept,
     )
     report_rounds(
         path,

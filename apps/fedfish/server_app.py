@@ -4,6 +4,7 @@ import time
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
+from my_data import on_server
 
 from flwr_fisher.measures import (
     ClientServerBarrier,
@@ -13,8 +14,8 @@ from flwr_fisher.measures import (
 )
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
-from flwr_fisher.strategies import FedFish
-from flwr_fisher.tasks import cohort_from_run_config, task_from_run_config
+from flwr_fisher.strategies import FedFish, wait_for_nodes
+from flwr_fisher.tasks import cohort_from_run_config
 
 app = ServerApp()
 
@@ -24,7 +25,8 @@ def main(grid: Grid, context: Context) -> None:
     """Run FedFish and write its report."""
     config, began = context.run_config, time.monotonic()
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
-    task = task_from_run_config(config, len(list(grid.get_node_ids())))
+    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
+    task = on_server(context, clients)
     held_out, seed = float(config["held-out"]), int(config["seed"])
     measured = MeasuredGrid(
         grid, held_out=held_out if held_out < 1 else int(held_out), seed=seed
@@ -55,6 +57,8 @@ def main(grid: Grid, context: Context) -> None:
         measured,
         ArrayRecord(shared_state(task.make_model())),
         num_rounds=int(config["num-rounds"]),
+        checkpoint_dir=str(config["checkpoint-dir"]) or None,
+        resume=bool(config["checkpoint-dir"]),
         evaluate_fn=measures,
     )
     report_rounds(

@@ -3,36 +3,31 @@
 import logging
 
 from flwr.app import Context
+from my_data import on_node
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.tasks import task_from_run_config
 
 logger = logging.getLogger("flwr")
 
 
 def client_fn(context: Context) -> FisherClient:
-    """Build the client that holds the node's partition."""
-    config, node = context.run_config, context.node_config
-    partition, clients = int(node["partition-id"]), int(node["num-partitions"])
-    task = task_from_run_config(config, clients)
+    """Build the client of the node's data."""
+    config, data = context.run_config, on_node(context)
     epochs = int(config["local-epochs"])
 
     def on_epoch(epoch: int, loss: float) -> None:
         if epoch % max(1, epochs // 3) == 0:
-            logger.info(
-                "Client %s: epoch %s/%s, loss %.3f", partition, epoch, epochs, loss
-            )
+            logger.info("epoch %s of %s, loss %.3f", epoch, epochs, loss)
 
     train = LocalSGD(
-        epochs=epochs,
+        epochs=int(config["local-epochs"]),
         lr=float(config["lr"]),
         momentum=float(config["momentum"]),
         label_smoothing=float(config["label-smoothing"]),
         swa_epochs=int(config["swa-epochs"]),
-        on_epoch=on_epoch,
     )
-    loader = task.train_loader(partition, int(config["batch-size"]))
-    return FisherClient(task.make_model(), loader, train_fn=train)
+    loader = data.train_loader(int(config["batch-size"]))
+    return FisherClient(data.model, loader, train_fn=train)
 
 
 app = make_client_app(client_fn)

@@ -4,11 +4,11 @@ import time
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
+from my_data import on_server
 
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
-from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.tasks import task_from_run_config
+from flwr_fisher.strategies import FedFisherOneShot, Waiting, wait_for_nodes
 
 app = ServerApp()
 
@@ -18,8 +18,8 @@ def main(grid: Grid, context: Context) -> None:
     """Run FedFisher and write its report."""
     config, began = context.run_config, time.monotonic()
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
-    clients = len(list(grid.get_node_ids()))
-    task = task_from_run_config(config, clients)
+    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
+    task = on_server(context, clients)
     strategy = FedFisherOneShot(
         structure=str(config["structure"]),
         solver=str(config["solver"]),
@@ -28,11 +28,15 @@ def main(grid: Grid, context: Context) -> None:
         aggregate=str(config["aggregate"]),
         seed=int(config["seed"]),
         fraction_evaluate=0.0,
+        min_available_nodes=clients,
+        waiting=Waiting(window=float(config["window"]) or None),
     )
     result = strategy.start(
         grid,
         ArrayRecord(shared_state(task.make_model())),
         num_rounds=int(config["num-rounds"]),
+        checkpoint_dir=str(config["checkpoint-dir"]) or None,
+        resume=bool(config["checkpoint-dir"]),
     )
     report_one_shot(
         path,

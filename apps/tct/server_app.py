@@ -4,11 +4,12 @@ import time
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
+from my_data import on_server
 
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
-from flwr_fisher.strategies import TCT
-from flwr_fisher.tasks import cohort_from_run_config, task_from_run_config
+from flwr_fisher.strategies import TCT, wait_for_nodes
+from flwr_fisher.tasks import cohort_from_run_config
 
 app = ServerApp()
 
@@ -17,7 +18,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run both stages and write their report."""
     config, began = context.run_config, time.monotonic()
-    clients, stage1 = len(list(grid.get_node_ids())), int(config["stage1-rounds"])
+    clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
+    stage1 = int(config["stage1-rounds"])
     strategy = TCT(
         stage1_rounds=stage1,
         num_features=int(config["num-features"]),
@@ -33,12 +35,14 @@ def main(grid: Grid, context: Context) -> None:
         **cohort_from_run_config(config, clients),
     )
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
-    task = task_from_run_config(config, clients)
+    task = on_server(context, clients)
     every = int(config["evaluate-every"])
     result = strategy.start(
         grid,
         ArrayRecord(shared_state(task.make_model())),
         num_rounds=int(config["num-rounds"]),
+        checkpoint_dir=str(config["checkpoint-dir"]) or None,
+        resume=bool(config["checkpoint-dir"]),
         evaluate_fn=evaluate_on_test(task, every=every, also=[stage1]),
     )
     report_rounds(

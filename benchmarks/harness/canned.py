@@ -75,6 +75,7 @@ class CannedGrid(Grid):
         content = self.replies[number % len(self.replies)]
         if message.metadata.message_type == "query":
             content = RecordDict({"told": MetricRecord({"partition-id": number})})
+            content["client"] = ConfigRecord({"flwr-fisher": "0.1.0"})
             if message.content.config_records:
                 names = ConfigRecord({"trained": self.trained})
                 content = RecordDict({"told": names})

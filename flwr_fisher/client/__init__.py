@@ -1,14 +1,23 @@
 """The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
 
+from flwr_fisher.client.by_hand import fisher_arrays
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
+from flwr_fisher.client.identify import identify
 from flwr_fisher.client.jobs import Job, register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.training import LocalSGD, TrainFn, cross_entropy, score
+from flwr_fisher.client.training import (
+    EvaluateFn,
+    LocalSGD,
+    TrainFn,
+    cross_entropy,
+    score,
+)
 
 __all__ = [
     "ClientFn",
+    "EvaluateFn",
     "FisherClient",
     "Job",
     "LocalProblem",
@@ -18,6 +27,8 @@ __all__ = [
     "TrainFn",
     "TrainingCheckpoint",
     "cross_entropy",
+    "fisher_arrays",
+    "identify",
     "make_client_app",
     "register_job",
     "score",

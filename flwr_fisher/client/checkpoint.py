@@ -1,7 +1,6 @@
 """A training under way on the client's disk, so that a crash costs an epoch at most."""
 
 import io
-import logging
 import pickle
 import random
 from collections.abc import Mapping
@@ -12,8 +11,7 @@ import torch
 
 from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import ClientError
-
-logger = logging.getLogger("flwr")
+from flwr_fisher.log_lines import logger
 
 _NAME = "training"
 
@@ -96,6 +94,7 @@ class TrainingCheckpoint:
             return
         tensors = {"data": torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
         try:
+            self._store.check_room(tensors["data"].nbytes)
             # A killed process loses nothing that the system was given to write.
             self._store.save(_NAME, self._step, tensors, note=self._note, durable=False)
         except ClientError as error:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.client.training import Loader
+from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import DataError
 from flwr_fisher.randomness import derive_seed, seeded
 
@@ -59,7 +60,7 @@ def read_examples(loader: Loader, partition: int) -> Examples:
         If there are none.
     """
     with seeded(derive_seed("training data", partition)):
-        batches = [(x.cpu(), y.cpu()) for x, y in loader]
+        batches = [(x.cpu(), y.cpu()) for x, y in labelled_pairs(loader)]
     if not sum(len(y) for _, y in batches):
         raise DataError(f"the training loader of partition {partition} gives no batch")
     inputs, labels = (torch.cat(part) for part in zip(*batches, strict=True))

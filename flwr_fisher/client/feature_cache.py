@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch import Tensor
 from flwr_fisher.client.disk import SUFFIX, delete, files_in, sweep, to_drop, use
 from flwr_fisher.errors import ClientError
 from flwr_fisher.files import save_tensors
-
-logger = logging.getLogger("flwr")
+from flwr_fisher.log_lines import logger
 
 CACHE_BYTES = 4 * 2**30
 

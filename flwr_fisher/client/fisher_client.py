@@ -1,5 +1,6 @@
 """Flower's side of a client: messages in, a job done, messages out."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,20 +14,29 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.clientapp.typing import Mod
 from torch import nn
 
 from flwr_fisher.client.feature_cache import CACHE_BYTES
+from flwr_fisher.client.identify import identify
 from flwr_fisher.client.jobs import get_job
-from flwr_fisher.client.jobs.evaluate import check_evaluation, with_model_of
+from flwr_fisher.client.jobs.evaluate import (
+    abstains,
+    check_evaluation,
+    with_model_of,
+)
 from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.message_app import MessageApp
+from flwr_fisher.client.mods import addressed, answered, name_of
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request, config_of
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
 from flwr_fisher.client.tangent_problem import check_tangent
-from flwr_fisher.client.training import Loader, LocalSGD, Loss, TrainFn
+from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, Loss, TrainFn
 from flwr_fisher.curvature import Likelihood
+from flwr_fisher.curvature.pairs import BatchFn
+from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
 
 # Arrays of a request, each of which takes time to read: strategies send parameters, one
@@ -56,14 +66,20 @@ class FisherClient:
     model : nn.Module
         Maps a batch to logits. Its trainable parameters are merged; frozen ones stay.
     trainloader : Iterable
-        Batches ``(inputs, labels)``; the weight of this client is the number of
-        examples in ``trainloader.dataset``.
+        Batches ``(inputs, labels)``, or mappings such as ``{"img": ..., "label":
+        ...}``: one entry named ``label``, ``labels``, ``y``, ``target``, ``targets`` or
+        ``fine_label``, and one other tensor. The weight of this client is the number
+        of examples in ``trainloader.dataset``.
     valloader : Iterable, optional
         Held-out batches for :meth:`evaluate`.
     train_fn : Callable, optional
         Trains in place: ``train_fn(model, trainloader, device, config)`` returns
         metrics. Default ``LocalSGD()``: one epoch. With a keyword ``checkpoint`` it is
-        given a :class:`TrainingCheckpoint`, by which it can go on after a crash.
+        given a :class:`TrainingCheckpoint`, by which it can go on after a crash. A
+        metric ``num-examples`` is this client's weight, in place of the data's number.
+    evaluate_fn : Callable, optional
+        Scores in place of the built-in loop: ``evaluate_fn(model, valloader, device,
+        config)`` returns metrics, ``num-examples`` among them.
     loss_fn : Callable, optional
         The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
         FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, which
@@ -95,6 +111,9 @@ class FisherClient:
         all runs of this client, of which it keeps at most 1000; and as much again
         uploads, and trainings under way, that a crash would lose. Those of the runs
         that were not used for longest go first: nothing tells that a run has ended.
+    batch_fn : Callable, optional
+        Makes ``(inputs, labels)``, two tensors, of a batch of any other form, for all
+        that this library reads; a `train_fn` of your own is given batches as they are.
 
     Examples
     --------
@@ -113,6 +132,7 @@ class FisherClient:
         valloader: Loader | None = None,
         *,
         train_fn: TrainFn | None = None,
+        evaluate_fn: EvaluateFn | None = None,
         loss_fn: Loss | None = None,
         likelihood: str | Likelihood = "categorical",
         device: torch.device | str | None = None,
@@ -122,6 +142,7 @@ class FisherClient:
         max_steps: int = MAX_STEPS,
         max_epochs: int = MAX_EPOCHS,
         state_bytes: int = STATE_BYTES,
+        batch_fn: BatchFn | None = None,
     ) -> None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.problem = LocalProblem(
@@ -138,6 +159,8 @@ class FisherClient:
             max_steps,
             max_epochs,
             state_bytes,
+            batch_fn=batch_fn,
+            evaluate_fn=evaluate_fn,
         )
 
     def fit(self, message: Message, context: Context) -> Message:
@@ -158,7 +181,7 @@ class FisherClient:
         request = self._read(message, context, num_examples)
         self.problem.load(request.params)
         outbox = Outbox.of(self.problem, request)
-        with outbox.held():
+        with outbox.held(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:
                 reply = self._do(outbox.problem(self.problem), request)
                 outbox.keep(reply)
@@ -179,7 +202,8 @@ class FisherClient:
         The config may ask for the training data instead (``fisher.evaluate-on`` =
         "train"), or for a model fine-tuned on a part of it, scored on the rest
         (``fisher.personalise-fraction`` and ``-epochs``): see
-        :mod:`flwr_fisher.measures`.
+        :mod:`flwr_fisher.measures`. Without a `valloader` the reply is that no example
+        was scored, where the server knows what that means.
 
         Raises
         ------
@@ -187,10 +211,13 @@ class FisherClient:
             If there is no such data, the arrays do not fit the model, or the server
             asks for more than `max_epochs`.
         """
-        check_evaluation(self.problem, config_of(message)[0])
+        options = config_of(message)[0]
+        if abstains(self.problem, options):
+            return _message(message, MetricRecord({"num-examples": 0}))
+        check_evaluation(self.problem, options)
         request = self._read(message, context)
         problem = with_model_of(self.problem, request)
-        with seeded(request.seed):
+        with seeded(request.seed), watching(name_of(context)):
             reply = get_job("evaluate")(problem, request)
         return _message(message, MetricRecord({**reply.metrics}))
 
@@ -221,6 +248,11 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     mods : list[Mod], optional
         Flower's client mods, for training only.
 
+    Notes
+    -----
+    An exception is answered with an error reply. Its traceback is logged once, that of
+    this library's own errors never.
+
     Examples
     --------
     ::
@@ -231,44 +263,32 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
 
         app = make_client_app(client_fn)
     """
-    app = ClientApp()
+    app = MessageApp()
 
-    @app.train(mods=[_addressed, *(mods or [])])
+    @app.train(mods=[answered, addressed, *(mods or [])])
     def train(message: Message, context: Context) -> Message:
         return client_fn(context).fit(message, context)
 
-    @app.evaluate()
+    @app.evaluate(mods=[answered])
     def evaluate(message: Message, context: Context) -> Message:
         return client_fn(context).evaluate(message, context)
 
-    # Which partition a node holds lets a strategy repeat a run: node ids are random.
-    # What it trains is asked once, before it does.
-    @app.query()
+    # A strategy knows a node by its partition: node ids are random. What it trains is
+    # asked once, before it does.
+    @app.query(mods=[answered])
     def query(message: Message, context: Context) -> Message:
         if config_of(message)[0].get("query") == "trained":
             trained = list(client_fn(context).problem.trained())
-            return Message(
-                RecordDict({"config": ConfigRecord({"trained": trained})}),
-                reply_to=message,
-            )
-        own = {k: int(v) for k, v in context.node_config.items() if k == "partition-id"}
-        return _message(message, MetricRecord({**own}))
+            content = RecordDict({"config": ConfigRecord({"trained": trained})})
+            return Message(content, reply_to=message)
+        return identify(message, context)
 
     return app
 
 
-def _addressed(
-    message: Message, context: Context, call_next: ClientAppCallable
-) -> Message:
-    """Make a mod's error an answer to the request.
-
-    Flower's own privacy mods answer the reply that they refuse, and the server would
-    wait for the request's answer until its timeout.
-    """
-    reply = call_next(message, context)
-    if reply.has_error() and reply.metadata.dst_node_id != message.metadata.src_node_id:
-        return Message(reply.error, reply_to=message)
-    return reply
+def _time_left(message: Message) -> float:
+    """Return the seconds until nobody waits for the reply any more."""
+    return message.metadata.created_at + message.metadata.ttl - time.time()
 
 
 def _message(

@@ -1,7 +1,7 @@
 """Which Fisher the server's config asks for, and how it is uploaded."""
 
-from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ from torch import Tensor
 from flwr_fisher.client.last_epoch import SquaredGradients
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.training import Loader, LocalSGD, TrainFn
+from flwr_fisher.client.training import LocalSGD, TrainFn
 from flwr_fisher.curvature import (
     TOLERANCE,
     Curvature,
+    Diagonal,
     check_options,
     fisher,
 )
-from flwr_fisher.errors import ClientError, check_known
+from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.merge import DiagonalSums, LocalPosterior
 from flwr_fisher.params import Params, select, subtract
+from flwr_fisher.progress import count_of, watching
 from flwr_fisher.wire import (
     AGGREGATES,
     Codec,
@@ -34,6 +36,7 @@ from flwr_fisher.wire import (
 _SOURCES = ("extra-pass", "last-epoch")
 _REDUCTIONS = ("mean", "sum")
 _UPLOADS = ("fisher", "product")
+_OF_PAPER = (None, "kfac", "diagonal")
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,11 @@ class FisherOptions:
                 "the server asks for sums, which exist for structure='diagonal' and "
                 f"codec='lossless' alone, not for {plain[0]!r} and {plain[1]!r}"
             )
+        if self.codec.scheme == "paper" and self.structure not in _OF_PAPER:
+            raise ClientError(
+                f"codec='paper' has no form for structure={self.structure!r}, only for "
+                "'kfac' and 'diagonal'"
+            )
         if self.upload == "product" and self.structure != "diagonal":
             raise ClientError(
                 "upload='product' exists for structure='diagonal' alone, not for "
@@ -160,29 +168,57 @@ class FisherOptions:
         metrics = problem.train(config, on_gradients=squares)
         return metrics, self._reduced(squares.curvature(), problem.trainloader)
 
-    def _extra_pass(self, problem: LocalProblem) -> Curvature:
-        """Take the Fisher in another pass."""
-        assert self.structure is not None
-        curvature = fisher(
-            problem.model,
-            problem.trainloader,
-            structure=self.structure,
-            expectation=self.expectation,
-            tolerance=self.tolerance,
-            examples=_smaller(self.examples, problem.max_examples),
-            max_passes=self.max_passes,
-            max_positions=self.max_positions,
-            weight_sharing=self.weight_sharing,
-            likelihood=problem.likelihood,
-            seed=int(torch.randint(2**62, ())),
+    def tried(self, problem: LocalProblem, batches: list[Any]) -> Curvature:
+        """Return the curvature of a few examples, as cheaply as tells what may fail.
+
+        The basis in place of E-KFAC, and one pass an example where there may be many.
+        """
+        if self.source == "last-epoch":  # the loop's own first step tells
+            trained = problem.trained()
+            return Diagonal({name: torch.ones_like(p) for name, p in trained.items()})
+        if self.structure == "ekfac" and isinstance(problem.trainloader, Iterator):
+            raise DataError(
+                "structure='ekfac' reads the loader twice; pass one that can be"
+            )
+        few = replace(
+            self,
+            structure="kfac" if self.structure == "ekfac" else self.structure,
+            max_passes=1 if self.expectation == "exact" else None,
         )
+        return few._extra_pass(problem, batches)
+
+    def _extra_pass(
+        self, problem: LocalProblem, loader: Iterable[Any] | None = None
+    ) -> Curvature:
+        """Take the Fisher in another pass, of all data or of a few batches."""
+        assert self.structure is not None
+        most = _smaller(self.examples, problem.max_examples)
+        passes = 2 if self.structure == "ekfac" else 1
+        total = _smaller(count_of(problem.trainloader), most)
+        with watching("curvature", None if total is None else passes * total):
+            curvature = fisher(
+                problem.model,
+                problem.train_pairs if loader is None else loader,
+                structure=self.structure,
+                expectation=self.expectation,
+                tolerance=self.tolerance,
+                examples=most,
+                max_passes=self.max_passes,
+                max_positions=self.max_positions,
+                weight_sharing=self.weight_sharing,
+                likelihood=problem.likelihood,
+                seed=int(torch.randint(2**62, ())),
+            )
         return self._reduced(curvature, problem.trainloader)
 
-    def _reduced(self, curvature: Curvature, loader: Loader) -> Curvature:
+    def _reduced(self, curvature: Curvature, loader: Any) -> Curvature:
         """Return the sum over batches of what is a mean, where that is asked for."""
         if self.reduction == "mean":
             return curvature
-        batches = len(loader) if isinstance(loader, Sized) else sum(1 for _ in loader)
+        try:
+            batches = len(loader)
+        except TypeError:  # a stream
+            batches = sum(1 for _ in loader)
         return curvature.scaled(batches)
 
     def arrays(
@@ -204,7 +240,8 @@ class FisherOptions:
         if self.aggregate == "sums":
             posterior = LocalPosterior(params, curvature, num_examples)
             return SumsUpload(DiagonalSums.of(posterior)).to_arrays()
-        return FisherUpload(params, curvature).to_arrays(self.codec)
+        with watching("packing", unit="steps"):
+            return FisherUpload(params, curvature).to_arrays(self.codec)
 
 
 def _smaller(asked: int | None, cap: int | None) -> int | None:

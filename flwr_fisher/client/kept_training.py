@@ -18,7 +18,9 @@ def generators_of(loader: object) -> list[torch.Generator]:
     >>> generators_of(loader) == [own]
     True
     """
-    owners = (loader, getattr(loader, "sampler", None))
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    owners = (loader, batches, *samplers)
     own = [getattr(owner, "generator", None) for owner in owners]
     return list(dict.fromkeys(g for g in own if isinstance(g, torch.Generator)))
 

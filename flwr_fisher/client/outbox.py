@@ -2,11 +2,12 @@
 
 A run whose server keeps checkpoints names itself in its requests. Clients then keep the
 reply to the last one. Submitted anew after a crash, the run sends the same request
-again, and the client hands over what is there.
+again, and the client hands over what is there. Of its data only the number is compared:
+a finished training is of the data as they were.
 """
 
 import json
-import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,12 +22,11 @@ from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import ClientError
 from flwr_fisher.files import digest_of
+from flwr_fisher.log_lines import logger
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-logger = logging.getLogger("flwr")
-
 _FOLDER, _NAME = "uploads", "upload"
-_LONGEST = 16  # hexadecimal digits of a run's name
+_RUN = re.compile("[0-9a-f]{1,16}")  # a run's name
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,34 @@ class Outbox:
         run = request.options.get("run")
         if run is None:
             return cls(None, 0, "")
-        try:
-            number = int(str(run), 16)
-        except ValueError:
-            number = -1
-        if len(str(run)) > _LONGEST or number < 0:
+        if not _RUN.fullmatch(str(run)):
             raise ClientError(f"the server's name for the run is {str(run)!r:.80}")
         root = problem.state_dir / _FOLDER
+        number = int(str(run), 16)
         store = ClientStore(root, number, request.client, max_bytes=problem.state_bytes)
         return cls(store, request.server_round, _digest(problem, request))
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, timeout: float) -> Iterator[None]:
         """Keep other processes of this client away from the request.
 
         One may be left over that still trains for it: what it finishes is handed over.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait for it.
+
+        Raises
+        ------
+        ClientError
+            If it is then still at work.
         """
         lock: FileLock | None = None
         if self.store is not None:
             with suppress(OSError):  # the training goes on without, and is not kept
                 lock = self.store.lock()
-                _acquire(lock)
+                _acquire(lock, timeout)
         try:
             yield
         finally:
@@ -130,12 +137,18 @@ class Outbox:
         return replace(problem, checkpoint=self.training())
 
 
-def _acquire(lock: FileLock) -> None:
+def _acquire(lock: FileLock, timeout: float) -> None:
     try:
         lock.acquire(timeout=0)
     except Timeout:
         logger.info("Another process of this client is at work for it: waiting")
-        lock.acquire()
+        try:
+            lock.acquire(timeout=max(timeout, 0))
+        except Timeout as error:
+            raise ClientError(
+                f"another process of this client has held {lock.lock_file} for "
+                f"{timeout:.0f} s, as long as the server waits: end it"
+            ) from error
 
 
 def _digest(problem: LocalProblem, request: Request) -> str:
@@ -146,9 +159,15 @@ def _digest(problem: LocalProblem, request: Request) -> str:
         "seed": request.seed,
         "num-examples": request.num_examples,
         "train_fn": _described(problem.train_fn),
+        "loss_fn": _described(problem.loss_fn),
+        "likelihood": _described(problem.likelihood),
+        "max_examples": problem.max_examples,
+        "trained": list(problem.trained()),
         "options": _texts(request.options),
         "config": _texts(request.config),
     }
+    if problem.batch_fn is not None:
+        facts["batch_fn"] = _described(problem.batch_fn)
     tensors = dict(request.params)
     for name, group in request.groups.items():
         tensors |= {f"{name}/{key}": value for key, value in group.items()}
@@ -159,7 +178,10 @@ def _texts(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: repr(value) for name, value in config.items()}
 
 
-def _described(train_fn: object) -> str:
-    settings = getattr(train_fn, "settings", None)
+def _described(option: object) -> str:
+    """Return what tells one function, or object, from others in every process."""
+    if option is None or isinstance(option, str):
+        return repr(option)
+    settings = getattr(option, "settings", None)
     own = settings() if callable(settings) else {}
-    return f"{getattr(train_fn, '__qualname__', type(train_fn).__qualname__)} {own}"
+    return f"{getattr(option, '__qualname__', type(option).__qualname__)} {own}"

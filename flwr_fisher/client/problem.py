@@ -1,6 +1,6 @@
 """What a client works on: a model, data, a loss, a training loop, a device, a disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.feature_cache import CACHE_BYTES
 from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.returned import checked_metrics
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.training import (
+    EvaluateFn,
     Loader,
     LocalSGD,
     Loss,
@@ -22,8 +24,11 @@ from flwr_fisher.client.training import (
 )
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
+from flwr_fisher.curvature.pairs import BatchFn, Pairs, as_pair
 from flwr_fisher.errors import ClientError, DataError, check_range, check_whole
 from flwr_fisher.params import Params, select, trainable_names
+
+_READ_ONCE = ("builtins", "itertools")  # whose iterators never begin anew
 
 
 @dataclass
@@ -35,7 +40,8 @@ class LocalProblem:
     model : nn.Module
         Maps a batch to outputs; a job finds the server's parameters in it.
     trainloader : Iterable
-        Batches ``(inputs, labels)``.
+        Batches ``(inputs, labels)``, mappings with an entry ``label`` and one other
+        tensor, or whatever `batch_fn` makes pairs of.
     valloader : Iterable, optional
         Held-out batches.
     train_fn : Callable
@@ -60,6 +66,12 @@ class LocalProblem:
         server may not have yet.
     checkpoint : TrainingCheckpoint
         Where a training under way is kept, for loops that have a keyword of this name.
+    batch_fn : Callable, optional
+        Makes ``(inputs, labels)`` of a batch of any other form.
+    first_batch : Any
+        Of a loader that had to be read to be counted; None for any other.
+    evaluate_fn : Callable, optional
+        Scores in place of the built-in loop.
 
     Raises
     ------
@@ -83,6 +95,9 @@ class LocalProblem:
     max_epochs: int = MAX_EPOCHS
     state_bytes: int = STATE_BYTES
     checkpoint: TrainingCheckpoint = field(default_factory=TrainingCheckpoint)
+    batch_fn: BatchFn | None = None
+    first_batch: Any = field(default=None, repr=False)
+    evaluate_fn: EvaluateFn | None = None
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
@@ -90,6 +105,17 @@ class LocalProblem:
         for name in ("max_examples", "max_steps", "max_epochs", "state_bytes"):
             if (value := getattr(self, name)) is not None or name != "max_examples":
                 check_whole(name, value, 1)
+
+    @property
+    def train_pairs(self) -> Pairs:
+        """The training data as whatever differentiates or scores reads them."""
+        return Pairs(self.trainloader, self.batch_fn)
+
+    @property
+    def val_pairs(self) -> Pairs | None:
+        """The held-out data, if there are any."""
+        loader = self.valloader
+        return None if loader is None else Pairs(loader, self.batch_fn)
 
     @property
     def has_classes(self) -> bool:
@@ -136,10 +162,33 @@ class LocalProblem:
             If the loop returns anything else than numbers by name.
         """
         loop: Any = self.train_fn
+        data = self.for_train_fn(self.train_pairs)
         if _takes(loop, "checkpoint"):
             options["checkpoint"] = self.checkpoint
-        returned = loop(self.model, self.trainloader, self.device, config, **options)
-        return _checked_metrics(returned)
+        returned = loop(self.model, data, self.device, config, **options)
+        return checked_metrics(returned, "train_fn")
+
+    def evaluate(self, config: Mapping[str, Any]) -> dict[str, float]:
+        """Run the client's own evaluation; return its metrics.
+
+        Raises
+        ------
+        ClientError
+            If it returns anything else than numbers by name, or no ``num-examples``.
+        """
+        assert self.evaluate_fn is not None
+        returned = self.evaluate_fn(self.model, self.valloader, self.device, config)
+        metrics = checked_metrics(returned, "evaluate_fn")
+        if "num-examples" not in metrics:
+            raise ClientError(
+                "evaluate_fn returned no 'num-examples', by which the server weights "
+                f"its metrics: add it to {sorted(metrics)}"
+            )
+        return metrics
+
+    def for_train_fn(self, pairs: Pairs) -> Any:
+        """Return what `train_fn` is given: one of the user's own reads as it likes."""
+        return pairs if isinstance(self.train_fn, LocalSGD) else pairs.loader
 
     def trained(self) -> dict[str, Tensor]:
         """Return the trained parameters by name; they are the model's own."""
@@ -156,18 +205,31 @@ class LocalProblem:
         Raises
         ------
         DataError
-            If there are none.
+            If there are none, or the loader can be read once only.
         """
-        dataset = getattr(self.trainloader, "dataset", None)
-        if dataset is not None:
+        dataset: Any = getattr(self.trainloader, "dataset", None)
+        try:
             n = len(dataset)
-        else:
-            n = sum(len(y) for _, y in self.trainloader)
+        except TypeError:  # there is none, or it is a stream
+            n = self._read_to_count()
         if n == 0:
             raise DataError(
                 f"partition {partition} has no training examples: leave this client "
                 "out, or share the data out in another way"
             )
+        return n
+
+    def _read_to_count(self) -> int:
+        loader, n = self.trainloader, 0
+        if isinstance(loader, Iterator) and type(loader).__module__ in _READ_ONCE:
+            raise DataError(
+                f"the trainloader is a {type(loader).__name__}, which can be read once,"
+                " and a client reads it several times, to count, to train and for the "
+                "curvature: pass a DataLoader, or a list of batches"
+            )
+        for batch in self.train_pairs:
+            self.first_batch = batch if not n else self.first_batch
+            n += len(as_pair(batch)[1])
         return n
 
     def load(self, params: Params) -> None:
@@ -177,6 +239,17 @@ class LocalProblem:
         ------
         ClientError
             If they are not this model's.
+        """
+        self.check_layout(params)
+        self.model.load_state_dict(dict(params), strict=False)
+
+    def check_layout(self, params: Params) -> None:
+        """Refuse parameters that are not this model's.
+
+        Raises
+        ------
+        ClientError
+            Naming the first that does not fit.
         """
         own = self.model.state_dict()
         for name, tensor in params.items():
@@ -196,7 +269,6 @@ class LocalProblem:
                 f"the server sent {second}, second names of tied parameters, which "
                 "would undo the merge of the first: start from shared_state(model)"
             )
-        self.model.load_state_dict(dict(params), strict=False)
 
 
 def _takes(function: Callable[..., object], keyword: str) -> bool:
@@ -213,20 +285,3 @@ def _second_names(model: nn.Module) -> set[str]:
     return {name for name, p in every.items() if p.requires_grad} - set(
         trainable_names(model)
     )
-
-
-def _checked_metrics(returned: object) -> dict[str, float]:
-    """Return what `train_fn` returned as numbers; a tensor of one entry is one."""
-    if not isinstance(returned, Mapping):
-        raise ClientError(
-            f"train_fn must return a dict of metrics, {{}} for none; got {returned!r}"
-        )
-    metrics = {}
-    for key, value in returned.items():
-        number = value.item() if isinstance(value, torch.Tensor) else value
-        if not isinstance(key, str) or not isinstance(number, int | float):
-            raise ClientError(
-                f"train_fn returned {key!r}: {value!r}; metrics are numbers by name"
-            )
-        metrics[key] = number
-    return metrics

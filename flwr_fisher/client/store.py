@@ -4,7 +4,6 @@ Flower's ``Context.state`` ends with the app's run and crosses process boundarie
 every call; tensors of a model's size do not belong there.
 """
 
-import logging
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -18,9 +17,8 @@ from torch import Tensor
 from flwr_fisher.client.disk import SUFFIX, delete, files_in, sweep, to_drop, use
 from flwr_fisher.errors import ClientError, check_whole
 from flwr_fisher.files import ASIDE, load_record, load_texts, save_record
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-
-logger = logging.getLogger("flwr")
 
 DEFAULT_STATE_DIR = Path("~/.cache/flwr-fisher/state")
 STATE_BYTES = 4 * 2**30

@@ -1,6 +1,5 @@
 """TCT's regression on a client: its features, standardised, out of its cache."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,16 +10,20 @@ from torch import Tensor
 
 from flwr_fisher.client.examples import Examples, read_examples
 from flwr_fisher.client.feature_cache import FeatureCache, content_key
+from flwr_fisher.client.first_examples import first_examples
 from flwr_fisher.client.limits import capped_number, whole_number
 from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.undisturbed import undisturbed
+from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import ClientError, DataError, check_known
+from flwr_fisher.log_lines import logger
+from flwr_fisher.progress import watching
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
 from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES, largest_gram_eigenvalue
 
-logger = logging.getLogger("flwr")
-
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")
+_FEW = 4  # examples that are looked at before there are features
 _AT_ONCE = 512  # examples whose features are where the model is
 
 
@@ -99,15 +102,19 @@ class ClientFeatures:
     @cached_property
     def examples(self) -> Examples:
         """The client's training data, read once a round."""
-        examples = read_examples(self.problem.trainloader, self.partition)
+        examples = read_examples(self.problem.train_pairs, self.partition)
+        self.check_classes(examples)
+        self.check_room(len(examples.labels))
+        return examples
+
+    def check_classes(self, examples: Examples) -> None:
+        """Refuse labels that are no classes of the head's."""
         try:
             examples.check_classes(self.tangent.num_classes)
         except DataError:
             # A head that is not the model's last layer is the better reason.
             self.tangent(examples.inputs[:1].to(self.problem.device))
             raise
-        self.check_room(len(examples.labels))
-        return examples
 
     def check_room(self, n: int) -> None:
         """Refuse more examples than have a spectrum, or fit into the cache."""
@@ -184,9 +191,11 @@ class ClientFeatures:
             len(inputs),
         )
         out = torch.empty(len(inputs), self.tangent.num_features)
-        for start in range(0, len(inputs), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            out[some] = self.tangent(inputs[some].to(self.problem.device))
+        with watching("features", len(inputs)) as progress:
+            for start in range(0, len(inputs), _AT_ONCE):
+                some = slice(start, start + _AT_ONCE)
+                out[some] = self.tangent(inputs[some].to(self.problem.device))
+                progress.advance(len(inputs[some]))
         if not out.isfinite().all():
             raise ClientError(
                 f"the features of partition {self.partition} hold NaN or infinity: "
@@ -211,11 +220,19 @@ def check_tangent(
     ClientError
         If its loss is none of classes, its cache is too small, or there are more
         ``local-steps`` than it does.
+    DataError
+        If a few of its examples have a form that is not read, or labels that are no
+        classes.
     ConfigurationError, StructureError
         If there is no such head, or the model has no features.
     """
     local_steps(problem, options)
-    ClientFeatures(problem, 0, 0, options).check_room(num_examples)
+    features = ClientFeatures(problem, 0, 0, options)
+    features.check_room(num_examples)
+    with undisturbed(problem.model, problem.trainloader):
+        if (few := first_examples(problem, _FEW)) is not None:
+            ((inputs, labels),) = labelled_pairs([few])
+            features.check_classes(Examples(inputs, labels, ""))
 
 
 def local_steps(problem: LocalProblem, options: Mapping[str, Any]) -> int:

@@ -17,18 +17,21 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.kept_training import KeptTraining, generators_of, has_state
+from flwr_fisher.curvature.pairs import Pairs, labelled_pairs
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
     check_positive,
     check_range,
 )
+from flwr_fisher.progress import Progress, count_of, watching
 
-Loader = Iterable[tuple[Tensor, Tensor]]
+Loader = Iterable[Any]  # pairs, or what `Pairs` makes them of
 Loss = Callable[[Tensor, Tensor], Tensor]
 TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
 ]
+EvaluateFn = TrainFn  # with other data
 
 
 def cross_entropy(
@@ -199,10 +202,11 @@ class LocalSGD:
             },
             generators_of(loader),
         )
+        progress, pace = Progress("training"), ""
         begin, step, mean = kept.load()
         for epoch in range(begin + 1, self.epochs + 1):
             total, count = torch.zeros((), device=device), 0
-            for inputs, labels in loader:
+            for inputs, labels in labelled_pairs(loader):
                 x, y = inputs.to(device), labels.to(device)
                 step += 1
                 optimizer.zero_grad()
@@ -217,19 +221,26 @@ class LocalSGD:
                 scaler.update()
                 total += loss.detach() * len(y)
                 count += len(y)
+                if progress.due:  # a loss that is read makes a GPU wait
+                    loss_so_far = f"loss {float(total) / count:.3g}{pace}"
+                    progress.tell(f"epoch {epoch} of {self.epochs}, {loss_so_far}")
             if not count:
-                raise DataError("the training loader has no examples")
+                raise DataError(
+                    "the training loader has no examples; a client reads its loader "
+                    "several times, so one that can be read once is empty by now"
+                )
             mean = float(total) / count
             if schedule is not None:
                 schedule.step()
             if average is not None and epoch > self.epochs - self.swa_epochs:
                 average.update_parameters(model)
             kept.save(epoch, step, mean)
+            pace = f", {progress.seconds / (epoch - begin):.2g} s an epoch"
             if self.on_epoch is not None:
                 self.on_epoch(epoch, mean)
         if average is not None:
             model.load_state_dict(average.module.state_dict())
-            update_bn(loader, model, device)
+            update_bn(Pairs(loader), model, device)
         return {"train_loss": mean}
 
     def settings(self) -> dict[str, str]:
@@ -298,14 +309,17 @@ def score(
     training = model.training
     model.eval()
     loss, correct, labelled, count = 0.0, 0.0, 0, 0
-    for inputs, labels in loader:
-        x, y = inputs.to(device), labels.to(device)
-        output = model(x)
-        loss += float(loss_fn(output, y)) * len(y)
-        guess = output.argmax(-1)
-        correct += int((guess == y).sum()) if guess.shape == y.shape else float("nan")
-        labelled += y.numel()
-        count += len(y)
+    with watching("scoring", count_of(loader)) as progress:
+        for inputs, labels in labelled_pairs(loader):
+            x, y = inputs.to(device), labels.to(device)
+            output = model(x)
+            loss += float(loss_fn(output, y)) * len(y)
+            guess = output.argmax(-1)
+            comparable = guess.shape == y.shape
+            correct += int((guess == y).sum()) if comparable else float("nan")
+            labelled += y.numel()
+            count += len(y)
+            progress.advance(len(y))
     model.train(training)
     if not count:
         raise DataError("the evaluation loader has no examples")

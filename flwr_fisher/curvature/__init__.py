@@ -25,6 +25,7 @@ from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
+from flwr_fisher.curvature.pairs import Pairs
 from flwr_fisher.curvature.second_order import gradient_and_hvp, hvp
 from flwr_fisher.deprecation import moved_names
 
@@ -47,6 +48,7 @@ __all__ = [
     "Kronecker",
     "LayerPlan",
     "Likelihood",
+    "Pairs",
     "WeightedSum",
     "check_options",
     "fisher",

@@ -1,13 +1,15 @@
 """A loader's batches, on the device where the model is."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.pairs import form_of, pair_in
 from flwr_fisher.errors import ConfigurationError, DataError
 from flwr_fisher.params import trainable_names
+from flwr_fisher.progress import advance
 
 Batch = tuple[Tensor, Any]
 
@@ -46,12 +48,13 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
 
 
 def batches_on(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
-    """Yield a loader's batches on a device, without the empty ones.
+    """Yield a loader's batches on a device, without the empty ones; count examples.
 
     Parameters
     ----------
     loader : Iterable
-        Batches ``(inputs, labels, ...)``, or bare ``inputs``.
+        Batches ``(inputs, labels, ...)``, mappings with an entry ``label``
+        (:class:`~flwr_fisher.curvature.Pairs`), or bare ``inputs``.
     device : torch.device
         Where tensors are moved to.
 
@@ -74,6 +77,7 @@ def batches_on(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
             labels = labels.to(device, non_blocking=True)
         if inputs.shape[0]:
             yield inputs.to(device, non_blocking=True), labels
+            advance(len(inputs))
 
 
 def check_loader(loader: object) -> None:
@@ -88,13 +92,16 @@ def inputs_and_labels(batch: Any) -> Batch:
     Raises
     ------
     DataError
-        If the inputs are not a tensor.
+        If the inputs are not a tensor, or are not to be told in a mapping.
     """
+    if isinstance(batch, Mapping):
+        return pair_in(batch)
     several = isinstance(batch, (tuple, list)) and len(batch) > 0
     inputs = batch[0] if several else batch
     if not isinstance(inputs, Tensor):
         raise DataError(
             "the loader must yield (inputs, labels) or inputs as tensors, got "
-            f"{type(batch).__name__}"
+            f"{form_of(batch)}: pass Pairs(loader, batch_fn) for other batches, or "
+            "FisherClient(batch_fn=...)"
         )
     return inputs, batch[1] if several and len(batch) > 1 else None

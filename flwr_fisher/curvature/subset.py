@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from flwr_fisher.curvature.batches import check_loader, inputs_and_labels
+from flwr_fisher.curvature.pairs import Pairs, unwrapped
 from flwr_fisher.randomness import random_stream
 
 
@@ -35,20 +36,24 @@ def at_most(loader: Iterable[Any], examples: int, seed: int) -> Iterable[Any]:
     3
     """
     check_loader(loader)
-    batches = _positions(loader)
+    own = unwrapped(loader)
+    batches = _positions(own)
     if batches is None:
         return _of_stream(loader, examples, seed)
     every = list(chain.from_iterable(batches))
     if len(every) <= examples:
         return loader
-    assert isinstance(loader, DataLoader)
+    assert isinstance(own, DataLoader)
     order = random_stream(seed, "examples").permutation(len(every))[:examples]
     size = max(len(batch) for batch in batches)
     chosen = [[every[i] for i in order[k : k + size]] for k in range(0, examples, size)]
-    return like_loader(loader, chosen)
+    fewer = like_loader(own, chosen)
+    return Pairs(fewer, loader.batch_fn) if isinstance(loader, Pairs) else fewer
 
 
-def like_loader(loader: DataLoader[Any], batches: Iterable[Any]) -> DataLoader[Any]:
+def like_loader(
+    loader: DataLoader[Any], batches: Iterable[Any], num_workers: int | None = None
+) -> DataLoader[Any]:
     """Return a loader of the same data set that reads it in these batches.
 
     Parameters
@@ -57,10 +62,12 @@ def like_loader(loader: DataLoader[Any], batches: Iterable[Any]) -> DataLoader[A
         Of a data set with positions.
     batches : Iterable[Sequence[int]]
         Positions in the data set.
+    num_workers : int, optional
+        Default: the loader's.
     """
     options: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
+        "num_workers": loader.num_workers if num_workers is None else num_workers,
     }
     if loader.batch_sampler is None:  # the data set gives batches by itself
         return DataLoader(loader.dataset, sampler=batches, batch_size=None, **options)
@@ -88,13 +95,13 @@ def _positions(loader: Iterable[Any]) -> list[list[int]] | None:
 def _of_stream(loader: Iterable[Any], examples: int, seed: int) -> Iterable[Any]:
     """Draw a number for every example, and keep those with the smallest."""
     draw, kept, count = random_stream(seed, "examples"), list[_Drawn](), 0
-    for batch in loader:
+    for batch in Pairs(loader):
         rows = len(inputs_and_labels(batch)[0])
         count += rows
         kept.append(_Drawn(batch, torch.from_numpy(draw.random(rows))))
         if sum(len(each.numbers) for each in kept) > 2 * examples:
             kept = _smallest(kept, examples)
-    if count <= examples and not isinstance(loader, Iterator):
+    if count <= examples and not isinstance(unwrapped(loader), Iterator):
         return loader
     return [each.batch for each in _smallest(kept, examples)]
 

@@ -1,15 +1,18 @@
 """The accuracy of parameters that the server has at hand."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.params import Params
+from flwr_fisher.progress import count_of, watching
 
-Loader = Iterable[tuple[Tensor, Tensor]]
+Loader = Iterable[Any]  # pairs, or what `Pairs` makes them of
 
 
 def accuracies(
@@ -26,7 +29,8 @@ def accuracies(
     candidates : Mapping[str, Mapping[str, Tensor]]
         Parameters by method; what is missing stays the model's.
     loader : Iterable
-        Batches ``(inputs, labels)``.
+        Batches ``(inputs, labels)``, mappings with an entry ``label``, or a
+        :class:`~flwr_fisher.curvature.Pairs`.
 
     Raises
     ------
@@ -35,10 +39,12 @@ def accuracies(
     ParamsError
         If a candidate has a key that the model lacks or has in another shape.
     """
-    return {
-        name: ensemble_accuracy(model, [params], [1.0], loader)
-        for name, params in candidates.items()
-    }
+    scores = {}
+    with watching("accuracy", len(candidates), "models") as progress:
+        for name, params in candidates.items():
+            scores[name] = ensemble_accuracy(model, [params], [1.0], loader)
+            progress.advance()
+    return scores
 
 
 def ensemble_accuracy(
@@ -57,8 +63,9 @@ def ensemble_accuracy(
     device = next(model.parameters()).device
     right = count = 0
     try:
-        with evaluating(model), torch.no_grad():
-            for inputs, labels in loader:
+        done = watching("scoring", count_of(loader))
+        with evaluating(model), torch.no_grad(), done as progress:
+            for inputs, labels in labelled_pairs(loader):
                 x, mean = inputs.to(device), torch.zeros((), device=device)
                 for params, weight in zip(members, weights, strict=True):
                     model.load_state_dict(own)  # what this member lacks
@@ -66,6 +73,7 @@ def ensemble_accuracy(
                     mean = mean + model(x).softmax(-1) * weight
                 right += int((mean.argmax(-1) == labels.to(device)).sum())
                 count += labels.numel()  # one label an example, or a token
+                progress.advance(len(labels))
     finally:
         model.load_state_dict(own)
     if not count:

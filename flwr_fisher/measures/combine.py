@@ -1,12 +1,11 @@
 """Several ``evaluate_fn`` as one, and the means that they are made of."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 from flwr.app import ArrayRecord, MetricRecord
 
-logger = logging.getLogger("flwr")
+from flwr_fisher.log_lines import logger
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 

@@ -1,14 +1,11 @@
 """What a federation has cost its clients, by round."""
 
-import logging
-
 from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import check_range
+from flwr_fisher.log_lines import logger
 from flwr_fisher.measures.combine import EvaluateFn
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
-
-logger = logging.getLogger("flwr")
 
 
 def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:

@@ -1,7 +1,6 @@
 """A ``Grid`` that watches a strategy at work, and hides some nodes from it."""
 
 import copy
-import logging
 import random
 from collections.abc import Iterable, Mapping
 
@@ -12,13 +11,12 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.flower_internals import NodeInfo, Run
+from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.collect import collect
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.wire import named_options, serialized_bytes
-
-logger = logging.getLogger("flwr")
 
 _SPELT_OUT = 3  # failures that the log spells out
 

@@ -11,6 +11,7 @@ from flwr_fisher.merge.linear_system import Device
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.params import Params, norm, select, subtract
+from flwr_fisher.progress import watching
 
 Scorer = Callable[[dict[str, Tensor]], float]
 
@@ -85,16 +86,15 @@ def influence(
         raise ConfigurationError(
             "influence takes a merge of fedfisher: sums know no client's part"
         )
-    influences = []
-    for index in range(len(posteriors)):
-        others = [*posteriors[:index], *posteriors[index + 1 :]]
-        without = fedfisher(others, device=device, **asdict(merged.options)).params
-        distance = _distance(
-            merged.params, without, list(posteriors[0].curvature.shapes)
-        )
-        influences.append(
-            Influence(distance, None if score is None else score(without))
-        )
+    influences, names = [], list(posteriors[0].curvature.shapes)
+    with watching("influence", len(posteriors), "clients") as progress:
+        for index in range(len(posteriors)):
+            others = [*posteriors[:index], *posteriors[index + 1 :]]
+            without = fedfisher(others, device=device, **asdict(merged.options)).params
+            distance = _distance(merged.params, without, names)
+            scored = None if score is None else score(without)
+            influences.append(Influence(distance, scored))
+            progress.advance()
     return influences
 
 

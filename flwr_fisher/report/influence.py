@@ -1,15 +1,13 @@
 """The report's table of what each client did to the merge."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import LocalPosterior, MergeResult, influence
 from flwr_fisher.merge.influence import Scorer
 from flwr_fisher.report.summary import log_table
 from flwr_fisher.strategies import Upload
-
-logger = logging.getLogger("flwr")
 
 MOST_CLIENTS = 20
 # Parameters times clients squared, what all merges without one have to read: seconds
@@ -63,7 +61,7 @@ def log_influences(rows: Sequence[Mapping[str, Any]]) -> None:
     """Log the table, if there are rows."""
     if not rows:
         return
-    columns = "client", "examples", "share", "moves the model", "accuracy without"
+    columns = "client", "examples", "share", "moves model", "accuracy without"
     cells = [
         (
             row["client"],

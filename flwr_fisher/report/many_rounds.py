@@ -14,7 +14,7 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.params import shared_state
 from flwr_fisher.report.folder import ReportDir
-from flwr_fisher.report.plots import plot_labels
+from flwr_fisher.report.plots import plot_shares
 from flwr_fisher.report.rounds import plot_rounds, points_of, rounds_of
 from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.tangent import TCTModel
@@ -90,7 +90,7 @@ def report_rounds(
     ----------
     path : Path
         The directory for ``metrics.json``, ``model.safetensors``, ``rounds.png`` and,
-        of images, ``labels.png``.
+        of images of which clients hold shares, ``labels.png``.
     method : str
         The strategy's name, for titles; in small letters, for ``metrics.json``.
     task : Task
@@ -138,8 +138,7 @@ def report_rounds(
     drawn = [keys for keys in _PANELS if curves.keys() & set(keys)]
     plot_rounds(path / "rounds.png", {method: history}, drawn, marks=marks)
     if len(task.data.shape) == 3:  # a text has documents, too many to tell apart
-        names = task.data.class_names
-        plot_labels(path / "labels.png", task.label_histogram(), names)
+        plot_shares(path / "labels.png", task, getattr(result, "uploads", []))
     title = f"{method}, {max(rounds)} rounds"
     log_summary(title, ("measure", "first", "last"), _rows(curves), sizes, path)
     return accuracy

@@ -13,7 +13,7 @@ from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, add_sums, fedavg
 from flwr_fisher.report.folder import ReportDir
 from flwr_fisher.report.influence import influences, log_influences
-from flwr_fisher.report.plots import plot_accuracies, plot_labels, plot_residuals
+from flwr_fisher.report.plots import plot_accuracies, plot_residuals, plot_shares
 from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.strategies import CurvatureResult, Upload
 from flwr_fisher.tasks import Task
@@ -46,7 +46,7 @@ def report_one_shot(
     ----------
     path : Path
         The directory for ``metrics.json``, ``model.safetensors``, ``accuracy.png``,
-        ``labels.png`` and ``residual.png``.
+        ``residual.png`` and, where clients hold shares of the task, ``labels.png``.
     task : Task
         Test set, model and label distribution.
     result : CurvatureResult
@@ -74,7 +74,7 @@ def report_one_shot(
     folder.model(merged.params)
     titled = {_TITLES[name]: value for name, value in accuracy.items()}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
-    plot_labels(path / "labels.png", task.label_histogram(), task.data.class_names)
+    plot_shares(path / "labels.png", task, result.uploads)
     plot_residuals(path / "residual.png", merged.residuals)
     log_influences(influence)
     rows = [(title, f"{100 * value:.1f} %") for title, value in titled.items()]

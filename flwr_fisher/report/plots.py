@@ -2,12 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from torch import Tensor
 
+from flwr_fisher.extras import extra
 from flwr_fisher.report.style import BEST, GRID, INK, QUIET, figure, save
+from flwr_fisher.strategies import Upload
+from flwr_fisher.tasks import Task
+
+with extra("report"):
+    from matplotlib import colormaps
 
 
 def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> None:
@@ -50,6 +56,18 @@ def plot_labels(path: Path, histogram: Tensor, class_names: Sequence[str]) -> No
             bbox_to_anchor=(1.0, 0.5),
         )
     save(drawn, path)
+
+
+def plot_shares(path: Path, task: Task, uploads: Sequence[Upload[Any]]) -> None:
+    """Draw each client's labels, where the clients hold the task's shares.
+
+    Of nodes with data of their own nobody knows them.
+    """
+    shares = {f"partition-{i}" for i in range(task.num_partitions)}
+    if shares and shares.issuperset(upload.client for upload in uploads):
+        plot_labels(path, task.label_histogram(), task.data.class_names)
+    else:
+        path.unlink(missing_ok=True)  # of another run in this folder
 
 
 def plot_residuals(path: Path, residuals: Sequence[float]) -> None:

@@ -1,19 +1,20 @@
 """What a run of several rounds leaves: its metrics by round, and their picture."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from flwr.serverapp.strategy import Result
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
+from flwr_fisher.extras import extra
+from flwr_fisher.log_lines import logger
 from flwr_fisher.report.style import GRID, INK, QUIET, RUNS, panels, save
 
-logger = logging.getLogger("flwr")
+with extra("report"):
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
 
 History = Mapping[int, Mapping[str, Any]]
 

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from flwr_fisher.extras import extra
+
+with extra("report"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 INK, QUIET, BEST, GRID = "#222222", "#9aa5b1", "#d1495b", "#e5e5e5"
 RUNS = (BEST, "#30638e", "#edae49", "#00798c", "#8d6a9f", QUIET)

@@ -1,19 +1,21 @@
 """What every report ends with: sizes of replies, a table, and where the files are."""
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flwr.app import RecordDict
-from rich.console import Console
-from rich.table import Table
 
+from flwr_fisher import log_lines
+from flwr_fisher.extras import extra
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.strategies import Upload
 from flwr_fisher.wire import serialized_bytes, tensors_to_arrays
 
-logger = logging.getLogger("flwr")
+with extra("report"):
+    from rich.console import Console
+    from rich.table import Table
 
 
 def reply_sizes(uploads: Sequence[Upload[Any]], params: Params) -> dict[str, float]:
@@ -62,7 +64,7 @@ def log_table(
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*row)
-    console = Console(width=80)
+    console = Console(width=log_lines.width())
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():

@@ -1,6 +1,5 @@
 """From reply messages to checked uploads; a bad one never spoils the others."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
@@ -8,6 +7,7 @@ from typing import Generic, TypeVar
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.printable import printable
 from flwr_fisher.server.exchange import Upload
@@ -18,8 +18,6 @@ from flwr_fisher.server.policy import Policy, Sizes
 from flwr_fisher.server.rejections import Rejections, listed
 from flwr_fisher.server.replies import comparable, read_train_reply, weight_of
 from flwr_fisher.wire import Payload, reply_bytes
-
-logger = logging.getLogger("flwr")
 
 P = TypeVar("P", bound=Payload)
 
@@ -70,13 +68,27 @@ class Admission(Generic[P]):
         self._sizes: dict[str, Sizes] = {}
         self._weights: dict[str, float] = {}  # within the policy
 
-    def has(self, client: str) -> bool:
+    def has(self, client: Identity) -> bool:
         """Return whether a client's reply was admitted."""
-        return client in self._clients
+        return client.name in self._clients
 
     def done(self) -> set[str]:
-        """Return the names of those who have replied, in whatever way."""
-        return self._clients.keys() | self.rejected.reasons.keys()
+        """Return all that those may be called who have replied, in whatever way."""
+        names = {name for client in self._clients.values() for name in client.names}
+        return names | self.rejected.reasons.keys()
+
+    def without_done(self, nodes: Iterable[int]) -> list[int]:
+        """Return those nodes whose clients have not replied, in whatever way.
+
+        A registered one's partition may have replied: anyone can claim it.
+        """
+        done, left = self.done(), []
+        for node in nodes:
+            client = self.names.identity(node)
+            names = {client.name, f"node-{node}"} if client.registered else client.names
+            if not names & done:
+                left.append(node)
+        return left
 
     def take(self, reply: Reply) -> tuple[ArrayRecord, MetricRecord] | None:
         """Admit or reject a reply; return the records of one that was admitted."""
@@ -85,8 +97,6 @@ class Admission(Generic[P]):
             return None
         try:
             records = read_train_reply(reply.message, self.weighted_by_key)
-            if (reason := self.names.refused.get(reply.node)) is not None:
-                raise WireError(reason, field="partition-id")
             self.admit(self.names.identity(reply.node), *records)
             return records
         except Exception as error:  # of what arrived, anything can be wrong
@@ -104,6 +114,7 @@ class Admission(Generic[P]):
             Naming the key that is wrong. What a payload's reader raises beside is not
             caught.
         """
+        self._check_claim(client)
         payload = self.read(arrays, self.like)
         weight = weight_of(metrics, self.weighted_by_key)
         payload.check_weight(weight)
@@ -116,11 +127,30 @@ class Admission(Generic[P]):
         self.missing.pop(name, None)
         logger.info(
             "aggregate_train: %s of %s replies (%s, %g examples)",
-            len(self.admitted) + len(self.rejected),
-            self.expected,
+            count := len(self.admitted) + len(self.rejected),
+            max(self.expected, count),
             name,
             weight,
         )
+
+    def _check_claim(self, client: Identity) -> None:
+        """See that no partition counts twice: it is the registered node's that has it.
+
+        Only one of them was connected when it was asked, or the SuperLink has
+        registered the node since.
+        """
+        if client.partition is None:
+            return
+        for other in list(self._clients.values()):
+            if other.partition != client.partition:
+                continue
+            reason = f"partition {client.partition} is also {{}}'s, which is registered"
+            if other.registered and not client.registered:
+                raise WireError(reason.format(other.name), field="partition-id")
+            if client.registered and not other.registered:
+                error = WireError(reason.format(client.name), field="partition-id")
+                for upload in [u for u in self.admitted if u.client == other.name]:
+                    self.withdraw(upload, error)
 
     def uploads(self, needed: int) -> list[Upload[P]]:
         """Return the uploads in an order that depends on no node id and no timing.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -39,12 +40,9 @@ class Agreement:
         timeout : float
             Seconds to wait for answers, at most a minute.
         """
-        self._ask(mailbox, [node for node in nodes if node not in self._asked], timeout)
-        sets = {
-            node: self._trained[node].intersection(like)
-            for node in nodes
-            if node in self._trained
-        }
+        new = [node for node in nodes if node not in self._asked]
+        self._ask(mailbox, new, frozenset(like), timeout)
+        sets = {node: self._trained[node] for node in nodes if node in self._trained}
         if len(set(sets.values())) < 2:
             return {}
         common = Counter(sets.values()).most_common(1)[0][0]
@@ -54,22 +52,29 @@ class Agreement:
             if own != common
         }
 
-    def _ask(self, mailbox: Mailbox, nodes: Sequence[int], timeout: float) -> None:
+    def _ask(
+        self,
+        mailbox: Mailbox,
+        nodes: Sequence[int],
+        names: frozenset[str],
+        timeout: float,
+    ) -> None:
         if not nodes:
             return
         self._asked |= set(nodes)
         config = ConfigRecord({**named_options({"query": "trained"})})
         content = RecordDict({"config": config})
-        for reply in query(mailbox, nodes, content, timeout, self._take):
-            self._take(reply)
+        take = partial(self._take, names)
+        for reply in query(mailbox, nodes, content, timeout, take):
+            take(reply)
 
-    def _take(self, reply: Reply) -> None:
-        """Take a node's answer, whenever it comes."""
+    def _take(self, names: frozenset[str], reply: Reply) -> None:
+        """Take which of these names a node trains, whenever the answer comes."""
         message = reply.message
         records = message.content.config_records if message.has_content() else {}
         for record in records.values():
-            if isinstance(names := record.get("trained"), list):
-                self._trained[reply.node] = frozenset(map(str, names))
+            if isinstance(trained := record.get("trained"), list):
+                self._trained[reply.node] = names.intersection(trained)
 
 
 def _difference(own: frozenset[str], common: frozenset[str]) -> str:

@@ -11,39 +11,37 @@ In the directory there are (format 5):
 ``uploads-0004/exchange-1/<client>.safetensors``
     A reply that the running round has admitted, and whose it is. They stay until the
     next round is finished. What turned out to be bad later is in ``set-aside`` there,
-    with the reason in a text beside it.
+    with a note of the reason beside it.
 ``uploads-0004/exchange-1/exchange.json``
     Who was asked, since when, and of whose replies the step was made.
 ``lock``, ``holder.txt``
     Which server has the directory.
 
-Every file has a digest of its content, and says what it is and of which run, so that
-none passes for another. Files are written aside and renamed, with their folder synced:
-a crash leaves whole ones. A later version reads this format, or refuses it by its
-number.
+All but the last two have a digest of their content, and say what they are and of which
+run, so that none passes for another. Files are written aside and renamed, with their
+folder synced: a crash leaves whole ones. A later version reads this format, or refuses
+it by its number.
 
 Long: one class knows the whole format.
 """
 
-import logging
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from flwr.app import ArrayRecord, MetricRecord
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flwr_fisher.errors import CheckpointError
-from flwr_fisher.files import (
-    save_text,
-    sync_folder,
-)
+from flwr_fisher.files import digest_of, load_texts, sweep, sync_folder
+from flwr_fisher.log_lines import logger
 from flwr_fisher.server.history import History
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.lock import FolderLock
@@ -58,12 +56,11 @@ from flwr_fisher.server.named_files import (
 )
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-logger = logging.getLogger("flwr")
-
 _ENDING, _SET_ASIDE = ".safetensors", "set-aside"
 _RUN, _EXCHANGE, _HISTORY = "run.json", "exchange.json", "history.jsonl"
 _ROUND = re.compile(r"round-(\d{4,})\.safetensors")
 _UPLOADS = re.compile(r"uploads-(\d{4,})")
+_LONGEST = 160  # characters of a file's name that are a client's
 _KEPT = 2  # rounds: the last one, and the one before, from which it can be made again
 
 
@@ -79,11 +76,14 @@ class RoundCheckpoint:
         The server's state.
     record : dict[str, Any]
         What else is known of it, for the history.
+    absences : dict[str, Any]
+        Which clients sit out then.
     """
 
     server_round: int
     tensors: dict[str, Tensor]
-    record: dict[str, Any]
+    record: dict[str, Any] = field(default_factory=dict)
+    absences: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,10 @@ class ExchangeRecord:
         When it began, in seconds since 1970.
     closed : list[str] | None
         Of whose replies the step was made; None while none was.
+    missing, rejected : dict[str, str]
+        From whom nothing came, or nothing of use, once it is closed; with the reasons.
+    absences : dict[str, Any]
+        Who sits out then.
     """
 
     clients: list[str] | None
@@ -110,6 +114,9 @@ class ExchangeRecord:
     connected: int
     opened: float
     closed: list[str] | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+    absences: dict[str, Any] = field(default_factory=dict)
 
 
 class CheckpointDir:
@@ -130,6 +137,7 @@ class CheckpointDir:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.path)
+        sweep([self.path, *self.path.glob("uploads-*/**/")])
         self.run = ""
 
     def release(self) -> None:
@@ -158,7 +166,20 @@ class CheckpointDir:
             read(self._round(rounds[-1]), {}, way_out)  # of another format perhaps
         name, record = read_json(path, way_out)
         self.run = name["run"]
+        runs = {self._run_of(self._round(n)) for n in self.rounds()}
+        if runs and self.run not in runs:
+            raise CheckpointError(
+                f"{path} is of another run than the rounds beside it: put theirs back, "
+                f"or {way_out}"
+            )
         return dict(record["options"])
+
+    def _run_of(self, path: Path) -> str | None:
+        """Return which run a file says it is of; one that is damaged says any."""
+        try:
+            return load_texts(path).get("run")
+        except (SafetensorError, OSError):
+            return self.run
 
     def __str__(self) -> str:
         return str(self._round((self.rounds() or [0])[-1]))
@@ -174,7 +195,8 @@ class CheckpointDir:
         server_round = checkpoint.server_round
         self._history().append(server_round, checkpoint.record)
         path = self._round(server_round)
-        write(path, self._named(path.name), checkpoint.tensors, {})
+        record = {"absences": checkpoint.absences}
+        write(path, self._named(path.name), checkpoint.tensors, record)
         for old, match in self._matching(_ROUND):
             if int(match[1]) <= server_round - _KEPT:
                 old.unlink()
@@ -195,8 +217,8 @@ class CheckpointDir:
         way_out = "begin anew in another checkpoint_dir"
         if earlier:
             way_out = f"delete it to go on after round {earlier[-1]}"
-        tensors, _ = read(path, self._named(path.name), way_out)
-        return RoundCheckpoint(server_round, tensors, {})
+        tensors, record = read(path, self._named(path.name), way_out)
+        return RoundCheckpoint(server_round, tensors, {}, record.get("absences", {}))
 
     def load_history(self, last_round: int) -> dict[int, dict[str, Any]]:
         """Return the records of all rounds up to one.
@@ -231,8 +253,16 @@ class CheckpointDir:
         check_name(path, name, self._named(f"{folder}/{_EXCHANGE}"), way_out)
         return ExchangeRecord(**record)
 
-    def reopen(self, server_round: int) -> None:
-        """Have the clients of a round's last exchange asked again.
+    def reopen(self, server_round: int) -> bool:
+        """Have the clients of the last exchange asked again.
+
+        It is the last one of this round, or that of a collection window in the next
+        one, in which too few came.
+
+        Returns
+        -------
+        bool
+            Whether it is of this round, which is then to be made again.
 
         Raises
         ------
@@ -240,24 +270,31 @@ class CheckpointDir:
             If its uploads, or the round before, are no longer there, or the next round
             has begun, whose uploads start from this one's model.
         """
-        uploads = self.path / f"uploads-{server_round:04d}"
-        if (self.path / f"uploads-{server_round + 1:04d}").exists():
-            raise CheckpointError(
-                f"{self.path}: round {server_round + 1} has begun with the model of "
-                f"round {server_round}, which cannot be opened again: go on without "
-                "reopen=True"
-            )
-        folders = sorted(uploads.glob("exchange-*"))
-        if server_round - 1 not in self.rounds() or not folders:
+        if under_way := self._last_exchange(server_round + 1):
+            record = self.load_exchange(under_way)
+            if record is None or record.clients is not None:
+                raise CheckpointError(
+                    f"{self.path}: round {server_round + 1} has begun with the model "
+                    f"of round {server_round}, which cannot be opened again: go on "
+                    "without reopen=True"
+                )
+            self.save_exchange(under_way, replace(record, opened=time.time()))
+            return False
+        last = self._last_exchange(server_round)
+        if last is None or server_round - 1 not in self.rounds():
             raise CheckpointError(
                 f"{self.path} has a run up to round {server_round}, whose uploads and "
                 "start are not there any more: it cannot be opened again"
             )
-        folder = f"{uploads.name}/{folders[-1].name}"
-        record = self.load_exchange(folder)
-        if record is not None:
-            again = replace(record, opened=time.time(), closed=None)
-            self.save_exchange(folder, again)
+        if (record := self.load_exchange(last)) is not None:
+            self.save_exchange(last, replace(record, opened=time.time(), closed=None))
+        return True
+
+    def _last_exchange(self, server_round: int) -> str | None:
+        """Return the folder of a round's last exchange, if it has begun one."""
+        uploads = self.path / f"uploads-{server_round:04d}"
+        folders = sorted(uploads.glob("exchange-*"))
+        return f"{uploads.name}/{folders[-1].name}" if folders else None
 
     def save_upload(
         self,
@@ -321,17 +358,28 @@ class CheckpointDir:
         path = self._upload(folder, client)
         aside = path.parent / _SET_ASIDE
         aside.mkdir(parents=True, exist_ok=True)
-        save_text(aside / f"{path.name.removesuffix(_ENDING)}.txt", f"{reason}\n")
+        note = aside / f"{path.name.removesuffix(_ENDING)}.json"
+        name = self._named(f"{folder}/{_SET_ASIDE}/{note.name}")
+        write_json(note, name, {"client": client, "reason": reason})
         if path.exists():
             path.replace(aside / path.name)
 
     def load_set_aside(self, folder: str) -> dict[str, str]:
-        """Return whose uploads were set aside, and why."""
-        paths = sorted((self.path / folder / _SET_ASIDE).glob("*.txt"))
-        return {
-            unquote(path.name.removesuffix(".txt")): path.read_text().rstrip("\n")
-            for path in paths
-        }
+        """Return whose uploads were set aside, and why.
+
+        Raises
+        ------
+        CheckpointError
+            If a note is damaged or of another run.
+        """
+        notes = {}
+        way_out = "delete it to have its client asked again"
+        for path in sorted((self.path / folder / _SET_ASIDE).glob("*.json")):
+            name, record = read_json(path, way_out)
+            own = self._named(f"{folder}/{_SET_ASIDE}/{path.name}")
+            check_name(path, name, own, way_out)
+            notes[str(record["client"])] = str(record["reason"])
+        return notes
 
     def _named(self, what: str) -> dict[str, str]:
         """Return what a file says of itself, so that none passes for another."""
@@ -354,8 +402,11 @@ class CheckpointDir:
         return History(self.path / _HISTORY, self.run)
 
     def _upload(self, folder: str, client: str) -> Path:
-        # A registered name may hold what a file's name cannot.
-        return self.path / folder / f"{quote(client, safe='')}{_ENDING}"
+        # A registered name may hold what a file's name cannot, and be longer.
+        name = quote(client, safe="")
+        if len(name) > _LONGEST:
+            name = f"{name[:_LONGEST]}-{digest_of(client)[:16]}"
+        return self.path / folder / f"{name}{_ENDING}"
 
     def _round(self, server_round: int) -> Path:
         return self.path / f"round-{server_round:04d}.safetensors"

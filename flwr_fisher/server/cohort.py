@@ -1,21 +1,22 @@
 """Who takes part: nodes known by what they hold, since node ids differ in every run."""
 
-import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import RoundError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.server.agreement import Agreement
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.server.rejections import listed
 from flwr_fisher.server.waiting import Waiting
 
-logger = logging.getLogger("flwr")
+_GONE_WITHIN = 120.0  # seconds until the SuperLink has noticed that a node is gone
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,20 @@ class Cohort(NodeNames):
     ----------
     seed : int
         The strategy's.
+    others : "welcome" | "beside" | "refused", default "welcome"
+        Whether nodes whose ClientApp is not of this library may take part.
     """
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
+    def __init__(self, seed: int, others: str = "welcome") -> None:
+        super().__init__(others)
         self.seed, self.agreement = seed, Agreement()
         self.connected = 0  # how many nodes were, when last sampled from
         self._mailbox: Mailbox | None = None
-        # By node: how many deadlines it missed in a row, and until which round it is
+        # By name: how many deadlines it missed in a row, and until which round it is
         # left out for it.
-        self._missed: dict[int, tuple[int, int]] = {}
+        self._missed: dict[str, tuple[int, int]] = {}
+        self._passed_over: set[str] = set()  # names
+        self.abstaining: set[int] = set()  # nodes that have nothing to evaluate on
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the mailbox of a grid, which knows what is due."""
@@ -78,9 +83,7 @@ class Cohort(NodeNames):
             If too few nodes are connected when `timeout` seconds have passed, or answer
             by then, or claim names of their own.
         """
-        nodes = self._wait(grid, max(available, minimum), minimum, timeout)
-        nodes.sort(key=self.order)
-        self.connected = len(nodes)
+        nodes = self.ready(grid, max(available, minimum), minimum, timeout)
         wanted = max(int(len(nodes) * fraction), minimum)
         candidates = self._reliable(nodes, minimum, server_round)
         wanted = min(wanted, len(candidates))
@@ -90,19 +93,39 @@ class Cohort(NodeNames):
 
     def missed(self, nodes: Iterable[int], server_round: int) -> None:
         """Note who let a deadline pass: it sits out a while, longer each time."""
-        for node in nodes:
-            times = self._missed.get(node, (0, 0))[0] + 1
-            self._missed[node] = times, server_round + 2 ** (times - 1)
+        for name in map(self.name, nodes):
+            times = self._missed.get(name, (0, 0))[0] + 1
+            self._missed[name] = times, server_round + 2 ** (times - 1)
+
+    def passed_over(self, nodes: Iterable[int], server_round: int) -> None:
+        """Note who was not waited for: twice in a row is as good as a deadline."""
+        names = {self.name(node): node for node in nodes}
+        again = names.keys() & self._passed_over
+        self._passed_over |= names.keys()
+        self.missed([names[name] for name in again], server_round)
 
     def replied(self, node: int) -> None:
         """Note that a node is alive."""
-        self._missed.pop(node, None)
+        self._missed.pop(self.name(node), None)
+        self._passed_over.discard(self.name(node))
+
+    def absences(self) -> dict[str, Any]:
+        """Return who sits out, as JSON holds it: a resumed run samples as this one."""
+        passed = sorted(self._passed_over)
+        return {"missed": dict(self._missed), "passed-over": passed}
+
+    def recall_absences(self, record: Mapping[str, Any]) -> None:
+        """Take up what :meth:`absences` returned in an earlier life of the run."""
+        missed = record.get("missed", {})
+        self._missed = {name: (times, until) for name, (times, until) in missed.items()}
+        self._passed_over = set(record.get("passed-over", ()))
 
     def _reliable(
         self, nodes: Sequence[int], minimum: int, server_round: int
     ) -> list[int]:
         """Return the nodes without those that sit out, unless they are needed."""
-        out = [n for n in nodes if self._missed.get(n, (0, 0))[1] >= server_round]
+        until = {name: last for name, (_, last) in self._missed.items()}
+        out = [n for n in nodes if until.get(self.name(n), 0) >= server_round]
         others = [node for node in nodes if node not in out]
         needed = out[: max(minimum - len(others), 0)]
         if idle := [node for node in out if node not in needed]:
@@ -112,35 +135,58 @@ class Cohort(NodeNames):
             )
         return sorted([*others, *needed], key=self.order)
 
-    def _wait(
+    def ready(
         self, grid: Grid, available: int, minimum: int, timeout: float
     ) -> list[int]:
-        """Return the connected nodes that answer, once they are enough."""
+        """Return the connected nodes that can be asked, in order, once they are enough.
+
+        Raises
+        ------
+        RoundError
+            As for :meth:`sample`.
+        """
         mailbox = self.mailbox(grid)
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = began + timeout
         while True:
             connected = list(grid.get_node_ids())
             nodes: list[int] = []
             if len(connected) >= available:
                 nodes = self.learn(mailbox, connected, deadline - time.monotonic())
+                if len(nodes) >= minimum:
+                    nodes.sort(key=self.order)
+                    self.connected = len(nodes)
+                    return nodes
                 silent = [node for node in connected if node not in self.answered]
-                if len(nodes) >= minimum or not silent:
+                # A client that was restarted is refused until its old node is gone.
+                # Where all run another app, as all do in most runs, none will change.
+                foreign = all(
+                    n in self.refused and n in self.foreign for n in connected
+                )
+                gone = time.monotonic() > began + _GONE_WITHIN
+                if not silent and (foreign or gone):
                     break
             if time.monotonic() > deadline:
                 raise RoundError(self._too_few(connected, available, timeout))
             logger.info(
-                "Waiting for nodes to connect: %d connected (minimum required: %d).",
+                "Waiting for nodes to connect: %d connected (minimum required: %d)%s.",
                 len(connected),
                 available,
+                f", {len(self.refused)} refused" if self.refused else "",
             )
             time.sleep(1)
             mailbox.pull()
-        if len(nodes) < minimum:
-            raise RoundError(
-                f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
-                + "\n".join(f"node-{n}: {why}" for n, why in self.refused.items())
-            )
-        return nodes
+        raise RoundError(
+            f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
+            + "\n".join(self._refusals())
+        )
+
+    def _refusals(self) -> list[str]:
+        """Return a line for each reason, with the nodes that are refused for it."""
+        alike: dict[str, list[str]] = {}
+        for node, reason in self.refused.items():
+            alike.setdefault(reason, []).append(self.name(node))
+        return [f"{listed(names)}: {reason}" for reason, names in alike.items()]
 
     def _too_few(self, connected: Sequence[int], needed: int, timeout: float) -> str:
         if len(connected) < needed:
@@ -150,6 +196,10 @@ class Cohort(NodeNames):
                 "min_available_nodes and min_train_nodes"
             )
         silent = [self.name(node) for node in connected if node not in self.answered]
+        if refused := self._refusals():
+            return "\n".join(
+                [f"too few nodes can be asked after {timeout:.0f} s:", *refused]
+            )
         return (
             f"of {len(connected)} nodes that are connected, {listed(silent)} did not "
             f"answer within {timeout:.0f} s: see whether their ClientApp starts, or "

@@ -1,6 +1,5 @@
 """A run's rounds, start to end: ask, collect, admit, step, keep."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,7 @@ from flwr.app import ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from flwr_fisher.log_lines import logger
 from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.collect import collect
@@ -22,10 +22,10 @@ from flwr_fisher.server.open_exchange import OpenExchange, Sampling, new_admissi
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.receive import Late
 from flwr_fisher.server.rejections import listed
+from flwr_fisher.server.replies import abstains
 from flwr_fisher.server.run import Run
 from flwr_fisher.server.waiting import Waiting
-
-logger = logging.getLogger("flwr")
+from flwr_fisher.wire import named_options
 
 
 class Method(Sampling, Protocol):
@@ -59,6 +59,7 @@ class Driver:
     def __init__(self, grid: Grid, run: Run, timeout: float) -> None:
         self.grid, self.run, self.timeout = grid, run, timeout
         self.server_round = run.server_round  # under way
+        self._late: Late | None = None  # of the last exchange
 
     def train(
         self,
@@ -113,7 +114,8 @@ class Driver:
                 for client, reason in opened.admission.withdrawn.items():
                     kept.set_aside(client, reason)
             uploads, step = finished.uploads, finished.step
-            kept.close(record, [upload.client for upload in uploads])
+            clients = [upload.client for upload in uploads]
+            kept.close(record, clients, opened.admission, method.cohort.absences())
             metrics = finished.metrics
             del opened, gathering, finished  # which hold them, too
             if isinstance(self.grid, _Listener):
@@ -135,30 +137,47 @@ class Driver:
         policy: Policy,
         waiting: Waiting,
     ) -> None:
-        """Have clients evaluate the run's parameters, as the strategy says."""
+        """Have clients evaluate the run's parameters, as the strategy says.
+
+        Who has nothing to evaluate on says so, and is not asked again.
+        """
         self.server_round = server_round
-        messages = list(
-            strategy.configure_evaluate(
+        config = ConfigRecord({**config, **named_options({"may-abstain": True})})
+        messages = [
+            message
+            for message in strategy.configure_evaluate(
                 server_round, self.run.arrays(), config, self.grid
             )
-        )
+            if message.metadata.dst_node_id not in cohort.abstaining
+        ]
         due = {message.metadata.dst_node_id for message in messages}
-        asked, replies = len(due), list[Reply]()
+        asked, replies, dead = len(due), list[Reply](), list[int]()
+        new: list[int] = []  # who abstains, and has not said so before
 
         def enough() -> bool:
             scored = [reply for reply in replies if reply.message.has_content()]
-            return len(scored) >= max(waiting.enough(asked), 1)
+            return len(scored) >= max(waiting.enough(asked - len(new)), 1)
 
         for reply in collect(
             cohort.mailbox(self.grid), messages, self.timeout, enough=enough
         ):
-            if not reply.of_link:
+            if reply.of_the_dead:
                 due.discard(reply.node)
-                replies.append(reply)
+                dead.append(reply.node)
+            elif not reply.of_link:
+                due.discard(reply.node)
+                if abstains(reply.message):
+                    new.append(reply.node)
+                else:
+                    replies.append(reply)
+        if new:
+            cohort.abstaining |= set(new)
+            names = listed([cohort.name(node) for node in new])
+            logger.info("configure_evaluate: nothing to evaluate on has %s", names)
         if not enough():
             cohort.missed(due, server_round)
-        if due:
-            names = listed([cohort.name(node) for node in due])
+        if due or dead:
+            names = listed([cohort.name(node) for node in [*due, *dead]])
             logger.warning("aggregate_evaluate: no reply from %s", names)
         metrics = aggregate_evaluations(
             strategy.aggregate_evaluate,
@@ -179,7 +198,10 @@ class Driver:
     ) -> Late:
         """Return what takes the replies that come when a round's exchange is over."""
         self.server_round = server_round
-        return Late(cohort, admission, kept, server_round, self._count_late)
+        if self._late is not None:
+            self._late.forget()
+        self._late = Late(cohort, admission, kept, server_round, self._count_late)
+        return self._late
 
     def _count_late(self) -> int:
         self.run.count_late(self.server_round)

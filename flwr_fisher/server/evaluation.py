@@ -1,7 +1,6 @@
 """Evaluate replies: those that can be averaged, in an order that is always the same."""
 
 import copy
-import logging
 from collections.abc import Callable, Iterable
 
 from flwr.app import Message, MetricRecord, RecordDict
@@ -12,8 +11,6 @@ from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.rejections import Rejections
 from flwr_fisher.server.replies import comparable, read_evaluate_reply, weight_of
-
-logger = logging.getLogger("flwr")
 
 _STAGE = "aggregate_evaluate"
 

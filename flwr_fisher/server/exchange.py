@@ -18,6 +18,7 @@ from flwr_fisher.wire import (
 
 P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
+_GROUPS = "groups/"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,26 @@ class ServerState:
         others = {k: v for k, v in self.groups.items() if not k.startswith(start)}
         own = {f"{start}{k}": v for k, v in inner.groups.items()}
         return ServerState(inner.params, others | own)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Return all by name: parameters, and ``groups/<group>/<name>``."""
+        tensors = dict(self.params)
+        for group, members in self.groups.items():
+            tensors |= {f"{_GROUPS}{group}/{key}": v for key, v in members.items()}
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: Params) -> "ServerState":
+        """Read what :meth:`to_tensors` returned."""
+        params: dict[str, Tensor] = {}
+        groups: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            if key.startswith(_GROUPS):
+                group, _, name = key.removeprefix(_GROUPS).partition("/")
+                groups.setdefault(group, {})[name] = value
+            else:
+                params[key] = value
+        return cls(params, groups)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Rounds of any of Flower's strategies, driven by its hooks and kept in a run."""
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.app.message_type import MessageType
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     Bulyan,
     FedAvg,
@@ -19,23 +20,23 @@ from flwr.serverapp.strategy import (
 from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.server.admission import Admission
-from flwr_fisher.server.checkpoint import ExchangeRecord
-from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import ServerState, Step, Upload
-from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.gather import Gathering
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.receive import receive, restore
 from flwr_fisher.server.replies import shared_by_all
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.plain_upload import PlainUpload
 
-logger = logging.getLogger("flwr")
-
 # Flower's strategies that keep nothing from one round to the next.
 _STATELESS = {Bulyan, FedAvg, FedMedian, FedProx, FedTrimmedAvg, Krum, MultiKrum}
+
+
+Configure = Callable[[int, ArrayRecord, ConfigRecord, Grid], Iterable[Message]]
 
 
 class FlowerRounds:
@@ -45,8 +46,10 @@ class FlowerRounds:
     ----------
     strategy : Strategy
         Makes messages and aggregates replies.
-    kind : type
-        What it is, without what may be wrapped around it.
+    inner : Strategy
+        The same, without what may be wrapped around it to sample.
+    unaddressed : Callable[…]
+        Makes the messages as ``configure_train`` does, to whomever.
     cohort : Cohort
         Knows the clients' names.
     weighted_by_key : str
@@ -60,15 +63,17 @@ class FlowerRounds:
     def __init__(
         self,
         strategy: Strategy,
-        kind: type,
+        inner: Strategy,
+        unaddressed: Configure,
         cohort: Cohort,
         weighted_by_key: str,
         policy: Policy,
         waiting: Waiting,
     ) -> None:
-        self.strategy, self.kind, self.cohort = strategy, kind, cohort
+        self.strategy, self.inner, self.unaddressed = strategy, inner, unaddressed
+        self.kind = type(inner)
+        self.cohort, self.waiting = cohort, waiting
         self.weighted_by_key, self.policy = weighted_by_key, policy
-        self.waiting = waiting
         self._last = 0  # round that this object has driven
 
     def train(
@@ -79,7 +84,8 @@ class FlowerRounds:
         Raises
         ------
         RoundError
-            If it aggregated nothing, or something that is no model.
+            If too few nodes are connected, or it aggregated nothing, or something that
+            is no model.
         """
         if self._last != server_round - 1 and self.kind not in _STATELESS:
             logger.warning(
@@ -88,32 +94,32 @@ class FlowerRounds:
                 self.kind.__name__,
             )
         run, grid = driver.run, driver.grid
-        messages = list(
-            self.strategy.configure_train(server_round, run.arrays(), config, grid)
-        )
-        connected, mailbox = list(grid.get_node_ids()), self.cohort.mailbox(grid)
-        self.cohort.learn(mailbox, connected, driver.timeout)
         kept = run.kept(server_round, 1)
-        admission = self._admission(run.state.params)
-        admission.expected = len(messages)
-        record = self._gather(driver, server_round, kept, admission, messages)
+        new = partial(self._admission, run.state.params)
+        opened = _Opened(self, server_round, run.arrays(), config, grid, new())
+        late = driver.late(self.cohort, new, kept, server_round)
+        record = Gathering(grid, opened, kept, config, driver.timeout).run(late)
+        admission = opened.admission
         uploads = admission.uploads(needed=0)
         for client, reason in admission.withdrawn.items():
             kept.set_aside(client, reason)
-        requests = {self.cohort.name(m.metadata.dst_node_id): m for m in messages}
         records = shared_by_all([upload.metrics for upload in uploads])
         replies = [
-            _reply(upload, own, requests.get(upload.client), self.weighted_by_key)
+            _reply(upload, own, opened.request(upload), self.weighted_by_key)
             for upload, own in zip(uploads, records, strict=True)
         ]
-        arrays, metrics = self.strategy.aggregate_train(server_round, replies)
+        # They are in the clients' order.
+        arrays, metrics = self.inner.aggregate_train(server_round, replies)
         reasons = admission.rejected.lines()
         state = ServerState(
             self._params(run.state.params, arrays, reasons), run.state.groups
         )
         counts = {"num-replies": len(uploads), "num-rejected": len(admission.rejected)}
+        if admission.missing:
+            counts["num-missing"] = len(admission.missing)
         joined = MetricRecord({**counts, **(metrics or {})})
-        kept.close(record, [upload.client for upload in uploads])
+        clients = [upload.client for upload in uploads]
+        kept.close(record, clients, admission, self.cohort.absences())
         run.stepped(server_round, Step(state), [], joined)
         self._last = server_round
         return {upload.client: upload.metrics for upload in uploads}
@@ -127,40 +133,6 @@ class FlowerRounds:
             expected=0,
             policy=self.policy,
         )
-
-    def _gather(
-        self,
-        driver: Driver,
-        server_round: int,
-        kept: KeptExchange,
-        admission: Admission[PlainUpload],
-        messages: list[Message],
-    ) -> ExchangeRecord:
-        """Collect the replies, and those that an interrupted run left on disk."""
-        names = {m.metadata.dst_node_id: "" for m in messages}
-        names = {node: self.cohort.name(node) for node in names}
-        record = kept.record()
-        restore(admission, kept, record)
-        if record is not None and record.closed is not None:
-            return record
-        if record is None:
-            record = kept.open(list(names.values()), len(messages), len(messages))
-        done = admission.done()
-        left = [m for m in messages if names[m.metadata.dst_node_id] not in done]
-        new = partial(self._admission, driver.run.state.params)
-        wanted = self.waiting.enough(len(messages))
-        receive(
-            driver.grid,
-            self.cohort,
-            server_round,
-            admission,
-            kept,
-            left,
-            driver.timeout,
-            late=driver.late(self.cohort, new, kept, server_round),
-            enough=lambda: len(admission.admitted) >= wanted,
-        )
-        return record
 
     def _params(
         self,
@@ -180,6 +152,94 @@ class FlowerRounds:
             raise RoundError(
                 f"{self.kind.__name__} made no model in stage 1: {error}"
             ) from error
+
+
+class _Opened:
+    """A round under way: whom the strategy asks, and what it sends them."""
+
+    needed = 0  # what is too few is the strategy's to say
+
+    def __init__(
+        self,
+        rounds: FlowerRounds,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
+        admission: Admission[PlainUpload],
+    ) -> None:
+        self._rounds, self.server_round = rounds, server_round
+        self.cohort, self.waiting = rounds.cohort, rounds.waiting
+        self.admission = admission
+        self._arrays, self._config = arrays, config
+        self._grid = _Listing(grid)
+        self._made: list[Message] | None = None
+
+    def sample(self, grid: Grid, timeout: float) -> Sample:
+        """Have the strategy sample among the nodes that can be asked."""
+        strategy, inner = self._rounds.strategy, self._rounds.inner
+        names = ("min_available_nodes", "min_train_nodes")
+        most = max(getattr(inner, name, 1) for name in names)
+        self._grid.nodes = self.cohort.ready(grid, most, most, timeout)
+        made = strategy.configure_train(
+            self.server_round, self._arrays, self._config, cast(Grid, self._grid)
+        )
+        self._made = list(made)
+        nodes = [message.metadata.dst_node_id for message in self._made]
+        return Sample(sorted(nodes, key=self.cohort.order), len(nodes))
+
+    def alike(
+        self, grid: Grid, nodes: list[int], others: Iterable[int], timeout: float
+    ) -> list[int]:
+        """Return all: what clients train is not this library's to say."""
+        return nodes
+
+    def messages(self, config: ConfigRecord, nodes: Iterable[int]) -> list[Message]:
+        """Return the strategy's requests to nodes.
+
+        Where another life of the run sampled them, they get what any would.
+        """
+        nodes = list(nodes)
+        if not nodes:
+            return []
+        made = {message.metadata.dst_node_id: message for message in self._messages()}
+        any_one = next(iter(made.values()), None)
+        if any_one is None:
+            return []
+        kind, group = any_one.metadata.message_type, str(self.server_round)
+        return [
+            made.get(node) or Message(any_one.content, node, kind, group_id=group)
+            for node in nodes
+        ]
+
+    def request(self, upload: Upload[PlainUpload]) -> Message | None:
+        """Return the request to whom replied."""
+        made = {message.metadata.dst_node_id: message for message in self._messages()}
+        return made.get(upload.node_id)
+
+    def _messages(self) -> list[Message]:
+        """Return what the strategy sends; it may remember what it was asked."""
+        if self._made is None:
+            self._grid.nodes = list(range(1, self.cohort.connected + 1))
+            made = self._rounds.unaddressed(
+                self.server_round, self._arrays, self._config, cast(Grid, self._grid)
+            )
+            self._made = list(made)
+        return self._made
+
+
+class _Listing:
+    """A grid with these nodes alone, so that nobody waits for others to connect."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid, self.nodes = grid, list[int]()
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return them."""
+        return list(self.nodes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
 
 
 def _like(params: Mapping[str, Tensor], arrays: ArrayRecord) -> dict[str, Tensor]:

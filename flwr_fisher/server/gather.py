@@ -1,34 +1,63 @@
 """The replies to one exchange: from disk, from those who are asked, from who comes."""
 
-import logging
 import time
-from typing import Generic, TypeVar
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
+from flwr_fisher.errors import CheckpointError
+from flwr_fisher.log_lines import logger
+from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.checkpoint import ExchangeRecord
+from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.kept import KeptExchange
 from flwr_fisher.server.mailbox import Receive
-from flwr_fisher.server.open_exchange import OpenExchange
 from flwr_fisher.server.receive import receive, restore
-from flwr_fisher.wire import Payload
-
-logger = logging.getLogger("flwr")
-
-P = TypeVar("P", bound=Payload)
+from flwr_fisher.server.waiting import Waiting
 
 _DEAD, _SILENT = 60.0, 3600.0  # seconds until a node is asked again, at first
 
 
-class Gathering(Generic[P]):
+class Asking(Protocol):
+    """An exchange, as far as whom it asks and what they are sent."""
+
+    server_round: int
+    admission: Admission[Any]
+
+    @property
+    def cohort(self) -> Cohort:
+        """Who knows the clients."""
+
+    @property
+    def waiting(self) -> Waiting:
+        """How long to wait, and for how many."""
+
+    @property
+    def needed(self) -> int:
+        """How many usable replies there must be."""
+
+    def sample(self, grid: Grid, timeout: float) -> Sample:
+        """Return whom to ask."""
+
+    def alike(
+        self, grid: Grid, nodes: list[int], others: Iterable[int], timeout: float
+    ) -> list[int]:
+        """Reject those nodes whose uploads could not be merged; return the rest."""
+
+    def messages(self, config: ConfigRecord, nodes: Iterable[int]) -> list[Message]:
+        """Return the requests to some of the nodes."""
+
+
+class Gathering:
     """Asks an exchange's clients, and feeds it with what they reply.
 
     Parameters
     ----------
     grid : Grid
         Reaches the clients.
-    opened : OpenExchange
+    opened : Asking
         The exchange.
     kept : KeptExchange
         What is on disk of it.
@@ -41,16 +70,17 @@ class Gathering(Generic[P]):
     def __init__(
         self,
         grid: Grid,
-        opened: OpenExchange[P],
+        opened: Asking,
         kept: KeptExchange,
         config: ConfigRecord,
         timeout: float,
     ) -> None:
         self.grid, self.opened, self.kept = grid, opened, kept
         self.config, self.timeout = config, timeout
-        self.cohort, self.waiting = opened.sampling.cohort, opened.sampling.waiting
+        self.cohort, self.waiting = opened.cohort, opened.waiting
         self._expected: set[str] | None = None  # names; None: whoever comes
         self._asked: list[int] = []
+        self._names: set[str] = set()  # all that those may be called
         self._times: dict[int, int] = {}  # how often each node was asked
         self._since: dict[int, float] = {}  # when it was
         self._died: dict[int, float] = {}  # when it was noticed
@@ -63,17 +93,23 @@ class Gathering(Generic[P]):
         ------
         RoundError
             If too few clients are connected when the time is up.
+        CheckpointError
+            If it was begun with a collection window, and there is none now.
         """
         record, admission = self.kept.record(), self.opened.admission
+        if record is not None:
+            admission.expected = len(record.clients or ())
         restore(admission, self.kept, record)
         if record is not None:
             self.cohort.connected = record.connected
             if record.closed is not None:
+                self.cohort.recall_absences(record.absences)
                 return record
         messages, timeout = list[Message](), self.timeout
-        if self.waiting.window is not None:
+        if self._in_window(record):
             if record is None:
                 record = self.kept.open(None, 0, 0)
+            assert self.waiting.window is not None
             timeout = record.opened + self.waiting.window - time.time()
             enough = self.waiting.enough_in_window
             logger.info("configure_train: the window closes in %.0f s", timeout)
@@ -83,7 +119,7 @@ class Gathering(Generic[P]):
             self._expected = set(record.clients or ())
             admission.expected = len(self._expected)
             enough = self.waiting.enough(record.wanted)
-        enough = max(enough, self.opened.sampling.min_train_nodes)
+        enough = max(enough, self.opened.needed)
         if timeout > 0:
             receive(
                 self.grid,
@@ -98,18 +134,29 @@ class Gathering(Generic[P]):
                 newcomers=self._newcomers,
                 due=self._due,
             )
-        if absent := sorted(self._left()):
-            admission.missing |= dict.fromkeys(absent, "it did not connect")
+        self._tell_absent()
         return record
+
+    def _in_window(self, record: ExchangeRecord | None) -> bool:
+        """Return whether whoever comes is asked: as the exchange was begun."""
+        if record is None:
+            return self.waiting.window is not None
+        if record.clients is None and self.waiting.window is None:
+            raise CheckpointError(
+                f"round {self.opened.server_round} was begun with a collection window: "
+                "resume it with Waiting(window=...)"
+            )
+        return record.clients is None
 
     def _open(self) -> tuple[ExchangeRecord, list[Message]]:
         """Sample the clients, and remember whom."""
         sample = self.opened.sample(self.grid, self.timeout)
         names = [self.cohort.name(node) for node in sample.nodes]
         record = self.kept.open(names, sample.wanted, self.cohort.connected)
-        nodes = self.opened.alike(self.grid, sample.nodes, [], self.timeout)
-        needed = self.opened.sampling.min_train_nodes
-        self.opened.admission.check_enough(needed, len(nodes))
+        admission = self.opened.admission
+        new = admission.without_done(sample.nodes)  # who has left an upload on disk?
+        nodes = self.opened.alike(self.grid, new, [], self.timeout)
+        admission.check_enough(self.opened.needed, len(nodes))
         return record, self._ask(nodes)
 
     def _newcomers(self) -> list[Message] | None:
@@ -121,14 +168,13 @@ class Gathering(Generic[P]):
         mailbox = self.cohort.mailbox(self.grid)
         nodes = self.cohort.learn(mailbox, connected, self.timeout)
         if self._expected is None:
-            done = self.opened.admission.done()
             self.cohort.connected = len(nodes)
-            nodes = [node for node in nodes if self.cohort.name(node) not in done]
+            nodes = self.opened.admission.without_done(nodes)
             new = [node for node in nodes if self._may_be_asked(node)]
             first = [node for node in new if node not in self._times]
             self.opened.admission.expected += len(first)
         else:
-            new = [node for node in nodes if self.cohort.name(node) in left]
+            new = [n for n in nodes if self.cohort.identity(n).names & left]
         new.sort(key=self.cohort.order)
         if self._expected is not None:
             new = self.opened.alike(self.grid, new, self._asked, self.timeout)
@@ -155,6 +201,7 @@ class Gathering(Generic[P]):
             self._times[node] = self._times.get(node, 0) + 1
             self._since[node] = time.monotonic()
             self._died.pop(node, None)
+            self._names |= self.cohort.identity(node).names
         self._asked += nodes
         self._due |= set(nodes)
         return self.opened.messages(self.config, nodes)
@@ -163,5 +210,15 @@ class Gathering(Generic[P]):
         """Return the names of those who were to be asked, and have not been yet."""
         if not self._expected:
             return set()
-        asked = {self.cohort.name(node) for node in self._asked}
-        return self._expected - asked - self.opened.admission.done()
+        return self._expected - self._names - self.opened.admission.done()
+
+    def _tell_absent(self) -> None:
+        """Note who was to be asked, and could not be."""
+        for name in sorted(self._left()):
+            reason = "it did not connect"
+            if name.startswith("node-"):
+                reason += (
+                    " under this id; give nodes a partition-id, or register them, to "
+                    "know them again"
+                )
+            self.opened.admission.missing[name] = reason

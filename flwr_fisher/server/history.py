@@ -1,7 +1,6 @@
 """A run's metrics on disk: a line a round, so that no round repeats the others'."""
 
 import json
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +8,7 @@ from typing import Any
 
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.files import digest_of
-
-logger = logging.getLogger("flwr")
+from flwr_fisher.log_lines import logger
 
 Record = dict[str, Any]
 

@@ -48,6 +48,18 @@ class Identity:
         """What the client itself is known by: its partition, or its node."""
         return self.node if self.partition is None else self.partition
 
+    @property
+    def names(self) -> set[str]:
+        """All that it may have gone by: in another life more or less was known of it.
+
+        Examples
+        --------
+        >>> sorted(Identity(7, "a", 3).names)
+        ['a', 'node-7', 'partition-3']
+        """
+        own = () if self.partition is None else (f"partition-{self.partition}",)
+        return {self.name, f"node-{self.node}", *own}
+
     def to_record(self) -> dict[str, Any]:
         """Return it as JSON holds it."""
         return asdict(self)

@@ -1,11 +1,13 @@
 """What is on disk of one exchange, if the run is kept at all."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 
+from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.checkpoint import CheckpointDir, ExchangeRecord
 from flwr_fisher.server.identity import Identity
 
@@ -37,10 +39,34 @@ class KeptExchange:
             self._disk.save_exchange(self._folder, record)
         return record
 
-    def close(self, record: ExchangeRecord, clients: Iterable[str]) -> None:
-        """Remember of whose uploads the step was made: it is the same when resumed."""
+    def close(
+        self,
+        record: ExchangeRecord,
+        clients: Iterable[str],
+        admission: Admission[Any],
+        absences: Mapping[str, Any],
+    ) -> None:
+        """Remember of whose uploads the step was made: it is the same when resumed.
+
+        Parameters
+        ----------
+        record : ExchangeRecord
+            How the exchange stood.
+        clients : Iterable[str]
+            Whose uploads those were.
+        admission : Admission
+            Knows who else was asked, and what was wrong.
+        absences : Mapping[str, Any]
+            Who sits out, as JSON holds it.
+        """
         if self._disk is not None:
-            closed = replace(record, closed=sorted(clients))
+            closed = replace(
+                record,
+                closed=sorted(clients),
+                missing=dict(admission.missing),
+                rejected=dict(admission.rejected.reasons),
+                absences=dict(absences),
+            )
             self._disk.save_exchange(self._folder, closed)
 
     def save(

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf, isinf
 
-from flwr.app import Message
+from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
 from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode
 
 _FOREVER = 12 * 3600.0  # seconds; Flower's own, for what has no deadline
+_UNSENT = "the SuperLink took no message for it: it is gone, or that is too large"
 _SHORTEST = 1.0  # Flower refuses messages that live for no time at all
 
 
@@ -28,16 +29,20 @@ class Reply:
         The node that was asked.
     message : Message
         What came.
+    unsent : bool, default False
+        Whether nothing was sent: the SuperLink takes no message for the node.
     """
 
     node: int
     message: Message
+    unsent: bool = False
 
     @property
     def of_link(self) -> bool:
         """Whether the SuperLink answers, for a node that is gone or did not reply."""
         sender = self.message.metadata.src_node_id
-        return self.message.has_error() and sender == SUPERLINK_NODE_ID != self.node
+        from_link = self.message.has_error() and sender == SUPERLINK_NODE_ID
+        return self.unsent or (from_link and sender != self.node)
 
     @property
     def of_the_dead(self) -> bool:
@@ -73,6 +78,7 @@ class Mailbox:
         self._due: dict[str, _Due] = {}
         self._first_expires = inf
         self.awaited: set[str] = set()  # ids whose replies somebody waits for
+        self._num_unsent = 0
         self._held: list[tuple[str, Reply]] = []  # that came while another one waited
 
     def send(
@@ -89,10 +95,13 @@ class Mailbox:
         late : Callable[[Reply], object]
             Called with a reply that comes when nobody waits for it any more.
 
+        A message that the SuperLink does not take is answered as one to a node that is
+        gone.
+
         Returns
         -------
         dict[str, int]
-            The nodes by the ids of the messages that could be sent.
+            The nodes by the ids of the messages.
         """
         sent = list(messages)
         lifetime = _FOREVER if isinf(lifetime) else max(lifetime, _SHORTEST)
@@ -107,7 +116,20 @@ class Mailbox:
             if message.metadata.message_id in ids
         }
         self._due |= {id_: _Due(node, expires, late) for id_, node in nodes.items()}
+        for message in sent:
+            if message.metadata.message_id not in ids:
+                id_, reply = self._unsent(message)
+                self._held.append((id_, reply))
+                nodes[id_] = reply.node
         return nodes
+
+    def _unsent(self, message: Message) -> tuple[str, Reply]:
+        """Return what stands for the reply to a message that nobody took."""
+        self._num_unsent += 1
+        node = message.metadata.dst_node_id
+        error = Error(ErrorCode.NODE_UNAVAILABLE, _UNSENT)
+        reply = Reply(node, Message(error, reply_to=message), unsent=True)
+        return f"unsent-{self._num_unsent}", reply
 
     def pull(self, own: Iterable[str] = ()) -> list[tuple[str, Reply]]:
         """Return the replies to one's own messages; hand all others to who sent them.

@@ -1,6 +1,5 @@
 """Who has taken part in a run whose clients keep control variates on their disks."""
 
-import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Uploads
 from flwr_fisher.wire import Roster
-
-logger = logging.getLogger("flwr")
 
 _RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
 

@@ -81,6 +81,8 @@ def read_json(path: Path, way_out: str) -> tuple[dict[str, str], dict[str, Any]]
 
 
 def _check_format(path: Path, written: object) -> None:
+    if written is None:
+        raise ValueError("it is no file of flwr-fisher's, or has lost its format")
     if written != FORMAT:
         raise OtherFormatError(
             f"{path} has format {written!r}, and this version reads {FORMAT!r}: go on "

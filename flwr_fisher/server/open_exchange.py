@@ -1,6 +1,5 @@
 """One exchange under way: whom it asks, what they are sent, what came of it."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
@@ -11,6 +10,7 @@ from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ParamsError, RoundError, StructureError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.admission import Admission
@@ -25,8 +25,6 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import Payload, named_options
-
-logger = logging.getLogger("flwr")
 
 P = TypeVar("P", bound=Payload)
 
@@ -134,6 +132,21 @@ class OpenExchange(Generic[P]):
         self.sampling, self.exchange, self.state = sampling, exchange, state
         self.server_round = server_round
         self.admission = new_admission(sampling, exchange, state.params)
+
+    @property
+    def cohort(self) -> Cohort:
+        """Who knows the clients."""
+        return self.sampling.cohort
+
+    @property
+    def waiting(self) -> Waiting:
+        """How long to wait, and for how many."""
+        return self.sampling.waiting
+
+    @property
+    def needed(self) -> int:
+        """How many usable replies there must be."""
+        return self.sampling.min_train_nodes
 
     def sample(self, grid: Grid, timeout: float) -> Sample:
         """Return whom to ask.

@@ -1,6 +1,5 @@
 """Replies, from disk and as they arrive: admitted, kept, told of."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,14 +8,13 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from flwr_fisher.log_lines import logger
 from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.checkpoint import ExchangeRecord
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.collect import Newcomers, collect
 from flwr_fisher.server.kept import KeptExchange
 from flwr_fisher.server.mailbox import Receive, Reply
-
-logger = logging.getLogger("flwr")
 
 _STAGE = "aggregate_train"
 
@@ -29,9 +27,13 @@ def restore(
     An upload that turned out to be bad stays where it is, and its client rejected. Of
     an exchange that was closed, those count of which its step was made.
     """
-    for name, reason in kept.all_set_aside().items():
+    set_aside = kept.all_set_aside()
+    closed = None
+    if record is not None and record.closed is not None:
+        closed, set_aside = record.closed, {**record.rejected, **set_aside}
+        admission.missing |= record.missing
+    for name, reason in set_aside.items():
         admission.rejected.add(name, reason, stage=_STAGE)
-    closed = None if record is None else record.closed
     for client, arrays, metrics in kept.uploads():
         if closed is not None and client.name not in closed:
             continue
@@ -94,7 +96,7 @@ def receive(
     ):
         due.discard(reply.node)
         client = cohort.identity(reply.node)
-        if admission.has(client.name):
+        if admission.has(client):
             continue  # it has come back under another node's id, and replied before
         if not reply.of_link:
             cohort.replied(reply.node)
@@ -104,16 +106,15 @@ def receive(
             kept.save(client, *records)
     if enough():
         admission.miss(due, "not waited for, since enough have replied")
+        cohort.passed_over(due, server_round)
     else:
         if time.monotonic() > deadline:
             admission.miss([*due, *silent], f"none within {timeout:.0f} s")
-        else:
-            admission.miss(due, "the SuperLink took no message for it")
         cohort.missed([*due, *silent], server_round)
     admission.tell_missing()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Late:
     """What becomes of a reply that comes when its exchange is over.
 
@@ -124,8 +125,8 @@ class Late:
     ----------
     cohort : Cohort
         Knows the clients.
-    admission : Callable[[], Admission]
-        Makes what admits it.
+    admission : Callable[[], Admission], optional
+        Makes what admits it; holds the round's parameters.
     kept : KeptExchange
         Where it goes.
     server_round : int
@@ -135,7 +136,7 @@ class Late:
     """
 
     cohort: Cohort
-    admission: Callable[[], Admission[Any]]
+    admission: Callable[[], Admission[Any]] | None
     kept: KeptExchange
     server_round: int
     count: Callable[[], int]
@@ -146,15 +147,20 @@ class Late:
             return
         self.cohort.replied(reply.node)
         client = self.cohort.identity(reply.node)
-        kept = self.count() == self.server_round and self.kept.on_disk
+        current = self.count() == self.server_round
+        new = self.admission if current and self.kept.on_disk else None
         logger.warning(
             "%s: late: the reply of %s to round %s came after its end%s",
             _STAGE,
             self.cohort.name(reply.node),
             self.server_round,
-            "; it is kept for when that is opened again" if kept else "",
+            "; it is kept for when that is opened again" if new else "",
         )
-        if kept and self.kept.has(client):
+        if new is None or self.kept.has(client):
             return  # what was admitted is not replaced
-        if kept and (records := self.admission().take(reply)) is not None:
+        if (records := new().take(reply)) is not None:
             self.kept.save(client, *records)
+
+    def forget(self) -> None:
+        """Admit no more: another exchange has begun. Only count."""
+        self.admission = None

@@ -1,10 +1,7 @@
 """Who is left out of an exchange, and why; told once, however many there are."""
 
-import logging
-
+from flwr_fisher.log_lines import logger
 from flwr_fisher.printable import printable
-
-logger = logging.getLogger("flwr")
 
 _NAMES, _LINES, _REASON = 5, 20, 800
 

@@ -59,6 +59,14 @@ def read_evaluate_reply(message: Message, weighted_by_key: str) -> MetricRecord:
     return metrics[0]
 
 
+def abstains(message: Message) -> bool:
+    """Return whether a client says that it has nothing to evaluate on."""
+    if not message.has_content() or len(message.content) != 1:
+        return False
+    records = list(message.content.metric_records.values())
+    return len(records) == 1 and dict(records[0]) == {"num-examples": 0}
+
+
 def weight_of(metrics: MetricRecord, key: str) -> float:
     """Return a client's weight.
 

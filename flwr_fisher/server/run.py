@@ -1,30 +1,27 @@
 """One run of a strategy: its state, its result so far, and both on disk."""
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
-from torch import Tensor
 
+from flwr_fisher.callbacks import Callback, call, history_of
 from flwr_fisher.errors import CheckpointError, ConfigurationError
+from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.checkpoint import CheckpointDir, RoundCheckpoint
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.kept import KeptExchange
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-logger = logging.getLogger("flwr")
-
 _HISTORIES = (
     "train_metrics_clientapp",
     "evaluate_metrics_clientapp",
     "evaluate_metrics_serverapp",
 )
-_GROUPS = "groups/"
 
 
 @dataclass(repr=False)
@@ -62,6 +59,7 @@ class Run:
     ) -> None:
         self.state, self.server_round = state, server_round
         self._disk = disk
+        self.absences: Mapping[str, Any] = {}  # when it was picked up
         self._result = CurvatureResult()
 
     @classmethod
@@ -113,6 +111,8 @@ class Run:
     ) -> "Run":
         rounds = disk.rounds()
         if not rounds:
+            if reopen:
+                raise CheckpointError(f"{disk.path} holds no run to open again")
             disk.begin(options)
             run = cls(state, 0, disk)
             run.finish(0)
@@ -124,10 +124,11 @@ class Run:
             )
         _check_options(disk, options)
         last = rounds[-1]
-        if reopen and last:
-            disk.reopen(last)
+        if reopen and disk.reopen(last):
             last -= 1
-        run = cls(_to_state(disk.load_round(last).tensors), last, disk)
+        saved = disk.load_round(last)
+        run = cls(ServerState.from_tensors(saved.tensors), last, disk)
+        run.absences = saved.absences
         run._remember(disk.load_history(last))
         logger.info("Resuming after round %s from %s", last, disk.path)
         _check_model(state.params, run.state.params, disk)
@@ -177,7 +178,7 @@ class Run:
             counts = [record.get(name, 0) for record in (earlier, metrics)]
             joined[name] = sum(n for n in counts if isinstance(n, int))
         history[server_round] = MetricRecord(joined)
-        logger.info("\t└──> Aggregated MetricRecord: %s", history[server_round])
+        logger.info("\t└──> Aggregated MetricRecord: %s", shown(history[server_round]))
 
     def forget_uploads(self) -> None:
         """Let go of the last step's uploads, so that two rounds' are never held."""
@@ -206,17 +207,27 @@ class Run:
     def client_evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
         """Note what the clients' evaluation gave."""
         if metrics is not None:
-            logger.info("\t└──> Aggregated MetricRecord: %s", metrics)
+            logger.info("\t└──> Aggregated MetricRecord: %s", shown(metrics))
             self._result.evaluate_metrics_clientapp[server_round] = metrics
 
     def evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
         """Note what the server's evaluation gave."""
-        logger.info("Global evaluation\n\t└──> MetricRecord: %s", metrics)
+        logger.info("Global evaluation\n\t└──> MetricRecord: %s", shown(metrics))
         if metrics is not None:
             self._result.evaluate_metrics_serverapp[server_round] = metrics
 
-    def finish(self, server_round: int) -> None:
-        """Write the round; from here on it is not repeated."""
+    def finish(
+        self, server_round: int, absences: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the round; from here on it is not repeated.
+
+        Parameters
+        ----------
+        server_round : int
+            The round.
+        absences : Mapping[str, Any], optional
+            Who sits out, as JSON holds it.
+        """
         self.server_round = server_round
         if self._disk is None:
             return
@@ -225,34 +236,33 @@ class Run:
             for name in _HISTORIES
             if server_round in (history := getattr(self._result, name))
         }
-        tensors = _to_tensors(self.state)
-        self._disk.save_round(RoundCheckpoint(server_round, tensors, record))
+        tensors = self.state.to_tensors()
+        own = dict(absences or {})
+        self._disk.save_round(RoundCheckpoint(server_round, tensors, record, own))
+
+    def tell(self, callbacks: Sequence[Callback]) -> bool:
+        """Tell callbacks of the last finished round; return whether the run ends.
+
+        Raises
+        ------
+        CallbackError
+            If one failed.
+        """
+        if not callbacks:
+            return False
+        ending = call(
+            callbacks, self.server_round, self.arrays(), history_of(self._result)
+        )
+        if ending:
+            logger.info(
+                "[ROUND %s] is the last one: %s", self.server_round, ", ".join(ending)
+            )
+        return bool(ending)
 
     def result(self) -> CurvatureResult:
         """Return the result, with the parameters as they are now."""
         self._result.arrays = self.arrays()
         return self._result
-
-
-def _to_tensors(state: ServerState) -> dict[str, Tensor]:
-    """Lay a state out as named tensors: parameters, and ``groups/<group>/<name>``."""
-    tensors = dict(state.params)
-    for group, members in state.groups.items():
-        tensors |= {f"{_GROUPS}{group}/{key}": v for key, v in members.items()}
-    return tensors
-
-
-def _to_state(tensors: Params) -> ServerState:
-    """Undo :func:`_to_tensors`."""
-    params: dict[str, Tensor] = {}
-    groups: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        if key.startswith(_GROUPS):
-            group, _, name = key.removeprefix(_GROUPS).partition("/")
-            groups.setdefault(group, {})[name] = value
-        else:
-            params[key] = value
-    return ServerState(params, groups)
 
 
 def _check_options(disk: CheckpointDir, options: Mapping[str, Any]) -> None:

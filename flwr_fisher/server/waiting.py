@@ -18,8 +18,9 @@ _ON_FAILED_ROUND = ("raise", "skip")
 class Waiting:
     """When a round ends, beside its deadline: the `timeout` of a strategy's ``start``.
 
-    A client that lets a deadline pass sits out the next round, then two, then four, …,
-    until it replies, unless too few others are there. What is not said to be of the
+    A client that lets a deadline pass, or is not waited for twice in a row, sits out
+    the next round, then two, then four, …, until it replies, unless too few others are
+    there. What is not said to be of the
     collection window holds for evaluation, too.
 
     Parameters
@@ -31,8 +32,9 @@ class Waiting:
         Or so many, if that is less. The only such limit of a collection window. Never
         fewer than ``min_train_nodes``.
     over_selection : float, default 0
-        How many more clients are asked than are wanted, as a share of those, so that
-        stragglers need not be waited for (Bonawitz et al. 2019, who ask 30 % more).
+        How many more clients are asked to train than are wanted, as a share of those,
+        so that stragglers need not be waited for (Bonawitz et al. 2019, who ask 30 %
+        more).
     window : float, optional
         Seconds of a collection window, in place of the deadline of a request to train.
         While it is open clients are asked as they connect. One whose node dies, or

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
+from flwr_fisher.extras import extra
 from flwr_fisher.tasks.images import ImageData, Images
+from flwr_fisher.tasks.kinds import KINDS
 from flwr_fisher.tasks.language import load_language
 from flwr_fisher.tasks.sources import (
     load_hub,
@@ -22,25 +24,19 @@ from flwr_fisher.tasks.texts import TextData
 
 DEFAULT_DATA_DIR = Path("~/.cache/flwr-fisher")
 
-# torchvision's class; the constructor's argument that tells train from test, or
-# EMNIST's variant; the published mean and standard deviation of each channel.
-_HALF = ((0.5,), (0.5,))
-_HALF_RGB = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-_CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-_CIFAR100 = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
-_SVHN = ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970))
-_Source = tuple[str, str, tuple[tuple[float, ...], tuple[float, ...]]]
-_TORCHVISION: dict[str, _Source] = {
-    "mnist": ("MNIST", "train", ((0.1307,), (0.3081,))),
-    "fashionmnist": ("FashionMNIST", "train", ((0.2860,), (0.3530,))),
-    "emnist": ("EMNIST", "balanced", _HALF),
-    "emnist-balanced": ("EMNIST", "balanced", _HALF),
-    "emnist-digits": ("EMNIST", "digits", _HALF),
-    "emnist-letters": ("EMNIST", "letters", _HALF),
-    "svhn": ("SVHN", "split", _SVHN),
-    "cifar10": ("CIFAR10", "train", _CIFAR10),
-    "cifar100": ("CIFAR100", "train", _CIFAR100),
-    "gtsrb": ("GTSRB", "split", _HALF_RGB),
+# torchvision's class, and the constructor's argument that tells train from test, or
+# EMNIST's variant.
+_TORCHVISION: dict[str, tuple[str, str]] = {
+    "mnist": ("MNIST", "train"),
+    "fashionmnist": ("FashionMNIST", "train"),
+    "emnist": ("EMNIST", "balanced"),
+    "emnist-balanced": ("EMNIST", "balanced"),
+    "emnist-digits": ("EMNIST", "digits"),
+    "emnist-letters": ("EMNIST", "letters"),
+    "svhn": ("SVHN", "split"),
+    "cifar10": ("CIFAR10", "train"),
+    "cifar100": ("CIFAR100", "train"),
+    "gtsrb": ("GTSRB", "split"),
 }
 
 DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>", "language")
@@ -114,8 +110,9 @@ def _load(name: str, given: Path | None) -> ImageData | TextData:
 
 
 def _load_digits() -> ImageData:
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    with extra("tasks"):
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
 
     bunch = load_digits()
     pixels = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -123,20 +120,20 @@ def _load_digits() -> ImageData:
     splits = train_test_split(
         range(len(labels)), test_size=0.2, random_state=0, stratify=bunch.target
     )
-    # Mean and standard deviation of the training split.
+    kind = KINDS["digits"]
     train, test = (
-        Images(pixels[index], labels[index], (0.3054,), (0.3761,)) for index in splits
+        Images(pixels[index], labels[index], kind.mean, kind.std) for index in splits
     )
     return ImageData(train, test, tuple(map(str, bunch.target_names)))
 
 
 def _load_torchvision(name: str, root: Path) -> ImageData:
-    class_name, option, (mean, std) = _TORCHVISION[name]
+    (class_name, option), kind = _TORCHVISION[name], KINDS[name]
     # EMNIST's letters are labelled from 1, with a placeholder for class 0.
     skip = int(option == "letters")
     raws = [_open(name, root, train) for train in (True, False)]
     train, test = (
-        Images(data, targets - skip, mean, std)
+        Images(data, targets - skip, kind.mean, kind.std)
         for data, targets in (_tensors(class_name, raw) for raw in raws)
     )
     # SVHN and GTSRB have no names.
@@ -145,9 +142,10 @@ def _load_torchvision(name: str, root: Path) -> ImageData:
 
 
 def _open(name: str, root: Path, train: bool) -> Any:
-    from torchvision import datasets
+    with extra("tasks"):
+        from torchvision import datasets
 
-    class_name, option, _ = _TORCHVISION[name]
+    class_name, option = _TORCHVISION[name]
     arguments: dict[str, Any] = {"train": train}
     if option == "split":
         arguments = {"split": "train" if train else "test"}

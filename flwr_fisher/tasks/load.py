@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, check_whole
 from flwr_fisher.tasks.datasets import load_dataset
 from flwr_fisher.tasks.partitioners import PARTITIONS
-from flwr_fisher.tasks.partitions import partition_indices
+from flwr_fisher.tasks.partitions import balanced_subset, partition_indices
 from flwr_fisher.tasks.task import Task
 from flwr_fisher.tasks.texts import TextData
 
@@ -27,6 +27,7 @@ def load_task(
     shards_per_client: int = 2,
     validation: int = 0,
     hold_out: bool = True,
+    max_examples: int = 0,
 ) -> Task:
     """Load a data set, share it out, and check that the model fits it.
 
@@ -58,6 +59,9 @@ def load_task(
     hold_out : bool
         Whether the clients go without the validation examples. FedFisher's own
         experiments leave them with the clients.
+    max_examples : int
+        How many training examples to share out, as many of each class as may be, drawn
+        by the seed; 0 for all.
 
     Returns
     -------
@@ -80,6 +84,7 @@ def load_task(
     >>> task.num_examples(0), task.label_histogram().shape
     (479, torch.Size([3, 10]))
     """
+    check_whole("max_examples", max_examples, 0)
     data = load_dataset(dataset, data_dir)
     if partition == "by-document" and not isinstance(data, TextData):
         others = ", ".join(name for name in PARTITIONS if name != partition)
@@ -93,6 +98,7 @@ def load_task(
         validation,
         hold_out,
         seed,
+        max_examples,
         name=partition,
         num_partitions=num_partitions,
         alpha=alpha,
@@ -113,6 +119,7 @@ def _share_out(
     validation: int,
     hold_out: bool,
     seed: int,
+    max_examples: int,
     **partition: Any,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Choose the validation examples, then the clients' from what remains."""
@@ -124,6 +131,8 @@ def _share_out(
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
     kept = order[:validation]
     rest = order[validation:].sort().values if hold_out else torch.arange(len(order))
+    if max_examples:
+        rest = rest[balanced_subset(targets[rest], max_examples, seed)]
     shares = partition_indices(targets[rest], seed=seed, **partition)
     parts = tuple(tuple(rest[torch.tensor(share)].tolist()) for share in shares)
     return tuple(kept.tolist()), parts

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.extras import extra
 from flwr_fisher.tasks.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -145,7 +146,8 @@ def _resnet18(
     norm: Callable[[int], nn.Module], shape: Shape, num_classes: int
 ) -> nn.Module:
     """Build a ResNet-18 for small images."""
-    from torchvision.models import resnet18
+    with extra("tasks"):
+        from torchvision.models import resnet18
 
     model: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm)
     stem = nn.Conv2d(shape[0], 64, 3, stride=1, padding=1, bias=False)

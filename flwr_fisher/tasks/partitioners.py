@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flwr_fisher.errors import ConfigurationError, UnknownNameError, check_positive
+from flwr_fisher.extras import extra
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
@@ -87,7 +88,8 @@ def make_partitioner(
 
 
 def _makers(alpha: float, classes: int, shards: int) -> dict[str, Callable[..., Any]]:
-    from flwr_datasets import partitioner as flower
+    with extra("tasks"):
+        from flwr_datasets import partitioner as flower
 
     from flwr_fisher.tasks import own_partitioners as own
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError
+from flwr_fisher.extras import extra
 from flwr_fisher.tasks.partitioners import make_partitioner
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def partition_indices(
 def _read_partitions(
     partitioner: "Partitioner", targets: Tensor, name: str, count: int, seed: int
 ) -> list[list[int]]:
-    from datasets import Dataset
+    with extra("tasks"):
+        from datasets import Dataset
 
     columns = {"label": targets.tolist(), "index": list(range(len(targets)))}
     rows = Dataset.from_dict(columns)
@@ -167,3 +169,36 @@ def label_histogram(
     """
     indices = [torch.tensor(part, dtype=torch.int64) for part in parts]
     return torch.stack([targets[i].bincount(minlength=num_classes) for i in indices])
+
+
+def balanced_subset(targets: Tensor, count: int, seed: int) -> Tensor:
+    """Return positions of so many examples, of each class as nearly alike as may be.
+
+    Parameters
+    ----------
+    targets : Tensor
+        The examples' classes, int64 ``[n]``.
+    count : int
+        At most so many; where a class has too few, others have more.
+    seed : int
+        Of the choice.
+
+    Returns
+    -------
+    Tensor
+        Int64, in order.
+
+    Examples
+    --------
+    >>> targets = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2, 2])
+    >>> targets[balanced_subset(targets, 5, seed=0)].tolist()
+    [0, 0, 1, 2, 2]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(targets), generator=generator)
+    # An example's turn is its rank within its class; those of the first turns are in.
+    by_class = order[targets[order].sort(stable=True).indices]
+    sizes = targets.bincount()
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    turns = torch.arange(len(targets)) - starts
+    return by_class[turns.sort(stable=True).indices[:count]].sort().values

@@ -15,7 +15,8 @@ def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task
     ----------
     config : Mapping[str, Any]
         ``context.run_config``, with the keys ``dataset``, ``data-dir`` (empty for the
-        default), ``model``, ``partition``, ``alpha`` and ``seed``.
+        default), ``model``, ``partition``, ``alpha`` and ``seed``; for a quick try,
+        ``max-examples``: how many training examples all clients share, 0 for all.
     num_partitions : int
         The number of SuperNodes.
 
@@ -32,6 +33,7 @@ def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task
         alpha=float(config["alpha"]),
         num_partitions=num_partitions,
         seed=int(config["seed"]),
+        max_examples=int(config.get("max-examples", 0)),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import DataError
+from flwr_fisher.extras import extra
 from flwr_fisher.tasks.images import ImageData, Images
 
 _SIZE = (32, 32)
@@ -41,7 +42,8 @@ def stack_images(
     tuple[Tensor, Tensor]
         Pixels, uint8 ``[count, C, H, W]``, and labels, int64 ``[count]``.
     """
-    from torchvision.transforms.functional import pil_to_tensor
+    with extra("tasks"):
+        from torchvision.transforms.functional import pil_to_tensor
 
     data, targets = torch.empty(0), torch.empty(count, dtype=torch.int64)
     for i, (picture, label) in enumerate(samples):
@@ -92,7 +94,7 @@ def load_image_folder(root: Path) -> ImageData:
     DataError
         If a folder is missing, a class is empty, or the splits' classes differ.
     """
-    train, test = (_open_folder(root / split) for split in ("train", "test"))
+    train, test = (_open_split(root, split) for split in ("train", "test"))
     if train.classes != test.classes:
         only = sorted(set(train.classes) ^ set(test.classes))
         raise DataError(
@@ -105,15 +107,46 @@ def load_image_folder(root: Path) -> ImageData:
     return ImageData(first, second, tuple(train.classes))
 
 
-def _open_folder(folder: Path) -> Any:
-    from torchvision.datasets import ImageFolder
+def _open_split(root: Path, split: str) -> Any:
+    if not (root / split).is_dir():
+        raise DataError(f"the image folder {root / split} is missing; {_layout(root)}")
+    try:
+        return open_folder(root / split)
+    except DataError as error:
+        raise DataError(f"{error}; {_layout(root)}") from error
 
-    if not folder.is_dir():
-        raise DataError(f"the image folder {folder} is missing")
+
+def open_folder(folder: Path) -> Any:
+    """Open a folder of class folders, as torchvision's ``ImageFolder``.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder.
+
+    Raises
+    ------
+    DataError
+        If it has no class folders, or one of them no image.
+    """
+    with extra("tasks"):
+        from torchvision.datasets import ImageFolder
     try:
         return ImageFolder(folder)
     except FileNotFoundError as error:
         raise DataError(f"{folder} is not a folder of classes: {error}") from error
+
+
+def _layout(root: Path) -> str:
+    """Return what a folder of images is to hold, and what it does."""
+    holds = f"there is no {root}"
+    if root.is_dir():
+        names = sorted(path.name for path in root.iterdir()) or ["nothing"]
+        holds = f"{root} holds {', '.join(names[:8])}" + " …" * (len(names) > 8)
+    return (
+        "imagefolder:<dir> reads <dir>/train/<class>/<image files> and "
+        f"<dir>/test/<class>/<image files>, the same classes in both, and {holds}"
+    )
 
 
 def load_hub(name: str, cache_dir: Path | None) -> ImageData:
@@ -140,7 +173,7 @@ def load_hub(name: str, cache_dir: Path | None) -> ImageData:
         If it cannot be loaded, lacks a split, or its columns cannot be told apart.
     """
     train, test = _hub_splits(name, cache_dir)
-    image, label = _columns(name, train.features)
+    image, label = image_and_label(f"hf:{name}", train.features)
     mode = "L" if train[0][image].mode in ("1", "L") else "RGB"
 
     def read(split: Any, size: tuple[int, int] | None) -> Images:
@@ -156,7 +189,8 @@ def load_hub(name: str, cache_dir: Path | None) -> ImageData:
 
 
 def _hub_splits(name: str, cache_dir: Path | None) -> tuple[Any, Any]:
-    from flwr_datasets import FederatedDataset
+    with extra("tasks"):
+        from flwr_datasets import FederatedDataset
 
     where = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
     hub = FederatedDataset(dataset=name, partitioners={}, shuffle=False, **where)
@@ -169,9 +203,23 @@ def _hub_splits(name: str, cache_dir: Path | None) -> tuple[Any, Any]:
         ) from error
 
 
-def _columns(name: str, features: Any) -> tuple[str, str]:
-    """Find the image column and the label column of a data set."""
-    from datasets import ClassLabel, Image, Value
+def image_and_label(name: str, features: Any) -> tuple[str, str]:
+    """Find the image column and the label column of a data set.
+
+    Parameters
+    ----------
+    name : str
+        Of the data set, for an error.
+    features : Features
+        Its columns' types by name.
+
+    Raises
+    ------
+    DataError
+        If there is not one of each.
+    """
+    with extra("tasks"):
+        from datasets import ClassLabel, Image, Value
 
     images = [key for key, kind in features.items() if isinstance(kind, Image)]
     labels = [key for key, kind in features.items() if isinstance(kind, ClassLabel)]
@@ -183,7 +231,7 @@ def _columns(name: str, features: Any) -> tuple[str, str]:
     labels = usual or labels
     if len(images) != 1 or len(labels) != 1:
         raise DataError(
-            f"data set 'hf:{name}' must have one image and one label column;"
+            f"data set '{name}' must have one image and one label column;"
             f" it has {', '.join(map(repr, features))}"
         )
     return images[0], labels[0]

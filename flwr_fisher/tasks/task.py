@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.tasks.examples import Examples
 from flwr_fisher.tasks.images import ImageData, Images
 from flwr_fisher.tasks.models import make_model
 from flwr_fisher.tasks.partitions import label_histogram
@@ -106,7 +107,7 @@ class Task:
             ``[b, T]``.
         """
         images = self.train_images(partition_id)
-        return _loader(images, RandomSampler(images), batch_size)
+        return batches(images, RandomSampler(images), batch_size)
 
     def eval_loader(self, images: Images | Sequences, batch_size: int = 512) -> Loader:
         """Return batches of any examples, in order.
@@ -124,7 +125,7 @@ class Task:
             Of images ``[b, C, H, W]`` and labels ``[b]``, or of tokens and next tokens
             ``[b, T]``.
         """
-        return _loader(images, range(len(images)), batch_size)
+        return batches(images, range(len(images)), batch_size)
 
     def test_loader(self, batch_size: int = 512) -> Loader:
         """Return batches of the test set, in order.
@@ -171,12 +172,26 @@ class Task:
         )
 
 
-def _loader(
-    images: Images | Sequences, order: Iterable[int], batch_size: int
-) -> Loader:
+def batches(examples: Examples, order: Iterable[int], batch_size: int) -> Loader:
+    """Return batches of examples in memory, each read at once.
+
+    Parameters
+    ----------
+    examples : Examples
+        Images or sequences.
+    order : Iterable[int]
+        Of their positions, anew each time it is iterated over.
+    batch_size : int
+        Examples a batch; the last batch may be smaller.
+
+    Raises
+    ------
+    ConfigurationError
+        If `batch_size` is less than one.
+    """
     if batch_size < 1:
         raise ConfigurationError(f"batch_size must be ≥ 1, not {batch_size}")
     # The sampler yields lists, so that a batch is one indexing operation; collating
     # single examples costs more than a small model's step.
-    batches = BatchSampler(order, batch_size, drop_last=False)
-    return DataLoader(images, sampler=batches, batch_size=None)
+    sampler = BatchSampler(order, batch_size, drop_last=False)
+    return DataLoader(examples, sampler=sampler, batch_size=None)

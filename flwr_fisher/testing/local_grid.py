@@ -1,6 +1,5 @@
 """A Flower ``Grid`` in this process: virtual clients without SuperLink or Ray."""
 
-import logging
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.failures import Failures
 from flwr_fisher.flower_internals import (
     ErrorCode,
     Run,
@@ -19,8 +19,6 @@ from flwr_fisher.flower_internals import (
 )
 
 _RUN_ID = 1
-
-logger = logging.getLogger("flwr")
 
 
 class LocalGrid(Grid):
@@ -89,6 +87,7 @@ class LocalGrid(Grid):
             self._contexts[node] = context
         self._waiting: dict[str, Message] = {}
         self._count = 0
+        self._failures = Failures()
         identify_process(_RUN_ID)
 
     def set_run(self, run: Run) -> None:
@@ -144,9 +143,8 @@ class LocalGrid(Grid):
         try:
             reply = self.client_app(message, self._contexts[node])
         except Exception as error:  # as the simulation does, whatever a client raises
-            logger.exception("The client of partition %s failed:", self.nodes[node])
+            reason = self._failures.tell(f"partition-{self.nodes[node]}", error)
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            reason = f"{type(error).__name__}: {error}"
             return Message(Error(code=code, reason=reason), reply_to=message)
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
             return _answers_another(message, reply)

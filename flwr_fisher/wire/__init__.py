@@ -6,7 +6,7 @@ from flwr_fisher.wire.codec import CODECS, Codec, get_codec
 from flwr_fisher.wire.covariance_upload import CovarianceUpload
 from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
-from flwr_fisher.wire.options import named_options, split_config
+from flwr_fisher.wire.options import LIBRARY, named_options, split_config
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.product_upload import ProductUpload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
@@ -19,6 +19,7 @@ from flwr_fisher.wire.vector_upload import VectorUpload
 __all__ = [
     "AGGREGATES",
     "CODECS",
+    "LIBRARY",
     "PREFIX",
     "SERVER",
     "Codec",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.params import Params
+from flwr_fisher.progress import advance
 from flwr_fisher.wire import matrix_codes, packing
 from flwr_fisher.wire.leading_vectors import leading_vectors
 from flwr_fisher.wire.packing import Form
@@ -80,12 +81,14 @@ class Matrix:
 
         There are at least `count`, and all where that is as quick.
         """
+        advance()
         if self._energies is not None:
             return self._energies, self.value
         return leading_vectors(self.value, count)
 
     def pack_whole(self, bits: int) -> Tensor:
         """Return the entry of the whole matrix."""
+        advance()
         if self.is_basis:
             return self.pack_cut(self.spectrum(self.n), self.n, bits)
         codes = matrix_codes.encode_whole(self.value, bits)
@@ -93,6 +96,7 @@ class Matrix:
 
     def pack_cut(self, spectrum: tuple[Tensor, Tensor], rank: int, bits: int) -> Tensor:
         """Return the entry of the first `rank` columns."""
+        advance()
         if self.is_basis:
             form, codes = Form.BASIS, matrix_codes.encode_basis(self.value, rank, bits)
         else:

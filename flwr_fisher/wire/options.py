@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 OPTION = "fisher."
+LIBRARY = "flwr-fisher"  # under which a client that is asked tells its version
 
 Value = TypeVar("Value")
 

@@ -1,18 +1,16 @@
 """FedPM: preconditioned local steps, and preconditioned mixing of their results."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import check_positive
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import fedpm_mix
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
 from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import CovarianceUpload
-
-logger = logging.getLogger("flwr")
 
 
 class FedPM(CurvatureStrategy):

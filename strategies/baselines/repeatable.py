@@ -62,10 +62,16 @@ class Repeatable(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Have the strategy make its messages; choose who gets them."""
+        made = self.unaddressed(server_round, arrays, config, grid)
+        return self._addressed(list(made), server_round, "train", grid)
+
+    def unaddressed(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Have the strategy make its messages, to whom it likes."""
         seed = named_options({"seed": seed_of_clients(self.seed)})
         seeded = ConfigRecord({**config, **seed})
-        made = self.strategy.configure_train(server_round, arrays, seeded, grid)
-        return self._addressed(list(made), server_round, "train", grid)
+        return self.strategy.configure_train(server_round, arrays, seeded, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

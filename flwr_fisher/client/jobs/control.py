@@ -1,6 +1,5 @@
 """A client's own control variate: found on its disk by what the server sent."""
 
-import logging
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,10 +8,9 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import ParamsError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.wire import Roster
-
-logger = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     loss_fn = problem.differentiable_loss
 
     def product(vector: Params) -> dict[str, Tensor]:
-        return hvp(problem.model, problem.trainloader, vector, loss_fn=loss_fn)
+        return hvp(problem.model, problem.train_pairs, vector, loss_fn=loss_fn)
 
     if solver == "giant":
         direction = giant_direction(product, g, iterations=iterations)

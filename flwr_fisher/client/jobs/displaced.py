@@ -16,7 +16,7 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
 
     The server sent the cohort's mean ``gradient``; the client's own is computed again.
     """
-    model, loader = problem.model, problem.trainloader
+    model, loader = problem.model, problem.train_pairs
     mean = request.vector("gradient", problem.trained())
     beta = real_number(request.options, "beta", 0.0)
     with seeded(0):  # leaves training the random numbers that FedAvg's has

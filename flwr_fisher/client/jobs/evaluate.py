@@ -18,6 +18,7 @@ from flwr_fisher.client.limits import capped_number, real_number, whole_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import Loader, TrainFn, score
+from flwr_fisher.curvature.pairs import Pairs
 from flwr_fisher.curvature.subset import like_loader, sampler_of
 from flwr_fisher.errors import (
     ClientError,
@@ -37,6 +38,14 @@ def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
     """Return ``local-loss`` and ``local-accuracy`` on the client's training data."""
     scores = _training_scores(problem, partition)
     return {f"local-{key}": scores[key] for key in scores if key != "num-examples"}
+
+
+def abstains(problem: LocalProblem, options: Mapping[str, Any]) -> bool:
+    """Return whether there is nothing to evaluate on, and the server takes that."""
+    on_validation = options.get("evaluate-on", "validation") == "validation"
+    on_validation = on_validation and "personalise-fraction" not in options
+    nothing = problem.valloader is None and problem.evaluate_fn is None
+    return on_validation and nothing and options.get("may-abstain") is True
 
 
 def check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
@@ -59,7 +68,8 @@ def check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
         _with_epochs(problem.train_fn, epochs)
         return
     check_known("evaluate-on", options.get("evaluate-on", "validation"), _SETS)
-    if options.get("evaluate-on") != "train" and problem.valloader is None:
+    scores = problem.valloader is not None or problem.evaluate_fn is not None
+    if options.get("evaluate-on") != "train" and not scores:
         raise ClientError(
             "this client has no valloader to evaluate on: pass one to FisherClient,"
             " or fraction_evaluate=0.0 to the strategy"
@@ -99,7 +109,8 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
     :class:`flwr_fisher.measures.Personalisation`. The metrics are ``num-examples``,
     ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
-    ``personalised-…``. Only a likelihood of classes has an accuracy.
+    ``personalised-…``. Only a likelihood of classes has an accuracy. A client's own
+    ``evaluate_fn`` says what is measured on validation data.
 
     Raises
     ------
@@ -110,8 +121,10 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
         return Reply(_personalised(problem, request))
     if request.options.get("evaluate-on") == "train":
         return Reply(_training_scores(problem, request.client))
-    assert problem.valloader is not None  # check_evaluation has seen to it
-    return Reply(_scores(problem, problem.valloader))
+    if problem.evaluate_fn is not None:
+        return Reply(problem.evaluate(request.config))
+    assert problem.val_pairs is not None  # check_evaluation has seen to it
+    return Reply(_scores(problem, problem.val_pairs))
 
 
 def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
@@ -125,7 +138,7 @@ def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
 def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
     """Score the training data, each time in the same order, so that sums agree."""
     with seeded(derive_seed("training data", partition)):
-        return _scores(problem, problem.trainloader)
+        return _scores(problem, problem.train_pairs)
 
 
 def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
@@ -135,7 +148,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     loader = _map_style(problem.trainloader)
     seed = whole_number(options, "seed", 0)
     tune, test = _halves(loader, fraction, seed, request.client)
-    unseen = _part(loader, test)
+    unseen = Pairs(_part(loader, test), problem.batch_fn)
     # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
     drops = getattr(sampler_of(loader), "drop_last", False)
     order = SubsetRandomSampler(tune)
@@ -145,7 +158,8 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     training = model.training
     before = _scores(problem, unseen)
     try:
-        train_fn(model, mine, problem.device, request.config)
+        data = problem.for_train_fn(Pairs(mine, problem.batch_fn))
+        train_fn(model, data, problem.device, request.config)
         after = _scores(problem, unseen)
     finally:
         model.load_state_dict(start)

@@ -11,6 +11,6 @@ from flwr_fisher.wire import VectorUpload
 def gradient_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the gradient of the mean loss over all of the client's examples."""
     loss_fn = problem.differentiable_loss
-    vector, loss = gradient(problem.model, problem.trainloader, loss_fn=loss_fn)
+    vector, loss = gradient(problem.model, problem.train_pairs, loss_fn=loss_fn)
     upload = VectorUpload({"gradient": vector})
     return Reply({"train_loss": loss}, upload.to_arrays())

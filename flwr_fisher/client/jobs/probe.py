@@ -29,7 +29,7 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     elif kind == "momentum":
         probe = request.vector("probe", problem.trained())
     slope, product, loss = gradient_and_hvp(
-        problem.model, problem.trainloader, probe, loss_fn=problem.differentiable_loss
+        problem.model, problem.train_pairs, probe, loss_fn=problem.differentiable_loss
     )
     upload = VectorUpload({"gradient": slope, "hvp": product})
     return Reply({"train_loss": loss}, upload.to_arrays())

@@ -21,8 +21,10 @@ from flwr_fisher.curvature.estimate.likelihood import (
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.curvature.pairs import unwrapped
 from flwr_fisher.curvature.subset import at_most
 from flwr_fisher.errors import ConfigurationError, DataError
+from flwr_fisher.extras import extra
 
 TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
 
@@ -96,8 +98,9 @@ def fisher(
         Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens:
         classes last, not second as ``F.cross_entropy`` wants them.
     loader : Iterable
-        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used.
-        Read twice for ``ekfac``.
+        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used;
+        mappings with an entry ``label``, or any others by way of
+        :class:`~flwr_fisher.curvature.Pairs`. Read twice for ``ekfac``.
     structure : str | list[str] | tuple[str, ...], default "kfac"
         One of the following, or several, which share every pass:
         ``kfac``, a :class:`Kronecker` for each linear or convolution layer (queries,
@@ -267,7 +270,7 @@ def _by_examples(
 
     if "ekfac" not in structures:
         results = read(structures, None)
-    elif isinstance(loader, Iterator):
+    elif isinstance(unwrapped(loader), Iterator):
         raise DataError(
             "structure='ekfac' reads the loader twice; pass one that can be"
         )
@@ -285,7 +288,8 @@ def _by_nngeometry(
     structures: list[str],
     expectation: Expectation,
 ) -> list[Curvature]:
-    from flwr_fisher.curvature.estimate.nngeometry_engine import nngeometry_fisher
+    with extra("nngeometry"):
+        from flwr_fisher.curvature.estimate.nngeometry_engine import nngeometry_fisher
 
     softmax = expectation.likelihood is LIKELIHOODS["categorical"]
     if expectation.kind != "exact" or not softmax:

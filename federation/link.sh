@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The SuperLink: TLS, nodes known by their keys, its state in a file. In the folder with
+# the certificates.
+#   link.sh PORT
+set -euo pipefail
+exec flower-superlink --host 127.0.0.1 --port "$1" \
+	--ssl-ca-certfile ca.pem --ssl-certfile link.pem --ssl-keyfile link.key \
+	--enable-supernode-auth --database "$PWD/link.db"

@@ -1,0 +1,133 @@
+"""Experiment trackers, each only where it is installed."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from flwr_fisher.callbacks.base import History
+from flwr_fisher.errors import ConfigurationError
+
+_ODD = re.compile(r"[^\w\-. /:]")  # a client names its metrics as it likes
+
+
+class _Tracker:
+    """Hands on the numbers of each round once; lists are left out."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def on_round_end(
+        self, server_round: int, arrays: ArrayRecord, history: History
+    ) -> None:
+        """Log the rounds that were not logged yet: of a resumed run, all of them."""
+        for number, record in sorted(history.items()):
+            if number > self._last:
+                self.log(number, dict(_numbers(record)))
+                self._last = number
+
+    def log(self, server_round: int, numbers: dict[str, float]) -> None:
+        """Log a round."""
+        raise NotImplementedError
+
+
+def _numbers(record: Any) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if not isinstance(value, list):
+            yield name, float(value)
+
+
+class TensorBoard(_Tracker):
+    """Writes scalars for TensorBoard, through PyTorch's ``SummaryWriter``.
+
+    Parameters
+    ----------
+    log_dir : str | Path
+        The run's folder. A resumed run writes its rounds once more, in a new file.
+
+    Raises
+    ------
+    ConfigurationError
+        If tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | Path) -> None:
+        super().__init__()
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard") from error
+        self._writer: Any = SummaryWriter(str(log_dir))
+
+    def log(self, server_round: int, numbers: dict[str, float]) -> None:
+        """Add the scalars."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, server_round)
+        self._writer.flush()
+
+
+class MLflow(_Tracker):
+    """Logs metrics to the active run of MLflow, or to a new one.
+
+    Parameters
+    ----------
+    **params
+        What is logged once as the run's parameters.
+
+    Raises
+    ------
+    ConfigurationError
+        If mlflow is not installed.
+    """
+
+    def __init__(self, **params: Any) -> None:
+        super().__init__()
+        try:
+            import mlflow
+        except ImportError as error:
+            raise _missing("mlflow") from error
+        self._mlflow: Any = mlflow
+        if params:
+            mlflow.log_params(params)
+
+    def log(self, server_round: int, numbers: dict[str, float]) -> None:
+        """Log the metrics; what MLflow allows in no name becomes an underscore."""
+        named = {_ODD.sub("_", name): value for name, value in numbers.items()}
+        self._mlflow.log_metrics(named, step=server_round)
+
+
+class WandB(_Tracker):
+    """Logs metrics to Weights & Biases.
+
+    Parameters
+    ----------
+    run : wandb.Run, optional
+        Where to; else ``wandb.init(**options)`` begins one.
+    **options
+        As of ``wandb.init``: ``project``, ``name``, ``config``, ….
+
+    Raises
+    ------
+    ConfigurationError
+        If wandb is not installed.
+    """
+
+    def __init__(self, run: Any = None, **options: Any) -> None:
+        super().__init__()
+        if run is None:
+            try:
+                import wandb
+            except ImportError as error:
+                raise _missing("wandb") from error
+            run = wandb.init(**options)
+        self._run = run
+
+    def log(self, server_round: int, numbers: dict[str, float]) -> None:
+        """Log the metrics, at the round as their step."""
+        self._run.log(numbers, step=server_round)
+
+
+def _missing(package: str) -> ConfigurationError:
+    return ConfigurationError(f"'{package}' is not installed: pip install {package}")

@@ -1,0 +1,109 @@
+"""For train functions written by hand: what a strategy wants to have uploaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from torch import nn
+
+from flwr_fisher.client.fisher_options import FisherOptions
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Request
+from flwr_fisher.client.store import partition_of
+from flwr_fisher.client.training import Loader
+from flwr_fisher.curvature import Likelihood
+from flwr_fisher.curvature.pairs import BatchFn
+from flwr_fisher.errors import ClientError
+from flwr_fisher.randomness import seeded
+
+
+def fisher_arrays(
+    message: Message,
+    context: Context,
+    model: nn.Module,
+    trainloader: Loader,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    num_examples: int | None = None,
+    max_examples: int | None = None,
+    batch_fn: BatchFn | None = None,
+) -> ArrayRecord:
+    """Return the arrays of a reply, in place of ``ArrayRecord(model.state_dict())``.
+
+    For a ``ClientApp`` whose train function stays as it is: it trains the model, and
+    this adds the curvature that the server's config asks for, or nothing where it asks
+    for none, as Flower's FedAvg. The rest of the reply is your own: one
+    ``MetricRecord``, with ``num-examples``. With ``app.query()(identify)`` beside it,
+    the app works with ``FedFisherOneShot`` and ``FedFish``; strategies that ask for
+    more than training, such as ``FAGH`` or ``TCT``, need a :class:`FisherClient`.
+
+    Parameters
+    ----------
+    message, context : Message, Context
+        What the train function was called with.
+    model : nn.Module
+        Trained, from the arrays of the message.
+    trainloader : Iterable
+        The data that it was trained on; as for :class:`FisherClient`.
+    likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
+        What the model's outputs mean to the Fisher.
+    num_examples : int, optional
+        The reply's ``num-examples``. Default: the number in ``trainloader.dataset``.
+    max_examples : int, optional
+        How many examples the Fisher may take, whatever the server asks for.
+    batch_fn : Callable, optional
+        Makes ``(inputs, labels)`` of a batch of any other form.
+
+    Raises
+    ------
+    ClientError
+        If the arrays of the message do not fit the model, or the server asks for
+        something else than training.
+
+    Examples
+    --------
+    ::
+
+        @app.train()
+        def train(message: Message, context: Context) -> Message:
+            model = Net()
+            model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+            train_for_an_epoch(model, trainloader)
+            arrays = fisher_arrays(message, context, model, trainloader)
+            metrics = MetricRecord({"num-examples": len(trainloader.dataset)})
+            content = RecordDict({"arrays": arrays, "metrics": metrics})
+            return Message(content, reply_to=message)
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    problem = LocalProblem(
+        model,
+        trainloader,
+        train_fn=_trained,
+        likelihood=likelihood,
+        device=device,
+        max_examples=max_examples,
+        batch_fn=batch_fn,
+    )
+    if num_examples is None:
+        num_examples = problem.count_examples(partition_of(context))
+    request = Request.of(message, context, device, num_examples)
+    if (job := request.options.get("job", "train")) != "train":
+        raise ClientError(
+            f"the strategy asks for the job {job!r:.80}, and fisher_arrays is for "
+            "training alone: give your model, loader and training function to "
+            "FisherClient(model, trainloader, train_fn=...)"
+        )
+    problem.check_layout(request.params)
+    options = FisherOptions.of(request.options, request.params, problem.train_fn)
+    with seeded(request.seed):
+        _, curvature = options.train(problem, request.config)
+    params = problem.state_like(request.params)
+    return options.arrays(request.params, params, curvature, num_examples)
+
+
+def _trained(
+    model: nn.Module, loader: Any, device: torch.device, config: Mapping[str, Any]
+) -> dict[str, float]:
+    """Do nothing: the caller has trained."""
+    return {}

@@ -1,0 +1,149 @@
+"""Lists of arrays without names, as older Flower apps pass them, and a model's names.
+
+Nearly all of them are ``[v.numpy() for v in model.state_dict().values()]``; some are
+the parameters alone, or those that are trained. Each of the three is a part of the one
+before it, in the same order, so two that have the same length are the same list.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from flwr_fisher.errors import ParamsError, check_known
+from flwr_fisher.params import trainable_names
+
+NDArray = npt.NDArray[Any]
+Order = str | Sequence[str]
+
+_SHOWN = 3  # names in an error
+
+
+def names_of(model: nn.Module, order: Order) -> list[str]:
+    """Return the names that a list of arrays stands for.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    order : "state" | "parameters" | "trainable" | Sequence[str]
+        All of ``model.state_dict()``; ``model.parameters()``; those that require a
+        gradient; or the names themselves.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such order.
+    ParamsError
+        If the model has no such entry.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    >>> [len(names_of(model, order)) for order in ("state", "parameters")]
+    [7, 4]
+    """
+    if isinstance(order, str):
+        orders = _orders(model)
+        check_known("order", order, orders)
+        return orders[order]
+    state, names = model.state_dict(), list(order)
+    if odd := [name for name in names if name not in state]:
+        raise ParamsError(f"order names {odd}, which the model does not have")
+    return names
+
+
+def order_of(model: nn.Module, arrays: Sequence[NDArray]) -> str | None:
+    """Return which order a list of arrays is in, by its length and shapes.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    >>> order_of(model, [p.detach().numpy() for p in model.parameters()])
+    'parameters'
+    """
+    state, shapes = model.state_dict(), [np.shape(a) for a in arrays]
+    for order, names in _orders(model).items():
+        if shapes == [tuple(state[name].shape) for name in names]:
+            return order
+    return None
+
+
+def to_list(model: nn.Module, names: Sequence[str]) -> list[NDArray]:
+    """Return copies of a model's entries as arrays.
+
+    bfloat16, which NumPy lacks, becomes float32.
+    """
+    state = model.state_dict()
+    tensors = [state[name].detach().cpu() for name in names]
+    return [
+        (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for t in tensors
+    ]
+
+
+def from_list(
+    model: nn.Module, names: Sequence[str], arrays: Sequence[NDArray], what: str
+) -> dict[str, Tensor]:
+    """Return arrays by name, in the dtypes that the model's entries have.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    names : Sequence[str]
+        What the list is to hold, in order.
+    arrays : Sequence[ndarray]
+        The list.
+    what : str
+        How the message calls the list.
+
+    Raises
+    ------
+    ParamsError
+        Naming the place and the shapes that differ, and what to do.
+    """
+    if len(arrays) != len(names):
+        raise ParamsError(_other_length(model, names, arrays, what))
+    state = model.state_dict()
+    tensors = {}
+    for place, (name, array) in enumerate(zip(names, arrays, strict=True)):
+        own = state[name]
+        if np.shape(array) != tuple(own.shape):
+            raise ParamsError(
+                f"{what}: array {place} has shape {np.shape(array)}, and '{name}' has "
+                f"{tuple(own.shape)}: the list is to be in the order of the model's "
+                f"entries, {_some(names)}; say which other one it is, order=[names, …]"
+            )
+        try:
+            tensors[name] = torch.tensor(np.asarray(array)).to(own.dtype)
+        except TypeError as error:
+            raise ParamsError(
+                f"{what}: array {place}, '{name}', is no tensor: {error}"
+            ) from error
+    return tensors
+
+
+def _orders(model: nn.Module) -> dict[str, list[str]]:
+    return {
+        "state": list(model.state_dict()),
+        "parameters": [name for name, _ in model.named_parameters()],
+        "trainable": trainable_names(model),
+    }
+
+
+def _other_length(
+    model: nn.Module, names: Sequence[str], arrays: Sequence[NDArray], what: str
+) -> str:
+    text = f"{what}: {len(arrays)} arrays, not {len(names)}, {_some(names)}"
+    if (order := order_of(model, arrays)) is not None:
+        return f"{text}: they fit another order, pass order='{order}'"
+    lengths = ", ".join(f"{len(own)} '{o}'" for o, own in _orders(model).items())
+    return f"{text}: the model has {lengths}; pass one of these as order=, or names"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    return f"{shown}, …" if len(names) > _SHOWN else shown

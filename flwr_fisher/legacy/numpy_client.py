@@ -1,0 +1,176 @@
+"""A ``NumPyClient`` as one of this library's clients: its `fit` and `evaluate` stay."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from flwr_fisher.client import EvaluateFn, FisherClient
+from flwr_fisher.errors import ClientError
+from flwr_fisher.legacy.lists import (
+    NDArray,
+    Order,
+    from_list,
+    names_of,
+    order_of,
+    to_list,
+)
+from flwr_fisher.legacy.returned import checked, numbers
+
+
+class NumPyClientLike(Protocol):
+    """What is used of Flower's ``NumPyClient``, which may leave it one day."""
+
+    def fit(
+        self, parameters: list[NDArray], config: dict[str, Any]
+    ) -> tuple[list[NDArray], int, dict[str, Any]]:
+        """Train; return arrays, the number of examples and metrics."""
+
+    def evaluate(
+        self, parameters: list[NDArray], config: dict[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        """Score; return the loss, the number of examples and metrics."""
+
+
+def from_numpy_client(
+    client: Any,
+    model: nn.Module,
+    trainloader: Any,
+    valloader: Any = None,
+    *,
+    order: Order | None = None,
+    **options: Any,
+) -> FisherClient:
+    """Return a :class:`FisherClient` around a ``NumPyClient``.
+
+    Its `fit` trains as before: it gets the server's arrays as a list, and the server's
+    config, with ``server-round`` and without what is this library's. The arrays that it
+    returns become the model's, of which the curvature is then taken; its number of
+    examples is the client's weight, and its metrics join the reply's (numbers do; texts
+    stay behind). Its `evaluate`, if it has one, answers evaluations, where there is no
+    `valloader`. It does not matter whether it trains this model or one of its own.
+
+    Parameters
+    ----------
+    client : NumPyClient
+        Yours, or what its ``to_client()`` returned.
+    model : nn.Module
+        The network that its arrays are of.
+    trainloader : Iterable
+        Its training data, for the curvature; as for :class:`FisherClient`.
+    valloader : Iterable, optional
+        Held-out batches, to evaluate with in place of its `evaluate`.
+    order : "state" | "parameters" | "trainable" | Sequence[str], optional
+        What its lists of arrays hold: ``model.state_dict().values()``,
+        ``model.parameters()``, those that require a gradient, or entries of these
+        names. Default: as in what its ``get_parameters`` returns, if it has one, or
+        else ``state``.
+    **options
+        :class:`FisherClient`'s.
+
+    Raises
+    ------
+    ClientError
+        If it is no ``NumPyClient``.
+
+    Examples
+    --------
+    ::
+
+        def client_fn(context: Context) -> FisherClient:
+            net, trainloader = Net(), load(context.node_config["partition-id"])
+            return from_numpy_client(FlowerClient(net, trainloader), net, trainloader)
+
+        app = flwr_fisher.client.make_client_app(client_fn)
+    """
+    client = getattr(client, "numpy_client", client)  # what `to_client` wraps
+    if not _has(client, "fit"):
+        raise ClientError(
+            f"{type(client).__name__} has no fit(parameters, config) of its own: pass "
+            "a NumPyClient, or make a FisherClient(model, trainloader, train_fn=...)"
+        )
+    evaluates = valloader is None and _has(client, "evaluate")
+    own: EvaluateFn | None = _Evaluate(client, model, order) if evaluates else None
+    return FisherClient(
+        model,
+        trainloader,
+        valloader,
+        **{"train_fn": _Fit(client, order), "evaluate_fn": own, **options},
+    )
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A ``train_fn`` that has the client's `fit` train."""
+
+    client: NumPyClientLike
+    order: Order | None
+
+    def __call__(
+        self,
+        model: nn.Module,
+        trainloader: Any,
+        device: torch.device,
+        config: Mapping[str, Any],
+    ) -> dict[str, float]:
+        names = _names(self.client, model, self.order)
+        returned = self.client.fit(to_list(model, names), dict(config))
+        arrays, count, metrics = checked(returned, list, "fit", "a list of arrays")
+        what = f"what {type(self.client).__name__}.fit returned"
+        model.load_state_dict(from_list(model, names, arrays, what), strict=False)
+        model.to(device)
+        return {**numbers(metrics, "fit"), "num-examples": count}
+
+    def settings(self) -> dict[str, str]:
+        """Return what tells one training from others."""
+        return {"client": type(self.client).__qualname__}
+
+
+@dataclass(frozen=True)
+class _Evaluate:
+    """An ``evaluate_fn`` that has the client's `evaluate` score."""
+
+    client: NumPyClientLike
+    model: nn.Module
+    order: Order | None
+
+    def __call__(
+        self,
+        model: nn.Module,
+        valloader: Any,
+        device: torch.device,
+        config: Mapping[str, Any],
+    ) -> dict[str, float]:
+        if model is not self.model:
+            raise ClientError(
+                "the server evaluates a model around this client's network, which "
+                f"{type(self.client).__name__}.evaluate does not know: pass a valloader"
+            )
+        names = _names(self.client, model, self.order)
+        returned = self.client.evaluate(to_list(model, names), dict(config))
+        loss, count, metrics = checked(returned, Real, "evaluate", "the loss")
+        own = numbers(metrics, "evaluate")
+        return {**own, "loss": float(loss), "num-examples": count}
+
+
+def _has(client: Any, method: str) -> bool:
+    """Return whether the client has a method of its own, not Flower's empty one."""
+    own = getattr(client, method, None)
+    return callable(own) and str(own.__module__).partition(".")[0] != "flwr"
+
+
+def _names(client: Any, model: nn.Module, order: Order | None) -> list[str]:
+    """Return what the client's lists of arrays hold."""
+    every = names_of(model, "state")
+    if order is not None:
+        return names_of(model, order)
+    if every == names_of(model, "trainable") or not _has(client, "get_parameters"):
+        return every
+    arrays = client.get_parameters(config={})
+    if (known := order_of(model, arrays)) is not None:
+        return names_of(model, known)
+    from_list(model, every, arrays, f"{type(client).__name__}.get_parameters")
+    return every

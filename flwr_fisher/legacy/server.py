@@ -1,0 +1,146 @@
+"""A `server_fn` as an app of Flower's Message API."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.legacy.history import History
+from flwr_fisher.legacy.strategy import Older
+from flwr_fisher.log_lines import logger
+from flwr_fisher.strategies import CurvatureResult, CurvatureStrategy
+
+
+class Server:
+    """Flower's older ``Server``, to derive from: it runs a strategy's ``start``.
+
+    Parameters
+    ----------
+    client_manager : ClientManager, optional
+        Not used: this library's strategies choose clients by seed and round.
+    strategy : CurvatureStrategy
+        What :func:`as_legacy` returned.
+
+    Attributes
+    ----------
+    grid : Grid | None
+        Reaches the clients; :func:`server_app` gives it.
+    result : CurvatureResult | None
+        What the strategy returned.
+    """
+
+    def __init__(self, *, client_manager: Any = None, strategy: Any = None) -> None:
+        self._client_manager, self.strategy = client_manager, strategy
+        self.grid: Grid | None = None
+        self.result: CurvatureResult | None = None
+
+    def client_manager(self) -> Any:
+        """Return the client manager."""
+        return self._client_manager
+
+    def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
+        """Run the federation; return its history and the seconds that it took.
+
+        Raises
+        ------
+        ConfigurationError
+            If the strategy is another, or the app is not :func:`server_app`'s.
+        """
+        strategy, older = self.strategy, getattr(self.strategy, "older", None)
+        if not isinstance(strategy, CurvatureStrategy):
+            raise ConfigurationError(
+                f"{type(strategy).__name__} is none of flwr_fisher.strategies: keep "
+                "ServerApp(server_fn=...) for it, or take one of them, as_legacy("
+                "FedFisherOneShot, model=...)"
+            )
+        name = type(strategy).__name__
+        if not isinstance(older, Older):
+            raise ConfigurationError(
+                f"{name}(...) knows no older settings: make it as_legacy({name}, "
+                "model=...)"
+            )
+        if self.grid is None:
+            raise ConfigurationError(
+                "this Server reaches no clients: make the app "
+                "flwr_fisher.legacy.server_app(server_fn), not ServerApp(server_fn=...)"
+            )
+        began = time.monotonic()
+        options = dict(older.start)
+        if timeout is not None:
+            options["timeout"] = timeout
+        if older.evaluate_fn is not None:
+            options["evaluate_fn"] = older.evaluate
+        arrays = older.initial_arrays()
+        self.result = strategy.start(self.grid, arrays, num_rounds, **options)
+        return History.of(self.result), time.monotonic() - began
+
+
+def server_app(server_fn: Callable[[Context], Any]) -> ServerApp:
+    """Return the app of a `server_fn`, in place of ``ServerApp(server_fn=server_fn)``.
+
+    Parameters
+    ----------
+    server_fn : Callable[[Context], ServerAppComponents]
+        Yours, whose strategy :func:`as_legacy` made. A ``server`` of your own derives
+        from :class:`flwr_fisher.legacy.Server`.
+
+    Examples
+    --------
+    ::
+
+        app = server_app(server_fn)
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        components = server_fn(context)
+        server, config = _server(components), components.config
+        server.grid = grid
+        rounds = getattr(config, "num_rounds", 1)
+        history, seconds = server.fit(
+            num_rounds=rounds, timeout=getattr(config, "round_timeout", None)
+        )
+        logger.info("[SUMMARY]")
+        logger.info("Run finished %s round(s) in %.2fs", rounds, seconds)
+        for line in history.lines():
+            logger.info("\t%s", line)
+
+    return app
+
+
+def _server(components: Any) -> Server:
+    """Return the server that runs the components' strategy.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is one of the user's that derives from Flower's.
+    """
+    server, manager = components.server, components.client_manager
+    if isinstance(server, Server):
+        made = server
+    elif server is None:
+        made = Server(client_manager=manager, strategy=components.strategy)
+    elif _is_flowers(server):
+        made = Server(client_manager=server.client_manager(), strategy=server.strategy)
+    else:
+        raise ConfigurationError(
+            f"{type(server).__name__} derives from Flower's Server, which runs older "
+            "strategies: derive it from flwr_fisher.legacy.Server, or return "
+            "ServerAppComponents(strategy=..., config=...)"
+        )
+    manager = made.client_manager()
+    if manager is not None and not _is_flowers(manager):
+        logger.warning(
+            "%s is not used: flwr_fisher's strategies choose clients by seed and round",
+            type(manager).__name__,
+        )
+    return made
+
+
+def _is_flowers(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "flwr"

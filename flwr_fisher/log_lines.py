@@ -1,0 +1,94 @@
+"""Lines in Flower's log that end where the terminal does.
+
+Flower's logger is known by its name: nothing of Flower is imported.
+"""
+
+import logging
+import shutil
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["logger", "shown", "width", "wrapped"]
+
+_PREFIX = 12  # columns of what Flower's handler puts in front: "INFO :      "
+_TAB = 4  # columns that a tab takes after those
+_NARROWEST = 40
+_ENTRIES = 10  # of a metric that is a list
+
+
+def width() -> int:
+    """Return how many columns a message has: the terminal's, or ``$COLUMNS``.
+
+    Where there is neither, as in what ``flwr run`` starts, a line ends at 80.
+    """
+    return max(shutil.get_terminal_size().columns - _PREFIX, _NARROWEST)
+
+
+def wrapped(text: str) -> str:
+    r"""Return a text whose lines fit; nothing is cut, and no long word broken.
+
+    Examples
+    --------
+    >>> print(wrapped("\t└──> " + "word " * 16))
+        └──> word word word word word word word word word word word word
+                    word word word word
+    """
+    return "\n".join(_wrapped(line) for line in text.split("\n"))
+
+
+def _wrapped(line: str) -> str:
+    spread = line.expandtabs(_TAB)
+    if len(spread) <= width():
+        return line
+    margin = " " * (_PREFIX + len(spread) - len(spread.lstrip()))
+    lines = textwrap.wrap(
+        spread.strip(),
+        width() + _PREFIX,
+        initial_indent=margin,
+        subsequent_indent=f"{margin}    ",
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)[_PREFIX:]
+
+
+def shown(metrics: Mapping[str, object] | None) -> str:
+    """Return a round's metrics as Flower logs them; of a long list, the first entries.
+
+    Examples
+    --------
+    >>> shown({"loss": 0.5, "client-share": [0.05] * 20})[:38]
+    "{'loss': 0.5, 'client-share': [0.05, 0"
+    >>> shown({"client-share": [0.05] * 20})[-21:]
+    '0.05, … and 10 more]}'
+    """
+    if metrics is None:
+        return "None"
+    entries = (f"{name!r}: {_value(value)}" for name, value in metrics.items())
+    return f"{{{', '.join(entries)}}}"
+
+
+def _value(value: object) -> str:
+    if not isinstance(value, list) or len(value) <= _ENTRIES:
+        return repr(value)
+    first = ", ".join(repr(entry) for entry in value[:_ENTRIES])
+    return f"[{first}, … and {len(value) - _ENTRIES} more]"
+
+
+class _Wrapping(logging.LoggerAdapter[logging.Logger]):
+    """Wraps what is longer than a line."""
+
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
+        """Log a message, as ``logging.Logger.log`` does."""
+        if not self.isEnabledFor(level):
+            return
+        text = str(msg) % args if args else str(msg)
+        if (lines := wrapped(text)) != text:
+            msg, args = "%s", (lines,)
+        options.setdefault("stacklevel", 2)  # the line of code that logs
+        self.logger.log(level, msg, *args, **options)
+
+
+logger = _Wrapping(logging.getLogger("flwr"))

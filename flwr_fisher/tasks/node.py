@@ -1,0 +1,124 @@
+"""What one node trains on: a share of a data set, or data of its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.tasks.examples import Examples
+from flwr_fisher.tasks.images import ImageData
+from flwr_fisher.tasks.kinds import kind_of
+from flwr_fisher.tasks.models import make_model
+from flwr_fisher.tasks.own_data import load_own
+from flwr_fisher.tasks.partitions import balanced_subset
+from flwr_fisher.tasks.run_config import task_from_run_config
+from flwr_fisher.tasks.task import Task, batches
+
+
+@dataclass(frozen=True, eq=False)
+class NodeTask:
+    """A node's training examples, and the model.
+
+    Parameters
+    ----------
+    examples : Dataset
+        Any of PyTorch's, of inputs and targets.
+    model : nn.Module
+        With the initial weights, which the server's replace.
+    """
+
+    examples: Dataset[Any]
+    model: nn.Module
+
+    def train_loader(self, batch_size: int) -> DataLoader[Any]:
+        """Return batches of the examples, in a new order each epoch.
+
+        The order comes from torch's global generator, so that seeding it repeats it.
+
+        Parameters
+        ----------
+        batch_size : int
+            Examples a batch; the last one may be smaller.
+        """
+        if isinstance(self.examples, Examples):
+            return batches(self.examples, RandomSampler(self.examples), batch_size)
+        return DataLoader(self.examples, batch_size, shuffle=True)
+
+
+def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> NodeTask:
+    """Return a node's task: in a simulation a share of a data set, else what it has.
+
+    Parameters
+    ----------
+    config : Mapping[str, Any]
+        ``context.run_config``, as for
+        :func:`~flwr_fisher.tasks.task_from_run_config`. Of nodes with data of their
+        own, ``dataset`` says what these are like (:func:`~flwr_fisher.tasks.kind_of`),
+        and ``max-examples`` is of each.
+    node_config : Mapping[str, Any]
+        ``context.node_config``: ``partition-id`` and ``num-partitions``, which a
+        simulation gives, or ``data-path``
+        (:func:`~flwr_fisher.tasks.load_own`).
+
+    Raises
+    ------
+    ConfigurationError
+        If it has both, or neither; and as the functions that it calls.
+    """
+    path = node_config.get("data-path")
+    if path is not None and "partition-id" in node_config:
+        raise ConfigurationError(
+            "this node has a data-path, to data of its own, and a partition-id, of a "
+            "share of the data set: leave one of them out of --node-config"
+        )
+    if path is not None:
+        kind = kind_of(str(config["dataset"]))
+        model = make_model(
+            str(config["model"]),
+            shape=kind.shape,
+            num_classes=len(kind.class_names),
+            seed=int(config["seed"]),
+        )
+        examples = load_own(str(path), kind)
+        if count := int(config.get("max-examples", 0)):
+            seed = int(config["seed"])
+            some = balanced_subset(examples.targets, count, seed)
+            examples = examples.subset(some.tolist())
+        return NodeTask(examples, model)
+    if "partition-id" not in node_config:
+        raise ConfigurationError(
+            "this node knows no data: start it with --node-config "
+            "\"data-path='/where/they/are'\""
+        )
+    task = task_from_run_config(config, int(node_config["num-partitions"]))
+    partition = int(node_config["partition-id"])
+    return NodeTask(task.train_images(partition), task.make_model())
+
+
+def server_task(config: Mapping[str, Any], num_nodes: int) -> Task:
+    """Return the server's task: the model, and test examples to score it on.
+
+    Parameters
+    ----------
+    config : Mapping[str, Any]
+        ``context.run_config``. Its ``test-path`` is a path to test examples on the
+        server's disk, in a form of :func:`~flwr_fisher.tasks.load_own`; where it is
+        empty, they are the test split of ``dataset``.
+    num_nodes : int
+        How many nodes share the data set in a simulation.
+
+    Returns
+    -------
+    Task
+        With a ``test-path`` it knows no shares: its ``parts`` are empty, and its
+        training examples are the test examples.
+    """
+    if not config.get("test-path"):
+        return task_from_run_config(config, num_nodes)
+    kind = kind_of(str(config["dataset"]))
+    test = load_own(str(config["test-path"]), kind)
+    data = ImageData(test, test, kind.class_names)
+    return Task(data, parts=(), model=str(config["model"]), seed=int(config["seed"]))

@@ -1,0 +1,166 @@
+"""Data that a node has on its own disk, in one of three forms."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import ConfigurationError, DataError
+from flwr_fisher.extras import extra
+from flwr_fisher.tasks.images import Images
+from flwr_fisher.tasks.kinds import Kind
+from flwr_fisher.tasks.sources import image_and_label, open_folder, stack_images
+
+_FORMS = (
+    "a folder with a folder of images for each class, an .npz file with arrays x and "
+    "y, or a folder that `datasets.Dataset.save_to_disk` wrote"
+)
+_MODES = {1: "L", 3: "RGB"}
+
+
+def load_own(path: str | Path, kind: Kind) -> Images:
+    """Read images with their labels; what form they are in is seen from what is there.
+
+    - A folder with a folder of images for each class, named as the class or numbered;
+      a class may be missing. Images are resized to the kind's size.
+    - An ``.npz`` file with an array ``x``, ``[n, C, H, W]``, ``[n, H, W, C]`` or, where
+      there is one channel, ``[n, H, W]``: uint8, or floats in 0…1; and ``y``, integer
+      labels ``[n]``.
+    - A Hugging Face data set that was saved to disk, as ``flwr-datasets create`` does;
+      of one with splits, that called ``train``.
+
+    Parameters
+    ----------
+    path : str | Path
+        An absolute path (``~`` is expanded), since a Flower app runs in another folder.
+    kind : Kind
+        What the images of all nodes are like.
+
+    Returns
+    -------
+    Images
+        In the order in which they are there, normalised as the kind says.
+
+    Raises
+    ------
+    ConfigurationError
+        If the path is relative.
+    DataError
+        Naming the file or folder and what is wrong there.
+    MissingExtraError
+        If images or a data set are to be read without the extra ``tasks``.
+    """
+    where = Path(path).expanduser()
+    if not where.is_absolute():
+        raise ConfigurationError(
+            f"the path of a node's data must be absolute, not '{path}': a Flower app "
+            "runs in a copied folder, where a relative path leads elsewhere"
+        )
+    if not where.exists():
+        raise DataError(f"there is nothing at {where}: it should be {_FORMS}")
+    if where.is_file():
+        data, targets = _read_arrays(where, kind)
+    elif any((where / name).exists() for name in ("state.json", "dataset_dict.json")):
+        data, targets = _read_saved(where, kind)
+    else:
+        data, targets = _read_folders(where, kind)
+    if not len(targets):
+        raise DataError(f"{where} holds no example")
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= len(kind.class_names):
+        raise DataError(
+            f"{where}: labels run from {low} to {high}, and there are "
+            f"{len(kind.class_names)} classes"
+        )
+    return Images(data, targets, kind.mean, kind.std)
+
+
+def _read_arrays(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            x, y = arrays["x"], arrays["y"]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"{path} is no .npz file with arrays x and y: {error}"
+        ) from error
+    if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
+        raise DataError(
+            f"{path}: y must be an integer for each of the {len(x)} x, not "
+            f"{y.dtype} {list(y.shape)}"
+        )
+    return _images(path, x, kind), torch.from_numpy(y.astype(np.int64))
+
+
+def _images(path: Path, x: Any, kind: Kind) -> Tensor:
+    """Return pixels as they are kept: uint8, or float32 in 0…1, channels first."""
+    channels, *sides = kind.shape
+    if x.shape[1:] == (*sides, channels) != kind.shape:
+        x = np.moveaxis(x, -1, 1)
+    elif channels == 1 and x.shape[1:] == tuple(sides):
+        x = x[:, None]
+    if x.shape[1:] != kind.shape:
+        raise DataError(
+            f"{path}: an image in x has the shape {list(x.shape[1:])}, and the "
+            f"data set's are {list(kind.shape)}"
+        )
+    if x.dtype == np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(x))
+    # A NaN is in no range.
+    if x.dtype.kind != "f" or not (x.size == 0 or (x.min() >= 0 and x.max() <= 1)):
+        raise DataError(
+            f"{path}: x must be uint8 in 0…255, or floats in 0…1, not {x.dtype}"
+            + (f" from {x.min():g} to {x.max():g}" if x.size else "")
+        )
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+
+
+def _read_folders(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
+    folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+    names = {name: i for i, name in enumerate(kind.class_names)}
+    numbers = {str(i): i for i in range(len(names))}
+    if odd := [name for name in folders if name not in names | numbers]:
+        hint = f"; is {path / 'train'} meant?" if "train" in odd else ""
+        raise DataError(
+            f"{path}: folders are named as classes ({', '.join(kind.class_names)}), "
+            f"and '{odd[0]}' is none{hint}"
+        )
+    if not folders:
+        raise DataError(f"{path} should be {_FORMS}, and has no folders")
+    raw = open_folder(path)
+    labels = [(numbers | names)[name] for name in raw.classes]
+    samples = ((picture, labels[label]) for picture, label in raw)
+    return stack_images(samples, len(raw), _mode(kind), _size(kind))
+
+
+def _read_saved(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
+    with extra("tasks"):
+        from datasets import Dataset, load_from_disk
+    try:
+        saved = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a data set: {error}") from error
+    if not isinstance(saved, Dataset):
+        if "train" not in saved:
+            raise DataError(f"{path} has no split 'train', but {', '.join(saved)}")
+        saved = saved["train"]
+    image, label = image_and_label(str(path), saved.features)
+    samples = ((row[image], row[label]) for row in saved)
+    return stack_images(samples, len(saved), _mode(kind), _size(kind))
+
+
+def _mode(kind: Kind) -> str:
+    """Return Pillow's name of the colour space."""
+    if kind.shape[0] not in _MODES:
+        raise DataError(
+            f"pictures have one or three channels, and the data set's images "
+            f"{kind.shape[0]}: pass them as an .npz file"
+        )
+    return _MODES[kind.shape[0]]
+
+
+def _size(kind: Kind) -> tuple[int, int]:
+    _, height, width = kind.shape
+    return width, height

@@ -1,0 +1,288 @@
+"""What is told of a run while it goes on, and ends it early."""
+
+import csv
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from safetensors import safe_open
+from safetensors.torch import load_file
+from virtual import same_bits, tiny_app, tiny_arrays
+
+from flwr_fisher.callbacks import (
+    BestModel,
+    Callback,
+    CSVFile,
+    EarlyStopping,
+    History,
+    MLflow,
+    TensorBoard,
+    WandB,
+)
+from flwr_fisher.errors import CallbackError, ConfigurationError
+from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+
+
+class Told:
+    """Remembers what it is told; may fail, or end the run."""
+
+    def __init__(self, fails: int = 0, ends: int = 0) -> None:
+        self.fails, self.ends = fails, ends
+        self.rounds: list[int] = []
+        self.arrays: dict[int, ArrayRecord] = {}
+        self.history: History = {}
+
+    def on_round_end(
+        self, server_round: int, arrays: ArrayRecord, history: History
+    ) -> bool:
+        self.rounds.append(server_round)
+        self.arrays[server_round], self.history = arrays, history
+        if server_round == self.fails:
+            raise ValueError("out of cheese")
+        return server_round == self.ends
+
+
+def run(*callbacks: Callback, scores: str = "", **options: Any) -> CurvatureResult:
+    """`scores` has a digit for each round from 0: the server's accuracy."""
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if not scores:
+            return None
+        return MetricRecord({"accuracy": int(scores[server_round]) / 10})
+
+    options = {"num_rounds": 4, "callbacks": callbacks, **options}
+    strategy = FedFisherOneShot()
+    grid = LocalGrid(tiny_app(), 3)
+    return strategy.start(grid, tiny_arrays(), evaluate_fn=evaluate, **options)
+
+
+def history_of(name: str, values: Mapping[int, float]) -> History:
+    return {number: {name: value} for number, value in values.items()}
+
+
+# When they are called, and with what
+
+
+def test_they_are_told_of_each_round_with_all_metrics() -> None:
+    told = Told()
+    result = run(told, scores="01234")
+    assert told.rounds == [1, 2, 3, 4]
+    assert same_bits(told.arrays[4], result.arrays)
+    assert not same_bits(told.arrays[1], result.arrays)
+    assert sorted(told.history) == [0, 1, 2, 3, 4]
+    assert told.history[0] == {"server/accuracy": 0.0}
+    last = told.history[4]
+    assert last["server/accuracy"] == 0.4
+    assert last["train/num-replies"] == 3
+    assert last["evaluate/accuracy"] == result.evaluate_metrics_clientapp[4]["accuracy"]
+
+
+def test_one_that_says_so_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "flwr")
+    other = Told()
+    result = run(Told(ends=2), other)
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert other.rounds == [1, 2]
+    assert "[ROUND 2] is the last one: Told" in caplog.text
+
+
+def test_one_that_fails_loses_nothing(tmp_path: Path) -> None:
+    other = Told()
+    with pytest.raises(
+        CallbackError, match=r"Told\.on_round_end failed after round 2: Val"
+    ):
+        run(Told(fails=2), other, checkpoint_dir=tmp_path)
+    assert other.rounds == [1, 2]
+    again = Told()
+    resumed = run(again, checkpoint_dir=tmp_path, resume=True)
+    assert again.rounds == [2, 3, 4]
+    assert same_bits(resumed.arrays, run().arrays)
+
+
+def test_a_resumed_run_tells_of_its_last_round_and_knows_all_before(
+    tmp_path: Path,
+) -> None:
+    run(num_rounds=2, checkpoint_dir=tmp_path, scores="0123")
+    told = Told()
+    run(told, num_rounds=3, checkpoint_dir=tmp_path, resume=True, scores="0123")
+    assert told.rounds == [2, 3]
+    accuracies = [told.history[n]["server/accuracy"] for n in range(4)]
+    assert accuracies == [0.0, 0.1, 0.2, 0.3]
+
+
+def test_what_is_none_is_refused_before_anything_begins() -> None:
+    with pytest.raises(
+        ConfigurationError, match="has a method on_round_end, and <buil"
+    ):
+        run(print)  # type: ignore[arg-type]
+
+
+# The best model, and an early end
+
+
+def test_the_best_rounds_model_is_kept(tmp_path: Path) -> None:
+    told, path = Told(), tmp_path / "models" / "best.safetensors"
+    run(told, BestModel(path), scores="90373")
+    kept = load_file(path)
+    expected = told.arrays[3].to_torch_state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in expected.items())
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"round": "3", "metric": "server/accuracy"}
+
+
+def test_the_first_of_equals_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "best.safetensors"
+    run(BestModel(path), scores="05555")
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["round"] == "1"
+
+
+def test_a_crash_before_the_best_model_was_written_is_made_good(tmp_path: Path) -> None:
+    path = tmp_path / "best.safetensors"
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path / "run", "scores": "01900"}
+    run(num_rounds=2, **options)
+    run(BestModel(path), resume=True, **options)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["round"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ({1: 0.1, 2: 0.2, 3: 0.3}, False),
+        ({1: 0.3, 2: 0.2}, False),
+        ({1: 0.3, 2: 0.2, 3: 0.3}, True),
+        ({1: 0.3, 2: 0.305, 3: 0.309}, True),  # by less than min_delta
+        ({1: float("nan"), 2: float("nan"), 3: float("nan")}, True),
+        ({1: 0.1, 2: float("nan"), 3: 0.2}, False),
+    ],
+)
+def test_patience_ends(values: dict[int, float], ends: bool) -> None:
+    stop = EarlyStopping("server/accuracy", patience=2, min_delta=0.01)
+    history = history_of("server/accuracy", values)
+    assert stop.on_round_end(max(values), ArrayRecord(), history) is ends
+
+
+def test_a_run_that_was_stopped_goes_on_with_more_patience(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "scores": "09123"}
+    stopped = run(EarlyStopping(patience=1), **options)
+    assert sorted(stopped.train_metrics_clientapp) == [1, 2]
+    options["resume"] = True
+    same = run(EarlyStopping(patience=1), **options)
+    assert sorted(same.train_metrics_clientapp) == [1, 2]
+    assert sorted(
+        run(EarlyStopping(patience=9), **options).train_metrics_clientapp
+    ) == [*range(1, 5)]
+
+
+def test_a_metric_that_is_not_there_is_named() -> None:
+    with pytest.raises(
+        CallbackError, match=r"no round .* 'server/accurac'; there are: "
+    ):
+        run(BestModel("unused", "server/accurac"), scores="01234")
+    with pytest.raises(ConfigurationError, match="'train/x' is a list"):
+        EarlyStopping("train/x").on_round_end(1, ArrayRecord(), {1: {"train/x": [1.0]}})
+    with pytest.raises(ConfigurationError, match="unknown mode 'up'"):
+        EarlyStopping(mode="up")
+
+
+# Tables and trackers
+
+
+def test_the_table_has_each_round_once(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "metrics.csv"
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path / "run", "scores": "01234"}
+    run(CSVFile(path), num_rounds=2, **options)
+    run(CSVFile(path), resume=True, **options)
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["round"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert [row["server/accuracy"] for row in rows] == [
+        "0.0",
+        "0.1",
+        "0.2",
+        "0.3",
+        "0.4",
+    ]
+    assert rows[0]["train/num-replies"] == ""
+    assert rows[4]["train/num-replies"] == "3"
+    assert len(rows[4]["train/client-share"].split(";")) == 3
+
+
+class Writer:
+    def __init__(self, log_dir: str) -> None:
+        self.log_dir = log_dir
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars.append((tag, scalar_value, global_step))
+
+    def flush(self) -> None:
+        pass
+
+
+HISTORY: History = {
+    1: {"server/accuracy": 0.5, "train/client-share": [0.5, 0.5]},
+    2: {"server/accuracy": 0.6},
+}
+
+
+def test_tensorboard_gets_each_round_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    board = TensorBoard(tmp_path)
+    for _ in range(2):
+        board.on_round_end(2, ArrayRecord(), HISTORY)
+    tag = "server/accuracy"
+    assert board._writer.scalars == [(tag, 0.5, 1), (tag, 0.6, 2)]
+    assert board._writer.log_dir == str(tmp_path)
+
+
+def test_mlflow_and_wandb_get_numbers_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    mlflow, wandb = ModuleType("mlflow"), ModuleType("wandb")
+    mlflow.log_params = calls.append  # type: ignore[attr-defined]
+    mlflow.log_metrics = lambda metrics, step: calls.append((step, metrics))  # type: ignore[attr-defined]
+
+    class Run:
+        def log(self, data: dict[str, float], step: int) -> None:
+            calls.append((step, data))
+
+    wandb.init = lambda **options: calls.append(options) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    rounds = [(1, {"server/accuracy": 0.5}), (2, {"server/accuracy": 0.6})]
+    MLflow(alpha=0.1).on_round_end(2, ArrayRecord(), HISTORY)
+    assert calls == [{"alpha": 0.1}, *rounds]
+    calls.clear()
+    MLflow().on_round_end(1, ArrayRecord(), {1: {"train/a\n{b}": 1.0}})
+    assert calls == [(1, {"train/a__b_": 1.0})]
+    calls.clear()
+    WandB(project="p").on_round_end(2, ArrayRecord(), HISTORY)
+    assert calls == [{"project": "p"}, *rounds]
+
+
+@pytest.mark.parametrize(
+    ("make", "package"),
+    [
+        (lambda: TensorBoard("x"), "tensorboard"),
+        (lambda: MLflow(), "mlflow"),
+        (lambda: WandB(), "wandb"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, make: Any, package: str
+) -> None:
+    for module in ("torch.utils.tensorboard", "mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigurationError, match=f"pip install {package}"):
+        make()

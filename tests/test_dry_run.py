@@ -1,0 +1,580 @@
+"""Curvature is tried on a few examples before training, and that changes nothing."""
+
+import logging
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from virtual import ask, metrics_of, same_bits, tiny_client, tiny_data, tiny_model
+
+from flwr_fisher.client import FisherClient, LocalSGD, Request
+from flwr_fisher.client.dry_run import dry_run
+from flwr_fisher.client.first_examples import first_examples
+from flwr_fisher.client.fisher_options import FisherOptions
+from flwr_fisher.client.jobs import train
+from flwr_fisher.client.outline import outline
+from flwr_fisher.curvature import STRUCTURES, Likelihood, fisher
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    DataError,
+    FlwrFisherError,
+    ParamsError,
+    StructureError,
+)
+from flwr_fisher.params import shared_state
+from flwr_fisher.tasks import make_model
+from flwr_fisher.wire.codec import FORMAT_VERSION
+
+# --- nothing fails after training that could have failed before
+
+
+class Trained(Exception):  # noqa: N818
+    """Training began."""
+
+
+def never(model, loader, device, config):
+    raise Trained
+
+
+def ask_untrained(model=None, loader=None, config=None, **options):
+    model = tiny_model() if model is None else model
+    loader = DataLoader(tiny_data(2), 4) if loader is None else loader
+    options.setdefault("train_fn", never)
+    client = FisherClient(model, loader, device="cpu", **options)
+    arrays = ArrayRecord(shared_state(model))
+    return ask(client, arrays, {"structure": "kfac"} | (config or {}))
+
+
+class NaN(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 0
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class AtZero(nn.Linear):
+    """Finite outputs, whose gradients are not."""
+
+    def forward(self, x):
+        return (
+            super().forward(x) + (self.weight - self.weight.detach()).abs().sqrt().sum()
+        )
+
+
+class WrongLikelihood(Likelihood):
+    def columns(self, outputs):
+        return outputs
+
+    def sample_score(self, outputs, generator):
+        raise KeyError("sample")
+
+    def score(self, outputs, labels):
+        raise KeyError("score")
+
+
+def frozen():
+    return tiny_model().requires_grad_(False)
+
+
+def with_inputs(change, labels=None):
+    x, y = tiny_data(2).tensors
+    return [(change(x), y if labels is None else labels)]
+
+
+batch_statistics = nn.Sequential(
+    nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)
+)
+REAL = torch.rand(12)
+PAPER = {"codec": "paper", "codec-version": FORMAT_VERSION}
+FAILURES = {
+    "no-parameters": ({"model": frozen}, ConfigurationError, "no trainable parameter"),
+    "batch-statistics": (
+        {"model": lambda: batch_statistics},
+        StructureError,
+        "layer '1' normalises by the batch's own statistics",
+    ),
+    "too-large": (
+        {"model": lambda: nn.Linear(3, 12_000), "config": {"structure": "dense"}},
+        StructureError,
+        "needs 9.2 GB",
+    ),
+    "one-class": (
+        {"model": lambda: nn.Linear(3, 1)},
+        StructureError,
+        "at least 2 classes",
+    ),
+    "two-outputs": (
+        {"model": lambda: TwoOutputs(3, 3)},
+        StructureError,
+        "the model returns a tuple",
+    ),
+    "no-pair": (
+        {"loader": [{"a": REAL, "b": REAL}]},
+        DataError,
+        "none named as such",
+    ),
+    "no-labels": (
+        {
+            "loader": DataLoader(tiny_data(2).tensors[0], 4),
+            "config": {"expectation": "empirical"},
+        },
+        DataError,
+        "needs labels",
+    ),
+    "real-labels": (
+        {
+            "loader": with_inputs(lambda x: x, REAL),
+            "config": {"expectation": "empirical"},
+        },
+        DataError,
+        "give class indices",
+    ),
+    "label-range": (
+        {
+            "loader": with_inputs(lambda x: x, torch.full((12,), 7)),
+            "config": {"expectation": "empirical-batch", "structure": "diagonal"},
+        },
+        DataError,
+        r"label 7 is outside \[0, 3\)",
+    ),
+    "gaussian": (
+        {"likelihood": "gaussian", "config": {"expectation": "empirical"}},
+        DataError,
+        "do not fit outputs",
+    ),
+    "likelihood": (
+        {"likelihood": WrongLikelihood()},
+        StructureError,
+        "WrongLikelihood.columns gave",
+    ),
+    "score": (
+        {"likelihood": WrongLikelihood(), "config": {"expectation": "empirical"}},
+        KeyError,
+        "score",
+    ),
+    "paper": (
+        {
+            "config": {
+                "structure": "ekfac",
+                "codec": "paper",
+                "codec-version": FORMAT_VERSION,
+            }
+        },
+        ClientError,
+        "codec='paper' has no form for structure='ekfac'",
+    ),
+    "nan-inputs": (
+        {"loader": with_inputs(lambda x: x * float("nan"))},
+        DataError,
+        "the inputs of the first training examples hold NaN",
+    ),
+    "nan-model": (
+        {"model": lambda: NaN(3, 3)},
+        ClientError,
+        "model's outputs of the first training examples hold NaN",
+    ),
+    "nan-gradient": (
+        {"model": lambda: AtZero(3, 3), "config": {"structure": "diagonal"}},
+        ParamsError,
+        "the curvature of a few examples: .* holds NaN",
+    ),
+    "report": (
+        {
+            "loader": with_inputs(lambda x: x, REAL),
+            "likelihood": "gaussian",
+            "config": {"report-local": True},
+        },
+        RuntimeError,
+        "Long",
+    ),
+    "ekfac-once": (
+        {"loader": None, "config": {"structure": "ekfac"}},
+        DataError,
+        "reads the loader twice",
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "error", "text"), FAILURES.values(), ids=FAILURES)
+def test_what_would_fail_after_training_fails_before(case, error, text):
+    case = dict(case)
+    if "model" in case:
+        case["model"] = case["model"]()
+    if case.get("loader", 0) is None:
+        case["loader"] = Again(list(DataLoader(tiny_data(2), 4)))
+    with pytest.raises(error, match=text):
+        ask_untrained(**case)
+
+
+class Again:
+    """An iterator, though one that begins anew."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        self.rest = iter(self.batches)
+        return self
+
+    def __next__(self):
+        return next(self.rest)
+
+
+@pytest.mark.parametrize("config", [{}, {"structure": None}])
+def test_what_is_fine_is_trained(config):
+    config = {"structure": "diagonal", **config}
+    with pytest.raises(Trained):
+        ask_untrained(config={k: v for k, v in config.items() if v is not None})
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("codec", ["lossless", "packed"])
+@pytest.mark.parametrize("kind", ["zero", "one-example", "constant", "typical"])
+def test_few_examples_of_little_use_are_no_reason_to_fail(structure, codec, kind):
+    model = nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3))
+    x, y = torch.randn(6, 30), torch.arange(6) % 3
+    if kind == "zero":
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    if kind == "constant":
+        x = torch.zeros_like(x)
+    n = 1 if kind == "one-example" else 6
+    config = {"structure": structure, "codec": codec, "codec-version": FORMAT_VERSION}
+    with pytest.raises(Trained):
+        ask_untrained(model, [(x[:n], y[:n])], config)
+
+
+def test_many_labels_cost_one_pass_an_example():
+    model, passes = nn.Linear(3, 200), []
+    model.bias.register_hook(passes.append)
+    with pytest.raises(Trained):
+        ask_untrained(model, config={"structure": "diagonal", "tolerance": 0.0})
+    assert len(passes) < 10
+
+
+def test_a_model_of_one_batch_size_is_tried_on_a_whole_batch():
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.reshape(6, 3))
+
+    config = {"structure": "diagonal", "expectation": "empirical-batch"}
+    with pytest.raises(Trained):
+        ask_untrained(Fixed(3, 3), DataLoader(tiny_data(2), 6), config)
+
+
+# --- and it changes nothing
+
+
+class Noisy(Dataset):
+    """Draws from every generator, also from its own, and opens its file late."""
+
+    def __init__(self):
+        self.data = tiny_data(4)
+        self.transform = Transform()
+        self.file = None
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        self.file = object() if self.file is None else self.file
+        x, y = self.data[i]
+        noise = random.random() + np.random.rand() + torch.rand(3)  # noqa: NPY002
+        return self.transform(x + noise), y
+
+
+class Transform(nn.Module):  # as torchvision's are
+    def __init__(self):
+        super().__init__()
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_numpy = np.random.default_rng(2)
+        self.old = np.random.RandomState(3)
+        self.of_python = random.Random(4)
+
+    def forward(self, x):
+        x = x * torch.rand(3, generator=self.of_torch) + self.of_numpy.random()
+        return x + self.old.rand() + self.of_python.random()
+
+
+class OwnSampler(Sampler):
+    def __init__(self, n):
+        self.n, self.draw = n, np.random.default_rng(5)
+
+    def __iter__(self):
+        return iter(self.draw.permutation(self.n).tolist())
+
+    def __len__(self):
+        return self.n
+
+
+class Chunks(IterableDataset):
+    """Each reading goes on where the last ended: what is read is gone."""
+
+    def __init__(self):
+        self.source, self.read = iter(range(10_000)), 0
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        for _ in range(8):
+            self.read += 1
+            i = next(self.source) % 12
+            yield tiny_data(2)[i]
+
+
+def seeded_generator():
+    return torch.Generator().manual_seed(7)
+
+
+LOADERS = {
+    "shuffled": lambda: DataLoader(Noisy(), 4, shuffle=True),
+    "own": lambda: DataLoader(Noisy(), 4, shuffle=True, generator=seeded_generator()),
+    "in-order": lambda: DataLoader(Noisy(), 4),
+    "sampler": lambda: DataLoader(Noisy(), 4, sampler=OwnSampler(16)),
+    "workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=1),
+    "lists": lambda: DataLoader(
+        tiny_data(4), batch_size=None, sampler=BatchSampler(range(16), 4, False)
+    ),
+    "chunks": lambda: DataLoader(Chunks(), 4),
+    "list": lambda: list(DataLoader(tiny_data(2), 4)),
+    "iterator": lambda: Again(list(DataLoader(tiny_data(2), 4))),
+}
+CONFIGS = {
+    "kfac": {"structure": "kfac", "expectation": "sampled"},
+    "diagonal": {"structure": "diagonal", "report-local": True},
+    "batches": {"structure": "diagonal", "expectation": "empirical-batch"},
+    "last-epoch": {"structure": "diagonal", "fisher-source": "last-epoch"},
+    "few": {"structure": "kfac", "examples": 3},
+}
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer and in an attribute, and both change its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = 0.0
+
+    def forward(self, x):
+        self.last = self.last + 0.1
+        self.calls += 1
+        return x + self.calls + self.last
+
+
+def awkward_model():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(3, 4),
+            nn.BatchNorm1d(4),
+            nn.Dropout(0.5),
+            Counting(),
+            nn.Linear(4, 3),
+        )
+
+
+def reply_of(loader, config, train_fn=None):
+    model = awkward_model()
+    model[1].eval()  # a mode that is the user's own choice
+    loop = LocalSGD(lr=0.1, epochs=2) if train_fn is None else train_fn
+    client = FisherClient(model, loader, device="cpu", train_fn=loop)
+    reply = ask(client, ArrayRecord(shared_state(awkward_model())), config)
+    (arrays,) = reply.content.array_records.values()
+    modes = [module.training for module in model.modules()]
+    return arrays, metrics_of(reply), modes
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_results_are_the_same_bits_with_and_without(make, config, monkeypatch):
+    tried, counted = reply_of(make(), config), []
+    monkeypatch.setattr(train, "dry_run", lambda *arguments: counted.append(1))
+    untried = reply_of(make(), config)
+    assert counted
+    assert same_bits(tried[0], untried[0])
+    assert tried[1:] == untried[1:]
+
+
+def test_the_test_above_would_see_a_difference(monkeypatch):
+    """Without anything that puts things back."""
+    config, make = CONFIGS["kfac"], LOADERS["own"]
+    wanted = reply_of(make(), config)
+    monkeypatch.setattr(
+        "flwr_fisher.client.dry_run.undisturbed", lambda *arguments: nullcontext()
+    )
+    assert not same_bits(reply_of(make(), config)[0], wanted[0])
+
+
+def test_generators_are_as_they_were():
+    loader = LOADERS["own"]()
+    problem = FisherClient(awkward_model(), loader, device="cpu").problem
+    before = [torch.get_rng_state(), loader.generator.get_state()]
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    arrays = shared_state(problem.model)
+    options = FisherOptions.of({"structure": "kfac"}, arrays, problem.train_fn)
+    dry_run(problem, Request(arrays), options)
+    after = [torch.get_rng_state(), loader.generator.get_state()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert random.getstate() == python
+    assert str(np.random.get_state()) == str(numpy)  # noqa: NPY002
+    assert loader.dataset.file is None
+    assert problem.model[3].last == 0.0
+    assert problem.model[3].calls == 0
+    assert all(p.grad is None for p in problem.model.parameters())
+
+
+def test_it_is_done_once_a_request_and_only_for_curvature(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "flwr_fisher.client.dry_run.first_examples",
+        lambda *arguments: seen.append(1),
+    )
+    ask(tiny_client(2))
+    assert not seen
+    ask(tiny_client(2), config={"structure": "kfac"})
+    assert len(seen) == 1
+
+
+# --- which examples
+
+
+def examples_of(loader, count=3):
+    return first_examples(
+        FisherClient(tiny_model(), loader, device="cpu").problem, count
+    )
+
+
+def rows(positions):
+    x, y = tiny_data(4).tensors
+    return x[positions], y[positions]
+
+
+DATA = tiny_data(4)
+SAMPLERS = {
+    "in-order": (DataLoader(DATA, 4), [0, 1, 2]),
+    "random": (DataLoader(DATA, 4, sampler=RandomSampler(DATA)), [0, 1, 2]),
+    "subset": (DataLoader(DATA, 4, sampler=SubsetRandomSampler([5, 3])), [5, 3]),
+    "weights": (
+        DataLoader(DATA, 4, sampler=WeightedRandomSampler([0] * 9 + [1] * 7, 4)),
+        [9, 10, 11],
+    ),
+    "batches": (DataLoader(DATA, batch_sampler=[[7, 8], [1]]), [7, 8]),
+    "range": (DataLoader(DATA, 4, sampler=range(6, 9)), [6, 7, 8]),
+    "whole": (
+        DataLoader(DATA, batch_size=None, sampler=BatchSampler(range(9), 5, False)),
+        [0, 1, 2],
+    ),
+    "lists": (DataLoader(DATA, batch_size=None, sampler=[[4, 5], [6]]), [4, 5]),
+    "list": (list(DataLoader(DATA, 4)), [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(("loader", "positions"), SAMPLERS.values(), ids=SAMPLERS)
+def test_examples_are_such_as_the_loader_gives(loader, positions):
+    found = examples_of(loader)
+    assert all(torch.equal(a, b) for a, b in zip(found, rows(positions), strict=True))
+
+
+def test_each_position_of_a_data_set_may_be_a_batch():
+    class Batches(Dataset):
+        def __getitem__(self, i):
+            return rows([i, i + 1, i + 2, i + 3])
+
+        def __len__(self):
+            return 4
+
+    found = examples_of(DataLoader(Batches(), batch_size=None))
+    assert torch.equal(found[0], rows([0, 1, 2])[0])
+
+
+def test_a_stream_keeps_its_first_batch(caplog):
+    loader = DataLoader(Chunks(), 4)
+    with pytest.raises(Trained), caplog.at_level(logging.INFO):
+        ask_untrained(loader=loader)
+    assert loader.dataset.read == 0
+    assert "The data are a stream: no batch is tried before training" in caplog.text
+
+
+def test_what_cannot_be_read_here_is_left_to_training(caplog):
+    class InWorkers(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            assert torch.utils.data.get_worker_info()
+            return tiny_data(2)[i]
+
+    with pytest.raises(Trained), caplog.at_level(logging.INFO):
+        ask_untrained(loader=DataLoader(InWorkers(), 4, num_workers=1))
+    assert "No example can be tried before training" in caplog.text
+
+
+# --- what is told
+
+
+def described(model, inputs, structure="kfac", **options):
+    F = fisher(model, [inputs], structure=structure, max_passes=1, **options)
+    return outline(model, F, structure, "upload 1 MB")
+
+
+def test_the_log_says_once_which_layer_has_which_curvature(caplog):
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model[0].weight.requires_grad_(False)
+    for _ in "ab":
+        with pytest.raises(Trained), caplog.at_level(logging.INFO):
+            ask_untrained(model)
+    lines = [r.message for r in caplog.records]
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("curvature:")]
+    assert " ".join(lines[first:]).startswith(
+        "curvature: K-FAC of 2; diagonal of 0, 1 (3 tensors); frozen: 0; upload about "
+    )
+
+
+def test_a_large_model_takes_few_lines():
+    model = make_model("resnet18", shape=(3, 32, 32), num_classes=10, seed=0)
+    lines = described(model, torch.randn(2, 3, 32, 32), "diagonal")
+    assert len(lines) <= 3
+    assert max(map(len, lines)) <= 100
+    assert "41 layers, conv1 … fc (62 tensors)" in " ".join(lines)
+
+
+def test_size_without_packing_is_about_that_of_the_upload(monkeypatch):
+    """Of what takes long to pack, the size is the budget's, or the tensors'."""
+    client, problem = tiny_client(2), tiny_client(2).problem
+    arrays = shared_state(problem.model)
+    told = []
+    monkeypatch.setattr("flwr_fisher.client.dry_run.tell_once", told.append)
+    for limit in (10**9, 0):
+        monkeypatch.setattr("flwr_fisher.client.dry_run._ENTRIES", limit)
+        ask(client, ArrayRecord(arrays), {"structure": "kfac"})
+    ratios = [float(lines[-1].split(", ")[-1].split()[0]) for lines in told]
+    assert ratios[0] == pytest.approx(ratios[1], rel=0.2)
+
+
+def test_tct_looks_at_labels_in_its_first_stage():
+    loader = with_inputs(lambda x: x, torch.full((12,), 7))
+    config = {"tct-stage": 1, "num-features": 10, "local-steps": 5}
+    client = FisherClient(tiny_model(), loader, device="cpu", train_fn=never)
+    with pytest.raises(FlwrFisherError, match="labels must be one class an example"):
+        ask(client, config=config)

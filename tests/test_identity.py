@@ -1,0 +1,286 @@
+"""Who is who: restarts, claims, registrations and errors count nobody twice."""
+
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
+
+from flwr_fisher.errors import RoundError
+from flwr_fisher.flower_internals import ErrorCode, NodeInfo
+from flwr_fisher.server.identity import Identity
+from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, Waiting
+from flwr_fisher.testing import LocalGrid
+
+__all__ = ["clock"]
+
+
+def start(grid: Any, waiting: Waiting | None = None, **options: Any) -> CurvatureResult:
+    own = options_of(waiting=waiting, policy=LIFTED)
+    own |= {k: options.pop(k) for k in ("min_train_nodes",) if k in options}
+    return FedFisherOneShot(**own).start(grid, tiny_arrays(), **options)
+
+
+def clients_of(result: CurvatureResult) -> list[str]:
+    return [upload.client for upload in result.uploads]
+
+
+class KilledError(Exception):
+    """The server is killed."""
+
+
+class Named(ClockedGrid):
+    """Some nodes are registered by name; some claim others' partitions.
+
+    Both are given by the place of a node.
+    """
+
+    dies = inf
+
+    def __init__(
+        self,
+        *args: Any,
+        registered: Mapping[int, str] | None = None,
+        claims: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__(*args)
+        self.registered = registered or {}
+        for node, place in self.nodes.items():
+            own = self._contexts[node].node_config
+            own["partition-id"] = (claims or {}).get(place, place)
+
+    def get_node_ids(self) -> Any:
+        if self.clock.now > self.dies:
+            raise KilledError
+        return super().get_node_ids()
+
+    def get_nodes(self) -> Any:
+        named = self.registered
+        nodes = {node: named.get(self.nodes[node], "") for node in self.get_node_ids()}
+        return [NodeInfo(node_id=node, name=name) for node, name in nodes.items()]
+
+
+# Restarts
+
+
+def test_a_client_that_restarts_while_its_old_node_is_listed_is_waited_for(
+    clock: FullClock,
+) -> None:
+    old = {1: Behaviour(connected=lambda now: now < 70)}
+    grid = Named(tiny_app([0, 1, 1]), old, clock, 3, claims={2: 1})
+    result = start(grid, timeout=3600)
+    assert clients_of(result) == ["partition-0", "partition-1"]
+    assert 70 < clock.now < 90
+
+
+def test_two_nodes_of_one_name_end_the_run_after_two_minutes(clock: FullClock) -> None:
+    grid = Named(tiny_app(), {}, clock, 3, claims={0: 0, 1: 0, 2: 0})
+    with pytest.raises(RoundError, match=r"0 nodes can be asked, and 2 are needed:\n"):
+        start(grid, timeout=3600)
+    assert 120 < clock.now < 130
+
+
+# Claims
+
+
+def test_a_claim_does_not_cost_the_owner_what_it_was_asked_for(
+    clock: FullClock,
+) -> None:
+    slow = {p: Behaviour(seconds=lambda times: 60.0) for p in range(3)}
+    impostor = Behaviour(connected=lambda now: now > 20)
+    slow[3] = impostor
+    grid = Named(tiny_app([0, 1, 2, 1]), slow, clock, 4, claims={3: 1})
+    result = start(grid, Waiting(window=200))
+    assert clients_of(result) == ["partition-0", "partition-1", "partition-2"]
+    owner = next(node for node, place in grid.nodes.items() if place == 1)
+    assert result.uploads[1].node_id == owner
+
+
+def test_an_unregistered_claim_costs_a_registered_node_nothing(
+    clock: FullClock,
+) -> None:
+    """The impostor replies first, and is gone when the owner comes."""
+
+    comes = {
+        1: Behaviour(connected=lambda now: now > 50),
+        2: Behaviour(connected=lambda now: now < 30),
+    }
+    names = {"registered": {1: "hospital"}, "claims": {2: 1}}
+    grid = Named(tiny_app([0, 1, 1]), comes, clock, 3, **names)
+    result = start(grid, Waiting(window=200))
+    assert clients_of(result) == ["partition-0", "hospital"]
+    assert result.train_metrics_clientapp[1]["num-rejected"] == 1
+
+
+def test_a_node_that_is_registered_between_two_lives_counts_once(
+    clock: FullClock, tmp_path: Path
+) -> None:
+    comes = {p: Behaviour(connected=lambda now: now < 100) for p in (0, 1)}
+    comes[2] = Behaviour(connected=lambda now: now > 100)
+    app, waiting = Watched(tiny_app()), Waiting(window=1000)
+
+    grid = Named(app, comes, clock, 3)
+    grid.dies = 90
+    with pytest.raises(KilledError):
+        start(grid, waiting, checkpoint_dir=tmp_path)
+    comes = {0: Behaviour(connected=lambda now: False)}
+    grid = Named(app, comes, clock, 3, registered={1: "hospital"})
+    # with other node ids
+    grid.nodes = {node + 1: place for node, place in grid.nodes.items()}
+    grid._contexts = {node + 1: own for node, own in grid._contexts.items()}
+    result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
+    assert clients_of(result) == ["partition-0", "partition-2", "hospital"]
+
+
+# Errors
+
+
+class Fails(Watched):
+    """Nodes that answer the first questions about who they are with an error."""
+
+    times = 1
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: dict[int, int] = {}
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == "query" and not message.content:
+            asked = self.asked.get(context.node_id, 0)
+            self.asked[context.node_id] = asked + 1
+            if asked < self.times:
+                error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "out of memory")
+                return Message(error, reply_to=message)
+        return super().__call__(message, context)
+
+
+def test_an_error_is_no_answer_to_who_one_is() -> None:
+    result = start(LocalGrid(Fails(tiny_app()), 3))
+    assert clients_of(result) == [f"partition-{p}" for p in range(3)]
+
+
+def test_who_cannot_tell_goes_by_its_node_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Always(Fails):
+        times = 100
+
+    result = start(LocalGrid(Always(tiny_app()), 3))
+    assert all(name.startswith("node-") for name in clients_of(result))
+    assert caplog.text.count("cannot tell its partition-id") == 1
+    assert "goes by its id: out of memory" in caplog.text
+
+
+def test_a_client_known_better_in_the_next_life_counts_once(
+    clock: FullClock, tmp_path: Path
+) -> None:
+    """Its app failed at the question in the first one; its node's id is the same."""
+
+    class Always(Fails):
+        times = 100
+
+    waiting = Waiting(window=1000)
+    comes = {2: Behaviour(connected=lambda now: now > 95)}
+    dying = Named(Always(tiny_app()), comes, clock, 3)
+    dying.dies = 90
+    with pytest.raises(KilledError):
+        start(dying, waiting, checkpoint_dir=tmp_path)
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, {}, clock, 3)
+    result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
+    assert len(result.uploads) == 3
+    assert app.trained == [(1, 2)]
+
+
+def test_all_that_a_client_may_be_called() -> None:
+    assert Identity(7).names == {"node-7"}
+    assert Identity(7, "", 3).names == {"node-7", "partition-3"}
+    assert Identity(7, "a").names == {"node-7", "a"}
+
+
+# Messages that nobody takes
+
+
+class Refusing(ClockedGrid):
+    """The SuperLink takes nothing for some nodes."""
+
+    refuses: tuple[int, ...] = ()
+
+    def push_messages(self, messages: Any) -> Any:
+        messages = list(messages)
+        kinds = {m.metadata.message_type for m in messages}
+        taken = [
+            m
+            for m in messages
+            if self.nodes[m.metadata.dst_node_id] not in self.refuses
+            or "query" in kinds
+        ]
+        return super().push_messages(taken)
+
+
+def test_who_could_not_be_reached_missed_no_deadline(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = Refusing(tiny_app(), {}, clock, 3)
+    grid.refuses = (1,)
+    result = start(grid, num_rounds=3, timeout=50)
+    assert "no reply from partition-1: the SuperLink took no message" in caplog.text
+    missing = [m.get("num-missing") for m in result.train_metrics_clientapp.values()]
+    assert missing == [1, 1, 1]  # asked in each: it sits out none
+    assert clock.now < 20
+
+
+def test_in_a_window_who_could_not_be_reached_is_asked_again(clock: FullClock) -> None:
+    grid = Refusing(tiny_app(), {}, clock, 3)
+    grid.refuses = (1,)
+    get_node_ids = grid.get_node_ids
+
+    def later() -> Any:
+        if clock.now > 100:
+            grid.refuses = ()
+        return get_node_ids()
+
+    grid.get_node_ids = later  # type: ignore[method-assign]
+    result = start(grid, Waiting(window=1000, enough_replies=3))
+    assert clients_of(result) == [f"partition-{p}" for p in range(3)]
+    assert clock.now < 300
+
+
+def test_nobody_took_the_request_at_all(clock: FullClock) -> None:
+    grid = Refusing(tiny_app(), {}, clock, 2)
+    grid.refuses = (0, 1)
+    with pytest.raises(RoundError, match="partition-0, partition-1: the SuperLink to"):
+        start(grid, timeout=500)
+    assert clock.now < 20
+
+
+# What clients say they train
+
+
+def test_names_of_no_parameter_are_not_kept() -> None:
+    class Boasts(Watched):
+        def __call__(self, message: Message, context: Context) -> Message:
+            reply = super().__call__(message, context)
+            own: RecordDict = reply.content
+            for record in own.config_records.values():
+                if "trained" in record:
+                    more = [f"x{i}" * 100 for i in range(1000)]
+                    own["config"] = ConfigRecord(
+                        {"trained": [*record["trained"], *more]}  # type: ignore[misc]
+                    )
+            return reply
+
+    strategy = FedFisherOneShot(**options_of())
+    boasted = strategy.start(LocalGrid(Boasts(tiny_app()), 3), tiny_arrays())
+    assert same_bits(
+        boasted.arrays,
+        FedFisherOneShot(**options_of())
+        .start(LocalGrid(tiny_app(), 3), tiny_arrays())
+        .arrays,
+    )
+    kept = strategy.cohort.agreement._trained.values()
+    assert {len(names) for names in kept} == {6}

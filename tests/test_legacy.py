@@ -1,0 +1,555 @@
+"""Apps of Flower's older API, behind this library's strategies."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.client import NumPyClient
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.serverapp.strategy import FedAvg
+from torch import nn
+from torch.utils.data import DataLoader
+from virtual import (
+    ask,
+    close,
+    metrics_of,
+    same_bits,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
+
+from flwr_fisher.client import LocalSGD, make_client_app
+from flwr_fisher.errors import (
+    CheckpointError,
+    ClientError,
+    ConfigurationError,
+    ParamsError,
+    RoundError,
+    UnknownNameError,
+)
+from flwr_fisher.legacy import (
+    Server,
+    as_legacy,
+    client_app,
+    from_numpy_client,
+    server_app,
+)
+from flwr_fisher.legacy.lists import from_list, names_of, order_of, to_list
+from flwr_fisher.strategies import TCT, FedFish, FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+
+
+class Older(NumPyClient):
+    """As most are written: lists of all of the state, trained by LocalSGD."""
+
+    def __init__(self, holding: int = 0) -> None:
+        self.net, self.holding = tiny_model(1), holding
+        self.trainloader = DataLoader(tiny_data(holding), batch_size=4)
+        self.configs: list[dict[str, Any]] = []
+
+    def names(self) -> list[str]:
+        return list(self.net.state_dict())
+
+    def load(self, parameters: list[np.ndarray]) -> None:
+        pairs = zip(self.names(), parameters, strict=True)
+        state = {name: torch.tensor(array) for name, array in pairs}
+        self.net.load_state_dict(state, strict=False)
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        self.configs.append(config)
+        self.load(parameters)
+        own = LocalSGD(lr=0.1)(self.net, self.trainloader, torch.device("cpu"), {})
+        return self.arrays(), len(self.trainloader.dataset), own
+
+    def arrays(self) -> list[np.ndarray]:
+        state = self.net.state_dict()
+        return [state[name].numpy() for name in self.names()]
+
+    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        self.configs.append(config)
+        self.load(parameters)
+        return 0.5, 7, {"accuracy": float(np.abs(parameters[0]).sum()), "sure": True}
+
+
+class TrainableOnly(Older):
+    """As LoRA apps are: lists of what is trained."""
+
+    def names(self) -> list[str]:
+        return [name for name, p in self.net.named_parameters() if p.requires_grad]
+
+
+class Tells(TrainableOnly):
+    """Its first list tells the order."""
+
+    def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
+        return self.arrays()
+
+
+def ours(older: Older, **options: Any) -> Any:
+    return from_numpy_client(
+        older, older.net, older.trainloader, device="cpu", **options
+    )
+
+
+def older_app(kind: type[Older] = Older, wrapped: bool = True, **options: Any) -> Any:
+    def client_fn(context: Context) -> Any:
+        older = kind(int(context.node_config["partition-id"]))
+        return older.to_client() if wrapped else older
+
+    parts = {"model": "net", "trainloader": "trainloader", "device": "cpu"}
+    return client_app(client_fn, **parts | options)
+
+
+def one_shot(**options: Any) -> FedFisherOneShot:
+    return FedFisherOneShot(**{"fraction_evaluate": 0.0} | options)
+
+
+# Clients
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+def test_a_numpy_client_uploads_what_ours_does(structure: str) -> None:
+    """It trains alike, so the merge is alike."""
+    merged = [
+        one_shot(structure=structure).start(LocalGrid(app, 3), tiny_arrays()).arrays
+        for app in (older_app(), tiny_app())
+    ]
+    assert close(*merged)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_client_fn_may_return_either_kind(wrapped: bool) -> None:
+    grid = LocalGrid(older_app(wrapped=wrapped), 2)
+    assert len(one_shot().start(grid, tiny_arrays()).uploads) == 2
+
+
+def test_other_strategies_train_it_too() -> None:
+    for strategy in (FedFish(fraction_evaluate=0.0), FedAvg(fraction_evaluate=0.0)):
+        arrays = strategy.start(LocalGrid(older_app(), 2), tiny_arrays(), 1).arrays
+        expected = strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays(), 1).arrays
+        assert close(arrays, expected)
+
+
+def test_fit_gets_the_users_config_and_the_servers_arrays() -> None:
+    older = Older()
+    seen = {}
+
+    class Spy(Older):
+        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            seen.update(config=config, arrays=[p.copy() for p in parameters])
+            return super().fit(parameters, config)
+
+    older = Spy()
+    ask(ours(older), config={"lr": 0.5, "server-round": 3, "structure": "kfac"})
+    assert seen["config"] == {"lr": 0.5, "server-round": 3}
+    expected = tiny_model().state_dict().values()
+    pairs = zip(seen["arrays"], expected, strict=True)
+    assert all(np.array_equal(a, b.numpy()) for a, b in pairs)
+
+
+def test_what_fit_keeps_of_its_list_does_not_train_along() -> None:
+    class Proximal(Older):
+        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            before = parameters[0].copy()
+            returned = super().fit(parameters, config)
+            assert np.array_equal(parameters[0], before)
+            assert not np.array_equal(returned[0][0], before)
+            return returned
+
+    ask(ours(Proximal()))
+
+
+def test_its_number_of_examples_weighs_and_its_metrics_travel() -> None:
+    class Few(Older):
+        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            arrays, _, _ = super().fit(parameters, config)
+            mine = {"is_straggler": False, "loss": np.float32(0.5), "host": "a"}
+            return arrays, 3, mine
+
+    for options in ({}, {"structure": "diagonal", "aggregate": "sums"}):
+        metrics = metrics_of(ask(ours(Few()), config=options))
+        assert dict(metrics) == {"num-examples": 3, "is_straggler": 0, "loss": 0.5}
+    sums = one_shot(structure="diagonal", aggregate="sums")
+    grid = LocalGrid(ours(Few()).as_client_app(), 2)
+    assert {u.num_examples for u in sums.start(grid, tiny_arrays()).uploads} == {3}
+
+
+def test_a_net_of_its_own_may_be_another_object() -> None:
+    older = Older()
+    model = tiny_model(5)
+    client = from_numpy_client(older, model, older.trainloader, device="cpu")
+    sent = tensors_of(ask(client))
+    expected = tensors_of(ask(ours(Older())))
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], expected[name]) for name in sent)
+
+
+def test_its_evaluate_answers_evaluations() -> None:
+    metrics = metrics_of(ask(ours(Older()), kind="evaluate"))
+    weights = next(iter(tiny_model().parameters()))
+    expected = {"accuracy": pytest.approx(float(weights.detach().abs().sum()))}
+    assert dict(metrics) == {**expected, "sure": 1, "loss": 0.5, "num-examples": 7}
+
+
+def test_a_valloader_goes_before_its_evaluate() -> None:
+    older = Older()
+    client = ours(older, valloader=DataLoader(tiny_data(0), batch_size=8))
+    theirs = metrics_of(ask(tiny_client(), kind="evaluate"))
+    assert metrics_of(ask(client, kind="evaluate")) == theirs
+
+
+def test_on_training_data_the_built_in_loop_scores() -> None:
+    config = {"evaluate-on": "train"}
+    mine, theirs = (
+        metrics_of(ask(client, config=config, kind="evaluate"))
+        for client in (ours(Older()), tiny_client())
+    )
+    assert mine == theirs
+
+
+def test_without_an_evaluate_of_its_own_there_is_none() -> None:
+    class Mute(Older):
+        evaluate = NumPyClient.evaluate
+
+    with pytest.raises(ClientError, match="has no valloader"):
+        ask(ours(Mute()), kind="evaluate")
+
+
+def test_an_evaluate_of_another_model_is_refused() -> None:
+    client = ours(Older())
+    assert client.problem.evaluate_fn is not None
+    with pytest.raises(
+        ClientError, match=r"Older\.evaluate does not know: pass a vall"
+    ):
+        client.problem.evaluate_fn(nn.Linear(1, 1), None, torch.device("cpu"), {})
+
+
+# Lists
+
+
+def frozen(kind: type[Older]) -> Older:
+    older = kind()
+    older.net[0].requires_grad_(False)
+    return older
+
+
+def test_lists_of_what_is_trained_where_that_is_told() -> None:
+    for older, options in (
+        (frozen(TrainableOnly), {"order": "trainable"}),
+        (frozen(Tells), {}),
+        (frozen(TrainableOnly), {"order": frozen(TrainableOnly).names()}),
+    ):
+        client = ours(older, **options)
+        arrays = ArrayRecord(tiny_model().state_dict())
+        metrics = metrics_of(ask(client, arrays))
+        assert metrics["train_loss"] > 0
+        assert metrics_of(ask(client, arrays, kind="evaluate"))["loss"] == 0.5
+
+
+class Returns(Older):
+    """Returns what it is told to."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        return self.change(super().fit(parameters, config))
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "trainable ones": (
+        lambda r: ([a for i, a in enumerate(r[0]) if i not in (4, 5, 6)], *r[1:]),
+        r"what Returns.fit returned: 6 arrays, not 9, '0.weight', '0.bias', "
+        r"'1.weight', …: they fit another order, pass order='parameters'",
+    ),
+    "one too few": (
+        lambda r: (r[0][:-1], *r[1:]),
+        r"8 arrays, not 9, .*: the model has 9 'state', 6 'parameters', 6 'trainable'",
+    ),
+    "another shape": (
+        lambda r: ([r[0][0].T, *r[0][1:]], *r[1:]),
+        r"array 0 has shape \(3, 4\), and '0.weight' has \(4, 3\)",
+    ),
+    "no numbers": (
+        lambda r: ([np.full((4, 3), "a"), *r[0][1:]], *r[1:]),
+        "array 0, '0.weight', is no tensor",
+    ),
+    "two things": (
+        lambda r: r[:2],
+        r"fit must return \(a list of arrays, .*got \('list', 'int'\)",
+    ),
+    "nothing": (lambda r: None, "got NoneType"),
+    "no examples": (lambda r: (r[0], 0, {}), "fit returned 0 examples"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_fit_returns_is_checked(case: str) -> None:
+    change, text = WRONG[case]
+    error = ClientError if text.startswith(("fit", "got")) else ParamsError
+    with pytest.raises(error, match=text):
+        ask(ours(Returns(change)))
+
+
+def test_an_order_that_is_none() -> None:
+    with pytest.raises(UnknownNameError, match="unknown order 'alphabet'; known: sta"):
+        ask(ours(Older(), order="alphabet"))
+    with pytest.raises(ParamsError, match=r"order names \['w'\]"):
+        ask(ours(Older(), order=["w"]))
+
+
+def test_get_parameters_of_no_known_order() -> None:
+    class Odd(Tells):
+        def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
+            return self.arrays()[:2]
+
+    with pytest.raises(ParamsError, match=r"Odd.get_parameters: 2 arrays, not 9"):
+        ask(ours(Odd()))
+
+
+def test_bfloat16_travels_as_float32_and_comes_back() -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    names = names_of(model, "state")
+    arrays = to_list(model, names)
+    assert {a.dtype for a in arrays} == {np.dtype("float32")}
+    back = from_list(model, names, arrays, "it")
+    assert all(torch.equal(back[n], v) for n, v in model.state_dict().items())
+    assert order_of(model, arrays) == "state"
+
+
+def test_what_is_no_numpy_client() -> None:
+    with pytest.raises(ClientError, match=r"Linear has no fit\(parameters, config\)"):
+        from_numpy_client(nn.Linear(1, 1), nn.Linear(1, 1), [])
+
+    class Empty(NumPyClient):
+        pass
+
+    with pytest.raises(ClientError, match="Empty has no fit"):
+        from_numpy_client(Empty(), nn.Linear(1, 1), [])
+
+
+def test_parts_that_are_not_where_they_are_said_to_be() -> None:
+    with pytest.raises(RoundError, match="Older has no attribute 'model', but"):
+        one_shot().start(LocalGrid(older_app(model="model"), 2), tiny_arrays())
+    with pytest.raises(RoundError, match="model='holding' is no module: int"):
+        one_shot().start(LocalGrid(older_app(model="holding"), 2), tiny_arrays())
+    app = older_app(model=lambda older: older.net)
+    assert one_shot().start(LocalGrid(app, 2), tiny_arrays()).uploads
+
+
+def test_a_client_fn_of_a_cid_is_deprecated_as_in_flower(caplog) -> None:
+    def client_fn(cid: str) -> Any:
+        return Older(int(cid)).to_client()
+
+    app = client_app(client_fn, model="net", trainloader="trainloader", device="cpu")
+    assert "DEPRECATED FEATURE: a client_fn of `cid`" in caplog.text
+    merged = one_shot().start(LocalGrid(app, 2), tiny_arrays()).arrays
+    expected = one_shot().start(LocalGrid(older_app(), 2), tiny_arrays()).arrays
+    assert same_bits(merged, expected)
+
+
+# Servers
+
+
+def run(components: Any, clients: int = 3, app: Any = None) -> LocalGrid:
+    grid = LocalGrid(older_app() if app is None else app, clients)
+    context = Context(1, 1, {}, RecordDict(), {})
+    server_app(lambda context: components)(grid, context)
+    return grid
+
+
+class Saves(Server):
+    """As baselines do: it keeps the history."""
+
+    def fit(self, num_rounds: int, timeout: float | None) -> Any:
+        self.history, seconds = super().fit(num_rounds, timeout)
+        return self.history, seconds
+
+
+def served(rounds: int = 1, app: Any = None, **options: Any) -> Saves:
+    settings = {"model": tiny_model(), "fraction_evaluate": 0.0} | options
+    kind = settings.pop("kind", FedFisherOneShot)
+    strategy = as_legacy(kind, **settings)
+    server = Saves(client_manager=SimpleClientManager(), strategy=strategy)
+    config = ServerConfig(num_rounds=rounds)
+    run(ServerAppComponents(server=server, config=config), app=app)
+    return server
+
+
+def test_a_server_fn_gives_what_start_gives() -> None:
+    expected = one_shot().start(LocalGrid(older_app(), 3), tiny_arrays(), 2)
+    server = served(2)
+    assert server.result is not None
+    assert same_bits(server.result.arrays, expected.arrays)
+
+
+@pytest.mark.parametrize("form", [list, ndarrays_to_parameters])
+@pytest.mark.parametrize("order", ["state", "parameters"])
+def test_initial_parameters_are_matched_to_names(form: Any, order: str) -> None:
+    start = tiny_model(3)
+    arrays = to_list(start, names_of(start, order))
+    seen: list[list[np.ndarray]] = []
+
+    def evaluate(server_round: int, arrays: list[np.ndarray], config: Any) -> None:
+        seen.append(arrays)
+
+    server = served(initial_parameters=form(arrays), evaluate_fn=evaluate)
+    assert [len(a) for a in seen] == [len(arrays)] * 2
+    assert all(map(np.array_equal, seen[0], arrays))
+    assert server.history.losses_centralized == []
+
+
+def test_initial_parameters_of_another_model() -> None:
+    with pytest.raises(ParamsError, match="initial_parameters: 1 arrays, not 9"):
+        as_legacy(FedFish, model=tiny_model(), initial_parameters=[np.zeros(1)])
+    with pytest.raises(ParamsError, match="Parameters or a list of arrays, got int"):
+        as_legacy(FedFish, model=tiny_model(), initial_parameters=3)
+
+
+def test_the_older_settings_keep_their_names() -> None:
+    strategy = as_legacy(
+        FedFisherOneShot,
+        model=tiny_model(),
+        structure="diagonal",
+        fraction_fit=0.5,
+        fraction_evaluate=0.25,
+        min_fit_clients=3,
+        min_evaluate_clients=4,
+        min_available_clients=5,
+    )
+    assert isinstance(strategy, FedFisherOneShot)
+    assert (strategy.fraction_train, strategy.fraction_evaluate) == (0.5, 0.25)
+    assert (strategy.min_train_nodes, strategy.min_evaluate_nodes) == (3, 4)
+    assert strategy.min_available_nodes == 5
+    assert (
+        strategy.options()
+        == FedFisherOneShot(
+            structure="diagonal", fraction_train=0.5, min_train_nodes=3
+        ).options()
+    )
+
+
+def test_configs_and_scores_by_round() -> None:
+    configs: list[dict[str, Any]] = []
+
+    class Notes(Older):
+        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            configs.append({"fit": True, **config})
+            return super().fit(parameters, config)
+
+        def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+            configs.append({"fit": False, **config})
+            return float(self.holding), 1 + self.holding, {"x": 2.0 * self.holding}
+
+    server = served(
+        2,
+        older_app(Notes),
+        fraction_evaluate=1.0,
+        evaluate_fn=lambda n, arrays, config: (float(n), {"top": n + 0.5, "what": "a"}),
+        on_fit_config_fn=lambda n: {"current_round": n},
+        on_evaluate_config_fn=lambda n: {"tested": -n},
+        fit_metrics_aggregation_fn=lambda pairs: {"n": sum(n for n, _ in pairs)},
+        evaluate_metrics_aggregation_fn=lambda pairs: {
+            "x": max(m["x"] for _, m in pairs)
+        },
+    )
+    fits = [c["current_round"] for c in configs if c["fit"]]
+    assert sorted(fits) == [1, 1, 1, 2, 2, 2]
+    assert sorted(c["tested"] for c in configs if not c["fit"]) == [-2] * 3 + [-1] * 3
+    history = pickle.loads(pickle.dumps(server.history))
+    assert history.losses_centralized == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert history.metrics_centralized == {"top": [(0, 0.5), (1, 1.5), (2, 2.5)]}
+    assert history.metrics_distributed_fit["n"] == [(1, 30), (2, 30)]
+    assert history.metrics_distributed == {"x": [(1, 4.0), (2, 4.0)]}
+    weighted = (0 * 1 + 1 * 2 + 2 * 3) / 6
+    assert history.losses_distributed == [(n, pytest.approx(weighted)) for n in (1, 2)]
+    assert history.lines()[0].startswith("losses distributed: [(1, 1.33")
+
+
+def test_a_server_fn_run_is_kept_and_resumed(tmp_path) -> None:
+    whole = served(2)
+    served(1, checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="resume"):
+        served(2, checkpoint_dir=tmp_path)
+    resumed = served(2, checkpoint_dir=tmp_path, resume=True)
+    assert resumed.result is not None
+    assert whole.result is not None
+    assert same_bits(resumed.result.arrays, whole.result.arrays)
+
+
+def test_components_without_a_server_end_with_a_summary(caplog) -> None:
+    caplog.set_level("INFO", logger="flwr")
+    strategy = as_legacy(FedFish, model=tiny_model(), fraction_evaluate=0.0)
+    run(ServerAppComponents(strategy=strategy))
+    assert "Run finished 1 round(s)" in caplog.text
+    assert "metrics distributed fit: {" in caplog.text
+
+
+def test_a_client_manager_of_ones_own_is_not_used(caplog) -> None:
+    class Picky(SimpleClientManager):
+        pass
+
+    strategy = as_legacy(FedFish, model=tiny_model(), fraction_evaluate=0.0)
+    run(ServerAppComponents(strategy=strategy, client_manager=Picky()))
+    assert "Picky is not used" in caplog.text
+
+
+def test_flowers_own_server_is_understood_and_one_derived_from_it_is_not() -> None:
+    from flwr.server import Server as Flowers
+
+    strategy = as_legacy(FedFish, model=tiny_model(), fraction_evaluate=0.0)
+    made = Flowers(client_manager=SimpleClientManager(), strategy=strategy)  # type: ignore[arg-type]
+    run(ServerAppComponents(server=made))
+
+    class Mine(Flowers):
+        pass
+
+    mine = Mine(client_manager=SimpleClientManager(), strategy=strategy)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="Mine derives from Flower's Server"):
+        run(ServerAppComponents(server=mine))
+
+
+def test_settings_without_a_counterpart_are_refused() -> None:
+    from flwr.server.strategy import FedAvg as OlderFedAvg
+
+    model = tiny_model()
+    with pytest.raises(ConfigurationError, match="say how many clients a round needs"):
+        as_legacy(FedFish, model=model, accept_failures=False)
+    with pytest.raises(ConfigurationError, match="TCT's model is more"):
+        as_legacy(TCT, model=model, evaluate_fn=lambda *arguments: None)
+    for other in (OlderFedAvg, FedFish(), FedAvg):
+        with pytest.raises(ConfigurationError, match="as_legacy is for the classes"):
+            as_legacy(other, model=model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"FedFish\(\) got .* \['fraction_fti'\]"):
+        as_legacy(FedFish, model=model, fraction_fti=0.5)
+
+
+def test_what_a_server_app_does_not_run() -> None:
+    from flwr.server.strategy import FedAvg as OlderFedAvg
+
+    with pytest.raises(ConfigurationError, match="FedAvg is none of flwr_fisher"):
+        run(ServerAppComponents(strategy=OlderFedAvg()))
+    plain: Any = FedFish()
+    with pytest.raises(ConfigurationError, match=r"make it as_legacy\(FedFish, model="):
+        run(ServerAppComponents(strategy=plain))
+    with pytest.raises(ConfigurationError, match="this Server reaches no clients"):
+        Server(strategy=as_legacy(FedFish, model=tiny_model())).fit(1, None)
+
+
+def test_from_numpy_client_in_an_app_of_ones_own() -> None:
+    app = make_client_app(
+        lambda context: ours(Older(int(context.node_config["partition-id"])))
+    )
+    merged = one_shot().start(LocalGrid(app, 3), tiny_arrays()).arrays
+    expected = one_shot().start(LocalGrid(older_app(), 3), tiny_arrays()).arrays
+    assert same_bits(merged, expected)

@@ -1,0 +1,136 @@
+"""What a client's machine needs: flwr, torch, numpy, safetensors, and no more."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bare import hidden, write_sitecustomize
+from test_layers import ROOT, sources
+
+from flwr_fisher.errors import MissingExtraError
+from flwr_fisher.extras import extra
+
+# What each room may import of others' packages, beside Python's own; torch brings
+# filelock.
+MAY = {"flwr", "torch", "numpy", "safetensors", "filelock"}
+BEYOND = {
+    "tasks": {"torchvision", "sklearn", "datasets", "flwr_datasets"},
+    "report": {"matplotlib", "rich"},
+    "curvature": {"nngeometry"},  # one engine, asked for by name
+    "callbacks": {"mlflow", "wandb"},
+}
+
+ROUND = """
+import sys
+import torch
+from flwr.app import ArrayRecord
+from torch.utils.data import DataLoader, TensorDataset
+from flwr_fisher.client import FisherClient, LocalSGD
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+loader = DataLoader(data, batch_size=4)
+client = FisherClient(model, loader, loader, train_fn=LocalSGD(epochs=2))
+grid = LocalGrid(client.as_client_app(), 3)
+strategy = FedFisherOneShot(structure="kfac")
+result = strategy.start(grid, ArrayRecord(shared_state(model)))
+print(len(result.uploads), sorted(sys.modules.keys() & set(HIDDEN)))
+"""
+
+NEEDED = """
+from flwr_fisher.errors import MissingExtraError
+
+def told(act):
+    try:
+        act()
+    except MissingExtraError as error:
+        print(error)
+
+def report():
+    import flwr_fisher.report
+
+def data():
+    from flwr_fisher.tasks import load_dataset
+    load_dataset(NAME)
+
+def engine():
+    import torch
+    from flwr_fisher.curvature import fisher
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.zeros(2, 2), torch.zeros(2).long())
+    )
+    fisher(torch.nn.Linear(2, 2), loader, engine="nngeometry")
+"""
+
+
+def bare(tmp_path: Path, code: str) -> str:
+    """What a program prints where no extra is installed."""
+    first = write_sitecustomize(tmp_path / "bare")
+    path = os.pathsep.join([str(first), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_extras_packages_are_hidden() -> None:
+    names = {"ray", "torchvision", "sklearn", "matplotlib", "nngeometry", "datasets"}
+    assert names <= hidden()
+    assert not hidden() & (MAY | {"rich"})  # which flwr brings
+
+
+def test_a_client_trains_and_uploads_a_kfac_without_any_extra(tmp_path: Path) -> None:
+    code = ROUND.replace("set(HIDDEN)", f"set({sorted(hidden())})")
+    assert bare(tmp_path, code) == "3 []\n"
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (
+            "report",
+            "'matplotlib' is not installed: pip install \"flwr-fisher[rep",
+        ),
+        ("lambda: data('digits')", "'sklearn' is not installed: pip install"),
+        ("data", "'torchvision' is not installed: pip install \"flwr-fisher[tasks]\""),
+        ("engine", "'nngeometry' is not installed: pip install \"flwr-fisher[nnge"),
+    ],
+)
+def test_a_missing_extra_is_named_when_it_is_needed(
+    tmp_path: Path, act: str, says: str
+) -> None:
+    code = NEEDED.replace("NAME", "'digits'" if "digits" in act else "'mnist'")
+    act = "data" if "digits" in act else act
+    assert says in bare(tmp_path, f"{code}\ntold({act})")
+
+
+def test_what_is_missing_within_a_package_is_named_too() -> None:
+    says = pytest.raises(MissingExtraError, match="'no_such' is not installed")
+    with says, extra("tasks"):
+        import no_such.thing  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("room", "path"),
+    [pytest.param(room, path, id=name) for room, name, path in sources(ROOT)],
+)
+def test_a_file_imports_no_more_than_its_room_may(room: str, path: Path) -> None:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module).partition(".")[0])
+    others = names - sys.stdlib_module_names - {"flwr_fisher"}
+    assert others <= MAY | BEYOND.get(room, set())

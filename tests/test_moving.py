@@ -1,0 +1,379 @@
+"""The pages on moving do what they say: their lines are applied, both apps run."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import os
+import pickle
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, RecordDict
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_fisher.testing import LocalGrid
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    name: (ROOT / "docs" / f"moving-from-{name}.md").read_text(encoding="utf-8")
+    for name in ("fedavg", "numpyclient")
+}
+QUICKSTART = Path(
+    os.environ.get("FLWR_FISHER_QUICKSTART", ROOT.parent / "shared/flower-quickstart")
+)
+
+
+def blocks(page: str, kind: str) -> list[list[str]]:
+    found = re.findall(rf"```{kind}\n(.*?)```", PAGES[page], re.DOTALL)
+    return [block.splitlines() for block in found]
+
+
+def sides(lines: list[str]) -> tuple[str, str]:
+    """A diff's two texts."""
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    return "\n".join(before) + "\n", "\n".join(after) + "\n"
+
+
+def changed(before: str, after: str) -> tuple[int, int]:
+    """How many lines differ; and how many go, and come."""
+    old, new = ([x for x in t.splitlines() if x.strip()] for t in (before, after))
+    once = both = 0
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag != "equal":
+            once, both = once + max(b - a, d - c), both + b - a + d - c
+    return once, both
+
+
+# The pages' own apps
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def load_data(partition: int) -> tuple[DataLoader, DataLoader]:
+    generator = torch.Generator().manual_seed(partition)
+    x, y = torch.randn(24, 4, generator=generator), torch.arange(24) % 3
+    data = TensorDataset(x + 2 * nn.functional.one_hot(y, 4), y)
+    return DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
+
+
+def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+    net.train()
+    for _ in range(epochs):
+        for x, y in [batch for _ in range(4) for batch in loader]:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+    return float(loss.detach())
+
+
+def test(net: nn.Module, loader: DataLoader) -> tuple[float, float]:
+    net.eval()
+    x, y = loader.dataset.tensors
+    with torch.no_grad():
+        outputs = net(x)
+    accuracy = (outputs.argmax(1) == y).float().mean()
+    return float(nn.functional.cross_entropy(outputs, y)), float(accuracy)
+
+
+test.__test__ = False  # type: ignore[attr-defined]
+
+
+def get_weights(net: nn.Module) -> list[Any]:
+    return [value.numpy() for value in net.state_dict().values()]
+
+
+def set_weights(net: nn.Module, weights: list[Any]) -> None:
+    pairs = zip(net.state_dict(), weights, strict=True)
+    net.load_state_dict({name: torch.tensor(value) for name, value in pairs})
+
+
+@pytest.fixture
+def my_app(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What the pages' apps import; it notes what comes of a run."""
+    module = ModuleType("my_app")
+    module.scores, module.states = [], []
+
+    def evaluate(server_round: int, weights: list[Any], config: Any) -> Any:
+        net = Net()
+        set_weights(net, weights)
+        loss, accuracy = test(net, load_data(9)[1])
+        module.scores.append(accuracy)
+        return loss, {"accuracy": accuracy}
+
+    module.save, module.evaluate = module.states.append, evaluate
+    for part in (Net, load_data, train, test, get_weights, set_weights):
+        setattr(module, part.__name__, part)
+    monkeypatch.setitem(sys.modules, "my_app", module)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield module
+
+
+def app_of(text: str) -> Any:
+    namespace: dict[str, Any] = {}
+    exec(compile(text, "app.py", "exec"), namespace)
+    return namespace["app"]
+
+
+def run(client: Any, server: Any, clients: int = 4, **config: Any) -> None:
+    grid = LocalGrid(client, clients, run_config=config)
+    server(grid, Context(1, 1, {}, RecordDict(), config))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
+def test_a_numpy_client_app_before_and_after(my_app: Any, side: int, caplog) -> None:
+    caplog.set_level("INFO", logger="flwr")
+    client, server = (sides(block)[side] for block in blocks("numpyclient", "diff")[:2])
+    run(app_of(client), app_of(server))
+    assert len(my_app.scores) == 4
+    assert my_app.scores[-1] > max(0.5, my_app.scores[0])
+    assert ("Starting FedFish strategy" in caplog.text) == bool(side)
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
+def test_a_message_app_before_and_after(my_app: Any, side: int, caplog) -> None:
+    caplog.set_level("INFO", logger="flwr")
+    client, server = (sides(block)[side] for block in blocks("fedavg", "diff")[:2])
+    run(app_of(client), app_of(server))
+    net = Net()
+    net.load_state_dict(my_app.states[0])
+    assert test(net, load_data(9)[1])[1] > 0.5
+    assert ("Starting FedFish strategy" in caplog.text) == bool(side)
+
+
+@pytest.mark.parametrize("strategy", ["FedFish(", "FAGH(", "FedFisherOneShot("])
+def test_a_fisher_client_takes_the_place_of_a_client_app(
+    my_app: Any, strategy: str
+) -> None:
+    server = sides(blocks("fedavg", "diff")[1])[1]
+    server = server.replace("import FedFish", f"import {strategy[:-1]}")
+    server = server.replace("= FedFish(", f"= {strategy}")
+    run(app_of("\n".join(blocks("fedavg", "python")[0])), app_of(server))
+    assert my_app.states
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pages_count_their_lines(page: str) -> None:
+    told = [int(n) for n in re.findall(r"(\d+) lines[.:,]", PAGES[page])]
+    counted = []
+    for block in blocks(page, "diff"):
+        parts = [sides(block)]
+        if block[0].startswith("---"):
+            parts = [(old, new) for _, old, new in hunks(block)]
+        counted.append(sum(changed(*part)[0] for part in parts))
+    assert told == counted
+
+
+# Flower's own apps
+
+
+def hunks(block: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (file, old lines, new lines) for each hunk of a page's diff."""
+    path, lines = "", list[str]()
+    for line in [*block, "@@"]:
+        if line.startswith(("---", "@@")):
+            if lines:
+                yield path, *sides(lines)
+            lines = []
+            path = line[4:] if line.startswith("---") else path
+        else:
+            lines.append(line)
+
+
+def applied(page: str, app: str, folder: Path) -> dict[str, tuple[str, str]]:
+    """Copy an app with the page's lines changed; return each file before and after."""
+    if not QUICKSTART.is_dir():
+        pytest.skip(f"Flower's own apps are not at {QUICKSTART}")
+    texts: dict[str, tuple[str, str]] = {}
+    for path in sorted((QUICKSTART / app).rglob("*")):
+        if path.suffix in (".py", ".toml"):
+            name = path.relative_to(QUICKSTART / app).as_posix()
+            texts[name] = (text := path.read_text(encoding="utf-8"), text)
+    for name, old, new in hunks(blocks(page, "diff")[2]):
+        before, text = texts[name]
+        assert f"\n{text}".count(f"\n{old}") == 1, (name, old)
+        texts[name] = before, f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:]
+    for name, (_, text) in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return texts
+
+
+def count(texts: dict[str, tuple[str, str]]) -> tuple[int, int]:
+    pairs = [changed(*pair) for pair in texts.values()]
+    return sum(once for once, _ in pairs), sum(both for _, both in pairs)
+
+
+def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """An app's run config, as Flower flattens it."""
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    config: dict[str, Any] = {}
+    for key, value in tomllib.loads(text)["tool"]["flwr"]["app"]["config"].items():
+        inner = value.items() if isinstance(value, dict) else None
+        config |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner}
+    assert changes.keys() <= config.keys()
+    return config | changes
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place that modules are imported from, and forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield tmp_path
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+DATA = """
+class Examples(torch.utils.data.Dataset):
+    def __init__(self, seed, key, shape):
+        generator = torch.Generator().manual_seed(0)
+        classes = torch.randn(10, *shape, generator=generator)
+        self.key, self.y = key, torch.arange(20) % 10
+        noise = torch.randn(20, *shape, generator=generator.manual_seed(seed + 1))
+        self.x = classes[self.y] + noise / 2
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        return {self.key: self.x[i], "label": self.y[i]}
+
+
+def loader(seed, key, shape):
+    return torch.utils.data.DataLoader(Examples(seed, key, shape), batch_size=10)
+"""
+IMAGES = """
+def load_data(partition_id, num_partitions, batch_size):
+    return [loader(partition_id, "img", (3, 32, 32)) for _ in "ab"]
+
+
+def load_centralized_dataset():
+    return loader(9, "img", (3, 32, 32))
+"""
+DIGITS = """
+def load_data(dataset_config, partition_id, num_partitions):
+    return [loader(partition_id, "image", (1, 28, 28)) for _ in "ab"]
+
+
+def prepare_test_loader(dataset_config):
+    return loader(9, "image", (1, 28, 28))
+"""
+EASYDICT = """
+class EasyDict(dict):
+    def __init__(self, values):
+        items = values.items()
+        super().__init__(
+            {k: EasyDict(v) if isinstance(v, dict) else v for k, v in items}
+        )
+        self.__dict__ = self
+"""
+
+
+def without_data(text: str) -> str:
+    """A module without what loads data, which is no part of a move."""
+    lines, gone = text.splitlines(), set[int]()
+    hubs = ("datasets", "flwr_datasets", "torchvision")
+    names = ("fds", "pytorch_transforms")
+    functions = ("apply_transforms", "load_data", "load_centralized_dataset")
+    for node in ast.parse(text).body:
+        if (
+            (isinstance(node, ast.ImportFrom) and str(node.module).startswith(hubs))
+            or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names)
+            or (isinstance(node, ast.FunctionDef) and node.name in functions)
+        ):
+            gone |= set(range(node.lineno - 1, node.end_lineno or 0))
+    return "\n".join(line for i, line in enumerate(lines) if i not in gone)
+
+
+def instead(folder: Path, name: str, strategy: str) -> None:
+    """Another of this library's strategies in a server app."""
+    path = folder / name
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("FedFish", strategy), encoding="utf-8")
+
+
+@pytest.mark.parametrize("strategy", ["FedFish", "FedFisherOneShot"])
+def test_flowers_quickstart_moves(folder: Path, strategy: str, caplog) -> None:
+    caplog.set_level("INFO", logger="flwr")
+    once, both = count(applied("fedavg", "message-api", folder))
+    assert once == 7
+    assert both <= 12
+    instead(folder, "pytorchexample/server_app.py", strategy)
+    task = folder / "pytorchexample/task.py"
+    task.write_text(without_data(task.read_text(encoding="utf-8")) + DATA + IMAGES)
+    client = importlib.import_module("pytorchexample.client_app")
+    server = importlib.import_module("pytorchexample.server_app")
+    config = config_of(folder, **{"num-server-rounds": 2})
+    run(client.app, server.app, clients=2, **config)
+    state = torch.load(folder / "final_model.pt")
+    server.Net().load_state_dict(state)
+    assert f"Starting {strategy} strategy" in caplog.text
+    assert caplog.text.count("eval_acc") >= 2
+    assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["FedFish", "FedFisherOneShot"])
+def test_flowers_fedprox_moves(folder: Path, strategy: str, caplog) -> None:
+    caplog.set_level("INFO", logger="flwr")
+    once, both = count(applied("numpyclient", "numpy-client", folder))
+    assert once == 11
+    assert both == 17
+    instead(folder, "fedprox/server_app.py", strategy)
+    text = "import torch\n" + DATA + DIGITS
+    (folder / "fedprox/dataset.py").write_text(text, encoding="utf-8")
+    if importlib.util.find_spec("easydict") is None:
+        (folder / "easydict.py").write_text(EASYDICT, encoding="utf-8")
+        importlib.invalidate_caches()
+    config = config_of(
+        folder,
+        **{
+            "algorithm.num-server-rounds": 2,
+            "algorithm.fraction-fit": 1.0,
+            "algorithm.min-available-clients": 2,
+            "algorithm.local-epochs": 3,
+            "algorithm.stragglers-fraction": 0.5,
+            "algorithm.fraction-evaluate": 1.0,
+            "algorithm.min-evaluate-clients": 2,
+        },
+    )
+    client = importlib.import_module("fedprox.client_app")
+    server = importlib.import_module("fedprox.server_app")
+    run(client.app, server.app, clients=2, **config)
+    (saved,) = folder.rglob("results.pkl")
+    history = pickle.loads(saved.read_bytes())["history"]
+    losses = [loss for _, loss in history.losses_centralized]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert len(history.metrics_distributed_fit["is_straggler"]) == 2
+    assert len(history.metrics_distributed["accuracy"]) == 2
+    assert f"Starting {strategy} strategy" in caplog.text
+    assert "left out" not in caplog.text
+
+
+def test_the_published_apps_are_not_here() -> None:
+    """The pages quote the lines that change, and few beside them."""
+    for page in PAGES:
+        quoted = [line for line in blocks(page, "diff")[2] if line.startswith(" ")]
+        assert len(quoted) <= 2

@@ -1,0 +1,301 @@
+"""A server and clients that do not go together are told so before anyone trains."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from clocked import Behaviour, ClockedGrid, FullClock, clock
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.client import ClientApp as OlderClientApp
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.common import FitIns, GetParametersIns, ndarrays_to_parameters
+from flwr.compat.common.recorddict_compat import (
+    fitins_to_recorddict,
+    getparametersins_to_recorddict,
+)
+from flwr.server import Server, SimpleClientManager
+from flwr.serverapp.strategy import FedAvg, FedProx
+from virtual import close, node_of, tiny_app, tiny_arrays, tiny_client, tiny_model
+
+from flwr_fisher.client import LocalSGD, fisher_arrays, identify, make_client_app
+from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.strategies import (
+    FAGH,
+    TCT,
+    CurvatureStrategy,
+    FedExP,
+    FedFish,
+    FedFisherOneShot,
+    Repeatable,
+    Scaffold,
+)
+from flwr_fisher.testing import LocalGrid
+
+__all__ = ["clock"]
+
+
+class Plain(ClientApp):
+    """An app as Flower's tutorials have it, which notes who trained.
+
+    `curvature` says whether its train function calls `fisher_arrays`.
+    """
+
+    def __init__(self, curvature: bool = False) -> None:
+        super().__init__()
+        self.trained: list[int] = []
+
+        @self.train()
+        def train(message: Message, context: Context) -> Message:
+            partition = int(context.node_config["partition-id"])
+            self.trained.append(partition)
+            problem = tiny_client(partition).problem
+            model, loader = problem.model, problem.trainloader
+            state = message.content["arrays"].to_torch_state_dict()
+            model.load_state_dict(state)
+            own = LocalSGD(lr=0.1)(model, loader, problem.device, {})
+            arrays = ArrayRecord(model.state_dict())
+            if curvature:
+                arrays = fisher_arrays(message, context, model, loader)
+            metrics = {**own, "num-examples": 8 + 2 * partition}
+            content = RecordDict({"arrays": arrays, "metrics": MetricRecord(metrics)})
+            return Message(content, reply_to=message)
+
+
+class Older(NumPyClient):
+    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        raise AssertionError("it trains")
+
+
+def strategies() -> list[CurvatureStrategy]:
+    options: dict[str, Any] = {"fraction_evaluate": 0.0}
+    return [
+        FedFisherOneShot(**options),
+        FedFish(**options),
+        FAGH(**options),
+        Scaffold(**options),
+        FedExP(**options),
+        TCT(stage1_rounds=1, stage1=Scaffold(**options), **options),
+        TCT(stage1_rounds=1, stage1=FedProx(fraction_evaluate=0.0), **options),
+    ]
+
+
+@pytest.mark.parametrize("strategy", strategies(), ids=lambda s: type(s).__name__)
+def test_a_plain_app_is_told_before_it_trains(
+    strategy: CurvatureStrategy, caplog
+) -> None:
+    app = Plain()
+    text = r"0 nodes can be asked, and 2 are needed:\nnode-\d+, node-\d+, "
+    text += r"node-\d+: its ClientApp is not flwr-fisher's.*app.query\(\)\(identify\)"
+    with pytest.raises(RoundError, match=text):
+        strategy.start(LocalGrid(app, 3), tiny_arrays(), num_rounds=3)
+    assert not app.trained
+    said = [r.getMessage() for r in caplog.records if "not asked" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_an_app_with_a_query_of_its_own_that_is_not_ours_is_told() -> None:
+    app = Plain()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        content = RecordDict({"mine": MetricRecord({"partition-id": 0})})
+        return Message(content, reply_to=message)
+
+    with pytest.raises(RoundError, match="its ClientApp is not flwr-fisher's"):
+        FedFish().start(LocalGrid(app, 2), tiny_arrays(), num_rounds=1)
+    assert not app.trained
+
+
+def test_a_numpy_client_is_told_before_it_trains() -> None:
+    app = OlderClientApp(lambda context: Older().to_client())
+    text = r"its ClientApp is that of a NumPyClient.*legacy.client_app\(client_fn, mod"
+    for strategy in strategies():
+        with pytest.raises(RoundError, match=text):
+            strategy.start(LocalGrid(app, 2), tiny_arrays(), num_rounds=3)
+
+
+def test_nobody_waits_for_what_stays_as_it_is(clock: FullClock) -> None:
+    grid = ClockedGrid(Plain(), {}, clock, 3)
+    with pytest.raises(RoundError, match="its ClientApp is not flwr-fisher's"):
+        FedFish().start(grid, tiny_arrays(), num_rounds=1)
+    assert clock.now < 10
+
+
+class Mixed(ClientApp):
+    """Partition 0 runs another app."""
+
+    def __init__(self, other: ClientApp) -> None:
+        super().__init__()
+        self.other, self.app = other, tiny_app()
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        odd = context.node_config["partition-id"] == 0
+        return (self.other if odd else self.app)(message, context)
+
+
+def named(grid: LocalGrid) -> str:
+    """The name of a node that tells none."""
+    return f"node-{node_of(grid, 0)}"
+
+
+def test_beside_ours_another_app_is_left_out_by_name(caplog) -> None:
+    plain = Plain()
+    grid = LocalGrid(Mixed(plain), 3)
+    result = FedFisherOneShot(fraction_evaluate=0.0).start(grid, tiny_arrays())
+    clients = [upload.client for upload in result.uploads]
+    assert clients == ["partition-1", "partition-2"]
+    assert not plain.trained
+    assert f"{named(grid)}: not asked: its ClientApp is not" in caplog.text
+
+
+def test_one_other_app_does_not_end_a_run_that_waits_for_more(
+    clock: FullClock,
+) -> None:
+    late = {2: Behaviour(connected=lambda now: now > 60)}
+    grid = ClockedGrid(Mixed(Plain()), late, clock, 3)
+    result = FedFish(fraction_evaluate=0.0).start(grid, tiny_arrays(), num_rounds=1)
+    assert [upload.client for upload in result.uploads] == [
+        "partition-1",
+        "partition-2",
+    ]
+    assert 60 < clock.now < 70
+
+
+def test_an_app_that_only_fails_at_the_question_takes_part() -> None:
+    """It may be ours, and have lost its disk for a moment."""
+
+    class Fails(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            if message.metadata.message_type == "query":
+                raise OSError("disk")
+            return tiny_app()(message, context)
+
+    result = FedFish(fraction_evaluate=0.0).start(
+        LocalGrid(Fails(), 2), tiny_arrays(), num_rounds=1
+    )
+    assert len(result.uploads) == 2
+
+
+# Flower's own strategies take any client
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, Repeatable])
+@pytest.mark.parametrize("app", [Plain, tiny_app], ids=["plain", "ours"])
+def test_flowers_strategies_work_with_either(wrap: Any, app: Any) -> None:
+    made = wrap(FedAvg(fraction_evaluate=0.0))
+    arrays = made.start(LocalGrid(app(), 2), tiny_arrays(), num_rounds=1).arrays
+    expected = FedAvg(fraction_evaluate=0.0).start(
+        LocalGrid(tiny_app(), 2), tiny_arrays(), num_rounds=1
+    )
+    assert close(arrays, expected.arrays)
+
+
+@pytest.mark.parametrize("stage1", [FedProx, lambda **o: Repeatable(FedAvg(**o))])
+def test_in_tcts_first_stage_flowers_strategies_take_plain_clients_too(
+    stage1: Any, caplog, tmp_path
+) -> None:
+    plain = Plain()
+    mixed = Mixed(plain)
+    mixed.app = make_client_app(
+        lambda c: tiny_client(int(c.node_config["partition-id"]), state_dir=tmp_path)
+    )
+    grid = LocalGrid(mixed, 3)
+    strategy = TCT(
+        stage1=stage1(fraction_evaluate=0.0, min_train_nodes=3),
+        stage1_rounds=1,
+        num_features=20,
+        local_steps=2,
+        fraction_evaluate=0.0,
+    )
+    result = strategy.start(grid, tiny_arrays(), num_rounds=3)
+    replies = [m["num-replies"] for m in result.train_metrics_clientapp.values()]
+    assert replies == [3, 2, 2]
+    assert plain.trained == [0]
+    assert f"{named(grid)}: not asked: its ClientApp is not" in caplog.text
+
+
+# Train functions that stay as they are
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+def test_a_train_function_by_hand_uploads_what_ours_does(structure: str) -> None:
+    app = Plain(curvature=True)
+    app.query()(identify)
+    for options in ({}, {"aggregate": "sums"}):
+        if options and structure != "diagonal":
+            continue
+        made = FedFisherOneShot(structure=structure, fraction_evaluate=0.0, **options)
+        results = [
+            made.start(LocalGrid(own, 3), tiny_arrays()) for own in (app, tiny_app())
+        ]
+        assert close(*(r.arrays for r in results))
+        names = [[u.client for u in r.uploads] for r in results]
+        assert names[0] == names[1] == [f"partition-{p}" for p in range(3)]
+
+
+def test_a_train_function_by_hand_answers_fedavg_and_fedfish() -> None:
+    app = Plain(curvature=True)
+    app.query()(identify)
+    for made in (FedAvg(fraction_evaluate=0.0), FedFish(fraction_evaluate=0.0)):
+        results = [
+            made.start(LocalGrid(own, 3), tiny_arrays(), num_rounds=2)
+            for own in (app, tiny_app())
+        ]
+        assert close(*(r.arrays for r in results))
+
+
+def test_what_a_train_function_by_hand_cannot_do_is_told() -> None:
+    app = Plain(curvature=True)
+    app.query()(identify)
+    with pytest.raises(RoundError, match=r"asks for the job 'probe', and fisher_arr"):
+        FAGH(fraction_evaluate=0.0).start(LocalGrid(app, 2), tiny_arrays())
+
+
+def test_arrays_of_another_model_are_refused_by_hand() -> None:
+    LocalGrid(tiny_app(), 1)
+    config = ConfigRecord({"fisher.structure": "kfac"})
+    content = RecordDict({"arrays": tiny_arrays(), "config": config})
+    context = Context(1, 77, {}, RecordDict(), {})
+    model = tiny_model()[0]  # type: ignore[index]
+    loader = tiny_client().problem.trainloader
+    with pytest.raises(ClientError, match="build the same model on both sides"):
+        fisher_arrays(Message(content, 77, "train"), context, model, loader)
+
+
+# Servers of Flower's older kind
+
+
+@pytest.mark.parametrize("strategy", strategies(), ids=lambda s: type(s).__name__)
+def test_our_strategy_in_an_older_server_is_told(strategy: Any) -> None:
+    server = Server(client_manager=SimpleClientManager(), strategy=strategy)
+    name = type(strategy).__name__
+    with pytest.raises(ConfigurationError, match=rf"make it as_legacy\({name}, model"):
+        server.fit(1, None)
+
+
+def requests() -> dict[str, tuple[RecordDict, str]]:
+    """What an older strategy sends."""
+    arrays = [v.numpy() for v in tiny_model().state_dict().values()]
+    ins = FitIns(ndarrays_to_parameters(arrays), {})
+    properties = getparametersins_to_recorddict(GetParametersIns({}))
+    return {
+        "fit": (fitins_to_recorddict(ins, keep_input=True), "train"),
+        "parameters": (properties, "get_parameters"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["fit", "parameters"])
+def test_our_client_tells_an_older_server(kind: str) -> None:
+    grid = LocalGrid(tiny_app(), 1)
+    content, message_type = requests()[kind]
+    message = Message(content, next(iter(grid.nodes)), message_type)
+    (reply,) = grid.send_and_receive([message])
+    assert "the server runs one of Flower's older strategies" in reply.error.reason

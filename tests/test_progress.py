@@ -1,0 +1,142 @@
+"""How far long work is: lines at most every so often, none where it is quick."""
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+from torch.utils.data import DataLoader
+from virtual import Clock, tiny_app, tiny_data, tiny_model
+
+from flwr_fisher import progress
+from flwr_fisher.client import LocalSGD
+from flwr_fisher.client.training import cross_entropy, score
+from flwr_fisher.curvature import fisher
+from flwr_fisher.measures import accuracies
+from flwr_fisher.progress import EVERY, Progress, advance, watching
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    stopped = Clock()
+    monkeypatch.setattr(progress, "time", stopped)
+    return stopped
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level("INFO", logger="flwr")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def slow(clock: Clock, loader, seconds: float):
+    """Each batch takes so long."""
+
+    class Slow(DataLoader):
+        def __iter__(self):
+            for batch in super().__iter__():
+                clock.now += seconds
+                yield batch
+
+    return Slow(loader.dataset, batch_size=4)
+
+
+def loader() -> DataLoader:
+    return DataLoader(tiny_data(0, n=16), batch_size=4)
+
+
+def test_a_line_comes_at_most_every_so_often(clock, lines) -> None:
+    with watching("curvature", total=2000) as work:
+        for _ in range(20):
+            clock.now += EVERY / 3
+            work.advance(100)
+    assert lines()[:2] == [
+        f"curvature, 15 % of 2 000 examples, {EVERY:.0f} s so far",
+        f"curvature, 30 % of 2 000 examples, {2 * EVERY:.0f} s so far",
+    ]
+    assert len(lines()) == 6
+
+
+def test_what_is_quick_says_nothing(clock, lines) -> None:
+    with watching("curvature", total=20) as work:
+        for _ in range(20):
+            work.advance()
+    assert lines() == []
+
+
+def test_work_within_work_is_named_after_both(clock, lines) -> None:
+    with watching("partition-3"), watching("packing", unit="steps"):
+        clock.now += EVERY
+        advance(1200)
+    assert lines() == [f"partition-3: packing, 1 200 steps, {EVERY:.0f} s so far"]
+    clock.now += EVERY
+    advance(5)  # nobody watches any more
+    assert len(lines()) == 1
+
+
+def test_work_is_forgotten_when_it_fails(clock) -> None:
+    with pytest.raises(ValueError, match="broken"), watching("one"):
+        raise ValueError("broken")
+    assert Progress("other").what == "other"
+
+
+def test_training_tells_epoch_loss_and_pace(clock, lines) -> None:
+    train = LocalSGD(epochs=30)
+    with watching("partition-3"):
+        train(tiny_model(), slow(clock, loader(), 3.0), CPU, {})
+    assert lines()[0].startswith("partition-3: training, epoch 2 of 30, loss ")
+    assert lines()[0].endswith(", 12 s an epoch")
+    assert len(lines()) == 30 * 4 * 3 // EVERY
+
+
+def test_a_long_first_epoch_tells_too(clock, lines) -> None:
+    LocalSGD()(tiny_model(), slow(clock, loader(), EVERY), CPU, {})
+    assert len(lines()) == 4
+    assert "an epoch" not in lines()[0]
+
+
+def test_telling_changes_no_bit(clock, lines) -> None:
+    models = [tiny_model(), tiny_model()]
+    LocalSGD(epochs=2)(models[0], loader(), CPU, {})
+    LocalSGD(epochs=2)(models[1], slow(clock, loader(), EVERY), CPU, {})
+    assert lines()
+    pairs = zip(*(model.state_dict().values() for model in models), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_losses_of_a_quick_training_are_read_once_an_epoch(monkeypatch) -> None:
+    reads = []
+    real = torch.Tensor.__float__
+    monkeypatch.setattr(
+        torch.Tensor, "__float__", lambda self: reads.append(1) or real(self)
+    )
+    LocalSGD(epochs=3)(nn.Linear(3, 3), loader(), CPU, {})
+    assert len(reads) == 3  # reading one makes a GPU wait
+
+
+def test_the_fisher_counts_examples(clock, lines) -> None:
+    with watching("curvature", total=16):
+        fisher(tiny_model(), slow(clock, loader(), EVERY), structure="diagonal")
+    assert lines()[1] == f"curvature, 50 % of 16 examples, {2 * EVERY:.0f} s so far"
+    assert len(lines()) == 4
+
+
+def test_scoring_counts_examples_and_models(clock, lines) -> None:
+    model, batches = tiny_model(), slow(clock, loader(), EVERY)
+    score(model, batches, CPU, cross_entropy)
+    assert lines()[1].startswith("scoring, 50 % of 16 examples")
+    accuracies(model, {"a": model.state_dict(), "b": {}}, batches)
+    assert any(line.startswith("accuracy, 50 % of 2 models") for line in lines())
+
+
+def test_a_clients_lines_say_whose_they_are(monkeypatch, clock, lines) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)  # every step is due
+    FedFisherOneShot(fraction_evaluate=1.0).start(
+        LocalGrid(tiny_app(), 2), ArrayRecord(tiny_model().state_dict())
+    )
+    text = "\n".join(lines())
+    for work in ("training, epoch 1 of 1", "curvature, ", "scoring, "):
+        assert f"partition-1: {work}" in text
