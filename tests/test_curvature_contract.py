@@ -203,11 +203,16 @@ def test_a_loader_without_examples(structure: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "kind"),
-    [({"x": VECTORS}, "dict"), ([], "list"), (("x", 1), "tuple"), ("text", "str")],
+    ("batch", "says"),
+    [
+        ({"x": VECTORS}, "a mapping of 'x', .* batch_fn"),
+        ([], "inputs as tensors, got a list of 0"),
+        (("x", 1), "inputs as tensors, got a tuple of 2: str, int"),
+        ("text", "inputs as tensors, got a str"),
+    ],
 )
-def test_a_loader_of_something_else(batch: Any, kind: str) -> None:
-    with pytest.raises(DataError, match=f"inputs as tensors, got {kind}"):
+def test_a_loader_of_something_else(batch: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
         fisher(nn.Linear(3, 3), [batch])
 
 

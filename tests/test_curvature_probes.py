@@ -620,7 +620,7 @@ def test_data_that_is_not_there() -> None:
     for batch in (VECTORS, (VECTORS,), (VECTORS, y[:2]), (VECTORS, None)):
         with pytest.raises(DataError, match="label for each example"):
             gradient(model, [batch])
-    with pytest.raises(DataError, match="must yield"):
+    with pytest.raises(DataError, match="a mapping of 'x'"):
         gradient(model, [{"x": VECTORS}])
 
 

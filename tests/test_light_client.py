@@ -76,6 +76,7 @@ def bare(tmp_path: Path, code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, "HOME": str(tmp_path)},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,

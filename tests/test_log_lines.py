@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context
@@ -13,6 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch.utils.data import DataLoader
 from virtual import tiny_app, tiny_arrays, tiny_client, tiny_data, tiny_model
 
+import flwr_fisher
 from flwr_fisher import log_lines
 from flwr_fisher.client import FisherClient, make_client_app, mods
 from flwr_fisher.errors import ClientError, RoundError
@@ -86,7 +88,8 @@ def test_a_whole_runs_lines_fit(narrow, caplog) -> None:
     FedExP(min_train_nodes=3).start(
         LocalGrid(make_client_app(broken), 6), tiny_arrays(), num_rounds=2
     )
-    own = [r for r in caplog.records if "site-packages" not in r.pathname]
+    library = Path(flwr_fisher.__file__).parent
+    own = [r for r in caplog.records if Path(r.pathname).is_relative_to(library)]
     assert any("\n" in r.getMessage() for r in own)
     long = [r.getMessage() for r in own if columns(r.getMessage()) > 80]
     assert long == []
