@@ -20,11 +20,12 @@ def client_fn(context: Context) -> FisherClient:
             logger.info("epoch %s of %s, loss %.3f", epoch, epochs, loss)
 
     train = LocalSGD(
-        epochs=int(config["local-epochs"]),
+        epochs=epochs,
         lr=float(config["lr"]),
         momentum=float(config["momentum"]),
         label_smoothing=float(config["label-smoothing"]),
         swa_epochs=int(config["swa-epochs"]),
+        on_epoch=on_epoch,
     )
     loader = data.train_loader(int(config["batch-size"]))
     return FisherClient(data.model, loader, train_fn=train)
