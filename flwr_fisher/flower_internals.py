@@ -7,6 +7,12 @@ then breaks the package in one place.
 
 from flwr.app import Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import (
+    decrypt,
+    encrypt,
+    generate_shared_key,
+)
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.inflatable.inflatable_object import (
@@ -21,6 +27,11 @@ __all__ = [
     "ErrorCode",
     "NodeInfo",
     "Run",
+    "combine_shares",
+    "create_shares",
+    "decrypt",
+    "encrypt",
+    "generate_shared_key",
     "identify_process",
     "object_sizes",
     "round_trip",

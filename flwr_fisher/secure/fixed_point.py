@@ -1,0 +1,166 @@
+r"""Real numbers as residues, so that a uniform mask hides them and sums stay exact.
+
+A tensor whose entries are all below :math:`2^e` becomes :math:`\operatorname{round}(x\,
+2^s) \bmod 2^b`, with :math:`b` bits a word and
+:math:`s = b - 1 - \lceil \log_2 (M + 1) \rceil - e`, so that no sum over M clients
+leaves the residues. Each client's rounding costs half a unit: the sum is off by at most
+:math:`\tfrac M2\,2^{-s}`, which for 5 clients and 32 bits is :math:`10^{-8}\,2^e`.
+
+Which :math:`e` that is, all clients must agree on, and nobody is to see whose it is:
+see :func:`unary`.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import ConfigurationError, ParamsError, check_whole
+
+Words = npt.NDArray[np.unsignedinteger]
+
+BITS = (32, 64)
+LOWEST, LEVELS = -192, 384  # exponents: all that float32 has, and some of float64's
+_WORDS = {32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
+_SIGNED = {32: np.dtype(np.int32), 64: np.dtype(np.int64)}
+
+
+def word_type(bits: int) -> np.dtype[np.unsignedinteger]:
+    """Return the dtype of words of so many bits.
+
+    Raises
+    ------
+    ConfigurationError
+        Unless they are 32 or 64.
+    """
+    if bits not in BITS:
+        raise ConfigurationError(f"bits must be 32 or 64, got {bits!r}")
+    return _WORDS[bits]
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """How many bits a word has, and over how many clients it is summed.
+
+    Parameters
+    ----------
+    bits : 32 | 64
+        Of a word.
+    clients : int
+        At most so many add up.
+
+    Raises
+    ------
+    ConfigurationError
+        If there are no such words, or no room for so many clients.
+
+    Examples
+    --------
+    >>> fixed = FixedPoint(32, clients=3)
+    >>> values = torch.tensor([0.3, -2.0])
+    >>> [e] = exponents_of({"w": values})
+    >>> total = sum(fixed.words(values, e) for _ in range(3))
+    >>> bool((fixed.values(total, e) - 3 * values).abs().max() <= fixed.error(e))
+    True
+    """
+
+    bits: int
+    clients: int
+
+    def __post_init__(self) -> None:
+        word_type(self.bits)
+        check_whole("clients", self.clients, 1)
+        if self.clients >= 2**16:
+            raise ConfigurationError(
+                f"{self.clients} clients are too many for one sum: at most {2**16 - 1}"
+            )
+
+    def shift(self, exponent: int) -> int:
+        """Return s: one unit stands for ``2**-s``."""
+        return self.bits - 1 - self.clients.bit_length() - exponent
+
+    def error(self, exponent: int) -> float:
+        """Return the most by which a sum over all clients is off, entry by entry."""
+        return self.clients / 2 * math.ldexp(1.0, -self.shift(exponent))
+
+    def words(self, values: Tensor, exponent: int) -> Words:
+        """Return a tensor's residues, flat, rounded half to even.
+
+        Raises
+        ------
+        ParamsError
+            If an entry is not finite, or reaches ``2**exponent``.
+        """
+        flat = values.detach().cpu().double().reshape(-1).numpy()
+        if not np.isfinite(flat).all() or np.abs(flat).max(initial=0) >= math.ldexp(
+            1.0, exponent
+        ):
+            raise ParamsError(f"an entry is not finite, or not below 2^{exponent}")
+        units = np.rint(np.ldexp(flat, self.shift(exponent)))
+        return units.astype(_SIGNED[self.bits]).view(_WORDS[self.bits])
+
+    def values(self, words: Words, exponent: int) -> Tensor:
+        """Return the real numbers that a sum's residues stand for: float64, flat."""
+        signed = words.view(_SIGNED[self.bits]).astype(np.float64)
+        return torch.from_numpy(np.ldexp(signed, -self.shift(exponent)))
+
+
+def exponents_of(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return for each tensor the least e of which all its entries are below ``2**e``.
+
+    Raises
+    ------
+    ParamsError
+        Naming the tensor that is not finite, or too large for any.
+
+    Examples
+    --------
+    >>> exponents_of({"a": torch.tensor([0.0, -3.0]), "b": torch.zeros(2)})
+    [2, -192]
+    """
+    found = []
+    for name, value in tensors.items():
+        largest = float(value.detach().abs().max()) if value.numel() else 0.0
+        if not math.isfinite(largest):
+            raise ParamsError(f"'{name}' holds NaN or infinity, and cannot be summed")
+        exponent = math.frexp(largest)[1] if largest else LOWEST
+        if exponent >= LOWEST + LEVELS:
+            raise ParamsError(f"'{name}' is {largest:.3g}, and cannot be summed")
+        found.append(max(exponent, LOWEST))
+    return found
+
+
+def unary(exponents: Sequence[int]) -> Words:
+    """Return words whose sum over clients tells the highest exponent, and no more.
+
+    For each tensor there is a word for each level: zero above the client's exponent,
+    random up to it. Where one client adds a random word, the sum is random: how many
+    did, and who, cannot be seen. A sum of several is zero by chance once in 2**32, and
+    then the exponent is too low and the sum is refused by the client that does not fit.
+
+    Examples
+    --------
+    >>> highest(unary([3, -7]) + unary([1, 0]))
+    [3, 0]
+    """
+    words = np.frombuffer(os.urandom(4 * len(exponents) * LEVELS), np.uint32)
+    words = np.maximum(words.reshape(len(exponents), LEVELS), np.uint32(1))
+    levels = np.arange(LOWEST, LOWEST + LEVELS)
+    own = np.asarray(exponents).reshape(-1, 1)
+    kept: Words = np.where(levels <= own, words, np.uint32(0)).reshape(-1)
+    return kept
+
+
+def highest(words: Words) -> list[int]:
+    """Return each tensor's highest exponent over the clients whose words are summed."""
+    rows = words.reshape(-1, LEVELS) != 0
+    places = LEVELS - 1 - np.argmax(rows[:, ::-1], axis=1)
+    return [
+        LOWEST + int(place) if row.any() else LOWEST
+        for place, row in zip(places, rows, strict=True)
+    ]

@@ -1,0 +1,306 @@
+"""One client of a secure sum: its secrets, and what it is willing to do with them."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr_fisher.errors import ClientError, WireError
+from flwr_fisher.secure import keys
+from flwr_fisher.secure.fixed_point import Words
+from flwr_fisher.secure.masks import MaskedWords
+
+PublicKeys = Sequence[bytes]
+"""Of one client: that of its channel, and one for each sum."""
+Pair = tuple[bytes, bytes]
+"""For one sum: what belongs to the key of its pairwise masks, and to its own mask."""
+
+
+@dataclass
+class Participant:
+    """A client's secrets for a number of sums, and how far they have been used.
+
+    A sum is masked once, and opened once: with another content, or for another set of
+    clients, the difference would show what the mask is to hide.
+
+    Parameters
+    ----------
+    number : int
+        What the client is known by.
+    channel : bytes
+        The seed of the key with which shares are sealed.
+    pairwise, own : list[bytes]
+        For each sum, the seed of the key that is agreed with each neighbour, and that
+        of the mask that is the client's alone.
+    threshold : int
+        How many shares tell a secret.
+    neighbours : dict[int, list[bytes]]
+        The public keys of the neighbourhood, itself included.
+    shares : dict[int, list[tuple[bytes, bytes]]]
+        By the neighbour whose secrets they are of: for each sum, the shares of both.
+    masked, opened : dict[int, str]
+        By sum: what it was done with.
+    """
+
+    number: int
+    channel: bytes
+    pairwise: list[bytes]
+    own: list[bytes]
+    threshold: int = 0
+    neighbours: dict[int, list[bytes]] = field(default_factory=dict)
+    shares: dict[int, list[Pair]] = field(default_factory=dict)
+    masked: dict[int, str] = field(default_factory=dict)
+    opened: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, number: int, sums: int) -> "Participant":
+        """Draw the secrets for so many sums."""
+        seeds = [keys.new_seed() for _ in range(2 * sums)]
+        return cls(number, keys.new_seed(), seeds[:sums], seeds[sums:])
+
+    def public(self) -> list[bytes]:
+        """Return the public keys: of the channel, and of each sum."""
+        return [keys.public_of(seed) for seed in (self.channel, *self.pairwise)]
+
+    def share(
+        self, neighbours: Mapping[int, PublicKeys], threshold: int
+    ) -> tuple[dict[int, bytes], dict[int, list[Pair]]]:
+        """Cut the secrets into shares for a neighbourhood.
+
+        Parameters
+        ----------
+        neighbours : Mapping[int, Sequence[bytes]]
+            The public keys of all in the neighbourhood, its own among them.
+        threshold : int
+            How many shares are to tell a secret.
+
+        Returns
+        -------
+        sealed : dict[int, bytes]
+            For each other neighbour, what only it can read.
+        commitments : dict[int, list[tuple[bytes, bytes]]]
+            For each neighbour and sum, what tells these shares from others.
+
+        Raises
+        ------
+        ClientError
+            If the keys are not this client's and different ones, another neighbourhood
+            was there before, or the threshold is not more than half of it.
+        """
+        self._check_neighbours(neighbours, threshold)
+        self.threshold = threshold
+        self.neighbours = {n: list(public) for n, public in neighbours.items()}
+        order = sorted(neighbours)
+        cut = [
+            [keys.cut(seed, threshold, len(order)) for seed in pair]
+            for pair in zip(self.pairwise, self.own, strict=True)
+        ]
+        mine: dict[int, list[Pair]] = {
+            number: [(first[place], second[place]) for first, second in cut]
+            for place, number in enumerate(order)
+        }
+        self.shares = {self.number: mine[self.number]}
+        sealed = {
+            number: keys.seal(
+                self._channel_to(number),
+                _letter(self.number, number) + b"".join(a + b for a, b in mine[number]),
+            )
+            for number in order
+            if number != self.number
+        }
+        return sealed, {n: commitments_of(shares) for n, shares in mine.items()}
+
+    def _check_neighbours(
+        self, neighbours: Mapping[int, PublicKeys], threshold: int
+    ) -> None:
+        if list(neighbours.get(self.number, ())) != self.public():
+            raise ClientError(
+                "the server's list of public keys has not this client's own under "
+                f"{self.number}: it has been changed, or mixed with another run's"
+            )
+        every = [key for public in neighbours.values() for key in public]
+        if len(set(every)) < len(every):
+            raise ClientError(
+                "the server sent one public key for two clients, or twice"
+            )
+        if self.neighbours and self.neighbours != {
+            n: list(public) for n, public in neighbours.items()
+        }:
+            raise ClientError(
+                "the server sent another neighbourhood than before: secrets are cut "
+                "into shares once"
+            )
+        if not len(neighbours) // 2 < threshold <= len(neighbours):
+            raise ClientError(
+                f"a threshold of {threshold} of {len(neighbours)} shares: it must be "
+                "more than half of them, or the server could open both secrets"
+            )
+
+    def receive(
+        self, sealed: Mapping[int, bytes], commitments: Mapping[int, Sequence[Pair]]
+    ) -> None:
+        """Open the shares of those neighbours that take part.
+
+        Raises
+        ------
+        ClientError
+            If they are too few; or naming the one whose shares are not for this client,
+            not those that it committed to, or not what it sent before.
+        """
+        received = {self.number: self.shares[self.number]}
+        for sender in sorted(sealed):
+            if sender not in self.neighbours or sender == self.number:
+                raise ClientError(f"shares from {sender}, which is no neighbour")
+            try:
+                text = keys.unseal(self._channel_to(sender), sealed[sender])
+            except WireError as error:
+                raise ClientError(f"the shares from {sender}: {error}") from error
+            received[sender] = self._shares_in(text, sender)
+            if commitments_of(received[sender]) != list(commitments.get(sender, ())):
+                raise ClientError(
+                    f"the shares from {sender} are not those that it committed to"
+                )
+        if len(received) < self.threshold:
+            raise ClientError(
+                f"{len(received)} of {len(self.neighbours)} neighbours take part, and "
+                f"{self.threshold} are needed, or secrets could not be opened"
+            )
+        if len(self.shares) > 1 and self.shares != received:
+            raise ClientError("the server sent other neighbours' shares than before")
+        self.shares = received
+
+    def _shares_in(self, text: bytes, sender: int) -> list[Pair]:
+        head = _letter(sender, self.number)
+        body = text.removeprefix(head)
+        if not text.startswith(head) or len(body) != len(self.own) * 2 * keys.SHARE:
+            raise ClientError(f"what came from {sender} is not for {self.number}")
+        parts = [body[i : i + keys.SHARE] for i in range(0, len(body), keys.SHARE)]
+        return list(zip(parts[::2], parts[1::2], strict=True))
+
+    def mask(self, index: int, words: Words) -> Words:
+        """Return words under the masks of a sum.
+
+        Raises
+        ------
+        ClientError
+            If something else was masked for it before, or no shares have come.
+        """
+        if len(self.shares) < max(self.threshold, 1):
+            raise ClientError("no neighbours' shares have come: nothing is masked")
+        content = hashlib.sha256(words.tobytes()).hexdigest()
+        if self.masked.setdefault(index, content) != content:
+            raise ClientError(
+                f"sum {index} was masked before with another content: the difference "
+                "would show it"
+            )
+        masked = MaskedWords(words)
+        masked.add(self.own[index])
+        for number in self.shares:
+            if number != self.number:
+                key = keys.agreed(
+                    self.pairwise[index], self.neighbours[number][1 + index]
+                )
+                (masked.add if self.number < number else masked.subtract)(key)
+        return masked.words
+
+    def open(
+        self, index: int, survivors: Sequence[int], dropped: Sequence[int]
+    ) -> dict[int, bytes]:
+        """Return what opens a sum: of each neighbour one share, of one of its secrets.
+
+        Parameters
+        ----------
+        index : int
+            The sum.
+        survivors : Sequence[int]
+            Of this client's neighbours, itself included, those in the sum: the share of
+            their own mask is returned.
+        dropped : Sequence[int]
+            The others, whose pairwise masks are left over.
+
+        Raises
+        ------
+        ClientError
+            If these are not its neighbours, each once; they are too few; it is not in
+            the sum itself; or it has opened it for others.
+        """
+        if sorted([*survivors, *dropped]) != sorted(self.shares):
+            raise ClientError(
+                "the server asks for shares of others than this client's neighbours"
+            )
+        if index not in self.masked or self.number not in survivors:
+            raise ClientError(f"this client is not in sum {index}: it opens nothing")
+        if len(survivors) < self.threshold:
+            raise ClientError(
+                f"{len(survivors)} of this client's neighbours are in sum {index}, and "
+                f"{self.threshold} are needed"
+            )
+        split = json.dumps([sorted(survivors), sorted(dropped)])
+        if self.opened.setdefault(index, split) != split:
+            raise ClientError(
+                f"sum {index} was opened before for another set of clients: both "
+                "together would show one of them"
+            )
+        mine = {number: self.shares[number][index][1] for number in survivors}
+        return mine | {number: self.shares[number][index][0] for number in dropped}
+
+    def _channel_to(self, number: int) -> bytes:
+        return keys.agreed(self.channel, self.neighbours[number][0])
+
+    # On its disk
+
+    def to_json(self) -> str:
+        """Return all of it, secrets included."""
+        public = {n: _hex(own) for n, own in self.neighbours.items()}
+        return json.dumps(
+            {
+                "number": self.number,
+                "channel": self.channel.hex(),
+                "pairwise": _hex(self.pairwise),
+                "own": _hex(self.own),
+                "threshold": self.threshold,
+                "neighbours": public,
+                "shares": {n: [_hex(p) for p in own] for n, own in self.shares.items()},
+                "masked": self.masked,
+                "opened": self.opened,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Participant":
+        """Read what :meth:`to_json` returned."""
+        record: dict[str, Any] = json.loads(text)
+        shares = {
+            int(n): [(a, b) for a, b in map(_unhex, own)]
+            for n, own in record["shares"].items()
+        }
+        return cls(
+            record["number"],
+            bytes.fromhex(record["channel"]),
+            _unhex(record["pairwise"]),
+            _unhex(record["own"]),
+            record["threshold"],
+            {int(n): _unhex(public) for n, public in record["neighbours"].items()},
+            shares,
+            {int(index): content for index, content in record["masked"].items()},
+            {int(index): split for index, split in record["opened"].items()},
+        )
+
+
+def commitments_of(shares: Sequence[Pair]) -> list[Pair]:
+    """Return the commitments to a client's shares for another, sum by sum."""
+    return [(keys.commitment(a), keys.commitment(b)) for a, b in shares]
+
+
+def _letter(sender: int, receiver: int) -> bytes:
+    """Return what says from whom and to whom: a letter sent back is not an answer."""
+    return b"%d to %d: " % (sender, receiver)
+
+
+def _hex(parts: Sequence[bytes]) -> list[str]:
+    return [part.hex() for part in parts]
+
+
+def _unhex(parts: Sequence[str]) -> list[bytes]:
+    return [bytes.fromhex(part) for part in parts]
