@@ -210,9 +210,12 @@ def test_the_nngeometry_engine_returns_the_same_curvature(structure: str) -> Non
         assert type(ours) is type(theirs)
         assert ours.shapes == theirs.shapes
         assert list(ours.shapes) == list(theirs.shapes)
+        # Where eigenvalues are nearly equal, rounding (and so the processor) decides
+        # which vectors an eigendecomposition returns.
+        tolerance = 10 * TOLERANCE if structure == "ekfac" else TOLERANCE
         for name, entries in ours.diagonal().items():
-            assert relative(theirs.diagonal()[name], entries) <= TOLERANCE, name
-        assert relative(theirs.to_dense(), ours.to_dense()) <= TOLERANCE
+            assert relative(theirs.diagonal()[name], entries) <= tolerance, name
+        assert relative(theirs.to_dense(), ours.to_dense()) <= tolerance
         assert not any(p.requires_grad for p in theirs.diagonal().values())
 
 
