@@ -4,6 +4,7 @@ from flwr_fisher.server.connected import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult
+from flwr_fisher.server.secure_options import SecureSums
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import (
@@ -14,6 +15,7 @@ from flwr_fisher.strategies.baselines import (
     FedPM,
     Repeatable,
     Scaffold,
+    SecureFedAvg,
 )
 from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
@@ -36,6 +38,8 @@ __all__ = [
     "Policy",
     "Repeatable",
     "Scaffold",
+    "SecureFedAvg",
+    "SecureSums",
     "ServerState",
     "Step",
     "Upload",

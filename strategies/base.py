@@ -36,6 +36,8 @@ from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.open_exchange import OpenExchange, requests
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult, Run
+from flwr_fisher.server.secure_options import SecureSums
+from flwr_fisher.server.secure_sums import check_summed
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors, named_options, tensors_to_arrays
 
@@ -76,6 +78,9 @@ class CurvatureStrategy(FedAvg):
         When a round ends, and for how many clients it waits; see
         :class:`~flwr_fisher.strategies.Waiting`. By default until all have replied, or
         the `timeout` of :meth:`start`.
+    secure : SecureSums, optional
+        Let the server see sums over clients, and no client's upload; see
+        :class:`~flwr_fisher.strategies.SecureSums`. `policy` does nothing then.
     **kwargs
         ``FedAvg``'s keywords: ``fraction_train``, ``min_train_nodes``,
         ``weighted_by_key``, …. ``min_train_nodes`` is also how many usable replies a
@@ -93,6 +98,7 @@ class CurvatureStrategy(FedAvg):
         seed: int = 0,
         policy: Policy | None = None,
         waiting: Waiting | None = None,
+        secure: SecureSums | None = None,
         **kwargs: Any,
     ) -> None:
         if unknown := sorted(kwargs.keys() - signature(FedAvg).parameters.keys()):
@@ -106,12 +112,20 @@ class CurvatureStrategy(FedAvg):
             raise ConfigurationError(f"policy must be a Policy, got {policy!r}")
         if not isinstance(waiting, Waiting | None):
             raise ConfigurationError(f"waiting must be a Waiting, got {waiting!r}")
+        if not isinstance(secure, SecureSums | None):
+            raise ConfigurationError(f"secure must be SecureSums(), got {secure!r}")
         super().__init__(**kwargs)
+        self.secure = secure
         self.waiting = Waiting() if waiting is None else waiting
         if self.waiting.window is not None and self.fraction_train not in (0.0, 1.0):
             raise ConfigurationError(
                 f"fraction_train={self.fraction_train} and a window, which asks "
                 "whoever comes: leave one of them out"
+            )
+        if self.waiting.window is not None and secure is not None:
+            raise ConfigurationError(
+                "a secure sum is over clients that are there together: leave the "
+                "window out"
             )
         self.seed, self.policy = seed, Policy() if policy is None else policy
         self.cohort = Cohort(seed, others="refused")
@@ -177,6 +191,7 @@ class CurvatureStrategy(FedAvg):
             "weighted_by_key": self.weighted_by_key,
             "waiting.over_selection": self.waiting.over_selection,
             **{f"policy.{name}": n for name, n in asdict(self.policy).items()},
+            **({} if self.secure is None else {"secure": asdict(self.secure)}),
             **self.settings(),
         }
 
@@ -249,6 +264,12 @@ class CurvatureStrategy(FedAvg):
         """
         check_callbacks(callbacks)
         self.check_rounds(num_rounds)
+        if self.secure is not None:
+            check_summed(self.exchanges(1), type(self).__name__)
+            if reopen:
+                raise ConfigurationError(
+                    "reopen=True: a secure sum over other clients would show who came"
+                )
         self.timeout = timeout
         logger.info("Starting %s strategy:", type(self).__name__)
         self.summary()
@@ -429,9 +450,12 @@ class CurvatureStrategy(FedAvg):
 
     def _only_exchange(self, server_round: int) -> Exchange[Any]:
         exchange, *others = self.exchanges(server_round)
-        if others:
+        if others or self.secure is not None:
+            # Of a secure sum: the keys, the shares, and four for each of the others.
+            count = 1 + len(others)
+            count = count if self.secure is None else 2 + 4 * count
             raise ConfigurationError(
-                f"a round of {type(self).__name__} has {1 + len(others)} exchanges, "
+                f"a round of {type(self).__name__} has {count} exchanges, "
                 "and configure_train and aggregate_train know one: use this library's "
                 "`start`"
             )

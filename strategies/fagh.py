@@ -13,7 +13,14 @@ from flwr_fisher.params import Params, dot, flatten, norm
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.rounds import FaghMoments, FaghStep, fagh_step
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+)
 from flwr_fisher.server.uploads import mean_vector
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
@@ -108,9 +115,10 @@ class FAGH(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients, and for the Hessian's products with the probe."""
+        mean = Summed[VectorUpload](weighted=True)
         if self.probe == "none":
             read = VectorUpload.reader("gradient")
-            return [Exchange({"job": "gradient"}, read, self._step)]
+            return [Exchange({"job": "gradient"}, read, self._step, summed=mean)]
         moves = self.probe == "momentum" and server_round > 1
         config: dict[str, str | int] = {
             "job": "probe",
@@ -118,8 +126,8 @@ class FAGH(CurvatureStrategy):
             "probe-seed": self._probe_seed,
         }
         if moves:
-            return [Exchange(config, _read, self._step, send=_send)]
-        return [Exchange(config, _read, self._step)]
+            return [Exchange(config, _read, self._step, send=_send, summed=mean)]
+        return [Exchange(config, _read, self._step, summed=mean)]
 
     def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         """Update the moments, and step along Newton's direction."""

@@ -16,12 +16,24 @@ from flwr_fisher.params import (
     norm,
     weighted_mean,
 )
-from flwr_fisher.rounds import fedfish_average, make_optimizer, server_step
+from flwr_fisher.rounds import (
+    fedfish_average,
+    fedfish_quotient,
+    make_optimizer,
+    server_step,
+)
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
 from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, get_codec, resolve
+from flwr_fisher.wire import (
+    Codec,
+    FisherUpload,
+    ProductUpload,
+    VectorUpload,
+    get_codec,
+    resolve,
+)
 
 _SOURCES = ("extra-pass", "last-epoch")
 _UPLOADS = ("fisher", "product")
@@ -101,6 +113,11 @@ class FedFish(CurvatureStrategy):
         check_known("upload", upload, _UPLOADS)
         check_known("reduction", reduction, _REDUCTIONS)
         check_range("server_lr", server_lr, 0)
+        if self.secure is not None and codec not in ("auto", "lossless"):
+            raise ConfigurationError(
+                f"codec={codec!r}: packed uploads cannot be summed under masks; leave "
+                "codec out"
+            )
         self.codec = get_codec(codec, budget)
         if upload == "product":
             if server_optimizer == "sgd":
@@ -122,10 +139,28 @@ class FedFish(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask the sampled clients to train, and for the Fisher or products with it."""
+        options = self._options()
         if self.upload == "product":
-            read = ProductUpload.from_arrays
-            return [Exchange(self._options(), read, self._step_of_products, alike=True)]
-        return [Exchange(self._options(), self._read, self._step, alike=True)]
+            return [
+                Exchange(
+                    options,
+                    ProductUpload.from_arrays,
+                    self._step_of_products,
+                    alike=True,
+                    summed=Summed(weighted=True),
+                )
+            ]
+        if self.secure is not None:
+            return [
+                Exchange(
+                    options,
+                    VectorUpload.reader("product", "fisher", params=True),
+                    self._step_of_sums,
+                    alike=True,
+                    summed=Summed(weighted=True),
+                )
+            ]
+        return [Exchange(options, self._read, self._step, alike=True)]
 
     def _options(self) -> dict[str, str | int | float]:
         options: dict[str, str | int | float] = {
@@ -135,9 +170,11 @@ class FedFish(CurvatureStrategy):
             "fisher-reduction": self.reduction,
             "upload": self.upload,
         }
-        return (
-            options if self.upload == "product" else options | self.codec.to_options()
-        )
+        if self.upload == "product":
+            return options
+        if self.secure is not None:
+            return options | {"upload": "summands"}
+        return options | self.codec.to_options()
 
     def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:
         codec = resolve(self.codec, like)
@@ -172,6 +209,17 @@ class FedFish(CurvatureStrategy):
         gradient = weighted_mean(products, weights_of(uploads))
         buffers = [upload.payload.buffers for upload in uploads]
         return self._descend(state, gradient, products, buffers, weights_of(uploads))
+
+    def _step_of_sums(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+        """Step along the quotient of two sums over all clients."""
+        (mean,) = (upload.payload for upload in uploads)
+        product, fisher = mean.vectors["product"], mean.vectors["fisher"]
+        trained = {name: mean.params[name] for name in product}
+        before = double(state.params, product)
+        deltas = {name: before[name] - trained[name] for name in trained}
+        gradient = fedfish_quotient(product, fisher, deltas)
+        buffers = {k: v for k, v in mean.params.items() if k not in product}
+        return self._descend(state, gradient, [fisher], [buffers], weights_of(uploads))
 
     def _descend(
         self,

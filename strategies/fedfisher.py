@@ -27,7 +27,13 @@ from flwr_fisher.merge import (
 from flwr_fisher.merge.iterative import Score
 from flwr_fisher.merge.options import TRUST, check_score
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+)
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import (
     AGGREGATES,
@@ -228,7 +234,8 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.aggregate == "sums":
             options = self._options() | {"aggregate": self.aggregate}
             read, step = SumsUpload.from_arrays, self._step_from_sums
-            return [Exchange(options, read, step, alike=True)]
+            summed = Summed(weighted=False, read=SumsUpload.total)
+            return [Exchange(options, read, step, alike=True, summed=summed)]
         merge = self.merge
         if server_round > 1:  # then the clients start from a merged model
             merge = replace(merge, trust=self.trust)

@@ -14,8 +14,8 @@ from flwr_fisher.errors import MissingExtraError
 from flwr_fisher.extras import extra
 
 # What each room may import of others' packages, beside Python's own; torch brings
-# filelock.
-MAY = {"flwr", "torch", "numpy", "safetensors", "filelock"}
+# filelock, and flwr cryptography.
+MAY = {"flwr", "torch", "numpy", "safetensors", "filelock", "cryptography"}
 BEYOND = {
     "tasks": {"torchvision", "sklearn", "datasets", "flwr_datasets"},
     "report": {"matplotlib", "rich"},

@@ -21,8 +21,9 @@ from flwr_fisher.secure import (
     unary,
 )
 from flwr_fisher.secure.aggregator import Sealed, added
-from flwr_fisher.secure.fixed_point import LOWEST, Words
+from flwr_fisher.secure.fixed_point import LEVELS, LOWEST, Words
 from flwr_fisher.secure.graph import degree_for
+from flwr_fisher.secure.masks import noise
 
 
 class Federation:
@@ -127,9 +128,11 @@ def test_sums_are_within_the_stated_error(values: list[list[float]], bits: int) 
 
 def test_exponents_are_agreed_without_looking() -> None:
     every = [[3, -20, LOWEST], [1, 4, LOWEST], [-100, 4, LOWEST]]
-    assert highest(added([unary(own) for own in every])) == [3, 4, LOWEST]
+    words = [unary(own, noise(bytes([i]), 3 * LEVELS)) for i, own in enumerate(every)]
+    assert highest(added(words)) == [3, 4, LOWEST]
     # One client's words and three clients' look alike: random up to the highest.
-    one, three = unary([4]), added([unary([4]) for _ in range(3)])
+    parts = [unary([4], noise(bytes([i]), LEVELS)) for i in range(3)]
+    one, three = parts[0], added(parts)
     assert ((one != 0) == (three != 0)).all()
 
 

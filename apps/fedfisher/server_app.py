@@ -8,7 +8,12 @@ from my_data import on_server
 
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
-from flwr_fisher.strategies import FedFisherOneShot, Waiting, wait_for_nodes
+from flwr_fisher.strategies import (
+    FedFisherOneShot,
+    SecureSums,
+    Waiting,
+    wait_for_nodes,
+)
 
 app = ServerApp()
 
@@ -25,7 +30,8 @@ def main(grid: Grid, context: Context) -> None:
         solver=str(config["solver"]),
         codec=str(config["codec"]),
         budget=float(config["budget"]) or None,
-        aggregate=str(config["aggregate"]),
+        aggregate=str(config["aggregate"]).removeprefix("secure-"),
+        secure=SecureSums() if config["aggregate"] == "secure-sums" else None,
         seed=int(config["seed"]),
         fraction_evaluate=0.0,
         min_available_nodes=clients,

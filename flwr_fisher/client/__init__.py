@@ -7,6 +7,7 @@ from flwr_fisher.client.identify import identify
 from flwr_fisher.client.jobs import Job, register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.secure_sums import SecureSumsMod
 from flwr_fisher.client.training import (
     EvaluateFn,
     LocalSGD,
@@ -24,6 +25,7 @@ __all__ = [
     "LocalSGD",
     "Reply",
     "Request",
+    "SecureSumsMod",
     "TrainFn",
     "TrainingCheckpoint",
     "cross_entropy",

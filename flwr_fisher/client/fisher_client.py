@@ -31,6 +31,7 @@ from flwr_fisher.client.mods import addressed, answered, name_of
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request, config_of
+from flwr_fisher.client.secure_sums import SecureSumsMod
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
 from flwr_fisher.client.tangent_problem import check_tangent
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, Loss, TrainFn
@@ -42,6 +43,7 @@ from flwr_fisher.randomness import seeded
 # Arrays of a request, each of which takes time to read: strategies send parameters, one
 # group like them and a few facts; jobs of users' own may want more.
 _MOST_GROUPS, _MOST_ARRAYS = 8, 1000
+_SUMS = SecureSumsMod()
 
 
 class FisherClient:
@@ -90,11 +92,10 @@ class FisherClient:
         negative logarithm.
     device : torch.device | str, optional
         Default: CUDA where there is any, else the CPU.
-    state_dir : Path | str, optional
+    state_dir : Path | str, default "~/.cache/flwr-fisher/state"
         Where this client keeps what it needs from one round to the next (control
         variates, TCT's features), and, for a server with checkpoints, its last upload
-        and the last epoch of a training under way. Default:
-        ``~/.cache/flwr-fisher/state``.
+        and the last epoch of a training under way.
     cache_bytes : int, default 4 GiB
         How much its features may take there, of all runs; those that were not used for
         longest go first.
@@ -240,18 +241,16 @@ ClientFn = Callable[[Context], FisherClient]
 def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> ClientApp:
     """Return a ``ClientApp`` that builds its client from the node's context.
 
+    An exception is answered with an error reply; its traceback is logged once.
+
     Parameters
     ----------
     client_fn : Callable[[Context], FisherClient]
         Called for every message; ``context.node_config["partition-id"]`` says which
         part of the data is the node's.
     mods : list[Mod], optional
-        Flower's client mods, for training only.
-
-    Notes
-    -----
-    An exception is answered with an error reply. Its traceback is logged once, that of
-    this library's own errors never.
+        Flower's client mods, for training only. Without a :class:`SecureSumsMod` among
+        them, clients take part in the secure sums that a server asks for.
 
     Examples
     --------
@@ -263,9 +262,10 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
 
         app = make_client_app(client_fn)
     """
-    app = MessageApp()
+    app, own = MessageApp(), mods or []
+    own = own if any(isinstance(m, SecureSumsMod) for m in own) else [_SUMS, *own]
 
-    @app.train(mods=[answered, addressed, *(mods or [])])
+    @app.train(mods=[answered, addressed, *own])
     def train(message: Message, context: Context) -> Message:
         return client_fn(context).fit(message, context)
 

@@ -29,13 +29,14 @@ from flwr_fisher.wire import (
     FisherUpload,
     ProductUpload,
     SumsUpload,
+    VectorUpload,
     resolve,
     tensors_to_arrays,
 )
 
 _SOURCES = ("extra-pass", "last-epoch")
 _REDUCTIONS = ("mean", "sum")
-_UPLOADS = ("fisher", "product")
+_UPLOADS = ("fisher", "product", "summands")
 _OF_PAPER = (None, "kfac", "diagonal")
 
 
@@ -53,8 +54,8 @@ class FisherOptions:
         Where a Fisher of squared batch gradients is taken.
     reduction : "mean" | "sum"
         Of squared batch gradients.
-    upload : "fisher" | "product"
-        Parameters and Fisher, or each step times its Fisher.
+    upload : "fisher" | "product" | "summands"
+        Parameters and Fisher, or each step times its Fisher, or all three.
     aggregate : "parts" | "sums"
         Whether the server can do with sums over clients.
     codec : Codec
@@ -148,10 +149,10 @@ class FisherOptions:
                 f"codec='paper' has no form for structure={self.structure!r}, only for "
                 "'kfac' and 'diagonal'"
             )
-        if self.upload == "product" and self.structure != "diagonal":
+        if self.upload != "fisher" and self.structure != "diagonal":
             raise ClientError(
-                "upload='product' exists for structure='diagonal' alone, not for "
-                f"{self.structure!r}"
+                f"upload={self.upload!r} exists for structure='diagonal' alone, not "
+                f"for {self.structure!r}"
             )
 
     def train(
@@ -231,12 +232,16 @@ class FisherOptions:
         """Return the uploaded record, for parameters before and after training."""
         if curvature is None:
             return tensors_to_arrays(params)
-        if self.upload == "product":
+        if self.upload != "fisher":
             away = subtract(
                 select(start, curvature.shapes), select(params, curvature.shapes)
             )
+            product = curvature.matvec(away)
+            if self.upload == "summands":
+                vectors = {"product": product, "fisher": curvature.diagonal()}
+                return VectorUpload(vectors, params).to_arrays()
             buffers = {k: v for k, v in params.items() if k not in away}
-            return ProductUpload(curvature.matvec(away), buffers).to_arrays()
+            return ProductUpload(product, buffers).to_arrays()
         if self.aggregate == "sums":
             posterior = LocalPosterior(params, curvature, num_examples)
             return SumsUpload(DiagonalSums.of(posterior)).to_arrays()

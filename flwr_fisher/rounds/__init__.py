@@ -2,7 +2,7 @@
 
 from flwr_fisher.rounds.fagh import FaghMoments, FaghStep, fagh_step
 from flwr_fisher.rounds.fedexp import FedExpStep, fedexp_step, last_two_mean
-from flwr_fisher.rounds.fedfish import fedfish_average
+from flwr_fisher.rounds.fedfish import fedfish_average, fedfish_quotient
 from flwr_fisher.rounds.fedga import fedga_start
 from flwr_fisher.rounds.fedpm import (
     FedPMMixture,
@@ -30,6 +30,7 @@ __all__ = [
     "fagh_step",
     "fedexp_step",
     "fedfish_average",
+    "fedfish_quotient",
     "fedga_start",
     "fedpm_mix",
     "giant_direction",

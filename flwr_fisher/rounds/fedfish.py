@@ -15,6 +15,8 @@ from flwr_fisher.params import (
     weighted_mean,
 )
 
+_TINY = 1e-300
+
 
 def fedfish_average(
     deltas: Sequence[Params], fishers: Sequence[Params], weights: Sequence[float]
@@ -82,6 +84,45 @@ def fedfish_average(
     # Who has no weight has no say in what the largest Fisher is either.
     weighted = [client for client in clients if client[2] > 0]
     return mean | {key: _weighted_mean(weighted, key, mean[key]) for key in covered}
+
+
+def fedfish_quotient(
+    product: Params, fisher: Params, deltas: Params
+) -> dict[str, Tensor]:
+    r"""Return the same of sums over the clients, of whom none is known.
+
+    Parameters
+    ----------
+    product : Mapping[str, Tensor]
+        :math:`\sum_i w_i F_i \Delta_i`, at any scale.
+    fisher : Mapping[str, Tensor]
+        :math:`\sum_i w_i F_i`, at the same.
+    deltas : Mapping[str, Tensor]
+        :math:`\sum_i w_i \Delta_i / \sum_i w_i`, for entries without a Fisher.
+
+    Raises
+    ------
+    ParamsError
+        If layouts differ, or something is not finite.
+
+    Examples
+    --------
+    >>> sums = {"w": torch.tensor([6.0, 0.0])}, {"w": torch.tensor([8.0, 0.0])}
+    >>> fedfish_quotient(*sums, {"w": torch.tensor([0.5, 0.5])})
+    {'w': tensor([0.7500, 0.5000])}
+    """
+    for what, part in (("the product", product), ("the Fisher", fisher)):
+        check_same_layout(deltas, part, what)
+        check_finite(part, what)
+    # Rounding may leave a little below zero where no client has any.
+    return {
+        key: torch.where(
+            fisher[key] > 0,
+            product[key].double() / fisher[key].double().clamp_min(_TINY),
+            deltas[key].double(),
+        ).to(deltas[key].dtype)
+        for key in deltas
+    }
 
 
 def _weighted_mean(

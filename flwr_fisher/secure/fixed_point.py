@@ -11,7 +11,6 @@ see :func:`unary`.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +25,12 @@ Words = npt.NDArray[np.unsignedinteger]
 
 BITS = (32, 64)
 LOWEST, LEVELS = -192, 384  # exponents: all that float32 has, and some of float64's
-_WORDS = {32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
-_SIGNED = {32: np.dtype(np.int32), 64: np.dtype(np.int64)}
+_WORDS: dict[int, type[np.unsignedinteger]] = {32: np.uint32, 64: np.uint64}
+_SIGNED: dict[int, type[np.signedinteger]] = {32: np.int32, 64: np.int64}
 
 
-def word_type(bits: int) -> np.dtype[np.unsignedinteger]:
-    """Return the dtype of words of so many bits.
+def word_type(bits: int) -> type[np.unsignedinteger]:
+    """Return the type of words of so many bits.
 
     Raises
     ------
@@ -102,7 +101,8 @@ class FixedPoint:
         ):
             raise ParamsError(f"an entry is not finite, or not below 2^{exponent}")
         units = np.rint(np.ldexp(flat, self.shift(exponent)))
-        return units.astype(_SIGNED[self.bits]).view(_WORDS[self.bits])
+        words: Words = units.astype(_SIGNED[self.bits]).view(_WORDS[self.bits])
+        return words
 
     def values(self, words: Words, exponent: int) -> Tensor:
         """Return the real numbers that a sum's residues stand for: float64, flat."""
@@ -135,21 +135,22 @@ def exponents_of(tensors: Mapping[str, Tensor]) -> list[int]:
     return found
 
 
-def unary(exponents: Sequence[int]) -> Words:
+def unary(exponents: Sequence[int], noise: Words) -> Words:
     """Return words whose sum over clients tells the highest exponent, and no more.
 
     For each tensor there is a word for each level: zero above the client's exponent,
     random up to it. Where one client adds a random word, the sum is random: how many
-    did, and who, cannot be seen. A sum of several is zero by chance once in 2**32, and
-    then the exponent is too low and the sum is refused by the client that does not fit.
+    did, and who, cannot be seen. A sum of several is zero by chance once in 2**32: then
+    the exponent is too low, and the client that does not fit says so.
 
-    Examples
-    --------
-    >>> highest(unary([3, -7]) + unary([1, 0]))
-    [3, 0]
+    Parameters
+    ----------
+    exponents : Sequence[int]
+        The client's own.
+    noise : numpy.ndarray
+        ``len(exponents) * LEVELS`` uniform words that nobody else ever learns.
     """
-    words = np.frombuffer(os.urandom(4 * len(exponents) * LEVELS), np.uint32)
-    words = np.maximum(words.reshape(len(exponents), LEVELS), np.uint32(1))
+    words = np.maximum(noise.reshape(len(exponents), LEVELS), np.uint32(1))
     levels = np.arange(LOWEST, LOWEST + LEVELS)
     own = np.asarray(exponents).reshape(-1, 1)
     kept: Words = np.where(levels <= own, words, np.uint32(0)).reshape(-1)

@@ -119,9 +119,9 @@ def combined(shares: Sequence[bytes]) -> bytes:
     try:
         seed = combine_shares(list(shares))
     except ValueError as error:
-        raise WireError(f"these are no shares of one seed: {error}") from error
+        raise WireError(f"not of one seed: {error}", field="shares") from error
     if len(seed) != SEED:
-        raise WireError("these are no shares of one seed")
+        raise WireError("not of one seed", field="shares")
     return seed
 
 

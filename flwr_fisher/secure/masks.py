@@ -2,7 +2,7 @@
 
 import numpy as np
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from flwr_fisher.secure.fixed_point import Words, word_type
@@ -44,10 +44,19 @@ class MaskedWords:
 
     def _apply(self, operation: np.ufunc, key: bytes) -> None:
         """Go through the stream of ChaCha20, which is uniform over all residues."""
-        stream_key = HKDF(hashes.SHA256(), 32, None, b"flwr-fisher mask").derive(key)
-        stream = Cipher(algorithms.ChaCha20(stream_key, bytes(16)), None).encryptor()
+        stream = _stream(key)
         step = _AT_ONCE // self.words.itemsize
         for start in range(0, len(self.words), step):
             part = self.words[start : start + step]
             mask = np.frombuffer(stream.update(bytes(part.nbytes)), part.dtype)
             operation(part, mask, out=part)  # modulo 2**bits
+
+
+def noise(key: bytes, count: int) -> Words:
+    """Return so many uniform words of 32 bits: the same for the same key."""
+    return np.frombuffer(_stream(key).update(bytes(4 * count)), np.uint32)
+
+
+def _stream(key: bytes) -> CipherContext:
+    stream_key = HKDF(hashes.SHA256(), 32, None, b"flwr-fisher mask").derive(key)
+    return Cipher(algorithms.ChaCha20(stream_key, bytes(16)), None).encryptor()

@@ -1,4 +1,7 @@
-"""One client of a secure sum: its secrets, and what it is willing to do with them."""
+"""One client of a secure sum: its secrets, and what it is willing to do with them.
+
+Long: the steps of the protocol are few lines each, and their refusals many.
+"""
 
 import hashlib
 import json
@@ -8,8 +11,8 @@ from typing import Any
 
 from flwr_fisher.errors import ClientError, WireError
 from flwr_fisher.secure import keys
-from flwr_fisher.secure.fixed_point import Words
-from flwr_fisher.secure.masks import MaskedWords
+from flwr_fisher.secure.fixed_point import LEVELS, Words, unary
+from flwr_fisher.secure.masks import MaskedWords, noise
 
 PublicKeys = Sequence[bytes]
 """Of one client: that of its channel, and one for each sum."""
@@ -33,6 +36,8 @@ class Participant:
     pairwise, own : list[bytes]
         For each sum, the seed of the key that is agreed with each neighbour, and that
         of the mask that is the client's alone.
+    private : bytes
+        The seed of what is random and never opened.
     threshold : int
         How many shares tell a secret.
     neighbours : dict[int, list[bytes]]
@@ -47,6 +52,7 @@ class Participant:
     channel: bytes
     pairwise: list[bytes]
     own: list[bytes]
+    private: bytes
     threshold: int = 0
     neighbours: dict[int, list[bytes]] = field(default_factory=dict)
     shares: dict[int, list[Pair]] = field(default_factory=dict)
@@ -57,7 +63,7 @@ class Participant:
     def new(cls, number: int, sums: int) -> "Participant":
         """Draw the secrets for so many sums."""
         seeds = [keys.new_seed() for _ in range(2 * sums)]
-        return cls(number, keys.new_seed(), seeds[:sums], seeds[sums:])
+        return cls(number, keys.new_seed(), seeds[:sums], seeds[sums:], keys.new_seed())
 
     def public(self) -> list[bytes]:
         """Return the public keys: of the channel, and of each sum."""
@@ -204,6 +210,17 @@ class Participant:
                 (masked.add if self.number < number else masked.subtract)(key)
         return masked.words
 
+    def exponents(self, index: int, exponents: Sequence[int]) -> Words:
+        """Return what tells the highest of all clients' exponents, under masks.
+
+        Raises
+        ------
+        ClientError
+            As for :meth:`mask`.
+        """
+        words = noise(self.private + b" %d" % index, len(exponents) * LEVELS)
+        return self.mask(index, unary(exponents, words))
+
     def open(
         self, index: int, survivors: Sequence[int], dropped: Sequence[int]
     ) -> dict[int, bytes]:
@@ -259,6 +276,7 @@ class Participant:
                 "channel": self.channel.hex(),
                 "pairwise": _hex(self.pairwise),
                 "own": _hex(self.own),
+                "private": self.private.hex(),
                 "threshold": self.threshold,
                 "neighbours": public,
                 "shares": {n: [_hex(p) for p in own] for n, own in self.shares.items()},
@@ -280,6 +298,7 @@ class Participant:
             bytes.fromhex(record["channel"]),
             _unhex(record["pairwise"]),
             _unhex(record["own"]),
+            bytes.fromhex(record["private"]),
             record["threshold"],
             {int(n): _unhex(public) for n, public in record["neighbours"].items()},
             shares,

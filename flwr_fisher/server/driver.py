@@ -24,12 +24,16 @@ from flwr_fisher.server.receive import Late
 from flwr_fisher.server.rejections import listed
 from flwr_fisher.server.replies import abstains
 from flwr_fisher.server.run import Run
+from flwr_fisher.server.secure_options import SecureSums
+from flwr_fisher.server.secure_sums import secured
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 
 
 class Method(Sampling, Protocol):
     """A strategy, as far as the server knows it."""
+
+    secure: SecureSums | None
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return what a round asks of its clients, one request after another."""
@@ -41,6 +45,19 @@ class _Listener(Protocol):
 
     def aggregated(self, metrics: Mapping[int, MetricRecord]) -> None:
         """Learn their metrics, by node."""
+
+
+def _exchanges(method: Method, server_round: int) -> Sequence[Exchange[Any]]:
+    """Return what a round asks, as secure sums where the strategy wants them."""
+    exchanges = method.exchanges(server_round)
+    if method.secure is None:
+        return exchanges
+    return secured(
+        exchanges,
+        method.secure,
+        seed=f"{method.seed}/{server_round}",
+        weighted_by=method.weighted_by_key,
+    )
 
 
 class Driver:
@@ -96,7 +113,7 @@ class Driver:
         if method.fraction_train == 0.0:  # FedAvg's way to evaluate without training
             return []
         uploads: Uploads[Any] = []
-        for index, exchange in enumerate(method.exchanges(server_round), start=1):
+        for index, exchange in enumerate(_exchanges(method, server_round), start=1):
             # The uploads of the last exchange go before those of this one come.
             uploads = []
             self.run.forget_uploads()
@@ -124,6 +141,7 @@ class Driver:
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
             if scope is not None:
                 step = replace(step, state=self.run.state.with_inner(scope, step.state))
+            uploads = uploads if step.summed is None else [step.summed]
             self.run.stepped(server_round, step, uploads, metrics)
         return uploads
 

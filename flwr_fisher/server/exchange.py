@@ -1,6 +1,6 @@
 """What a strategy hands from one step to the next: frozen values, in and out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -132,11 +132,32 @@ class Step:
         What joins the round's aggregated train metrics.
     details : Any
         What the last step leaves for ``CurvatureResult.details``.
+    summed : Upload, optional
+        What stands for all clients' uploads, where only their sum is known.
     """
 
     state: ServerState
     metrics: Mapping[str, int | float | list[float]] = field(default_factory=dict)
     details: Any = None
+    summed: Upload[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Summed(Generic[P]):
+    """How an exchange's uploads can be replaced by their sum, which a step takes alone.
+
+    Parameters
+    ----------
+    weighted : bool
+        Whether the step takes the mean, weighted by the clients' examples. Else the
+        uploads are summands already, with their weights in them.
+    read : Callable[[ArrayRecord, Params], P], optional
+        Reads the mean, or the sum, which has an upload's keys, shapes and dtypes.
+        Default: as an upload is read.
+    """
+
+    weighted: bool
+    read: Callable[[ArrayRecord, Params], P] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +185,12 @@ class Exchange(Generic[P]):
     limit_masses : bool, default True
         Whether the policy limits what a client holds of the summed curvature: False
         where the step does.
+    summed : Summed, optional
+        How a secure sum may take the uploads' place; None: it cannot.
+    asks : Callable[[ServerState], Collection[int]], optional
+        Of the clients, by their numbers, those that are asked; they are not sampled.
+    send_each : Callable[[ServerState], Callable[[int], Mapping[str, …]]], optional
+        Makes what is sent to a client alone, by its number, in named groups.
     """
 
     options: Mapping[str, ConfigRecordValues]
@@ -174,11 +201,23 @@ class Exchange(Generic[P]):
     everyone: bool = False
     alike: bool = False
     limit_masses: bool = True
+    summed: Summed[P] | None = None
+    asks: Callable[[ServerState], Collection[int]] | None = None
+    send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's entries, and the options."""
         return ConfigRecord({**base, **named_options(self.options)})
 
-    def arrays(self, state: ServerState) -> ArrayRecord:
-        """Return the record that is sent out: parameters, and the groups beside."""
-        return tensors_to_arrays({**self.start(state), **join_groups(self.send(state))})
+    def arrays(self, state: ServerState, own: Groups | None = None) -> ArrayRecord:
+        """Return the record that is sent out: parameters, and the groups beside.
+
+        Parameters
+        ----------
+        state : ServerState
+            Where the run stands.
+        own : Mapping[str, Mapping[str, Tensor]], optional
+            Groups for one client alone.
+        """
+        groups = {**self.send(state), **(own or {})}
+        return tensors_to_arrays({**self.start(state), **join_groups(groups)})

@@ -1,6 +1,6 @@
 """One exchange under way: whom it asks, what they are sent, what came of it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -158,6 +158,8 @@ class OpenExchange(Generic[P]):
             the same parameters.
         """
         sampling = self.sampling
+        if self.exchange.asks is not None:
+            return self._named(grid, self.exchange.asks(self.state), timeout)
         sample = sampling.cohort.sample(
             grid,
             fraction=1.0 if self.exchange.everyone else sampling.fraction_train,
@@ -171,6 +173,15 @@ class OpenExchange(Generic[P]):
         logger.info("configure_train: Sampled %s nodes", len(sample.nodes))
         self.admission.expected = len(sample.nodes)
         return sample
+
+    def _named(self, grid: Grid, numbers: Collection[int], timeout: float) -> Sample:
+        """Return those of these clients that are connected."""
+        minimum, cohort = min(self.needed, len(numbers)), self.cohort
+        ready = cohort.ready(grid, minimum, minimum, timeout)
+        nodes = [node for node in ready if cohort.identity(node).number in numbers]
+        logger.info("configure_train: asking %s nodes", len(nodes))
+        self.admission.expected = len(nodes)
+        return Sample(nodes, len(nodes))
 
     def alike(
         self, grid: Grid, nodes: list[int], others: Iterable[int], timeout: float
@@ -199,9 +210,18 @@ class OpenExchange(Generic[P]):
 
     def messages(self, config: ConfigRecord, nodes: Iterable[int]) -> list[Message]:
         """Return the requests to some of the nodes."""
-        arrays = self.exchange.arrays(self.state)
-        configured = self.exchange.configure(config)
-        return requests(self.sampling, self.server_round, arrays, configured, nodes)
+        exchange, configured = self.exchange, self.exchange.configure(config)
+        if exchange.send_each is None:
+            arrays = exchange.arrays(self.state)
+            return requests(self.sampling, self.server_round, arrays, configured, nodes)
+        own, messages = exchange.send_each(self.state), list[Message]()
+        for node in nodes:
+            groups = own(self.cohort.identity(node).number)
+            arrays = exchange.arrays(self.state, groups)
+            messages += requests(
+                self.sampling, self.server_round, arrays, configured, [node]
+            )
+        return messages
 
     def finish(self) -> Finished[P]:
         """Take the step, and see that it led somewhere.

@@ -107,7 +107,20 @@ class SumsUpload(Payload):
         return tensors_to_arrays(tensors)
 
     @classmethod
-    def from_arrays(cls, record: ArrayRecord, like: Params) -> "SumsUpload":
+    def total(cls, record: ArrayRecord, like: Params) -> "SumsUpload":
+        """Read the sum over clients, of which no product is a single client's.
+
+        Raises
+        ------
+        WireError
+            As for :meth:`from_arrays`.
+        """
+        return cls.from_arrays(record, like, of_one=False)
+
+    @classmethod
+    def from_arrays(
+        cls, record: ArrayRecord, like: Params, *, of_one: bool = True
+    ) -> "SumsUpload":
         """Read and check a record, none of which is trusted.
 
         Parameters
@@ -116,6 +129,8 @@ class SumsUpload(Payload):
             What arrived.
         like : Mapping[str, Tensor]
             The parameters that were sent out: keys and shapes must be theirs.
+        of_one : bool, default True
+            Whether it is one client's, whose products must be products.
 
         Raises
         ------
@@ -139,7 +154,7 @@ class SumsUpload(Payload):
             raise WireError("no Fisher arrived", field=_FISHER)
         _check_complete(_FISHER_PARAMS, products, fisher)
         _check_complete(_FISHER, fisher, products)
-        for name, entry in fisher.items():
+        for name, entry in fisher.items() if of_one else ():
             own = params[name] / examples
             _check_fisher(name, entry, products[name], own)
             # Of a Fisher that floats can hardly hold, no product is precise.

@@ -7,5 +7,15 @@ from flwr_fisher.strategies.baselines.fedpm import FedPM
 from flwr_fisher.strategies.baselines.giant import GIANT
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
 from flwr_fisher.strategies.baselines.scaffold import Scaffold
+from flwr_fisher.strategies.baselines.secure_fedavg import SecureFedAvg
 
-__all__ = ["DONE", "GIANT", "FedExP", "FedGA", "FedPM", "Repeatable", "Scaffold"]
+__all__ = [
+    "DONE",
+    "GIANT",
+    "FedExP",
+    "FedGA",
+    "FedPM",
+    "Repeatable",
+    "Scaffold",
+    "SecureFedAvg",
+]

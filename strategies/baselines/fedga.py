@@ -6,7 +6,7 @@ from typing import Any
 from flwr_fisher.errors import check_range
 from flwr_fisher.params import norm, weighted_mean
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
 from flwr_fisher.server.uploads import mean_vector, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
@@ -64,13 +64,16 @@ class FedGA(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then for training from displaced starts."""
-        read = VectorUpload.reader
-        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_mean)
+        read, mean = VectorUpload.reader, Summed[VectorUpload](weighted=True)
+        gradients = Exchange(
+            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, summed=mean
+        )
         models = Exchange(
             {"job": "displaced", "beta": self.beta},
             read(params=True),
             self._average,
             send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
+            summed=mean,
         )
         return [gradients, models]
 

@@ -8,7 +8,7 @@ from flwr_fisher.errors import check_positive, check_range
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import newton_step
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
 from flwr_fisher.server.uploads import mean_vector
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
@@ -53,13 +53,16 @@ class NewtonStrategy(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then, with their mean, for directions."""
-        read = VectorUpload.reader
-        gradients = Exchange({"job": "gradient"}, read(_GRADIENT), self._keep_mean)
+        read, mean = VectorUpload.reader, Summed[VectorUpload](weighted=True)
+        gradients = Exchange(
+            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, summed=mean
+        )
         directions = Exchange(
             {"job": "direction", **self.solver()},
             read(_DIRECTION),
             self._step,
             send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
+            summed=mean,
         )
         return [gradients, directions]
 

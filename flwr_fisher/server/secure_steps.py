@@ -1,0 +1,253 @@
+"""What the server makes of the replies to each stage of a secure sum."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import MetricRecord
+from torch import Tensor
+
+from flwr_fisher.errors import RoundError, WireError
+from flwr_fisher.log_lines import logger
+from flwr_fisher.secure import Aggregator, FixedPoint, highest, neighbourhoods
+from flwr_fisher.secure.aggregator import Sealed
+from flwr_fisher.secure.fixed_point import LEVELS, Words
+from flwr_fisher.secure.graph import threshold_of
+from flwr_fisher.secure.keys import PUBLIC, SHARE, check_public
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.secure_options import SecureSums
+from flwr_fisher.server.secure_state import (
+    SecureState,
+    cut,
+    pairs_in,
+    without,
+)
+from flwr_fisher.wire import tensors_to_arrays
+from flwr_fisher.wire.secure_upload import (
+    LAYOUT,
+    SHARES,
+    WORDS,
+    SecureUpload,
+    read_layout,
+    sizes_in,
+)
+
+NUM_EXAMPLES = "num-examples"  # the weight, among the summands
+_FEWEST = 2
+
+
+def take_keys(
+    secure: SecureSums,
+    sums: int,
+    seed: str,
+    state: ServerState,
+    uploads: Uploads[SecureUpload],
+) -> Step:
+    """Learn who takes part, and draw who is whose neighbour.
+
+    Raises
+    ------
+    RoundError
+        If fewer than two clients have sent keys that can be used.
+    """
+    public: dict[int, list[bytes]] = {}
+    owners: dict[bytes, str] = {}
+    for upload in uploads:
+        rows = upload.payload.part("secure/keys")
+        keys = cut(rows.reshape(-1), PUBLIC)
+        if reason := _wrong_keys(keys, 1 + sums, owners):
+            logger.warning("aggregate_train: rejected %s: %s", upload.client, reason)
+            continue
+        owners |= dict.fromkeys(keys, upload.client)
+        public[upload.number] = keys
+    if len(public) < _FEWEST:
+        raise RoundError(
+            f"{len(public)} clients have sent usable keys for a secure sum, and "
+            f"{_FEWEST} are needed"
+        )
+    numbers = sorted(public)
+    drawn = random.Random(seed).getrandbits(62)
+    around = neighbourhoods(numbers, secure.degree(len(numbers)), drawn)
+    aggregator = Aggregator(
+        {u.number: u.client for u in uploads if u.number in public},
+        {number: public[number] for number in numbers},
+        dict(zip(numbers, around, strict=True)),
+        threshold_of(len(around[0]), secure.threshold),
+    )
+    sessions = {
+        upload.number: upload.payload.part("secure/session").reshape(8)
+        for upload in uploads
+        if upload.number in public
+    }
+    known = SecureState(aggregator, sessions, numbers)
+    return Step(known.after(uploads, present=numbers).into(state))
+
+
+def _wrong_keys(keys: list[bytes], count: int, owners: Mapping[bytes, str]) -> str:
+    """Return why public keys cannot be used; nothing if they can."""
+    if len(keys) != count or len(set(keys)) < count:
+        return f"{len(set(keys))} public keys, expected {count}"
+    if copied := sorted({owners[key] for key in keys if key in owners}):
+        return f"its public keys are {copied[0]}'s"
+    try:
+        for key in keys:
+            check_public(key)
+    except WireError as error:
+        return str(error)
+    return ""
+
+
+def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
+    """Keep the sealed shares until they are passed on.
+
+    Raises
+    ------
+    RoundError
+        If too few of somebody's neighbours have sent theirs.
+    """
+    known = SecureState.of(state)
+    sums = len(next(iter(known.aggregator.public.values()))) - 1
+    sealed: dict[int, Sealed] = {}
+    for upload in uploads:
+        around = known.aggregator.neighbourhoods[upload.number]
+        others = [n for n in around if n != upload.number]
+        letters = upload.payload.part("secure/letters")
+        digests = upload.payload.part("secure/commitments")
+        pairs = [pairs_in(row) for row in digests]
+        fits = len(letters) == len(others) and len(digests) == len(around)
+        if not fits or any(len(own) != sums for own in pairs):
+            logger.warning(
+                "aggregate_train: rejected %s: its shares are not one for each of %s "
+                "neighbours and %s sums",
+                upload.client,
+                len(around),
+                sums,
+            )
+            continue
+        rows = [row.numpy().tobytes() for row in letters]
+        own_letters = dict(zip(others, rows, strict=True))
+        sealed[upload.number] = Sealed(
+            own_letters, dict(zip(around, pairs, strict=True))
+        )
+    aggregator = known.aggregator.shared(sealed)
+    new = known.after(uploads, aggregator=aggregator, present=sorted(sealed))
+    return Step(new.into(state))
+
+
+def take_words(index: int, state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
+    """Add up masked words."""
+    known = SecureState.of(state)
+    total: Words | None = None
+    for upload in uploads:
+        words = upload.payload.part(WORDS).numpy()
+        total = words.copy() if total is None else np.add(total, words, out=total)
+    first = uploads[0].payload
+    descriptions = {**first.texts(), LAYOUT: first.part(LAYOUT)}
+    _tell_gone(known, index, uploads)
+    summed = torch.from_numpy(total)
+    new = known.after(uploads, words=summed, descriptions=descriptions)
+    return Step(new.into(state))
+
+
+def _tell_gone(known: SecureState, index: int, uploads: Uploads[SecureUpload]) -> None:
+    there = {upload.number for upload in uploads}
+    if gone := [known.aggregator.names[n] for n in known.present if n not in there]:
+        logger.warning(
+            "aggregate_train: sum %s of the round is without %s", index, ", ".join(gone)
+        )
+
+
+def open_exponents(
+    index: int, state: ServerState, uploads: Uploads[SecureUpload]
+) -> Step:
+    """Learn how large the summands' tensors are.
+
+    Raises
+    ------
+    RoundError
+        If the sum cannot be opened, or is not what was asked for.
+    """
+    known = SecureState.of(state)
+    words = _opened(index, known, uploads)
+    count = len(read_layout(known.descriptions[LAYOUT]))
+    if len(words) != LEVELS * count:
+        raise RoundError(f"{len(words)} words for the exponents of {count} tensors")
+    new = known.after(uploads, exponents=highest(words))
+    return Step(new.into(state))
+
+
+def open_values(
+    index: int,
+    secure: SecureSums,
+    exchange: Exchange[Any],
+    state: ServerState,
+    uploads: Uploads[SecureUpload],
+) -> Step:
+    """Open the sum, and take the exchange's own step with it.
+
+    Raises
+    ------
+    RoundError
+        If the sum cannot be opened, or no step can be taken with it.
+    """
+    known = SecureState.of(state)
+    words = _opened(index, known, uploads)
+    entries, dtypes = _entries(secure, known, words)
+    assert exchange.summed is not None
+    weight = 1.0
+    if exchange.summed.weighted:
+        weight = float(entries.pop(NUM_EXAMPLES))
+        if not weight > 0:
+            raise RoundError("the clients' weights add up to nothing")
+    total = {k: _as(value / weight, dtypes[k]) for k, value in entries.items()}
+    texts = {k: v for k, v in known.descriptions.items() if k != LAYOUT}
+    record = tensors_to_arrays({**total, **texts})
+    read = exchange.summed.read or exchange.read
+    name = f"the sum over {len(known.present)} clients"
+    new = known.after(uploads, words=known.words[:0])
+    try:
+        payload = read(record, state.params)
+    except WireError as error:
+        raise RoundError(f"{name} is none that this step can take: {error}") from error
+    summed = Upload(0, name, weight, payload, MetricRecord(), new.num_bytes)
+    step = exchange.step(without(state), [summed])
+    metrics = {**step.metrics, "num-summed": len(known.present)}
+    return replace(step, state=new.into(step.state), metrics=metrics, summed=summed)
+
+
+def _entries(
+    secure: SecureSums, known: SecureState, words: Words
+) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
+    """Return the real numbers that a sum stands for, and the dtypes of an upload's."""
+    layout = read_layout(known.descriptions[LAYOUT])
+    sizes = sizes_in(layout)
+    if sum(sizes) != len(words):
+        raise RoundError(f"{len(words)} words for {sum(sizes)} entries")
+    fixed = FixedPoint(secure.bits, len(known.aggregator.public))
+    parts = np.split(words, np.cumsum(sizes)[:-1])
+    rows = zip(layout, parts, known.exponents, strict=True)
+    entries = {
+        name: fixed.values(part, exponent).reshape(shape)
+        for (name, _, shape), part, exponent in rows
+    }
+    return entries, {name: getattr(torch, dtype) for name, dtype, _ in layout}
+
+
+def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> Words:
+    """Take the masks away."""
+    shares = {}
+    for upload in uploads:
+        survivors, dropped = known.aggregator.split(upload.number, known.present)
+        rows = cut(upload.payload.part(SHARES).reshape(-1), SHARE)
+        # Of a reply that has too few, or too many, those are wrong that do not fit.
+        pairs = zip((*survivors, *dropped), rows, strict=False)
+        shares[upload.number] = dict(pairs)
+    words: Words = known.words.numpy()
+    return known.aggregator.unmask(index, words, known.present, shares)
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if dtype.is_floating_point else value.round().to(dtype)

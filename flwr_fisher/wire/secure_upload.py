@@ -1,0 +1,167 @@
+"""What travels in the stages of a secure sum: bytes and masked words, by name.
+
+``secure/session``, ``secure/keys``
+    the client's own number for the sum, 8 bytes; its public keys, a row each;
+``secure/letters``, ``secure/commitments``
+    a row for each neighbour: sealed shares, and digests of them;
+``secure/words``, ``secure/layout``
+    masked residues, uint32 or uint64, of all tensors one after another, and which those
+    are: JSON, equal for all clients;
+``secure/shares``
+    a row for each neighbour: what opens the sum.
+
+Bytes under keys of the summand's own that end in ``format`` are sent as they are: they
+describe it, and are equal for all clients.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.payload import Payload
+
+SECURE = "secure/"
+WORDS, LAYOUT = f"{SECURE}words", f"{SECURE}layout"
+SHARES = f"{SECURE}shares"
+
+Layout = list[tuple[str, str, tuple[int, ...]]]
+"""Key, dtype and shape of each tensor of a summand."""
+
+_DESCRIPTION = 4096  # bytes
+_TEXT = 2**20  # bytes of all that is said of a summand
+_SLACK = 2**16
+_WORD = {torch.uint32, torch.uint64}
+
+
+@dataclass(frozen=True)
+class SecureUpload(Payload):
+    """One stage's reply.
+
+    Parameters
+    ----------
+    tensors : dict[str, Tensor]
+        Bytes, and words.
+    """
+
+    disagreement: ClassVar[tuple[str, str]] = (
+        SECURE.removesuffix("/"),
+        "has other arrays than most clients' have",
+    )
+
+    tensors: dict[str, Tensor]
+
+    def layout(self) -> tuple[str, ...]:
+        """Return what clients must share: shapes, and what is said of the summand."""
+        return tuple(
+            f"{name} {_content(name, value)}"
+            for name, value in sorted(self.tensors.items())
+        )
+
+    def part(self, name: str) -> Tensor:
+        """Return one of the tensors.
+
+        Raises
+        ------
+        WireError
+            If it is not there.
+        """
+        if (value := self.tensors.get(name)) is None:
+            raise WireError("missing", field=name)
+        return value
+
+    def texts(self) -> dict[str, Tensor]:
+        """Return what is said of the summand in keys of its own."""
+        return {k: v for k, v in self.tensors.items() if not k.startswith(SECURE)}
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels."""
+        return tensors_to_arrays(self.tensors)
+
+    @classmethod
+    def from_arrays(cls, record: ArrayRecord, like: Params) -> "SecureUpload":
+        """Read and check a record: bytes and words, and no more than there can be.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is none, unreadable or of another dtype, or the largest
+            array, if all together are much larger than the model's curvatures.
+        """
+        limit = _room(like)
+        tensors = arrays_to_tensors(record, limit=limit, most=len(like) + 4)
+        said = 0
+        for key, value in tensors.items():
+            if key == WORDS and value.dtype in _WORD and value.dim() == 1:
+                continue
+            own = key.startswith(SECURE) or is_description(key, value)
+            if value.dtype != torch.uint8 or not own or key == WORDS:
+                shape = tuple(value.shape)
+                reason = f"{value.dtype} of shape {shape}, expected bytes or words"
+                raise WireError(reason, field=key)
+            said += value.numel() if _is_text(key) else 0
+        if said > _TEXT:
+            raise WireError(f"{said} bytes of description", field=LAYOUT)
+        return cls(tensors)
+
+
+def is_description(name: str, value: Tensor) -> bool:
+    """Return whether bytes of a summand describe it, and may be sent as they are."""
+    return name.endswith("format") and value.numel() <= _DESCRIPTION
+
+
+def layout_text(layout: Layout) -> Tensor:
+    """Return a layout as bytes."""
+    text = json.dumps(layout, separators=(",", ":")).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def read_layout(text: Tensor) -> Layout:
+    """Undo :func:`layout_text`.
+
+    Raises
+    ------
+    WireError
+        If it is no layout.
+    """
+    try:
+        rows = json.loads(text.numpy().tobytes())
+        return [(str(k), str(d), tuple(int(n) for n in s)) for k, d, s in rows]
+    except Exception as error:  # untrusted text
+        raise WireError(f"no layout: {error}"[:200], field=LAYOUT) from error
+
+
+def sizes_in(layout: Layout) -> list[int]:
+    """Return how many entries each tensor has."""
+    return [math.prod(shape) for _, _, shape in layout]
+
+
+def _is_text(key: str) -> bool:
+    return key == LAYOUT or not key.startswith(SECURE)
+
+
+def _content(name: str, value: Tensor) -> str:
+    if _is_text(name):
+        return value.numpy().tobytes().decode(errors="replace")
+    # How many neighbours are left differs from one client to another.
+    shape = "" if name == SHARES else str(tuple(value.shape))
+    return f"{value.dtype} {shape}"
+
+
+def _room(like: Mapping[str, Tensor]) -> int:
+    """Return how many bytes summands of a model may have: its K-FAC's, in 64 bits."""
+    entries = 0
+    for value in like.values():
+        rows = value.shape[0] if value.dim() else 1
+        columns = value.numel() // max(rows, 1)
+        entries += 3 * value.numel() + rows**2 + (columns + 1) ** 2
+    levels = 4 * 384 * 6 * (len(like) + 2)  # of the exponents
+    return 8 * entries + levels + _TEXT + _SLACK + 2**24  # and of many neighbours

@@ -1,0 +1,348 @@
+"""Secure sums as strategies take them: the model of plain sums, and no summand seen."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from safetensors.torch import load_file
+from virtual import LIFTED, Watched, tiny_app, tiny_arrays, tiny_client
+
+from flwr_fisher.client import (
+    FisherClient,
+    LocalSGD,
+    SecureSumsMod,
+    identify,
+    make_client_app,
+)
+from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.strategies import (
+    FAGH,
+    GIANT,
+    CurvatureStrategy,
+    FedFish,
+    FedFisherOneShot,
+    FedGA,
+    Scaffold,
+    SecureFedAvg,
+    SecureSums,
+    Waiting,
+)
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import split_config
+
+Spoil = Callable[[Message, Context, str], Message | None]
+
+
+def secure_app(
+    folder: Path, spoil: Spoil = lambda message, context, stage: None, **options: object
+) -> ClientApp:
+    """An app that takes part in secure sums; `spoil` may do something else."""
+    own = SecureSumsMod(state_dir=folder, **options)
+
+    class Spoiling(SecureSumsMod):
+        def __call__(self, message: Message, context: Context, call_next) -> Message:
+            reply = spoil(message, context, stage_of(message))
+            return reply or own(message, context, call_next)
+
+    return make_client_app(client_of, mods=[Spoiling()])
+
+
+def client_of(context: Context) -> FisherClient:
+    return tiny_client(int(context.node_config["partition-id"]))
+
+
+def stage_of(message: Message) -> str:
+    config = next(iter(message.content.config_records.values()))
+    return str(split_config(config)[0].get("secure"))
+
+
+def merged(
+    strategy: CurvatureStrategy, app: ClientApp, clients: int = 4, rounds: int = 1
+) -> dict[str, torch.Tensor]:
+    result = strategy.start(LocalGrid(app, clients), tiny_arrays(), num_rounds=rounds)
+    return result.arrays.to_torch_state_dict()
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
+
+
+STRATEGIES = {
+    "fedfisher": lambda **o: FedFisherOneShot(
+        structure="diagonal", aggregate="sums", fraction_evaluate=0.0, **o
+    ),
+    "fedfish": lambda **o: FedFish(fraction_evaluate=0.0, **o),
+    "fagh": lambda **o: FAGH(fraction_evaluate=0.0, **o),
+    "giant": lambda **o: GIANT(fraction_evaluate=0.0, **o),
+    "fedga": lambda **o: FedGA(fraction_evaluate=0.0, **o),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_secure_sum_gives_the_model_of_the_plain_one(
+    name: str, bits: int, tmp_path: Path
+) -> None:
+    make, app = STRATEGIES[name], secure_app(tmp_path)
+    plain = merged(make(policy=LIFTED), app, rounds=2)
+    secure = merged(make(secure=SecureSums(bits=bits)), app, rounds=2)
+    assert distance(plain, secure) < 1e-4
+
+
+def test_fedavg_of_anybodys_clients(tmp_path: Path) -> None:
+    """The mean of clients that know this library by the mod alone."""
+    app = ClientApp()
+
+    @app.train(mods=[SecureSumsMod(state_dir=tmp_path)])
+    def train(message: Message, context: Context) -> Message:
+        arrays = message.content.array_records["arrays"]
+        partition = int(context.node_config["partition-id"])
+        trained = {k: v + partition for k, v in arrays.to_torch_state_dict().items()}
+        metrics = MetricRecord({"num-examples": 1 + partition, "loss": 0.5})
+        content = RecordDict({"arrays": ArrayRecord(trained), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    app.query()(identify)
+    result = merged(SecureFedAvg(fraction_evaluate=0.0), app, clients=3)
+    start = tiny_arrays().to_torch_state_dict()
+    for name, value in start.items():
+        mean = value.double() + (0 * 1 + 1 * 2 + 2 * 3) / 6
+        expected = mean if value.is_floating_point() else mean.round()
+        assert (result[name] - expected).abs().max() < 1e-6, name
+
+
+# What is seen
+
+
+def test_no_number_of_a_client_leaves_it(tmp_path: Path) -> None:
+    """Of two runs that differ in one client's data, all replies look alike."""
+    seen: dict[str, list[RecordDict]] = {}
+    own = SecureSumsMod(state_dir=tmp_path)
+
+    class Watching(SecureSumsMod):
+        def __call__(self, message, context, call_next):
+            stage = stage_of(message)
+            reply = own(message, context, call_next)
+            seen.setdefault(stage, []).append(reply.content)
+            return reply
+
+    app = make_client_app(client_of, mods=[Watching()])
+    merged(STRATEGIES["fedfisher"](secure=SecureSums()), app)
+    assert set(seen) == {"keys", "shares", "exponents", "values", "open"}
+    for stage, contents in seen.items():
+        for content in contents:
+            (metrics,) = content.metric_records.values()
+            assert dict(metrics) == {"num-examples": 1}
+            (arrays,) = content.array_records.values()
+            allowed = {"sums/format", *(f"secure/{name}" for name in PARTS[stage])}
+            assert set(arrays) <= allowed
+    words = [
+        np.frombuffer(c.array_records["arrays"]["secure/words"].data[128:], np.uint32)
+        for c in seen["values"]
+    ]
+    for own_words in words:  # neither small, nor like another's
+        assert 0.2 < np.mean(own_words > 2**31) < 0.8
+        assert sum((own_words == other).mean() > 0.1 for other in words) == 1
+
+
+PARTS = {
+    "keys": ("session", "keys"),
+    "shares": ("letters", "commitments"),
+    "exponents": ("words", "layout"),
+    "values": ("words", "layout"),
+    "open": ("shares",),
+}
+
+
+# Who leaves
+
+
+@pytest.mark.parametrize(
+    ("stage", "times"),
+    [
+        *[("keys", 1), ("shares", 1), ("exponents", 1)],
+        *[("open", 1), ("values", 1), ("open", 2)],
+    ],
+)
+def test_who_leaves_changes_the_set_and_nothing_else(
+    stage: str, times: int, tmp_path: Path, caplog
+) -> None:
+    seen: list[str] = []
+
+    def leaves(message: Message, context: Context, now: str) -> None:
+        if context.node_config["partition-id"] == 2:
+            seen.append(now)
+            if seen.count(stage) >= times:
+                raise ClientError("gone")
+
+    make = STRATEGIES["fedfisher"]
+    strategy = make(secure=SecureSums(), min_train_nodes=3)
+    secure = merged(strategy, secure_app(tmp_path / "a", leaves), clients=5)
+    # When the values are opened its summand is there, and counts.
+    there = [0, 1, 2, 3, 4] if times == 2 else [0, 1, 3, 4]
+    plain = merged(make(policy=LIFTED), tiny_app(there), clients=len(there))
+    assert distance(plain, secure) < 1e-4
+    assert "partition-2" in caplog.text
+
+
+def test_too_few_end_the_round_and_are_named(tmp_path: Path) -> None:
+    def leaves(message: Message, context: Context, now: str) -> None:
+        if now == "open" and context.node_config["partition-id"] in (1, 2, 3):
+            raise ClientError("gone")
+
+    strategy = STRATEGIES["fedfisher"](secure=SecureSums())
+    with pytest.raises(RoundError) as caught:
+        merged(strategy, secure_app(tmp_path, leaves), clients=5)
+    text = str(caught.value)
+    assert "3 are needed" in text
+    assert all(f"partition-{n}" in text for n in (1, 2, 3))
+
+
+# What is refused
+
+
+def test_clients_hide_among_enough(tmp_path: Path) -> None:
+    strategy = STRATEGIES["fedfisher"](secure=SecureSums())
+    with pytest.raises(RoundError, match="2 clients take part, and this one"):
+        merged(strategy, secure_app(tmp_path), clients=2)
+    app = secure_app(tmp_path, min_clients=2)
+    merged(STRATEGIES["fedfisher"](secure=SecureSums()), app, clients=2)
+
+
+def test_a_client_may_refuse_everything_else(tmp_path: Path) -> None:
+    app = make_client_app(
+        client_of, mods=[SecureSumsMod(required=True, state_dir=tmp_path)]
+    )
+    with pytest.raises(RoundError, match="replies to secure sums only"):
+        merged(STRATEGIES["fedfisher"](), app)
+    merged(STRATEGIES["fedfisher"](secure=SecureSums()), app)
+
+
+def test_what_is_no_sum_is_refused_before_anybody_trains() -> None:
+    app = Watched()
+    for strategy, reason in (
+        (FedFisherOneShot(secure=SecureSums()), "takes more than sums"),
+        (Scaffold(secure=SecureSums()), "takes more than sums"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            merged(strategy, app)
+    assert not app.trained
+    with pytest.raises(ConfigurationError, match="window"):
+        SecureFedAvg(waiting=Waiting(window=10))
+    with pytest.raises(ConfigurationError, match="packed uploads"):
+        FedFish(secure=SecureSums(), codec="small")
+    with pytest.raises(ConfigurationError, match="secure must be SecureSums"):
+        FedFish(secure=True)
+    for wrong in ({"bits": 16}, {"threshold": 0.4}, {"neighbours": 1}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            SecureSums(**wrong)
+
+
+def test_an_exchange_of_anothers_keys_is_told(tmp_path: Path, caplog) -> None:
+    kept: list[Message] = []
+
+    def replays(message: Message, context: Context, now: str) -> Message | None:
+        if now == "keys" and context.node_config["partition-id"] in (1, 2):
+            if not kept:
+                reply = SecureSumsMod(state_dir=tmp_path)(message, context, None)
+                kept.append(reply)
+                return reply
+            return Message(kept[0].content, reply_to=message)
+        return None
+
+    strategy = STRATEGIES["fedfisher"](secure=SecureSums(), min_train_nodes=2)
+    merged(strategy, secure_app(tmp_path, replays), clients=6)
+    assert "its public keys are partition-" in caplog.text
+
+
+SPOILT = {
+    "keys": ("keys", "secure/keys", "public key"),
+    "shares": ("shares", "secure/letters", "other arrays than most"),
+    "wrong": ("open", "secure/shares", "not the share of"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_is_malformed_is_told_by_name(what: str, tmp_path: Path, caplog) -> None:
+    stage, key, says = SPOILT[what]
+    own = SecureSumsMod(state_dir=tmp_path)
+
+    class Spoiling(SecureSumsMod):
+        def __call__(self, message, context, call_next):
+            reply = own(message, context, call_next)
+            mine = context.node_config["partition-id"] == 1
+            if mine and stage_of(message) == stage:
+                value = reply.content.array_records["arrays"][key].numpy()
+                value = np.zeros_like(value) if what != "shares" else value[:-1]
+                reply.content.array_records["arrays"][key] = Array(value)
+            return reply
+
+    strategy = STRATEGIES["fedfisher"](secure=SecureSums(), min_train_nodes=2)
+    merged(strategy, make_client_app(client_of, mods=[Spoiling()]), clients=5)
+    assert says in caplog.text
+    assert "partition-1" in caplog.text
+
+
+def test_a_lost_state_is_told_and_costs_one_client(tmp_path: Path, caplog) -> None:
+    def loses(message: Message, context: Context, now: str) -> None:
+        if now == "shares" and context.node_config["partition-id"] == 1:
+            for path in (tmp_path / "secure").glob("*/partition-1/*.safetensors"):
+                path.unlink()
+
+    strategy = STRATEGIES["fedfisher"](secure=SecureSums(), min_train_nodes=2)
+    merged(strategy, secure_app(tmp_path, loses), clients=4)
+    assert "the secrets of this secure sum are not in" in caplog.text
+
+
+def test_a_killed_server_goes_on_with_the_same_sums(tmp_path: Path) -> None:
+    """In any exchange: the model is the same, and nobody trains twice."""
+    trained: list[int] = []
+
+    def counts(context: Context) -> FisherClient:
+        partition = int(context.node_config["partition-id"])
+
+        def train(model, loader, device, config):
+            trained.append(partition)
+            return LocalSGD(lr=0.1)(model, loader, device, config)
+
+        return tiny_client(partition, train_fn=train, state_dir=tmp_path / "clients")
+
+    stages: list[str] = []
+
+    class Dying(SecureSumsMod):
+        def __call__(self, message, context, call_next):
+            stages.append(stage_of(message))
+            if len(stages) == 4 * stop + 2:
+                raise KeyboardInterrupt
+            return super().__call__(message, context, call_next)
+
+    mod = Dying(state_dir=tmp_path / "clients")
+    app = make_client_app(counts, mods=[mod])
+    make = STRATEGIES["fedfisher"]
+    expected = merged(make(policy=LIFTED), tiny_app())
+    for stop in range(6):
+        trained.clear(), stages.clear()
+        run = {"checkpoint_dir": tmp_path / f"run-{stop}"}
+        grid = LocalGrid(app, 4)
+        with pytest.raises(KeyboardInterrupt):
+            make(secure=SecureSums()).start(grid, tiny_arrays(), **run)
+        result = make(secure=SecureSums()).start(
+            grid, tiny_arrays(), resume=True, **run
+        )
+        arrays = result.arrays.to_torch_state_dict()
+        assert distance(expected, arrays) < 1e-4
+        assert sorted(trained) == [0, 1, 2, 3]
+
+
+def test_a_summand_leaves_the_disk_when_its_sum_is_open(tmp_path: Path) -> None:
+    merged(STRATEGIES["fedfisher"](secure=SecureSums()), secure_app(tmp_path))
+    folder = tmp_path / "secure"
+    assert folder.stat().st_mode & 0o077 == 0
+    files = list(folder.glob("*/*/*.safetensors"))
+    assert len(files) == 4
+    assert all(not load_file(path) for path in files)
