@@ -4,6 +4,7 @@ from flwr_fisher.deprecation import moved_names
 from flwr_fisher.merge.fedfisher import fedfisher
 from flwr_fisher.merge.fisher_merge import fisher_merge
 from flwr_fisher.merge.influence import Influence, influence
+from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.regmean import regmean
@@ -23,12 +24,14 @@ __all__ = [
     "MergeOptions",
     "MergeResult",
     "add_sums",
+    "balanced",
     "fedavg",
     "fedfisher",
     "fedfisher_from_sums",
     "fisher_merge",
     "influence",
     "merge_options",
+    "partial_traces",
     "regmean",
     "sums_options",
 ]

@@ -1,0 +1,266 @@
+"""FedFisher's conjugate gradients where the server sees sums over clients alone.
+
+What :func:`~flwr_fisher.merge.fedfisher` does in one go waits here for its clients
+between two iterations: an :class:`Iterate` holds where each layer is, as tensors.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
+from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
+from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.preconditioner import preconditioner
+from flwr_fisher.merge.solve import MergeResult
+from flwr_fisher.params import Params, add, dot, norm, scale, select
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """Where conjugate gradients are, layer by layer; in float64.
+
+    Parameters
+    ----------
+    solution, residual, direction : dict[str, Tensor]
+        Over all parameters with a curvature. The clients multiply `direction`.
+    decrease : list[float]
+        For each layer, the residual's product with what it was preconditioned to.
+    norms : list[list[float]]
+        For each layer, the residual's norm at the start and after each iteration.
+    """
+
+    solution: dict[str, Tensor]
+    residual: dict[str, Tensor]
+    direction: dict[str, Tensor]
+    decrease: list[float]
+    norms: list[list[float]]
+
+    def to_groups(self) -> dict[str, dict[str, Tensor]]:
+        """Return it as named groups of tensors."""
+        longest = max(map(len, self.norms), default=0)
+        padded = [own + [math.nan] * (longest - len(own)) for own in self.norms]
+        numbers = {"decrease": self.decrease, "norms": padded}
+        return {
+            "solution": self.solution,
+            "residual": self.residual,
+            "direction": self.direction,
+            "progress": {
+                name: torch.tensor(value, dtype=torch.float64)
+                for name, value in numbers.items()
+            },
+        }
+
+    @classmethod
+    def from_groups(cls, groups: Mapping[str, Params]) -> "Iterate":
+        """Read what :meth:`to_groups` returned."""
+        norms: list[list[float]] = groups["progress"]["norms"].tolist()
+        return cls(
+            dict(groups["solution"]),
+            dict(groups["residual"]),
+            dict(groups["direction"]),
+            groups["progress"]["decrease"].tolist(),
+            [[value for value in own if not math.isnan(value)] for own in norms],
+        )
+
+
+def begin(traces: Curvature, pull: Params, options: MergeOptions) -> Iterate:
+    r"""Return the start, at the clients' mean.
+
+    Parameters
+    ----------
+    traces : Curvature
+        The sum of the clients' :func:`~flwr_fisher.merge.partial_traces`.
+    pull : Mapping[str, Tensor]
+        :math:`\sum_i p_i F_i (\theta_i - \bar\theta)`.
+    options : MergeOptions
+        `anchor` is used.
+    """
+    solution: dict[str, Tensor] = {}
+    residual: dict[str, Tensor] = {}
+    direction: dict[str, Tensor] = {}
+    decrease, norms = [], []
+    for system in _systems(traces, options):
+        rhs = scale(_double(select(pull, system.names)), 1 / system.unit)
+        zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
+        steepest = zero if system.inverse is None else system.inverse(rhs)
+        at_once = system.diagonal and system.inverse is not None
+        solution |= steepest if at_once else zero
+        residual |= zero if at_once else rhs
+        direction |= zero if at_once else steepest
+        decrease.append(float(dot(rhs, steepest)))
+        norms.append([float(norm(rhs)), 0.0] if at_once else [float(norm(rhs))])
+    return Iterate(solution, residual, direction, decrease, norms)
+
+
+def advanced(
+    traces: Curvature, before: Iterate, product: Params, options: MergeOptions
+) -> Iterate:
+    r"""Return the iterate after one step along the direction, and where to go next.
+
+    Parameters
+    ----------
+    traces, options
+        As for :func:`begin`.
+    before : Iterate
+        The last one.
+    product : Mapping[str, Tensor]
+        :math:`\sum_i p_i F_i z`, for its direction z.
+    """
+    parts = []
+    for index, system in enumerate(_systems(traces, options)):
+        own = Iterate(
+            select(before.solution, system.names),
+            select(before.residual, system.names),
+            select(before.direction, system.names),
+            [before.decrease[index]],
+            [before.norms[index]],
+        )
+        parts.append(_stepped(system, own, select(product, system.names), options))
+    return Iterate(
+        {k: v for part in parts for k, v in part.solution.items()},
+        {k: v for part in parts for k, v in part.residual.items()},
+        {k: v for part in parts for k, v in part.direction.items()},
+        [value for part in parts for value in part.decrease],
+        [own for part in parts for own in part.norms],
+    )
+
+
+def merged(
+    mean: Params, iterate: Iterate, layers: Sequence[Sequence[str]]
+) -> MergeResult:
+    """Return the model at which conjugate gradients stand.
+
+    A layer for which they found no step stays at the mean, and is named.
+
+    Parameters
+    ----------
+    mean : Mapping[str, Tensor]
+        The clients' mean parameters and buffers.
+    iterate : Iterate
+        The last one.
+    layers : Sequence[Sequence[str]]
+        The names of each layer's parameters, as in the sum of curvatures.
+    """
+    params, unsolved = dict(mean), list[str]()
+    for names, norms in zip(layers, iterate.norms, strict=True):
+        step = select(iterate.solution, names)
+        moved = {name: mean[name] + step[name].to(mean[name]) for name in names}
+        if _is_solved(step, norms) and _finite(moved):
+            params |= moved
+        else:
+            unsolved += names
+    longest = max(map(len, iterate.norms), default=1)
+    padded = [own + own[-1:] * (longest - len(own)) for own in iterate.norms]
+    total = [math.hypot(*values) for values in zip(*padded, strict=True)]
+    relative = [value / total[0] if total[0] else 0.0 for value in total]
+    return MergeResult(params, relative, longest - 1, unsolved=unsolved)
+
+
+def _is_solved(step: Params, norms: Sequence[float]) -> bool:
+    """Whether a step was taken, or none was needed; each lowers the objective."""
+    if not _finite(step) or not all(map(math.isfinite, norms)):
+        return False
+    return len(norms) > 1 or norms[0] == 0
+
+
+@dataclass(frozen=True)
+class _System:
+    """One layer's, at a mean eigenvalue of 1."""
+
+    names: list[str]
+    unit: float
+    ridge: float
+    diagonal: bool
+    inverse: Matvec | None  # an approximate one; None: there is no curvature
+
+
+def _systems(traces: Curvature, options: MergeOptions) -> list[_System]:
+    return [_system(block.made(), options) for block in traces.blocks()]
+
+
+def _system(block: Curvature, options: MergeOptions) -> _System:
+    names, anchor = list(block.shapes), options.anchor
+    wide = block.to(dtype=torch.float64)
+    trace = _trace(wide)
+    unit = trace / block.numel()
+    if not (unit > 0 and math.isfinite(unit)):
+        return _System(names, 1.0, 0.0, isinstance(block, Diagonal), None)
+    if isinstance(wide, Diagonal):
+        return _System(names, unit, anchor, True, _divided_by(wide, unit, anchor))
+    assert isinstance(wide, Kronecker)
+    # Both factors have the sum's trace: the product has its square.
+    product = Kronecker(
+        wide.weight,
+        wide.weight_shape,
+        wide.A / unit,
+        wide.G / _per_group(wide),
+        wide.bias,
+    )
+    inverse = preconditioner(WeightedSum([product], [1.0]), anchor)
+    return _System(names, unit, anchor, False, inverse)
+
+
+def _trace(block: Curvature) -> float:
+    """Return the trace of the sum, which both partial traces have."""
+    return (
+        float(block.of_inputs.trace().sum())
+        if isinstance(block, Kronecker)
+        else (block.trace())
+    )
+
+
+def _per_group(block: Kronecker) -> Tensor:
+    tiny = torch.finfo(torch.float64).tiny
+    return block.of_inputs.trace().clamp_min(tiny).reshape(-1, 1, 1)
+
+
+def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:
+    """Return what divides by a diagonal; where that is 0 nothing is known."""
+
+    def solve(vector: Params) -> dict[str, Tensor]:
+        solution = {}
+        for name, entry in block.entries.items():
+            known = entry > 0
+            divisor = torch.where(known, entry / unit + ridge, 1.0)
+            solution[name] = torch.where(known, vector[name] / divisor, 0.0)
+        return solution
+
+    return solve
+
+
+def _stepped(
+    system: _System, own: Iterate, product: Params, options: MergeOptions
+) -> Iterate:
+    """Take one layer's step; where none can be taken, stay and ask for none."""
+    zero = {name: torch.zeros_like(value) for name, value in own.direction.items()}
+    stay = Iterate(own.solution, own.residual, zero, own.decrease, own.norms)
+    norms = own.norms[0]
+    done = norms[-1] <= options.tolerance * norms[0]
+    if system.inverse is None or system.diagonal or done:
+        return stay
+    product = add(scale(_double(product), 1 / system.unit), own.direction, system.ridge)
+    curvature = float(dot(own.direction, product))
+    if not 0 < curvature < math.inf:
+        return stay
+    length = own.decrease[0] / curvature
+    solution = add(own.solution, own.direction, length)
+    residual = add(own.residual, product, -length)
+    steepest = system.inverse(residual)
+    decrease = float(dot(residual, steepest))
+    turn = decrease / own.decrease[0]
+    direction = add(steepest, own.direction, turn)
+    return Iterate(
+        solution, residual, direction, [decrease], [[*norms, float(norm(residual))]]
+    )
+
+
+def _double(params: Params) -> dict[str, Tensor]:
+    return {name: value.double() for name, value in params.items()}
+
+
+def _finite(params: Params) -> bool:
+    return all(bool(value.isfinite().all()) for value in params.values())

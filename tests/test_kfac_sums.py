@@ -1,0 +1,181 @@
+"""K-FAC merged from sums over clients: the same iterations as from the parts."""
+
+import pytest
+import torch
+from oracles import randn, random_dense, random_kronecker, relative
+
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Diagonal,
+    Kronecker,
+    WeightedSum,
+)
+from flwr_fisher.curvature.operators.factors import DenseFactor
+from flwr_fisher.errors import StructureError
+from flwr_fisher.merge import (
+    LocalPosterior,
+    MergeOptions,
+    balanced,
+    fedavg,
+    fedfisher,
+    merge_options,
+    partial_traces,
+)
+from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
+from flwr_fisher.params import Params, flatten, shares_of, subtract, weighted_mean
+
+
+def grouped(seed: int) -> Curvature:
+    """A convolution's of two groups, and a norm's diagonal beside it."""
+    A, G = (
+        DenseFactor((m := randn(seed + side, 2, n, n, dtype=torch.float64)) @ m.mT)
+        for side, n in ((0, 5), (50, 3))
+    )
+    scale = randn(seed + 99, 6, dtype=torch.float64).square()
+    return BlockDiagonal(
+        [
+            Kronecker("w", torch.Size([6, 4]), A, G, "b"),
+            Diagonal({"norm": scale}),
+        ]
+    )
+
+
+def layers(seed: int) -> Curvature:
+    """Two layers, one of which has a bias; of quite unlike sizes."""
+    first = random_kronecker(seed, bias="b")
+    second = random_kronecker(seed + 40)
+    wide = [f.to(dtype=torch.float64) for f in (first, second.scaled(1e-4))]
+    renamed = Kronecker("v", wide[1].weight_shape, wide[1].A, wide[1].G, None)
+    return BlockDiagonal([wide[0], renamed])
+
+
+CASES = {"layers": layers, "grouped": grouped}
+
+
+def clients(name: str, count: int = 4) -> list[LocalPosterior]:
+    made = []
+    for seed in range(count):
+        curvature = CASES[name](10 * seed + 1).scaled(10.0**-seed)
+        params = {
+            k: randn(7 * seed + i, *shape, dtype=torch.float64)
+            for i, (k, shape) in enumerate(curvature.shapes.items())
+        }
+        made.append(LocalPosterior(params, curvature, 5.0 + 3 * seed))
+    return made
+
+
+def from_sums(posteriors: list[LocalPosterior], options: MergeOptions) -> Params:
+    """Merge as clients and a server would who see sums alone."""
+    weights = [p.num_examples for p in posteriors]
+    settings = {k: getattr(options, k) for k in ("shrink", "damping", "balance")}
+    own = [balanced(p.curvature, **settings) for p in posteriors]
+    mean = fedavg(posteriors)
+    pulls = [
+        F.matvec(
+            subtract({k: p.params[k] for k in F.shapes}, {k: mean[k] for k in F.shapes})
+        )
+        for F, p in zip(own, posteriors, strict=True)
+    ]
+    traces = summed([partial_traces(F) for F in own], weights)
+    iterate = begin(traces, weighted_mean(pulls, weights), options)
+    for _ in range(options.iterations):
+        iterate = Iterate.from_groups(iterate.to_groups())  # as between exchanges
+        products = [F.matvec(iterate.direction) for F in own]
+        iterate = advanced(traces, iterate, weighted_mean(products, weights), options)
+    return merged(mean, iterate, [list(b.shapes) for b in traces.blocks()]).params
+
+
+def summed(curvatures: list[Curvature], weights: list[float]) -> Curvature:
+    shares = shares_of(weights)
+    blocks: list[Curvature] = []
+    for parts in zip(*(F.blocks() for F in curvatures), strict=True):
+        first = parts[0]
+        if isinstance(first, Kronecker):
+            A, G = (
+                sum(
+                    s * getattr(part, name)
+                    for s, part in zip(shares, parts, strict=True)
+                )
+                for name in "AG"
+            )
+            blocks.append(Kronecker(first.weight, first.weight_shape, A, G, first.bias))
+        else:
+            blocks.append(Diagonal(WeightedSum(parts, shares).diagonal()))
+    return BlockDiagonal(blocks)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"shrink": 0.3, "damping": 0.2}, {"anchor": 1.0}, {"anchor": 0.0}],
+    ids=str,
+)
+def test_iterations_from_sums_are_those_from_parts(
+    name: str, iterations: int, own: dict[str, float]
+) -> None:
+    options = {"shrink": 0.0, "robust": 0.0, "max_share": 1.0, **own}
+    options["iterations"] = iterations
+    made = clients(name)
+    expected = fedfisher(made, **options).params
+    got = from_sums(made, merge_options(**options))
+    for key, value in expected.items():
+        assert relative(got[key], value) <= 1e-5, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_balance_is_by_layer_and_a_clients_own(name: str) -> None:
+    options = {"shrink": 0.1, "robust": 0.0, "max_share": 1.0, "balance": 1.0}
+    options["iterations"] = 3
+    made = clients(name)
+    expected = fedfisher(made, **options).params
+    got = from_sums(made, merge_options(**options))
+    for key, value in expected.items():
+        assert relative(got[key], value) <= 1e-5, key
+
+
+def test_many_iterations_solve_the_dense_system() -> None:
+    made = clients("layers", 3)
+    options = merge_options(
+        shrink=0.0, robust=0.0, max_share=1.0, anchor=0.05, iterations=60, tolerance=0
+    )
+    got, mean = from_sums(made, options), fedavg(made)
+    shares = shares_of([p.num_examples for p in made])
+    for names in (["w", "b"], ["v"]):
+        blocks = [
+            next(b for b in p.curvature.blocks() if names[0] in b.shapes) for p in made
+        ]
+        dense = [block.to_dense() for block in blocks]
+        total = sum(s * F for s, F in zip(shares, dense, strict=True))
+        order = list(blocks[0].shapes)
+        away = [
+            flatten({k: p.params[k] - mean[k] for k in order}).unsqueeze(1)
+            for p in made
+        ]
+        pull = sum(s * F @ d for s, F, d in zip(shares, dense, away, strict=True))
+        ridge = 0.05 * total.trace() / len(total)
+        step = torch.linalg.solve(total + ridge * torch.eye(len(total)).to(total), pull)
+        moved = flatten({k: got[k] - mean[k] for k in order})
+        assert relative(moved, step.squeeze(1)) <= 1e-5
+
+
+def test_identical_clients_give_their_model() -> None:
+    one = clients("grouped", 1)[0]
+    got = from_sums([one, one, one], merge_options(iterations=2))
+    for key, value in one.params.items():
+        assert relative(got[key], value) <= 1e-12
+
+
+def test_a_layer_without_curvature_stays_at_the_mean() -> None:
+    made = [
+        LocalPosterior(p.params, p.curvature.scaled(0.0), p.num_examples)
+        for p in clients("grouped")
+    ]
+    got, mean = from_sums(made, merge_options(iterations=2)), fedavg(made)
+    assert all(torch.equal(got[key], mean[key]) for key in mean)
+
+
+def test_what_has_no_partial_traces_is_named() -> None:
+    with pytest.raises(StructureError, match=r"\['w'\] is a Dense"):
+        partial_traces(random_dense(3, 4, w=(2, 2)))
