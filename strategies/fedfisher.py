@@ -4,7 +4,7 @@ Long: a third of it is the docstring of a strategy with many options.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -29,12 +29,14 @@ from flwr_fisher.merge.options import TRUST, check_score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
+    Groups,
     ServerState,
     Step,
     Summed,
     Uploads,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, initial_groups
 from flwr_fisher.wire import (
     AGGREGATES,
     CODECS,
@@ -187,7 +189,9 @@ class FedFisherOneShot(CurvatureStrategy):
             weight_sharing=weight_sharing,
             counts=self.limits,
         )
-        options = merge_options if aggregate == "parts" else sums_options
+        options: Callable[..., MergeOptions] = merge_options
+        if aggregate == "sums":
+            options = partial(sums_options, structure=structure)
         self.merge = options(
             solver,
             anchor=anchor,
@@ -214,9 +218,13 @@ class FedFisherOneShot(CurvatureStrategy):
     def _check_sums(self) -> None:
         """Refuse what cannot be summed, or be done with sums."""
         needs = "aggregate='sums' needs"
-        if self.structure != "diagonal":
+        if self.structure not in ("diagonal", "kfac"):
             raise ConfigurationError(
-                f"{needs} structure='diagonal', not '{self.structure}'"
+                f"{needs} structure='kfac' or 'diagonal', not '{self.structure}'"
+            )
+        if self.structure == "kfac" and self.merge.solver != "pcg":
+            raise ConfigurationError(
+                f"{needs} solver='pcg' for structure='kfac', not '{self.merge.solver}'"
             )
         if self.codec.scheme not in ("auto", "lossless"):
             raise ConfigurationError(
@@ -231,6 +239,8 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask every client to train and to add its Fisher."""
+        if self.aggregate == "sums" and self.structure == "kfac":
+            return KfacSums(self.merge, self._options()).exchanges()
         if self.aggregate == "sums":
             options = self._options() | {"aggregate": self.aggregate}
             read, step = SumsUpload.from_arrays, self._step_from_sums
@@ -244,6 +254,11 @@ class FedFisherOneShot(CurvatureStrategy):
         return [
             Exchange(self._options(), self._read, step, alike=True, limit_masses=False)
         ]
+
+    def initial_groups(self) -> Groups:
+        """Name the run where clients keep their Fishers on their disks."""
+        kept = self.aggregate == "sums" and self.structure == "kfac"
+        return initial_groups() if kept else {}
 
     def _options(self) -> dict[str, str | int | float]:
         return {

@@ -24,8 +24,8 @@ from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Upl
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
-from flwr_fisher.strategies.tct_first_stage import FirstStage
-from flwr_fisher.strategies.tct_regression import (
+from flwr_fisher.strategies.exchanges.tct_first_stage import FirstStage
+from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,
     agree_on_rate,
     average,

@@ -76,6 +76,9 @@ STRATEGIES = {
     "fedfisher": lambda **o: FedFisherOneShot(
         structure="diagonal", aggregate="sums", fraction_evaluate=0.0, **o
     ),
+    "kfac": lambda **o: FedFisherOneShot(
+        aggregate="sums", iterations=2, fraction_evaluate=0.0, **o
+    ),
     "fedfish": lambda **o: FedFish(fraction_evaluate=0.0, **o),
     "fagh": lambda **o: FAGH(fraction_evaluate=0.0, **o),
     "giant": lambda **o: GIANT(fraction_evaluate=0.0, **o),

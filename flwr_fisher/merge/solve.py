@@ -55,6 +55,8 @@ class MergeResult:
         others in multiples of the median.
     options : MergeOptions, optional
         What the merge was done with.
+    mean : dict[str, Tensor], optional
+        FedAvg's mean, where only sums over the clients are known.
     """
 
     params: dict[str, Tensor] = field(repr=False)
@@ -64,6 +66,7 @@ class MergeResult:
     unsolved: list[str] = field(default_factory=list)
     outliers: dict[int, float] = field(default_factory=dict)
     options: MergeOptions | None = field(default=None, repr=False)
+    mean: dict[str, Tensor] | None = field(default=None, repr=False)
 
 
 def solve(

@@ -7,7 +7,7 @@ With diagonals, everything that the merge needs of its clients is a sum over the
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -207,13 +207,17 @@ def fedfisher_from_sums(
     systems = [
         partial(_system, sums, name, mean[name], chosen.anchor) for name in sums.fisher
     ]
-    return solve(mean, systems, chosen, score, progress)
+    merged = solve(mean, systems, chosen, score, progress)
+    return replace(merged, mean=mean)
 
 
-def sums_options(solver: str = "pcg", **options: Any) -> MergeOptions:
+def sums_options(
+    solver: str = "pcg", *, structure: str = "diagonal", **options: Any
+) -> MergeOptions:
     """Return :func:`merge_options` for sums, which know no single client.
 
-    `shrink` and `damping` do nothing to a diagonal.
+    `shrink` and `damping` do nothing to a diagonal. For ``structure="kfac"`` clients
+    balance their Fishers themselves, so `balance` may be what it likes.
 
     Raises
     ------
@@ -221,13 +225,16 @@ def sums_options(solver: str = "pcg", **options: Any) -> MergeOptions:
         If `balance`, `robust`, `max_share`, `trust` or `outlier` is given another value
         than the one that does nothing, or an option is out of range.
     """
-    for name, nothing in _OF_CLIENTS.items():
+    of_clients = dict(_OF_CLIENTS)
+    if structure == "kfac":
+        del of_clients["balance"]
+    for name, nothing in of_clients.items():
         if options.get(name) not in (None, nothing):
             raise ConfigurationError(
                 f"{name} must be {nothing:g} where the server knows sums only, since "
                 f"it takes each client's own curvature; got {options[name]}"
             )
-    return merge_options(solver, **(options | _OF_CLIENTS))
+    return merge_options(solver, **(options | of_clients))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

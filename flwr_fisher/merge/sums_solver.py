@@ -157,7 +157,9 @@ def merged(
     padded = [own + own[-1:] * (longest - len(own)) for own in iterate.norms]
     total = [math.hypot(*values) for values in zip(*padded, strict=True)]
     relative = [value / total[0] if total[0] else 0.0 for value in total]
-    return MergeResult(params, relative, longest - 1, unsolved=unsolved)
+    return MergeResult(
+        params, relative, longest - 1, unsolved=unsolved, mean=dict(mean)
+    )
 
 
 def _is_solved(step: Params, norms: Sequence[float]) -> bool:
@@ -246,7 +248,8 @@ def _stepped(
     curvature = float(dot(own.direction, product))
     if not 0 < curvature < math.inf:
         return stay
-    length = own.decrease[0] / curvature
+    # The direction is rounded to what the clients are sent, so it is asked again.
+    length = float(dot(own.direction, own.residual)) / curvature
     solution = add(own.solution, own.direction, length)
     residual = add(own.residual, product, -length)
     steepest = system.inverse(residual)

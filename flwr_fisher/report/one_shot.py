@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.measures.accuracy import Loader
-from flwr_fisher.merge import MergeResult, add_sums, fedavg
+from flwr_fisher.merge import MergeResult, fedavg
 from flwr_fisher.report.folder import ReportDir
 from flwr_fisher.report.influence import influences, log_influences
 from flwr_fisher.report.plots import plot_accuracies, plot_residuals, plot_shares
@@ -97,9 +97,9 @@ def _accuracies(
     task: Task, uploads: Sequence[Upload[Any]], merged: MergeResult
 ) -> dict[str, float]:
     model, loader = _model_and_test_set(task)
-    if not merged.shares:  # a merge of sums, of which no client's part is known
-        mean = add_sums([u.payload.sums for u in uploads]).mean(merged.params)
-        return accuracies(model, {"fedavg": mean, "fedfisher": merged.params}, loader)
+    if merged.mean is not None:  # a merge of sums: no client's part is known
+        merges = {"fedavg": merged.mean, "fedfisher": merged.params}
+        return accuracies(model, merges, loader)
     posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     members = [posterior.params for posterior in posteriors]
     weights = [posterior.num_examples for posterior in posteriors]

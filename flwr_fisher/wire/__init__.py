@@ -14,6 +14,7 @@ from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
 from flwr_fisher.wire.sums_upload import AGGREGATES, SumsUpload
+from flwr_fisher.wire.traces_upload import TracesUpload
 from flwr_fisher.wire.vector_upload import VectorUpload
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "ProductUpload",
     "Roster",
     "SumsUpload",
+    "TracesUpload",
     "VectorUpload",
     "arrays_to_tensors",
     "curvature_to_tensors",

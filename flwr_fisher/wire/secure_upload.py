@@ -38,7 +38,8 @@ Layout = list[tuple[str, str, tuple[int, ...]]]
 
 _DESCRIPTION = 4096  # bytes
 _TEXT = 2**20  # bytes of all that is said of a summand
-_SLACK = 2**16
+_SLACK = 4096  # bytes that one array's headers, or its exponent's words, may take
+_FIXED = 2**24  # bytes of keys and shares, of some thousands of neighbours
 _WORD = {torch.uint32, torch.uint64}
 
 
@@ -96,7 +97,7 @@ class SecureUpload(Payload):
             Naming the key that is none, unreadable or of another dtype, or the largest
             array, if all together are much larger than the model's curvatures.
         """
-        limit = _room(like)
+        limit = _FIXED + 6 * summand_bytes(like)
         tensors = arrays_to_tensors(record, limit=limit, most=len(like) + 4)
         said = 0
         for key, value in tensors.items():
@@ -156,12 +157,11 @@ def _content(name: str, value: Tensor) -> str:
     return f"{value.dtype} {shape}"
 
 
-def _room(like: Mapping[str, Tensor]) -> int:
-    """Return how many bytes summands of a model may have: its K-FAC's, in 64 bits."""
+def summand_bytes(like: Mapping[str, Tensor]) -> int:
+    """Return how many bytes a summand of a model may have: its K-FAC's, in float64."""
     entries = 0
     for value in like.values():
         rows = value.shape[0] if value.dim() else 1
         columns = value.numel() // max(rows, 1)
         entries += 3 * value.numel() + rows**2 + (columns + 1) ** 2
-    levels = 4 * 384 * 6 * (len(like) + 2)  # of the exponents
-    return 8 * entries + levels + _TEXT + _SLACK + 2**24  # and of many neighbours
+    return 8 * entries + _SLACK * (len(like) + 1)

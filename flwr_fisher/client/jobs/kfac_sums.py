@@ -1,0 +1,117 @@
+"""FedFisher's client where the server sees sums of K-FAC Fishers alone.
+
+It trains once, keeps its model and its Fisher on its disk, and multiplies the Fisher
+with whatever vectors the server's conjugate gradients need.
+"""
+
+import json
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flwr_fisher.client.dry_run import dry_run
+from flwr_fisher.client.fisher_options import FisherOptions
+from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.store import ClientStore
+from flwr_fisher.curvature import Curvature
+from flwr_fisher.errors import ClientError
+from flwr_fisher.merge import balanced, partial_traces
+from flwr_fisher.params import Params, select, subtract
+from flwr_fisher.wire import (
+    PREFIX,
+    TracesUpload,
+    VectorUpload,
+    curvature_to_tensors,
+    tensors_to_curvature,
+)
+
+_NAME, _PARAMS, _COUNT = "kfac-sums", "params/", "num-examples"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a client keeps of a round: its model, its Fisher, its weight."""
+
+    params: dict[str, Tensor]
+    curvature: Curvature
+    num_examples: int
+
+    def save(self, problem: LocalProblem, request: Request) -> None:
+        params = {f"{_PARAMS}{name}": value for name, value in self.params.items()}
+        tensors = {**params, **curvature_to_tensors(self.curvature)}
+        store = _store(problem, request)
+        store.check_room(sum(value.nbytes for value in tensors.values()))
+        note = json.dumps({_COUNT: self.num_examples})
+        store.save(_NAME, request.server_round, tensors, note=note)
+
+    @classmethod
+    def load(cls, problem: LocalProblem, request: Request) -> "_Kept":
+        store = _store(problem, request)
+        saved = store.load_noted(_NAME, request.server_round)
+        if saved is None:
+            raise ClientError(
+                f"round {request.server_round}'s model and Fisher are not in "
+                f"{store.path}: this client did not train for it, or has lost them"
+            )
+        tensors, note = {k: v.to(problem.device) for k, v in saved[0].items()}, saved[1]
+        params = {
+            key.removeprefix(_PARAMS): value
+            for key, value in tensors.items()
+            if key.startswith(_PARAMS)
+        }
+        parts = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
+        curvature = tensors_to_curvature(parts, params)
+        return cls(params, curvature, json.loads(note)[_COUNT])
+
+    def reply(self, upload: TracesUpload | VectorUpload) -> Reply:
+        return Reply({_COUNT: self.num_examples}, upload.to_arrays())
+
+
+def _store(problem: LocalProblem, request: Request) -> ClientStore:
+    run, limit = request.count("run"), problem.state_bytes
+    return ClientStore(problem.state_dir, run, request.client, max_bytes=limit)
+
+
+@register_job("kfac-train")
+def train_job(problem: LocalProblem, request: Request) -> Reply:
+    """Train, keep the model and its Fisher, and upload the model.
+
+    ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
+    """
+    options = FisherOptions.of(request.options, request.params, problem.train_fn)
+    dry_run(problem, request, options)
+    metrics, curvature = options.train(problem, request.config)
+    if curvature is None:
+        raise ClientError("the server asks for sums of Fishers of no structure")
+    params = problem.state_like(request.params)
+    count = int(metrics.get(_COUNT, request.num_examples))
+    wanted = {
+        name: real_number(request.options, name, 0.0)
+        for name in ("shrink", "damping", "balance")
+    }
+    kept = _Kept(params, balanced(curvature, **wanted), count)
+    kept.save(problem, request)
+    upload = VectorUpload({}, params)
+    return Reply({**metrics, _COUNT: count}, upload.to_arrays())
+
+
+@register_job("kfac-traces")
+def traces_job(problem: LocalProblem, request: Request) -> Reply:
+    """Upload the partial traces, and the pull away from the mean that arrived."""
+    kept = _Kept.load(problem, request)
+    names = kept.curvature.shapes
+    away = subtract(select(kept.params, names), select(request.params, names))
+    pull = kept.curvature.matvec(away)
+    return kept.reply(TracesUpload(partial_traces(kept.curvature), pull))
+
+
+@register_job("kfac-product")
+def product_job(problem: LocalProblem, request: Request) -> Reply:
+    """Upload the Fisher's product with the ``direction`` that arrived."""
+    kept = _Kept.load(problem, request)
+    like: Params = select(kept.params, kept.curvature.shapes)
+    product = kept.curvature.matvec(request.vector("direction", like))
+    return kept.reply(VectorUpload({"product": product}))

@@ -1,0 +1,1 @@
+"""What an algorithm's rounds ask and make of the replies, where that fills a file."""

@@ -1,0 +1,177 @@
+"""FedFisher with K-FAC where the server sees sums over clients alone.
+
+Three kinds of exchange: the clients' mean; with it, what preconditions the merge, and
+its right-hand side; and for each iteration the product of the clients' summed Fishers
+with a direction.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from flwr.app.typing import ConfigRecordValues
+from torch import Tensor
+
+from flwr_fisher.curvature import Curvature
+from flwr_fisher.merge import MergeOptions, MergeResult
+from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
+from flwr_fisher.params import Params, weighted_mean
+from flwr_fisher.rounds.updates import double
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+)
+from flwr_fisher.server.uploads import mean_vector, weights_of
+from flwr_fisher.wire import (
+    TracesUpload,
+    VectorUpload,
+    curvature_to_tensors,
+    tensors_to_curvature,
+)
+
+_RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
+
+
+def initial_groups() -> Groups:
+    """Name the run: clients keep their Fishers under its number."""
+    return {_RUN: {"run": torch.tensor(secrets.randbits(62))}}
+
+
+@dataclass(frozen=True)
+class KfacSums:
+    """A round's exchanges: 2 and one for each iteration, of one local training.
+
+    Parameters
+    ----------
+    merge : MergeOptions
+        `anchor` and `iterations` are the server's, `shrink`, `damping` and `balance`
+        the clients'.
+    options : Mapping[str, …]
+        What says which Fisher clients take.
+    """
+
+    merge: MergeOptions
+    options: Mapping[str, ConfigRecordValues]
+
+    def exchanges(self) -> Sequence[Exchange[Any]]:
+        """Ask for models, for traces, and for products."""
+        mean = Summed[Any](weighted=True)
+        regularised = {
+            k: getattr(self.merge, k) for k in ("shrink", "damping", "balance")
+        }
+        models = Exchange(
+            {**self.options, **regularised, "job": "kfac-train"},
+            VectorUpload.reader(params=True),
+            _take_mean,
+            send=_run,
+            alike=True,
+            summed=mean,
+        )
+        traces = Exchange(
+            {"job": "kfac-traces"},
+            TracesUpload.from_arrays,
+            self._begin,
+            send=_run,
+            asks=_present,
+            summed=mean,
+        )
+        products = [
+            Exchange(
+                {"job": "kfac-product", "iteration": iteration},
+                VectorUpload.reader("product"),
+                partial(self._advance, iteration),
+                send=_direction,
+                asks=_present,
+                summed=mean,
+            )
+            for iteration in range(1, self.merge.iterations + 1)
+        ]
+        return [models, traces, *products]
+
+    def _begin(self, state: ServerState, uploads: Uploads[TracesUpload]) -> Step:
+        """Precondition the system, and find the first direction."""
+        weights = weights_of(uploads)
+        parts = [double(curvature_to_tensors(u.payload.traces)) for u in uploads]
+        total = weighted_mean(parts, weights)
+        pull = weighted_mean([double(u.payload.pull) for u in uploads], weights)
+        groups = {_RUN: state.group(_RUN), _TRACES: total}
+        begun = ServerState(state.params, groups)
+        iterate = begin(_traces(begun), pull, self.merge)
+        return Step(_with(begun, iterate, uploads))
+
+    def _advance(
+        self, iteration: int, state: ServerState, uploads: Uploads[VectorUpload]
+    ) -> Step:
+        """Take one iteration; after the last one, merge."""
+        traces = _traces(state)
+        before = Iterate.from_groups(state.groups)
+        product = mean_vector(uploads, "product")
+        iterate = advanced(traces, before, product, self.merge)
+        if iteration < self.merge.iterations:
+            return Step(_with(state, iterate, uploads))
+        layers = [list(block.shapes) for block in traces.blocks()]
+        result = merged(state.params, iterate, layers)
+        result = replace(result, options=self.merge)
+        run = {_RUN: state.group(_RUN)}
+        return Step(ServerState(result.params, run), _metrics(result), result)
+
+
+def _metrics(result: MergeResult) -> dict[str, int | float]:
+    return {
+        "solver-iterations": result.iterations,
+        "solver-residual": result.residuals[-1],
+        "solver-fallbacks": len(result.unsolved),
+    }
+
+
+def _take_mean(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    """Take FedAvg's mean; whose model is in it stays in it."""
+    mean = weighted_mean([u.payload.params for u in uploads], weights_of(uploads))
+    params = {name: mean[name] for name in state.params}
+    groups = {_RUN: state.group(_RUN), _CLIENTS: _numbers(uploads)}
+    return Step(ServerState(params, groups))
+
+
+def _with(state: ServerState, iterate: Iterate, uploads: Uploads[Any]) -> ServerState:
+    """Return the state with an iterate, whose direction is what clients are sent."""
+    direction = {
+        name: value.to(state.params[name].dtype).double()
+        for name, value in iterate.direction.items()
+    }
+    rounded = replace(iterate, direction=direction)
+    groups = {**state.groups, **rounded.to_groups(), _CLIENTS: _numbers(uploads)}
+    return ServerState(state.params, groups)
+
+
+def _traces(state: ServerState) -> Curvature:
+    return tensors_to_curvature(dict(state.group(_TRACES)), double(state.params))
+
+
+def _run(state: ServerState) -> Groups:
+    return {"": state.group(_RUN)}
+
+
+def _direction(state: ServerState) -> Groups:
+    direction: Params = {
+        name: value.to(state.params[name].dtype)
+        for name, value in state.group("direction").items()
+    }
+    return {**_run(state), "direction": direction}
+
+
+def _numbers(uploads: Uploads[Any]) -> dict[str, Tensor]:
+    """Return the clients of an exchange: the next one asks them, and nobody else."""
+    rows = [[upload.number >> 32, upload.number & 0xFFFFFFFF] for upload in uploads]
+    return {"numbers": torch.tensor(rows)}
+
+
+def _present(state: ServerState) -> list[int]:
+    rows = state.group(_CLIENTS)["numbers"].tolist()
+    return [(high << 32) + low for high, low in rows]

@@ -1,0 +1,167 @@
+"""FedFisher with K-FAC sums as a strategy: two exchanges, and one an iteration."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from virtual import LIFTED, Watched, tiny_arrays, tiny_client
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import split_config
+
+# With these the parts are weighted as sums are.
+ALIKE = {"robust": 0.0, "max_share": 1.0}
+EXACT = {"codec": "lossless", "policy": LIFTED, "fraction_evaluate": 0.0}
+
+
+def app_of(folder: Path, lost: dict[str, int] | None = None, **options) -> ClientApp:
+    """Clients that keep their state in a folder; `lost` fail from a job on."""
+
+    def mod(message: Message, context: Context, call_next) -> Message:
+        partition = int(context.node_config["partition-id"])
+        config = next(iter(message.content.config_records.values()))
+        job = str(split_config(config)[0].get("job"))
+        if (lost or {}).get(job) == partition:
+            raise ClientError("gone")
+        return call_next(message, context)
+
+    def client_of(context: Context) -> FisherClient:
+        partition = int(context.node_config["partition-id"])
+        return tiny_client(partition, state_dir=folder, **options)
+
+    return make_client_app(client_of, mods=[mod])
+
+
+def merged(app: ClientApp, clients: int = 4, rounds: int = 1, **options):
+    strategy = FedFisherOneShot(**{**EXACT, **options})
+    return strategy.start(LocalGrid(app, clients), tiny_arrays(), num_rounds=rounds)
+
+
+def distance(a, b) -> float:
+    a, b = (r.arrays.to_torch_state_dict() for r in (a, b))
+    assert list(a) == list(b)
+    return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("balance", [0.0, 1.0])
+def test_the_model_is_that_of_the_parts(
+    iterations: int, balance: float, tmp_path: Path
+) -> None:
+    options = {"iterations": iterations, "balance": balance}
+    app = app_of(tmp_path)
+    parts = merged(app, **options, **ALIKE)
+    sums = merged(app, aggregate="sums", **options)
+    assert distance(parts, sums) < 1e-4
+    assert sums.details.iterations == iterations
+    start = merged(app, aggregate="sums", solver="pcg", iterations=1, anchor=1e9)
+    mean, far = sums.details.mean, start.arrays.to_torch_state_dict()
+    assert all(torch.allclose(mean[k].float(), far[k].float(), atol=1e-4) for k in mean)
+
+
+def test_rounds_follow_one_another_and_leave_one_file_a_client(tmp_path: Path) -> None:
+    result = merged(app_of(tmp_path), aggregate="sums", rounds=2, iterations=2)
+    assert len(list(tmp_path.glob("*/partition-*/kfac-sums-*"))) == 4
+    assert len(result.train_metrics_clientapp) == 2
+
+
+def test_each_client_trains_once_a_round(tmp_path: Path) -> None:
+    app = Watched(app_of(tmp_path))
+    merged(app, aggregate="sums", iterations=3)
+    jobs = [config["job"] for config in app.configs]
+    assert jobs == [
+        job
+        for job in ("kfac-train", "kfac-traces", *["kfac-product"] * 3)
+        for _ in range(4)
+    ]
+
+
+@pytest.mark.parametrize("job", ["kfac-traces", "kfac-product"])
+def test_who_leaves_stays_in_the_mean(job: str, tmp_path: Path) -> None:
+    whole = merged(app_of(tmp_path / "a"), aggregate="sums", iterations=2)
+    left = merged(app_of(tmp_path / "b", lost={job: 1}), aggregate="sums", iterations=2)
+    for name, value in whole.details.mean.items():
+        assert torch.equal(left.details.mean[name], value)
+    assert distance(whole, left) > 1e-4
+    assert left.train_metrics_clientapp[1]["num-replies"] == 3
+
+
+def test_who_was_not_there_at_first_is_not_asked_later(tmp_path: Path) -> None:
+    app = Watched(app_of(tmp_path, lost={"kfac-train": 2}))
+    merged(app, aggregate="sums", iterations=1)
+    later = [p for (_, p), c in zip(app.trained, app.configs, strict=True)
+             if c["job"] != "kfac-train"]  # fmt: skip
+    assert sorted(set(later)) == [0, 1, 3]
+
+
+def test_a_lost_file_is_named_and_costs_one_client(tmp_path: Path, caplog) -> None:
+    class Losing(Watched):
+        def __call__(self, message: Message, context: Context) -> Message:
+            reply = super().__call__(message, context)
+            if self.configs and self.configs[-1].get("job") == "kfac-train":
+                for path in tmp_path.glob("*/partition-1/kfac-sums-*"):
+                    path.unlink()
+            return reply
+
+    merged(Losing(app_of(tmp_path)), aggregate="sums", iterations=1)
+    assert "round 1's model and Fisher are not in" in caplog.text
+
+
+def test_identical_clients_give_their_model(tmp_path: Path) -> None:
+    app = make_client_app(lambda context: tiny_client(1, state_dir=tmp_path))
+    result = merged(app, clients=3, aggregate="sums", iterations=2)
+    mean = result.details.mean
+    arrays = result.arrays.to_torch_state_dict()
+    assert all(torch.allclose(arrays[k], mean[k], atol=1e-6) for k in mean)
+
+
+def test_a_killed_server_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole = merged(app_of(tmp_path / "a"), aggregate="sums", iterations=2)
+    for stop in range(1, 5):
+        folder = tmp_path / f"clients-{stop}"
+
+        class Dying(Watched):
+            def __call__(self, message: Message, context: Context) -> Message:
+                if len(self.configs) == 4 * at - 2:  # noqa: B023
+                    self.configs.append({})
+                    raise KeyboardInterrupt
+                return super().__call__(message, context)
+
+        at, app = stop, Dying(app_of(folder))
+        grid, run = LocalGrid(app, 4), {"checkpoint_dir": tmp_path / f"run-{stop}"}
+
+        def strategy() -> FedFisherOneShot:
+            return FedFisherOneShot(**EXACT, aggregate="sums", iterations=2)
+
+        with pytest.raises(KeyboardInterrupt):
+            strategy().start(grid, tiny_arrays(), **run)
+        result = strategy().start(grid, tiny_arrays(), resume=True, **run)
+        assert distance(whole, result) == 0
+
+
+def test_what_sums_cannot_do_is_refused() -> None:
+    for options, reason in (
+        ({"structure": "ekfac"}, "structure='kfac' or 'diagonal'"),
+        ({"solver": "adam"}, "solver='pcg'"),
+        ({"robust": 1.0}, "robust must be 0"),
+        ({"codec": "fedavg"}, "codec='lossless'"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            FedFisherOneShot(aggregate="sums", **options)
+
+
+def test_own_loops_weights_count(tmp_path: Path) -> None:
+    """A metric ``num-examples`` of a `train_fn` is the weight in every exchange."""
+
+    def train(model, loader, device, config):
+        return {**LocalSGD(lr=0.1)(model, loader, device, config), "num-examples": 7}
+
+    app = app_of(tmp_path, train_fn=train)
+    options = {"iterations": 2, "balance": 0.0}
+    parts = merged(app, **options, **ALIKE)
+    assert distance(parts, merged(app, aggregate="sums", **options)) < 1e-4
