@@ -97,6 +97,20 @@ def test_a_secure_sum_gives_the_model_of_the_plain_one(
     assert distance(plain, secure) < 1e-4
 
 
+def test_nothing_of_a_sum_is_left_in_the_state(tmp_path: Path) -> None:
+    strategy = STRATEGIES["kfac"](secure=SecureSums())
+    grid, run = LocalGrid(secure_app(tmp_path / "a"), 3), tmp_path / "run"
+    result = strategy.start(grid, tiny_arrays(), checkpoint_dir=run)
+    (upload,) = result.uploads
+    assert upload.client == "the sum over 3 clients"
+    # Of all exchanges: the keys and shares, four numbers of the model's size and more.
+    assert result.upload_bytes > 10_000
+    paths = [path for path in run.rglob("*.safetensors") if "1" in path.stem]
+    assert paths
+    for path in paths:
+        assert not [key for key in load_file(path) if "secure" in key]
+
+
 def test_fedavg_of_anybodys_clients(tmp_path: Path) -> None:
     """The mean of clients that know this library by the mod alone."""
     app = ClientApp()

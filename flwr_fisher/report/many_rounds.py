@@ -129,7 +129,7 @@ def report_rounds(
             name = key.removesuffix("-accuracy").replace("-", "_")
             accuracy[name] = curves[key][-1][1]
     plain = shared_state(task.make_model())
-    sizes = reply_sizes(getattr(result, "uploads", []), plain)
+    sizes = reply_sizes(result, plain)
     folder = ReportDir(path)
     folder.metrics(
         accuracy=accuracy, bytes=sizes, seconds=seconds, config=config, rounds=rounds

@@ -62,7 +62,7 @@ def report_one_shot(
     merged: MergeResult = result.details
     accuracy = _accuracies(task, result.uploads, merged)
     influence = influences(result.uploads, merged, partial(_accuracy, task))
-    sizes = reply_sizes(result.uploads, merged.params)
+    sizes = reply_sizes(result, merged.params)
     folder = ReportDir(path)
     folder.metrics(
         accuracy=accuracy,

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flwr.app import RecordDict
+from flwr.serverapp.strategy import Result
 
 from flwr_fisher import log_lines
 from flwr_fisher.extras import extra
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.strategies import Upload
+from flwr_fisher.strategies import CurvatureResult
 from flwr_fisher.wire import serialized_bytes, tensors_to_arrays
 
 with extra("report"):
@@ -18,25 +18,26 @@ with extra("report"):
     from rich.table import Table
 
 
-def reply_sizes(uploads: Sequence[Upload[Any]], params: Params) -> dict[str, float]:
-    """Return the mean size of a reply, and of FedAvg's: parameters and metrics alone.
+def reply_sizes(result: Result, params: Params) -> dict[str, float]:
+    """Return what a client uploads in a round, and what with FedAvg, on average.
 
     Parameters
     ----------
-    uploads : Sequence[Upload]
-        A round's; of none there is no size.
+    result : Result
+        A strategy's; of one of Flower's, and of no uploads, there is no size.
     params : Mapping[str, Tensor]
         Any parameters of the model, which weigh what each client's do.
     """
-    if not uploads:
+    if not isinstance(result, CurvatureResult) or not result.uploads:
         return {}
+    uploads = result.uploads
     arrays = tensors_to_arrays(params)
     plain = [
         serialized_bytes(RecordDict({"arrays": arrays, "metrics": upload.metrics}))
         for upload in uploads
     ]
     return {
-        "upload_per_client": sum(u.num_bytes for u in uploads) / len(uploads),
+        "upload_per_client": result.upload_bytes,
         "fedavg_per_client": sum(plain) / len(plain),
     }
 

@@ -45,6 +45,8 @@ class Admission(Generic[P]):
         How many clients were asked.
     policy : Policy
         How far a single client's say may go.
+    quiet : bool, default False
+        Whether the log does not tell of each reply.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class Admission(Generic[P]):
         weighted_by_key: str,
         expected: int,
         policy: Policy,
+        quiet: bool = False,
     ) -> None:
         self.names, self.read, self.like = names, read, like
         self.weighted_by_key, self.expected = weighted_by_key, expected
-        self.policy = policy
+        self.policy, self.quiet = policy, quiet
         self.admitted: list[Upload[P]] = []
         self.rejected = Rejections()
         self.withdrawn: dict[str, str] = {}  # admitted at first; with the reason
@@ -125,6 +128,8 @@ class Admission(Generic[P]):
         self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
         self._clients[name], self._sizes[name] = client, sizes
         self.missing.pop(name, None)
+        if self.quiet:
+            return
         logger.info(
             "aggregate_train: %s of %s replies (%s, %g examples)",
             count := len(self.admitted) + len(self.rejected),

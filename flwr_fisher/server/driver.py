@@ -141,7 +141,6 @@ class Driver:
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
             if scope is not None:
                 step = replace(step, state=self.run.state.with_inner(scope, step.state))
-            uploads = uploads if step.summed is None else [step.summed]
             self.run.stepped(server_round, step, uploads, metrics)
         return uploads
 

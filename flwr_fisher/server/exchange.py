@@ -134,12 +134,15 @@ class Step:
         What the last step leaves for ``CurvatureResult.details``.
     summed : Upload, optional
         What stands for all clients' uploads, where only their sum is known.
+    is_part : bool, default False
+        Whether it is a step on the way to another, of which alone the log tells.
     """
 
     state: ServerState
     metrics: Mapping[str, int | float | list[float]] = field(default_factory=dict)
     details: Any = None
     summed: Upload[Any] | None = None
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,8 @@ class Exchange(Generic[P]):
         How a secure sum may take the uploads' place; None: it cannot.
     asks : Callable[[ServerState], Collection[int]], optional
         Of the clients, by their numbers, those that are asked; they are not sampled.
+    part : str, default ""
+        Which part it is of a larger one; the log does not tell of each reply then.
     send_each : Callable[[ServerState], Callable[[int], Mapping[str, …]]], optional
         Makes what is sent to a client alone, by its number, in named groups.
     """
@@ -204,6 +209,7 @@ class Exchange(Generic[P]):
     summed: Summed[P] | None = None
     asks: Callable[[ServerState], Collection[int]] | None = None
     send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None
+    part: str = ""
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's entries, and the options."""

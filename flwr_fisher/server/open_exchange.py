@@ -103,6 +103,7 @@ def new_admission(
         like,
         sampling.weighted_by_key,
         expected=0,
+        quiet=bool(exchange.part),
         policy=policy if exchange.limit_masses else replace(policy, max_share=1),
     )
 
@@ -179,7 +180,11 @@ class OpenExchange(Generic[P]):
         minimum, cohort = min(self.needed, len(numbers)), self.cohort
         ready = cohort.ready(grid, minimum, minimum, timeout)
         nodes = [node for node in ready if cohort.identity(node).number in numbers]
-        logger.info("configure_train: asking %s nodes", len(nodes))
+        if self.exchange.part:
+            text = "configure_train: secure sum, %s: asking %s nodes"
+            logger.info(text, self.exchange.part, len(nodes))
+        else:
+            logger.info("configure_train: asking %s nodes", len(nodes))
         self.admission.expected = len(nodes)
         return Sample(nodes, len(nodes))
 

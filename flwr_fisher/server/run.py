@@ -35,10 +35,13 @@ class CurvatureResult(Result):
         a resumed run had nothing left to do.
     details : Any
         What the strategy reports of its last step; see each strategy.
+    upload_bytes : float
+        What a client has uploaded in the last round, on average, in all exchanges.
     """
 
     uploads: list[Upload[Any]] = field(default_factory=list)
     details: Any = None
+    upload_bytes: float = 0.0
 
 
 class Run:
@@ -170,14 +173,20 @@ class Run:
     ) -> None:
         """Take a step's outcome; a later exchange's metrics join an earlier one's."""
         self.state = step.state
-        self._result.uploads, self._result.details = list(uploads), step.details
+        known = list(uploads) if step.summed is None else [step.summed]
+        self._result.uploads, self._result.details = known, step.details
         history = self._result.train_metrics_clientapp
+        first = server_round not in history
         earlier = dict(history.get(server_round, {}))
+        sent = sum(upload.num_bytes for upload in uploads) / max(len(uploads), 1)
+        self._result.upload_bytes = sent + (0 if first else self._result.upload_bytes)
         joined = {**earlier, **metrics, **step.metrics}
         for name in {"num-rejected", "num-missing"} & joined.keys():
             counts = [record.get(name, 0) for record in (earlier, metrics)]
             joined[name] = sum(n for n in counts if isinstance(n, int))
         history[server_round] = MetricRecord(joined)
+        if step.is_part:
+            return
         logger.info("\t└──> Aggregated MetricRecord: %s", shown(history[server_round]))
 
     def forget_uploads(self) -> None:

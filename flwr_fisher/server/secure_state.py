@@ -39,8 +39,6 @@ class SecureState:
         The sum under masks, until it is opened.
     descriptions : Mapping[str, Tensor]
         What all clients say of their summands: texts, by their keys.
-    num_bytes : int
-        What a client has sent so far, the most that one has in each exchange.
     """
 
     aggregator: Aggregator
@@ -49,7 +47,6 @@ class SecureState:
     exponents: Sequence[int] = ()
     words: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint32))
     descriptions: Mapping[str, Tensor] = field(default_factory=dict)
-    num_bytes: int = 0
 
     @classmethod
     def of(cls, state: ServerState) -> "SecureState":
@@ -77,15 +74,12 @@ class SecureState:
                 for name, value in tensors.items()
                 if name.startswith("descriptions/")
             },
-            record["bytes"],
         )
 
     def after(self, uploads: Uploads[SecureUpload], **changes: Any) -> "SecureState":
         """Return what is known after an exchange."""
-        sent = max((upload.num_bytes for upload in uploads), default=0)
         present = sorted(upload.number for upload in uploads)
-        changed = {"present": present, "num_bytes": self.num_bytes + sent, **changes}
-        return replace(self, **changed)
+        return replace(self, **{"present": present, **changes})
 
     def into(self, state: ServerState) -> ServerState:
         """Return a run's state with this in it."""
@@ -106,7 +100,6 @@ class SecureState:
             "sharers": list(known.sealed),
             "present": list(self.present),
             "exponents": list(self.exponents),
-            "bytes": self.num_bytes,
         }
         sealed = list(known.sealed.items())
         letters = [

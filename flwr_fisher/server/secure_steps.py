@@ -83,7 +83,7 @@ def take_keys(
         if upload.number in public
     }
     known = SecureState(aggregator, sessions, numbers)
-    return Step(known.after(uploads, present=numbers).into(state))
+    return Step(known.after(uploads, present=numbers).into(state), is_part=True)
 
 
 def _wrong_keys(keys: list[bytes], count: int, owners: Mapping[bytes, str]) -> str:
@@ -134,7 +134,7 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
         )
     aggregator = known.aggregator.shared(sealed)
     new = known.after(uploads, aggregator=aggregator, present=sorted(sealed))
-    return Step(new.into(state))
+    return Step(new.into(state), is_part=True)
 
 
 def take_words(index: int, state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
@@ -149,7 +149,7 @@ def take_words(index: int, state: ServerState, uploads: Uploads[SecureUpload]) -
     _tell_gone(known, index, uploads)
     summed = torch.from_numpy(total)
     new = known.after(uploads, words=summed, descriptions=descriptions)
-    return Step(new.into(state))
+    return Step(new.into(state), is_part=True)
 
 
 def _tell_gone(known: SecureState, index: int, uploads: Uploads[SecureUpload]) -> None:
@@ -176,13 +176,14 @@ def open_exponents(
     if len(words) != LEVELS * count:
         raise RoundError(f"{len(words)} words for the exponents of {count} tensors")
     new = known.after(uploads, exponents=highest(words))
-    return Step(new.into(state))
+    return Step(new.into(state), is_part=True)
 
 
 def open_values(
     index: int,
     secure: SecureSums,
     exchange: Exchange[Any],
+    last: bool,
     state: ServerState,
     uploads: Uploads[SecureUpload],
 ) -> Step:
@@ -207,15 +208,18 @@ def open_values(
     record = tensors_to_arrays({**total, **texts})
     read = exchange.summed.read or exchange.read
     name = f"the sum over {len(known.present)} clients"
-    new = known.after(uploads, words=known.words[:0])
     try:
         payload = read(record, state.params)
     except WireError as error:
         raise RoundError(f"{name} is none that this step can take: {error}") from error
-    summed = Upload(0, name, weight, payload, MetricRecord(), new.num_bytes)
+    summed = Upload(0, name, weight, payload, MetricRecord(), num_bytes=0)
     step = exchange.step(without(state), [summed])
     metrics = {**step.metrics, "num-summed": len(known.present)}
-    return replace(step, state=new.into(step.state), metrics=metrics, summed=summed)
+    step = replace(step, metrics=metrics, summed=summed)
+    if last:
+        return step
+    new = known.after(uploads, words=known.words[:0])
+    return replace(step, state=new.into(step.state))
 
 
 def _entries(

@@ -72,7 +72,7 @@ def secured(
         stages.stage("shares", 0, steps.take_shares, _neighbours),
     ]
     for place, exchange in enumerate(exchanges):
-        replaced += stages.of(exchange, 2 * place)
+        replaced += stages.of(exchange, 2 * place, exchange is exchanges[-1])
     return replaced
 
 
@@ -94,9 +94,12 @@ class _Stages:
             start=_nothing,
             everyone=first.everyone,
             alike=first.alike,
+            part="keys",
         )
 
-    def of(self, exchange: Exchange[Any], index: int) -> list[Exchange[SecureUpload]]:
+    def of(
+        self, exchange: Exchange[Any], index: int, last: bool
+    ) -> list[Exchange[SecureUpload]]:
         """Ask for the exponents and the values, and open both sums."""
         assert exchange.summed is not None
         asked = {**exchange.options, **self._options("exponents", index)}
@@ -110,9 +113,10 @@ class _Stages:
             start=exchange.start,
             asks=_present,
             send_each=_each(_letters if index == 0 else _no_more),
+            part=f"how large summand {1 + index // 2} is",
         )
         values, take_words = index + 1, partial(steps.take_words, index + 1)
-        taken = partial(steps.open_values, values, self.secure, exchange)
+        taken = partial(steps.open_values, values, self.secure, exchange, last)
         return [
             exponents,
             self.stage("open", index, partial(steps.open_exponents, index), _sets),
@@ -131,6 +135,7 @@ class _Stages:
             start=_nothing,
             asks=_present,
             send_each=_each(send),
+            part=stage,
         )
 
     def _options(self, stage: str, index: int) -> dict[str, str | int | float]:

@@ -4,6 +4,7 @@ from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import resolve, smallest_budget
 from flwr_fisher.wire.codec import CODECS, Codec, get_codec
 from flwr_fisher.wire.covariance_upload import CovarianceUpload
+from flwr_fisher.wire.fisher_product import FisherProduct
 from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
 from flwr_fisher.wire.options import LIBRARY, named_options, split_config
@@ -14,7 +15,6 @@ from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
 from flwr_fisher.wire.sums_upload import AGGREGATES, SumsUpload
-from flwr_fisher.wire.traces_upload import TracesUpload
 from flwr_fisher.wire.vector_upload import VectorUpload
 
 __all__ = [
@@ -25,12 +25,12 @@ __all__ = [
     "SERVER",
     "Codec",
     "CovarianceUpload",
+    "FisherProduct",
     "FisherUpload",
     "Payload",
     "ProductUpload",
     "Roster",
     "SumsUpload",
-    "TracesUpload",
     "VectorUpload",
     "arrays_to_tensors",
     "curvature_to_tensors",

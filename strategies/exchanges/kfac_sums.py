@@ -28,9 +28,9 @@ from flwr_fisher.server.exchange import (
     Summed,
     Uploads,
 )
-from flwr_fisher.server.uploads import mean_vector, weights_of
+from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.wire import (
-    TracesUpload,
+    FisherProduct,
     VectorUpload,
     curvature_to_tensors,
     tensors_to_curvature,
@@ -76,7 +76,7 @@ class KfacSums:
         )
         traces = Exchange(
             {"job": "kfac-traces"},
-            TracesUpload.from_arrays,
+            FisherProduct.with_traces,
             self._begin,
             send=_run,
             asks=_present,
@@ -85,7 +85,7 @@ class KfacSums:
         products = [
             Exchange(
                 {"job": "kfac-product", "iteration": iteration},
-                VectorUpload.reader("product"),
+                FisherProduct.from_arrays,
                 partial(self._advance, iteration),
                 send=_direction,
                 asks=_present,
@@ -95,25 +95,24 @@ class KfacSums:
         ]
         return [models, traces, *products]
 
-    def _begin(self, state: ServerState, uploads: Uploads[TracesUpload]) -> Step:
+    def _begin(self, state: ServerState, uploads: Uploads[FisherProduct]) -> Step:
         """Precondition the system, and find the first direction."""
-        weights = weights_of(uploads)
-        parts = [double(curvature_to_tensors(u.payload.traces)) for u in uploads]
-        total = weighted_mean(parts, weights)
-        pull = weighted_mean([double(u.payload.pull) for u in uploads], weights)
+        traces = [u.payload.traces for u in uploads if u.payload.traces is not None]
+        parts = [double(curvature_to_tensors(own)) for own in traces]
+        total = weighted_mean(parts, weights_of(uploads))
+        pull = _mean_product(uploads)
         groups = {_RUN: state.group(_RUN), _TRACES: total}
         begun = ServerState(state.params, groups)
         iterate = begin(_traces(begun), pull, self.merge)
         return Step(_with(begun, iterate, uploads))
 
     def _advance(
-        self, iteration: int, state: ServerState, uploads: Uploads[VectorUpload]
+        self, iteration: int, state: ServerState, uploads: Uploads[FisherProduct]
     ) -> Step:
         """Take one iteration; after the last one, merge."""
         traces = _traces(state)
         before = Iterate.from_groups(state.groups)
-        product = mean_vector(uploads, "product")
-        iterate = advanced(traces, before, product, self.merge)
+        iterate = advanced(traces, before, _mean_product(uploads), self.merge)
         if iteration < self.merge.iterations:
             return Step(_with(state, iterate, uploads))
         layers = [list(block.shapes) for block in traces.blocks()]
@@ -121,6 +120,11 @@ class KfacSums:
         result = replace(result, options=self.merge)
         run = {_RUN: state.group(_RUN)}
         return Step(ServerState(result.params, run), _metrics(result), result)
+
+
+def _mean_product(uploads: Uploads[FisherProduct]) -> dict[str, Tensor]:
+    products = [double(upload.payload.product) for upload in uploads]
+    return weighted_mean(products, weights_of(uploads))
 
 
 def _metrics(result: MergeResult) -> dict[str, int | float]:

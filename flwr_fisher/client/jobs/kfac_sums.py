@@ -22,7 +22,7 @@ from flwr_fisher.merge import balanced, partial_traces
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.wire import (
     PREFIX,
-    TracesUpload,
+    FisherProduct,
     VectorUpload,
     curvature_to_tensors,
     tensors_to_curvature,
@@ -66,7 +66,7 @@ class _Kept:
         curvature = tensors_to_curvature(parts, params)
         return cls(params, curvature, json.loads(note)[_COUNT])
 
-    def reply(self, upload: TracesUpload | VectorUpload) -> Reply:
+    def reply(self, upload: FisherProduct) -> Reply:
         return Reply({_COUNT: self.num_examples}, upload.to_arrays())
 
 
@@ -105,7 +105,7 @@ def traces_job(problem: LocalProblem, request: Request) -> Reply:
     names = kept.curvature.shapes
     away = subtract(select(kept.params, names), select(request.params, names))
     pull = kept.curvature.matvec(away)
-    return kept.reply(TracesUpload(partial_traces(kept.curvature), pull))
+    return kept.reply(FisherProduct(pull, partial_traces(kept.curvature)))
 
 
 @register_job("kfac-product")
@@ -114,4 +114,4 @@ def product_job(problem: LocalProblem, request: Request) -> Reply:
     kept = _Kept.load(problem, request)
     like: Params = select(kept.params, kept.curvature.shapes)
     product = kept.curvature.matvec(request.vector("direction", like))
-    return kept.reply(VectorUpload({"product": product}))
+    return kept.reply(FisherProduct(product))

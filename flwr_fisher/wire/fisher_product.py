@@ -1,0 +1,117 @@
+"""What clients add so that a server can merge K-FAC Fishers that it does not see.
+
+``product/<parameter>``
+    the client's curvature times a vector: the way from the clients' mean to its model,
+    or a direction of the server's conjugate gradients;
+``curvature/kfac/<weight>/A`` and ``…/G``, ``curvature/diagonal/<parameter>``
+    with the first of them, a layer's partial traces, or what is no layer's diagonal.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.curvature import Curvature
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
+from flwr_fisher.wire.payload import Payload
+from flwr_fisher.wire.read_curvature import tensors_to_curvature
+from flwr_fisher.wire.secure_upload import summand_bytes
+
+_PRODUCT = "product/"
+
+
+@dataclass(frozen=True)
+class FisherProduct(Payload):
+    """A client's summand, in the mean over clients by their examples.
+
+    No policy limits it: a curvature that is cut in one product would be another one's
+    in the next.
+
+    Parameters
+    ----------
+    product : Mapping[str, Tensor]
+        The curvature times a vector.
+    traces : Curvature, optional
+        See :func:`~flwr_fisher.merge.partial_traces`.
+    """
+
+    disagreement: ClassVar[tuple[str, str]] = (
+        _PRODUCT.removesuffix("/"),
+        "covers other parameters than most clients' does",
+    )
+
+    product: Params
+    traces: Curvature | None = None
+
+    def layout(self) -> tuple[str, ...]:
+        """Return the names, kinds and shapes of the parts, which clients must share."""
+        return tuple(f"{k} {tuple(v.shape)}" for k, v in self._tensors().items())
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels; it is lossless."""
+        return tensors_to_arrays(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        products = {f"{_PRODUCT}{name}": value for name, value in self.product.items()}
+        traces = {} if self.traces is None else curvature_to_tensors(self.traces)
+        return products | traces
+
+    @classmethod
+    def with_traces(cls, record: ArrayRecord, like: Params) -> "FisherProduct":
+        """Read and check a record that has traces, none of which is trusted.
+
+        Raises
+        ------
+        WireError
+            As :meth:`from_arrays`, or if a factor is not symmetric, or negative on its
+            diagonal.
+        """
+        tensors = arrays_to_tensors(
+            record, limit=summand_bytes(like), most=4 * len(like)
+        )
+        parts = {k: v for k, v in tensors.items() if not k.startswith(_PRODUCT)}
+        for key in parts:
+            if not key.startswith(PREFIX):
+                raise WireError("unexpected key", field=key)
+        traces = tensors_to_curvature(parts, like)
+        product = _products(tensors, like, parts)
+        for name in traces.shapes.keys() ^ product.keys():
+            raise WireError("no product for each curvature", field=f"{_PRODUCT}{name}")
+        return cls(product, traces)
+
+    @classmethod
+    def from_arrays(cls, record: ArrayRecord, like: Params) -> "FisherProduct":
+        """Read and check a record of products alone.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is unexpected, unreadable, of another shape or dtype, or
+            not finite.
+        """
+        tensors = arrays_to_tensors(record, limit=summand_bytes(like), most=len(like))
+        return cls(_products(tensors, like, {}))
+
+
+def _products(
+    tensors: Params, like: Params, others: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    received = {k: v for k, v in tensors.items() if k not in others}
+    product = {}
+    for name, param in like.items():
+        key = f"{_PRODUCT}{name}"
+        if (value := received.pop(key, None)) is not None:
+            check_layout(key, value, param.shape, param.dtype)
+            product[name] = value
+    for key in received:
+        raise WireError("unexpected key", field=key)
+    if not product:
+        raise WireError("no product arrived", field=_PRODUCT)
+    return product
