@@ -106,12 +106,15 @@ class FedFisherOneShot(CurvatureStrategy):
     budget : float, optional
         The codec's budget in multiples of FedAvg's upload, if not its own.
     aggregate : "parts" | "sums", default "parts"
-        ``sums``: clients upload :math:`n_i`, :math:`n_i\theta_i`, :math:`n_iF_i` and
-        :math:`n_iF_i\theta_i`, and only their sums are used, which a secure sum could
-        compute; without one the server still sees each client's summands. The same
-        model up to rounding, for ``structure="diagonal"``, uploads that are not packed,
-        three times FedAvg's, and no weight that takes a client's own curvature (the
-        default then).
+        ``sums``: only weighted means over clients are used, which `secure` takes so
+        that the server sees no client's; without it, it does. For ``kfac`` a round is
+        one training and 2 + `iterations` requests: models, layers' partial traces with
+        the right-hand side, and a product an iteration
+        (:mod:`flwr_fisher.merge.sums_solver`). For ``diagonal``, :math:`n_i`,
+        :math:`n_i\theta_i`, :math:`n_iF_i` and :math:`n_iF_i\theta_i` in one. Uploads
+        are not packed, and clients are weighted by their examples, with ``kfac`` and
+        `balance` (1 by default then) over their own Fisher's trace: `robust`,
+        `max_share`, `outlier` and `trust` take more than sums.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
