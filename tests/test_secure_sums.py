@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
@@ -19,6 +21,8 @@ from flwr_fisher.client import (
     make_client_app,
 )
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.secure import Participant
+from flwr_fisher.secure.identity import Trusted, signature
 from flwr_fisher.strategies import (
     FAGH,
     GIANT,
@@ -167,7 +171,7 @@ def test_no_number_of_a_client_leaves_it(tmp_path: Path) -> None:
 
 
 PARTS = {
-    "keys": ("session", "keys"),
+    "keys": ("session", "keys", "signature"),
     "shares": ("letters", "commitments"),
     "exponents": ("words", "layout"),
     "values": ("words", "layout"),
@@ -302,6 +306,73 @@ def test_what_is_malformed_is_told_by_name(what: str, tmp_path: Path, caplog) ->
     merged(strategy, make_client_app(client_of, mods=[Spoiling()]), clients=5)
     assert says in caplog.text
     assert "partition-1" in caplog.text
+
+
+def keys_of(folder: Path, names: str) -> Path:
+    """Make a key for each name; return the folder of the public halves."""
+    (folder / "trusted").mkdir(parents=True)
+    form = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    for name in names:
+        key = ec.generate_private_key(ec.SECP384R1())
+        private = key.private_bytes(serialization.Encoding.PEM, *form)
+        (folder / name).write_bytes(private)
+        public = key.public_key().public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
+        (folder / "trusted" / f"{name}.pub").write_bytes(public)
+    return folder / "trusted"
+
+
+@pytest.mark.parametrize(
+    ("signers", "says"),
+    [
+        ("abc", None),
+        ("abx", "signed by nobody whose key this client trusts"),
+        ("abb", "b has signed for clients"),
+        ("ab-", "signed by nobody"),
+    ],
+)
+def test_keys_are_those_of_clients_that_are_trusted(
+    signers: str, says: str | None, tmp_path: Path
+) -> None:
+    trusted = keys_of(tmp_path / "ours", "abc")
+    keys_of(tmp_path / "theirs", "x")
+
+    class ByPartition(SecureSumsMod):
+        def __call__(self, message, context, call_next):
+            name = signers[int(context.node_config["partition-id"])]
+            folder = tmp_path / ("theirs" if name == "x" else "ours")
+            own = SecureSumsMod(
+                trusted=trusted,
+                identity=None if name == "-" else folder / name,
+                state_dir=tmp_path,
+            )
+            return own(message, context, call_next)
+
+    app = make_client_app(client_of, mods=[ByPartition()])
+    strategy = STRATEGIES["fedfisher"](secure=SecureSums())
+    if says is None:
+        merged(strategy, app, clients=3)
+        return
+    with pytest.raises(RoundError, match=says):
+        merged(strategy, app, clients=3)
+
+
+def test_a_server_that_hands_out_keys_of_its_own_is_found_out(tmp_path: Path) -> None:
+    trusted = keys_of(tmp_path, "a")
+    client, forged = Participant.new(0, 2), Participant.new(0, 2)
+    signed = signature(tmp_path / "a", 0, client.public())
+    known = Trusted.of(trusted)
+    known.check({0: client.public()}, {0: signed})
+    with pytest.raises(ClientError, match="client 0 are not those that a has signed"):
+        known.check({0: forged.public()}, {0: signed})
+    with pytest.raises(ClientError, match="client 1 are not those"):
+        known.check({1: client.public()}, {1: signed})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match=r"no \*\.pub"):
+        SecureSumsMod(trusted=tmp_path / "empty")
+    with pytest.raises(ConfigurationError, match="identity="):
+        signature(tmp_path / "nowhere", 0, [])
 
 
 def test_a_lost_state_is_told_and_costs_one_client(tmp_path: Path, caplog) -> None:

@@ -28,6 +28,7 @@ from flwr_fisher.client.summand import NUM_EXAMPLES, Summand
 from flwr_fisher.errors import ClientError, check_whole
 from flwr_fisher.secure import FixedPoint, Participant
 from flwr_fisher.secure.fixed_point import Words
+from flwr_fisher.secure.identity import SIGNATURE, UNSIGNED, Trusted, signature
 from flwr_fisher.secure.keys import DIGEST, PUBLIC
 from flwr_fisher.wire import (
     arrays_to_tensors,
@@ -69,6 +70,13 @@ class SecureSumsMod:
     required : bool, default False
         Refuse to train without. A server that wants single uploads needs but ask for
         them: clients whose uploads must never be seen say so themselves.
+    identity : Path | str, optional
+        An ECDSA private key (a SuperNode's own will do) with which this client signs
+        what it sends to its neighbours.
+    trusted : Path | str, optional
+        A folder of the public keys, ``*.pub``, of all clients with which this one takes
+        part in sums, its own among them. Others' keys are refused; without it the
+        server's word is taken for whose they are.
     state_dir : Path | str, optional
         Where secrets and summands are kept until the sum is open, readable by this user
         alone. Default: as for :class:`FisherClient`.
@@ -78,17 +86,21 @@ class SecureSumsMod:
     Raises
     ------
     ConfigurationError
-        If `min_clients` is below 2.
+        If `min_clients` is below 2, or `trusted` holds no keys.
     """
 
     min_clients: int = 3
     required: bool = False
+    identity: Path | str | None = None
+    trusted: Path | str | None = None
     state_dir: Path | str = DEFAULT_STATE_DIR
     state_bytes: int = STATE_BYTES
 
     def __post_init__(self) -> None:
         check_whole("min_clients", self.min_clients, 2)
         check_whole("state_bytes", self.state_bytes, 1)
+        if self.trusted is not None:
+            Trusted.of(self.trusted)
 
     def __call__(
         self, message: Message, context: Context, call_next: ClientAppCallable
@@ -277,8 +289,10 @@ def _keys(request: _Request) -> Message:
         raise ClientError(f"the server asks for the keys of {sums} sums")
     memory, session = _Memory.new(request, sums)
     memory.save()
-    public = memory.participant.public()
-    return _reply(request, session=[session], keys=public)
+    public, signed = memory.participant.public(), UNSIGNED
+    if request.mod.identity is not None:
+        signed = signature(request.mod.identity, request.client, public)
+    return _reply(request, session=[session], keys=public, signature=[signed])
 
 
 def _shares(request: _Request, memory: _Memory, call_next: object) -> Message:
@@ -290,6 +304,10 @@ def _shares(request: _Request, memory: _Memory, call_next: object) -> Message:
     threshold = int(request.tensor("threshold", torch.int64))
     _check_enough(request, numbers)
     public = {n: _cut(row, PUBLIC) for n, row in zip(numbers, rows, strict=True)}
+    if request.mod.trusted is not None:
+        signatures = request.rows("signatures", len(numbers), SIGNATURE)
+        signers = dict(zip(numbers, signatures, strict=True))
+        Trusted.of(request.mod.trusted).check(public, signers)
     letters, commitments = participant.share(public, threshold)
     memory.save()
     order = sorted(numbers)

@@ -31,6 +31,8 @@ class SecureState:
         Keys, neighbours and sealed shares.
     sessions : Mapping[int, Tensor]
         By client: 8 bytes by which it knows these sums.
+    signatures : Mapping[int, bytes]
+        By client: under its public keys.
     present : Sequence[int]
         Who has replied to the last request.
     exponents : Sequence[int]
@@ -43,6 +45,7 @@ class SecureState:
 
     aggregator: Aggregator
     sessions: Mapping[int, Tensor]
+    signatures: Mapping[int, bytes]
     present: Sequence[int]
     exponents: Sequence[int] = ()
     words: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint32))
@@ -66,6 +69,10 @@ class SecureState:
         return cls(
             replace(aggregator, sealed=sealed),
             dict(zip(numbers, tensors["sessions"], strict=True)),
+            {
+                number: row.numpy().tobytes()
+                for number, row in zip(numbers, tensors["signatures"], strict=True)
+            },
             record["present"],
             record["exponents"],
             tensors["words"],
@@ -114,6 +121,7 @@ class SecureState:
             "record": _bytes(json.dumps(record).encode()),
             "public": rows_of([b"".join(known.public[n]) for n in numbers]),
             "sessions": torch.stack([self.sessions[n] for n in numbers]),
+            "signatures": rows_of([self.signatures[n] for n in numbers]),
             "letters": rows_of(letters),
             "commitments": rows_of(digests),
             "words": self.words,

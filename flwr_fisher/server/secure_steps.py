@@ -82,7 +82,12 @@ def take_keys(
         for upload in uploads
         if upload.number in public
     }
-    known = SecureState(aggregator, sessions, numbers)
+    signatures = {
+        upload.number: upload.payload.part("secure/signature").numpy().tobytes()
+        for upload in uploads
+        if upload.number in public
+    }
+    known = SecureState(aggregator, sessions, signatures, numbers)
     return Step(known.after(uploads, present=numbers).into(state), is_part=True)
 
 

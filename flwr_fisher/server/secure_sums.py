@@ -185,6 +185,7 @@ def _neighbours(known: SecureState, number: int) -> dict[str, Tensor]:
     return {
         "neighbours": signed(list(around)),
         "keys": rows_of([b"".join(keys) for keys in around.values()]),
+        "signatures": rows_of([known.signatures[n] for n in around]),
         "threshold": torch.tensor(known.aggregator.threshold),
     }
 
