@@ -29,6 +29,7 @@ class Beside:
             script.chmod(0o755)
         self._log = folder / "demo.log"
         command = [sys.executable, str(DEMO), str(self.folder), "--nodes-bin", nodes]
+        command += ["--secure"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, "HOME": str(folder)}
@@ -36,7 +37,7 @@ class Beside:
 
     def said(self) -> str:
         """What it printed, once it has ended well."""
-        code = self.process.wait(600)
+        code = self.process.wait(900)
         text = self._log.read_text()
         assert code == 0, text[-4000:]
         return text

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, Policy
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 
@@ -112,8 +113,8 @@ def test_app_reports_every_method(outcome):
     assert "solver: fc1.weight" in log
 
 
-def test_ray_and_local_grid_give_the_same_bits(outcome):
-    path, log = outcome
+def run_locally(folder: Path, num_rounds: int, **options) -> dict[str, torch.Tensor]:
+    """Run the app's clients in this process; return the model."""
     task = load_task(
         dataset="digits", model="mlp", partition="dirichlet-client", alpha=0.5,
         num_partitions=CLIENTS, seed=0,
@@ -122,23 +123,41 @@ def test_ray_and_local_grid_give_the_same_bits(outcome):
     def client_fn(context) -> FisherClient:
         loader = task.train_loader(context.node_config["partition-id"], 16)
         train = LocalSGD(epochs=EPOCHS, lr=0.01, momentum=0.9)
-        return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")
+        return FisherClient(
+            task.make_model(), loader, train_fn=train, device="cpu", state_dir=folder
+        )
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        result = FedFisherOneShot(fraction_evaluate=0.0).start(
+        result = FedFisherOneShot(fraction_evaluate=0.0, **options).start(
             LocalGrid(make_client_app(client_fn), CLIENTS),
             ArrayRecord(shared_state(task.make_model())),
-            num_rounds=2,
+            num_rounds=num_rounds,
         )
     finally:
         torch.set_num_threads(threads)
+    return result.arrays.to_torch_state_dict()
+
+
+def test_ray_and_local_grid_give_the_same_bits(outcome, tmp_path):
+    path, log = outcome
     ray = load_file(path / "model.safetensors")
-    local = result.arrays.to_torch_state_dict()
+    local = run_locally(tmp_path, num_rounds=2)
     assert ray.keys() == local.keys(), log
     for name, tensor in local.items():
         assert torch.equal(ray[name], tensor), name
+
+
+def test_a_secure_sum_gives_the_model_of_the_plain_one(flower, app, tmp_path):
+    aggregate = {"aggregate": "'secure-sums'", "output_dir": f"'{tmp_path}'"}
+    log = flwr_run(flower, app, local_epochs=EPOCHS, alpha=0.5, **aggregate)
+    assert "secure sum, values: asking 4 nodes" in log
+    secure = load_file(tmp_path / "model.safetensors")
+    lifted = Policy(max_weight=inf, max_share=1, max_distance=inf)
+    plain = run_locally(tmp_path, 1, aggregate="sums", policy=lifted)
+    for name, tensor in plain.items():
+        assert (secure[name] - tensor).abs().max() < 1e-4, name
 
 
 def test_wrong_name_is_told_on_the_terminal(flower, app, tmp_path):

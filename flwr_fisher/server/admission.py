@@ -47,6 +47,8 @@ class Admission(Generic[P]):
         How far a single client's say may go.
     quiet : bool, default False
         Whether the log does not tell of each reply.
+    fold : Callable[[P, float], P], optional
+        Adds an upload to a sum, and returns what is kept of it.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class Admission(Generic[P]):
         expected: int,
         policy: Policy,
         quiet: bool = False,
+        fold: Callable[[P, float], P] | None = None,
     ) -> None:
         self.names, self.read, self.like = names, read, like
         self.weighted_by_key, self.expected = weighted_by_key, expected
-        self.policy, self.quiet = policy, quiet
+        self.policy, self.quiet, self.fold = policy, quiet, fold
         self.admitted: list[Upload[P]] = []
         self.rejected = Rejections()
         self.withdrawn: dict[str, str] = {}  # admitted at first; with the reason
@@ -124,6 +127,8 @@ class Admission(Generic[P]):
         sizes = Sizes.of(payload, self.like)
         sizes.check_plausible()
         size = reply_bytes(arrays, metrics)
+        if self.fold is not None:
+            payload = self.fold(payload, weight)
         node, name, number = client.node, client.name, client.number
         self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
         self._clients[name], self._sizes[name] = client, sizes

@@ -122,7 +122,8 @@ class Driver:
             kept = self.run.kept(server_round, index)
             gathering = Gathering(self.grid, opened, kept, config, self.timeout)
             # It must not hold this exchange's uploads until the last late reply.
-            admission = partial(new_admission, method, exchange, state.params)
+            alone = replace(exchange, fold=None)  # the sum is not to change any more
+            admission = partial(new_admission, method, alone, state.params)
             late = self.late(method.cohort, admission, kept, server_round)
             record = gathering.run(late)
             try:

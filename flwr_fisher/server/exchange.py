@@ -192,6 +192,10 @@ class Exchange(Generic[P]):
         How a secure sum may take the uploads' place; None: it cannot.
     asks : Callable[[ServerState], Collection[int]], optional
         Of the clients, by their numbers, those that are asked; they are not sampled.
+    fold : Callable[[P, float], P], optional
+        Adds an admitted upload to a sum, by its weight, and returns the rest, which is
+        what the step is given: no more than one upload is held. It begins anew with
+        each exchange.
     part : str, default ""
         Which part it is of a larger one; the log does not tell of each reply then.
     send_each : Callable[[ServerState], Callable[[int], Mapping[str, …]]], optional
@@ -209,6 +213,7 @@ class Exchange(Generic[P]):
     summed: Summed[P] | None = None
     asks: Callable[[ServerState], Collection[int]] | None = None
     send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None
+    fold: Callable[[P, float], P] | None = None
     part: str = ""
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:

@@ -104,6 +104,7 @@ def new_admission(
         sampling.weighted_by_key,
         expected=0,
         quiet=bool(exchange.part),
+        fold=exchange.fold,
         policy=policy if exchange.limit_masses else replace(policy, max_share=1),
     )
 

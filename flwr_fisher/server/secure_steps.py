@@ -18,6 +18,7 @@ from flwr_fisher.secure.fixed_point import LEVELS, Words
 from flwr_fisher.secure.graph import threshold_of
 from flwr_fisher.secure.keys import PUBLIC, SHARE, check_public
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.running_sums import WordSums
 from flwr_fisher.server.secure_options import SecureSums
 from flwr_fisher.server.secure_state import (
     SecureState,
@@ -29,7 +30,6 @@ from flwr_fisher.wire import tensors_to_arrays
 from flwr_fisher.wire.secure_upload import (
     LAYOUT,
     SHARES,
-    WORDS,
     SecureUpload,
     read_layout,
     sizes_in,
@@ -142,14 +142,13 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
     return Step(new.into(state), is_part=True)
 
 
-def take_words(index: int, state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
-    """Add up masked words."""
+def take_words(
+    index: int, sums: WordSums, state: ServerState, uploads: Uploads[SecureUpload]
+) -> Step:
+    """Take the sum of the masked words, which was made while they came."""
     known = SecureState.of(state)
-    total: Words | None = None
-    for upload in uploads:
-        words = upload.payload.part(WORDS).numpy()
-        total = words.copy() if total is None else np.add(total, words, out=total)
     first = uploads[0].payload
+    total = sums.of(first)
     descriptions = {**first.texts(), LAYOUT: first.part(LAYOUT)}
     _tell_gone(known, index, uploads)
     summed = torch.from_numpy(total)

@@ -17,7 +17,7 @@ is ever asked for again of fewer clients.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params
 from flwr_fisher.server import secure_steps as steps
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
+from flwr_fisher.server.running_sums import WordSums
 from flwr_fisher.server.secure_options import SecureSums
 from flwr_fisher.server.secure_state import GROUP, SecureState, rows_of, signed
 from flwr_fisher.wire.secure_upload import SecureUpload
@@ -105,22 +106,28 @@ class _Stages:
         asked = {**exchange.options, **self._options("exponents", index)}
         if exchange.summed.weighted:
             asked["secure-weighted"] = True
+        of_exponents, of_values = WordSums(), WordSums()
         exponents = Exchange(
             asked,
             SecureUpload.from_arrays,
-            partial(steps.take_words, index),
+            partial(steps.take_words, index, of_exponents),
             send=exchange.send,
             start=exchange.start,
             asks=_present,
             send_each=_each(_letters if index == 0 else _no_more),
+            fold=of_exponents,
             part=f"how large summand {1 + index // 2} is",
         )
-        values, take_words = index + 1, partial(steps.take_words, index + 1)
+        values = index + 1
+        take_words = partial(steps.take_words, values, of_values)
         taken = partial(steps.open_values, values, self.secure, exchange, last)
         return [
             exponents,
             self.stage("open", index, partial(steps.open_exponents, index), _sets),
-            self.stage("values", values, take_words, self._exponents),
+            replace(
+                self.stage("values", values, take_words, self._exponents),
+                fold=of_values,
+            ),
             self.stage("open", values, taken, _sets),
         ]
 

@@ -32,6 +32,7 @@ from flwr_fisher.wire.payload import Payload
 SECURE = "secure/"
 WORDS, LAYOUT = f"{SECURE}words", f"{SECURE}layout"
 SHARES = f"{SECURE}shares"
+_SUMMED = f"{SECURE}summed"  # of an upload whose words were added up: type and number
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 """Key, dtype and shape of each tensor of a summand."""
@@ -79,6 +80,12 @@ class SecureUpload(Payload):
             raise WireError("missing", field=name)
         return value
 
+    def without_words(self) -> "SecureUpload":
+        """Return it without what was added up; its layout is still its own."""
+        words = self.part(WORDS)
+        kept = {k: v for k, v in self.tensors.items() if k != WORDS}
+        return SecureUpload({**kept, _SUMMED: _text(f"{words.dtype} {len(words)}")})
+
     def texts(self) -> dict[str, Tensor]:
         """Return what is said of the summand in keys of its own."""
         return {k: v for k, v in self.tensors.items() if not k.startswith(SECURE)}
@@ -104,6 +111,7 @@ class SecureUpload(Payload):
             if key == WORDS and value.dtype in _WORD and value.dim() == 1:
                 continue
             own = key.startswith(SECURE) or is_description(key, value)
+            own = own and key != _SUMMED
             if value.dtype != torch.uint8 or not own or key == WORDS:
                 shape = tuple(value.shape)
                 reason = f"{value.dtype} of shape {shape}, expected bytes or words"
@@ -121,8 +129,11 @@ def is_description(name: str, value: Tensor) -> bool:
 
 def layout_text(layout: Layout) -> Tensor:
     """Return a layout as bytes."""
-    text = json.dumps(layout, separators=(",", ":")).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return _text(json.dumps(layout, separators=(",", ":")))
+
+
+def _text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def read_layout(text: Tensor) -> Layout:
@@ -146,7 +157,7 @@ def sizes_in(layout: Layout) -> list[int]:
 
 
 def _is_text(key: str) -> bool:
-    return key == LAYOUT or not key.startswith(SECURE)
+    return key in (LAYOUT, _SUMMED) or not key.startswith(SECURE)
 
 
 def _content(name: str, value: Tensor) -> str:
