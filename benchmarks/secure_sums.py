@@ -181,8 +181,8 @@ def main() -> None:
             )
             print(lines[-1], flush=True)
             numbers.append({"size": size, "ours": pair[0], "flowers": pair[1]})
-    page = blocks(opening("What a secure sum costs", __doc__), lines)
-    write_page("secure_sums", page, {"runs": numbers})
+            page = blocks(opening("What a secure sum costs", __doc__), lines)
+            write_page("secure_sums", page, {"runs": numbers})
 
 
 if __name__ == "__main__":

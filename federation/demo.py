@@ -210,7 +210,7 @@ def go_through(
 def again(federation: Federation, app: Path, config: str, output: Path) -> None:
     """Run it once more, so that the SuperLink's app sees sums alone."""
     say("The run once more, with aggregate='secure-sums'")
-    own = f"aggregate='secure-sums' output-dir='{output}'"
+    own = f"aggregate='secure-sums' structure='diagonal' output-dir='{output}'"
     federation.run(app, f"{config} {own}")
     wait("the report", (output / "metrics.json").exists, 600)
     wait("the end", lambda: federation.processes["run"].poll() is not None)

@@ -159,6 +159,8 @@ class Admission(Generic[P]):
                 raise WireError(reason.format(other.name), field="partition-id")
             if client.registered and not other.registered:
                 error = WireError(reason.format(client.name), field="partition-id")
+                if self.fold is not None:  # what was added up cannot be taken out
+                    raise error
                 for upload in [u for u in self.admitted if u.client == other.name]:
                     self.withdraw(upload, error)
 

@@ -1,21 +1,9 @@
 """Sums that are taken while uploads come, so that no more than one is held."""
 
-from typing import Protocol, TypeVar
-
 import numpy as np
 
 from flwr_fisher.secure.fixed_point import Words
-from flwr_fisher.wire import Payload
 from flwr_fisher.wire.secure_upload import WORDS, SecureUpload
-
-P = TypeVar("P", bound=Payload)
-
-
-class Fold(Protocol[P]):
-    """Adds an admitted upload to a sum, and returns what is kept of it."""
-
-    def __call__(self, payload: P, weight: float) -> P:
-        """Add it; its layout stays."""
 
 
 class WordSums:
