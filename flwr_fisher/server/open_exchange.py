@@ -1,5 +1,6 @@
 """One exchange under way: whom it asks, what they are sent, what came of it."""
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
@@ -97,6 +98,8 @@ def new_admission(
         The run's parameters.
     """
     policy = sampling.policy
+    if exchange.fold is not None:  # what is added at once cannot be weighed against
+        policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
     return Admission(
         sampling.cohort,
         exchange.read,

@@ -24,7 +24,7 @@ from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
 from flwr_fisher.wire.secure_upload import summand_bytes
 
-_PRODUCT = "product/"
+PRODUCT = "product/"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FisherProduct(Payload):
     """
 
     disagreement: ClassVar[tuple[str, str]] = (
-        _PRODUCT.removesuffix("/"),
+        PRODUCT.removesuffix("/"),
         "covers other parameters than most clients' does",
     )
 
@@ -52,14 +52,15 @@ class FisherProduct(Payload):
 
     def layout(self) -> tuple[str, ...]:
         """Return the names, kinds and shapes of the parts, which clients must share."""
-        return tuple(f"{k} {tuple(v.shape)}" for k, v in self._tensors().items())
+        return tuple(f"{k} {tuple(v.shape)}" for k, v in self.tensors().items())
 
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels; it is lossless."""
-        return tensors_to_arrays(self._tensors())
+        return tensors_to_arrays(self.tensors())
 
-    def _tensors(self) -> dict[str, Tensor]:
-        products = {f"{_PRODUCT}{name}": value for name, value in self.product.items()}
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is added up, by the keys under which it travels."""
+        products = {f"{PRODUCT}{name}": value for name, value in self.product.items()}
         traces = {} if self.traces is None else curvature_to_tensors(self.traces)
         return products | traces
 
@@ -76,14 +77,14 @@ class FisherProduct(Payload):
         tensors = arrays_to_tensors(
             record, limit=summand_bytes(like), most=4 * len(like)
         )
-        parts = {k: v for k, v in tensors.items() if not k.startswith(_PRODUCT)}
+        parts = {k: v for k, v in tensors.items() if not k.startswith(PRODUCT)}
         for key in parts:
             if not key.startswith(PREFIX):
                 raise WireError("unexpected key", field=key)
         traces = tensors_to_curvature(parts, like)
         product = _products(tensors, like, parts)
         for name in traces.shapes.keys() ^ product.keys():
-            raise WireError("no product for each curvature", field=f"{_PRODUCT}{name}")
+            raise WireError("no product for each curvature", field=f"{PRODUCT}{name}")
         return cls(product, traces)
 
     @classmethod
@@ -106,12 +107,12 @@ def _products(
     received = {k: v for k, v in tensors.items() if k not in others}
     product = {}
     for name, param in like.items():
-        key = f"{_PRODUCT}{name}"
+        key = f"{PRODUCT}{name}"
         if (value := received.pop(key, None)) is not None:
             check_layout(key, value, param.shape, param.dtype)
             product[name] = value
     for key in received:
         raise WireError("unexpected key", field=key)
     if not product:
-        raise WireError("no product arrived", field=_PRODUCT)
+        raise WireError("no product arrived", field=PRODUCT)
     return product

@@ -18,7 +18,7 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.merge import MergeOptions, MergeResult
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
-from flwr_fisher.params import Params, weighted_mean
+from flwr_fisher.params import Params
 from flwr_fisher.rounds.updates import double
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -28,13 +28,14 @@ from flwr_fisher.server.exchange import (
     Summed,
     Uploads,
 )
-from flwr_fisher.server.uploads import weights_of
+from flwr_fisher.server.running_sums import MeanSums
 from flwr_fisher.wire import (
+    PREFIX,
     FisherProduct,
     VectorUpload,
-    curvature_to_tensors,
     tensors_to_curvature,
 )
+from flwr_fisher.wire.fisher_product import PRODUCT
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
 
@@ -63,56 +64,69 @@ class KfacSums:
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Ask for models, for traces, and for products."""
         mean = Summed[Any](weighted=True)
+        of_models = MeanSums(lambda upload: upload.params)
+        of_traces = MeanSums(_tensors)
         regularised = {
             k: getattr(self.merge, k) for k in ("shrink", "damping", "balance")
         }
         models = Exchange(
             {**self.options, **regularised, "job": "kfac-train"},
             VectorUpload.reader(params=True),
-            _take_mean,
+            partial(_take_mean, of_models),
             send=_run,
             alike=True,
             summed=mean,
+            fold=of_models,
         )
         traces = Exchange(
             {"job": "kfac-traces"},
             FisherProduct.with_traces,
-            self._begin,
+            partial(self._begin, of_traces),
             send=_run,
             asks=_present,
             summed=mean,
+            fold=of_traces,
         )
-        products = [
-            Exchange(
-                {"job": "kfac-product", "iteration": iteration},
-                FisherProduct.from_arrays,
-                partial(self._advance, iteration),
-                send=_direction,
-                asks=_present,
-                summed=mean,
-            )
-            for iteration in range(1, self.merge.iterations + 1)
-        ]
+        products = [self._product(k) for k in range(1, self.merge.iterations + 1)]
         return [models, traces, *products]
 
-    def _begin(self, state: ServerState, uploads: Uploads[FisherProduct]) -> Step:
+    def _product(self, iteration: int) -> Exchange[FisherProduct]:
+        """Ask for the Fishers' products with a direction."""
+        sums = MeanSums(_tensors)
+        return Exchange(
+            {"job": "kfac-product", "iteration": iteration},
+            FisherProduct.from_arrays,
+            partial(self._advance, iteration, sums),
+            send=_direction,
+            asks=_present,
+            summed=Summed(weighted=True),
+            fold=sums,
+        )
+
+    def _begin(
+        self, sums: MeanSums, state: ServerState, uploads: Uploads[FisherProduct]
+    ) -> Step:
         """Precondition the system, and find the first direction."""
-        traces = [u.payload.traces for u in uploads if u.payload.traces is not None]
-        parts = [double(curvature_to_tensors(own)) for own in traces]
-        total = weighted_mean(parts, weights_of(uploads))
-        pull = _mean_product(uploads)
+        mean = sums.mean(uploads)
+        total = {k: v for k, v in mean.items() if k.startswith(PREFIX)}
+        pull = _product_in(mean)
         groups = {_RUN: state.group(_RUN), _TRACES: total}
         begun = ServerState(state.params, groups)
         iterate = begin(_traces(begun), pull, self.merge)
         return Step(_with(begun, iterate, uploads))
 
     def _advance(
-        self, iteration: int, state: ServerState, uploads: Uploads[FisherProduct]
+        self,
+        iteration: int,
+        sums: MeanSums,
+        state: ServerState,
+        uploads: Uploads[FisherProduct],
     ) -> Step:
         """Take one iteration; after the last one, merge."""
         traces = _traces(state)
         before = Iterate.from_groups(state.groups)
-        iterate = advanced(traces, before, _mean_product(uploads), self.merge)
+        product = _product_in(sums.mean(uploads))
+        iterate = advanced(traces, before, product, self.merge)
         if iteration < self.merge.iterations:
             return Step(_with(state, iterate, uploads))
         layers = [list(block.shapes) for block in traces.blocks()]
@@ -122,9 +136,16 @@ class KfacSums:
         return Step(ServerState(result.params, run), _metrics(result), result)
 
 
-def _mean_product(uploads: Uploads[FisherProduct]) -> dict[str, Tensor]:
-    products = [double(upload.payload.product) for upload in uploads]
-    return weighted_mean(products, weights_of(uploads))
+def _tensors(upload: FisherProduct) -> Params:
+    return upload.tensors()
+
+
+def _product_in(tensors: Params) -> dict[str, Tensor]:
+    return {
+        key.removeprefix(PRODUCT): value
+        for key, value in tensors.items()
+        if key.startswith(PRODUCT)
+    }
 
 
 def _metrics(result: MergeResult) -> dict[str, int | float]:
@@ -135,10 +156,15 @@ def _metrics(result: MergeResult) -> dict[str, int | float]:
     }
 
 
-def _take_mean(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+def _take_mean(
+    sums: MeanSums, state: ServerState, uploads: Uploads[VectorUpload]
+) -> Step:
     """Take FedAvg's mean; whose model is in it stays in it."""
-    mean = weighted_mean([u.payload.params for u in uploads], weights_of(uploads))
-    params = {name: mean[name] for name in state.params}
+    mean = sums.mean(uploads)
+    params = {
+        name: (mean[name] if like.is_floating_point() else mean[name].round()).to(like)
+        for name, like in state.params.items()
+    }
     groups = {_RUN: state.group(_RUN), _CLIENTS: _numbers(uploads)}
     return Step(ServerState(params, groups))
 
