@@ -803,7 +803,6 @@ def test_an_uploads_payload_has_sums_or_a_posterior() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"structure": "kfac"}, "aggregate='sums' needs structure='diagonal', not 'kf"),
         ({"codec": "fedavg"}, "aggregate='sums' needs codec='lossless'"),
         ({"codec": "small"}, "aggregate='sums' needs codec='lossless'"),
         ({"codec": "paper"}, "aggregate='sums' needs codec='lossless'"),
