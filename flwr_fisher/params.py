@@ -170,6 +170,24 @@ def norm(params: Params) -> Tensor:
     return dot(scaled, scaled).sqrt() * largest
 
 
+def clipped(params: Params, most: float) -> dict[str, Tensor]:
+    """Return tensors in float64, all shortened by one factor to a norm of `most`.
+
+    Raises
+    ------
+    ParamsError
+        If they are not finite.
+
+    Examples
+    --------
+    >>> clipped({"w": torch.tensor([3.0, 4.0])}, most=1.0)
+    {'w': tensor([0.6000, 0.8000], dtype=torch.float64)}
+    """
+    wide = {name: value.double() for name, value in params.items()}
+    check_finite(wide, "what is to be clipped")
+    return scale(wide, most / max(float(norm(wide)), most))
+
+
 def select(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the tensors called `names`, in that order; no copies."""
     names = list(names)

@@ -2,6 +2,7 @@
 
 from flwr_fisher.server.connected import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.server.noise import Privacy
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.server.secure_options import SecureSums
@@ -36,6 +37,7 @@ __all__ = [
     "FedGA",
     "FedPM",
     "Policy",
+    "Privacy",
     "Repeatable",
     "Scaffold",
     "SecureFedAvg",

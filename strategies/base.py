@@ -162,6 +162,16 @@ class CurvatureStrategy(FedAvg):
         """Return whether the run can go on without a round, where `waiting` skips."""
         return True
 
+    def check_secure(self) -> None:
+        """Refuse `secure` where a round takes more than sums.
+
+        Raises
+        ------
+        ConfigurationError
+            Saying so.
+        """
+        check_summed(self.exchanges(1), type(self).__name__)
+
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds beside parameters; by default nothing."""
         return {}
@@ -265,7 +275,7 @@ class CurvatureStrategy(FedAvg):
         check_callbacks(callbacks)
         self.check_rounds(num_rounds)
         if self.secure is not None:
-            check_summed(self.exchanges(1), type(self).__name__)
+            self.check_secure()
             if reopen:
                 raise ConfigurationError(
                     "reopen=True: a secure sum over other clients would show who came"

@@ -16,6 +16,7 @@ from flwr_fisher.curvature import TOLERANCE, check_options
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
+    DiagonalSums,
     MergeOptions,
     MergeResult,
     add_sums,
@@ -35,8 +36,10 @@ from flwr_fisher.server.exchange import (
     Summed,
     Uploads,
 )
+from flwr_fisher.server.noise import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, initial_groups
+from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     AGGREGATES,
     CODECS,
@@ -115,6 +118,12 @@ class FedFisherOneShot(CurvatureStrategy):
         are not packed, and clients are weighted by their examples, with ``kfac`` and
         `balance` (1 by default then) over their own Fisher's trace: `robust`,
         `max_share`, `outlier` and `trust` take more than sums.
+    privacy : Privacy, optional
+        For ``aggregate="sums"`` and ``structure="diagonal"``: differential privacy of
+        the sums. Each client counts once (:mod:`flwr_fisher.merge.private_sums`), its
+        contribution is clipped, and clients add noise in shares with `secure`, the
+        server without it. Buffers stay as they are. Figures, which say when it is of no
+        use: docs/secure-sums.md.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
@@ -167,6 +176,7 @@ class FedFisherOneShot(CurvatureStrategy):
         codec: str | Codec = "auto",
         budget: float | None = None,
         aggregate: str = "parts",
+        privacy: Privacy | None = None,
         score: Score | None = None,
         device: torch.device | str | None = None,
         **kwargs: Any,
@@ -177,7 +187,7 @@ class FedFisherOneShot(CurvatureStrategy):
         check_known("aggregate", aggregate, AGGREGATES)
         self.tolerance, self.codec = tolerance, get_codec(codec, budget)
         self.structure, self.expectation, self.score = structure, expectation, score
-        self.aggregate = aggregate
+        self.aggregate, self.privacy = aggregate, check_privacy(privacy)
         self.weight_sharing = weight_sharing
         expands = weight_sharing == "expand" and structure in ("kfac", "ekfac")
         self.limits = {
@@ -217,6 +227,11 @@ class FedFisherOneShot(CurvatureStrategy):
             raise ConfigurationError(f"codec='paper' has no form for '{structure}'")
         if aggregate == "sums":
             self._check_sums()
+        if privacy is not None and (aggregate, structure) != ("sums", "diagonal"):
+            raise ConfigurationError(
+                "privacy= needs aggregate='sums' and structure='diagonal': of more "
+                "numbers noise would leave nothing"
+            )
 
     def _check_sums(self) -> None:
         """Refuse what cannot be summed, or be done with sums."""
@@ -244,6 +259,8 @@ class FedFisherOneShot(CurvatureStrategy):
         """Ask every client to train and to add its Fisher."""
         if self.aggregate == "sums" and self.structure == "kfac":
             return KfacSums(self.merge, self._options()).exchanges()
+        if self.privacy is not None:
+            return [private_exchange(self.privacy, self._options(), self._merge_sums)]
         if self.aggregate == "sums":
             options = self._options() | {"aggregate": self.aggregate}
             read, step = SumsUpload.from_arrays, self._step_from_sums
@@ -309,8 +326,11 @@ class FedFisherOneShot(CurvatureStrategy):
 
     def _step_from_sums(self, state: ServerState, uploads: Uploads[SumsUpload]) -> Step:
         """Merge the sums over the uploads."""
+        return self._merge_sums(state, add_sums([u.payload.sums for u in uploads]))
+
+    def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:
         merged = fedfisher_from_sums(
-            add_sums([upload.payload.sums for upload in uploads]),
+            sums,
             like=state.params,
             score=self.score,
             progress=logger.info,
@@ -322,7 +342,8 @@ class FedFisherOneShot(CurvatureStrategy):
         """Return this strategy's own settings."""
         wanted = {f"client-{name}": value for name, value in self._options().items()}
         merge = asdict(self.merge) | {"trust": self.trust}
-        return wanted | merge | {"aggregate": self.aggregate}
+        own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
+        return wanted | merge | own
 
 
 def _step(merged: MergeResult) -> Step:

@@ -20,10 +20,18 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import derive_seed, seed_of_clients
 from flwr_fisher.server.driver import Driver
-from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+)
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines.repeatable import Repeatable
+from flwr_fisher.strategies.baselines.secure_fedavg import SecureFedAvg
 from flwr_fisher.strategies.exchanges.tct_first_stage import FirstStage
 from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,
@@ -36,6 +44,7 @@ from flwr_fisher.strategies.exchanges.tct_regression import (
 )
 from flwr_fisher.tangent import check_lr
 from flwr_fisher.wire import named_options
+from flwr_fisher.wire.tangent_sums import read_eigenvalues, read_moment_sums
 from flwr_fisher.wire.tangent_upload import (
     KEYS,
     TangentUpload,
@@ -101,7 +110,8 @@ class TCT(CurvatureStrategy):
         In which clients store features; float16 halves their disks' share.
     **kwargs
         :class:`CurvatureStrategy`'s, for stage 2: FedAvg's sampling keywords and
-        ``seed``, which also determines features.
+        ``seed``, which also determines features. With `secure`, which needs ``bits=64``
+        here, `stage1` must take secure sums itself, as its default then does.
 
     Raises
     ------
@@ -176,6 +186,13 @@ class TCT(CurvatureStrategy):
         if stage1 is None:
             same = {name: getattr(self, name) for name in signature(FedAvg).parameters}
             stage1 = Repeatable(FedAvg(**same), seed=self.seed)
+            if self.secure is not None:
+                stage1 = SecureFedAvg(secure=self.secure, seed=self.seed, **same)
+        if self.secure is not None and self.secure.bits != 64:
+            raise ConfigurationError(
+                f"secure=SecureSums(bits={self.secure.bits}): the squares of TCT's "
+                "features span more decades than 32 bits hold; pass SecureSums(bits=64)"
+            )
         self.stage1 = FirstStage(
             stage1, self.cohort, self.weighted_by_key, self.policy, self.waiting
         )
@@ -217,6 +234,10 @@ class TCT(CurvatureStrategy):
         super().recall_absences(record)
         self.stage1.recall_absences(record.get("stage1", {}))
 
+    def check_secure(self) -> None:
+        """Refuse a first stage whose uploads the server would see."""
+        self.stage1.check_secure()
+
     def initial_groups(self) -> Groups:
         """Name the run: clients keep their state under its number."""
         own = {MEMBERSHIP: Membership.new().to_tensors()}
@@ -234,7 +255,11 @@ class TCT(CurvatureStrategy):
         config = self._features()
         if server_round > self.stage1_rounds + 1:
             config |= {"job": "tct-step", "local-steps": self.local_steps}
-            return [Exchange(config, read_local_weight, self._average, send, network)]
+            mean = Summed[TangentUpload](weighted=True)
+            read, step = read_local_weight, self._average
+            return [Exchange(config, read, step, send, network, summed=mean)]
+        if self.secure is not None:
+            config["aggregate"] = "sums"
         # Everyone's features count, and everyone's eigenvalues.
         moments = Exchange(
             config | {"job": "tct-moments"},
@@ -247,6 +272,7 @@ class TCT(CurvatureStrategy):
             send,
             network,
             everyone=True,
+            summed=Summed(weighted=False, read=read_moment_sums(self.num_features)),
         )
         spectrum = Exchange(
             config | {"job": "tct-spectrum"},
@@ -255,6 +281,7 @@ class TCT(CurvatureStrategy):
             send,
             network,
             everyone=True,
+            summed=Summed(weighted=False, read=read_eigenvalues),
         )
         return [moments, spectrum]
 

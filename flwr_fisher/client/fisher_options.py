@@ -19,8 +19,8 @@ from flwr_fisher.curvature import (
     check_options,
     fisher,
 )
-from flwr_fisher.errors import ClientError, DataError, check_known
-from flwr_fisher.merge import DiagonalSums, LocalPosterior
+from flwr_fisher.errors import ClientError, DataError, check_known, check_positive
+from flwr_fisher.merge import DiagonalSums, LocalPosterior, contribution
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.progress import count_of, watching
 from flwr_fisher.wire import (
@@ -37,6 +37,7 @@ from flwr_fisher.wire import (
 _SOURCES = ("extra-pass", "last-epoch")
 _REDUCTIONS = ("mean", "sum")
 _UPLOADS = ("fisher", "product", "summands")
+_PRIVATE = "private-sums"
 _OF_PAPER = (None, "kfac", "diagonal")
 
 
@@ -56,8 +57,10 @@ class FisherOptions:
         Of squared batch gradients.
     upload : "fisher" | "product" | "summands"
         Parameters and Fisher, or each step times its Fisher, or all three.
-    aggregate : "parts" | "sums"
-        Whether the server can do with sums over clients.
+    aggregate : "parts" | "sums" | "private-sums"
+        Whether the server can do with sums over clients, and bounds what each adds.
+    clipping_norm : float
+        Of the step from the server's parameters, for private sums.
     codec : Codec
         How it is packed.
     """
@@ -73,6 +76,7 @@ class FisherOptions:
     reduction: str
     upload: str
     aggregate: str
+    clipping_norm: float
     codec: Codec
 
     @classmethod
@@ -111,6 +115,7 @@ class FisherOptions:
             str(options.get("fisher-reduction", "mean")),
             str(options.get("upload", "fisher")),
             str(options.get("aggregate", "parts")),
+            real_number(options, "clipping-norm", 1.0),
             resolve(Codec.from_options(options), params),
         )
         wanted._check(train_fn)
@@ -131,7 +136,7 @@ class FisherOptions:
         check_known("fisher-source", self.source, _SOURCES)
         check_known("fisher-reduction", self.reduction, _REDUCTIONS)
         check_known("upload", self.upload, _UPLOADS)
-        check_known("aggregate", self.aggregate, AGGREGATES)
+        check_known("aggregate", self.aggregate, (*AGGREGATES, _PRIVATE))
         if self.source == "last-epoch" and not isinstance(train_fn, LocalSGD):
             raise ClientError(
                 "fisher-source='last-epoch' squares gradients while training, so it "
@@ -139,7 +144,8 @@ class FisherOptions:
                 "server ask for 'extra-pass'"
             )
         plain = self.structure, self.codec.scheme
-        if self.aggregate == "sums" and plain != ("diagonal", "lossless"):
+        check_positive("clipping-norm", self.clipping_norm)
+        if self.aggregate != "parts" and plain != ("diagonal", "lossless"):
             raise ClientError(
                 "the server asks for sums, which exist for structure='diagonal' and "
                 f"codec='lossless' alone, not for {plain[0]!r} and {plain[1]!r}"
@@ -242,6 +248,10 @@ class FisherOptions:
                 return VectorUpload(vectors, params).to_arrays()
             buffers = {k: v for k, v in params.items() if k not in away}
             return ProductUpload(product, buffers).to_arrays()
+        if self.aggregate == _PRIVATE:
+            diagonal = curvature.diagonal()
+            vectors = contribution(start, params, diagonal, self.clipping_norm)
+            return VectorUpload(vectors).to_arrays()
         if self.aggregate == "sums":
             posterior = LocalPosterior(params, curvature, num_examples)
             return SumsUpload(DiagonalSums.of(posterior)).to_arrays()

@@ -4,6 +4,7 @@ Long: the stages, in their order, with the refusals of each.
 """
 
 import json
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from flwr_fisher.client.store import (
     partition_of,
 )
 from flwr_fisher.client.summand import NUM_EXAMPLES, Summand
-from flwr_fisher.errors import ClientError, check_whole
+from flwr_fisher.errors import ClientError, check_range, check_whole
 from flwr_fisher.secure import FixedPoint, Participant
 from flwr_fisher.secure.fixed_point import Words
 from flwr_fisher.secure.identity import SIGNATURE, UNSIGNED, Trusted, signature
@@ -52,7 +53,7 @@ _MOST_SUMS = 10_000
 
 @dataclass(frozen=True)
 class SecureSumsMod:
-    """Takes part in sums that the server cannot look into, and refuses others.
+    r"""Takes part in sums that the server cannot look into, and refuses others.
 
     :func:`make_client_app` has one. Around another ``ClientApp`` it serves strategies
     whose uploads are averaged, such as FedAvg::
@@ -77,6 +78,11 @@ class SecureSumsMod:
         A folder of the public keys, ``*.pub``, of all clients with which this one takes
         part in sums, its own among them. Others' keys are refused; without it the
         server's word is taken for whose they are.
+    min_noise : float, default 0
+        How much noise this client adds at least, in multiples of the norm that its
+        contribution is clipped to: it takes part in no sum without. Of M clients each
+        adds :math:`z / \sqrt{h M}` (:class:`~flwr_fisher.strategies.Privacy`), and who
+        adds z is safe whatever the others do.
     state_dir : Path | str, optional
         Where secrets and summands are kept until the sum is open, readable by this user
         alone. Default: as for :class:`FisherClient`.
@@ -93,12 +99,14 @@ class SecureSumsMod:
     required: bool = False
     identity: Path | str | None = None
     trusted: Path | str | None = None
+    min_noise: float = 0.0
     state_dir: Path | str = DEFAULT_STATE_DIR
     state_bytes: int = STATE_BYTES
 
     def __post_init__(self) -> None:
         check_whole("min_clients", self.min_clients, 2)
         check_whole("state_bytes", self.state_bytes, 1)
+        check_range("min_noise", self.min_noise, 0)
         if self.trusted is not None:
             Trusted.of(self.trusted)
 
@@ -178,6 +186,13 @@ class _Request:
             raise ClientError(f"the server's list '{name}' has a client twice")
         return numbers
 
+    def bounds(self) -> tuple[float, float]:
+        """Return how far a summand is clipped, and its noise's standard deviation."""
+        if "bounds" not in self.sent:
+            return math.inf, 0.0
+        norm, deviation = self.tensor("bounds", torch.float64, 2).tolist()
+        return norm, deviation
+
     def inner(self) -> Message:
         """Return the request as it would be without a secure sum."""
         arrays = tensors_to_arrays({**self.params, **join_groups(self.groups)})
@@ -255,7 +270,10 @@ class _Memory:
                 f"for {len(participant.own)}"
             )
         return cls(
-            store, participant, Summand(tensors, note["weight"]), int(note["index"])
+            store,
+            participant,
+            Summand(tensors, note["weight"], note["bound"]),
+            int(note["index"]),
         )
 
     def save(self) -> None:
@@ -264,6 +282,7 @@ class _Memory:
             {
                 "participant": self.participant.to_json(),
                 "weight": self.summand.weight,
+                "bound": self.summand.bound,
                 "index": self.index,
             }
         )
@@ -328,6 +347,16 @@ def _exponents(
         if reply.has_error():
             return reply
         summand = Summand.of(reply, request.weighted_by, weighted)
+        norm, deviation = request.bounds()
+        if deviation < request.mod.min_noise * norm or not norm > 0:
+            raise ClientError(
+                f"the server asks for noise of {deviation:.3g} where contributions are "
+                f"up to {norm:.3g}, and this client adds {request.mod.min_noise:g} "
+                "times that at least (SecureSumsMod(min_noise=...)): pass a privacy= "
+                "to the strategy that asks for it"
+            )
+        if norm < math.inf:
+            summand = summand.bounded(request.params, norm, deviation)
         memory = replace(memory, summand=summand, index=request.index)
     words = memory.participant.exponents(request.index, memory.summand.exponents())
     memory.save()

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure import FixedPoint, exponents_of
 from flwr_fisher.secure.fixed_point import Words
+from flwr_fisher.secure.privacy import exponent_for, with_noise
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.secure_upload import Layout, is_description
 
@@ -28,10 +30,13 @@ class Summand:
         The reply's.
     weight : float, optional
         What they are multiplied by; it is summed, too. None: they are as they are.
+    bound : int, optional
+        An exponent that holds for any client's, and so tells nothing of this one.
     """
 
     tensors: dict[str, Tensor]
     weight: float | None = None
+    bound: int | None = None
 
     @classmethod
     def of(cls, reply: Message, weighted_by: str, weighted: bool) -> "Summand":
@@ -67,6 +72,37 @@ class Summand:
             raise ClientError(f"the reply's metrics have no positive '{weighted_by}'")
         return cls(tensors, float(weight))
 
+    def bounded(self, sent: Params, norm: float, deviation: float) -> "Summand":
+        """Return what it adds to what was sent, clipped and with noise, of weight 1.
+
+        Parameters
+        ----------
+        sent : Mapping[str, Tensor]
+            Subtracted from the tensors that have these names. Integers stay as sent.
+        norm : float
+            The largest Euclidean norm that all of it together may have.
+        deviation : float
+            The noise's standard deviation.
+
+        Raises
+        ------
+        ParamsError
+            If it is not finite.
+        """
+        floats = {
+            name: value.double() - sent[name].double() if name in sent else value
+            for name, value in self.tensors.items()
+            if value.is_floating_point()
+        }
+        noised = with_noise(clipped(floats, norm), deviation)
+        tensors = {
+            name: noised[name].to(value.dtype)
+            if name in noised
+            else (value if value.dtype == torch.uint8 else torch.zeros_like(value))
+            for name, value in self.tensors.items()
+        }
+        return Summand(tensors, 1.0, exponent_for(norm, deviation))
+
     def entries(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is summed: float64, weighted."""
         for name, value in self.tensors.items():
@@ -93,7 +129,11 @@ class Summand:
 
     def exponents(self) -> list[int]:
         """Return each entry's exponent."""
-        return [exponents_of({name: value})[0] for name, value in self.entries()]
+        return [
+            exponents_of({name: value})[0] if bound is None else bound
+            for name, value in self.entries()
+            for bound in [None if name == NUM_EXAMPLES else self.bound]
+        ]
 
     def words(self, fixed: FixedPoint, exponents: Sequence[int]) -> Words:
         """Return all entries as residues.

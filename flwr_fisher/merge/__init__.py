@@ -7,6 +7,7 @@ from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
+from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.regmean import regmean
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.sums import (
@@ -25,6 +26,7 @@ __all__ = [
     "MergeResult",
     "add_sums",
     "balanced",
+    "contribution",
     "fedavg",
     "fedfisher",
     "fedfisher_from_sums",
@@ -32,6 +34,7 @@ __all__ = [
     "influence",
     "merge_options",
     "partial_traces",
+    "private_sums",
     "regmean",
     "sums_options",
 ]

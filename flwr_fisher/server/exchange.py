@@ -9,6 +9,7 @@ from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
 from flwr_fisher.params import Params
+from flwr_fisher.secure.privacy import Privacy
 from flwr_fisher.wire import (
     Payload,
     join_groups,
@@ -106,6 +107,8 @@ class Upload(Generic[P]):
         The serialised size of what it sent.
     number : int
         What the client knows itself by: its partition, or its node's id.
+    members : Sequence[int], default ()
+        Where it stands for the sum over several clients: their numbers.
     """
 
     node_id: int
@@ -115,6 +118,7 @@ class Upload(Generic[P]):
     metrics: MetricRecord
     num_bytes: int
     number: int = 0
+    members: Sequence[int] = ()
 
 
 Uploads = Sequence[Upload[P]]
@@ -157,10 +161,14 @@ class Summed(Generic[P]):
     read : Callable[[ArrayRecord, Params], P], optional
         Reads the mean, or the sum, which has an upload's keys, shapes and dtypes.
         Default: as an upload is read.
+    privacy: Privacy, optional
+        Clients clip what they add, less the parameters that they were sent, and add
+        noise to it; each then counts once.
     """
 
     weighted: bool
     read: Callable[[ArrayRecord, Params], P] | None = None
+    privacy: Privacy | None = None
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,14 @@ class Membership:
         """Return the membership after one more step, to which these uploads gave.
 
         There are as many clients as are connected, or have taken part if that is more.
+        Of clients of whom a sum alone is known, each weighs as much as the others.
         """
         steps = self.steps + 1
-        given = {upload.number: upload.num_examples for upload in uploads}
+        given = {
+            number: upload.num_examples / (len(upload.members) or 1)
+            for upload in uploads
+            for number in upload.members or [upload.number]
+        }
         roster = self.roster.after(steps, given)
         known = len(roster.weights)
         total = fsum(roster.weights.values()) * (max(known, connected) / known)

@@ -71,7 +71,7 @@ class Folded(Payload):
 
 
 class MeanSums:
-    """The weighted mean of all uploads of one layout, in float64.
+    """The mean of all uploads of one layout, in float64, by default weighted.
 
     What float64 loses in an addition is kept beside the sum (Knuth's two-sum), so that
     the order in which uploads come does not matter to the result's bits.
@@ -90,14 +90,17 @@ class MeanSums:
     {'w': tensor([3.], dtype=torch.float64)}
     """
 
-    def __init__(self, parts: Callable[[Any], Params]) -> None:
-        self._parts = parts
+    def __init__(
+        self, parts: Callable[[Any], Params], *, weighted: bool = True
+    ) -> None:
+        self._parts, self._weighted = parts, weighted
         self._sums: dict[tuple[str, ...], Sum] = {}
 
     def __call__(self, payload: Any, weight: float) -> Any:
         """Add an upload; return what is left of it."""
         layout = payload.layout()
-        self._sums.setdefault(layout, Sum()).add(self._parts(payload), weight)
+        own = weight if self._weighted else 1.0
+        self._sums.setdefault(layout, Sum()).add(self._parts(payload), own)
         return Folded(layout)
 
     def mean(self, uploads: Uploads[Any]) -> dict[str, Tensor]:

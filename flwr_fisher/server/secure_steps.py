@@ -17,6 +17,7 @@ from flwr_fisher.secure.aggregator import Sealed
 from flwr_fisher.secure.fixed_point import LEVELS, Words
 from flwr_fisher.secure.graph import threshold_of
 from flwr_fisher.secure.keys import PUBLIC, SHARE, check_public
+from flwr_fisher.secure.privacy import Privacy
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.running_sums import WordSums
 from flwr_fisher.server.secure_options import SecureSums
@@ -143,10 +144,26 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
 
 
 def take_words(
-    index: int, sums: WordSums, state: ServerState, uploads: Uploads[SecureUpload]
+    index: int,
+    sums: WordSums,
+    privacy: Privacy | None,
+    state: ServerState,
+    uploads: Uploads[SecureUpload],
 ) -> Step:
-    """Take the sum of the masked words, which was made while they came."""
+    """Take the sum of the masked words, which was made while they came.
+
+    Raises
+    ------
+    RoundError
+        If so few clients are left that their noise is less than was promised.
+    """
     known = SecureState.of(state)
+    clients = len(known.aggregator.public)
+    if privacy is not None and len(uploads) < (fewest := privacy.fewest(clients)):
+        raise RoundError(
+            f"{len(uploads)} of {clients} clients are left, and the noise is for "
+            f"{fewest} at least (Privacy(honest={privacy.honest:g})): nothing is opened"
+        )
     first = uploads[0].payload
     total = sums.of(first)
     descriptions = {**first.texts(), LAYOUT: first.part(LAYOUT)}
@@ -216,10 +233,11 @@ def open_values(
         payload = read(record, state.params)
     except WireError as error:
         raise RoundError(f"{name} is none that this step can take: {error}") from error
-    summed = Upload(0, name, weight, payload, MetricRecord(), num_bytes=0)
+    metrics, members = MetricRecord(), list(known.present)
+    summed = Upload(0, name, weight, payload, metrics, num_bytes=0, members=members)
     step = exchange.step(without(state), [summed])
-    metrics = {**step.metrics, "num-summed": len(known.present)}
-    step = replace(step, metrics=metrics, summed=summed)
+    told = {**step.metrics, "num-summed": len(members)}
+    step = replace(step, metrics=told, summed=summed)
     if last:
         return step
     new = known.after(uploads, words=known.words[:0])

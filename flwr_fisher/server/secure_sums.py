@@ -26,6 +26,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params
+from flwr_fisher.secure.privacy import Privacy
 from flwr_fisher.server import secure_steps as steps
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
 from flwr_fisher.server.running_sums import WordSums
@@ -106,20 +107,23 @@ class _Stages:
         asked = {**exchange.options, **self._options("exponents", index)}
         if exchange.summed.weighted:
             asked["secure-weighted"] = True
+        privacy = exchange.summed.privacy
         of_exponents, of_values = WordSums(), WordSums()
         exponents = Exchange(
             asked,
             SecureUpload.from_arrays,
-            partial(steps.take_words, index, of_exponents),
+            partial(steps.take_words, index, of_exponents, privacy),
             send=exchange.send,
             start=exchange.start,
             asks=_present,
-            send_each=_each(_letters if index == 0 else _no_more),
+            send_each=_each(
+                partial(_bounds, privacy, _letters if index == 0 else _no_more)
+            ),
             fold=of_exponents,
             part=f"how large summand {1 + index // 2} is",
         )
         values = index + 1
-        take_words = partial(steps.take_words, values, of_values)
+        take_words = partial(steps.take_words, values, of_values, privacy)
         taken = partial(steps.open_values, values, self.secure, exchange, last)
         return [
             exponents,
@@ -181,6 +185,18 @@ def _each(send: _Send) -> Callable[[ServerState], Callable[[int], Groups]]:
         }
 
     return of
+
+
+def _bounds(
+    privacy: Privacy | None, send: _Send, known: SecureState, number: int
+) -> dict[str, Tensor]:
+    """Return also how far a summand is clipped, and what noise it is to have."""
+    sent = send(known, number)
+    if privacy is None:
+        return sent
+    deviation = privacy.share(len(known.aggregator.public))
+    bounds = torch.tensor([privacy.clipping_norm, deviation], dtype=torch.float64)
+    return {**sent, "bounds": bounds}
 
 
 def _no_more(known: SecureState, number: int) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@
 ``secure/shares``
     a row for each neighbour: what opens the sum.
 
-Bytes under keys of the summand's own that end in ``format`` are sent as they are: they
-describe it, and are equal for all clients.
+Bytes under keys of the summand's own that end in ``format`` or ``digest`` are sent as
+they are: they describe it, and are equal for all clients.
 """
 
 import json
@@ -124,7 +124,7 @@ class SecureUpload(Payload):
 
 def is_description(name: str, value: Tensor) -> bool:
     """Return whether bytes of a summand describe it, and may be sent as they are."""
-    return name.endswith("format") and value.numel() <= _DESCRIPTION
+    return name.endswith(("format", "digest")) and value.numel() <= _DESCRIPTION
 
 
 def layout_text(layout: Layout) -> Tensor:

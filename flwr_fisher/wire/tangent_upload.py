@@ -22,10 +22,10 @@ from flwr_fisher.wire.displacement import (
 from flwr_fisher.wire.payload import Payload
 
 KEYS = "tct/"  # begins the keys of all tensors that are not the network's
-_DIGEST, _HEAD, _COUNT = "digest", "head", "count"
-_LARGEST, _FEATURES, _STEP = "largest-eigenvalue", "features", "step"
+_DIGEST, _HEAD, COUNT = "digest", "head", "count"
+LARGEST, _FEATURES, _STEP = "largest-eigenvalue", "features", "step"
 _SLACK = 4096  # bytes that one array's headers may take
-_LONGEST = 1024  # bytes of a name
+LONGEST = 1024  # bytes of a name
 _MOST_CLASSES = 2**20
 
 Check = Callable[[dict[str, Tensor], Params], None]
@@ -66,20 +66,20 @@ class TangentUpload(Payload):
 
     def check_weight(self, weight: float) -> None:
         """Raise :class:`WireError` if it counts more examples than the metrics."""
-        if (count := int(self.tensors.get(_COUNT, 0))) > weight:
+        if (count := int(self.tensors.get(COUNT, 0))) > weight:
             reason = f"{count} examples, but the metrics say {weight:g}"
-            raise WireError(reason, field=f"{KEYS}{_COUNT}")
+            raise WireError(reason, field=f"{KEYS}{COUNT}")
 
     def lengths(self, like: Params) -> dict[str, float]:
         """Return the features' root mean square, the eigenvalue, or the step's norm."""
         tensors = self.tensors
         if "mean" in tensors:
-            parts = [tensors["mean"], (tensors["m2"] / tensors[_COUNT]).sqrt()]
+            parts = [tensors["mean"], (tensors["m2"] / tensors[COUNT]).sqrt()]
             return {_FEATURES: norm64(parts) / len(tensors["mean"]) ** 0.5}
         weight = like[f"{KEYS}weight"]
-        if _LARGEST in tensors:
+        if LARGEST in tensors:
             # Below this no eigenvalue matters: the rate is at most 5 / p.
-            return {_LARGEST: max(float(tensors[_LARGEST]), len(weight) / 5)}
+            return {LARGEST: max(float(tensors[LARGEST]), len(weight) / 5)}
         sent = {_STEP: weight}
         return {_STEP: displacements({_STEP: tensors["weight"]}, sent)[PARAMETERS]}
 
@@ -89,8 +89,8 @@ class TangentUpload(Payload):
         if (factor := factors.get(_FEATURES)) is not None:
             tensors["mean"] = tensors["mean"] * factor
             tensors["m2"] = tensors["m2"] * factor**2
-        if (factor := factors.get(_LARGEST)) is not None:
-            tensors[_LARGEST] = tensors[_LARGEST] * factor
+        if (factor := factors.get(LARGEST)) is not None:
+            tensors[LARGEST] = tensors[LARGEST] * factor
         if (factor := factors.get(_STEP)) is not None:
             sent = {_STEP: like[f"{KEYS}weight"]}
             own = {_STEP: tensors["weight"]}
@@ -99,13 +99,13 @@ class TangentUpload(Payload):
 
     def reweighted(self, factor: float) -> Self:
         """Return the moments of `factor` times as many examples."""
-        if _COUNT not in self.tensors:
+        if COUNT not in self.tensors:
             return self
-        count = (self.tensors[_COUNT] * factor).round().long().clamp_min(1)
-        share = int(count) / int(self.tensors[_COUNT])
+        count = (self.tensors[COUNT] * factor).round().long().clamp_min(1)
+        share = int(count) / int(self.tensors[COUNT])
         return replace(
             self,
-            tensors=self.tensors | {_COUNT: count, "m2": self.tensors["m2"] * share},
+            tensors=self.tensors | {COUNT: count, "m2": self.tensors["m2"] * share},
         )
 
     def to_arrays(self) -> ArrayRecord:
@@ -123,26 +123,26 @@ def read_moments(num_features: int) -> "partial[TangentUpload]":
     expected = {
         "mean": (torch.float64, (None,)),
         "m2": (torch.float64, (None,)),
-        _COUNT: (torch.int64, ()),
+        COUNT: (torch.int64, ()),
         "num-classes": (torch.int64, ()),
         _HEAD: (torch.uint8, (None,)),
     }
-    limit = 16 * num_features + _LONGEST
-    check = partial(_check_moments, num_features)
-    return partial(_read, expected=expected, limit=limit, check=check)
+    limit = 16 * num_features + LONGEST
+    check = partial(check_moments, num_features)
+    return partial(read_tangent, expected=expected, limit=limit, check=check)
 
 
 def read_spectrum() -> "partial[TangentUpload]":
     """Return the function that reads ``largest-eigenvalue``, one float64."""
-    expected = {_LARGEST: (torch.float64, ())}
-    return partial(_read, expected=expected, limit=8, check=_check_spectrum)
+    expected = {LARGEST: (torch.float64, ())}
+    return partial(read_tangent, expected=expected, limit=8, check=_check_spectrum)
 
 
 def read_local_weight(record: ArrayRecord, like: Params) -> TangentUpload:
     """Read ``weight``, of the shape and dtype of the ``tct/weight`` sent out."""
     sent = like[f"{KEYS}weight"]
     expected = {"weight": (sent.dtype, tuple(sent.shape))}
-    return _read(record, like, expected=expected, limit=sent.nbytes)
+    return read_tangent(record, like, expected=expected, limit=sent.nbytes)
 
 
 def bytes_of(text: str) -> Tensor:
@@ -167,7 +167,7 @@ def text_from(tensor: Tensor) -> str:
     return bytes(tensor.tolist()).decode()
 
 
-def _read(
+def read_tangent(
     record: ArrayRecord,
     like: Params,
     *,
@@ -186,7 +186,7 @@ def _read(
         Naming the key that is missing, unexpected, unreadable, of another shape or
         dtype, not finite, or out of range.
     """
-    limit += _LONGEST + _SLACK * (len(expected) + 1)
+    limit += LONGEST + _SLACK * (len(expected) + 1)
     arrays = arrays_to_tensors(record, limit=limit, most=len(expected) + 1)
     layouts = {**expected, _DIGEST: (torch.uint8, (None,))}
     keys = {f"{KEYS}{name}" for name in layouts}
@@ -201,7 +201,8 @@ def _read(
     return TangentUpload({k: tensors[k] for k in expected}, _text(tensors, _DIGEST))
 
 
-def _check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) -> None:
+def check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) -> None:
+    """Raise :class:`WireError` unless moments are what they can be."""
     p = len(tensors["mean"])
     if not 1 <= p <= num_features:
         reason = f"{p} features, and {num_features} were asked for"
@@ -211,7 +212,7 @@ def _check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) 
         raise WireError(reason, field=f"{KEYS}m2")
     if (tensors["m2"] < 0).any():
         raise WireError("a negative sum of squares", field=f"{KEYS}m2")
-    for name in (_COUNT, "num-classes"):
+    for name in (COUNT, "num-classes"):
         if tensors[name] < 1:
             reason = f"must be positive, got {int(tensors[name])}"
             raise WireError(reason, field=f"{KEYS}{name}")
@@ -224,8 +225,8 @@ def _check_moments(num_features: int, tensors: dict[str, Tensor], like: Params) 
 
 
 def _check_spectrum(tensors: dict[str, Tensor], like: Params) -> None:
-    if tensors[_LARGEST] < 0:
-        raise WireError("is negative", field=f"{KEYS}{_LARGEST}")
+    if tensors[LARGEST] < 0:
+        raise WireError("is negative", field=f"{KEYS}{LARGEST}")
 
 
 def _text(tensors: dict[str, Tensor], name: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from flwr_fisher.params import weighted_mean
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
+from flwr_fisher.server.noise import Privacy, check_privacy, settings_of
 from flwr_fisher.server.secure_options import SecureSums
 from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
@@ -22,6 +23,10 @@ class SecureFedAvg(CurvatureStrategy):
     ----------
     secure : SecureSums, optional
         How sums are taken.
+    privacy : Privacy, optional
+        Make it DP-FedAvg (McMahan, Ramage, Talwar & Zhang, ICLR 2018): each client's
+        step is clipped, counts once, and has a share of the noise. Without secure sums
+        Flower's ``DifferentialPrivacyServerSideFixedClipping`` does the same.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
@@ -34,16 +39,35 @@ class SecureFedAvg(CurvatureStrategy):
         result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=10)
     """
 
-    def __init__(self, *, secure: SecureSums | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        secure: SecureSums | None = None,
+        privacy: Privacy | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(secure=SecureSums() if secure is None else secure, **kwargs)
+        self.privacy = check_privacy(privacy)
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask the sampled clients to train."""
-        read, mean = (
-            VectorUpload.reader(params=True),
-            Summed[VectorUpload](weighted=True),
-        )
-        return [Exchange({}, read, _step, summed=mean)]
+        read = VectorUpload.reader(params=True)
+        if self.privacy is None:
+            mean = Summed[VectorUpload](weighted=True)
+            return [Exchange({}, read, _step, summed=mean)]
+        steps = Summed[VectorUpload](weighted=True, privacy=self.privacy)
+        return [Exchange({}, read, _add, summed=steps)]
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return settings_of(self.privacy)
+
+
+def _add(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    """Add the mean of the clients' steps, whose integers are zero."""
+    (summed,) = uploads
+    step = summed.payload.params
+    return Step(ServerState({k: v + step[k] for k, v in state.params.items()}))
 
 
 def _step(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:

@@ -87,6 +87,22 @@ class FirstStage:
         """Whether the strategy is Flower's, which works with any client."""
         return self._own is None
 
+    def check_secure(self) -> None:
+        """Refuse a strategy whose uploads the server sees.
+
+        Raises
+        ------
+        ConfigurationError
+            Naming it.
+        """
+        if self._own is None or self._own.secure is None:
+            raise ConfigurationError(
+                f"stage1={self.name} has its uploads seen by the server, and secure= "
+                "is for both stages: take SecureFedAvg(), or another strategy of this "
+                "library's with secure=SecureSums()"
+            )
+        self._own.check_secure()
+
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds of it."""
         own = {} if self._own is None else self._own.initial_groups()

@@ -91,7 +91,11 @@ def agree_on_rate(
     ConfigurationError
         If the one that is given is too large for half of the clients, naming them.
     """
-    eigenvalues = {u.client: float(u.payload.tensors[_LARGEST]) for u in uploads}
+    eigenvalues = {
+        f"one of {u.client} ({place})" if u.members else u.client: value
+        for u in uploads
+        for place, value in enumerate(u.payload.tensors[_LARGEST].reshape(-1).tolist())
+    }
     largest = max(eigenvalues.values())
     weight = state.params[f"{KEYS}weight"]
     if lr is None:
@@ -132,8 +136,9 @@ def average(
         lr=lr,
         local_steps=local_steps,
     )
-    lost = lost_states(uploads)
-    metrics: dict[str, Any] = {"stage": 2, _LR: lr, "num-lost-states": lost}
+    metrics: dict[str, Any] = {"stage": 2, _LR: lr}
+    if not uploads[0].members:  # a sum has no metrics
+        metrics["num-lost-states"] = lost_states(uploads)
     groups = {**state.groups, MEMBERSHIP: members.to_tensors()}
     details = None
     if CONTROL in state.groups:

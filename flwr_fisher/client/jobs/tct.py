@@ -23,6 +23,7 @@ from flwr_fisher.tangent import (
     tct_steps,
     tct_update,
 )
+from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_sums
 from flwr_fisher.wire.tangent_upload import TangentUpload, bytes_of, text_from
 
 _CONTROL = "tct-control"
@@ -30,7 +31,7 @@ _CONTROL = "tct-control"
 
 @register_job("tct-moments")
 def tct_moments_job(problem: LocalProblem, request: Request) -> Reply:
-    """Return the mean and squared deviations of this client's features.
+    """Return the mean and squared deviations of this client's features, or sums.
 
     Raises
     ------
@@ -40,6 +41,9 @@ def tct_moments_job(problem: LocalProblem, request: Request) -> Reply:
     """
     mine = _features(problem, request)
     moments = feature_moments(mine.raw())
+    if _as_sums(request):
+        head, num_classes = mine.tangent.head, mine.tangent.num_classes
+        return _reply(mine, moment_sums(moments, num_classes, head))
     tensors = {
         "mean": moments.mean,
         "m2": moments.m2,
@@ -58,6 +62,8 @@ def tct_spectrum_job(problem: LocalProblem, request: Request) -> Reply:
     """
     mine = _features(problem, request)
     regression = mine.regression(*_statistics(mine, request))
+    if _as_sums(request):
+        return _reply(mine, {EIGENVALUES: eigenvalue_bin(regression.largest)})
     largest = torch.tensor(regression.largest, dtype=torch.float64)
     return _reply(mine, {"largest-eigenvalue": largest})
 
@@ -108,6 +114,10 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         kept.save({_CONTROL: new})
     metrics = {"train_loss": loss, "state-lost": int(lost)}
     return _reply(mine, {"weight": new_weight}, metrics)
+
+
+def _as_sums(request: Request) -> bool:
+    return request.options.get("aggregate") == "sums"
 
 
 def _reply(

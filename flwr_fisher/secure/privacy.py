@@ -1,0 +1,127 @@
+r"""Differential privacy of sums over clients: clipped contributions, Gaussian noise.
+
+What is protected is a client: the sum with its contribution and the sum without it can
+hardly be told apart. A contribution's Euclidean norm is at most C, the noise of a sum
+has the standard deviation z C, z being the noise multiplier: the Gaussian mechanism
+(Dwork & Roth 2014). Where nobody may see a sum without noise, clients add it in shares.
+
+Noise is drawn as float64 and rounded with what it hides to the units of fixed point,
+:math:`10^{-7}` of it and less; the accountant takes it for continuous. Who needs proof
+against that, too, needs discrete Gaussians (Kairouz, Liu & Steinke 2021).
+"""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import check_positive, check_range, check_whole
+from flwr_fisher.extras import extra
+from flwr_fisher.secure.masks import noise
+
+_BEYOND = 10.0  # standard deviations; noise is cut there, which happens once in 1e23
+
+
+@dataclass(frozen=True, kw_only=True)
+class Privacy:
+    r"""How far a sum may depend on one client.
+
+    Every client counts once, whatever its number of examples, and whole: what is
+    protected is all of its data together.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        z, the standard deviation of a sum's noise in multiples of `clipping_norm`.
+    clipping_norm : float
+        C, the largest Euclidean norm that a client's change of the model may have;
+        what is longer is shortened.
+    honest : float, default 0.5
+        The share of the clients whose noise is relied on: those of them that are still
+        there at the end, and not in league with the server. With secure sums each adds
+        :math:`z^2 C^2 / (h M)` of M clients, and if all are honest a sum has
+        :math:`1/h` times the variance that it needs. A round that ends with fewer
+        fails, unopened.
+
+    Raises
+    ------
+    ConfigurationError
+        If a value is out of range.
+
+    Examples
+    --------
+    >>> privacy = Privacy(noise_multiplier=1.0, clipping_norm=0.5)
+    >>> round(privacy.share(100), 3)
+    0.071
+    >>> round(privacy.epsilon(releases=1, delta=1e-5), 1)
+    4.7
+    """
+
+    noise_multiplier: float
+    clipping_norm: float
+    honest: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_positive("noise_multiplier", self.noise_multiplier)
+        check_positive("clipping_norm", self.clipping_norm)
+        check_range("honest", self.honest, 0, 1)
+        check_positive("honest", self.honest)
+
+    def fewest(self, clients: int) -> int:
+        """Return how many of so many must be in a sum."""
+        return math.ceil(self.honest * clients)
+
+    def share(self, clients: int) -> float:
+        """Return the standard deviation of what each of so many clients adds."""
+        spread = self.noise_multiplier * self.clipping_norm
+        return spread / math.sqrt(self.fewest(clients))
+
+    def epsilon(self, releases: int, delta: float) -> float:
+        r"""Return :math:`\varepsilon` of several sums, by Opacus's RDP accountant.
+
+        Parameters
+        ----------
+        releases : int
+            How many rounds a client is in. That clients are sampled counts for
+            nothing: the server knows who was asked.
+        delta : float
+            :math:`\delta`, less than one over the number of clients.
+
+        Raises
+        ------
+        MissingExtraError
+            If Opacus is not installed: ``pip install "flwr-fisher[privacy]"``.
+        """
+        check_whole("releases", releases, 1)
+        check_positive("delta", delta)
+        with extra("privacy"):
+            from opacus.accountants import RDPAccountant
+        accountant = RDPAccountant()
+        accountant.history = [(self.noise_multiplier, 1.0, releases)]
+        return float(accountant.get_epsilon(delta))
+
+
+def with_noise(tensors: Mapping[str, Tensor], deviation: float) -> dict[str, Tensor]:
+    """Return tensors in float64 with Gaussian noise of the system's own randomness."""
+    return {
+        name: value.double() + deviation * _gaussian(value.numel()).reshape(value.shape)
+        for name, value in tensors.items()
+    }
+
+
+def exponent_for(most: float, deviation: float) -> int:
+    """Return an e that tells nothing: entries with their noise are below ``2**e``."""
+    return math.frexp(most + _BEYOND * deviation)[1]
+
+
+def _gaussian(count: int) -> Tensor:
+    """Return standard normal numbers, from the masks' stream under a new key."""
+    words = noise(secrets.token_bytes(32), 2 * count).astype(np.uint64)
+    bits = (words[::2] << np.uint64(21)) ^ words[1::2]  # the lowest 53 are uniform
+    units = (bits & np.uint64(2**53 - 1)).astype(np.float64) + 0.5
+    normal: Tensor = torch.special.ndtri(torch.from_numpy(units * 2.0**-53))
+    return normal.clamp(-_BEYOND, _BEYOND)

@@ -1,0 +1,141 @@
+"""TCT's uploads where the server sees sums over clients alone.
+
+``tct/sum``, ``tct/squares``, ``tct/count``, ``tct/format``
+    in place of moments: the features' sum and sum of squares ``[p]`` in float64, of how
+    many examples, and JSON with the replaced layer's name and the number of classes;
+``tct/eigenvalues``
+    in place of the largest eigenvalue: int64 ``[BINS]``, a one in the bin where it is,
+    so that a sum tells how many clients have which, to an eighth of an octave.
+
+Local weights are averaged as they are.
+"""
+
+import json
+import math
+from functools import partial
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.tangent import FeatureMoments
+from flwr_fisher.wire.tangent_upload import (
+    COUNT,
+    KEYS,
+    LARGEST,
+    LONGEST,
+    TangentUpload,
+    bytes_of,
+    check_moments,
+    read_tangent,
+    text_from,
+)
+
+EIGENVALUES, _FORMAT = "eigenvalues", "format"
+_PER_OCTAVE, _LOWEST = 8, -40  # bins, and the exponent of 2 at the lowest one
+BINS = 1 - 2 * _LOWEST * _PER_OCTAVE
+
+
+def moment_sums(
+    moments: FeatureMoments, num_classes: int, head: str
+) -> dict[str, Tensor]:
+    """Return a client's summands in place of its moments."""
+    mean, n = moments.mean, moments.count
+    about = json.dumps({"head": head, "num-classes": num_classes})
+    return {
+        "sum": n * mean,
+        "squares": moments.m2 + n * mean.square(),
+        COUNT: torch.tensor(n),
+        _FORMAT: bytes_of(about),
+    }
+
+
+def eigenvalue_bin(value: float) -> Tensor:
+    """Return a one in the lowest bin whose upper edge is not below an eigenvalue.
+
+    Examples
+    --------
+    >>> upper_edges(eigenvalue_bin(3.0))
+    [3.08...]
+    """
+    place = math.ceil(_PER_OCTAVE * math.log2(value)) if value > 0 else -BINS
+    counts = torch.zeros(BINS, dtype=torch.int64)
+    counts[min(max(place - _LOWEST * _PER_OCTAVE, 0), BINS - 1)] = 1
+    return counts
+
+
+def upper_edges(counts: Tensor) -> list[float]:
+    """Return for each client that was counted the least that its bin is up to."""
+    places = torch.arange(BINS).repeat_interleave(counts).tolist()
+    return [2.0 ** (place / _PER_OCTAVE + _LOWEST) for place in places]
+
+
+def read_moment_sums(num_features: int) -> "partial[TangentUpload]":
+    """Return what reads the sums of at most `num_features` features, as moments."""
+    return partial(_read_moment_sums, num_features)
+
+
+def _read_moment_sums(
+    num_features: int, record: ArrayRecord, like: Params
+) -> TangentUpload:
+    """Read them.
+
+    The variance is a difference of sums: what is below their resolution counts as none.
+
+    Raises
+    ------
+    WireError
+        As for moments.
+    """
+    expected = {
+        "sum": (torch.float64, (None,)),
+        "squares": (torch.float64, (None,)),
+        COUNT: (torch.int64, ()),
+        _FORMAT: (torch.uint8, (None,)),
+    }
+    limit = 16 * num_features + LONGEST
+    read = read_tangent(record, like, expected=expected, limit=limit)
+    tensors = read.tensors
+    if len(tensors["sum"]) != len(tensors["squares"]):
+        reason = f"{len(tensors['squares'])} entries for {len(tensors['sum'])} features"
+        raise WireError(reason, field=f"{KEYS}squares")
+    head, num_classes = _about(tensors[_FORMAT])
+    count = tensors[COUNT]
+    mean = tensors["sum"] / count
+    moments = {
+        "mean": mean,
+        "m2": (tensors["squares"] - count * mean.square()).clamp_min(0),
+        COUNT: count,
+        "num-classes": torch.tensor(num_classes),
+        "head": bytes_of(head),
+    }
+    check_moments(num_features, moments, like)
+    return TangentUpload(moments, read.digest)
+
+
+def read_eigenvalues(record: ArrayRecord, like: Params) -> TangentUpload:
+    """Read how many clients have which eigenvalue.
+
+    Raises
+    ------
+    WireError
+        As for one eigenvalue; if nobody was counted.
+    """
+    expected = {EIGENVALUES: (torch.int64, (BINS,))}
+    read = read_tangent(record, like, expected=expected, limit=8 * BINS)
+    counts = read.tensors[EIGENVALUES]
+    if (counts < 0).any() or not counts.any():
+        raise WireError("no numbers of clients", field=f"{KEYS}{EIGENVALUES}")
+    edges = torch.tensor(upper_edges(counts), dtype=torch.float64)
+    return TangentUpload({LARGEST: edges}, read.digest)
+
+
+def _about(text: Tensor) -> tuple[str, int]:
+    try:
+        about = json.loads(text_from(text))
+        return str(about["head"]), int(about["num-classes"])
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"is no description: {error}"
+        raise WireError(reason, field=f"{KEYS}{_FORMAT}") from error

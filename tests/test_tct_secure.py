@@ -1,0 +1,179 @@
+"""TCT whose server sees sums: the model of the plain run, and no client's features."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import virtual
+from flwr.serverapp.strategy import FedAdam, FedProx
+from hypothesis import given
+from hypothesis import strategies as st
+from virtual import LIFTED, Watched, tiny_app, tiny_arrays
+
+from flwr_fisher.client import LocalSGD, SecureSumsMod
+from flwr_fisher.errors import ConfigurationError, RoundError, WireError
+from flwr_fisher.strategies import (
+    TCT,
+    CurvatureResult,
+    SecureFedAvg,
+    SecureSums,
+)
+from flwr_fisher.tangent import combine_moments, feature_moments
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.tangent_sums import (
+    eigenvalue_bin,
+    moment_sums,
+    read_eigenvalues,
+    read_moment_sums,
+    upper_edges,
+)
+from flwr_fisher.wire.tangent_upload import bytes_of
+
+SECURE = SecureSums(bits=64)
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
+
+
+def tct(**options: Any) -> TCT:
+    own: dict[str, Any] = {"stage1_rounds": 1, "num_features": 20, "local_steps": 30}
+    return TCT(**{**own, "fraction_evaluate": 0.0, "policy": LIFTED, **options})
+
+
+def run(strategy: TCT, app: Any = None, rounds: int = 4) -> CurvatureResult:
+    grid = LocalGrid(tiny_app() if app is None else app, 4)
+    return strategy.start(grid, tiny_arrays(), num_rounds=rounds)
+
+
+@pytest.mark.parametrize("options", [{}, {"control_variates": False}])
+def test_the_model_is_that_of_plain_sums(options: dict[str, Any]) -> None:
+    plain = run(tct(lr=0.05, **options))
+    secure = run(tct(lr=0.05, secure=SECURE, **options))
+    one, two = arrays_to_tensors(plain.arrays), arrays_to_tensors(secure.arrays)
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
+    assert secure.train_metrics_clientapp[4]["num-summed"] == 4
+    (upload,) = secure.uploads
+    assert upload.client == "the sum over 4 clients"
+
+
+def test_no_clients_steps_diverge_at_the_rate_that_is_agreed() -> None:
+    plain = run(tct(), rounds=3).train_metrics_clientapp
+    secure = run(tct(secure=SECURE), rounds=3).train_metrics_clientapp
+    largest = float(plain[2]["largest-eigenvalue"])
+    assert largest * 0.99 < secure[2]["largest-eigenvalue"] < largest * 2 ** (1 / 8)
+    assert 0.9 * plain[2]["lr"] < secure[2]["lr"] < 1.01 * plain[2]["lr"]
+
+
+def test_a_rate_that_is_too_large_for_many_is_refused_before_stage_2() -> None:
+    with pytest.raises(ConfigurationError, match="one of the sum over 4 clients"):
+        run(tct(lr=10.0, secure=SECURE))
+
+
+def test_some_clients_take_part_in_a_round_and_go_on_later() -> None:
+    own: dict[str, Any] = {"fraction_train": 0.75, "secure": SECURE}
+    result = run(tct(lr=0.05, **own), rounds=7)
+    summed = [m.get("num-summed") for m in result.train_metrics_clientapp.values()]
+    assert summed == [3, 4, 3, 3, 3, 3, 3]
+    losses = [float(m["control-norm"]) for m in last(result, 5)]
+    assert all(value > 0 for value in losses)
+
+
+def last(result: CurvatureResult, count: int) -> list[Any]:
+    rounds = result.train_metrics_clientapp
+    return [rounds[n] for n in sorted(rounds)[-count:]]
+
+
+def test_clients_that_reply_to_sums_alone_reply() -> None:
+    app = tiny_app(mods=[SecureSumsMod(required=True)])
+    with pytest.raises(RoundError, match="replies to secure sums only"):
+        run(tct(), app)
+    run(tct(secure=SECURE), app)
+
+
+def test_a_first_stage_that_shows_uploads_is_refused() -> None:
+    app = Watched()
+    for stage1 in (FedProx(), FedAdam()):
+        with pytest.raises(ConfigurationError, match=type(stage1).__name__):
+            run(tct(stage1=stage1, secure=SECURE), app)
+    assert not app.trained
+    with pytest.raises(ConfigurationError, match="bits=64"):
+        tct(secure=SecureSums())
+    run(tct(stage1=SecureFedAvg(secure=SECURE), secure=SECURE), app)
+
+
+# What travels
+
+
+@given(
+    st.lists(st.floats(0, 2.0**39), min_size=1, max_size=20),
+)
+def test_summed_bins_tell_eigenvalues_to_an_eighth_of_an_octave(
+    values: list[float],
+) -> None:
+    counts = sum(eigenvalue_bin(value) for value in values)
+    edges = upper_edges(counts)
+    for value, edge in zip(sorted(values), edges, strict=True):
+        assert value <= edge * (1 + 1e-12)
+        assert edge <= max(value * 2 ** (1 / 8), 2.0**-40) * (1 + 1e-12)
+
+
+def test_summed_moments_are_the_moments_over_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.logspace(-4, 2, 7)
+    clients = [
+        feature_moments(scales * (1 + torch.randn(n, 7, generator=generator)))
+        for n in (3, 10, 5)
+    ]
+    parts = [moment_sums(own, 10, "head") for own in clients]
+    names = ("sum", "squares", "count")
+    summed = {name: sum(part[name] for part in parts) for name in names}
+    read = read_moment_sums(7)(record(summed | {"format": parts[0]["format"]}), {})
+    expected = combine_moments(clients)
+    torch.testing.assert_close(read.tensors["mean"], expected.mean)
+    torch.testing.assert_close(read.tensors["m2"], expected.m2)
+    assert int(read.tensors["count"]) == 18
+    assert int(read.tensors["num-classes"]) == 10
+    assert bytes(read.tensors["head"].tolist()) == b"head"
+
+
+def record(tensors: dict[str, torch.Tensor]) -> Any:
+    digest = {"digest": bytes_of("d")}
+    return tensors_to_arrays({f"tct/{k}": v for k, v in (tensors | digest).items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"squares": torch.zeros(2).double()}, "2 entries for 3"),
+        ({"count": torch.tensor(0)}, "must be positive"),
+        ({"count": torch.tensor(1.0)}, "float32"),
+        ({"format": bytes_of("{}")}, "is no description"),
+        ({"format": bytes_of('{"head": "a", "num-classes": -1}')}, "positive, got -1"),
+        ({"format": torch.tensor([255], dtype=torch.uint8)}, "is no description"),
+        ({"sum": torch.full((3,), torch.nan).double()}, "NaN"),
+        ({"more": torch.zeros(1)}, "unexpected"),
+    ],
+)
+def test_malformed_moment_sums_are_refused(
+    change: dict[str, torch.Tensor], says: str
+) -> None:
+    moments = feature_moments(torch.randn(4, 3))
+    with pytest.raises(WireError, match=says):
+        read_moment_sums(3)(record(moment_sums(moments, 2, "") | change), {})
+
+
+def test_malformed_numbers_of_clients_are_refused() -> None:
+    counts = eigenvalue_bin(1.0)
+    for wrong in (-counts, 0 * counts):
+        with pytest.raises(WireError, match="no numbers of clients"):
+            read_eigenvalues(record({"eigenvalues": wrong}), {})
+    with pytest.raises(WireError, match="shape"):
+        read_eigenvalues(record({"eigenvalues": counts[:3]}), {})
