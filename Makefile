@@ -48,7 +48,8 @@ test: install
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p flwr_fisher
 	for app in apps/*; do (cd build/types && ../../$(BIN)/mypy \
 		--config-file ../../pyproject.toml ../../$$app/*.py) || exit 1; done
-	OMP_NUM_THREADS=1 $(BIN)/pytest  # tensors are small: threads would only wait
+	# Tensors are small: threads would only wait, and files are shared among processes.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 fuzz: install
 	$(BIN)/python tests/fuzz_wire.py --count 100000 --seed 0

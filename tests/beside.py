@@ -2,20 +2,33 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from bare import write_sitecustomize
 
 DEMO = Path(__file__).parents[1] / "federation" / "demo.py"
+_LONGEST = 900.0  # seconds
 
 
 class Beside:
-    """``federation/demo.py``, its nodes without extras."""
+    """``federation/demo.py``, its nodes without extras; several processes may wait."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "federation"
+        self._log, self._code = folder / "demo.log", folder / "code"
+        self._group = folder / "group"
+
+    def start(self) -> None:
+        """Start it, unless another process has."""
+        folder = self._log.parent
+        try:
+            (folder / "started").touch(exist_ok=False)
+        except FileExistsError:
+            return
         # Nodes run from a `bin` of their own, whose python knows no extras.
         nodes = folder / "bin"
         nodes.mkdir()
@@ -27,23 +40,33 @@ class Beside:
                 f'#!/bin/sh\nPYTHONPATH={hidden}:$PYTHONPATH exec {real} "$@"\n'
             )
             script.chmod(0o755)
-        self._log = folder / "demo.log"
-        command = [sys.executable, str(DEMO), str(self.folder), "--nodes-bin", nodes]
-        command += ["--secure"]
+        demo = [sys.executable, str(DEMO), str(self.folder), "--nodes-bin", str(nodes)]
+        tell = 'trap : TERM; code="$1"; shift; "$@"; echo $? > "$code.new"'
+        tell += '; mv "$code.new" "$code"'
+        command = ["sh", "-c", tell, "sh", str(self._code), *demo, "--secure"]
+        env = {**os.environ, "HOME": str(folder)}
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, "HOME": str(folder)}
+            own = subprocess.Popen(
+                command, stdout=log, stderr=log, env=env, start_new_session=True
             )
+        self._group.write_text(str(own.pid))
 
     def said(self) -> str:
         """What it printed, once it has ended well."""
-        code = self.process.wait(900)
+        assert self._ended(_LONGEST), self._log.read_text()[-4000:]
         text = self._log.read_text()
-        assert code == 0, text[-4000:]
+        assert self._code.read_text().strip() == "0", text[-4000:]
         return text
 
     def end(self) -> None:
         """Have it end what it has started, if it has not ended, and clean up."""
-        self.process.terminate()
-        self.process.wait(60)
-        shutil.rmtree(self.folder.parent, ignore_errors=True)
+        if self._group.exists() and not self._code.exists():
+            os.killpg(int(self._group.read_text()), signal.SIGTERM)
+            self._ended(60)
+        shutil.rmtree(self._log.parent, ignore_errors=True)
+
+    def _ended(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._code.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return self._code.exists()

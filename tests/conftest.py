@@ -1,5 +1,6 @@
 """Lets the tests import their shared oracles: ``from oracles import …``."""
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -10,7 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from beside import Beside
 
-_BESIDE = pytest.StashKey[Beside]()
+_FOLDER = "FLWR_FISHER_BESIDE"  # in the environment, where several processes test
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose where it is: the first process's workers have its environment."""
+    if not hasattr(config, "workerinput"):
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="flwr-fisher-")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,20 +29,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start it first."""
     wanted = any(item.get_closest_marker("beside") for item in session.items)
     if wanted and not session.config.option.collectonly:
-        folder = Path(tempfile.mkdtemp(prefix="flwr-fisher-"))
-        session.config.stash[_BESIDE] = Beside(folder)
+        Beside(Path(os.environ[_FOLDER])).start()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave nothing running."""
-    if (started := config.stash.get(_BESIDE, None)) is not None:
-        started.end()
+    if not hasattr(config, "workerinput"):
+        Beside(Path(os.environ[_FOLDER])).end()
 
 
 @pytest.fixture
-def beside(request: pytest.FixtureRequest) -> Beside:
+def beside() -> Beside:
     """What was started when the tests began."""
-    return request.config.stash[_BESIDE]
+    return Beside(Path(os.environ[_FOLDER]))
 
 
 @pytest.fixture(scope="session", autouse=True)

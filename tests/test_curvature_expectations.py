@@ -464,8 +464,10 @@ def many_batches(dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
     return model.to(dtype).eval(), list(x.to(dtype).split(1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("how", [{}, {"expectation": "empirical"}])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [(torch.bfloat16, {}), (torch.float16, {"expectation": "empirical"})],
+)
 def test_many_batches_in_half_precision_lose_only_its_rounding(dtype, how):
     model, inputs = many_batches(dtype)
     batches = [(x, torch.tensor([i % 3])) for i, x in enumerate(inputs)]

@@ -138,14 +138,16 @@ class LocalGrid(Grid):
         return [reply for _ in ids for reply in self.pull_messages(ids)]
 
     def _handle(self, message: Message) -> Message:
-        node = message.metadata.dst_node_id
-        message.content = round_trip(message.content)
+        node, sent = message.metadata.dst_node_id, message.content
+        message.content = round_trip(sent)
         try:
             reply = self.client_app(message, self._contexts[node])
         except Exception as error:  # as the simulation does, whatever a client raises
             reason = self._failures.tell(f"partition-{self.nodes[node]}", error)
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             return Message(Error(code=code, reason=reason), reply_to=message)
+        finally:
+            message.content = sent  # the sender may hold it: the client's copy goes
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
             return _answers_another(message, reply)
         if reply.has_content():
