@@ -12,7 +12,7 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import split_config
+from flwr_fisher.wire import serialized_bytes, split_config
 
 # With these the parts are weighted as sums are.
 ALIKE = {"robust": 0.0, "max_share": 1.0}
@@ -165,3 +165,24 @@ def test_own_loops_weights_count(tmp_path: Path) -> None:
     options = {"iterations": 2, "balance": 0.0}
     parts = merged(app, **options, **ALIKE)
     assert distance(parts, merged(app, aggregate="sums", **options)) < 1e-4
+
+
+def test_the_log_says_how_large_the_largest_reply_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+    sizes: list[int] = []
+    monkeypatch.setattr("flwr_fisher.client.dry_run.tell_once", told.append)
+
+    class Weighing(LocalGrid):
+        def pull_messages(self, message_ids):
+            replies = list(super().pull_messages(message_ids))
+            trained = [r for r in replies if r.metadata.message_type == "train"]
+            sizes.extend(serialized_bytes(reply.content) for reply in trained)
+            return replies
+
+    strategy = FedFisherOneShot(aggregate="sums", iterations=1, **EXACT)
+    strategy.start(Weighing(app_of(tmp_path), 3), tiny_arrays())
+    words = " ".join(told[0]).split("upload at most ")[1].split()
+    assert words[1] == "kB,"
+    assert float(words[0]) * 1e3 == pytest.approx(max(sizes), rel=0.03)

@@ -1,9 +1,10 @@
 """A request for curvature tried on a few examples, before hours go into training."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from flwr.app import MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor
 
 from flwr_fisher.client.first_examples import first_examples
@@ -23,14 +24,22 @@ from flwr_fisher.errors import (
     StructureError,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import check_finite
+from flwr_fisher.params import Params, check_finite
 from flwr_fisher.wire import fedavg_bytes, reply_bytes
 
 _FEW = 4  # examples
 _ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
 
 
-def dry_run(problem: LocalProblem, request: Request, options: FisherOptions) -> None:
+Pack = Callable[[Params, Curvature], ArrayRecord]
+
+
+def dry_run(
+    problem: LocalProblem,
+    request: Request,
+    options: FisherOptions,
+    largest: Pack | None = None,
+) -> None:
     """Take the curvature of a few examples at the parameters that arrived; pack it.
 
     Whatever the client could not compute or upload after its training is raised now, by
@@ -49,6 +58,8 @@ def dry_run(problem: LocalProblem, request: Request, options: FisherOptions) -> 
         The server's.
     options : FisherOptions
         What it asks for; without a structure, nothing is tried.
+    largest : Callable[[Params, Curvature], ArrayRecord], optional
+        Packs the largest of several replies, where the options do not say.
 
     Raises
     ------
@@ -65,7 +76,7 @@ def dry_run(problem: LocalProblem, request: Request, options: FisherOptions) -> 
         if curvature is None:
             logger.info("The data are a stream: no batch is tried before training")
             return
-        size, about = _size(problem, request, options, curvature)
+        size, about = _size(problem, request, options, curvature, largest)
     upload = f"upload {about} {_bytes(size)}"
     ratio = f"{size / fedavg_bytes(request.params):.2f} of FedAvg's"
     tell_once(outline(model, curvature, options.structure, f"{upload}, {ratio}"))
@@ -129,11 +140,14 @@ def _size(
     request: Request,
     options: FisherOptions,
     curvature: Curvature,
+    largest: Pack | None,
 ) -> tuple[int, str]:
     """Return an upload's bytes, and whether these are about right or the most."""
     params = problem.state_like(request.params)
     tensors = {f"tensor {i}": t for i, t in enumerate(curvature.tensors())}
     check_finite(tensors, "the curvature of a few examples")
+    if largest is not None:
+        return reply_bytes(largest(params, curvature), MetricRecord()), "at most"
     if options.upload == "fisher" and _takes_long(list(tensors.values())):
         if options.codec.scheme == "lossless":
             return fedavg_bytes({**params, **tensors}), "about"

@@ -23,6 +23,7 @@ def collect(
     enough: Callable[[], bool] = lambda: False,
     newcomers: Newcomers = lambda: None,
     lifetime: float | None = None,
+    at_once: int | None = None,
 ) -> Iterator[Reply]:
     """Send messages and yield replies as they arrive.
 
@@ -46,6 +47,8 @@ def collect(
         node is expected, so that all have replied when these have.
     lifetime : float, optional
         Of messages, in seconds; by default they die with the time.
+    at_once : int, optional
+        How many replies are held at most; by default all that have come.
     """
     deadline, wait = time.monotonic() + timeout, _FIRST_WAIT
     due: set[str] = set()
@@ -57,7 +60,7 @@ def collect(
                 sent = set(mailbox.send(come, left, late))
                 due |= sent
                 mailbox.awaited |= sent
-            replies = mailbox.pull(due)
+            replies = mailbox.pull(due, at_once)
             for id_, reply in replies:
                 due.discard(id_)
                 mailbox.awaited.discard(id_)

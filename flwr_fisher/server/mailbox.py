@@ -131,13 +131,17 @@ class Mailbox:
         reply = Reply(node, Message(error, reply_to=message), unsent=True)
         return f"unsent-{self._num_unsent}", reply
 
-    def pull(self, own: Iterable[str] = ()) -> list[tuple[str, Reply]]:
+    def pull(
+        self, own: Iterable[str] = (), at_once: int | None = None
+    ) -> list[tuple[str, Reply]]:
         """Return the replies to one's own messages; hand all others to who sent them.
 
         Parameters
         ----------
         own : Iterable[str]
             The ids of the messages whose replies are waited for.
+        at_once : int, optional
+            How many replies are held at most; by default all that have come.
         """
         own = set(own)
         replies = [(id_, reply) for id_, reply in self._held if id_ in own]
@@ -145,7 +149,7 @@ class Mailbox:
         self._forget(own)
         if not self._due:
             return replies
-        for message in self.grid.pull_messages(set(self._due)):
+        for message in self._some(at_once):
             id_ = message.metadata.reply_to_message_id
             if (due := self._due.pop(id_, None)) is None:
                 continue  # it answers nothing that was asked
@@ -157,6 +161,19 @@ class Mailbox:
             else:
                 due.late(reply)
         return replies
+
+    def _some(self, at_once: int | None) -> list[Message]:
+        """Return replies that have come, of `at_once` messages."""
+        if at_once is None:
+            return list(self.grid.pull_messages(set(self._due)))
+        ids = list(self._due)
+        for start in range(0, len(ids), at_once):
+            asked = ids[start : start + at_once]
+            if messages := list(self.grid.pull_messages(set(asked))):
+                return messages
+            for id_ in asked:  # the others are asked for first, the next time
+                self._due[id_] = self._due.pop(id_)
+        return []
 
     def _forget(self, own: set[str]) -> None:
         """Expect no more replies to others' messages that the SuperLink has dropped."""

@@ -18,6 +18,8 @@ from flwr_fisher.server.mailbox import Receive, Reply
 
 _STAGE = "aggregate_train"
 
+_AT_ONCE = 4  # uploads that are held, where they are added up as they come
+
 
 def restore(
     admission: Admission[Any], kept: KeptExchange, record: ExchangeRecord | None
@@ -93,6 +95,7 @@ def receive(
         late=late,
         enough=enough,
         newcomers=newcomers,
+        at_once=_AT_ONCE if admission.fold is not None else None,
     ):
         due.discard(reply.node)
         client = cohort.identity(reply.node)

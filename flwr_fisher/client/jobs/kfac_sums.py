@@ -7,6 +7,7 @@ with whatever vectors the server's conjugate gradients need.
 import json
 from dataclasses import dataclass
 
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.client.dry_run import dry_run
@@ -82,7 +83,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
     """
     options = FisherOptions.of(request.options, request.params, problem.train_fn)
-    dry_run(problem, request, options)
+    dry_run(problem, request, options, _with_traces)
     metrics, curvature = options.train(problem, request.config)
     if curvature is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
@@ -96,6 +97,11 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     kept.save(problem, request)
     upload = VectorUpload({}, params)
     return Reply({**metrics, _COUNT: count}, upload.to_arrays())
+
+
+def _with_traces(params: Params, curvature: Curvature) -> ArrayRecord:
+    product = select(params, curvature.shapes)
+    return FisherProduct(product, partial_traces(curvature)).to_arrays()
 
 
 @register_job("kfac-traces")
