@@ -55,7 +55,8 @@ class CannedGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the next replies, as many as one pull brings."""
         began = time.process_time()
-        due = list(self._waiting)[:AT_ONCE]
+        wanted = set(message_ids) or self._waiting.keys()
+        due = [id_ for id_ in self._waiting if id_ in wanted][:AT_ONCE]
         replies = [self._answer(self._waiting.pop(id_)) for id_ in due]
         self.spent += time.process_time() - began
         return replies
