@@ -12,6 +12,7 @@ from bare import write_sitecustomize
 
 DEMO = Path(__file__).parents[1] / "federation" / "demo.py"
 _LONGEST = 900.0  # seconds
+_CHILDREN: list[object] = []  # Python warns of one that runs and nobody knows
 
 
 class Beside:
@@ -50,6 +51,7 @@ class Beside:
                 command, stdout=log, stderr=log, env=env, start_new_session=True
             )
         self._group.write_text(str(own.pid))
+        _CHILDREN.append(own)
 
     def said(self) -> str:
         """What it printed, once it has ended well."""
