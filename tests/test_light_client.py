@@ -67,6 +67,10 @@ def engine():
         torch.utils.data.TensorDataset(torch.zeros(2, 2), torch.zeros(2).long())
     )
     fisher(torch.nn.Linear(2, 2), loader, engine="nngeometry")
+
+def epsilon():
+    from flwr_fisher.strategies import Privacy
+    Privacy(noise_multiplier=1.0, clipping_norm=1.0).epsilon(1, 1e-5)
 """
 
 
@@ -107,6 +111,7 @@ def test_a_client_trains_and_uploads_a_kfac_without_any_extra(tmp_path: Path) ->
         ("lambda: data('digits')", "'sklearn' is not installed: pip install"),
         ("data", "'torchvision' is not installed: pip install \"flwr-fisher[tasks]\""),
         ("engine", "'nngeometry' is not installed: pip install \"flwr-fisher[nnge"),
+        ("epsilon", "'opacus' is not installed: pip install \"flwr-fisher[privacy]"),
     ],
 )
 def test_a_missing_extra_is_named_when_it_is_needed(

@@ -348,7 +348,8 @@ def _exponents(
             return reply
         summand = Summand.of(reply, request.weighted_by, weighted)
         norm, deviation = request.bounds()
-        if deviation < request.mod.min_noise * norm or not norm > 0:
+        least = request.mod.min_noise * norm if request.mod.min_noise else 0.0
+        if not (norm > 0 and deviation >= least):
             raise ClientError(
                 f"the server asks for noise of {deviation:.3g} where contributions are "
                 f"up to {norm:.3g}, and this client adds {request.mod.min_noise:g} "
