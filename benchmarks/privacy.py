@@ -47,7 +47,7 @@ from flwr_fisher.secure.privacy import Privacy
 from flwr_fisher.server.noise import noised
 
 SEEDS, CLIENTS, DELTA = 3, 100, 1e-3
-EPSILONS = (1000.0, 200.0, 50.0, 20.0, 8.0)
+EPSILONS = (1000.0, 200.0, 50.0, 20.0, 8.0, 3.0, 1.0)
 NORMS, ANCHORS = (0.25, 0.5, 1.0, 2.0, 4.0), (0.1, 1.0, 10.0)
 CLIPPED, PLAIN = "clipped, no noise", "neither"
 

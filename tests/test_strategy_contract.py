@@ -73,18 +73,12 @@ class Row:
         return self.make(**{"fraction_evaluate": 0.0, **self.own, **options})
 
 
-# Lossless, so that what comes back is exact and has keys to tamper with.
+# Lossless, so that what comes back is exact and has keys to tamper with. A structure
+# or a solver more has the same rounds: one each that reads twice, and that scores.
 PLAIN = {"codec": "lossless"}
 STRATEGIES = {
     "fedfisher-kfac": Row(FedFisherOneShot, PLAIN),
-    "fedfisher-diagonal": Row(FedFisherOneShot, PLAIN | {"structure": "diagonal"}),
-    "fedfisher-dense": Row(FedFisherOneShot, PLAIN | {"structure": "dense"}),
     "fedfisher-ekfac": Row(FedFisherOneShot, PLAIN | {"structure": "ekfac"}),
-    "fedfisher-block": Row(FedFisherOneShot, PLAIN | {"structure": "block"}),
-    "fedfisher-closed-form": Row(
-        FedFisherOneShot, PLAIN | {"structure": "diagonal", "solver": "closed-form"}
-    ),
-    "fedfisher-gd": Row(FedFisherOneShot, PLAIN | {"solver": "gd", "iterations": 30}),
     "fedfisher-adam": Row(
         FedFisherOneShot, PLAIN | {"solver": "adam", "iterations": 30}
     ),
