@@ -1,6 +1,6 @@
 """K-FAC merged from sums over clients, beside the default from every client's parts.
 
-    python benchmarks/kfac_sums.py --data-dir DIR [--only mnist]
+    python benchmarks/kfac_sums.py --data-dir DIR [--only mnist] [--alphas 0.2]
 
 DIR/MNIST/raw has torchvision's files, DIR/CIFAR10 the images in folders by class,
 `train` and `test`.
@@ -13,7 +13,7 @@ of a client in all exchanges, as numbers of the model's size: a round from sums 
 model, the layers' partial traces with the pull, and a product for each iteration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import mean
@@ -128,12 +128,12 @@ def table(results: Mapping[float, list[Scores]]) -> list[str]:
     return lines
 
 
-def splits_of(problem: Problem) -> dict[float, list[Setting]]:
+def splits_of(problem: Problem, alphas: Sequence[float]) -> dict[float, list[Setting]]:
     """Return three seeds' splits for each α."""
     own: dict[str, Any] = {"budget": True, "averaged": 0, "examples": None}
     return {
         alpha: [problem.setting(alpha, seed, **own) for seed in range(SEEDS)]
-        for alpha in ALPHAS
+        for alpha in alphas
     }
 
 
@@ -141,6 +141,7 @@ def main() -> None:
     """Write the page."""
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--only", choices=PROBLEMS)
+    parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
     options = parser.parse_args()
     parts: list[list[str]] = []
     numbers: dict[str, Any] = {}
@@ -149,10 +150,10 @@ def main() -> None:
         if not (options.data_dir / problem.folder).exists():
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")
             continue
-        splits = splits_of(problem)
+        splits = splits_of(problem, options.alphas)
         every = chain.from_iterable(splits.values())
         found = on_splits("kfac_sums", evaluate, every, options)
-        results = {a: [found[split] for split in splits[a]] for a in ALPHAS}
+        results = {a: [found[s] for s in own] for a, own in splits.items()}
         parts += [[f"{problem.title}:", ""], table(results)]
         numbers[name] = results
     page = blocks(opening("K-FAC from sums", __doc__), *parts, NOTES)

@@ -177,3 +177,29 @@ def test_malformed_numbers_of_clients_are_refused() -> None:
             read_eigenvalues(record({"eigenvalues": wrong}), {})
     with pytest.raises(WireError, match="shape"):
         read_eigenvalues(record({"eigenvalues": counts[:3]}), {})
+
+
+@pytest.mark.parametrize("stop", [6, 22, 38, 62, 74])
+def test_a_killed_server_goes_on_in_either_stage(stop: int, tmp_path: Path) -> None:
+    """Of 4 clients: in the first stage's sums, the moments', the rates', a step's."""
+    asked = 0
+
+    class Dying(SecureSumsMod):
+        def __call__(self, message: Any, context: Any, call_next: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked == stop:
+                raise KeyboardInterrupt
+            return super().__call__(message, context, call_next)
+
+    app = tiny_app(mods=[Dying()])
+    expected = run(tct(lr=0.05), rounds=3)
+    kept: dict[str, Any] = {"checkpoint_dir": tmp_path / "run"}
+    grid = LocalGrid(app, 4)
+    with pytest.raises(KeyboardInterrupt):
+        tct(lr=0.05, secure=SECURE).start(grid, tiny_arrays(), 3, **kept)
+    kept["resume"] = True
+    result = tct(lr=0.05, secure=SECURE).start(grid, tiny_arrays(), 3, **kept)
+    one, two = (arrays_to_tensors(r.arrays) for r in (expected, result))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
