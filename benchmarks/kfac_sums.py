@@ -143,8 +143,6 @@ def main() -> None:
     parser.add_argument("--only", choices=PROBLEMS)
     parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
     options = parser.parse_args()
-    parts: list[list[str]] = []
-    numbers: dict[str, Any] = {}
     for name in [options.only] if options.only else PROBLEMS:
         problem = PROBLEMS[name]
         if not (options.data_dir / problem.folder).exists():
@@ -154,10 +152,9 @@ def main() -> None:
         every = chain.from_iterable(splits.values())
         found = on_splits("kfac_sums", evaluate, every, options)
         results = {a: [found[s] for s in own] for a, own in splits.items()}
-        parts += [[f"{problem.title}:", ""], table(results)]
-        numbers[name] = results
-    page = blocks(opening("K-FAC from sums", __doc__), *parts, NOTES)
-    write_page("kfac_sums", page, numbers)
+        title = f"K-FAC from sums: {problem.title}"
+        page = blocks(opening(title, __doc__), table(results), NOTES)
+        write_page(f"kfac_sums_{name}", page, results)
 
 
 if __name__ == "__main__":
