@@ -7,9 +7,10 @@ the rest, Dirichlet with alpha = 0.1. The server holds 5000 images of clients 2 
 none of them a 3, and trains a generator on them; then it looks for codes whose images
 the model that it has seen takes for a 3 (Zhang et al., CVPR 2020), and where it has
 seen a curvature, for images that have it: the squared difference over all entries, of
-factors over their traces. A judge, trained on all of MNIST's training images, says of
-100 images how many are a 3. Nothing was tuned on it: the weight of the class's loss is
-Zhang et al.'s, and the curvature's the same.
+factors over their traces. A judge, a larger CNN with initial weights of its own,
+trained on all of MNIST's training images, says of 100 images how many are a 3. Nothing
+was tuned on it: the weight of the class's loss is Zhang et al.'s, and the curvature's
+the same.
 
 *Parts* are what `FedFisherOneShot` uploads by default: the client's own model and
 K-FAC. Of *sums* the server has the mean of the models, and the sum over all clients of
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from harness.page import (
+    CACHE,
     RESULTS,
     blocks,
     command_line,
@@ -33,6 +35,7 @@ from harness.page import (
 )
 from harness.tables import head, row
 from matplotlib.figure import Figure
+from safetensors.torch import load_file, save_file
 from studies.inversion.attack import Known, invert, layers_of
 from studies.inversion.gan import LATENT, trained_gan
 from torch import Tensor, nn
@@ -55,8 +58,9 @@ from flwr_fisher.tasks import load_dataset, make_model
 from flwr_fisher.wire import curvature_to_tensors
 
 DIGIT, OTHERS, AUXILIARY, ALPHA = 3, 1000, 5000, 0.1
+NOTHING = "nothing but its own images"
 CASES = {
-    "nothing but its own images": None,
+    NOTHING: None,
     "client 1's model (OTFusion, PFNM, DENSE)": "78.4 ± 3.0",
     "client 1's model and K-FAC (parts, the default)": None,
     "the mean of the models (FedAvg)": "5.0 ± 1.0",
@@ -89,10 +93,17 @@ def split(targets: Tensor, seed: int) -> list[Tensor]:
     return [torch.cat(own) for own in parts]
 
 
-def trained(images: Tensor, targets: Tensor, epochs: int, seed: int) -> nn.Module:
-    """Train a LeNet on some images."""
+def trained(
+    images: Tensor,
+    targets: Tensor,
+    epochs: int,
+    seed: int,
+    name: str = "lenet",
+    start: int = 0,
+) -> nn.Module:
+    """Train a network on some images, from the weights of a seed."""
     torch.manual_seed(seed)
-    model = make_model("lenet", shape=(1, 28, 28), num_classes=10, seed=0)
+    model = make_model(name, shape=(1, 28, 28), num_classes=10, seed=start)
     data = TensorDataset(images, targets)
     loader = DataLoader(data, batch_size=64, shuffle=True)
     train = LocalSGD(epochs=epochs, lr=0.01, momentum=0.9)
@@ -188,13 +199,35 @@ def seen(
 
 def draw(pictures: dict[str, Tensor], path: Path) -> None:
     """Draw ten inverted images of each case."""
-    figure = Figure(figsize=(8, 0.8 * len(pictures)), dpi=120)
-    for place, (name, images) in enumerate(pictures.items()):
-        axes = figure.add_subplot(len(pictures), 1, place + 1)
+    figure = Figure(figsize=(7, 0.95 * len(pictures)), dpi=120, layout="constrained")
+    rows = figure.subplots(len(pictures), 1)
+    for axes, (name, images) in zip(rows, pictures.items(), strict=True):
         axes.imshow(torch.cat(list(images[:10, 0]), 1), cmap="gray")
         axes.set_title(name, fontsize="small", loc="left")
         axes.axis("off")
     save(figure, path)
+
+
+def inverted(
+    scale: Tensor, targets: Tensor, seed: int, epochs: int
+) -> dict[str, Tensor]:
+    """Return a hundred images in each case, of one seed; those in the cache, if any."""
+    path = CACHE / "inversion" / f"seed-{seed}-epochs-{epochs}.safetensors"
+    if not path.exists():
+        clients = split(targets, seed)
+        known = seen(scale, targets, clients, seed, epochs)
+        torch.manual_seed(seed)
+        rest = torch.cat(clients[1:])
+        held = rest[torch.randperm(len(rest))[:AUXILIARY]]
+        G, D = trained_gan(scale[held])
+        pictures = {NOTHING: G(torch.randn(100, LATENT)).detach()}
+        for name, one in known.items():
+            torch.manual_seed(1000 + seed)
+            pictures[name] = invert(one, G, D, DIGIT)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: made.contiguous() for name, made in pictures.items()}, path)
+    found = load_file(path)
+    return {name: found[name] for name in CASES}
 
 
 def main() -> None:
@@ -206,21 +239,12 @@ def main() -> None:
     torch.set_num_threads(1)
     data = load_dataset("mnist", mnist_folder(options))
     scale, targets = in_one(data.train.data), data.train.targets
-    judge = trained(scale, targets, 3, seed=12345)
+    judge = trained(scale, targets, 3, seed=12345, name="cnn", start=1)
     test = [(in_one(data.test.data), data.test.targets)]
     skill = accuracies(judge, {"judge": shared_state(judge)}, test)["judge"]
     rates: dict[str, list[float]] = {name: [] for name in CASES}
     for seed in range(options.seeds):
-        clients = split(targets, seed)
-        known = seen(scale, targets, clients, seed, options.epochs)
-        torch.manual_seed(seed)
-        rest = torch.cat(clients[1:])
-        held = rest[torch.randperm(len(rest))[:AUXILIARY]]
-        G, D = trained_gan(scale[held])
-        pictures = {"nothing but its own images": G(torch.randn(100, LATENT))}
-        for name, one in known.items():
-            torch.manual_seed(1000 + seed)
-            pictures[name] = invert(one, G, D, DIGIT)
+        pictures = inverted(scale, targets, seed, options.epochs)
         for name, made in pictures.items():
             hits = (judge(made).argmax(1) == DIGIT).double().mean()
             rates[name].append(100 * float(hits))
