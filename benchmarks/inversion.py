@@ -264,6 +264,8 @@ def main() -> None:
         lines,
         f"{options.seeds} seeds, ± their standard deviation; {options.epochs} local "
         f"epochs. {about}",
+        'The judge has ten answers and none for "no digit": of an empty or broken '
+        "image it may say 3. The picture shows how much of each rate that is.",
         "![Inverted images](inversion.png)",
     )
     write_page("inversion", page, {"rates": rates, "judge": skill})
