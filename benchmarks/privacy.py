@@ -45,6 +45,7 @@ from flwr_fisher.merge import (
 from flwr_fisher.params import clipped, subtract
 from flwr_fisher.secure.privacy import Privacy
 from flwr_fisher.server.noise import noised
+from flwr_fisher.wire import VectorUpload
 
 SEEDS, CLIENTS, DELTA = 3, 100, 1e-3
 EPSILONS = (1000.0, 200.0, 50.0, 20.0, 8.0, 3.0, 1.0)
@@ -79,11 +80,6 @@ def mean_of(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {k: torch.stack([p[k].double() for p in parts]).mean(0) for k in parts[0]}
 
 
-def flat(vectors: Mapping[str, Params]) -> dict[str, Tensor]:
-    """Return vectors by ``<vector>/<parameter>``."""
-    return {f"{n}/{k}": v for n, vector in vectors.items() for k, v in vector.items()}
-
-
 def fedavg(start: Params, uploads: list[LocalPosterior], norm: float) -> Make:
     """Return what makes FedAvg's model, of steps that are clipped to a norm."""
     steps = [subtract(upload.params, start) for upload in uploads]
@@ -107,7 +103,9 @@ def fedfisher(start: Params, uploads: list[LocalPosterior], norm: float) -> Make
     norm = min(norm, 1e3)
     mean = mean_of(
         [
-            flat(contribution(start, u.params, u.curvature.diagonal(), norm))
+            VectorUpload(
+                contribution(start, u.params, u.curvature.diagonal(), norm)
+            ).named()
             for u in uploads
         ]
     )

@@ -185,8 +185,9 @@ class TCT(CurvatureStrategy):
         self.control_variates, self.standardise = control_variates, standardise
         if stage1 is None:
             same = {name: getattr(self, name) for name in signature(FedAvg).parameters}
-            stage1 = Repeatable(FedAvg(**same), seed=self.seed)
-            if self.secure is not None:
+            if self.secure is None:
+                stage1 = Repeatable(FedAvg(**same), seed=self.seed)
+            else:
                 stage1 = SecureFedAvg(secure=self.secure, seed=self.seed, **same)
         if self.secure is not None and self.secure.bits != 64:
             raise ConfigurationError(

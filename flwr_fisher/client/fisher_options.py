@@ -143,8 +143,8 @@ class FisherOptions:
                 f"needs train_fn=LocalSGD(...), not {train_fn!r}: use it, or let the "
                 "server ask for 'extra-pass'"
             )
-        plain = self.structure, self.codec.scheme
         check_positive("clipping-norm", self.clipping_norm)
+        plain = self.structure, self.codec.scheme
         if self.aggregate != "parts" and plain != ("diagonal", "lossless"):
             raise ClientError(
                 "the server asks for sums, which exist for structure='diagonal' and "

@@ -130,9 +130,10 @@ class Summand:
     def exponents(self) -> list[int]:
         """Return each entry's exponent."""
         return [
-            exponents_of({name: value})[0] if bound is None else bound
+            exponents_of({name: value})[0]
+            if self.bound is None or name == NUM_EXAMPLES
+            else self.bound
             for name, value in self.entries()
-            for bound in [None if name == NUM_EXAMPLES else self.bound]
         ]
 
     def words(self, fixed: FixedPoint, exponents: Sequence[int]) -> Words:

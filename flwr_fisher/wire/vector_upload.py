@@ -59,12 +59,15 @@ class VectorUpload(Payload):
 
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels; it is lossless."""
-        named = {
+        return tensors_to_arrays({**self.params, **self.named()})
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the vectors' tensors, by the keys under which they travel."""
+        return {
             f"{name}/{key}": value
             for name, vector in self.vectors.items()
             for key, value in vector.items()
         }
-        return tensors_to_arrays({**self.params, **named})
 
     @classmethod
     def reader(cls, *names: str, params: bool = False) -> "partial[VectorUpload]":

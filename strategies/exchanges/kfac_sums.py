@@ -65,7 +65,7 @@ class KfacSums:
         """Ask for models, for traces, and for products."""
         mean = Summed[Any](weighted=True)
         of_models = MeanSums(lambda upload: upload.params)
-        of_traces = MeanSums(_tensors)
+        of_traces = MeanSums(FisherProduct.tensors)
         regularised = {
             k: getattr(self.merge, k) for k in ("shrink", "damping", "balance")
         }
@@ -92,7 +92,7 @@ class KfacSums:
 
     def _product(self, iteration: int) -> Exchange[FisherProduct]:
         """Ask for the Fishers' products with a direction."""
-        sums = MeanSums(_tensors)
+        sums = MeanSums(FisherProduct.tensors)
         return Exchange(
             {"job": "kfac-product", "iteration": iteration},
             FisherProduct.from_arrays,
@@ -134,10 +134,6 @@ class KfacSums:
         result = replace(result, options=self.merge)
         run = {_RUN: state.group(_RUN)}
         return Step(ServerState(result.params, run), _metrics(result), result)
-
-
-def _tensors(upload: FisherProduct) -> Params:
-    return upload.tensors()
 
 
 def _product_in(tensors: Params) -> dict[str, Tensor]:

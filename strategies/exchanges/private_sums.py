@@ -16,6 +16,7 @@ from flwr_fisher.server.noise import Privacy, noised
 from flwr_fisher.server.running_sums import MeanSums
 from flwr_fisher.wire import VectorUpload
 
+_CONTRIBUTION = VectorUpload.reader(*VECTORS)
 _Merge = Callable[[ServerState, DiagonalSums], Step]
 
 
@@ -33,7 +34,7 @@ def private_exchange(
     merge : Callable[[ServerState, DiagonalSums], Step]
         What is done with the sums.
     """
-    sums = MeanSums(_vectors, weighted=False)
+    sums = MeanSums(VectorUpload.named, weighted=False)
 
     def step(state: ServerState, uploads: Uploads[Any]) -> Step:
         mean: Params = sums.mean(uploads)
@@ -43,9 +44,8 @@ def private_exchange(
 
     asked: dict[str, ConfigRecordValues] = dict(options)
     asked |= {"aggregate": "private-sums", "clipping-norm": privacy.clipping_norm}
-    read = VectorUpload.reader(*VECTORS)
     unit = replace(privacy, clipping_norm=1.0)
-    summed = Summed[Any](weighted=True, read=read, privacy=unit)
+    summed = Summed[Any](weighted=True, read=_CONTRIBUTION, privacy=unit)
     return Exchange(asked, _read, step, alike=True, summed=summed, fold=sums)
 
 
@@ -57,21 +57,12 @@ def _read(record: ArrayRecord, like: Params) -> VectorUpload:
     WireError
         If it is none.
     """
-    upload = VectorUpload.reader(*VECTORS)(record, like)
-    vectors = _vectors(upload)
-    if not vectors:
+    upload = _CONTRIBUTION(record, like)
+    if not upload.named():
         raise WireError("no contribution arrived", field=VECTORS[0])
-    short = clipped(vectors, 1.0)
+    short = clipped(upload.named(), 1.0)
     parts = {
         name: {key: short[f"{name}/{key}"] for key in vector}
         for name, vector in upload.vectors.items()
     }
     return VectorUpload(parts)
-
-
-def _vectors(upload: VectorUpload) -> Params:
-    return {
-        f"{name}/{key}": value
-        for name, vector in upload.vectors.items()
-        for key, value in vector.items()
-    }
