@@ -69,24 +69,23 @@ def take_keys(
             f"{len(public)} clients have sent usable keys for a secure sum, and "
             f"{_FEWEST} are needed"
         )
+    usable = [upload for upload in uploads if upload.number in public]
     numbers = sorted(public)
     drawn = random.Random(seed).getrandbits(62)
     around = neighbourhoods(numbers, secure.degree(len(numbers)), drawn)
     aggregator = Aggregator(
-        {u.number: u.client for u in uploads if u.number in public},
+        {upload.number: upload.client for upload in usable},
         {number: public[number] for number in numbers},
         dict(zip(numbers, around, strict=True)),
         threshold_of(len(around[0]), secure.threshold),
     )
     sessions = {
         upload.number: upload.payload.part("secure/session").reshape(8)
-        for upload in uploads
-        if upload.number in public
+        for upload in usable
     }
     signatures = {
         upload.number: upload.payload.part("secure/signature").numpy().tobytes()
-        for upload in uploads
-        if upload.number in public
+        for upload in usable
     }
     known = SecureState(aggregator, sessions, signatures, numbers)
     return Step(known.after(uploads, present=numbers).into(state), is_part=True)
