@@ -172,7 +172,8 @@ def test_malformed_moment_sums_are_refused(
 
 def test_malformed_numbers_of_clients_are_refused() -> None:
     counts = eigenvalue_bin(1.0)
-    for wrong in (-counts, 0 * counts):
+    # The last would have the server make an edge for each of 2**40 clients.
+    for wrong in (-counts, 0 * counts, counts * 2**40):
         with pytest.raises(WireError, match="no numbers of clients"):
             read_eigenvalues(record({"eigenvalues": wrong}), {})
     with pytest.raises(WireError, match="shape"):

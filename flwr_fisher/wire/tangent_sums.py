@@ -35,6 +35,7 @@ from flwr_fisher.wire.tangent_upload import (
 
 EIGENVALUES, _FORMAT = "eigenvalues", "format"
 _PER_OCTAVE, _LOWEST = 8, -40  # bins, and the exponent of 2 at the lowest one
+_MOST_CLIENTS = 2**16  # in one sum, whose words have no room for more
 BINS = 1 - 2 * _LOWEST * _PER_OCTAVE
 
 
@@ -121,12 +122,14 @@ def read_eigenvalues(record: ArrayRecord, like: Params) -> TangentUpload:
     Raises
     ------
     WireError
-        As for one eigenvalue; if nobody was counted.
+        As for one eigenvalue; if nobody was counted, or more than a sum is over: there
+        is an edge for each.
     """
     expected = {EIGENVALUES: (torch.int64, (BINS,))}
     read = read_tangent(record, like, expected=expected, limit=8 * BINS)
     counts = read.tensors[EIGENVALUES]
-    if (counts < 0).any() or not counts.any():
+    odd = (counts < 0).any() or (counts > _MOST_CLIENTS).any()
+    if odd or not 0 < counts.sum() <= _MOST_CLIENTS:
         raise WireError("no numbers of clients", field=f"{KEYS}{EIGENVALUES}")
     edges = torch.tensor(upper_edges(counts), dtype=torch.float64)
     return TangentUpload({LARGEST: edges}, read.digest)
