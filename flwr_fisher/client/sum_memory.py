@@ -1,0 +1,81 @@
+"""What a client keeps on its disk from one request of a secure sum to the next."""
+
+import json
+from dataclasses import dataclass
+
+from flwr_fisher.client.store import ClientStore
+from flwr_fisher.client.summand import Summand
+from flwr_fisher.errors import ClientError
+from flwr_fisher.secure import Participant
+
+_NAME = "secure-sum"
+
+
+@dataclass(frozen=True)
+class SumMemory:
+    """What a client remembers from one request of a secure sum to the next.
+
+    Parameters
+    ----------
+    store : ClientStore
+        Where.
+    participant : Participant
+        Its secrets.
+    summand : Summand
+        What it adds to the sum under way.
+    index : int
+        The sum that told how large the summand is; -1: there is none.
+    """
+
+    store: ClientStore
+    participant: Participant
+    summand: Summand
+    index: int = -1
+
+    @classmethod
+    def new(cls, store: ClientStore, client: int, sums: int) -> "SumMemory":
+        """Draw the secrets of as many sums."""
+        return cls(store, Participant.new(client, sums), Summand({}))
+
+    @classmethod
+    def load(cls, store: ClientStore, index: int) -> "SumMemory":
+        """Find what was kept, for a sum of those that it is of.
+
+        Raises
+        ------
+        ClientError
+            If there is nothing, or it has no secrets for that sum.
+        """
+        saved = store.load_noted(_NAME, 0)
+        if saved is None:
+            raise ClientError(
+                f"the secrets of this secure sum are not in {store.path}: it goes on "
+                "without this client"
+            )
+        tensors, note = saved[0], json.loads(saved[1])
+        participant = Participant.from_json(note["participant"])
+        if index >= len(participant.own):
+            raise ClientError(
+                f"the server asks for sum {index}, and this client has secrets "
+                f"for {len(participant.own)}"
+            )
+        return cls(
+            store,
+            participant,
+            Summand(tensors, note["weight"], note["bound"]),
+            int(note["index"]),
+        )
+
+    def save(self) -> None:
+        """Keep it: a client that was restarted goes on with the same secrets."""
+        note = json.dumps(
+            {
+                "participant": self.participant.to_json(),
+                "weight": self.summand.weight,
+                "bound": self.summand.bound,
+                "index": self.index,
+            }
+        )
+        tensors = self.summand.tensors
+        self.store.check_room(sum(value.nbytes for value in tensors.values()))
+        self.store.save(_NAME, 0, tensors, note=note)
