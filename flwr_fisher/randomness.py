@@ -74,7 +74,10 @@ def seeded(seed: int) -> Iterator[None]:
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:  # torch's own notes its caller's stack, once for each kind of device
+            torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         try:

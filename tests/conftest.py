@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from beside import Beside
 
+_HOMES = (f"{os.getpid()}-{i}" for i in count())
 _FOLDER = "FLWR_FISHER_BESIDE"  # in the environment, where several processes test
 
 
@@ -18,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose where it is: the first process's workers have its environment."""
     if not hasattr(config, "workerinput"):
         os.environ[_FOLDER] = tempfile.mkdtemp(prefix="flwr-fisher-")
+        # Matplotlib lists a machine's fonts once a home, which takes seconds.
+        os.environ["MPLCONFIGDIR"] = os.environ[_FOLDER] + "/matplotlib"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,6 +46,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def beside() -> Beside:
     """What was started when the tests began."""
     return Beside(Path(os.environ[_FOLDER]))
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a test a home of its own: it leaves nothing, and finds nothing."""
+    monkeypatch.setenv("HOME", f"{os.environ[_FOLDER]}/homes/{next(_HOMES)}")
 
 
 @pytest.fixture(scope="session", autouse=True)
