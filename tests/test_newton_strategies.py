@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,12 @@ def run(
     grid = LocalGrid(tiny_app() if app is None else app, clients, seed=seed)
     start = tiny_arrays() if arrays is None else arrays
     return strategy.start(grid, start, **{"num_rounds": 2, **options})
+
+
+@cache
+def plain(make: Make, *holdings: int) -> CurvatureResult:
+    """What good clients give, without anything special."""
+    return run(make(), tiny_app(list(holdings) or [0, 1, 2]))
 
 
 # A quadratic: y = x w, mean squared error, 4 weights
@@ -234,11 +241,11 @@ def killing_app(asked: int) -> Watched:
     return app
 
 
-@pytest.mark.parametrize("asked", [1, 3, 5, 6, 8, 9, 11])
+@pytest.mark.parametrize("asked", [1, 5, 9])
 def test_a_killed_run_goes_on_bit_for_bit(
     tmp_path: Path, newton: Make, asked: int
 ) -> None:
-    whole = run(newton())
+    whole = plain(newton)
     with pytest.raises(KeyboardInterrupt):
         run(newton(), killing_app(asked), checkpoint_dir=tmp_path)
     again = Watched()
@@ -287,7 +294,7 @@ def scaled_weights(*factors: float) -> Watched:
 
 
 def test_the_scale_of_weights_does_not_matter_but_their_ratio_does(make: Make) -> None:
-    expected = run(make()).arrays
+    expected = plain(make).arrays
     assert same_bits(expected, run(make(), scaled_weights(4, 4, 4)).arrays)
     assert not close(expected, run(make(), scaled_weights(1, 1, 20)).arrays, 1e-3)
 
@@ -328,14 +335,15 @@ BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
 }
 
 
+@pytest.mark.parametrize("kind", ["fagh-first", "giant", "done"])
 @pytest.mark.parametrize("case", BAD_REPLIES)
 def test_a_bad_reply_is_left_out_by_name(
-    make: Make, case: str, caplog: pytest.LogCaptureFixture
+    kind: str, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tamper, text = BAD_REPLIES[case]
+    make, (tamper, text) = STRATEGIES[kind], BAD_REPLIES[case]
     grid = LocalGrid(Watched(tiny_app([0, 1, 7, 2]), {2: tamper}), 4)
     result = make().start(grid, tiny_arrays(), num_rounds=2)
-    assert same_bits(result.arrays, run(make(), tiny_app([0, 1, 2])).arrays)
+    assert same_bits(result.arrays, plain(make).arrays)
     metrics = result.train_metrics_clientapp[1]
     exchanges = len(make().exchanges(1))
     assert (metrics["num-replies"], metrics["num-rejected"]) == (3, exchanges)

@@ -842,7 +842,7 @@ def test_checkpoints_do_not_change_the_result(
     assert_same_result(start(where=tmp_path, **SUMS), uninterrupted)
 
 
-@pytest.mark.parametrize("asked", [1, 3, CLIENTS, CLIENTS + 2, 11])
+@pytest.mark.parametrize("asked", [3, CLIENTS, 11])
 def test_killed_while_uploads_arrive(
     tmp_path: Path, uninterrupted: Any, asked: int
 ) -> None:
