@@ -22,10 +22,12 @@ from flwr_fisher.merge import (
     add_sums,
     fedfisher,
     fedfisher_from_sums,
+    matched,
     merge_options,
     sums_options,
 )
 from flwr_fisher.merge.iterative import Score
+from flwr_fisher.merge.matching import RENUMBERED, check_matching
 from flwr_fisher.merge.options import TRUST, check_score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
@@ -87,6 +89,11 @@ class FedFisherOneShot(CurvatureStrategy):
     trust : float, default 1
         How far a layer may move from the clients' mean, from the second round on: in a
         few rounds of short training, longer steps lose accuracy now and then.
+    matching : bool, default False
+        Permute clients' hidden units to one order before they are merged
+        (:func:`flwr_fisher.merge.matched`, Git Re-Basin): for clients that did not
+        start from one model. Networks whose layers follow one another, and ``kfac``,
+        ``ekfac`` or ``diagonal``; needs SciPy, ``pip install "flwr-fisher[matching]"``.
     iterations : int, optional
         Of the solver, at most.
     expectation : str, default "exact"
@@ -166,6 +173,7 @@ class FedFisherOneShot(CurvatureStrategy):
         max_share: float | None = None,
         outlier: float = math.inf,
         trust: float = TRUST,
+        matching: bool = False,
         iterations: int | None = None,
         expectation: str = "exact",
         tolerance: float = TOLERANCE,
@@ -217,7 +225,11 @@ class FedFisherOneShot(CurvatureStrategy):
             iterations=iterations,
         )
         check_range("trust", trust, 0)
-        self.trust = trust
+        self.trust, self.matching = trust, matching
+        if matching and (aggregate == "sums" or structure not in RENUMBERED):
+            raise ConfigurationError(
+                f"matching=True needs aggregate='parts' and a structure of {RENUMBERED}"
+            )
         check_score(score, solver)
         if solver == "closed-form" and structure != "diagonal":
             raise ConfigurationError(
@@ -295,7 +307,9 @@ class FedFisherOneShot(CurvatureStrategy):
         return FisherUpload.from_arrays(record, like, codec, structure=self.structure)
 
     def check(self, state: ServerState) -> None:
-        """Refuse a budget that is too small for the model."""
+        """Refuse a budget too small for the model, or one that cannot be matched."""
+        if self.matching:
+            check_matching(state.params)
         codec = resolve(self.codec, state.params)
         if self.codec.scheme == "auto" and codec.scheme == "lossless":
             logger.info(
@@ -307,6 +321,8 @@ class FedFisherOneShot(CurvatureStrategy):
     ) -> Step:
         """Merge the uploads."""
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
+        if self.matching:
+            posteriors = matched(posteriors)
         merged = fedfisher(
             posteriors,
             score=self.score,
@@ -343,6 +359,7 @@ class FedFisherOneShot(CurvatureStrategy):
         wanted = {f"client-{name}": value for name, value in self._options().items()}
         merge = asdict(self.merge) | {"trust": self.trust}
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
+        own |= {"matching": True} if self.matching else {}
         return wanted | merge | own
 
 

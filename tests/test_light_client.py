@@ -22,6 +22,7 @@ BEYOND = {
     "curvature": {"nngeometry"},  # one engine, asked for by name
     "callbacks": {"mlflow", "wandb"},
     "secure": {"opacus"},  # the accountant
+    "merge": {"scipy"},  # linear assignment
 }
 
 ROUND = """
@@ -56,9 +57,9 @@ def told(act):
 def report():
     import flwr_fisher.report
 
-def data():
+def data(name):
     from flwr_fisher.tasks import load_dataset
-    load_dataset(NAME)
+    load_dataset(name)
 
 def engine():
     import torch
@@ -71,6 +72,13 @@ def engine():
 def epsilon():
     from flwr_fisher.strategies import Privacy
     Privacy(noise_multiplier=1.0, clipping_norm=1.0).epsilon(1, 1e-5)
+
+def matching():
+    import torch
+    from flwr_fisher.merge.matching import match
+    from flwr_fisher.merge.units import chain_of
+    layers = {"a.weight": torch.ones(2, 1), "b.weight": torch.ones(1, 2)}
+    match(layers, layers, chain_of(layers))
 """
 
 
@@ -101,25 +109,22 @@ def test_a_client_trains_and_uploads_a_kfac_without_any_extra(tmp_path: Path) ->
     assert bare(tmp_path, code) == "3 []\n"
 
 
-@pytest.mark.parametrize(
-    ("act", "says"),
-    [
-        (
-            "report",
-            "'matplotlib' is not installed: pip install \"flwr-fisher[rep",
-        ),
-        ("lambda: data('digits')", "'sklearn' is not installed: pip install"),
-        ("data", "'torchvision' is not installed: pip install \"flwr-fisher[tasks]\""),
-        ("engine", "'nngeometry' is not installed: pip install \"flwr-fisher[nnge"),
-        ("epsilon", "'opacus' is not installed: pip install \"flwr-fisher[privacy]"),
-    ],
-)
-def test_a_missing_extra_is_named_when_it_is_needed(
-    tmp_path: Path, act: str, says: str
-) -> None:
-    code = NEEDED.replace("NAME", "'digits'" if "digits" in act else "'mnist'")
-    act = "data" if "digits" in act else act
-    assert says in bare(tmp_path, f"{code}\ntold({act})")
+def test_a_missing_extra_is_named_when_it_is_needed(tmp_path: Path) -> None:
+    """In one process, since each takes seconds to begin."""
+    missing = {
+        "report": ("matplotlib", "report"),
+        "lambda: data('digits')": ("sklearn", "tasks"),
+        "lambda: data('mnist')": ("torchvision", "tasks"),
+        "engine": ("nngeometry", "nngeometry"),
+        "epsilon": ("opacus", "privacy"),
+        "matching": ("scipy", "matching"),
+    }
+    acts = "\n".join(f"told({act})" for act in missing)
+    said = bare(tmp_path, f"{NEEDED}\n{acts}").splitlines()
+    assert said == [
+        f"'{package}' is not installed: pip install \"flwr-fisher[{name}]\""
+        for package, name in missing.values()
+    ]
 
 
 def test_what_is_missing_within_a_package_is_named_too() -> None:

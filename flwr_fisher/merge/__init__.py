@@ -5,7 +5,9 @@ from flwr_fisher.merge.fedfisher import fedfisher
 from flwr_fisher.merge.fisher_merge import fisher_merge
 from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
+from flwr_fisher.merge.matching import matched
 from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
+from flwr_fisher.merge.otfusion import otfusion
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.regmean import regmean
@@ -32,7 +34,9 @@ __all__ = [
     "fedfisher_from_sums",
     "fisher_merge",
     "influence",
+    "matched",
     "merge_options",
+    "otfusion",
     "partial_traces",
     "private_sums",
     "regmean",

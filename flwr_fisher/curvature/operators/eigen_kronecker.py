@@ -88,6 +88,11 @@ class EigenKronecker(LayerCurvature):
         of_inputs = _in_basis(self.basis_A, inputs)
         return (of_inputs, one), (_in_basis(self.basis_G, outputs), one)
 
+    def with_rows(self, outputs: Tensor, inputs: Tensor) -> "EigenKronecker":
+        """Return the layer with the rows of both bases moved."""
+        A, G = self.basis_A[:, inputs], self.basis_G[:, outputs]
+        return self._with(A, G, self.moments)
+
     def _damped(self, share: float) -> "EigenKronecker":
         wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR
         basis = torch.linalg.qr(self.basis_G.to(wide))[0].to(self.basis_G)

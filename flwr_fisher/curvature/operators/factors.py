@@ -1,4 +1,7 @@
-"""The symmetric matrices that a layer's curvature is a product of."""
+"""The symmetric matrices that a layer's curvature is a product of.
+
+Long: two kinds of one interface, each with all of its algebra.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -55,6 +58,10 @@ class SymmetricFactor(ABC):
     @abstractmethod
     def plus_diagonal(self, entries: Tensor, factor: float = 1) -> "SymmetricFactor":
         """Return the matrices times a factor, plus diagonals ``[groups, n]``."""
+
+    @abstractmethod
+    def with_rows(self, order: Tensor) -> "SymmetricFactor":
+        """Return the matrices with their rows and columns in another order."""
 
     @abstractmethod
     def __matmul__(self, right: Tensor) -> Tensor: ...
@@ -162,6 +169,12 @@ class DenseFactor(SymmetricFactor):
         scaled = self.scaled(float(factor))
         rest = entries if scaled.rest is None else scaled.rest + entries
         return DenseFactor(self.matrix, scaled.scale, rest)
+
+    def with_rows(self, order: Tensor) -> "DenseFactor":
+        """Return the matrices with rows and columns moved."""
+        rest = None if self.rest is None else self.rest[:, order]
+        matrix = self.matrix[:, order.unsqueeze(1), order]
+        return DenseFactor(matrix, self.scale, rest)
 
     def __matmul__(self, right: Tensor) -> Tensor:
         return self._completed(self.matrix @ right, right, -1)
@@ -273,6 +286,12 @@ class LowRankFactor(SymmetricFactor):
         rest = self.rest * factor + entries
         lengths = self.lengths * factor**0.5
         return LowRankFactor(self.directions, lengths, rest, self.rows)
+
+    def with_rows(self, order: Tensor) -> "LowRankFactor":
+        """Return it with the rows of the directions moved."""
+        rows = None if self.rows is None else self.rows[:, order]
+        rest = self.rest[:, order]
+        return LowRankFactor(self.directions[:, order], self.lengths, rest, rows)
 
     def __matmul__(self, right: Tensor) -> Tensor:
         vectors = self.vectors()

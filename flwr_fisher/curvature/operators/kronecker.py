@@ -99,6 +99,12 @@ class Kronecker(LayerCurvature):
         A, G = self.of_inputs, self.of_outputs
         return (A, G.trace()), (G, A.trace())
 
+    def with_rows(self, outputs: Tensor, inputs: Tensor) -> "Kronecker":
+        """Return the layer with both factors' rows and columns moved."""
+        return self._with(
+            self.of_inputs.with_rows(inputs), self.of_outputs.with_rows(outputs)
+        )
+
     def _with(self, A: SymmetricFactor, G: SymmetricFactor) -> "Kronecker":
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)
 

@@ -67,6 +67,30 @@ class LayerCurvature(Curvature):
         factor and what it is to be multiplied by, ``[groups]``, so that none is copied.
         """
 
+    def renumbered(
+        self, outputs: Tensor | None, inputs: Tensor | None
+    ) -> "LayerCurvature":
+        """Return the curvature of the layer with its units in another order.
+
+        Parameters
+        ----------
+        outputs, inputs : Tensor, optional
+            Which of the layer's outputs, and of its inputs (channels of a convolution),
+            is at each new place. A layer of several groups has none.
+        """
+        _, rows, columns = self.matrix_shape
+        left = torch.arange(rows) if outputs is None else outputs
+        right = torch.arange(columns)  # the bias's stays the last
+        if inputs is not None:
+            kernel = self.weight_shape[2:].numel()
+            moved = inputs.unsqueeze(1) * kernel + torch.arange(kernel)
+            right[: moved.numel()] = moved.flatten()
+        return self.with_rows(left, right)
+
+    @abstractmethod
+    def with_rows(self, outputs: Tensor, inputs: Tensor) -> "LayerCurvature":
+        """Return the curvature with rows and columns of :meth:`as_matrices` moved."""
+
     def as_matrices(self, vector: Params) -> Tensor:
         """Return the layer as ``[groups, out / groups, n]``, the bias last."""
         bias = None if self.bias is None else vector[self.bias]

@@ -1,0 +1,258 @@
+"""Permuted networks are one; their curvatures go with them."""
+
+import copy
+from itertools import permutations
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from oracles import randn
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import LIFTED
+
+from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.curvature import Diagonal, fisher
+from flwr_fisher.errors import ConfigurationError, StructureError
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched, otfusion
+from flwr_fisher.merge.matching import match
+from flwr_fisher.merge.otfusion import transport
+from flwr_fisher.merge.units import chain_of, renumbered, renumbered_posterior
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.tasks import make_model
+from flwr_fisher.testing import LocalGrid
+
+
+def net(bias: bool = True) -> nn.Module:
+    """Two convolutions, a flattening, two linear layers."""
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, bias=bias),
+        nn.ReLU(),
+        nn.Conv2d(6, 5, 3, bias=bias),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(5 * 2 * 2, 9, bias=bias),
+        nn.ReLU(),
+        nn.Linear(9, 3, bias=bias),
+    ).double()
+
+
+def images(seed: int = 0, n: int = 12) -> torch.Tensor:
+    return randn(seed, n, 2, 6, 6, dtype=torch.float64)
+
+
+def drawn(layers, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randperm(one.outputs, generator=generator) for one in layers[:-1]]
+
+
+def posterior_of(model: nn.Module, structure: str, n: int = 10) -> LocalPosterior:
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(images(1), torch.zeros(12)), batch_size=4)
+    return LocalPosterior(
+        shared_state(model), fisher(model, loader, structure=structure), n
+    )
+
+
+def loaded(params, bias: bool = True) -> nn.Module:
+    model = net(bias)
+    model.load_state_dict(dict(params))
+    return model
+
+
+def same(left, right, tolerance: float = 1e-12) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        torch.testing.assert_close(right[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_renumbered_network_computes_the_same(bias: bool) -> None:
+    torch.manual_seed(0)
+    model = net(bias)
+    params = shared_state(model)
+    layers = chain_of(params)
+    assert [one.repeats for one in layers] == [1, 1, 4, 1]
+    other = renumbered(params, layers, drawn(layers, 1))
+    assert not torch.equal(other["0.weight"], params["0.weight"])
+    torch.testing.assert_close(loaded(other, bias)(images()), model(images()))
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_its_curvature_is_that_of_the_renumbered_network(
+    structure: str, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    before = posterior_of(net(bias), structure)
+    layers = chain_of(before.params)
+    orders = drawn(layers, 2)
+    moved = renumbered_posterior(before, layers, orders)
+    direct = posterior_of(loaded(moved.params, bias), structure).curvature
+    probe = {k: randn(5, *s, dtype=torch.float64) for k, s in direct.shapes.items()}
+    same(direct @ probe, {k: (moved.curvature @ probe)[k] for k in direct.shapes}, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "cnn-bias"])
+def test_permuted_copies_match_exactly(name: str) -> None:
+    params = shared_state(make_model(name, shape=(1, 28, 28), num_classes=10, seed=3))
+    layers = chain_of(params)
+    for seed in range(3):
+        copy = renumbered(params, layers, drawn(layers, seed))
+        back = renumbered(copy, layers, match(copy, params, layers))
+        same(params, back, 0)
+
+
+def test_the_merge_of_permuted_copies_is_the_network() -> None:
+    torch.manual_seed(0)
+    one = posterior_of(net(), "kfac", 30)
+    layers = chain_of(one.params)
+    clients = [one]
+    for seed in range(3):
+        copy = renumbered_posterior(one, layers, drawn(layers, seed))
+        clients.append(LocalPosterior(copy.params, copy.curvature, 10 + seed))
+    assert (fedavg(clients)["0.weight"] - one.params["0.weight"]).abs().max() > 0.01
+    same(one.params, fedfisher(matched(clients)).params, 1e-9)
+
+
+def test_unlike_networks_come_nearer_and_compute_the_same() -> None:
+    torch.manual_seed(0)
+    clients = [posterior_of(net(), "diagonal", n) for n in (5, 20, 10)]
+    there = matched(clients)
+
+    def spread(every) -> float:
+        mean = fedavg(every)
+        return sum(
+            p.num_examples * float((value - mean[name]).square().sum())
+            for p in every
+            for name, value in p.params.items()
+        )
+
+    assert spread(there) < 0.97 * spread(clients)
+    for before, after in zip(clients, there, strict=True):
+        left, right = (loaded(each.params)(images()) for each in (before, after))
+        torch.testing.assert_close(right, left)
+        assert after.num_examples == before.num_examples
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+            "1.weight",
+        ),
+        (nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2)), "1.weight"),
+        (nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 8, 3, groups=4)), "1.weight"),
+        (nn.LayerNorm(3), "weight"),
+    ],
+)
+def test_what_is_no_chain_is_refused_by_name(model: nn.Module, name: str) -> None:
+    with pytest.raises(StructureError, match=f"'{name}'"):
+        chain_of(shared_state(model))
+
+
+def test_a_dense_curvature_is_refused_with_the_way_out() -> None:
+    torch.manual_seed(0)
+    client = posterior_of(net(bias=False), "dense")
+    with pytest.raises(StructureError, match="take structure='kfac'"):
+        matched([client, client])
+
+
+# OTFusion
+
+
+def rival(name: str, seed: int) -> dict[str, torch.Tensor]:
+    return shared_state(make_model(name, shape=(1, 28, 28), num_classes=10, seed=seed))
+
+
+def plain(params, n: int) -> LocalPosterior:
+    ones = {k: torch.ones_like(v) for k, v in params.items()}
+    return LocalPosterior(params, Diagonal(ones), n)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "cnn-bias"])
+def test_otfusion_of_permuted_copies_is_the_network(name: str) -> None:
+    params = rival(name, 3)
+    layers = chain_of(params)
+    copies = [renumbered(params, layers, drawn(layers, seed)) for seed in range(3)]
+    clients = [plain(params, 30), *(plain(copy, 10) for copy in copies)]
+    same(params, otfusion(clients), 1e-6)
+
+
+def test_each_layers_transport_is_the_cheapest_of_all_permutations() -> None:
+    ours, theirs = (
+        nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.Linear(4, 2))
+        for _ in range(2)
+    )
+    one, other = shared_state(ours), shared_state(theirs)
+    orders = transport(one, other, chain_of(one))
+    inputs = torch.arange(3)
+    for name, order in zip(("0", "2"), orders, strict=True):
+        rows, columns = (
+            torch.cat([p[f"{name}.weight"], p[f"{name}.bias"].unsqueeze(1)], 1).double()
+            for p in (other, one)
+        )
+        columns = torch.cat([columns[:, inputs], columns[:, -1:]], 1)
+        every = [
+            (
+                sum(
+                    float((r - columns[j]).norm()) for r, j in zip(rows, p, strict=True)
+                ),
+                p,
+            )
+            for p in permutations(range(len(rows)))
+        ]
+        assert tuple(order.tolist()) == min(every)[1]
+        inputs = order
+
+
+# In FedFisher
+
+
+def test_fedfisher_merges_clients_that_did_not_start_from_one_model() -> None:
+    """Each has the server's model with its units in another order, and trains none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3))
+    params = shared_state(model)
+    layers = chain_of(params)
+    data = TensorDataset(randn(0, 12, 3), torch.arange(12) % 3)
+
+    def client_fn(context: Context) -> FisherClient:
+        orders = drawn(layers, int(context.node_config["partition-id"]))
+
+        def shuffle(model: nn.Module, *_: object) -> dict[str, float]:
+            model.load_state_dict(renumbered(params, layers, orders))
+            return {}
+
+        loader = DataLoader(data, batch_size=4)
+        own = copy.deepcopy(model)
+        return FisherClient(own, loader, train_fn=shuffle, device="cpu")
+
+    def merged(**options: bool) -> torch.Tensor:
+        grid = LocalGrid(make_client_app(client_fn), 3)
+        strategy = FedFisherOneShot(
+            codec="lossless", fraction_evaluate=0.0, policy=LIFTED, **options
+        )
+        result = strategy.start(grid, ArrayRecord(params))
+        model.load_state_dict(result.arrays.to_torch_state_dict())
+        return model(data.tensors[0]).detach()
+
+    before = model(data.tensors[0]).detach()
+    torch.testing.assert_close(merged(matching=True), before, rtol=0, atol=1e-5)
+    assert (merged() - before).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("options", [{"structure": "dense"}, {"aggregate": "sums"}])
+def test_what_cannot_be_matched_is_refused_at_construction(options) -> None:
+    with pytest.raises(ConfigurationError, match="matching=True needs"):
+        FedFisherOneShot(matching=True, **options)
+
+
+def test_a_model_without_a_chain_is_refused_before_training() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    grid = LocalGrid(make_client_app(lambda context: None), 3)
+    strategy = FedFisherOneShot(matching=True)
+    with pytest.raises(StructureError, match=r"'1\.weight' of shape"):
+        strategy.start(grid, ArrayRecord(shared_state(model)))
