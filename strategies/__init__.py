@@ -9,6 +9,7 @@ from flwr_fisher.server.secure_options import SecureSums
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import (
+    AFL,
     DONE,
     GIANT,
     FedExP,
@@ -24,6 +25,7 @@ from flwr_fisher.strategies.fedfisher import FedFisherOneShot
 from flwr_fisher.strategies.tct import TCT
 
 __all__ = [
+    "AFL",
     "DONE",
     "FAGH",
     "GIANT",

@@ -2,6 +2,7 @@
 
 from flwr_fisher.tangent.average import tct_average, tct_control
 from flwr_fisher.tangent.features import TangentFeatures
+from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head, head_sums
 from flwr_fisher.tangent.model import TCTModel
 from flwr_fisher.tangent.regression import tct_residual, tct_steps, tct_update
 from flwr_fisher.tangent.spectrum import (
@@ -19,13 +20,16 @@ from flwr_fisher.tangent.standardisation import (
 
 __all__ = [
     "FeatureMoments",
+    "HeadSums",
     "Spectrum",
     "TCTModel",
     "TangentFeatures",
     "check_lr",
+    "closed_form_head",
     "combine_moments",
     "feature_moments",
     "gram_spectrum",
+    "head_sums",
     "largest_safe_lr",
     "standardisation",
     "tct_average",

@@ -6,6 +6,7 @@ from flwr_fisher.wire.codec import CODECS, Codec, get_codec
 from flwr_fisher.wire.covariance_upload import CovarianceUpload
 from flwr_fisher.wire.fisher_product import FisherProduct
 from flwr_fisher.wire.fisher_upload import FisherUpload
+from flwr_fisher.wire.head_upload import HeadUpload
 from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
 from flwr_fisher.wire.options import LIBRARY, named_options, split_config
 from flwr_fisher.wire.payload import Payload
@@ -27,6 +28,7 @@ __all__ = [
     "CovarianceUpload",
     "FisherProduct",
     "FisherUpload",
+    "HeadUpload",
     "Payload",
     "ProductUpload",
     "Roster",

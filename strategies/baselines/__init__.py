@@ -1,5 +1,6 @@
 """Methods that the four algorithms are compared with."""
 
+from flwr_fisher.strategies.baselines.afl import AFL
 from flwr_fisher.strategies.baselines.done import DONE
 from flwr_fisher.strategies.baselines.fedexp import FedExP
 from flwr_fisher.strategies.baselines.fedga import FedGA
@@ -10,6 +11,7 @@ from flwr_fisher.strategies.baselines.scaffold import Scaffold
 from flwr_fisher.strategies.baselines.secure_fedavg import SecureFedAvg
 
 __all__ = [
+    "AFL",
     "DONE",
     "GIANT",
     "FedExP",

@@ -1,6 +1,7 @@
 """What clients compute, a file a method: ``(LocalProblem, Request) -> Reply``."""
 
 from flwr_fisher.client.jobs import (
+    afl,
     direction,
     displaced,
     evaluate,
@@ -16,6 +17,7 @@ from flwr_fisher.client.jobs.registry import Job, get_job, register_job
 
 # Each of these registers its job.
 BUILT_IN = (
+    afl,
     direction,
     displaced,
     evaluate,

@@ -1,0 +1,160 @@
+"""A linear head on a frozen backbone, in closed form: analytic learning."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flwr_fisher.curvature.batches import batches_on
+from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.errors import DataError, StructureError, check_range
+from flwr_fisher.tangent.head import linear_layer
+
+
+@dataclass(frozen=True)
+class HeadSums:
+    r"""What a linear regression on features needs of the data, and no more.
+
+    Sums over clients are those of their pooled data.
+
+    Parameters
+    ----------
+    gram : Tensor
+        :math:`\sum x x^\top`, ``[f, f]`` in float64; with a bias every x ends in a 1.
+    cross : Tensor
+        :math:`\sum x y^\top`, ``[f, C]`` in float64.
+    count : float
+        Over how many rows; a sequence has one for each of its positions.
+    """
+
+    gram: Tensor
+    cross: Tensor
+    count: float
+
+    @staticmethod
+    def total(every: Sequence["HeadSums"]) -> "HeadSums":
+        """Return the sums over several clients."""
+        return HeadSums(
+            torch.stack([each.gram for each in every]).sum(0),
+            torch.stack([each.cross for each in every]).sum(0),
+            sum(each.count for each in every),
+        )
+
+
+def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
+    """Return the sums of a client's data at a model's last linear layer.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Used in eval mode, and left as it was.
+    loader : Iterable
+        Batches ``(inputs, labels)``; labels are classes, or what a regression predicts,
+        with as many numbers an example as the head has outputs.
+    head : str
+        The linear layer, called once, whose inputs are the features.
+
+    Raises
+    ------
+    DataError
+        If there are no examples, or labels do not fit the head.
+    StructureError
+        If the head is not called once.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    >>> batch = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([0, 1])
+    >>> head_sums(model, [batch], "0").cross
+    tensor([[1., 0.],
+            [2., 1.]], dtype=torch.float64)
+    """
+    layer = linear_layer(model, head)
+    inputs_of: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs_of.append(args[0]))
+    gram: Tensor | float = 0.0
+    cross: Tensor | float = 0.0
+    count = 0
+    try:
+        with evaluating(model), torch.no_grad():
+            for inputs, labels in batches_on(loader, layer.weight.device):
+                inputs_of.clear()
+                model(inputs)
+                x = _features(inputs_of, layer, head)
+                y = _targets(labels, len(x), layer.out_features)
+                gram, cross = gram + x.mT @ x, cross + x.mT @ y.to(x)
+                count += len(x)
+    finally:
+        handle.remove()
+    if not count:
+        raise DataError("the loader yields no examples")
+    assert isinstance(gram, Tensor)
+    assert isinstance(cross, Tensor)
+    return HeadSums(gram.cpu(), cross.cpu(), count)
+
+
+def closed_form_head(sums: HeadSums, *, bias: bool, ridge: float) -> tuple[Tensor, ...]:
+    r"""Return the head of the ridge regression on features, over all of the data.
+
+    .. math:: W = \Big(\sum x x^\top + \lambda I\Big)^{-1} \sum x y^\top
+
+    Analytic federated learning (AFL; He et al., CVPR 2025) reaches it from clients'
+    solutions; of sums it is one solve, whatever the split.
+
+    Parameters
+    ----------
+    sums : HeadSums
+        Over all clients.
+    bias : bool
+        Whether every x ends in a 1; its weight, the bias, is not drawn to 0.
+    ridge : float
+        :math:`\lambda` as a share of the features' mean square, at least 0. Features
+        that are linearly dependent need some.
+
+    Returns
+    -------
+    tuple[Tensor, ...]
+        The weight ``[C, f]``, and the bias ``[C]`` if there is one; in float64. Of
+        several solutions it is the shortest.
+    """
+    check_range("ridge", ridge, 0)
+    penalty = torch.ones(len(sums.gram), dtype=sums.gram.dtype)
+    if bias:
+        penalty[-1] = 0
+    penalty *= ridge * float((sums.gram.diagonal() * penalty).sum() / penalty.sum())
+    inverse = torch.linalg.pinv(sums.gram + torch.diag(penalty), hermitian=True)
+    solution = (inverse @ sums.cross).mT.contiguous()
+    return (solution[:, :-1], solution[:, -1]) if bias else (solution,)
+
+
+def _features(inputs_of: Sequence[Tensor], layer: nn.Linear, head: str) -> Tensor:
+    """Return the head's inputs, a row each, with a 1 at the end for its bias."""
+    if len(inputs_of) != 1:
+        raise StructureError(
+            f"head '{head}' is called {len(inputs_of)} times in a forward pass, and "
+            "its inputs are features where it is called once: pass another one's name"
+        )
+    x = inputs_of[0].flatten(0, -2).double()
+    return x if layer.bias is None else F.pad(x, (0, 1), value=1.0)
+
+
+def _targets(labels: Any, rows: int, outputs: int) -> Tensor:
+    """Return what is regressed on, ``[rows, C]``: ones for classes, or numbers."""
+    if not isinstance(labels, Tensor):
+        raise DataError(f"examples have labels of type {type(labels).__name__}")
+    if labels.is_floating_point():
+        if labels.numel() != rows * outputs:
+            raise DataError(
+                f"labels of shape {tuple(labels.shape)} for {rows} rows of {outputs} "
+                "outputs"
+            )
+        return labels.reshape(rows, outputs)
+    if labels.numel() != rows or not 0 <= labels.min() <= labels.max() < outputs:
+        raise DataError(
+            f"labels of shape {tuple(labels.shape)} from {int(labels.min())} to "
+            f"{int(labels.max())} for {rows} rows and {outputs} classes"
+        )
+    return F.one_hot(labels.flatten(), outputs)

@@ -1,0 +1,142 @@
+"""The upload for a head in closed form: sums over a client's data, and no parameters.
+
+``head/gram``, ``head/cross``
+    the second moments of the features and their products with the targets, ``[f, f]``
+    and ``[f, C]`` in float64, of features that end in a 1 where the head has a bias;
+``head/count``
+    over how many rows, float64;
+``head/format``
+    JSON with the head's weight, the same for all clients.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from flwr.app import ArrayRecord
+
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.tangent.frozen_head import HeadSums
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.checks import check_layout, check_second_moment
+from flwr_fisher.wire.codec import FORMAT_VERSION, check_version
+from flwr_fisher.wire.container import parse_text, text_of
+from flwr_fisher.wire.payload import Payload
+
+_GRAM, _CROSS, _COUNT = "head/gram", "head/cross", "head/count"
+_FORMAT = "head/format"
+_SLACK = 4096  # bytes that one array's headers may take
+
+
+@dataclass(frozen=True)
+class HeadUpload(Payload):
+    """A client's sums.
+
+    Parameters
+    ----------
+    weight : str
+        The head's weight, ``[C, f]``.
+    bias : str | None
+        Its bias, if it has one.
+    sums : HeadSums
+        Over the client's data.
+    """
+
+    disagreement: ClassVar[tuple[str, str]] = (
+        _FORMAT,
+        "has another head than most clients'",
+    )
+
+    weight: str
+    bias: str | None
+    sums: HeadSums
+
+    def layout(self) -> tuple[str, ...]:
+        """Return the head's name, which clients must share."""
+        return (self.weight, str(self.bias))
+
+    def masses(self) -> dict[str, float]:
+        """Return the features' mean square."""
+        sums = self.sums
+        return {_GRAM: float(sums.gram.diagonal().sum()) / sums.count}
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with lighter sums, of the same solution."""
+        factor = factors.get(_GRAM, 1.0)
+        sums = self.sums
+        lighter = replace(sums, gram=factor * sums.gram, cross=factor * sums.cross)
+        return replace(self, sums=lighter)
+
+    def reweighted(self, factor: float) -> Self:
+        """Return the sums of a client with `factor` times as many examples."""
+        sums = self.sums
+        more = HeadSums(factor * sums.gram, factor * sums.cross, factor * sums.count)
+        return replace(self, sums=more)
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels; it is lossless."""
+        about = {"version": FORMAT_VERSION, "weight": self.weight, "bias": self.bias}
+        tensors = {
+            _FORMAT: text_of(about),
+            _GRAM: self.sums.gram,
+            _CROSS: self.sums.cross,
+            _COUNT: torch.tensor(self.sums.count, dtype=torch.float64),
+        }
+        return tensors_to_arrays(tensors)
+
+    @classmethod
+    def from_arrays(cls, record: ArrayRecord, like: Params) -> "HeadUpload":
+        """Read and check a record, none of which is trusted.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            What arrived.
+        like : Mapping[str, Tensor]
+            The parameters that were sent out, the head's among them.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is missing, unexpected, unreadable, of another shape or
+            dtype, not finite, or no second moment; or if there is no such head.
+        """
+        tensors = arrays_to_tensors(record, limit=_largest(like), most=4)
+        weight, bias = _head(parse_text(tensors.pop(_FORMAT, None), _FORMAT), like)
+        classes, features = like[weight].shape
+        features += bias is not None
+        shapes = {_GRAM: (features, features), _CROSS: (features, classes), _COUNT: ()}
+        for key, shape in shapes.items():
+            if key not in tensors:
+                raise WireError("missing", field=key)
+            check_layout(key, tensors[key], torch.Size(shape), torch.float64)
+        for key in tensors.keys() - shapes.keys():
+            raise WireError("unexpected key", field=key)
+        count = float(tensors[_COUNT])
+        if count <= 0:
+            raise WireError(f"must be positive, got {count:g}", field=_COUNT)
+        check_second_moment(_GRAM, tensors[_GRAM].unsqueeze(0))
+        return cls(weight, bias, HeadSums(tensors[_GRAM], tensors[_CROSS], count))
+
+
+def _largest(like: Params) -> int:
+    """Return how many bytes the sums of any of a model's linear layers may take."""
+    shapes = [value.shape for value in like.values() if value.dim() == 2]
+    numbers = [(f + 1) * (f + 1 + c) for c, f in shapes]
+    return 8 * max(numbers, default=0) + 4 * _SLACK
+
+
+def _head(about: object, like: Params) -> tuple[str, str | None]:
+    """Return the names of the head's weight and bias."""
+    found = check_version(about, field=_FORMAT)
+    weight, bias = found.get("weight"), found.get("bias")
+    if not isinstance(weight, str) or weight not in like or like[weight].dim() != 2:
+        raise WireError(f"no linear layer's weight: {str(weight)!r:.80}", field=_FORMAT)
+    outputs = like[weight].shape[:1]
+    if bias is None:
+        return weight, None
+    if not isinstance(bias, str) or bias not in like or like[bias].shape != outputs:
+        raise WireError(f"no bias of it: {str(bias)!r:.80}", field=_FORMAT)
+    return weight, bias

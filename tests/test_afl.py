@@ -1,0 +1,304 @@
+"""AFL: whatever the split, the head is the pooled data's ridge regression."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_strategy_contract as contract
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, Context
+from oracles import randn
+from test_secure_sums import secure_app
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import (
+    LIFTED,
+    ask,
+    change_array,
+    drop_array,
+    set_array,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_model,
+)
+
+from flwr_fisher.client import FisherClient, make_client_app
+from flwr_fisher.errors import ConfigurationError, DataError, StructureError, WireError
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import AFL, SecureSums
+from flwr_fisher.tangent import HeadSums, closed_form_head, head_sums
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import HeadUpload, arrays_to_tensors
+
+ROW = contract.Row(AFL, {})
+TASK = {"job": "afl", "head": ""}
+N, WIDTH, CLASSES = 90, 7, 3
+
+
+def backbone(bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES, bias=bias)
+    ).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x = randn(1, N, 4, dtype=torch.float64)
+    return x, x[:, :3].argmax(1)
+
+
+def pooled(model: nn.Module, ridge: float, targets: Tensor | None = None) -> Tensor:
+    """The ridge regression as least squares with rows for its penalty."""
+    x, y = data()
+    features = model[:2](x).detach()
+    wanted = F.one_hot(y, CLASSES).double() if targets is None else targets
+    penalty = ridge * features.square().mean() * N
+    rows = penalty.sqrt() * torch.eye(WIDTH, dtype=torch.float64)
+    if model[2].bias is not None:
+        features = torch.cat([features, torch.ones(N, 1)], 1)
+        rows = torch.cat([rows, torch.zeros(WIDTH, 1)], 1)
+    both = torch.cat([features, rows]), torch.cat([wanted, torch.zeros(WIDTH, CLASSES)])
+    return torch.linalg.lstsq(*both).solution.mT
+
+
+SPLITS = {
+    "one client": [list(range(N))],
+    "equal": [list(range(i, N, 3)) for i in range(3)],
+    "one example": [[0], list(range(1, N))],
+    "by class": [(data()[1] == c).nonzero().flatten().tolist() for c in range(3)],
+    "ninety clients": [[i] for i in range(N)],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_head_is_the_pooled_regression(split: str, bias: bool) -> None:
+    model, (x, y) = backbone(bias), data()
+    every = [
+        head_sums(model, DataLoader(TensorDataset(x[own], y[own]), 32), "2")
+        for own in SPLITS[split]
+    ]
+    for ridge in (1e-6, 1e-2, 1.0):
+        found = closed_form_head(HeadSums.total(every), bias=bias, ridge=ridge)
+        whole = torch.cat([each.reshape(CLASSES, -1) for each in found], 1)
+        torch.testing.assert_close(whole, pooled(model, ridge), rtol=1e-6, atol=1e-8)
+
+
+def test_numbers_are_regressed_on_as_they_are() -> None:
+    model, (x, _) = backbone(), data()
+    targets = randn(5, N, CLASSES, dtype=torch.float64)
+    sums = head_sums(model, [(x, targets)], "2")
+    whole = torch.cat(
+        [e.reshape(CLASSES, -1) for e in closed_form_head(sums, bias=True, ridge=0.1)],
+        1,
+    )
+    torch.testing.assert_close(whole, pooled(model, 0.1, targets))
+
+
+def test_a_sequence_has_a_row_for_each_position() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    tokens, labels = (
+        torch.arange(12).reshape(2, 6) % 5,
+        torch.arange(12).reshape(2, 6) % 4,
+    )
+    sums = head_sums(model, [(tokens, labels)], "1")
+    assert sums.count == 12
+    x = F.pad(model[0](tokens).detach().reshape(12, 4).double(), (0, 1), value=1.0)
+    torch.testing.assert_close(sums.gram, x.mT @ x)
+    torch.testing.assert_close(
+        sums.cross, x.mT @ F.one_hot(labels.flatten(), 5).double()
+    )
+
+
+def test_dependent_features_without_a_ridge_give_the_shortest_solution() -> None:
+    x = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+    sums = head_sums(nn.Sequential(nn.Linear(2, 2, bias=False)), [(x, x)], "0")
+    (weight,) = closed_form_head(sums, bias=False, ridge=0.0)
+    torch.testing.assert_close(weight, torch.full((2, 2), 0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ((torch.zeros(2, 4), torch.tensor([0, 3])), "from 0 to 3 for 2 rows and 3"),
+        ((torch.zeros(2, 4), torch.tensor([-1, 0])), "from -1 to 0"),
+        ((torch.zeros(2, 4), torch.zeros(2, 2)), "of 3 outputs"),
+        ((torch.zeros(2, 4), torch.zeros(3).long()), "for 2 rows"),
+        (torch.zeros(2, 4), "labels of type NoneType"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(batch: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        head_sums(backbone().float(), [batch], "2")
+
+
+def test_no_examples_are_refused() -> None:
+    with pytest.raises(DataError, match="no examples"):
+        head_sums(backbone(), [], "2")
+
+
+def test_a_head_that_is_called_twice_is_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.head(x))
+
+    with pytest.raises(StructureError, match="called 2 times"):
+        head_sums(Twice(), [(torch.zeros(2, 4), torch.zeros(2).long())], "head")
+
+
+# The strategy
+
+
+def run(app: Any = None, clients: int = 3, **own: Any) -> Any:
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return ROW(**{"policy": LIFTED, **own}).start(grid, tiny_arrays())
+
+
+def test_the_head_is_set_and_nothing_else() -> None:
+    result = run()
+    before, after = (arrays_to_tensors(a) for a in (tiny_arrays(), result.arrays))
+    changed = {k for k in before if not torch.equal(before[k], after[k])}
+    assert changed == {"3.weight", "3.bias"}
+    assert result.details.count == 8 + 10 + 12
+    assert result.train_metrics_clientapp[1]["num-rows"] == 30
+
+
+def test_any_split_of_the_same_data_gives_the_same_model() -> None:
+    x, y = data()
+
+    def app(parts: list[list[int]]) -> Any:
+        def client_fn(context: Context) -> FisherClient:
+            own = parts[int(context.node_config["partition-id"])]
+            loader = DataLoader(TensorDataset(x[own], y[own]), batch_size=32)
+            return FisherClient(backbone(), loader, device="cpu")
+
+        return make_client_app(client_fn)
+
+    few: dict[str, Any] = {"min_train_nodes": 1, "min_available_nodes": 1}
+    models = []
+    for name in ("one client", "equal", "by class", "one example"):
+        grid = LocalGrid(app(SPLITS[name]), len(SPLITS[name]))
+        start = ArrayRecord(shared_state(backbone()))
+        result = ROW(policy=LIFTED, **few).start(grid, start)
+        models.append(arrays_to_tensors(result.arrays))
+    for model in models[1:]:
+        for key, value in models[0].items():
+            torch.testing.assert_close(model[key], value, rtol=1e-6, atol=1e-8)
+
+
+def test_a_secure_sum_gives_the_same_head(tmp_path: Path) -> None:
+    app = secure_app(tmp_path)
+    plain = run(app, ridge=0.01)
+    secure = run(app, ridge=0.01, secure=SecureSums(bits=64))
+    for key, value in arrays_to_tensors(plain.arrays).items():
+        other = arrays_to_tensors(secure.arrays)[key]
+        torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    whole = run()
+    grid = LocalGrid(tiny_app(), 3)
+    strategy = ROW(policy=LIFTED)
+    kept: dict[str, Any] = {"checkpoint_dir": tmp_path}
+    strategy.start(grid, tiny_arrays(), **kept)
+    again = ROW(policy=LIFTED).start(grid, tiny_arrays(), **kept, resume=True)
+    assert contract.same_bits(whole.arrays, again.arrays)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="ridge"):
+        AFL(ridge=-1.0)
+
+
+SHARED = [
+    "test_node_ids_and_the_order_of_replies_do_not_matter",
+    "test_good_clients_leave_nothing_out",
+    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
+    "test_the_callers_records_are_left_as_they_were",
+    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
+    "test_records_travel_under_the_keys_that_were_asked_for",
+    "test_the_hooks_do_by_hand_what_start_does",
+    "test_flowers_own_loop_gives_the_same",
+    "test_arguments_out_of_range_are_named",
+]
+globals().update({name: getattr(contract, name) for name in SHARED})
+clock = contract.clock
+
+
+@pytest.fixture
+def row() -> contract.Row:
+    return ROW
+
+
+# What arrives
+
+
+def uploaded() -> ArrayRecord:
+    reply = ask(tiny_client(1), config=TASK)
+    (record,) = reply.content.array_records.values()
+    return record
+
+
+LIKE = shared_state(tiny_model())
+BAD = {
+    "no gram": (drop_array("head/gram"), "'head/gram': missing"),
+    "a key more": (set_array("head/more", [1.0]), "unexpected key"),
+    "NaN": (change_array("head/cross", lambda a: a * float("nan")), "'head/cross'"),
+    "shape": (change_array("head/cross", lambda a: a.T), "'head/cross'"),
+    "dtype": (change_array("head/gram", lambda a: a.astype("f4")), "'head/gram'"),
+    "negative": (change_array("head/gram", lambda a: -a), "'head/gram': negative"),
+    "skew": (change_array("head/gram", lambda a: a + a[:1]), "symmetric"),
+    "count": (change_array("head/count", lambda a: a * 0), "'head/count'"),
+    "format": (drop_array("head/format"), "'head/format'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_upload_is_refused_by_name(case: str) -> None:
+    tamper, says = BAD[case]
+    reply = ask(tiny_client(1), config=TASK)
+    tamper(reply.content)
+    (record,) = reply.content.array_records.values()
+    with pytest.raises(WireError, match=says):
+        HeadUpload.from_arrays(record, LIKE)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "says"),
+    [
+        ("9.weight", None, "no linear layer's weight: '9.weight'"),
+        ("1.weight", None, "no linear layer's weight: '1.weight'"),
+        ("3.weight", "1.bias", "no bias of it: '1.bias'"),
+        (3, None, "no linear layer's weight"),
+    ],
+)
+def test_a_head_that_there_is_not_is_refused(weight: Any, bias: Any, says: str) -> None:
+    good = HeadUpload.from_arrays(uploaded(), LIKE)
+    record = HeadUpload(weight, bias, good.sums).to_arrays()
+    with pytest.raises(WireError, match=says):
+        HeadUpload.from_arrays(record, LIKE)
+
+
+def test_what_a_policy_may_do_keeps_the_solution() -> None:
+    good = HeadUpload.from_arrays(uploaded(), LIKE)
+    solve = partial(closed_form_head, bias=True, ridge=0.1)
+    (half,) = (good.scaled(dict.fromkeys(good.masses(), 0.5), LIKE),)
+    for left, right in zip(solve(good.sums), solve(half.sums), strict=True):
+        torch.testing.assert_close(left, right)
+    double = good.reweighted(2.0).sums
+    assert double.count == 2 * good.sums.count
+    torch.testing.assert_close(double.gram, 2 * good.sums.gram)
+    assert tensors_of(ask(tiny_client(1), config=TASK)).keys() == {
+        "head/format",
+        "head/gram",
+        "head/cross",
+        "head/count",
+    }
