@@ -2,6 +2,7 @@
 
 from flwr_fisher.deprecation import moved_names
 from flwr_fisher.merge.fedfisher import fedfisher
+from flwr_fisher.merge.fedlpa import fedlpa
 from flwr_fisher.merge.fisher_merge import fisher_merge
 from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
@@ -32,6 +33,7 @@ __all__ = [
     "fedavg",
     "fedfisher",
     "fedfisher_from_sums",
+    "fedlpa",
     "fisher_merge",
     "influence",
     "matched",
