@@ -9,6 +9,7 @@ from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.matching import matched
 from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
 from flwr_fisher.merge.otfusion import otfusion
+from flwr_fisher.merge.pfnm import pfnm
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.regmean import regmean
@@ -40,6 +41,7 @@ __all__ = [
     "merge_options",
     "otfusion",
     "partial_traces",
+    "pfnm",
     "private_sums",
     "regmean",
     "sums_options",
