@@ -70,6 +70,10 @@ class FedFish(CurvatureStrategy):
         bytes, and normalising is left to an adaptive server optimiser (section 5.3).
     reduction : "sum" | "mean", default "sum"
         Of a client's squared mini-batch gradients.
+    balance : float, default 0
+        In [0, 1]: each client's Fisher is divided by that power of its trace; with 1
+        all count by their examples alone. A trace goes with the client's own loss, so
+        that without it the worst-fitted clients decide. Not in the paper.
     codec, budget
         As for :class:`FedFisherOneShot`, with ``upload="fisher"``.
     **kwargs
@@ -104,6 +108,7 @@ class FedFish(CurvatureStrategy):
         fisher_source: str = "extra-pass",
         upload: str = "fisher",
         reduction: str = "sum",
+        balance: float = 0.0,
         codec: str | Codec = "auto",
         budget: float | None = None,
         **kwargs: Any,
@@ -113,6 +118,7 @@ class FedFish(CurvatureStrategy):
         check_known("upload", upload, _UPLOADS)
         check_known("reduction", reduction, _REDUCTIONS)
         check_range("server_lr", server_lr, 0)
+        check_range("balance", balance, 0, 1)
         if self.secure is not None and codec not in ("auto", "lossless"):
             raise ConfigurationError(
                 f"codec={codec!r}: packed uploads cannot be summed under masks; leave "
@@ -129,11 +135,8 @@ class FedFish(CurvatureStrategy):
                 raise ConfigurationError(
                     "upload='product' has FedAvg's bytes as it is: leave codec out"
                 )
-        self.fisher_source, self.upload, self.reduction = (
-            fisher_source,
-            upload,
-            reduction,
-        )
+        self.fisher_source, self.upload = fisher_source, upload
+        self.reduction, self.balance = reduction, balance
         self.server_optimizer, self.server_lr = server_optimizer, server_lr
         self._make_optimizer = make_optimizer(server_optimizer, server_lr)
 
@@ -170,6 +173,8 @@ class FedFish(CurvatureStrategy):
             "fisher-reduction": self.reduction,
             "upload": self.upload,
         }
+        if self.balance:
+            options["fisher-balance"] = self.balance
         if self.upload == "product":
             return options
         if self.secure is not None:

@@ -128,6 +128,10 @@ def on_the_plane(context: Context) -> FisherClient:
         ({"server_lr": 0.5}, [5 / 6, 1]),
         # The mean over client 1's two batches halves its F: 4, 0 and 1/2, 1.
         ({"reduction": "mean"}, [(1 * 4 * 2 + 2 * 0.5 * 1) / (4 + 2 * 0.5), 2]),
+        # Of traces 4 and 3, F becomes 1, 0 and 1/3, 2/3; or by their roots 2, 0 and …
+        ({"balance": 1.0}, [(1 * 1 * 2 + 2 / 3 * 1) / (1 + 2 / 3), 2]),
+        ({"balance": 1.0, "reduction": "mean"}, [(2 + 2 / 3) / (1 + 2 / 3), 2]),
+        ({"balance": 0.5}, [(2 * 2 + 2 / 3**0.5) / (2 + 2 / 3**0.5), 2]),
         # While training, the gradients were (-4, 0), and (-2, -2) and (0, -2).
         ({"fisher_source": "last-epoch"}, [(16 * 2 + 2 * 4 * 1) / (16 + 2 * 4), 2]),
         # (1·4·(-2) + 2·1·(-1)) / 3 and 2·2·(-2) / 3 have a sign: Adam's first step.
@@ -138,7 +142,17 @@ def on_the_plane(context: Context) -> FisherClient:
         # AdaGrad too, and torch's starts from zero.
         ({"server_optimizer": "adagrad", "server_lr": 0.25}, [0.25, 0.25]),
     ],
-    ids=["paper", "server-lr", "mean", "last-epoch", "product", "adagrad"],
+    ids=[
+        "paper",
+        "server-lr",
+        "mean",
+        "balance",
+        "all",
+        "root",
+        "last-epoch",
+        "product",
+        "adagrad",
+    ],
 )
 def test_one_round_is_what_a_pencil_gives(
     options: dict[str, Any], expected: list[float]
@@ -689,6 +703,7 @@ def test_the_hooks_do_what_start_does(name: str) -> None:
     ("options", "text"),
     [
         ({"server_lr": -1.0}, "server_lr must be >= 0, got -1.0"),
+        ({"balance": 1.5}, "balance must be in [0, 1], got 1.5"),
         ({"server_optimizer": "lbfgs"}, "optimizer 'lbfgs': it calls a closure"),
         ({"server_optimizer": 3}, "optimizer takes a name or a factory"),
         ({"upload": "product"}, "upload='product' needs an adaptive server_optimizer"),

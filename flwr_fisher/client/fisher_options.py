@@ -19,7 +19,13 @@ from flwr_fisher.curvature import (
     check_options,
     fisher,
 )
-from flwr_fisher.errors import ClientError, DataError, check_known, check_positive
+from flwr_fisher.errors import (
+    ClientError,
+    DataError,
+    check_known,
+    check_positive,
+    check_range,
+)
 from flwr_fisher.merge import DiagonalSums, LocalPosterior, contribution
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.progress import count_of, watching
@@ -55,6 +61,8 @@ class FisherOptions:
         Where a Fisher of squared batch gradients is taken.
     reduction : "mean" | "sum"
         Of squared batch gradients.
+    balance : float
+        The power of its trace that a Fisher is divided by, in [0, 1].
     upload : "fisher" | "product" | "summands"
         Parameters and Fisher, or each step times its Fisher, or all three.
     aggregate : "parts" | "sums" | "private-sums"
@@ -74,6 +82,7 @@ class FisherOptions:
     weight_sharing: str
     source: str
     reduction: str
+    balance: float
     upload: str
     aggregate: str
     clipping_norm: float
@@ -113,6 +122,7 @@ class FisherOptions:
             str(options.get("weight-sharing", "expand")),
             str(options.get("fisher-source", "extra-pass")),
             str(options.get("fisher-reduction", "mean")),
+            real_number(options, "fisher-balance", 0.0),
             str(options.get("upload", "fisher")),
             str(options.get("aggregate", "parts")),
             real_number(options, "clipping-norm", 1.0),
@@ -135,6 +145,7 @@ class FisherOptions:
         )
         check_known("fisher-source", self.source, _SOURCES)
         check_known("fisher-reduction", self.reduction, _REDUCTIONS)
+        check_range("fisher-balance", self.balance, 0, 1)
         check_known("upload", self.upload, _UPLOADS)
         check_known("aggregate", self.aggregate, (*AGGREGATES, _PRIVATE))
         if self.source == "last-epoch" and not isinstance(train_fn, LocalSGD):
@@ -219,14 +230,16 @@ class FisherOptions:
         return self._reduced(curvature, problem.trainloader)
 
     def _reduced(self, curvature: Curvature, loader: Any) -> Curvature:
-        """Return the sum over batches of what is a mean, where that is asked for."""
+        """Return it balanced, and as a sum over batches, where that is asked for."""
+        if self.balance and (trace := curvature.trace()):
+            curvature = curvature.scaled(trace**-self.balance)
         if self.reduction == "mean":
             return curvature
         try:
             batches = len(loader)
         except TypeError:  # a stream
             batches = sum(1 for _ in loader)
-        return curvature.scaled(batches)
+        return curvature.scaled(batches ** (1 - self.balance))
 
     def arrays(
         self,
