@@ -204,8 +204,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("epoch", [1, 3, 5])
-@pytest.mark.parametrize("kind", ["shuffled", "generator", "sampler"])
+@pytest.mark.parametrize(
+    ("kind", "epoch"), [("shuffled", 1), ("generator", 3), ("sampler", 5)]
+)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
     tmp_path: Path, loop: str, kind: str, epoch: int

@@ -257,7 +257,7 @@ def test_the_order_of_blocks_is_not_that_of_arrival() -> None:
 # --- the budget -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0.3, 0.4, 0.5, 0.75, 0.95, 1.0, 1.1, 1.5, 2.5, 4.0])
+@pytest.mark.parametrize("budget", [0.3, 0.75, 1.0, 2.5])
 @pytest.mark.parametrize(("name", "structure"), CASES)
 def test_a_reply_weighs_at_most_the_budget(
     name: str, structure: str, budget: float
