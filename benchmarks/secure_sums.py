@@ -1,6 +1,6 @@
 """What a secure sum costs, beside Flower's own on the same work.
 
-    python benchmarks/secure_sums.py [--clients 10 100] [--parameters 44000 1000000]
+    python benchmarks/secure_sums.py [--clients 10 100 1000] [--parameters 44000 1000000]
 
 One round of FedAvg over clients that have nothing to train, in one process, each with
 its own arrays: ``SecureFedAvg`` on the Message API, and Flower's legacy
@@ -8,7 +8,8 @@ its own arrays: ``SecureFedAvg`` on the Message API, and Flower's legacy
 threshold. A client's seconds are those in its ``ClientApp``; the server's are all
 others, with the serialisation of every message both ways. Bytes are what a client
 sends, all stages together. Medians of three runs; where a run takes minutes, one. What
-was measured before is taken from the cache.
+was measured before is taken from the cache; 1000 clients were measured beside other
+work, which slowed both.
 
 Flower's quantises to 22 bits in words of 32, within a range that is set beforehand
 (here -8 to 8), and weights by examples; ours to 32 bits, with an exponent for each
