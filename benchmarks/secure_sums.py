@@ -1,6 +1,6 @@
 """What a secure sum costs, beside Flower's own on the same work.
 
-    python benchmarks/secure_sums.py [--clients 10 100 1000] [--parameters 44000 1000000]
+    python benchmarks/secure_sums.py [--clients 10 1000] [--parameters 44000 1000000]
 
 One round of FedAvg over clients that have nothing to train, in one process, each with
 its own arrays: ``SecureFedAvg`` on the Message API, and Flower's legacy

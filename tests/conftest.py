@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def beside() -> Beside:
 def home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a test a home of its own: it leaves nothing, and finds nothing."""
     monkeypatch.setenv("HOME", f"{os.environ[_FOLDER]}/homes/{next(_HOMES)}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def power_stays() -> Iterator[None]:
+    """Wait for no disk: no test takes away the power, and a killed process needs none.
+
+    The forks of test_crashes.py begin in another process, and do wait.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -460,7 +460,7 @@ def many_batches(dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
     model = nn.Sequential(
         nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 3)
     )
-    x = torch.rand(400, 1, 6, generator=torch.Generator().manual_seed(1))
+    x = torch.rand(200, 1, 6, generator=torch.Generator().manual_seed(1))
     return model.to(dtype).eval(), list(x.to(dtype).split(1))
 
 

@@ -157,6 +157,7 @@ def test_inputs_that_cannot_be_made_are_refused(shape, mean, std) -> None:
 # Whole runs
 
 
+@torch.no_grad()
 def apart(student: nn.Module, models: list[nn.Module], batch: Tensor) -> float:
     student.eval()
     logits = torch.stack([model(batch) for model in models]).mean(0)

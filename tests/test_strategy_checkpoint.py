@@ -456,7 +456,7 @@ def test_a_damaged_round_is_named(tmp_path: Path, damage: str) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", ["empty", "one byte short", "zeros"])
 def test_a_damaged_upload_is_set_aside_and_its_client_asked_again(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

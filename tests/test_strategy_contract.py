@@ -778,8 +778,8 @@ BAD_EVALUATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "negative weight": ({"num-examples": -192}, "'num-examples': the weight must be"),
     "a list as loss": ({"loss": [1.0, 2.0]}, "it reports no 'loss'"),
     "NaN": ({"loss": NAN}, "it reports a 'loss' that is NaN or infinite"),
-    "100 000 metrics": (
-        {f"m{i}": 1.0 for i in range(100_000)},
+    "30 000 metrics": (
+        {f"m{i}": 1.0 for i in range(30_000)},
         "'metrics': 100003 metrics, and at most 1000 can be",
     ),
 }

@@ -297,8 +297,8 @@ def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(
     if (name, structure) not in CASES:
         pytest.skip("too large")
     params = params_of(LAYOUTS[name])
-    for bits in (None, 2, 5, 16):
-        for requested in (0.01, 0.3, 0.6):
+    for bits in (None, 2, 16):
+        for requested in (0.01, 0.6):
             codec = enough(Codec(requested, bits), params)
             for spectrum in ("flat", "zero"):
                 sent = upload_of(name, structure, spectrum=spectrum)

@@ -11,6 +11,7 @@ import io
 import math
 import operator
 from collections.abc import Sized
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ _STYPE = "numpy.ndarray"
 # `np.save` needs less than 512 bytes for the longest of shapes. Python's parser reads
 # the header, and a few thousand bytes can drive it into deep recursion.
 _HEADER_BYTES = 1024
+_LENGTHS = {(1, 0): npy.MAGIC_LEN + 2, (2, 0): npy.MAGIC_LEN + 4}  # where those end
 _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
     np.dtype(name): getattr(torch, name)  # native: '>f4' is another dtype than '<f4'
@@ -182,12 +184,24 @@ def _header(
 
     NumPy's own header reader does the work; it is given no bytes beyond `head`.
     """
-    stream = io.BytesIO(head)
-    version = npy.read_magic(stream)
+    version = npy.read_magic(io.BytesIO(head))
     if version not in _READERS:  # 3.0 is for the names of records' fields
         raise ValueError(f"npy version {version}, expected one of {list(_READERS)}")
-    read = _READERS[version]
-    return *read(stream, max_header_size=_HEADER_BYTES), stream.tell()
+    before = _LENGTHS[version]
+    own = before + int.from_bytes(head[npy.MAGIC_LEN : before], "little")
+    return _parsed(version, head[:own])
+
+
+@lru_cache(maxsize=1024)  # rounds, clients and layers have the same ones
+def _parsed(
+    version: tuple[int, int], header: bytes
+) -> tuple[tuple[int, ...], bool, np.dtype[np.generic], int]:
+    stream = io.BytesIO(header)
+    stream.seek(npy.MAGIC_LEN)
+    shape, fortran_order, dtype = _READERS[version](
+        stream, max_header_size=_HEADER_BYTES
+    )
+    return shape, fortran_order, dtype, stream.tell()
 
 
 def _check_dtype(dtype: np.dtype[np.generic]) -> None:

@@ -1,0 +1,1 @@
+"""One-shot rivals on one split, for ``rivals.py``."""

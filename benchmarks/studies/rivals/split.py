@@ -1,0 +1,100 @@
+"""What rivals are given on one split, and how each is run and timed."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+from harness.timing import seconds
+from harness.uploads import Setting, posteriors
+from torch import Tensor, nn
+
+from flwr_fisher.curvature import fisher
+from flwr_fisher.measures import accuracies
+from flwr_fisher.merge import LocalPosterior
+from flwr_fisher.tasks import Task
+
+Params = Mapping[str, Tensor]
+Made = Callable[[], Params]
+
+
+@dataclass
+class Rivals:
+    """One split: what methods are given, and what they make of it."""
+
+    task: Task
+    model: nn.Module
+    held: list[Any]
+    test: list[Any]
+    a_pass: float  # seconds
+    found: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def score(self, params: Params) -> float:
+        """Return the accuracy on the server's examples."""
+        return self._accuracy(params, self.held)
+
+    def _accuracy(self, params: Params, batches: list[Any]) -> float:
+        return accuracies(resized(self.model, params), {"x": params}, batches)["x"]
+
+    def run(self, name: str, *candidates: Made) -> None:
+        """Make a model in each way; the one that scores best on the server's is it."""
+        made: list[Params] = []
+        took = sum(seconds(lambda c=c: made.append(c())) for c in candidates)
+        best = max(made, key=self.score) if len(made) > 1 else made[0]
+        accuracy = 100 * self._accuracy(best, self.test)
+        self.found[name] = {"accuracy": accuracy, "passes": took / self.a_pass}
+
+
+def resized(model: nn.Module, params: Params) -> nn.Module:
+    """Return a copy of a chain of layers with as many units as the parameters have."""
+    wide = copy.deepcopy(model)
+    for name, value in params.items():
+        layer, _, kind = name.rpartition(".")
+        setattr(wide.get_submodule(layer), kind, nn.Parameter(value.clone()))
+    return wide
+
+
+def a_pass(model: nn.Module, images: Any) -> float:
+    """Return the median seconds of a forward and backward pass at batch 32."""
+    x, y = images[list(range(32))]
+
+    def work() -> None:
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    return median(seconds(work) for _ in range(30))
+
+
+def given(setting: Setting, task: Task) -> dict[str, list[LocalPosterior]]:
+    """Return the clients' uploads, by what they have beside their models."""
+    kfac = posteriors(setting, task, "kfac")
+    more: dict[str, list[LocalPosterior]] = {"diagonal": [], "empirical": []}
+    for client, upload in enumerate(kfac):
+        model = task.make_model()
+        model.load_state_dict(dict(upload.params))
+        loader = task.eval_loader(task.train_images(client), batch_size=256)
+        empirical = fisher(model, loader, structure="kfac", expectation="empirical")
+        diagonal = fisher(model, loader, structure="diagonal", max_passes=3)
+        for kind, curvature in (("diagonal", diagonal), ("empirical", empirical)):
+            own = LocalPosterior(upload.params, curvature, upload.num_examples)
+            more[kind].append(own)
+    return {"kfac": kfac, **more}
+
+
+def positions_of(model: nn.Module, x: Tensor) -> dict[str, int]:
+    """Return how many positions each convolution has, by its weight."""
+    found: dict[str, int] = {}
+
+    def look(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        found[f"{name}.weight"] = output[0, 0].numel()
+
+    handles = [
+        module.register_forward_hook(partial(look, name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d)
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return found
