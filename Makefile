@@ -48,8 +48,9 @@ test: install
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p flwr_fisher
 	for app in apps/*; do (cd build/types && ../../$(BIN)/mypy \
 		--config-file ../../pyproject.toml ../../$$app/*.py) || exit 1; done
-	# Tensors are small: threads would only wait, and files are shared among processes.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	# Tensors are small: threads would only wait, and files are shared among processes,
+	# in their order: those of the fewest tests are the longest.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: install
 	$(BIN)/python tests/fuzz_wire.py --count 100000 --seed 0

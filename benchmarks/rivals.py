@@ -1,6 +1,6 @@
 """Every one-shot rival of FedFisher, on the same clients' uploads.
 
-    python benchmarks/rivals.py --data-dir DIR [--only mnist] [--alphas 0.2] [--distil]
+    python benchmarks/rivals.py --data-dir DIR [--only mnist] [--seeds 3] [--distil]
 
 DIR/MNIST/raw has torchvision's files, DIR/CIFAR10 the images in folders by class,
 `train` and `test` (20 000 and 5000 of CIFAR-10's).
@@ -213,11 +213,13 @@ def plot(results: Mapping[float, list[Found]], stem: str) -> None:
     save(figure, RESULTS / f"{stem}.png")
 
 
-def splits_of(problem: Problem, alphas: Sequence[float]) -> dict[float, list[Setting]]:
+def splits_of(
+    problem: Problem, alphas: Sequence[float], seeds: int
+) -> dict[float, list[Setting]]:
     """Return the seeds' splits for each α."""
     own: dict[str, Any] = {"budget": True, "averaged": 0, "examples": None}
     return {
-        alpha: [problem.setting(alpha, seed, **own) for seed in range(SEEDS)]
+        alpha: [problem.setting(alpha, seed, **own) for seed in range(seeds)]
         for alpha in alphas
     }
 
@@ -227,6 +229,7 @@ def main() -> None:
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--only", choices=PROBLEMS)
     parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--distil", action="store_true", help="and students: hours")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -235,7 +238,7 @@ def main() -> None:
         if not (options.data_dir / problem.folder).exists():
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")
             continue
-        splits = splits_of(problem, options.alphas)
+        splits = splits_of(problem, options.alphas, options.seeds)
         every = list(chain.from_iterable(splits.values()))
         found = on_splits("rivals", evaluate, every, options)
         if options.distil:

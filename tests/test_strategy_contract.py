@@ -780,7 +780,7 @@ BAD_EVALUATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"loss": NAN}, "it reports a 'loss' that is NaN or infinite"),
     "30 000 metrics": (
         {f"m{i}": 1.0 for i in range(30_000)},
-        "'metrics': 100003 metrics, and at most 1000 can be",
+        "'metrics': 30003 metrics, and at most 1000 can be",
     ),
 }
 
