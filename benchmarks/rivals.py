@@ -17,7 +17,7 @@ data. Settings are the papers' or their released code's, as each function says.
 *Numbers* are those that a client uploads, as multiples of the model's, before a codec
 packs them; FedFisher's default packs them into FedAvg's bytes. *Passes* are the
 server's seconds in forward and backward passes of the network at batch 32, on one
-thread.
+thread; from sums, with what the clients do in these exchanges.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +42,7 @@ from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from kfac_sums import from_sums
 from matplotlib.figure import Figure
 from studies.rivals.split import Rivals, a_pass, given, positions_of
 
@@ -62,7 +63,10 @@ from flwr_fisher.report.style import save
 
 SEEDS = 5
 EPOCHS = 50  # of a student: each takes a step on all images of the former ones
+ITERATIONS = 4
 OURS = "FedFisher K-FAC (default)"
+MATCHED = f"{OURS}, matched first"
+SUMS = "FedFisher K-FAC from sums"
 MODELS, FACTORS, DIAGONAL = "models", "models, K-FAC", "models, diagonal"
 DATA = ", 500 examples"
 CALLED = "models that can be called, an image's shape"
@@ -79,7 +83,8 @@ GIVEN = {
     "FedFisher diagonal *": (DIAGONAL + DATA, "D"),
     "FedFisher K-FAC, paper's Adam *": (FACTORS + DATA, "AG"),
     OURS: (FACTORS, "AG"),
-    f"{OURS}, matched first": (FACTORS, "AG"),
+    MATCHED: (FACTORS, "AG"),
+    SUMS: (f"sums over clients, in {2 + ITERATIONS} exchanges", "S"),
     "DENSE *": (CALLED + DATA, ""),
     "Co-Boosting *": (CALLED + DATA, ""),
     "best single client (chosen on the test set)": (MODELS, ""),
@@ -118,7 +123,8 @@ def evaluate(setting: Setting, data_dir: Path) -> Found:
         "FedFisher K-FAC, paper's Adam *", lambda: fedfisher(kfac, **by_adam).params
     )
     split.run(OURS, lambda: fedfisher(kfac).params)
-    split.run(f"{OURS}, matched first", lambda: fedfisher(matched(kfac)).params)
+    split.run(MATCHED, lambda: fedfisher(matched(kfac)).params)
+    split.run(SUMS, lambda: from_sums(kfac, iterations=ITERATIONS))
     params = [upload.params for upload in kfac]
     weights = [upload.num_examples for upload in kfac]
     single = accuracies(model, {str(i): p for i, p in enumerate(params)}, test)
@@ -154,7 +160,9 @@ def distilled(setting: Setting, data_dir: Path) -> Found:
     shown = Normalised((channels, height, width), images.mean, images.std)
     for name, method in (("DENSE *", dense), ("Co-Boosting *", co_boosting)):
         student = task.make_model()
-        run = partial(method, clients, student, shown, num_classes=task.num_classes)
+        run = partial(
+            method, clients, student, shown, num_classes=task.data.num_outputs
+        )
         split.run(name, partial(run, epochs=EPOCHS, score=split.score, seed=0))
     return split.found
 
@@ -168,6 +176,7 @@ def table(results: Mapping[float, list[Found]]) -> list[str]:
     """Return the table's lines: means and standard deviations over seeds."""
     every = list(chain.from_iterable(results.values()))
     sizes = every[0]["sizes"] | {"D": 1.0}
+    sizes["S"] = 1 + sizes["A"] + sizes["G"] + ITERATIONS
     columns = [f"α = {alpha}" for alpha in results]
     lines = head(
         "test accuracy, %", *columns, "default minus it", "given", "numbers", "passes"
@@ -201,7 +210,7 @@ def plot(results: Mapping[float, list[Found]], stem: str) -> None:
         axes = figure.add_subplot(1, len(results), index + 1)
         for place, name in enumerate(names):
             values = accuracy_of(splits, name)
-            color = "#d1495b" if name.startswith(OURS) else "#9aa5b1"
+            color = "#d1495b" if name == OURS else "#9aa5b1"
             axes.barh(place, mean(values), color=color, height=0.65)
             axes.plot(values, [place] * len(values), ".", color="#222222", markersize=4)
         axes.set_title(f"α = {alpha}", fontsize="medium")

@@ -70,10 +70,14 @@ class FedFish(CurvatureStrategy):
         bytes, and normalising is left to an adaptive server optimiser (section 5.3).
     reduction : "sum" | "mean", default "sum"
         Of a client's squared mini-batch gradients.
+    power : float, default 1
+        In [0, 1]: of each entry of a client's Fisher. The paper's is 1, with which half
+        of an average's entries are one client's; with 0 all entries are alike: FedAvg.
     balance : float, default 0
-        In [0, 1]: each client's Fisher is divided by that power of its trace; with 1
-        all count by their examples alone. A trace goes with the client's own loss, so
-        that without it the worst-fitted clients decide. Not in the paper.
+        In [0, 1]: each client's Fisher is then divided by that power of its trace; with
+        1 clients count by their examples alone, and `reduction` changes nothing. With
+        the paper's 0 a client counts by its own loss: the worse it fits its data, the
+        more.
     codec, budget
         As for :class:`FedFisherOneShot`, with ``upload="fisher"``.
     **kwargs
@@ -108,6 +112,7 @@ class FedFish(CurvatureStrategy):
         fisher_source: str = "extra-pass",
         upload: str = "fisher",
         reduction: str = "sum",
+        power: float = 1.0,
         balance: float = 0.0,
         codec: str | Codec = "auto",
         budget: float | None = None,
@@ -118,6 +123,7 @@ class FedFish(CurvatureStrategy):
         check_known("upload", upload, _UPLOADS)
         check_known("reduction", reduction, _REDUCTIONS)
         check_range("server_lr", server_lr, 0)
+        check_range("power", power, 0, 1)
         check_range("balance", balance, 0, 1)
         if self.secure is not None and codec not in ("auto", "lossless"):
             raise ConfigurationError(
@@ -136,7 +142,7 @@ class FedFish(CurvatureStrategy):
                     "upload='product' has FedAvg's bytes as it is: leave codec out"
                 )
         self.fisher_source, self.upload = fisher_source, upload
-        self.reduction, self.balance = reduction, balance
+        self.reduction, self.power, self.balance = reduction, power, balance
         self.server_optimizer, self.server_lr = server_optimizer, server_lr
         self._make_optimizer = make_optimizer(server_optimizer, server_lr)
 
@@ -173,6 +179,8 @@ class FedFish(CurvatureStrategy):
             "fisher-reduction": self.reduction,
             "upload": self.upload,
         }
+        if self.power != 1:
+            options["fisher-power"] = self.power
         if self.balance:
             options["fisher-balance"] = self.balance
         if self.upload == "product":

@@ -132,6 +132,13 @@ def on_the_plane(context: Context) -> FisherClient:
         ({"balance": 1.0}, [(1 * 1 * 2 + 2 / 3 * 1) / (1 + 2 / 3), 2]),
         ({"balance": 1.0, "reduction": "mean"}, [(2 + 2 / 3) / (1 + 2 / 3), 2]),
         ({"balance": 0.5}, [(2 * 2 + 2 / 3**0.5) / (2 + 2 / 3**0.5), 2]),
+        # Of roots 2, 0 and 1, √2; divided by their traces 1, 0 and 1/(1 + √2), …
+        ({"power": 0.5}, [(2 * 2 + 2 * 1) / (2 + 2), 2]),
+        (
+            {"power": 0.5, "balance": 1.0},
+            [(2 + 2 / (1 + 2**0.5)) / (1 + 2 / (1 + 2**0.5)), 2],
+        ),
+        ({"power": 0.0}, [(2 + 2 * 1) / 3, 4 / 3]),  # FedAvg
         # While training, the gradients were (-4, 0), and (-2, -2) and (0, -2).
         ({"fisher_source": "last-epoch"}, [(16 * 2 + 2 * 4 * 1) / (16 + 2 * 4), 2]),
         # (1·4·(-2) + 2·1·(-1)) / 3 and 2·2·(-2) / 3 have a sign: Adam's first step.
@@ -148,7 +155,10 @@ def on_the_plane(context: Context) -> FisherClient:
         "mean",
         "balance",
         "all",
-        "root",
+        "by-root",
+        "power",
+        "power-balance",
+        "fedavg",
         "last-epoch",
         "product",
         "adagrad",
@@ -701,6 +711,7 @@ def test_the_hooks_do_what_start_does(name: str) -> None:
     ("options", "text"),
     [
         ({"server_lr": -1.0}, "server_lr must be >= 0, got -1.0"),
+        ({"power": -1.0}, "power must be in [0, 1], got -1.0"),
         ({"balance": 1.5}, "balance must be in [0, 1], got 1.5"),
         ({"server_optimizer": "lbfgs"}, "optimizer 'lbfgs': it calls a closure"),
         ({"server_optimizer": 3}, "optimizer takes a name or a factory"),

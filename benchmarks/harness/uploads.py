@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ LATER = (
     "averaged",
     "poison",
     "budget",
+    "start",
 )
 MEAN = "mean/"
 
@@ -55,6 +56,7 @@ class Setting:
     averaged: int = 0  # last epochs, whose mean is kept too; 0: none
     poison: str = ""  # of all training images, see poison.py
     budget: bool = False  # whether the Fisher is what a strategy asks for by default
+    start: int = 0  # which initial weights of this seed
 
     def task(self, data_dir: Path | None = None) -> Task:
         """Load the task; `data_dir` is where the data set's files are."""
@@ -69,6 +71,8 @@ class Setting:
             validation=self.validation,
             hold_out=self.hold_out,
         )
+        if self.start:
+            task = replace(task, seed=1000 * self.start + self.seed)
         return poisoned(task, self.poison) if self.poison else task
 
     @property

@@ -54,9 +54,9 @@ class FisherClient:
     ``.examples``, ``.max-passes``, ``.max-positions`` and ``.weight-sharing`` say which
     curvature (:func:`flwr_fisher.curvature.fisher`), ``.codec`` and what begins with it
     how the reply is packed, ``.aggregate`` whether the server wants parts or summands
-    (``sums``, of a diagonal), and for FedFish ``.fisher-source``, ``.fisher-reduction``
-    and ``.upload``; without a structure the reply is an ordinary one, so that Flower's
-    FedAvg and FedProx work with this client too.
+    (``sums``, of a diagonal); for FedFish ``.fisher-source``, ``.fisher-reduction``,
+    ``.fisher-power``, ``.fisher-balance`` and ``.upload``. Without a structure a reply
+    is an ordinary one, as Flower's FedAvg and FedProx want it.
     ``.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained model
     on its own training data, which :mod:`flwr_fisher.measures` compares with the
     server's. ``.job`` asks for something else than training.

@@ -61,8 +61,10 @@ class FisherOptions:
         Where a Fisher of squared batch gradients is taken.
     reduction : "mean" | "sum"
         Of squared batch gradients.
+    power : float
+        That each entry of a diagonal Fisher is taken to, in [0, 1].
     balance : float
-        The power of its trace that a Fisher is divided by, in [0, 1].
+        The power of its trace that a Fisher is then divided by, in [0, 1].
     upload : "fisher" | "product" | "summands"
         Parameters and Fisher, or each step times its Fisher, or all three.
     aggregate : "parts" | "sums" | "private-sums"
@@ -82,6 +84,7 @@ class FisherOptions:
     weight_sharing: str
     source: str
     reduction: str
+    power: float
     balance: float
     upload: str
     aggregate: str
@@ -122,6 +125,7 @@ class FisherOptions:
             str(options.get("weight-sharing", "expand")),
             str(options.get("fisher-source", "extra-pass")),
             str(options.get("fisher-reduction", "mean")),
+            real_number(options, "fisher-power", 1.0),
             real_number(options, "fisher-balance", 0.0),
             str(options.get("upload", "fisher")),
             str(options.get("aggregate", "parts")),
@@ -145,6 +149,7 @@ class FisherOptions:
         )
         check_known("fisher-source", self.source, _SOURCES)
         check_known("fisher-reduction", self.reduction, _REDUCTIONS)
+        check_range("fisher-power", self.power, 0, 1)
         check_range("fisher-balance", self.balance, 0, 1)
         check_known("upload", self.upload, _UPLOADS)
         check_known("aggregate", self.aggregate, (*AGGREGATES, _PRIVATE))
@@ -166,11 +171,15 @@ class FisherOptions:
                 f"codec='paper' has no form for structure={self.structure!r}, only for "
                 "'kfac' and 'diagonal'"
             )
-        if self.upload != "fisher" and self.structure != "diagonal":
-            raise ClientError(
-                f"upload={self.upload!r} exists for structure='diagonal' alone, not "
-                f"for {self.structure!r}"
-            )
+        for name, asked in (
+            (f"upload={self.upload!r}", self.upload != "fisher"),
+            (f"fisher-power={self.power}", self.power != 1),
+        ):
+            if asked and self.structure != "diagonal":
+                raise ClientError(
+                    f"{name} exists for structure='diagonal' alone, not for "
+                    f"{self.structure!r}"
+                )
 
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
@@ -230,16 +239,15 @@ class FisherOptions:
         return self._reduced(curvature, problem.trainloader)
 
     def _reduced(self, curvature: Curvature, loader: Any) -> Curvature:
-        """Return it balanced, and as a sum over batches, where that is asked for."""
+        """Return it as a sum over batches, to a power, and balanced, as asked for."""
+        if self.reduction == "sum" and self.balance < 1:  # which takes out any factor
+            curvature = curvature.scaled(_batches_of(loader))
+        if self.power != 1:
+            entries = curvature.diagonal()
+            curvature = Diagonal({k: v**self.power for k, v in entries.items()})
         if self.balance and (trace := curvature.trace()):
             curvature = curvature.scaled(trace**-self.balance)
-        if self.reduction == "mean":
-            return curvature
-        try:
-            batches = len(loader)
-        except TypeError:  # a stream
-            batches = sum(1 for _ in loader)
-        return curvature.scaled(batches ** (1 - self.balance))
+        return curvature
 
     def arrays(
         self,
@@ -270,6 +278,13 @@ class FisherOptions:
             return SumsUpload(DiagonalSums.of(posterior)).to_arrays()
         with watching("packing", unit="steps"):
             return FisherUpload(params, curvature).to_arrays(self.codec)
+
+
+def _batches_of(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return sum(1 for _ in loader)
 
 
 def _smaller(asked: int | None, cap: int | None) -> int | None:
