@@ -1,6 +1,6 @@
 """Every one-shot rival of FedFisher, on the same clients' uploads.
 
-    python benchmarks/rivals.py --data-dir DIR [--only mnist] [--seeds 3] [--distil]
+    python benchmarks/rivals.py --data-dir DIR [--only mnist] [--parts merges students]
 
 DIR/MNIST/raw has torchvision's files, DIR/CIFAR10 the images in folders by class,
 `train` and `test` (20 000 and 5000 of CIFAR-10's).
@@ -33,6 +33,7 @@ from harness.page import (
     RESULTS,
     blocks,
     command_line,
+    numbers_of,
     opening,
     with_workers,
     write_page,
@@ -50,6 +51,7 @@ from flwr_fisher.curvature import Kronecker
 from flwr_fisher.distillation import Normalised, co_boosting, dense
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import (
+    LocalPosterior,
     fedavg,
     fedfisher,
     fedlpa,
@@ -61,8 +63,29 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.report.style import save
 
-SEEDS = 5
 EPOCHS = 50  # of a student: each takes a step on all images of the former ones
+# What is run, and on how many seeds: the paper's 2000 steps of Adam and the students
+# take a core a quarter of an hour and more for one split of CIFAR-10.
+PARTS = {
+    "merges": {"mnist": 5, "cifar10": 5},
+    "adam": {"mnist": 5, "cifar10": 1},
+    "students": {"mnist": 1, "cifar10": 1},
+    "constants": {"mnist": 5, "cifar10": 5},
+}
+# What rivals teach: the default's constants, and others, on the server's examples.
+CONSTANTS: dict[str, dict[str, float]] = {
+    "default": {},
+    "5 iterations": {"iterations": 5},
+    "2 iterations": {"iterations": 2},
+    "robust 3": {"robust": 3},
+    "robust 3, 5 iterations": {"robust": 3, "iterations": 5},
+    "balance 1": {"balance": 1, "robust": 0},
+    "balance 1, max_share 1": {"balance": 1, "robust": 0, "max_share": 1},
+    "balance 1, 2 iterations": {"balance": 1, "robust": 0, "iterations": 2},
+    "balance 1/2": {"balance": 0.5, "robust": 0},
+    "balance 1/2, robust 1": {"balance": 0.5},
+    "balance 1, robust 1": {"balance": 1},
+}
 ITERATIONS = 4
 OURS = "FedFisher K-FAC (default)"
 MATCHED = f"{OURS}, matched first"
@@ -93,15 +116,28 @@ GIVEN = {
 Found = dict[str, dict[str, float]]  # accuracy and passes, by method
 
 
-def evaluate(setting: Setting, data_dir: Path) -> Found:
-    """Return every method's accuracy and cost on one split."""
+def started(setting: Setting, data_dir: Path) -> Rivals:
+    """Return a split on which nothing has been run."""
     task = setting.task(data_dir)
-    uploads, model = given(setting, task), task.make_model()
-    held, test = list(task.eval_loader(task.validation)), list(task.test_loader())
-    split = Rivals(task, model, held, test, a_pass(model, task.validation))
+    model, held = task.make_model(), list(task.eval_loader(task.validation))
+    test = list(task.test_loader())
+    return Rivals(task, model, held, test, a_pass(model, task.validation))
+
+
+def prepared(
+    setting: Setting, data_dir: Path
+) -> tuple[Rivals, dict[str, list[LocalPosterior]]]:
+    """Return a split, and what its clients upload."""
+    split = started(setting, data_dir)
+    return split, given(setting, split.task)
+
+
+def merges(setting: Setting, data_dir: Path) -> Found:
+    """Return every merge's accuracy and cost on one split, but Adam's."""
+    split, uploads = prepared(setting, data_dir)
+    model, test = split.model, split.test
     kfac, diagonal, empirical = (uploads[k] for k in ("kfac", "diagonal", "empirical"))
-    where = positions_of(model, held[0][0][:1])
-    by_adam = {"solver": "adam", "score": split.score}
+    where = positions_of(model, split.held[0][0][:1])
     split.run("FedAvg", lambda: fedavg(kfac))
     split.run("OTFusion", lambda: otfusion(kfac))
     split.run("Git Re-Basin, then FedAvg", lambda: fedavg(matched(kfac)))
@@ -118,10 +154,6 @@ def evaluate(setting: Setting, data_dir: Path) -> Found:
             f"FedLPA, {name} *",
             *(partial(fedlpa, own, steps=k, positions=where) for k in (0, 10_000)),
         )
-    split.run("FedFisher diagonal *", lambda: fedfisher(diagonal, **by_adam).params)
-    split.run(
-        "FedFisher K-FAC, paper's Adam *", lambda: fedfisher(kfac, **by_adam).params
-    )
     split.run(OURS, lambda: fedfisher(kfac).params)
     split.run(MATCHED, lambda: fedfisher(matched(kfac)).params)
     split.run(SUMS, lambda: from_sums(kfac, iterations=ITERATIONS))
@@ -144,14 +176,30 @@ def evaluate(setting: Setting, data_dir: Path) -> Found:
     return {**split.found, "sizes": {k: n / size for k, n in sizes.items()}}
 
 
-def distilled(setting: Setting, data_dir: Path) -> Found:
+def constants(setting: Setting, data_dir: Path) -> Found:
+    """Return accuracies of the default's solver with other constants on one split."""
+    split = started(setting, data_dir)
+    uploads = posteriors(setting, split.task, "kfac")
+    made = {name: fedfisher(uploads, **own).params for name, own in CONSTANTS.items()}
+    made["from sums"] = from_sums(uploads, iterations=ITERATIONS)
+    held = accuracies(split.model, made, split.held)
+    test = accuracies(split.model, made, split.test)
+    return {n: {"held": 100 * held[n], "accuracy": 100 * test[n]} for n in made}
+
+
+def adam(setting: Setting, data_dir: Path) -> Found:
+    """Return the accuracy and cost of the paper's solver on one split."""
+    split, uploads = prepared(setting, data_dir)
+    run = partial(fedfisher, solver="adam", score=split.score)
+    split.run("FedFisher diagonal *", lambda: run(uploads["diagonal"]).params)
+    split.run("FedFisher K-FAC, paper's Adam *", lambda: run(uploads["kfac"]).params)
+    return split.found
+
+
+def students(setting: Setting, data_dir: Path) -> Found:
     """Return the students' accuracy and cost on one split."""
-    task = setting.task(data_dir)
-    model, held = task.make_model(), list(task.eval_loader(task.validation))
-    split = Rivals(
-        task, model, held, list(task.test_loader()), a_pass(model, task.validation)
-    )
-    clients = []
+    split = started(setting, data_dir)
+    task, clients = split.task, []
     for upload in posteriors(setting, task, "kfac"):
         clients.append(task.make_model())
         clients[-1].load_state_dict(dict(upload.params))
@@ -167,12 +215,15 @@ def distilled(setting: Setting, data_dir: Path) -> Found:
     return split.found
 
 
+Results = Mapping[float, Sequence[Found]]  # each α's splits
+
+
 def accuracy_of(splits: Sequence[Found], name: str) -> list[float]:
-    """Return a method's accuracies, one a split."""
-    return [split[name]["accuracy"] for split in splits]
+    """Return a method's accuracies, one a split that it was run on."""
+    return [split[name]["accuracy"] for split in splits if name in split]
 
 
-def table(results: Mapping[float, list[Found]]) -> list[str]:
+def table(results: Results) -> list[str]:
     """Return the table's lines: means and standard deviations over seeds."""
     every = list(chain.from_iterable(results.values()))
     sizes = every[0]["sizes"] | {"D": 1.0}
@@ -181,30 +232,37 @@ def table(results: Mapping[float, list[Found]]) -> list[str]:
     lines = head(
         "test accuracy, %", *columns, "default minus it", "given", "numbers", "passes"
     )
-    ours = accuracy_of(every, OURS)
-    for name, (what, sent) in GIVEN.items():
-        if name not in every[0]:
-            continue
-        shown = [spread(accuracy_of(splits, name)) for splits in results.values()]
-        gain = with_error(paired(ours, accuracy_of(every, name)), 2)
-        numbers = 1 + sum(sizes[each] for each in sent)
-        passes = mean(split[name]["passes"] for split in every)
+    for name in methods_of(results):
+        what, sent = GIVEN[name]
+        own = [split for split in every if name in split]
+        gain = paired(accuracy_of(own, OURS), accuracy_of(own, name))
+        fewer = "" if len(own) == len(every) else f" ({len(own)} splits)"
         lines.append(
             row(
-                f"**{name}**" if name == OURS else name,
-                *shown,
-                "" if name == OURS else gain,
+                (f"**{name}**" if name == OURS else name) + fewer,
+                *(shown(accuracy_of(splits, name)) for splits in results.values()),
+                "" if name == OURS else with_error(gain, 2),
                 what,
-                f"{numbers:.1f}",
-                f"{passes:.0f}",
+                f"{1 + sum(sizes[each] for each in sent):.1f}",
+                f"{mean(split[name]['passes'] for split in own):.0f}",
             )
         )
     return lines
 
 
-def plot(results: Mapping[float, list[Found]], stem: str) -> None:
+def shown(accuracies: Sequence[float]) -> str:
+    """Return mean and standard deviation, or a single number as it is."""
+    return spread(accuracies) if len(accuracies) > 1 else f"{accuracies[0]:.1f}"
+
+
+def methods_of(results: Results) -> list[str]:
+    """Return the methods that were run for every α."""
+    return [n for n in GIVEN if all(accuracy_of(s, n) for s in results.values())]
+
+
+def plot(results: Results, stem: str) -> None:
     """Draw each split as a point, and the mean over splits as a bar."""
-    names = [name for name in GIVEN if name in next(iter(results.values()))[0]]
+    names = methods_of(results)
     figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), dpi=150)
     for index, (alpha, splits) in enumerate(results.items()):
         axes = figure.add_subplot(1, len(results), index + 1)
@@ -222,6 +280,14 @@ def plot(results: Mapping[float, list[Found]], stem: str) -> None:
     save(figure, RESULTS / f"{stem}.png")
 
 
+def joined(numbers: Mapping[str, Mapping[str, Found]], split: str) -> Found:
+    """Return what all parts found on a split."""
+    found: Found = {}
+    for part in numbers.values():
+        found |= part.get(split, {})
+    return found
+
+
 def splits_of(
     problem: Problem, alphas: Sequence[float], seeds: int
 ) -> dict[float, list[Setting]]:
@@ -237,27 +303,38 @@ def main() -> None:
     """Write each data set's table, plot and the numbers behind them."""
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--only", choices=PROBLEMS)
-    parser.add_argument("--alphas", type=float, nargs="+", default=ALPHAS)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--distil", action="store_true", help="and students: hours")
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    evaluate = {
+        "merges": merges,
+        "adam": adam,
+        "students": students,
+        "constants": constants,
+    }
     for name in [options.only] if options.only else PROBLEMS:
         problem = PROBLEMS[name]
         if not (options.data_dir / problem.folder).exists():
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")
             continue
-        splits = splits_of(problem, options.alphas, options.seeds)
-        every = list(chain.from_iterable(splits.values()))
-        found = on_splits("rivals", evaluate, every, options)
-        if options.distil:
-            students = on_splits("rivals_distilled", distilled, every, options)
-            found = {s: found[s] | students[s] for s in every}
-        results = {a: [found[s] for s in own] for a, own in splits.items()}
+        stem = f"rivals_{name}"
+        numbers = numbers_of(stem)
+        for part in options.parts:
+            splits = splits_of(problem, ALPHAS, PARTS[part][name])
+            every = sorted(chain.from_iterable(splits.values()), key=lambda s: s.seed)
+            known = numbers.get(part, {})
+            found = on_splits(f"rivals_{part}", evaluate[part], every, options, known)
+            numbers[part] = known | {s.folder.name: v for s, v in found.items()}
+        own = splits_of(problem, ALPHAS, PARTS["merges"][name])
+        results = {
+            alpha: [joined(numbers, s.folder.name) for s in splits]
+            for alpha, splits in own.items()
+        }
         title = f"FedFisher and its rivals: {problem.title}"
-        page = blocks(opening(title, __doc__), table(results))
-        write_page(f"rivals_{name}", page, results)
-        plot(results, f"rivals_{name}")
+        picture = f"![accuracies]({stem}.png)"
+        page = blocks(opening(title, __doc__), picture, table(results))
+        write_page(stem, page, numbers)
+        plot(results, stem)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, Policy
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 
@@ -146,6 +147,17 @@ def test_ray_and_local_grid_give_the_same_bits(outcome, tmp_path):
     assert ray.keys() == local.keys(), log
     for name, tensor in local.items():
         assert torch.equal(ray[name], tensor), name
+
+
+def test_a_secure_sum_gives_the_model_of_the_plain_one(flower, app, tmp_path):
+    aggregate = {"aggregate": "'secure-sums'", "output_dir": f"'{tmp_path}'"}
+    log = flwr_run(flower, app, local_epochs=EPOCHS, alpha=0.5, **aggregate)
+    assert "secure sum, values: asking 4 nodes" in log
+    secure = load_file(tmp_path / "model.safetensors")
+    lifted = Policy(max_weight=inf, max_share=1, max_distance=inf)
+    plain = run_locally(tmp_path, 1, aggregate="sums", policy=lifted)
+    for name, tensor in plain.items():
+        assert (secure[name] - tensor).abs().max() < 1e-4, name
 
 
 def test_wrong_name_is_told_on_the_terminal(flower, app, tmp_path):

@@ -60,6 +60,12 @@ def write_page(
     print(text)
 
 
+def numbers_of(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """Return the numbers beside a page; none if it was never written."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 @dataclass(frozen=True)
 class Page:
     """A page of parts that can be run one by one; it has all that were ever run."""
@@ -87,8 +93,7 @@ class Page:
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers of all parts that were ever run."""
-        path = self.folder / f"{self.name}.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return numbers_of(self.name, self.folder)
 
     def keep(self, part: str, found: Any) -> None:
         """Write a part's numbers beside those of the others."""

@@ -3,7 +3,7 @@
 import json
 import multiprocessing
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,22 @@ Evaluate = Callable[[Setting, Path], Any]  # a split's numbers, from the data's 
 
 
 def on_splits(
-    name: str, evaluate: Evaluate, settings: Iterable[Setting], options: Namespace
+    name: str,
+    evaluate: Evaluate,
+    settings: Iterable[Setting],
+    options: Namespace,
+    known: Mapping[str, Any] | None = None,
 ) -> dict[Setting, Any]:
-    """Return each split's numbers; those found before are in the cache's `name`."""
-    splits = list(dict.fromkeys(settings))
+    """Return each split's numbers; those found before are in the cache's `name`.
+
+    `known` are a page's own, by the names of their splits: they are not found again.
+    """
+    splits, known = list(dict.fromkeys(settings)), known or {}
+    new = [split for split in splits if split.folder.name not in known]
     run = partial(_kept, CACHE / name, evaluate, options.data_dir)
     with multiprocessing.get_context("fork").Pool(options.workers, quiet) as pool:
-        return dict(zip(splits, pool.map(run, splits, chunksize=1), strict=True))
+        found = dict(zip(new, pool.map(run, new, chunksize=1), strict=True))
+    return {s: found[s] if s in found else known[s.folder.name] for s in splits}
 
 
 def _kept(folder: Path, evaluate: Evaluate, data_dir: Path, setting: Setting) -> Any:
