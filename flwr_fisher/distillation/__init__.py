@@ -7,5 +7,6 @@ Rivals of merging: they need a model that can be called, a prior of what its inp
 from flwr_fisher.distillation.co_boosting import co_boosting
 from flwr_fisher.distillation.dense import dense
 from flwr_fisher.distillation.images import Normalised
+from flwr_fisher.distillation.synthesis import Synthesis
 
-__all__ = ["Normalised", "co_boosting", "dense"]
+__all__ = ["Normalised", "Synthesis", "co_boosting", "dense"]

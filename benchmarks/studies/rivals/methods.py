@@ -1,0 +1,165 @@
+"""What each part of `rivals.py` finds on one split."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from harness.uploads import Setting, posteriors
+from kfac_sums import from_sums
+
+from flwr_fisher.curvature import Kronecker
+from flwr_fisher.distillation import Normalised, Synthesis, co_boosting, dense
+from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.merge import (
+    LocalPosterior,
+    fedavg,
+    fedfisher,
+    fedlpa,
+    fisher_merge,
+    matched,
+    otfusion,
+    pfnm,
+    regmean,
+)
+from studies.rivals.split import Rivals, a_pass, given, positions_of
+
+# A student's epochs, each with a step on all images of the former ones, and the width
+# of its generator: the published 200 and 64 take days on a core.
+EPOCHS, WIDTH = {"mnist": 50, "imagefolder:CIFAR10": 15}, 16
+# What rivals teach: the default's constants, and others, on the server's examples.
+CONSTANTS: dict[str, dict[str, float]] = {
+    "default": {},
+    "5 iterations": {"iterations": 5},
+    "2 iterations": {"iterations": 2},
+    "robust 3": {"robust": 3},
+    "robust 3, 5 iterations": {"robust": 3, "iterations": 5},
+    "balance 1": {"balance": 1, "robust": 0},
+    "balance 1, max_share 1": {"balance": 1, "robust": 0, "max_share": 1},
+    "balance 1, 2 iterations": {"balance": 1, "robust": 0, "iterations": 2},
+    "balance 1/2": {"balance": 0.5, "robust": 0},
+    "balance 1/2, robust 1": {"balance": 0.5},
+    "balance 1, robust 1": {"balance": 1},
+}
+ITERATIONS = 4
+OURS = "FedFisher K-FAC (default)"
+MATCHED = f"{OURS}, matched first"
+SUMS = "FedFisher K-FAC from sums"
+Found = dict[str, dict[str, float]]  # accuracy and passes, by method
+
+
+def started(setting: Setting, data_dir: Path) -> Rivals:
+    """Return a split on which nothing has been run."""
+    task = setting.task(data_dir)
+    model, held = task.make_model(), list(task.eval_loader(task.validation))
+    test = list(task.test_loader())
+    return Rivals(task, model, held, test, a_pass(model, task.validation))
+
+
+def prepared(
+    setting: Setting, data_dir: Path
+) -> tuple[Rivals, dict[str, list[LocalPosterior]]]:
+    """Return a split, and what its clients upload."""
+    split = started(setting, data_dir)
+    return split, given(setting, split.task)
+
+
+def merges(setting: Setting, data_dir: Path) -> Found:
+    """Return every merge's accuracy and cost on one split, but Adam's."""
+    split, uploads = prepared(setting, data_dir)
+    model, test = split.model, split.test
+    kfac, diagonal, empirical = (uploads[k] for k in ("kfac", "diagonal", "empirical"))
+    where = positions_of(model, split.held[0][0][:1])
+    split.run("FedAvg", lambda: fedavg(kfac))
+    split.run("OTFusion", lambda: otfusion(kfac))
+    split.run("Git Re-Basin, then FedAvg", lambda: fedavg(matched(kfac)))
+    split.run(
+        "PFNM, FedMA's for convolutions *",
+        *(partial(pfnm, kfac, iterations=i) for i in (0, 3)),
+    )
+    split.run("FisherMerge", lambda: fisher_merge(diagonal))
+    split.run(
+        "RegMean *", *(partial(regmean, kfac, off_diagonal=a) for a in (0.9, 0.1))
+    )
+    for name, own in (("as released", empirical), ("with FedFisher's factors", kfac)):
+        split.run(
+            f"FedLPA, {name} *",
+            *(partial(fedlpa, own, steps=k, positions=where) for k in (0, 10_000)),
+        )
+    split.run(OURS, lambda: fedfisher(kfac).params)
+    split.run(MATCHED, lambda: fedfisher(matched(kfac)).params)
+    split.run(SUMS, lambda: from_sums(kfac, iterations=ITERATIONS))
+    params = [upload.params for upload in kfac]
+    weights = [upload.num_examples for upload in kfac]
+    single = accuracies(model, {str(i): p for i, p in enumerate(params)}, test)
+    split.found["best single client (chosen on the test set)"] = {
+        "accuracy": 100 * max(single.values()),
+        "passes": 0.0,
+    }
+    together = ensemble_accuracy(model, params, weights, test)
+    split.found["ensemble of clients (not one model)"] = {
+        "accuracy": 100 * together,
+        "passes": 0.0,
+    }
+    size = sum(value.numel() for value in params[0].values())
+    layers = [b.made() for b in kfac[0].curvature.blocks()]
+    found = [layer for layer in layers if isinstance(layer, Kronecker)]
+    sizes = {"A": sum(x.A.numel() for x in found), "G": sum(x.G.numel() for x in found)}
+    return {**split.found, "sizes": {k: n / size for k, n in sizes.items()}}
+
+
+def constants(setting: Setting, data_dir: Path) -> Found:
+    """Return accuracies of the default's solver with other constants on one split."""
+    split = started(setting, data_dir)
+    uploads = posteriors(setting, split.task, "kfac")
+    made = {name: fedfisher(uploads, **own).params for name, own in CONSTANTS.items()}
+    made["from sums"] = from_sums(uploads, iterations=ITERATIONS)
+    held = accuracies(split.model, made, split.held)
+    test = accuracies(split.model, made, split.test)
+    return {n: {"held": 100 * held[n], "accuracy": 100 * test[n]} for n in made}
+
+
+def adam(setting: Setting, data_dir: Path) -> Found:
+    """Return the accuracy and cost of the paper's solver on one split."""
+    split, uploads = prepared(setting, data_dir)
+    run = partial(fedfisher, solver="adam", score=split.score)
+    split.run("FedFisher diagonal *", lambda: run(uploads["diagonal"]).params)
+    split.run("FedFisher K-FAC, paper's Adam *", lambda: run(uploads["kfac"]).params)
+    return split.found
+
+
+def students(setting: Setting, data_dir: Path) -> Found:
+    """Return the students' accuracy and cost on one split."""
+    split = started(setting, data_dir)
+    task, clients = split.task, []
+    for upload in posteriors(setting, task, "kfac"):
+        clients.append(task.make_model())
+        clients[-1].load_state_dict(dict(upload.params))
+    images = task.data.train
+    channels, height, width = images[[0]][0].shape[1:]
+    shown = Normalised((channels, height, width), images.mean, images.std)
+    wide, classes = {"width": WIDTH}, task.data.num_outputs
+    how = {
+        "DENSE *": (dense, Synthesis(**wide)),
+        "Co-Boosting *": (co_boosting, Synthesis(count=128, clip=10.0, **wide)),
+    }
+    for name, (method, synthesis) in how.items():
+        run = partial(
+            method,
+            clients,
+            task.make_model(),
+            shown,
+            num_classes=classes,
+            epochs=EPOCHS[setting.dataset],
+            synthesis=synthesis,
+            score=split.score,
+        )
+        split.run(name, run)
+    return split.found
+
+
+PARTS: dict[str, Callable[[Setting, Path], Found]] = {
+    "merges": merges,
+    "adam": adam,
+    "students": students,
+    "constants": constants,
+}

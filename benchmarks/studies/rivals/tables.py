@@ -1,0 +1,131 @@
+"""The tables and the plot of `rivals.py`."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from statistics import mean
+
+from harness.page import RESULTS
+from harness.plots import without_frame
+from harness.stats import paired, spread, with_error
+from harness.tables import head, row
+from matplotlib.figure import Figure
+
+from flwr_fisher.report.style import save
+from studies.rivals.methods import ITERATIONS, MATCHED, OURS, SUMS, Found
+
+MODELS, FACTORS, DIAGONAL = "models", "models, K-FAC", "models, diagonal"
+DATA = ", 500 examples"
+CALLED = "models that can be called, an image's shape"
+# What each is given, and the numbers that a client uploads, in those of the model.
+GIVEN = {
+    "FedAvg": (MODELS, ""),
+    "OTFusion": (MODELS, ""),
+    "Git Re-Basin, then FedAvg": (MODELS, ""),
+    "PFNM, FedMA's for convolutions *": (MODELS + DATA, ""),
+    "FisherMerge": (DIAGONAL, "D"),
+    "RegMean *": ("models, input factors" + DATA, "A"),
+    "FedLPA, as released *": ("models, empirical K-FAC" + DATA, "AG"),
+    "FedLPA, with FedFisher's factors *": (FACTORS + DATA, "AG"),
+    "FedFisher diagonal *": (DIAGONAL + DATA, "D"),
+    "FedFisher K-FAC, paper's Adam *": (FACTORS + DATA, "AG"),
+    OURS: (FACTORS, "AG"),
+    MATCHED: (FACTORS, "AG"),
+    SUMS: (f"sums over clients, in {2 + ITERATIONS} exchanges", "S"),
+    "DENSE *": (CALLED + DATA, ""),
+    "Co-Boosting *": (CALLED + DATA, ""),
+    "best single client (chosen on the test set)": (MODELS, ""),
+    "ensemble of clients (not one model)": (MODELS, ""),
+}
+
+Results = Mapping[float, Sequence[Found]]  # each α's splits
+
+
+def accuracy_of(splits: Sequence[Found], name: str) -> list[float]:
+    """Return a method's accuracies, one a split that it was run on."""
+    return [split[name]["accuracy"] for split in splits if name in split]
+
+
+def table(results: Results) -> list[str]:
+    """Return the table's lines: means and standard deviations over seeds."""
+    every = list(chain.from_iterable(results.values()))
+    sizes = every[0]["sizes"] | {"D": 1.0}
+    sizes["S"] = 1 + sizes["A"] + sizes["G"] + ITERATIONS
+    columns = [f"α = {alpha}" for alpha in results]
+    lines = head(
+        "test accuracy, %", *columns, "default minus it", "given", "numbers", "passes"
+    )
+    for name in methods_of(results):
+        what, sent = GIVEN[name]
+        own = [split for split in every if name in split]
+        gain = paired(accuracy_of(own, OURS), accuracy_of(own, name))
+        fewer = "" if len(own) == len(every) else f" ({len(own)} splits)"
+        lines.append(
+            row(
+                (f"**{name}**" if name == OURS else name) + fewer,
+                *(shown(accuracy_of(splits, name)) for splits in results.values()),
+                "" if name == OURS else with_error(gain, 2),
+                what,
+                f"{1 + sum(sizes[each] for each in sent):.1f}",
+                f"{mean(split[name]['passes'] for split in own):.0f}",
+            )
+        )
+    return lines
+
+
+def shown(accuracies: Sequence[float]) -> str:
+    """Return mean and standard deviation, or a single number as it is."""
+    return spread(accuracies) if len(accuracies) > 1 else f"{accuracies[0]:.1f}"
+
+
+def methods_of(results: Results) -> list[str]:
+    """Return the methods that were run for every α."""
+    return [n for n in GIVEN if all(accuracy_of(s, n) for s in results.values())]
+
+
+def plot(results: Results, stem: str) -> None:
+    """Draw each split as a point, and the mean over splits as a bar."""
+    names = methods_of(results)
+    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), dpi=150)
+    for index, (alpha, splits) in enumerate(results.items()):
+        axes = figure.add_subplot(1, len(results), index + 1)
+        for place, name in enumerate(names):
+            values = accuracy_of(splits, name)
+            color = "#d1495b" if name == OURS else "#9aa5b1"
+            axes.barh(place, mean(values), color=color, height=0.65)
+            axes.plot(values, [place] * len(values), ".", color="#222222", markersize=4)
+        axes.set_title(f"α = {alpha}", fontsize="medium")
+        axes.set_xlim(0, 100)
+        axes.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
+        axes.invert_yaxis()
+        without_frame(axes)
+    figure.supxlabel("test accuracy, % (bars: means; dots: splits)")
+    save(figure, RESULTS / f"{stem}.png")
+
+
+def ahead(results: Results) -> str:
+    """Return who is ahead of the default on a mean, and who sees what it does not."""
+    every = list(chain.from_iterable(results.values()))
+    found = []
+    for name in methods_of(results):
+        leads = []
+        for alpha, splits in results.items():
+            own = [split for split in splits if name in split]
+            gains = paired(accuracy_of(own, name), accuracy_of(own, OURS))
+            if mean(gains) > 0:
+                leads.append(f"{mean(gains):.1f} at α = {alpha}")
+        if leads:
+            found.append(f"{name} ({', '.join(leads)})")
+    if not found:
+        return f"Over {len(every)} splits, no method is ahead of the default on a mean."
+    return f"Ahead of the default on a mean, in points: {'; '.join(found)}."
+
+
+def constants_table(splits: Sequence[Found]) -> list[str]:
+    """Return what other constants do on the server's examples, of all splits."""
+    lines = head("accuracy on the 500 examples, %", "mean", "minus the default ± s.e.")
+    ours = [split["default"]["held"] for split in splits]
+    for name in splits[0]:
+        held = [split[name]["held"] for split in splits]
+        gain = "" if name == "default" else with_error(paired(held, ours), 2)
+        lines.append(row(name, f"{mean(held):.1f}", gain))
+    return lines
