@@ -66,7 +66,8 @@ FISHER = f"{PREFIX}diagonal/"
 
 
 def fedfish(**options: Any) -> FedFish:
-    defaults = {"fraction_evaluate": 0.0}
+    """The paper's, unless the options say more."""
+    defaults = {"fraction_evaluate": 0.0, "power": 1.0, "balance": 0.0}
     if options.get("upload") != "product":
         defaults["codec"] = "lossless"
     return FedFish(**{**defaults, **options})
@@ -177,6 +178,13 @@ def test_one_round_is_what_a_pencil_gives(
         )
         norm = result.train_metrics_clientapp[1]["pseudo-gradient-norm"]
         assert norm == pytest.approx((25 / 9 + 4) ** 0.5)
+
+
+def test_by_default_fishers_are_rooted_and_balanced() -> None:
+    start, app = ArrayRecord(shared_state(plane())), make_client_app(on_the_plane)
+    own = FedFish(fraction_evaluate=0.0, codec="lossless")
+    mended = run(fedfish(power=0.5, balance=1.0), app, 2, start)
+    assert_same(run(own, app, 2, start), mended)
 
 
 # FedAvg

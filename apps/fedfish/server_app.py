@@ -46,6 +46,8 @@ def main(grid: Grid, context: Context) -> None:
         server_lr=float(config["server-lr"]),
         fisher_source=str(config["fisher-source"]),
         upload=str(config["upload"]),
+        power=float(config["power"]),
+        balance=float(config["balance"]),
         reduction=str(config["reduction"]),
         codec=str(config["codec"]),
         budget=float(config["budget"]) or None,

@@ -25,17 +25,19 @@ def run_all(
     federate: Callable[[Any, Path], Numbers],
     data_dir: Path,
     workers: int,
+    known: Mapping[Any, Numbers] | None = None,
 ) -> dict[Any, Numbers]:
-    """Run each job once; return the numbers of each.
+    """Run each job once, but those whose numbers are `known`; return those of each.
 
     A job is a frozen dataclass with two properties: `path`, the file that keeps its
     numbers, and `turn`, by which jobs are sorted before they run.
     """
-    order = sorted(dict.fromkeys(jobs), key=lambda job: job.turn)
+    asked, known = dict.fromkeys(jobs), known or {}
+    order = sorted((job for job in asked if job not in known), key=lambda job: job.turn)
     run = partial(_measured, federate=federate, data_dir=data_dir)
     with multiprocessing.get_context("fork").Pool(workers, quiet) as pool:
-        found = pool.map(run, order, chunksize=1)
-    return dict(zip(order, found, strict=True))
+        found = dict(zip(order, pool.map(run, order, chunksize=1), strict=True))
+    return {job: found[job] if job in found else known[job] for job in asked}
 
 
 def run_cells(

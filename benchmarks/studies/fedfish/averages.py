@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from flwr_fisher.client.training import cross_entropy, score
 from flwr_fisher.merge import fedavg
-from flwr_fisher.params import Params, flatten
+from flwr_fisher.params import Params, flatten, scale
 from flwr_fisher.rounds import fedfish_average
 from flwr_fisher.strategies import Upload
-from studies.fedfish.strategies import unit_trace
 
 Batch = tuple[Tensor, Tensor]
 
@@ -27,7 +26,8 @@ def same_uploads(uploads: Sequence[Upload], here: World) -> dict[str, float]:
     params = [p.params for p in posteriors]
     weights = [p.num_examples for p in posteriors]
     fishers = [p.curvature.diagonal() for p in posteriors]
-    units = [unit_trace(fisher).diagonal() for fisher in fishers]
+    traces = [float(flatten(fisher).double().sum()) for fisher in fishers]
+    units = [scale(f, 1 / t if t else 0) for f, t in zip(fishers, traces, strict=True)]
     merged = {
         "mean": fedavg(posteriors),
         "fisher": fedfish_average(params, fishers, weights),
@@ -81,14 +81,18 @@ def dominance(
     heard = total > 0
     shares = weighted[:, heard] / total[heard]
     counts = torch.tensor(weights, dtype=torch.float64)
-    traces = weighted.sum(dim=1) / counts
-    logs = torch.stack([traces.clamp_min(1e-30).log(), torch.tensor(local).log()])
-    return {
+    found = {
         "no-fisher": float((~heard).double().mean()),
         "over-half": float((shares.max(dim=0).values > 0.5).double().mean()),
         "over-nine-tenths": float((shares.max(dim=0).values > 0.9).double().mean()),
         "effective-clients": float((1 / shares.square().sum(dim=0)).mean()),
         "effective-clients-fedavg": float(counts.sum() ** 2 / counts.square().sum()),
+    }
+    traces = weighted.sum(dim=1) / counts
+    if traces.std() < 1e-6 * traces.mean():
+        return found  # they were balanced
+    logs = torch.stack([traces.clamp_min(1e-30).log(), torch.tensor(local).log()])
+    return found | {
         "largest-trace": float(traces.max() / traces.sum()),
         "trace-ratio": float(traces.max() / traces.median()),
         "trace-loss-correlation": float(torch.corrcoef(logs)[0, 1]),

@@ -9,13 +9,22 @@ from harness.clients import CHOICE
 from harness.jobs import Numbers, Run
 
 from studies.fedfish.runs import SHIFT, SKEW, Job
-from studies.fedfish.strategies import AVG, FISH, LATE, PRODUCT, UNIT
+from studies.fedfish.strategies import (
+    AVG,
+    BALANCED,
+    FISH,
+    LATE,
+    MENDED,
+    PRODUCT,
+    ROOT,
+)
 
 TOTAL = 80  # local epochs of a run, at every E
 EPOCHS = (1, 4, 16)
 LOW, HIGH = min(EPOCHS), max(EPOCHS)
 KINDS = (SKEW, SHIFT)
 SEEDS = (0, 1, 2, 3, 4)
+ABLATIONS = (LATE, PRODUCT, BALANCED, ROOT)  # at the most local epochs alone
 CLIENT_LRS, SERVER_LRS = (0.01, 0.04, 0.16), (0.001, 0.004, 0.016)
 STEP = 4  # from one learning rate of the grid to the next
 Cell = tuple[str, int, str]
@@ -25,10 +34,10 @@ Runs = Mapping[Cell, Sequence[Numbers]]
 def cells() -> Iterator[Cell]:
     """Return every kind of heterogeneity, number of local epochs and method."""
     for kind, epochs in product(KINDS, EPOCHS):
-        for method in (AVG, FISH):
+        for method in (AVG, FISH, MENDED):
             yield kind, epochs, method
         if epochs == HIGH:
-            for method in (LATE, PRODUCT, UNIT):
+            for method in ABLATIONS:
                 yield kind, epochs, method
 
 
@@ -47,7 +56,11 @@ def full_grids() -> dict[Cell, list[Job]]:
 
 def short_grids() -> dict[Cell, list[Job]]:
     """Return the grids of the cells with fewer local epochs, in runs of few rounds."""
-    return {cell: grid_of(cell, TOTAL // HIGH) for cell in cells() if cell[1] < HIGH}
+    return {
+        cell: grid_of(cell, TOTAL // HIGH)
+        for cell in cells()
+        if cell[1] < HIGH and cell[2] != MENDED
+    }
 
 
 def outside(job: Job) -> list[Job]:
@@ -108,8 +121,7 @@ class Found:
 
 def found_in(numbers: Mapping[str, Sequence[Numbers]]) -> Found:
     """Return what the numbers of all runs say: `run_everything` the other way."""
-    tried = {_job(row): row for row in numbers["choice"]}
-    found = {_job(row): row for row in numbers["runs"]}
+    tried, found = (known_in({key: numbers[key]}) for key in ("choice", "runs"))
 
     def scores(jobs: Mapping[Cell, Job]) -> dict[Cell, list[Numbers]]:
         return {cell: [found[j] for j in finals_of(job)] for cell, job in jobs.items()}
@@ -119,6 +131,11 @@ def found_in(numbers: Mapping[str, Sequence[Numbers]]) -> Found:
     short = {cell: runs[cell] for cell in runs if cell[1] == HIGH}
     short |= scores(best_of(short_grids(), tried))
     return Found(best, tried, runs, short, scores(borrowed(best)))
+
+
+def known_in(numbers: Mapping[str, Sequence[Numbers]]) -> dict[Job, Numbers]:
+    """Return each job's numbers."""
+    return {_job(row): row for rows in numbers.values() for row in rows}
 
 
 def _job(row: Mapping[str, Any]) -> Job:

@@ -36,7 +36,7 @@ from flwr_fisher.measures import (
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import arrays_to_tensors
 from studies.fedfish.averages import same_uploads
-from studies.fedfish.strategies import FISH, make_strategy
+from studies.fedfish.strategies import FISH, MENDED, make_strategy
 
 CLIENTS, HELD_OUT, SAMPLED, CAP, BATCH = 100, 20, 10, 200, 20
 LAST = 2  # rounds that a score is the mean of
@@ -61,7 +61,7 @@ class Job:
     def path(self) -> Path:
         """Where its numbers are kept."""
         name = "-".join(str(value) for value in asdict(self).values())
-        name = name.replace(", ", "_").replace(" ", "_")
+        name = name.replace(", ", "_").replace(" ", "_").replace("/", "_")
         return CACHE / "fedfish" / f"{name}.json"
 
     @property
@@ -148,7 +148,7 @@ def _federate(job: Job, here: World) -> Numbers:
     strategy = make_strategy(job.method, job.server_lr, fraction, job.seed)
     result = strategy.start(measured, arrays, job.rounds, evaluate_fn=combine(*late))
     found = means(result.evaluate_metrics_serverapp)
-    if job.method == FISH and not job.choosing:
+    if job.method in (FISH, MENDED) and not job.choosing:
         found |= same_uploads(result.uploads, here)
     return found | {"seconds": time.perf_counter() - before}
 

@@ -1,20 +1,20 @@
 """The methods' strategies."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import Diagonal
-from flwr_fisher.params import Params, flatten, scale
+from flwr_fisher.params import Params
 from flwr_fisher.strategies import Exchange, FedFish
 from flwr_fisher.wire import FisherUpload, arrays_to_tensors
 
 AVG, FISH = "FedAvg", "FedFish"
 LATE, PRODUCT = "FedFish, last-epoch", "FedFish, product"
-UNIT = "FedFish, unit trace"
+BALANCED, ROOT = "FedFish, balance 1", "FedFish, power 1/2"
+MENDED = "FedFish (default)"
 
 
 class FedAvgAdam(FedFish):
@@ -34,33 +34,16 @@ class FedAvgAdam(FedFish):
         return [Exchange({}, read, self._step)]
 
 
-class UnitTrace(FedFish):
-    """FedFish with every client's Fisher scaled to the same sum, before all else."""
-
-    def exchanges(self, server_round: int) -> Sequence[Exchange]:
-        """Ask as FedFish does; scale what arrives."""
-        (exchange,) = super().exchanges(server_round)
-
-        def read(record: ArrayRecord, like: Params) -> FisherUpload:
-            upload = FisherUpload.from_arrays(record, like)
-            return FisherUpload(upload.params, unit_trace(upload.curvature.diagonal()))
-
-        return [replace(exchange, read=read)]
-
-
-def unit_trace(fisher: Params) -> Diagonal:
-    """Return a Fisher whose entries have the mean one."""
-    flat = flatten(fisher).double()
-    return Diagonal(scale(fisher, float(1 / flat.mean()) if flat.any() else 0.0))
-
-
+PAPER = {"power": 1.0, "balance": 0.0}
 # Each method's class, and its options.
 STRATEGIES: dict[str, tuple[type[FedFish], dict[str, Any]]] = {
-    AVG: (FedAvgAdam, {"codec": "lossless"}),
-    FISH: (FedFish, {"codec": "lossless"}),
-    LATE: (FedFish, {"codec": "lossless", "fisher_source": "last-epoch"}),
-    PRODUCT: (FedFish, {"upload": "product"}),
-    UNIT: (UnitTrace, {"codec": "lossless"}),
+    AVG: (FedAvgAdam, {}),
+    FISH: (FedFish, PAPER),
+    MENDED: (FedFish, {}),
+    LATE: (FedFish, PAPER | {"fisher_source": "last-epoch"}),
+    PRODUCT: (FedFish, PAPER | {"upload": "product"}),
+    BALANCED: (FedFish, PAPER | {"balance": 1.0}),
+    ROOT: (FedFish, PAPER | {"power": 0.5}),
 }
 
 
@@ -69,6 +52,8 @@ def make_strategy(
 ) -> FedFish:
     """Return the method's strategy; all have the same server optimiser."""
     made, options = STRATEGIES[method]
+    if method != PRODUCT:
+        options = options | {"codec": "lossless"}
     return made(
         server_optimizer="adam",
         server_lr=server_lr,

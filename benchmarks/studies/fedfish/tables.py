@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from flwr_fisher.report.style import BEST, INK, RUNS, save
 from studies.fedfish.choice import (
+    ABLATIONS,
     CLIENT_LRS,
     EPOCHS,
     HIGH,
@@ -25,7 +26,15 @@ from studies.fedfish.choice import (
     Runs,
     outside,
 )
-from studies.fedfish.strategies import AVG, FISH, LATE, PRODUCT, UNIT
+from studies.fedfish.strategies import (
+    AVG,
+    BALANCED,
+    FISH,
+    LATE,
+    MENDED,
+    PRODUCT,
+    ROOT,
+)
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,18 @@ SHARES = (
     Measure("largest Fisher's share, %", "largest-trace", digits=0),
     Measure("correlation, log trace and log loss", "trace-loss-correlation", 1.0, 2),
 )
-MERGED = {"mean": "mean", "fisher": "FedFish's average", "unit": "unit trace"}
-LINES = {AVG: RUNS[1], FISH: BEST}
-MARKERS = {LATE: ("^", RUNS[2]), PRODUCT: ("s", RUNS[3]), UNIT: ("D", RUNS[4])}
+MERGED = {
+    "mean": "mean",
+    "fisher": "FedFish's average",
+    "unit": "of Fishers of trace 1",
+}
+LINES = {AVG: RUNS[1], FISH: RUNS[2], MENDED: BEST}
+MARKERS = {
+    LATE: ("^", INK),
+    PRODUCT: ("s", RUNS[3]),
+    BALANCED: ("D", RUNS[4]),
+    ROOT: ("v", RUNS[5]),
+}
 SHOWN = {
     "global accuracy, %": GLOBAL,
     "personalised accuracy, %": HALF,
@@ -96,14 +114,17 @@ def merged(name: str) -> tuple[Measure, Measure, Measure]:
     )
 
 
-def gap(runs: Runs, kind: str, epochs: int, measure: Measure) -> list[float]:
+def gap(
+    runs: Runs, kind: str, epochs: int, measure: Measure, method: str = FISH
+) -> list[float]:
     """Return FedFish − FedAvg of every seed."""
-    return measure.gap(runs[kind, epochs, FISH], runs[kind, epochs, AVG])
+    return measure.gap(runs[kind, epochs, method], runs[kind, epochs, AVG])
 
 
-def grown(runs: Runs, kind: str, measure: Measure) -> list[float]:
+def grown(runs: Runs, kind: str, measure: Measure, method: str = FISH) -> list[float]:
     """Return by how much the gap at the most local epochs is above that at one."""
-    return paired(gap(runs, kind, HIGH, measure), gap(runs, kind, LOW, measure))
+    most, least = (gap(runs, kind, e, measure, method) for e in (HIGH, LOW))
+    return paired(most, least)
 
 
 def scores_table(runs: Runs) -> list[str]:
@@ -119,13 +140,16 @@ def gaps_table(runs: Runs) -> list[str]:
     """Return differences of methods, and how FedFish's grows from E = 1 to 16."""
     lines = head("", "E", "", *TITLES)
     for kind in KINDS:
-        lines += [_gap_row(runs, kind, epochs, FISH, AVG) for epochs in EPOCHS]
-        growth = (m.shown(grown(runs, kind, m)) for m in MEASURES)
-        lines.append(row(kind, f"{LOW} → {HIGH}", "**the gap's growth**", *growth))
+        for method in (FISH, MENDED):
+            lines += [_gap_row(runs, kind, epochs, method, AVG) for epochs in EPOCHS]
+            growth = (m.shown(grown(runs, kind, m, method)) for m in MEASURES)
+            title = f"**growth of {method} − {AVG}**"
+            lines.append(row(kind, f"{LOW} → {HIGH}", title, *growth))
+        lines += [_gap_row(runs, kind, epochs, MENDED, FISH) for epochs in EPOCHS]
         lines += [
             _gap_row(runs, kind, HIGH, method, theirs)
             for theirs in (AVG, FISH)
-            for method in (LATE, PRODUCT, UNIT)
+            for method in ABLATIONS
         ]
     return lines
 
@@ -161,11 +185,12 @@ def merged_table(runs: Runs) -> list[str]:
 
 
 def shares_table(runs: Runs) -> list[str]:
-    """Return who decides FedFish's average."""
-    lines = head("", "E", *(measure.title for measure in SHARES))
-    for kind, epochs in product(KINDS, EPOCHS):
-        cells = (measure.spread(runs[kind, epochs, FISH]) for measure in SHARES)
-        lines.append(row(kind, str(epochs), *cells))
+    """Return who decides FedFish's average, the paper's and the default's."""
+    lines = head("", "E", "method", *(measure.title for measure in SHARES))
+    for kind, epochs, method in product(KINDS, EPOCHS, (FISH, MENDED)):
+        cell = runs[kind, epochs, method]
+        cells = (m.spread(cell) if m.key in cell[0] else "" for m in SHARES)
+        lines.append(row(kind, str(epochs), method, *cells))
     return lines
 
 

@@ -1,0 +1,140 @@
+"""One-shot merging away from the main tables: more clients, fewer epochs, other starts.
+
+    python benchmarks/one_shot.py --data-dir DIR
+
+DIR/MNIST/raw has torchvision's files, DIR/CIFAR10 the images in folders by class.
+`--only clients`, `epochs`, `rounds` or `pretrained` runs a part; the page has all that
+were ever run. ``dirichlet-client``; SGD with momentum 0.9 in batches of 64 at rate
+0.01; K-FACs as ``FedFisherOneShot`` asks for them; no method sees server data. Mean ±
+standard deviation over three seeds.
+
+**Clients**: MNIST, LeNet, α = 0.3, 30 epochs, 10, 20 and 30 clients (FedFisher's
+figure 3). **Epochs**: the same with 5 clients, α = 0.1, after 2 to 30 local epochs.
+**Rounds**: MNIST, LeNet, 5 clients, α = 0.1, 20 000 images, five rounds of 10 epochs
+(figure 2). **Pretrained**: CIFAR-10, 5 clients, α = 0.1; a CNN, and a residual network
+of 7 convolutions with group norm, are trained for 20 epochs on 10 000 images that no
+client has, and tuned by the clients on the other 10 000 for 10 epochs at rate 0.001
+(table 3, whose ResNet-18 comes from ImageNet).
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, product
+from multiprocessing import get_context
+from typing import Any
+
+from harness.jobs import quiet
+from harness.page import Page, opening
+from harness.splits import on_splits
+from harness.stats import paired, spread, with_error
+from harness.tables import head, row
+from harness.uploads import Setting
+from studies.one_shot.merges import MULTI_ROUND, OURS, ROUNDS, once, pretrained, rounds
+
+SEEDS = (0, 1, 2)
+CLIENTS, EPOCHS = (10, 20, 30), (2, 5, 10, 30)
+NETWORKS = ("cnn", "small ResNet")
+Scores = Mapping[str, float]
+Columns = Mapping[str, Sequence[Scores]]  # each column's seeds
+
+
+def clients(options: Namespace) -> Columns:
+    """Return every merge's accuracies, by the number of clients."""
+    splits = {
+        f"{m} clients": [
+            Setting("mnist", "lenet", 0.3, seed, clients=m, budget=True)
+            for seed in SEEDS
+        ]
+        for m in CLIENTS
+    }
+    return merges_of(splits, options)
+
+
+def epochs(options: Namespace) -> Columns:
+    """Return every merge's accuracies, by the local epochs."""
+    splits = {
+        f"{e} epochs": [
+            Setting("mnist", "lenet", 0.1, seed, epochs=e, budget=True)
+            for seed in SEEDS
+        ]
+        for e in EPOCHS
+    }
+    return merges_of(splits, options)
+
+
+def merges_of(splits: Mapping[str, list[Setting]], options: Namespace) -> Columns:
+    """Return the merges' accuracies, by column."""
+    found = on_splits("one_shot", once, chain(*splits.values()), options)
+    return {name: [found[s] for s in settings] for name, settings in splits.items()}
+
+
+def in_processes(
+    run: Callable[..., Any], names: Sequence[str], options: Namespace
+) -> dict[str, list[Any]]:
+    """Return what runs give for each name and seed, by name."""
+    jobs = [(name, seed, options.data_dir) for name, seed in product(names, SEEDS)]
+    with get_context("fork").Pool(options.workers, quiet) as pool:
+        found = iter(pool.starmap(run, jobs, chunksize=1))
+    return {name: [next(found) for _ in SEEDS] for name in names}
+
+
+def table(title: str, columns: Columns) -> list[str]:
+    """Return a section of accuracies, and of the default's lead in each column."""
+    names = list(next(iter(columns.values()))[0])
+    lines = [f"## {title}", "", *head("test accuracy, %", *columns, "default minus it")]
+    for name in names:
+        cells = (spread([each[name] for each in own]) for own in columns.values())
+        own, theirs = (
+            [each[key] for seeds in columns.values() for each in seeds]
+            for key in (OURS, name)
+        )
+        gain = "" if name == OURS else with_error(paired(own, theirs), 2)
+        lines.append(row(f"**{name}**" if name == OURS else name, *cells, gain))
+    return lines
+
+
+def rounds_table(methods: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
+    """Return a section of accuracies, round by round."""
+    titles = (f"round {index + 1}" for index in range(ROUNDS))
+    lines = ["## Rounds", "", *head("test accuracy, %", *titles)]
+    for name, seeds in methods.items():
+        cells = (spread(each) for each in zip(*seeds, strict=True))
+        lines.append(row(f"**{name}**" if name == OURS else name, *cells))
+    return lines
+
+
+PAGE = Page(
+    name="one_shot",
+    opening=opening("One-shot merging, further afield", __doc__),
+    sections={
+        "clients": lambda found: table("Clients", found),
+        "epochs": lambda found: table("Local epochs", found),
+        "rounds": rounds_table,
+        "pretrained": lambda found: table("From a pre-trained start", found),
+    },
+    plots={},
+)
+PARTS: dict[str, Callable[[Namespace], Any]] = {
+    "clients": clients,
+    "epochs": epochs,
+    "rounds": lambda options: in_processes(rounds, list(MULTI_ROUND), options),
+    "pretrained": lambda options: in_processes(pretrained, NETWORKS, options),
+}
+DATA = {"pretrained": "CIFAR10"}
+
+
+def main() -> None:
+    """Run what is asked for, and write the page of all that was ever run."""
+    options = PAGE.command_line(__doc__).parse_args()
+    page, names = PAGE.asked(options)
+    for name in names:
+        folder = DATA.get(name, "MNIST")
+        if (options.data_dir / folder).exists():
+            page.keep(name, PARTS[name](options))
+        else:
+            print(f"{folder} is not in {options.data_dir}: {name} is skipped")
+    page.write()
+
+
+if __name__ == "__main__":
+    main()

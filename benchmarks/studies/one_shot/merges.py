@@ -1,0 +1,136 @@
+"""What merges are worth, of clients that were trained in each of the parts' ways."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp.strategy import FedAvg
+from harness.clients import CPU, mnist
+from harness.uploads import Setting, fisher_within_budget, posteriors
+from torch import nn
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.curvature import fisher
+from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, fisher_merge, regmean
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.tasks import Task
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+from studies.one_shot.residual import small_resnet
+
+OURS, DIAGONAL = "FedFisher K-FAC (default)", "FedFisher diagonal, closed form"
+BEST = "best single client (chosen on the test set)"
+ENSEMBLE = "ensemble of clients (not one model)"
+CLIENTS, ROUNDS, ROUND_EPOCHS, EXAMPLES = 5, 5, 10, 20_000
+PRETRAINED_ON, PRETRAINING, TUNING, TUNING_LR = 10_000, 20, 10, 0.001
+MULTI_ROUND = {
+    "FedAvg": lambda **own: FedAvg(**own),
+    DIAGONAL: lambda **own: FedFisherOneShot(structure="diagonal", **own),
+    OURS: lambda **own: FedFisherOneShot(**own),
+}
+Scores = dict[str, float]
+
+
+def merged(model: nn.Module, task: Task, kfac: Sequence[LocalPosterior]) -> Scores:
+    """Return the test accuracy in per cent of each merge of the same models."""
+    diagonal = []
+    for client, upload in enumerate(kfac):
+        model.load_state_dict(dict(upload.params))
+        loader = task.eval_loader(task.train_images(client), batch_size=256)
+        own = fisher(model, loader, structure="diagonal", max_passes=3)
+        diagonal.append(LocalPosterior(upload.params, own, upload.num_examples))
+    test, params = list(task.test_loader()), [upload.params for upload in kfac]
+    candidates: dict[str, Mapping[str, torch.Tensor]] = {
+        "FedAvg": fedavg(kfac),
+        DIAGONAL: fisher_merge(diagonal),
+        "RegMean, off-diagonal 0.9": regmean(kfac, off_diagonal=0.9),
+        OURS: fedfisher(kfac).params,
+    }
+    found = accuracies(model, candidates, test)
+    single = accuracies(model, {str(i): p for i, p in enumerate(params)}, test)
+    found[BEST] = max(single.values())
+    weights = [upload.num_examples for upload in kfac]
+    found[ENSEMBLE] = ensemble_accuracy(model, params, weights, test)
+    return {name: 100 * value for name, value in found.items()}
+
+
+def once(setting: Setting, data_dir: Path) -> Scores:
+    """Merge clients that were trained from one random start."""
+    task = setting.task(data_dir)
+    return merged(task.make_model(), task, posteriors(setting, task, "kfac"))
+
+
+def pretrained(name: str, seed: int, data_dir: Path) -> Scores:
+    """Pre-train, tune on every client's images, merge; all weights are trained.
+
+    The images of the pre-training are no client's. `name` is "cnn" or "small ResNet".
+    """
+    made = partial(_random, name, seed)
+    held = {"validation": PRETRAINED_ON, "hold_out": True}
+    setting = Setting("imagefolder:CIFAR10", "cnn", 0.1, seed, **held)
+    task = setting.task(data_dir)
+    start = made(task)
+    images = task.eval_loader(task.validation, batch_size=64)
+    train = LocalSGD(epochs=PRETRAINING, lr=0.01, momentum=0.9)
+    train(start, Shuffling(images), CPU, {})
+    first = accuracies(start, {"start": shared_state(start)}, list(task.test_loader()))
+    uploads = []
+    for client in range(setting.clients):
+        torch.manual_seed(1000 * seed + client)
+        model = made(task)
+        model.load_state_dict(shared_state(start))
+        tune = LocalSGD(epochs=TUNING, lr=TUNING_LR, momentum=0.9)
+        tune(model, task.train_loader(client, 64), CPU, {})
+        loader = task.eval_loader(task.train_images(client), batch_size=64)
+        own = fisher_within_budget(model, loader, client)
+        uploads.append(
+            LocalPosterior(shared_state(model), own, task.num_examples(client))
+        )
+    return {"the start": 100 * first["start"]} | merged(start, task, uploads)
+
+
+def _random(name: str, seed: int, task: Task) -> nn.Module:
+    torch.manual_seed(seed)
+    return task.make_model() if name == "cnn" else small_resnet()
+
+
+class Shuffling:
+    """Batches in a new order each epoch."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = list(batches)
+
+    def __iter__(self) -> Any:
+        """Yield the batches."""
+        for index in torch.randperm(len(self.batches)).tolist():
+            yield self.batches[index]
+
+
+def rounds(method: str, seed: int, data_dir: Path) -> list[float]:
+    """Return the test accuracy in per cent after each of five rounds."""
+    own = {"model": "lenet", "partition": "dirichlet-client", "alpha": 0.1}
+    shared = {"num_partitions": CLIENTS, "max_examples": EXAMPLES}
+    task = mnist(seed, data_dir, **own, **shared)
+    net, test, found = task.make_model(), list(task.test_loader()), []
+    train = LocalSGD(epochs=ROUND_EPOCHS, lr=0.01, momentum=0.9)
+
+    def client_fn(context: Context) -> FisherClient:
+        client = int(context.node_config["partition-id"])
+        loader = task.train_loader(client, 64)
+        return FisherClient(task.make_model(), loader, train_fn=train, device=CPU)
+
+    def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        score = accuracies(net, {"x": arrays_to_tensors(arrays)}, test)["x"]
+        found.append(100 * score)
+        return MetricRecord({"accuracy": score})
+
+    grid = LocalGrid(make_client_app(client_fn), CLIENTS, seed=seed)
+    strategy = MULTI_ROUND[method](fraction_evaluate=0.0)
+    start = ArrayRecord(shared_state(task.make_model()))
+    strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate_fn)
+    return found[1:]
