@@ -78,7 +78,7 @@ def main() -> None:
     """Write each data set's table, plot and the numbers behind them."""
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--only", choices=PROBLEMS)
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--parts", choices=PARTS, nargs="*", default=list(PARTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in [options.only] if options.only else PROBLEMS:
