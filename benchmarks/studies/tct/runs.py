@@ -4,7 +4,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,13 @@ AVG, SCAFFOLD, TCT_ = "FedAvg", "SCAFFOLD", "TCT"
 ABLATIONS: dict[str, dict[str, Any]] = {
     "TCT, features not standardised": {"standardise": False},
     "TCT, stage 2 by FedAvg (no control variates)": {"control_variates": False},
+    "TCT, stage 2 by FedAvg, 10 steps": {"control_variates": False, "local_steps": 10},
     "TCT, stage 2 by gradient descent (one step a round)": {
         "control_variates": False,
         "local_steps": 1,
     },
 }
+STAGE1 = {f"TCT, {rounds} rounds of stage 1": rounds for rounds in (0, 5, 10, 40)}
 
 
 @dataclass(frozen=True)
@@ -254,8 +256,21 @@ def accuracies(extent: Extent, run: Run) -> dict[str, Any]:
     return found
 
 
-def ablations(extent: Extent, run: Run) -> dict[str, Any]:
-    """Run TCT without this and that where clients have one class each."""
-    lr = choose(extent, run)["c1"][AVG]["lr"]
-    jobs = {name: extent.finals("c1", name, lr) for name in (TCT_, *ABLATIONS)}
-    return run_cells(jobs, run)
+def ablations(
+    extent: Extent, run: Run, accuracy: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Run TCT without this and that where clients have one class each.
+
+    `accuracy` are that part's numbers, which have TCT's own runs, if there are any.
+    """
+    own = accuracy["c1"] if accuracy else None
+    chosen = own["chosen"] if own else choose(extent, run)["c1"]
+    jobs = {
+        name: extent.finals("c1", name, chosen[AVG]["lr"])
+        for name in ((*ABLATIONS,) if own else (TCT_, *ABLATIONS))
+    }
+    for name, rounds in STAGE1.items():
+        whole = extent.finals("c1", name, chosen[AVG]["lr"])
+        jobs[name] = [replace(job, stage1=rounds) for job in whole]
+    found = run_cells(jobs, run)
+    return {TCT_: own["runs"][TCT_], **found} if own else found

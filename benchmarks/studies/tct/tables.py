@@ -15,6 +15,7 @@ from flwr_fisher.report.style import BEST, INK, QUIET, RUNS, panels, save
 from studies.tct.runs import AVG, CLIENTS, SCAFFOLD, SPLITS, TCT_
 
 STAGE_1 = "stage 1"
+STAGE2 = (5, 15, 30)  # rounds at which ablations are shown
 COLORS = {AVG: RUNS[1], SCAFFOLD: RUNS[2], TCT_: BEST}
 Runs = Sequence[Mapping[str, Any]]
 Rows = Mapping[str, Mapping[str, Runs]]
@@ -119,9 +120,19 @@ def bytes_table(rows: Rows) -> list[str]:
 
 def ablations_section(found: Mapping[str, Any]) -> list[str]:
     """Return TCT's ablations as a table."""
-    rows = [row(name, spread(final(runs))) for name, runs in found.items()]
-    about = "#C = 1; test accuracy in per cent."
-    return blocks("## Without this and that", about, [*head("", ""), *rows])
+    lines = head("", *(f"{rounds} rounds" for rounds in STAGE2))
+    for name, runs in found.items():
+        lines.append(row(name, *(spread(after(runs, rounds)) for rounds in STAGE2)))
+    about = "#C = 1; test accuracy in per cent after so many rounds of stage 2."
+    return blocks("## Without this and that", about, lines)
+
+
+def after(runs: Runs, rounds: int) -> list[float]:
+    """Return the accuracies in per cent after so many rounds of stage 2."""
+    # One round more, which fixes the features.
+    places = (min(run["stage1"] + 1 + rounds, len(run["accuracy"]) - 1) for run in runs)
+    pairs = zip(runs, places, strict=True)
+    return [100 * run["accuracy"][place] for run, place in pairs]
 
 
 def plot(found: Mapping[str, Any], folder: Path) -> None:
