@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
+    AFL,
     DONE,
     FAGH,
     GIANT,
@@ -131,6 +132,7 @@ VICTIMS: dict[str, Victim] = {
     "GIANT": Victim(partial(GIANT, lr=0.5, iterations=2), 15, ONE),
     "DONE": Victim(partial(DONE, lr=1.0, alpha=0.1, iterations=20), 10, ONE),
     "FedPM": Victim(FedPM, 6, FAST),
+    "AFL": Victim(AFL),
     "TCT": Victim(
         partial(TCT, stage1_rounds=2, num_features=40, local_steps=50), 5, ONE
     ),
@@ -420,6 +422,20 @@ OF_TCT: dict[str, Attack] = {
     "eigenvalue 0": edit(r"^tct/largest", lambda a: a * 0),
     "30 000 examples": says(num_examples=30_000),
 }
+OF_SUMS: dict[str, Attack] = {
+    f"{which} {what}": edit(f"^head/{key}$", change)
+    for which, key in {"moments": "gram", "labels": "cross", "both": ".*"}.items()
+    for what, change in {
+        "x -1": lambda a: -a,
+        "x 20": lambda a: 20 * a,
+        "x 1e4": lambda a: 1e4 * a,
+        "x -1e4": lambda a: -1e4 * a,
+        "of 1e30": lambda a: a * 0 + 1e30,
+        "of 1e300": lambda a: a * 0 + 1e300,
+        "random": noise,
+        "of zero": lambda a: 0 * a,
+    }.items()
+}
 OF_STATISTICS: dict[str, Attack] = {
     "negative variance": edit("running_var", lambda a: -100 * a),
     "one variance below zero": edit(
@@ -463,6 +479,8 @@ def cases() -> list[tuple[str, str, str, Attack]]:
             attacks |= OF_CURVATURE
         if name == "TCT":
             attacks |= OF_TCT
+        if name == "AFL":
+            attacks |= OF_SUMS
         if "batch norm" in name:
             attacks |= OF_STATISTICS
         if name == PACKED:

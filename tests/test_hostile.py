@@ -28,6 +28,7 @@ from hostile import (
     NETWORK,
     OF_CURVATURE,
     OF_STATISTICS,
+    OF_SUMS,
     OF_TCT,
     VICTIMS,
     Attack,
@@ -95,6 +96,21 @@ CASES: dict[str, tuple[str, Attack, str]] = {
         "TCT",
         OF_TCT["eigenvalue 1e9"],
         "limited partition-2: largest-eigenvalue x",
+    ),
+    "AFL: labels' sums the other way, x 1e4": (
+        "AFL",
+        OF_SUMS["labels x -1e4"],
+        "limited partition-2: head/cross x",
+    ),
+    "AFL: as many examples as its sums are large": (
+        "AFL",
+        OF_SUMS["both of 1e30"],
+        r"left out partition-2: .*'head/count': 1e\+30 examples, but the metrics say",
+    ),
+    "AFL: labels' sums of 1e300": (
+        "AFL",
+        OF_SUMS["labels of 1e300"],
+        "left out partition-2: .*'head/cross': is of size .*, which cannot be",
     ),
     "2^62 examples and random weights": (
         "FedFisher",

@@ -27,7 +27,7 @@ class HeadSums:
     cross : Tensor
         :math:`\sum x y^\top`, ``[f, C]`` in float64.
     count : float
-        Over how many rows; a sequence has one for each of its positions.
+        Over how many examples; a sequence is one, with a row for each of its positions.
     """
 
     gram: Tensor
@@ -86,7 +86,7 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
                 x = _features(inputs_of, layer, head)
                 y = _targets(labels, len(x), layer.out_features)
                 gram, cross = gram + x.mT @ x, cross + x.mT @ y.to(x)
-                count += len(x)
+                count += len(labels)
     finally:
         handle.remove()
     if not count:

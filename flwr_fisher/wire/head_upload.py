@@ -57,16 +57,26 @@ class HeadUpload(Payload):
         """Return the head's name, which clients must share."""
         return (self.weight, str(self.bias))
 
+    def check_weight(self, weight: float) -> None:
+        """Raise :class:`WireError` if it counts more examples than the metrics."""
+        if self.sums.count > weight:
+            reason = f"{self.sums.count:g} examples, but the metrics say {weight:g}"
+            raise WireError(reason, field=_COUNT)
+
     def masses(self) -> dict[str, float]:
-        """Return the features' mean square."""
+        """Return the features' mean square, and the size of their mean with labels."""
         sums = self.sums
-        return {_GRAM: float(sums.gram.diagonal().sum()) / sums.count}
+        squares, products = sums.gram.diagonal().sum(), sums.cross.norm()
+        return {
+            _GRAM: float(squares) / sums.count,
+            _CROSS: float(products) / sums.count,
+        }
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with lighter sums, of the same solution."""
-        factor = factors.get(_GRAM, 1.0)
-        sums = self.sums
-        lighter = replace(sums, gram=factor * sums.gram, cross=factor * sums.cross)
+        """Return it with lighter sums; where both are, of the same solution."""
+        factor, sums = factors.get(_GRAM, 1.0), self.sums
+        products = min(factor, factors.get(_CROSS, 1.0))
+        lighter = replace(sums, gram=factor * sums.gram, cross=products * sums.cross)
         return replace(self, sums=lighter)
 
     def reweighted(self, factor: float) -> Self:

@@ -78,7 +78,7 @@ class AFL(CurvatureStrategy):
         for name, value in zip((first.weight, first.bias), solution, strict=False):
             assert name is not None
             params[name] = value.to(params[name].dtype)
-        return Step(ServerState(params), {"num-rows": sums.count}, sums)
+        return Step(ServerState(params), {}, sums)
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

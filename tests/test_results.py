@@ -1,0 +1,51 @@
+"""The pages that are made from committed numbers: none is stale, each claim holds."""
+
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    """The benchmarks import each other from their own folder."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("name", ["README.md", "chooser.md"])
+def test_a_page_is_what_make_results_writes(name: str) -> None:
+    import summary
+
+    written = (BENCHMARKS / "results" / name).read_text()
+    assert written == summary.PAGES[name]() + "\n", "it is stale: run `make results`"
+
+
+def test_every_recommendation_is_what_its_table_says() -> None:
+    import summary
+
+    numbers = cache(summary.numbers_of)
+    for choose in summary.CHOICES:
+        choice = choose(numbers)
+        assert choice.holds, choice
+        assert (BENCHMARKS / "results" / f"{choice.page}.md").exists()
+
+
+def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason() -> None:
+    import summary
+
+    papers = tomllib.loads(summary.PAPERS.read_text())
+    for paper, readers in summary.READERS.items():
+        assert set(readers) <= set(papers[paper])
+        for where, said in papers[paper].items():
+            if where == "title":
+                continue
+            assert said["says"], where
+            assert said["theirs"], where
+            assert "data" not in said or said["run"], where
+            assert "data" not in said or where not in readers, where
