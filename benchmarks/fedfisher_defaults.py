@@ -10,16 +10,16 @@ Splits, seeds (100 and up) and images are not those of ``fedfisher.py``: the cli
 train without the validation images, and no test image is looked at. Partitions are
 `dirichlet-client`, a split for each of α = 0.2, 0.1 and 0.05. Most clients train for 12
 epochs, two columns for the 30 of the final runs, which leaves some so sure of
-themselves that their Fishers all but vanish. The Fisher is that of 1000 of a client's
-examples, which merges as well as that of all.
+themselves that their Fishers all but vanish. Fishers are those that
+``FedFisherOneShot`` asks for by default.
 
-A candidate is *weights* (`balance` or `robust`), `anchor`, and `shrink` with `damping`,
-at four iterations; the default's constants are tried with other numbers of iterations,
-too. `balance` by client divides by the trace over all layers, in place of each layer's
-own.
+A candidate is *weights* (`balance` and `robust`), `anchor`, and `shrink` with
+`damping`, at four iterations; the default's constants are tried with other numbers of
+iterations, too.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
@@ -41,11 +41,13 @@ SCORED = 2000  # validation images, at most
 BEFORE = "CG, 100 iterations, its own constants"
 WEIGHTS = {
     "plain": {"balance": 0.0, "robust": 0.0},
+    "balance 1/2": {"balance": 0.5, "robust": 0.0},
     "balance 1": {"balance": 1.0, "robust": 0.0},
-    "balance 1 by client": {"balance": 0.0, "robust": 0.0},
-    "robust 0.3": {"balance": 0.0, "robust": 0.3},
     "robust 1": {"balance": 0.0, "robust": 1.0},
     "robust 3": {"balance": 0.0, "robust": 3.0},
+    "balance 1/2, robust 1": {"balance": 0.5, "robust": 1.0},
+    "balance 1, robust 1": {"balance": 1.0, "robust": 1.0},
+    "balance 1, robust 3": {"balance": 1.0, "robust": 3.0},
 }
 ANCHORS = (0.03, 0.1, 0.3)
 CORRELATIONS = ((0.1, 0.3), (0.3, 0.0), (0.3, 0.1))  # shrink, damping
@@ -104,14 +106,8 @@ def merges(
     """Yield every method's name and model."""
     references = fedavg(clients), regmean(clients), fedfisher(clients, solver="cg")
     yield from zip(REFERENCES, (*references[:2], references[2].params), strict=True)
-    level = [
-        LocalPosterior(c.params, c.curvature.scaled(1 / trace), c.num_examples)
-        for c in clients
-        if (trace := c.curvature.trace())
-    ]
     for name, options in candidates():
-        chosen = level if "by client" in name else clients
-        yield name, fedfisher(chosen, **options).params
+        yield name, fedfisher(clients, **options).params
 
 
 def scored(task: Task) -> list[tuple[Tensor, Tensor]]:
@@ -162,7 +158,7 @@ def page(scores: Scores) -> list[str]:
     methods = next(iter(scores.values()))[0]
     grid = [name for name in methods if name.startswith(tuple(WEIGHTS))]
     best = sorted(grid, key=lambda name: -fmean(_on_every_split(scores, name)))
-    of_each = [next(n for n in best if n.startswith(f"{kind},")) for kind in WEIGHTS]
+    of_each = [next(n for n in best if n.startswith(f"{kind}, a")) for kind in WEIGHTS]
     return blocks(
         opening("Choosing the default solver's constants", __doc__),
         f"Means over three splits a column, and differences over all {splits}; the "
@@ -186,8 +182,8 @@ def main() -> None:
         if missing(splits[0], data_dir):
             print(f"left out, as {data_dir} has not its files: {column}", flush=True)
             continue
-        found = on_splits("defaults", evaluate, splits, options)
-        scores[column] = list(found.values())
+        own = [replace(s, budget=True, averaged=0, examples=None) for s in splits]
+        scores[column] = list(on_splits("defaults", evaluate, own, options).values())
     write_page("fedfisher_defaults", page(scores), scores)
 
 

@@ -1,0 +1,1 @@
+"""Every table and figure of the papers: what of it was found here."""

@@ -1,0 +1,202 @@
+"""Which method for which situation, each with the figure that speaks for it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import mean
+from typing import Any
+
+from harness.stats import paired, with_error
+
+from studies.fedfish.choice import EPOCHS, LOW, found_in
+from studies.fedfish.runs import SHIFT, SKEW
+from studies.fedfish.strategies import AVG, FISH, MENDED
+from studies.fedfish.tables import GLOBAL
+from studies.papers.fagh import NEVER, rounds_to
+from studies.papers.fedfisher import OURS, of
+from studies.papers.found import ahead, listed
+
+Numbers = Callable[[str], Any]
+NO_DATA = ("FedAvg", "OTFusion", "Git Re-Basin, then FedAvg", "FisherMerge")
+SUMS = "FedFisher K-FAC from sums"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to take, and whether the tables still say so."""
+
+    situation: str
+    method: str
+    figure: str
+    page: str
+    holds: bool
+
+
+def merges(numbers: Numbers, page: str) -> list[Mapping[str, Any]]:
+    """Return what all merges found, one a split."""
+    return list(numbers(page)["merges"].values())
+
+
+def gain(splits: Sequence[Mapping[str, Any]], ours: str, theirs: str) -> list[float]:
+    """Return the points by which a method is ahead, split by split."""
+    return paired(of(splits, ours), of(splits, theirs))
+
+
+def once(numbers: Numbers) -> Choice:
+    """One round, nothing known of the server."""
+    splits = merges(numbers, "rivals_mnist")
+    best = max(NO_DATA, key=lambda name: mean(of(splits, name)))
+    leads = gain(splits, OURS, best)
+    return Choice(
+        "Clients connect once; the server has no data",
+        "`FedFisherOneShot()`",
+        f"MNIST: {with_error(leads, 1)} points over the best of those that see no data "
+        f"either ({best}), {with_error(gain(splits, OURS, 'FedAvg'), 1)} over FedAvg",
+        "rivals_mnist",
+        all(ahead(gain(splits, OURS, name)) for name in NO_DATA),
+    )
+
+
+def with_server_data(numbers: Numbers) -> Choice:
+    """One round, and some hundred labelled examples on the server."""
+    splits = merges(numbers, "rivals_mnist")
+    chosen = [name for name in splits[0] if name.endswith("*")]
+    best = max(chosen, key=lambda name: mean(of(splits, name)))
+    leads = gain(splits, OURS, best)
+    return Choice(
+        "The same, and the server has 500 labelled examples",
+        "`FedFisherOneShot()`: it makes no use of them, and is still ahead",
+        f"MNIST: {with_error(leads, 1)} points over the best that chooses by them "
+        f"({best.removesuffix(' *')})",
+        "rivals_mnist",
+        ahead(leads),
+    )
+
+
+def six_exchanges(numbers: Numbers) -> Choice:
+    """One training, several short exchanges."""
+    found = [
+        split
+        for page in ("kfac_sums_mnist", "kfac_sums_cifar10")
+        for split in chain(*numbers(page).values())
+    ]
+    leads = [s["from sums, 4 iterations"] - s["from parts (default)"] for s in found]
+    return Choice(
+        "One training, but clients stay for six short exchanges; no upload of a client "
+        "may be seen; or there are a thousand of them",
+        '`FedFisherOneShot(structure="kfac", aggregate="sums", secure=SecureSums())`',
+        f"{with_error(leads, 1)} points over the default from parts (MNIST, CIFAR-10)",
+        "kfac_sums_cifar10",
+        ahead(leads),
+    )
+
+
+def extreme_skew(numbers: Numbers) -> Choice:
+    """Fifty rounds, one class a client."""
+    runs = numbers("tct")["accuracy"]["c1"]["runs"]
+    ends = {
+        name: [100 * run["accuracy"][-1] for run in runs[name]]
+        for name in ("TCT", "FedAvg", "SCAFFOLD")
+    }
+    leads = paired(ends["TCT"], ends["FedAvg"])
+    return Choice(
+        "Some 50 rounds, all ten clients in each, one or two classes a client",
+        "`TCT()`",
+        f"#C = 1: {with_error(leads, 1)} points over FedAvg, "
+        f"{with_error(paired(ends['TCT'], ends['SCAFFOLD']), 1)} over SCAFFOLD",
+        "tct",
+        ahead(leads),
+    )
+
+
+def many_epochs(numbers: Numbers) -> Choice:
+    """Few rounds of several local epochs, inputs that differ."""
+    runs = found_in(numbers("fedfish")).runs
+    leads = {
+        epochs: GLOBAL.gap(runs[SHIFT, epochs, MENDED], runs[SHIFT, epochs, AVG])
+        for epochs in EPOCHS
+        if epochs > LOW
+    }
+    return Choice(
+        "5 to 20 rounds of 4 to 16 local epochs, a tenth of the clients in each, whose "
+        "inputs look different from client to client",
+        "`FedFish()`",
+        "points over FedAvg: "
+        + ", ".join(f"E = {e} {GLOBAL.shown(lead)}" for e, lead in leads.items()),
+        "fedfish",
+        all(ahead(lead) for lead in leads.values()),
+    )
+
+
+def one_epoch(numbers: Numbers) -> Choice:
+    """Many rounds of one epoch."""
+    runs = found_in(numbers("fedfish")).runs
+    leads = {
+        f"{method}, {kind}": GLOBAL.gap(runs[kind, LOW, AVG], runs[kind, LOW, method])
+        for method in (FISH, MENDED)
+        for kind in (SKEW, SHIFT)
+    }
+    return Choice(
+        "80 rounds of one local epoch",
+        "Flower's `FedAvg`, or `FedAdam`",
+        "points over FedFish: "
+        + "; ".join(f"{name} {GLOBAL.shown(lead)}" for name, lead in leads.items()),
+        "fedfish",
+        all(ahead(lead) for lead in leads.values()),
+    )
+
+
+def convex(numbers: Numbers) -> Choice:
+    """Logistic regression."""
+    rounds = {
+        split: {name: rounds_to(method)[-1] for name, method in methods.items()}
+        for split, methods in numbers("rounds")["mlr"].items()
+    }
+    ours = [found["FedPM"] for found in rounds.values()]
+    others = [
+        min(each for name, each in found.items() if name != "FedPM")
+        for found in rounds.values()
+    ]
+    return Choice(
+        "Logistic regression, and rounds are what is dear",
+        "`FedPM()`",
+        f"rounds to 90 %: {listed(ours, 0)} on two splits, the next best "
+        f"{listed(others, 0)}; an upload is 76 times FedAvg's",
+        "rounds",
+        max(ours) < NEVER and all(a <= b for a, b in zip(ours, others, strict=True)),
+    )
+
+
+def liars(numbers: Numbers) -> Choice:
+    """Hostile clients."""
+    splits = list(chain(*numbers("attacks").values()))
+    kinds = [
+        kind
+        for kind, found in splits[0].items()
+        if kind[0] in "12" and "triggered" not in kind and "FedFisher, robust" in found
+    ]
+    worst = {
+        method: min(mean(s[kind][method] for s in splits) for kind in kinds)
+        for method in ("FedFisher, robust", "FedAvg", "Krum", "MultiKrum", "median")
+    }
+    best, *_ = sorted(worst, key=lambda name: -worst[name])
+    return Choice(
+        "One or two of ten clients may lie",
+        "`FedFisherOneShot(outlier=1.5)`",
+        "lowest mean accuracy over all attacks: "
+        + ", ".join(f"{name} {value:.1f}" for name, value in worst.items()),
+        "attacks",
+        best == "FedFisher, robust",
+    )
+
+
+CHOICES: tuple[Callable[[Numbers], Choice], ...] = (
+    once,
+    with_server_data,
+    six_exchanges,
+    extreme_skew,
+    many_epochs,
+    one_epoch,
+    convex,
+    liars,
+)

@@ -1,0 +1,206 @@
+"""FedFisher's tables and figures (AISTATS 2024)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from math import exp
+from statistics import mean
+from typing import Any
+
+from harness.stats import paired
+from theory import OURS as OURS_IN_THEORY
+from theory import logarithms
+
+from studies.papers.found import Found, Reader, ahead, listed
+
+Numbers = Callable[[str], Any]
+OURS = "FedFisher K-FAC (default)"
+RIVALS = {
+    "FedAvg": "FedAvg",
+    "OTFusion": "OTFusion",
+    "PFNM": "PFNM, FedMA's for convolutions *",
+    "RegMean": "RegMean *",
+    "FisherMerge": "FisherMerge",
+    "diagonal": "FedFisher diagonal *",
+    "DENSE": "DENSE *",
+}
+
+
+def width(numbers: Numbers) -> Found:
+    """Figure 1a."""
+    sweep = numbers("theory")["width"]
+    first, *_, last = sweep
+    found = [logarithms(sweep, name, first, last) for name in OURS_IN_THEORY]
+    return Found(
+        f"from m = {first} to {last} the error is multiplied by "
+        f"{listed([exp(mean(each)) for each in found], 2)}, after 10³ to 10⁶ steps of "
+        "the server",
+        [ahead([-value for value in each]) for each in found],
+        "Geometric means of 20 seeds' ratios. The paper does not say how many steps "
+        "its server takes; the fewer, the lower the error.",
+        "python benchmarks/theory.py",
+        "theory.md",
+    )
+
+
+def local_steps(numbers: Numbers) -> Found:
+    """Figure 1b."""
+    sweep = numbers("theory")["local steps"]
+    falls = [logarithms(sweep, name, "32", "2048") for name in OURS_IN_THEORY]
+    rises = [logarithms(sweep, name, "2048", "32768") for name in OURS_IN_THEORY]
+    return Found(
+        f"from K = 32 to 2048 the error is multiplied by "
+        f"{listed([exp(mean(each)) for each in falls], 2)}, from 2048 to 32 768 by "
+        f"{listed([exp(mean(each)) for each in rises], 2)}",
+        [
+            *(ahead([-value for value in each]) for each in falls),
+            *(ahead(each) for each in rises),
+        ],
+        "After 10³ to 10⁶ steps of the server. It falls, and then stays.",
+        "python benchmarks/theory.py",
+        "theory.md",
+    )
+
+
+def client_time(numbers: Numbers) -> Found:
+    """Table 1."""
+    found = numbers("client")
+    shares = {
+        name: 100 * mean(row["default"] for row in rows) / 30
+        for name, rows in found.items()
+    }
+    return Found(
+        "; ".join(
+            f"{name}: +{share:.1f} % of 30 epochs" for name, share in shares.items()
+        ),
+        [share <= 10.5 for share in shares.values()],
+        "By default a client takes 1000 of its examples, 3 passes and 32 positions.",
+        "python benchmarks/client.py",
+        "client.md",
+    )
+
+
+def one_shot(page: str, data: str) -> Reader:
+    """Table 2, on the data set that is here."""
+
+    def read(numbers: Numbers) -> Found:
+        parts = numbers(page)
+        alphas = ("0.2", "0.1", "0.05")
+        splits: dict[str, list[dict[str, Any]]] = {alpha: [] for alpha in alphas}
+        for split, found in parts["merges"].items():
+            alpha = next(a for a in alphas if f"-a{a}-" in split)
+            more = (parts.get(part, {}).get(split, {}) for part in ("adam", "students"))
+            splits[alpha].append(dict(chain(found.items(), *(m.items() for m in more))))
+        shown, checks = [], []
+        for title, name in RIVALS.items():
+            leads = []
+            for alpha in alphas:
+                own = [split for split in splits[alpha] if name in split]
+                if own:
+                    leads.append(mean(paired(of(own, OURS), of(own, name))))
+            if leads:
+                shown.append(f"{title} {listed(leads)}")
+                checks += [lead > 0 for lead in leads]
+        ours = [mean(of(splits[alpha], OURS)) for alpha in alphas]
+        count = min(len(found) for found in splits.values())
+        return Found(
+            f"K-FAC, the default, {listed(ours)}; its lead over {'; '.join(shown)}",
+            checks,
+            f"{data}, {count} splits an α. The default sees no server data.",
+            "python benchmarks/rivals.py",
+            f"{page}.md",
+        )
+
+    return read
+
+
+def of(splits: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Return a method's accuracies."""
+    return [split[name]["accuracy"] for split in splits]
+
+
+def quantised(numbers: Numbers) -> Found:
+    """Table 4."""
+    found = numbers("codec")["diagonal"]
+    plain, packed = (
+        [s[n]["accuracy"] for s in found] for n in ("uncompressed", "paper's, 1.0")
+    )
+    change = paired(packed, plain)
+    return Found(
+        f"MNIST, diagonal: {mean(plain):.2f} before, {mean(packed):.2f} after",
+        [abs(mean(change)) <= 0.3],
+        "The paper's own codec, weights and Fisher at 16 bits; ours is beside it.",
+        "python benchmarks/codec.py",
+        "codec.md",
+    )
+
+
+def packed(numbers: Numbers) -> Found:
+    """Table 5."""
+    found = numbers("codec")["kfac"]
+    plain, small, half = (
+        [split[name]["accuracy"] for split in found]
+        for name in ("uncompressed", "packed, 1.0", "packed, 0.5")
+    )
+    return Found(
+        f"MNIST: {mean(plain):.2f} before; {mean(small):.2f} within FedAvg's bytes, "
+        f"{mean(half):.2f} within half of them",
+        [mean(plain) - mean(small) <= 2],
+        "Eigenvectors in place of the paper's singular vectors: half the numbers.",
+        "python benchmarks/codec.py",
+        "codec.md",
+    )
+
+
+def inversion(numbers: Numbers) -> Found:
+    """Table 6."""
+    rates = numbers("inversion")["rates"]
+    model, average, both = (
+        rates[name]
+        for name in (
+            "client 1's model (OTFusion, PFNM, DENSE)",
+            "the mean of the models (FedAvg)",
+            "the mean, and client 1's K-FAC",
+        )
+    )
+    return Found(
+        f"client's model {mean(model):.0f} %, mean {mean(average):.0f}, mean and K-FAC "
+        f"{mean(both):.0f}",
+        [ahead(paired(model, average)), ahead(paired(model, both))],
+        "What only one client knows can be inverted from the mean of the models, too: "
+        "averaging protects, but far less than the paper found.",
+        "python benchmarks/inversion.py",
+        "inversion.md",
+    )
+
+
+def pictures(numbers: Numbers) -> Found:
+    """Figure 4."""
+    sure = numbers("inversion")["certain"]
+    model, sums = (
+        mean(sure[name])
+        for name in (
+            "client 1's model (OTFusion, PFNM, DENSE)",
+            "the mean, and the sum of K-FACs' partial traces",
+        )
+    )
+    return Found(
+        f"as sure as of 95 % of real 3s: {model:.0f} % of images from the client's "
+        f"model, {sums:.0f} % from the mean and sums of K-FACs",
+        [model > 3 * sums],
+        "[Images](inversion.png).",
+        "python benchmarks/inversion.py",
+        "inversion.md",
+    )
+
+
+READERS: dict[str, Reader] = {
+    "Figure 1a": width,
+    "Figure 1b": local_steps,
+    "Table 1": client_time,
+    "Table 2, CIFAR-10": one_shot("rivals_cifar10", "CIFAR-10's 25 000 images"),
+    "Table 2, FashionMNIST": one_shot("rivals_mnist", "MNIST"),
+    "Table 4": quantised,
+    "Table 5": packed,
+    "Table 6": inversion,
+    "Figure 4": pictures,
+}
