@@ -37,8 +37,8 @@ ORDER = (REPRODUCED, IN_PART, NOT, NOT_RUN, NO_RESULT, NOT_YET)
 def verdict_and_cells(paper: str, where: str, said: Mapping[str, Any]) -> list[str]:
     """Return a figure's word, ours, the reading and the command."""
     read = READERS[paper].get(where)
-    if read is not None:
-        found = read(cache(numbers_of))
+    found = read(cache(numbers_of)) if read else None
+    if found is not None:
         page = f"[{found.page.removesuffix('.md')}]({found.page})"
         return [found.verdict, found.shown, found.reading, f"`{found.command}`, {page}"]
     if "data" in said:

@@ -41,7 +41,8 @@ class Found:
         return REPRODUCED if all(self.checks) else IN_PART if any(self.checks) else NOT
 
 
-Reader = Callable[[Callable[[str], Any]], Found]  # given the numbers of a page by name
+# Given the numbers of a page by its name; None where they are not there yet.
+Reader = Callable[[Callable[[str], Any]], Found | None]
 
 
 def ahead(gains: Sequence[float]) -> bool:
