@@ -52,7 +52,8 @@ SEEDS = {
 CONSTANTS_SAID = """\
 ## What rivals teach: other constants for the default
 
-On the examples that the server holds, of all splits; no test image was looked at."""
+On the examples that the server holds, which clients train on, too, as in FedFisher's
+code; means over splits, and no test image was looked at."""
 
 
 def joined(numbers: Mapping[str, Mapping[str, Found]], split: str) -> Found:
