@@ -29,12 +29,11 @@ from harness.page import (
     with_workers,
     write_page,
 )
-from harness.plots import without_frame
+from harness.plots import bars
 from harness.splits import on_splits
 from harness.stats import each, paired, spread, standard_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
@@ -180,21 +179,12 @@ def of(splits: Sequence[Scores], name: str) -> list[float]:
 def plot(results: Mapping[float, list[Scores]], stem: str) -> None:
     """Draw each split as a point, and the mean over splits as a bar."""
     names = list(results[ALPHAS[0]][0])
-    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), dpi=150)
-    for index, alpha in enumerate(ALPHAS):
-        axes = figure.add_subplot(1, len(ALPHAS), index + 1)
-        for place, name in enumerate(names):
-            values = of(results[alpha], name)
-            color = "#d1495b" if name.startswith(OURS) else "#9aa5b1"
-            axes.barh(place, mean(values), color=color, height=0.65)
-            axes.plot(values, [place] * len(values), ".", color="#222222", markersize=4)
-        axes.set_title(f"α = {alpha}", fontsize="medium")
-        axes.set_xlim(0, 100)
-        axes.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
-        axes.invert_yaxis()
-        without_frame(axes)
-    figure.supxlabel("test accuracy, % (bars: means; dots: splits)")
-    save(figure, RESULTS / f"{stem}.png")
+    columns = {
+        f"α = {alpha}": {name: of(results[alpha], name) for name in names}
+        for alpha in ALPHAS
+    }
+    ours = [name for name in names if name.startswith(OURS)]
+    save(bars(columns, ours), RESULTS / f"{stem}.png")
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ client has, and tuned by the clients on the other 10 000 for 10 epochs at rate 0
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, product
 from multiprocessing import get_context
 from typing import Any
@@ -40,30 +41,20 @@ Columns = Mapping[str, Sequence[Scores]]  # each column's seeds
 
 def clients(options: Namespace) -> Columns:
     """Return every merge's accuracies, by the number of clients."""
-    splits = {
-        f"{m} clients": [
-            Setting("mnist", "lenet", 0.3, seed, clients=m, budget=True)
-            for seed in SEEDS
-        ]
-        for m in CLIENTS
-    }
-    return merges_of(splits, options)
+    own = {f"{m} clients": {"alpha": 0.3, "clients": m} for m in CLIENTS}
+    return merges_of(own, options)
 
 
 def epochs(options: Namespace) -> Columns:
     """Return every merge's accuracies, by the local epochs."""
-    splits = {
-        f"{e} epochs": [
-            Setting("mnist", "lenet", 0.1, seed, epochs=e, budget=True)
-            for seed in SEEDS
-        ]
-        for e in EPOCHS
-    }
-    return merges_of(splits, options)
+    own = {f"{e} epochs": {"alpha": 0.1, "epochs": e} for e in EPOCHS}
+    return merges_of(own, options)
 
 
-def merges_of(splits: Mapping[str, list[Setting]], options: Namespace) -> Columns:
+def merges_of(columns: Mapping[str, dict[str, Any]], options: Namespace) -> Columns:
     """Return the merges' accuracies, by column."""
+    made = partial(Setting, "mnist", "lenet", budget=True)
+    splits = {n: [made(seed=s, **own) for s in SEEDS] for n, own in columns.items()}
     found = on_splits("one_shot", once, chain(*splits.values()), options)
     return {name: [found[s] for s in settings] for name, settings in splits.items()}
 

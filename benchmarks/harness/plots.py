@@ -1,17 +1,43 @@
 """How the benchmarks' plots look."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.style import GRID
+from flwr_fisher.report.style import BEST, GRID, INK, QUIET
 
 
 def without_frame(axes: Axes) -> None:
     """Leave the lines of the two axes alone."""
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def bars(
+    columns: Mapping[str, Mapping[str, Sequence[float]]], ours: Collection[str]
+) -> Figure:
+    """Return a panel a column: a bar for each name's mean, a dot for each value.
+
+    Our methods' stand out; all columns have the same names.
+    """
+    names = list(next(iter(columns.values())))
+    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), dpi=150)
+    for index, (title, values) in enumerate(columns.items()):
+        axes = figure.add_subplot(1, len(columns), index + 1)
+        for place, name in enumerate(names):
+            color = BEST if name in ours else QUIET
+            axes.barh(place, mean(values[name]), color=color, height=0.65)
+            dots = [place] * len(values[name])
+            axes.plot(values[name], dots, ".", color=INK, markersize=4)
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlim(0, 100)
+        axes.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
+        axes.invert_yaxis()
+        without_frame(axes)
+    figure.supxlabel("test accuracy, % (bars: means; dots: splits)")
+    return figure
 
 
 def dress(axes: Axes, x: str, y: str) -> None:

@@ -5,10 +5,9 @@ from itertools import chain
 from statistics import mean
 
 from harness.page import RESULTS
-from harness.plots import without_frame
+from harness.plots import bars
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
-from matplotlib.figure import Figure
 
 from flwr_fisher.report.style import save
 from studies.rivals.methods import ITERATIONS, MATCHED, OURS, SUMS, Found
@@ -84,22 +83,11 @@ def methods_of(results: Results) -> list[str]:
 
 def plot(results: Results, stem: str) -> None:
     """Draw each split as a point, and the mean over splits as a bar."""
-    names = methods_of(results)
-    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), dpi=150)
-    for index, (alpha, splits) in enumerate(results.items()):
-        axes = figure.add_subplot(1, len(results), index + 1)
-        for place, name in enumerate(names):
-            values = accuracy_of(splits, name)
-            color = "#d1495b" if name == OURS else "#9aa5b1"
-            axes.barh(place, mean(values), color=color, height=0.65)
-            axes.plot(values, [place] * len(values), ".", color="#222222", markersize=4)
-        axes.set_title(f"α = {alpha}", fontsize="medium")
-        axes.set_xlim(0, 100)
-        axes.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
-        axes.invert_yaxis()
-        without_frame(axes)
-    figure.supxlabel("test accuracy, % (bars: means; dots: splits)")
-    save(figure, RESULTS / f"{stem}.png")
+    columns = {
+        f"α = {alpha}": {n: accuracy_of(splits, n) for n in methods_of(results)}
+        for alpha, splits in results.items()
+    }
+    save(bars(columns, [OURS]), RESULTS / f"{stem}.png")
 
 
 def ahead(results: Results) -> str:
