@@ -23,14 +23,15 @@ thread; from sums, with what the clients do in these exchanges.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
-from fedfisher import ALPHAS, PROBLEMS, Problem
 from harness.page import (
     blocks,
     command_line,
+    keep_part,
     numbers_of,
     opening,
     with_workers,
@@ -39,8 +40,9 @@ from harness.page import (
 from harness.splits import on_splits
 from harness.uploads import Setting
 from studies.rivals.methods import PARTS, Found
-from studies.rivals.tables import ahead, constants_table, plot, table
+from studies.rivals.tables import Results, ahead, constants_table, plot, table
 
+ALPHAS = (0.2, 0.1, 0.05)
 # What is run, and on how many seeds: the paper's 2000 steps of Adam and the students
 # take a core a quarter of an hour and more for one split of CIFAR-10.
 SEEDS = {
@@ -56,6 +58,25 @@ On the examples that the server holds, which clients train on, too, as in FedFis
 code; means over splits, and no test image was looked at."""
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A data set and the model for it."""
+
+    title: str
+    folder: str  # of its files
+    setting: partial[Setting]
+
+
+PROBLEMS = {
+    "mnist": Problem("MNIST", "MNIST", partial(Setting, "mnist", "lenet", budget=True)),
+    "cifar10": Problem(
+        "CIFAR-10",
+        "CIFAR10",
+        partial(Setting, "imagefolder:CIFAR10", "cnn", budget=True),
+    ),
+}
+
+
 def joined(numbers: Mapping[str, Mapping[str, Found]], split: str) -> Found:
     """Return what all parts found on a split."""
     found: Found = {}
@@ -68,10 +89,22 @@ def splits_of(
     problem: Problem, alphas: Sequence[float], seeds: int
 ) -> dict[float, list[Setting]]:
     """Return the seeds' splits for each α."""
-    own: dict[str, Any] = {"budget": True, "averaged": 0, "examples": None}
     return {
-        alpha: [problem.setting(alpha, seed, **own) for seed in range(seeds)]
+        alpha: [problem.setting(alpha, seed) for seed in range(seeds)]
         for alpha in alphas
+    }
+
+
+def results_in(numbers: Mapping[str, Mapping[str, Found]], name: str) -> Results:
+    """Return what all parts found on a data set's splits, for each α."""
+    own = splits_of(PROBLEMS[name], ALPHAS, SEEDS["merges"][name])
+    return {
+        alpha: [
+            joined(numbers, split.folder.name)
+            for split in splits
+            if split.folder.name in numbers["merges"]
+        ]
+        for alpha, splits in own.items()
     }
 
 
@@ -88,22 +121,14 @@ def main() -> None:
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")
             continue
         stem = f"rivals_{name}"
-        numbers = numbers_of(stem)
         for part in options.parts:
             splits = splits_of(problem, ALPHAS, SEEDS[part][name])
             every = sorted(chain.from_iterable(splits.values()), key=lambda s: s.seed)
-            known = numbers.get(part, {})
-            found = on_splits(f"rivals_{part}", PARTS[part], every, options, known)
-            numbers[part] = known | {s.folder.name: v for s, v in found.items()}
-        own = splits_of(problem, ALPHAS, SEEDS["merges"][name])
-        results = {
-            alpha: [
-                joined(numbers, s.folder.name)
-                for s in splits
-                if s.folder.name in numbers["merges"]
-            ]
-            for alpha, splits in own.items()
-        }
+            known = numbers_of(stem).get(part, {})
+            keep = partial(keep_part, stem, part)
+            on_splits(f"rivals_{part}", PARTS[part], every, options, known, keep)
+        numbers = numbers_of(stem)
+        results = results_in(numbers, name)
         title = f"FedFisher and its rivals: {problem.title}"
         picture = f"![accuracies]({stem}.png)"
         others = numbers.get("constants", {})
@@ -114,7 +139,7 @@ def main() -> None:
             ahead(results),
             *((CONSTANTS_SAID, constants_table([*others.values()])) if others else ()),
         )
-        write_page(stem, page, numbers)
+        write_page(stem, page)
         plot(results, stem)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/tct.py --data-dir DIR   # DIR/MNIST/raw has the files
 
-`--only features`, `closed-form`, `accuracy` or `ablations` runs a part; the page has
-all that were ever run. Finished runs are kept in `benchmarks/cache/tct`: a programme
-that was stopped goes on. All on one thread.
+`--only features`, `closed-form`, `accuracy`, `convex`, `ablations` or `layers` runs a
+part; the page has all that were ever run. Finished runs are kept in
+`benchmarks/cache/tct`: a programme that was stopped goes on. All on one thread.
 
 **Setting of the accuracies.** MNIST, 10 clients of at most 500 training images, each
 in every round, the full test set. Three splits: one class a client (#C = 1), two
@@ -29,7 +29,8 @@ import torch
 from harness.jobs import run_all
 from harness.page import Page, blocks
 from studies.tct import speed, tables
-from studies.tct.runs import SMOKE, Extent, ablations, accuracies, federate
+from studies.tct.layers import layers, layers_section
+from studies.tct.runs import SMOKE, Extent, ablations, accuracies, convex, federate
 
 PAGE = Page(
     name="tct",
@@ -42,11 +43,15 @@ PAGE = Page(
         "features": speed.features_section,
         "closed-form": speed.closed_form_section,
         "accuracy": tables.accuracy_section,
+        "convex": tables.convex_section,
         "ablations": tables.ablations_section,
+        "layers": layers_section,
     },
     plots={"accuracy": tables.plot},
 )
 SPEEDS = {"features": speed.features_part, "closed-form": speed.closed_form_part}
+ON_SPLITS = {"accuracy": accuracies, "convex": convex}
+ON_ONE = {"ablations": ablations, "layers": layers}
 
 
 def main() -> None:
@@ -62,11 +67,11 @@ def main() -> None:
             page.keep(name, SPEEDS[name](extent))
         elif not (data_dir / "MNIST").exists():
             print(f"MNIST is not in {data_dir}: {name} is skipped; see --data-dir")
-        elif name == "accuracy":
-            page.keep(name, accuracies(extent, run))
+        elif name in ON_SPLITS:
+            page.keep(name, ON_SPLITS[name](extent, run))
         else:
             known = page.numbers().get("accuracy")
-            page.keep(name, ablations(extent, run, known))
+            page.keep(name, ON_ONE[name](extent, run, known))
     page.write()
 
 

@@ -67,9 +67,9 @@ class FedFisherOneShot(CurvatureStrategy):
 
     What deviates: the default solver is preconditioned conjugate gradients with a
     relative anchor, which need no data on the server; the paper's is ``solver="adam"``
-    with `score`. Clients are weighted by their numbers of examples, and less where
-    their Fisher expects an unusual rise of their loss at the mean. From the second
-    round on, a step is shortened to what is usual between the clients (`trust`).
+    with `score`. Clients are weighted by their numbers of examples alone, whatever the
+    size of their Fisher (`balance`). From the second round on, a step is shortened to
+    what is usual between the clients (`trust`).
 
     Parameters
     ----------
@@ -122,9 +122,9 @@ class FedFisherOneShot(CurvatureStrategy):
         the right-hand side, and a product an iteration
         (:mod:`flwr_fisher.merge.sums_solver`). For ``diagonal``, :math:`n_i`,
         :math:`n_i\theta_i`, :math:`n_iF_i` and :math:`n_iF_i\theta_i` in one. Uploads
-        are not packed, and clients are weighted by their examples, with ``kfac`` and
-        `balance` (1 by default then) over their own Fisher's trace: `robust`,
-        `max_share`, `outlier` and `trust` take more than sums.
+        are not packed, and with ``kfac`` the merge is that of the parts, but for
+        packing: `robust`, `max_share`, `outlier` and `trust`, and `balance` of
+        diagonals, take more than sums.
     privacy : Privacy, optional
         For ``aggregate="sums"`` and ``structure="diagonal"``: differential privacy of
         the sums. Each client counts once (:mod:`flwr_fisher.merge.private_sums`), its

@@ -49,3 +49,19 @@ def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason() -> N
             assert said["theirs"], where
             assert "data" not in said or said["run"], where
             assert "data" not in said or where not in readers, where
+
+
+def test_the_readmes_one_shot_table_has_the_pages_figures() -> None:
+    from rivals import ALPHAS, numbers_of, results_in
+    from studies.rivals.tables import accuracy_of, shown
+
+    results = [results_in(numbers_of(f"rivals_{n}"), n) for n in ("mnist", "cifar10")]
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    rows = readme.split("| CIFAR-10: α = 0.2 |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) > 8
+    for row in rows:
+        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        splits = [found[alpha] for found in results for alpha in ALPHAS]
+        every = [accuracy_of(own, name.strip("*")) for own in splits]
+        every = every if any(every) else [accuracy_of(own, name) for own in splits]
+        assert cells == [shown(own) if own else "–" for own in every], name

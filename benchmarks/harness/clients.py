@@ -1,4 +1,4 @@
-"""Virtual clients with MNIST's images in memory, and the images that score a model."""
+"""Virtual clients with their images in memory, and the images that score a model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,10 +41,12 @@ class World:
     held: Sequence[Batch]
 
 
-def mnist(seed: int, data_dir: Path, **options: Any) -> Task:
-    """Load MNIST and share it out; 5000 validation images are no client's."""
+def shared_out(
+    seed: int, data_dir: Path, dataset: str = "mnist", **options: Any
+) -> Task:
+    """Load a data set and share it out; 5000 validation images are no client's."""
     return load_task(
-        dataset="mnist", data_dir=data_dir, seed=seed, validation=HELD, **options
+        dataset=dataset, data_dir=data_dir, seed=seed, validation=HELD, **options
     )
 
 
@@ -61,11 +63,12 @@ def share_out(
     scored_at_once: int,
     **options: Any,
 ) -> World:
-    """Return the world where a client has some of its images of MNIST's split.
+    """Return the world where a client has some of its images of a split of MNIST's.
 
+    Of another data set's, where `options` name one.
     `pick` takes a client and how many images it has, and returns which ones to keep.
     """
-    task, clients = mnist(seed, data_dir, **options), []
+    task, clients = shared_out(seed, data_dir, **options), []
     for client in range(task.num_partitions):
         images = task.train_images(client)
         clients.append(batches(*images[pick(client, len(images))]))

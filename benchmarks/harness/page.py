@@ -66,6 +66,14 @@ def numbers_of(name: str, folder: Path = RESULTS) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def keep_part(name: str, part: str, found: Any, folder: Path = RESULTS) -> None:
+    """Write the numbers of a part of a page beside those of the others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Read again: another process may have run another part meanwhile.
+    text = json.dumps(numbers_of(name, folder) | {part: found})
+    (folder / f"{name}.json").write_text(text + "\n")
+
+
 @dataclass(frozen=True)
 class Page:
     """A page of parts that can be run one by one; it has all that were ever run."""
@@ -97,10 +105,7 @@ class Page:
 
     def keep(self, part: str, found: Any) -> None:
         """Write a part's numbers beside those of the others."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # Read again: another process may have run another part meanwhile.
-        text = json.dumps(self.numbers() | {part: found})
-        (self.folder / f"{self.name}.json").write_text(text + "\n")
+        keep_part(self.name, part, found, self.folder)
 
     def write(self) -> None:
         """Write and print the page, and draw its plots."""

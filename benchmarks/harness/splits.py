@@ -21,20 +21,26 @@ def on_splits(
     settings: Iterable[Setting],
     options: Namespace,
     known: Mapping[str, Any] | None = None,
+    keep: Callable[[dict[str, Any]], object] = lambda found: None,
 ) -> dict[Setting, Any]:
     """Return each split's numbers; those found before are in the cache's `name`.
 
     `known` are a page's own, by the names of their splits: they are not found again.
+    `keep` is told of them and of what was found since, as soon as it is.
     """
-    splits, known = list(dict.fromkeys(settings)), known or {}
-    new = [split for split in splits if split.folder.name not in known]
+    splits, found = list(dict.fromkeys(settings)), dict(known or {})
+    new = [split for split in splits if split.folder.name not in found]
     run = partial(_kept, CACHE / name, evaluate, options.data_dir)
     with multiprocessing.get_context("fork").Pool(options.workers, quiet) as pool:
-        found = dict(zip(new, pool.map(run, new, chunksize=1), strict=True))
-    return {s: found[s] if s in found else known[s.folder.name] for s in splits}
+        for split, numbers in pool.imap_unordered(run, new):
+            found[split.folder.name] = numbers
+            keep(found)
+    return {split: found[split.folder.name] for split in splits}
 
 
-def _kept(folder: Path, evaluate: Evaluate, data_dir: Path, setting: Setting) -> Any:
+def _kept(
+    folder: Path, evaluate: Evaluate, data_dir: Path, setting: Setting
+) -> tuple[Setting, Any]:
     path = folder / f"{setting.folder.name}.json"
     if not path.exists():
         found = evaluate(setting, data_dir)
@@ -43,4 +49,4 @@ def _kept(folder: Path, evaluate: Evaluate, data_dir: Path, setting: Setting) ->
         aside.write_text(json.dumps(found))
         aside.rename(path)
         print(path.stem, json.dumps(found), flush=True)
-    return json.loads(path.read_text())
+    return setting, json.loads(path.read_text())

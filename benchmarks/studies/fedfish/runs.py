@@ -15,9 +15,9 @@ from harness.clients import (
     World,
     grid_of,
     in_batches,
-    mnist,
     scored_images,
     scores,
+    shared_out,
 )
 from harness.jobs import Numbers
 from harness.page import CACHE
@@ -84,7 +84,7 @@ def world(kind: str, seed: int, data_dir: Path) -> World:
     """
     partition = "dirichlet-client" if kind == SKEW else "iid"
     options = {"model": "mlp", "alpha": 0.1, "num_partitions": CLIENTS}
-    task = mnist(seed, data_dir, partition=partition, **options)
+    task = shared_out(seed, data_dir, partition=partition, **options)
     generator = torch.Generator().manual_seed(seed)
     angles = ANGLE * (2 * torch.rand(CLIENTS, generator=generator) - 1)
     contrasts = FAINTEST + (1 - FAINTEST) * torch.rand(CLIENTS, generator=generator)

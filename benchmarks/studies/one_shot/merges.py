@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg
-from harness.clients import CPU, mnist
+from harness.clients import CPU, shared_out
 from harness.uploads import Setting, fisher_within_budget, posteriors
 from torch import nn
 
@@ -115,7 +115,7 @@ def rounds(method: str, seed: int, data_dir: Path) -> list[float]:
     """Return the test accuracy in per cent after each of five rounds."""
     own = {"model": "lenet", "partition": "dirichlet-client", "alpha": 0.1}
     shared = {"num_partitions": CLIENTS, "max_examples": EXAMPLES}
-    task = mnist(seed, data_dir, **own, **shared)
+    task = shared_out(seed, data_dir, **own, **shared)
     net, test, found = task.make_model(), list(task.test_loader()), []
     train = LocalSGD(epochs=ROUND_EPOCHS, lr=0.01, momentum=0.9)
 

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from harness.uploads import Setting, posteriors
-from kfac_sums import from_sums
 
 from flwr_fisher.curvature import Kronecker
 from flwr_fisher.distillation import Normalised, Synthesis, co_boosting, dense
@@ -22,6 +21,7 @@ from flwr_fisher.merge import (
     regmean,
 )
 from studies.rivals.split import Rivals, a_pass, given, positions_of
+from studies.rivals.sums import from_sums
 
 # A student's epochs, each with a step on all images of the former ones, and the width
 # of its generator: the published 200 and 64 take days on a core.
@@ -29,16 +29,12 @@ EPOCHS, WIDTH = {"mnist": 50, "imagefolder:CIFAR10": 15}, 16
 # What rivals teach: the default's constants, and others, on the server's examples.
 CONSTANTS: dict[str, dict[str, float]] = {
     "default": {},
-    "5 iterations": {"iterations": 5},
     "2 iterations": {"iterations": 2},
-    "robust 3": {"robust": 3},
-    "robust 3, 5 iterations": {"robust": 3, "iterations": 5},
-    "balance 1": {"balance": 1, "robust": 0},
-    "balance 1, max_share 1": {"balance": 1, "robust": 0, "max_share": 1},
-    "balance 1, 2 iterations": {"balance": 1, "robust": 0, "iterations": 2},
-    "balance 1/2": {"balance": 0.5, "robust": 0},
-    "balance 1/2, robust 1": {"balance": 0.5},
-    "balance 1, robust 1": {"balance": 1},
+    "robust 1": {"robust": 1},
+    "balance 1/2": {"balance": 0.5},
+    "balance 1/2, robust 1": {"balance": 0.5, "robust": 1},
+    "balance 0, robust 1": {"balance": 0, "robust": 1},
+    "balance 0, robust 3": {"balance": 0, "robust": 3},
 }
 ITERATIONS = 4
 OURS = "FedFisher K-FAC (default)"
@@ -112,7 +108,6 @@ def constants(setting: Setting, data_dir: Path) -> Found:
     split = started(setting, data_dir)
     uploads = posteriors(setting, split.task, "kfac")
     made = {name: fedfisher(uploads, **own).params for name, own in CONSTANTS.items()}
-    made["from sums"] = from_sums(uploads, iterations=ITERATIONS)
     held = accuracies(split.model, made, split.held)
     test = accuracies(split.model, made, split.test)
     return {n: {"held": 100 * held[n], "accuracy": 100 * test[n]} for n in made}

@@ -41,6 +41,8 @@ class Part:
     configurations: int = 6  # the same number for every method
     without: tuple[str, ...] = ()
     cap: int = 10**9  # images of a client
+    dataset: str = "mnist"
+    grid: str = "lenet"  # whose configurations are tried
 
     @property
     def methods(self) -> list[str]:
@@ -57,6 +59,7 @@ MLR = Part(
     seeds=(0, 2, 3),
     targets=(0.80, 0.85, 0.88, 0.90),
     budgets=(50, 100, 200),
+    grid="mlr",
 )
 LENET = Part(
     name="lenet",
@@ -71,7 +74,22 @@ LENET = Part(
     without=("GIANT", "DONE"),
     cap=100,
 )
-PARTS = {part.name: part for part in (MLR, LENET)}
+CIFAR = Part(
+    name="cifar10",
+    title="LeNet5 on CIFAR-10",
+    model="lenet-bias",
+    splits=("dirichlet-class",),
+    rounds=100,
+    seeds=(0, 4),
+    targets=(0.20, 0.25, 0.30, 0.35),
+    budgets=(50, 100, 200),
+    choosing=15,
+    configurations=2,
+    without=("FAGH, random", "FAGH, momentum", "FedProx", "FedPM", "GIANT", "DONE"),
+    cap=100,
+    dataset="imagefolder:CIFAR10",
+)
+PARTS = {part.name: part for part in (MLR, LENET, CIFAR)}
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,7 @@ class Job:
     @property
     def turn(self) -> tuple[int, int, str]:
         """Seed by seed, and the longest first."""
-        slow = 30 if self.part == "lenet" else 1
+        slow = 1 if self.part == "mlr" else 30
         work = slow * self.rounds * (1 + METHODS[self.method].evaluations)
         return self.seed, -work, str(self.path)
 
@@ -112,7 +130,7 @@ class WholeIfItFits(Shuffled):
 
 @lru_cache(maxsize=2)
 def world(part: str, split: str, seed: int, data_dir: Path) -> World:
-    """Share MNIST out; a client keeps at most as many images as the part allows."""
+    """Share images out; a client keeps at most as many as the part allows."""
     cap = PARTS[part].cap
 
     def pick(client: int, count: int) -> list[int]:
@@ -125,6 +143,7 @@ def world(part: str, split: str, seed: int, data_dir: Path) -> World:
         pick,
         partial(WholeIfItFits, size=BATCH),
         scored_at_once=2500,
+        dataset=PARTS[part].dataset,
         model=PARTS[part].model,
         partition=split,
         alpha=0.2,
@@ -175,7 +194,7 @@ def run_part(part: Part, methods: Sequence[str], run: Run) -> dict[str, Any]:
     grids = {
         (split, method): [
             Job(part.name, split, method, options, CHOICE, part.choosing)
-            for options in METHODS[method].grids[part.name][: part.configurations]
+            for options in METHODS[method].grids[part.grid][: part.configurations]
         ]
         for split in part.splits
         for method in methods

@@ -3,7 +3,7 @@
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -38,6 +38,7 @@ class Split:
     title: str
     partition: str
     classes: int = 2
+    model: str = "lenet-bias"
 
 
 SPLITS = {
@@ -47,6 +48,11 @@ SPLITS = {
         Split("c2", "#C = 2", "classes-per-client", 2),
         Split("dirichlet", "Dirichlet(0.1)", "dirichlet-class"),
     )
+}
+# The same for a model whose loss is convex.
+CONVEX = {
+    f"{name}-logistic": replace(SPLITS[name], name=f"{name}-logistic", model="logistic")
+    for name in ("c2", "dirichlet")
 }
 AVG, SCAFFOLD, TCT_ = "FedAvg", "SCAFFOLD", "TCT"
 # What stage 2 goes without, as the keywords that say so.
@@ -95,7 +101,7 @@ class Job:
 @lru_cache(maxsize=2)
 def world(split: str, seed: int, data_dir: Path) -> World:
     """Share MNIST out; a client keeps at most 500 images."""
-    order = torch.Generator().manual_seed(seed)
+    order, own = torch.Generator().manual_seed(seed), (SPLITS | CONVEX)[split]
 
     def pick(client: int, count: int) -> list[int]:
         chosen = torch.randperm(count, generator=order)[:EXAMPLES]
@@ -108,9 +114,9 @@ def world(split: str, seed: int, data_dir: Path) -> World:
         pick,
         partial(Shuffled, size=BATCH),
         scored_at_once=EXAMPLES,
-        model="lenet-bias",
-        partition=SPLITS[split].partition,
-        classes_per_client=SPLITS[split].classes,
+        model=own.model,
+        partition=own.partition,
+        classes_per_client=own.classes,
         alpha=0.1,
         num_partitions=CLIENTS,
     )
@@ -221,16 +227,19 @@ class Extent:
 SMOKE = Extent(2, 2, 2, (0, 1), (0.03,), repeats=2, sizes=((100, 2000, 1),))
 
 
-def choose(extent: Extent, run: Run) -> dict[str, dict[str, Any]]:
+def choose(
+    extent: Extent, run: Run, splits: Iterable[str] = SPLITS
+) -> dict[str, dict[str, Any]]:
     """Choose FedAvg's and SCAFFOLD's learning rates for every split."""
+    splits = list(splits)
     grids = {
         (split, method): [
             Job(split, method, lr, CHOICE, 0, extent.choosing) for lr in extent.rates
         ]
-        for split in SPLITS
+        for split in splits
         for method in (AVG, SCAFFOLD)
     }
-    chosen: dict[str, dict[str, Any]] = {split: {} for split in SPLITS}
+    chosen: dict[str, dict[str, Any]] = {split: {} for split in splits}
     for (split, method), tried in run_cells(grids, run).items():
         each = {numbers["lr"]: _validation(numbers) for numbers in tried}
         named = {f"{lr:g}": accuracy for lr, accuracy in each.items()}
@@ -244,16 +253,39 @@ def _validation(run: Numbers) -> float:
 
 def accuracies(extent: Extent, run: Run) -> dict[str, Any]:
     """Choose learning rates, then run every method on every split."""
-    chosen = choose(extent, run)
+    return _finals(extent, run, SPLITS, second=True)
+
+
+def convex(extent: Extent, run: Run) -> dict[str, Any]:
+    """Do the same with logistic regression, whose loss is convex; without TCT."""
+    return _finals(extent, run, CONVEX, second=False)
+
+
+def _finals(
+    extent: Extent, run: Run, splits: Iterable[str], *, second: bool
+) -> dict[str, Any]:
+    chosen = choose(extent, run, splits)
     jobs = {}
     for split, methods in chosen.items():
         rates = {method: row["lr"] for method, row in methods.items()}
-        for method, lr in {**rates, TCT_: rates[AVG]}.items():
+        if second:
+            rates[TCT_] = rates[AVG]
+        for method, lr in rates.items():
             jobs[split, method] = extent.finals(split, method, lr)
-    found = {split: {"chosen": chosen[split], "runs": {}} for split in SPLITS}
+    found = {split: {"chosen": own, "runs": {}} for split, own in chosen.items()}
     for (split, method), runs in run_cells(jobs, run).items():
         found[split]["runs"][method] = runs
     return found
+
+
+def rate_of_c1(extent: Extent, run: Run, accuracy: Mapping[str, Any] | None) -> float:
+    """Return FedAvg's learning rate where clients have one class each.
+
+    `accuracy` are the numbers of :func:`accuracies`, if there are any.
+    """
+    chosen = accuracy["c1"]["chosen"] if accuracy else choose(extent, run, ["c1"])["c1"]
+    lr: float = chosen[AVG]["lr"]
+    return lr
 
 
 def ablations(
@@ -263,14 +295,11 @@ def ablations(
 
     `accuracy` are that part's numbers, which have TCT's own runs, if there are any.
     """
-    own = accuracy["c1"] if accuracy else None
-    chosen = own["chosen"] if own else choose(extent, run)["c1"]
-    jobs = {
-        name: extent.finals("c1", name, chosen[AVG]["lr"])
-        for name in ((*ABLATIONS,) if own else (TCT_, *ABLATIONS))
-    }
+    lr = rate_of_c1(extent, run, accuracy)
+    own = {TCT_: accuracy["c1"]["runs"][TCT_]} if accuracy else {}
+    names = [*ABLATIONS] if own else [TCT_, *ABLATIONS]
+    jobs = {name: extent.finals("c1", name, lr) for name in names}
     for name, rounds in STAGE1.items():
-        whole = extent.finals("c1", name, chosen[AVG]["lr"])
+        whole = extent.finals("c1", name, lr)
         jobs[name] = [replace(job, stage1=rounds) for job in whole]
-    found = run_cells(jobs, run)
-    return {TCT_: own["runs"][TCT_], **found} if own else found
+    return own | run_cells(jobs, run)

@@ -12,7 +12,7 @@ from harness.tables import head, row
 from matplotlib.axes import Axes
 
 from flwr_fisher.report.style import BEST, INK, QUIET, RUNS, panels, save
-from studies.tct.runs import AVG, CLIENTS, SCAFFOLD, SPLITS, TCT_
+from studies.tct.runs import AVG, CLIENTS, CONVEX, SCAFFOLD, SPLITS, TCT_
 
 STAGE_1 = "stage 1"
 STAGE2 = (5, 15, 30)  # rounds at which ablations are shown
@@ -91,14 +91,15 @@ def targets(rows: Rows) -> list[str]:
 
 def rates_table(found: Mapping[str, Any]) -> list[str]:
     """Return the validation accuracies that learning rates were chosen by."""
-    lines = head("", "", *found["c1"]["chosen"][AVG]["validation"])
+    first = next(iter(found.values()))
+    lines = head("", "", *first["chosen"][AVG]["validation"])
     for split, cell in found.items():
         for method, choice in cell["chosen"].items():
             cells = [
                 f"**{100 * a:.1f}**" if float(lr) == choice["lr"] else f"{100 * a:.1f}"
                 for lr, a in choice["validation"].items()
             ]
-            lines.append(row(SPLITS[split].title, method, *cells))
+            lines.append(row((SPLITS | CONVEX)[split].title, method, *cells))
     return lines
 
 
@@ -116,6 +117,21 @@ def bytes_table(rows: Rows) -> list[str]:
         rounds[method] = rows["c1"][method][0]["uploaded-bytes"][-1] / both
     shown = (f"{sent / CLIENTS / 1e3:.0f}" for sent in rounds.values())
     return [*head(*rounds), row(*shown)]
+
+
+def convex_section(found: Mapping[str, Any]) -> list[str]:
+    """Return FedAvg's and SCAFFOLD's accuracies with a convex loss."""
+    lines = head("", *(CONVEX[split].title for split in found))
+    for method in (AVG, SCAFFOLD):
+        cells = (spread(final(cell["runs"][method])) for cell in found.values())
+        lines.append(row(method, *cells))
+    return blocks(
+        "## With a convex loss",
+        "Logistic regression in place of LeNet5, all else alike; test accuracy in per "
+        "cent after all rounds, and what its learning rates were chosen by.",
+        lines,
+        rates_table(found),
+    )
 
 
 def ablations_section(found: Mapping[str, Any]) -> list[str]:
