@@ -65,3 +65,18 @@ def test_the_readmes_one_shot_table_has_the_pages_figures() -> None:
         every = [accuracy_of(own, name.strip("*")) for own in splits]
         every = every if any(every) else [accuracy_of(own, name) for own in splits]
         assert cells == [shown(own) if own else "–" for own in every], name
+
+
+def test_the_readmes_figures_of_the_papers_are_the_pages() -> None:
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    page = (BENCHMARKS / "results" / "README.md").read_text()
+    section = readme.split("## The papers' figures")[1].split("\n## ")[0]
+    count, rows = section.split(".")[0].strip(), section.split("|---|\n")[1]
+    assert count in page
+    papers = {part.split(" (")[0]: part for part in page.split("\n## ")}
+    found = [row.strip("| ").split(" | ") for row in rows.strip().splitlines()]
+    assert len(found) == 5
+    for where, claim, ours, word in found:
+        paper, _, figure = where.partition(", ")
+        line = next(x for x in papers[paper].splitlines() if f"| {figure} |" in x)
+        assert all(f"| {cell} |" in line for cell in (claim, ours, word)), where

@@ -9,6 +9,7 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 from harness.clients import CPU, shared_out
+from harness.residual import small_resnet
 from harness.uploads import Setting, fisher_within_budget, posteriors
 from torch import nn
 
@@ -21,7 +22,6 @@ from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.tasks import Task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
-from studies.one_shot.residual import small_resnet
 
 OURS, DIAGONAL = "FedFisher K-FAC (default)", "FedFisher diagonal, closed form"
 BEST = "best single client (chosen on the test set)"

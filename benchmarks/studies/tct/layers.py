@@ -18,16 +18,8 @@ from torch import Tensor, nn
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import arrays_to_tensors
-from studies.tct.runs import (
-    AVG,
-    BATCH,
-    EPOCHS,
-    Extent,
-    Job,
-    make_strategy,
-    rate_of_c1,
-    world,
-)
+from studies.tct.runs import AVG, Extent, Job, make_strategy, rate_of_c1
+from studies.tct.splits import BATCH, EVERY, world
 
 PROBED = "FedAvg, its last layers retrained"
 RETRAINING = LocalSGD(epochs=20, lr=0.01, momentum=0.9)
@@ -40,11 +32,11 @@ def probe(job: Job, data_dir: Path) -> Numbers:
     These are trained on all clients' images together, from FedAvg's parameters or from
     those it began with; of each, the first number is of the last layer alone.
     """
-    here = world(job.split, job.seed, data_dir)
+    here, epochs = world(job.split, job.seed, data_dir), EVERY[job.split].epochs
     model = here.task.make_model()
     random = {name: value.clone() for name, value in shared_state(model).items()}
     with tempfile.TemporaryDirectory() as state_dir:
-        train = LocalSGD(epochs=EPOCHS, lr=job.lr, momentum=0.0, weight_decay=1e-5)
+        train = LocalSGD(epochs=epochs, lr=job.lr, momentum=0.0, weight_decay=1e-5)
         grid = grid_of(here.clients, model, train, job.seed, state_dir)
         result = make_strategy(job).start(grid, ArrayRecord(random), job.rounds)
     trained = arrays_to_tensors(result.arrays)

@@ -5,14 +5,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import FedAvg, Strategy
-from harness.clients import CHOICE, Batch, Shuffled, World, grid_of, scores, share_out
+from harness.clients import CHOICE, Batch, grid_of, scores
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
 from torch import Tensor, nn
@@ -24,36 +23,12 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import TCT, Repeatable, Scaffold
 from flwr_fisher.tangent import TangentFeatures, TCTModel
 from flwr_fisher.wire import arrays_to_tensors
+from studies.tct.splits import CIFAR, CONVEX, EVERY, SPLITS, make_model, world
 
-CLIENTS, EXAMPLES, BATCH, EPOCHS = 10, 500, 64, 5
 FEATURES, STEPS = 20_000, 500
 LAST = 5  # rounds whose mean accuracy decides
 
 
-@dataclass(frozen=True)
-class Split:
-    """How the images are shared out."""
-
-    name: str
-    title: str
-    partition: str
-    classes: int = 2
-    model: str = "lenet-bias"
-
-
-SPLITS = {
-    split.name: split
-    for split in (
-        Split("c1", "#C = 1", "classes-per-client", 1),
-        Split("c2", "#C = 2", "classes-per-client", 2),
-        Split("dirichlet", "Dirichlet(0.1)", "dirichlet-class"),
-    )
-}
-# The same for a model whose loss is convex.
-CONVEX = {
-    f"{name}-logistic": replace(SPLITS[name], name=f"{name}-logistic", model="logistic")
-    for name in ("c2", "dirichlet")
-}
 AVG, SCAFFOLD, TCT_ = "FedAvg", "SCAFFOLD", "TCT"
 # What stage 2 goes without, as the keywords that say so.
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -98,30 +73,6 @@ class Job:
         return self.stage1 + self.stage2 + self.method.startswith(TCT_)
 
 
-@lru_cache(maxsize=2)
-def world(split: str, seed: int, data_dir: Path) -> World:
-    """Share MNIST out; a client keeps at most 500 images."""
-    order, own = torch.Generator().manual_seed(seed), (SPLITS | CONVEX)[split]
-
-    def pick(client: int, count: int) -> list[int]:
-        chosen = torch.randperm(count, generator=order)[:EXAMPLES]
-        found: list[int] = chosen.sort().values.tolist()
-        return found
-
-    return share_out(
-        seed,
-        data_dir,
-        pick,
-        partial(Shuffled, size=BATCH),
-        scored_at_once=EXAMPLES,
-        model=own.model,
-        partition=own.partition,
-        classes_per_client=own.classes,
-        alpha=0.1,
-        num_partitions=CLIENTS,
-    )
-
-
 def make_strategy(job: Job) -> Strategy:
     """Return the method's strategy, with every client in every round."""
     ours: dict[str, Any] = {"fraction_evaluate": 0.0, "seed": job.seed}
@@ -136,14 +87,15 @@ def make_strategy(job: Job) -> Strategy:
 def federate(job: Job, data_dir: Path) -> Numbers:
     """Run a job; return its curves, from before the first round on."""
     here = world(job.split, job.seed, data_dir)
-    model = here.task.make_model()
+    model, epochs = make_model(job.split, job.seed, here), EVERY[job.split].epochs
     arrays = ArrayRecord(shared_state(model))
     curves: dict[str, list[float]] = {"accuracy": [], "uploaded-bytes": []}
     second: list[dict[str, Tensor]] = []
     with tempfile.TemporaryDirectory() as state_dir:
-        train = LocalSGD(epochs=EPOCHS, lr=job.lr, momentum=0.0, weight_decay=1e-5)
+        train = LocalSGD(epochs=epochs, lr=job.lr, momentum=0.0, weight_decay=1e-5)
         grid = MeasuredGrid(grid_of(here.clients, model, train, job.seed, state_dir))
-        spent, scorer = costs(grid, EPOCHS), here.task.make_model()
+        spent = costs(grid, epochs)
+        scorer = make_model(job.split, job.seed, here)
 
         def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
             tensors = arrays_to_tensors(arrays)
@@ -259,6 +211,13 @@ def accuracies(extent: Extent, run: Run) -> dict[str, Any]:
 def convex(extent: Extent, run: Run) -> dict[str, Any]:
     """Do the same with logistic regression, whose loss is convex; without TCT."""
     return _finals(extent, run, CONVEX, second=False)
+
+
+def cifar(extent: Extent, run: Run) -> dict[str, Any]:
+    """Do it all with a small ResNet on CIFAR-10, in fewer rounds and rates."""
+    fewer = {"stage1": 15, "stage2": 15, "choosing": 10, "rates": (0.03, 0.1)}
+    own = extent if extent == SMOKE else replace(extent, **fewer)
+    return _finals(own, run, CIFAR, second=True)
 
 
 def _finals(

@@ -12,7 +12,8 @@ from harness.tables import head, row
 from matplotlib.axes import Axes
 
 from flwr_fisher.report.style import BEST, INK, QUIET, RUNS, panels, save
-from studies.tct.runs import AVG, CLIENTS, CONVEX, SCAFFOLD, SPLITS, TCT_
+from studies.tct.runs import AVG, SCAFFOLD, TCT_
+from studies.tct.splits import CLIENTS, EVERY
 
 STAGE_1 = "stage 1"
 STAGE2 = (5, 15, 30)  # rounds at which ablations are shown
@@ -33,10 +34,7 @@ def first_stage(runs: Runs) -> list[dict[str, Any]]:
 
 def accuracy_section(found: Mapping[str, Any]) -> list[str]:
     """Return the accuracies, the targets and the choice of learning rates."""
-    rows = {
-        split: {STAGE_1: first_stage(cell["runs"][TCT_]), **cell["runs"]}
-        for split, cell in found.items()
-    }
+    rows = with_stage_1(found)
     seeds = ", ".join(str(run["seed"]) for run in rows["c1"][TCT_])
     about = f"Test accuracy in per cent, mean ± standard deviation over seeds {seeds}."
     return blocks(
@@ -53,9 +51,28 @@ def accuracy_section(found: Mapping[str, Any]) -> list[str]:
     )
 
 
+def with_stage_1(found: Mapping[str, Any]) -> Rows:
+    """Return every split's runs by method, and TCT's first stage as one of them."""
+    return {
+        split: {STAGE_1: first_stage(cell["runs"][TCT_]), **cell["runs"]}
+        for split, cell in found.items()
+    }
+
+
+def cifar_section(found: Mapping[str, Any]) -> list[str]:
+    """Return the accuracies of a small ResNet on CIFAR-10."""
+    rows = with_stage_1(found)
+    return blocks(
+        "## A small ResNet on CIFAR-10",
+        "Test accuracy in per cent, and what learning rates were chosen by.",
+        accuracy_table(rows),
+        rates_table(found),
+    )
+
+
 def accuracy_table(rows: Rows) -> list[str]:
     """Return the accuracies of all methods and splits."""
-    one = rows["c1"][TCT_][0]
+    one = next(iter(rows.values()))[TCT_][0]
     both = one["stage1"] + one["stage2"]
     named = {
         STAGE_1: f"FedAvg, {one['stage1']} rounds (stage 1)",
@@ -63,7 +80,7 @@ def accuracy_table(rows: Rows) -> list[str]:
         SCAFFOLD: f"SCAFFOLD, {both} rounds",
         TCT_: f"**TCT**, {one['stage1']} + {one['stage2']} rounds",
     }
-    lines = head("", *(SPLITS[split].title for split in rows))
+    lines = head("", *(EVERY[split].title for split in rows))
     for method, name in named.items():
         lines.append(
             row(name, *(spread(final(cell[method])) for cell in rows.values()))
@@ -85,7 +102,7 @@ def targets(rows: Rows) -> list[str]:
         enough = split != "c1" or least >= 5 or mean(ours) >= 97
         target = "≥ 5 or to ≥ 97 %" if split == "c1" else "above"
         told = f"{target}: {'met' if least > 0 and enough else '**missed**'}"
-        lines.append(row(SPLITS[split].title, *cells, told))
+        lines.append(row(EVERY[split].title, *cells, told))
     return lines
 
 
@@ -99,7 +116,7 @@ def rates_table(found: Mapping[str, Any]) -> list[str]:
                 f"**{100 * a:.1f}**" if float(lr) == choice["lr"] else f"{100 * a:.1f}"
                 for lr, a in choice["validation"].items()
             ]
-            lines.append(row((SPLITS | CONVEX)[split].title, method, *cells))
+            lines.append(row(EVERY[split].title, method, *cells))
     return lines
 
 
@@ -121,7 +138,7 @@ def bytes_table(rows: Rows) -> list[str]:
 
 def convex_section(found: Mapping[str, Any]) -> list[str]:
     """Return FedAvg's and SCAFFOLD's accuracies with a convex loss."""
-    lines = head("", *(CONVEX[split].title for split in found))
+    lines = head("", *(EVERY[split].title for split in found))
     for method in (AVG, SCAFFOLD):
         cells = (spread(final(cell["runs"][method])) for cell in found.values())
         lines.append(row(method, *cells))
@@ -162,7 +179,7 @@ def plot(found: Mapping[str, Any], folder: Path) -> None:
             "stage 2", (first + 1, 2), xytext=(4, 0), textcoords="offset points",
             color=INK, fontsize="small",
         )  # fmt: skip
-        one.set_title(SPLITS[split].title, color=INK, fontsize="medium")
+        one.set_title(EVERY[split].title, color=INK, fontsize="medium")
         one.set_ylim(0, 100)
         dress(one, "round", "test accuracy, %")
     legend(figure, loc="center", bbox_to_anchor=(0.75, 0.26))

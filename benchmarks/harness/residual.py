@@ -23,16 +23,19 @@ class Residual(nn.Module):
         return (self.path(x) + self.beside(x)).relu()
 
 
-def small_resnet() -> nn.Module:
-    """Return a network of 7 convolutions for 3×32×32 images of ten classes."""
+def small_resnet(width: int = 16) -> nn.Module:
+    """Return a network of 7 convolutions for 3×32×32 images of ten classes.
+
+    The first of its three stages has `width` channels, a multiple of 8.
+    """
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, 1, 1, bias=False),
-        nn.GroupNorm(8, 16),
+        nn.Conv2d(3, width, 3, 1, 1, bias=False),
+        nn.GroupNorm(8, width),
         nn.ReLU(),
-        Residual(16, 16, 1),
-        Residual(16, 32, 2),
-        Residual(32, 64, 2),
+        Residual(width, width, 1),
+        Residual(width, 2 * width, 2),
+        Residual(2 * width, 4 * width, 2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(64, 10),
+        nn.Linear(4 * width, 10),
     )
