@@ -28,7 +28,7 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.merge.iterative import Score
 from flwr_fisher.merge.matching import RENUMBERED, check_matching
-from flwr_fisher.merge.options import TRUST, check_score
+from flwr_fisher.merge.options import check_score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -68,8 +68,7 @@ class FedFisherOneShot(CurvatureStrategy):
     What deviates: the default solver is preconditioned conjugate gradients with a
     relative anchor, which need no data on the server; the paper's is ``solver="adam"``
     with `score`. Clients are weighted by their numbers of examples alone, whatever the
-    size of their Fisher (`balance`). From the second round on, a step is shortened to
-    what is usual between the clients (`trust`).
+    size of their Fisher (`balance`).
 
     Parameters
     ----------
@@ -86,9 +85,8 @@ class FedFisherOneShot(CurvatureStrategy):
         which the other clients' Fishers measure, a client is left out, and how many
         times the median's examples and curvature it may have. Who is left out is
         logged; its ``client-share`` is 0.
-    trust : float, default 1
-        How far a layer may move from the clients' mean, from the second round on: in a
-        few rounds of short training, longer steps lose accuracy now and then.
+    trust : float, default inf
+        How far a layer may move from the clients' mean, from the second round on.
     matching : bool, default False
         Permute clients' hidden units to one order before they are merged
         (:func:`flwr_fisher.merge.matched`, Git Re-Basin): for clients that did not
@@ -172,7 +170,7 @@ class FedFisherOneShot(CurvatureStrategy):
         robust: float | None = None,
         max_share: float | None = None,
         outlier: float = math.inf,
-        trust: float = TRUST,
+        trust: float = math.inf,
         matching: bool = False,
         iterations: int | None = None,
         expectation: str = "exact",

@@ -21,7 +21,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gd": _NONE | _ANY | {"iterations": 2000},
 }
 SOLVERS = tuple(_DEFAULTS)
-TRUST = 1.0  # from the second round on
 
 
 @dataclass(frozen=True, kw_only=True)
