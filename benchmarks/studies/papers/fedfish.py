@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.stats import paired, with_error
+from transfer import OTHER, lead, runs_in
 
 from studies.fedfish.choice import EPOCHS, HIGH, KINDS, Runs, found_in
 from studies.fedfish.strategies import FISH, LATE, MENDED
@@ -107,6 +108,27 @@ def by_rounds(numbers: Numbers) -> Found:
     )
 
 
+def transfer(numbers: Numbers) -> Found | None:
+    """Figure 5."""
+    if not numbers("transfer"):
+        return None
+    runs = runs_in(numbers("transfer"))
+    leads = {
+        share: lead(runs, OTHER, share, HIGH, FISH) for share in ("as it is", TUNED)
+    }
+    mended = lead(runs, OTHER, TUNED, HIGH, MENDED)
+    return Found(
+        f"another text, E = {HIGH}, minus FedAvg: "
+        + ", ".join(f"{share} {with_error(own, 1)}" for share, own in leads.items())
+        + f"; by default, {TUNED} {with_error(mended, 1)}",
+        [ahead(own) for own in leads.values()],
+        "Two blocks, 110 000 parameters: Python's language reference to the standard "
+        "library's sources, next characters, three seeds.",
+        "python benchmarks/transfer.py",
+        "transfer.md",
+    )
+
+
 def last_epoch(numbers: Numbers) -> Found:
     """Table 6."""
     runs = runs_of(numbers)
@@ -126,9 +148,11 @@ def last_epoch(numbers: Numbers) -> Found:
     )
 
 
+TUNED = "tuned on 50 %"
 READERS: dict[str, Reader] = {
     "Figure 2": toy,
     "Figure 3": equal_compute,
+    "Figure 5": transfer,
     "Figure 6": barriers,
     "Figures 9 and 10": by_rounds,
     "Table 3, EMNIST": local_epochs,
