@@ -1,4 +1,4 @@
-"""Choose `outlier`, `max_share` and the server's policy on validation data alone.
+"""Choose `outlier`, weights, caps and the server's policy on validation data alone.
 
     python benchmarks/attacks_defaults.py --data-dir DIR   # data as for rivals.py
 
@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 from attacks import ALPHAS
-from fedfisher_defaults import SCORED, columns, missing, scored
+from fedfisher_defaults import SCORED, WEIGHTS, asked_for, missing, scored
 from harness.page import blocks, command_line, opening, with_workers, write_page
 from harness.splits import on_splits
 from harness.tables import head, row
@@ -74,7 +74,9 @@ def attacked(setting: Setting, data_dir: Path) -> Scores:
         checked = {r: within_policy(uploads, federation.start, r) for r in REACHES}
         merged = {
             f"outlier {o:g}": fedfisher(checked[REACH], outlier=o) for o in OUTLIERS
-        } | {f"reach {r:g}": fedfisher(own) for r, own in checked.items()}
+        }
+        merged |= {f"reach {r:g}": fedfisher(own) for r, own in checked.items()}
+        merged |= {n: fedfisher(checked[REACH], **own) for n, own in WEIGHTS.items()}
         found[attack] = {name: score(each.params) for name, each in merged.items()}
     return found
 
@@ -165,6 +167,9 @@ def page(
         attack_table(hostile, [f"outlier {o:g}" for o in OUTLIERS]),
         "Without `outlier`, by the policy's reach:",
         attack_table(hostile, [f"reach {r:g}" for r in REACHES]),
+        "And by the weights of ``fedfisher_defaults.py``, at the default's other "
+        "constants:",
+        attack_table(hostile, list(WEIGHTS)),
         "## Without attackers",
         "The largest over the splits, and what each cap costs of validation accuracy.",
         honest_table(plain),
@@ -176,7 +181,7 @@ def main() -> None:
     """Write the tables."""
     options: Namespace = with_workers(command_line(__doc__)).parse_args()
     hostile = on_splits("attacks-defaults", attacked, splits(), options)
-    known = {TEN: splits()} | columns()
+    known = {TEN: splits()} | asked_for()
     present = {k: v for k, v in known.items() if not missing(v[0], options.data_dir)}
     each = on_splits("attacks-honest", honest, chain(*present.values()), options)
     plain = {column: [each[split] for split in own] for column, own in present.items()}

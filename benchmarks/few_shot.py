@@ -4,10 +4,9 @@
 
 scikit-learn's digits, 5 clients, `dirichlet-client` with α = 0.1, 5 rounds of 2 local
 epochs (lr 0.01, momentum 0.9, batch 16), ten seeds; test accuracy after each round. The
-default is set beside itself with `trust` 1, and beside what was the default once: a
-hundred plain conjugate gradients. These seeds, 10 to 19, decided nothing: on validation
-images of seeds 200 to 207, a `trust` of 1, 2 and infinity end within 0.6 points of each
-other, and the worst round of 64 lost 12.0 points at 1, 4.7 at both others.
+default is set beside itself without `trust`, and beside what was the default before: a
+hundred plain conjugate gradients. No choice has seen these seeds, 10 to 19: `trust` was
+chosen on validation images of seeds 200 to 207, and on the test images of seeds 0 to 9.
 """
 
 import logging
@@ -29,10 +28,11 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
 MODELS, SEEDS, CLIENTS, ROUNDS = ("mlp", "lenet-bias"), range(10, 20), 5, 5
+INFINITE = float("inf")
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},
-    "default, trust 1": {"trust": 1.0},
-    "CG, 100 iterations": {"solver": "cg"},
+    "default, trust inf": {"trust": INFINITE},
+    "CG, 100 iterations, trust inf": {"solver": "cg", "trust": INFINITE},
 }
 
 

@@ -28,7 +28,7 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.merge.iterative import Score
 from flwr_fisher.merge.matching import RENUMBERED, check_matching
-from flwr_fisher.merge.options import check_score
+from flwr_fisher.merge.options import TRUST, check_score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -67,8 +67,10 @@ class FedFisherOneShot(CurvatureStrategy):
 
     What deviates: the default solver is preconditioned conjugate gradients with a
     relative anchor, which need no data on the server; the paper's is ``solver="adam"``
-    with `score`. Clients are weighted by their numbers of examples alone, whatever the
-    size of their Fisher (`balance`).
+    with `score`. Clients are weighted by their numbers of examples, by the root of
+    their Fisher's size in place of the size (`balance`), and less where it expects an
+    unusual rise of their loss at the mean (`robust`). From the second round on, a step
+    is shortened to what is usual between the clients (`trust`).
 
     Parameters
     ----------
@@ -85,8 +87,9 @@ class FedFisherOneShot(CurvatureStrategy):
         which the other clients' Fishers measure, a client is left out, and how many
         times the median's examples and curvature it may have. Who is left out is
         logged; its ``client-share`` is 0.
-    trust : float, default inf
-        How far a layer may move from the clients' mean, from the second round on.
+    trust : float, default 1
+        How far a layer may move from the clients' mean, from the second round on: in a
+        few rounds of short training, longer steps lose accuracy now and then.
     matching : bool, default False
         Permute clients' hidden units to one order before they are merged
         (:func:`flwr_fisher.merge.matched`, Git Re-Basin): for clients that did not
@@ -118,11 +121,11 @@ class FedFisherOneShot(CurvatureStrategy):
         that the server sees no client's; without it, it does. For ``kfac`` a round is
         one training and 2 + `iterations` requests: models, layers' partial traces with
         the right-hand side, and a product an iteration
-        (:mod:`flwr_fisher.merge.sums_solver`). For ``diagonal``, :math:`n_i`,
+        (``flwr_fisher.merge.sums_solver``). For ``diagonal``, :math:`n_i`,
         :math:`n_i\theta_i`, :math:`n_iF_i` and :math:`n_iF_i\theta_i` in one. Uploads
-        are not packed, and with ``kfac`` the merge is that of the parts, but for
-        packing: `robust`, `max_share`, `outlier` and `trust`, and `balance` of
-        diagonals, take more than sums.
+        are not packed, and clients are weighted by their examples, with ``kfac`` and
+        `balance` (1 by default then) over their own Fisher's trace: `robust`,
+        `max_share`, `outlier` and `trust` take more than sums.
     privacy : Privacy, optional
         For ``aggregate="sums"`` and ``structure="diagonal"``: differential privacy of
         the sums. Each client counts once (:mod:`flwr_fisher.merge.private_sums`), its
@@ -170,7 +173,7 @@ class FedFisherOneShot(CurvatureStrategy):
         robust: float | None = None,
         max_share: float | None = None,
         outlier: float = math.inf,
-        trust: float = math.inf,
+        trust: float = TRUST,
         matching: bool = False,
         iterations: int | None = None,
         expectation: str = "exact",

@@ -109,19 +109,25 @@ def summed(curvatures: list[Curvature], weights: list[float]) -> Curvature:
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 @pytest.mark.parametrize(
     "own",
-    [
-        {},
-        {"shrink": 0.0, "balance": 0.0},
-        {"damping": 0.2},
-        {"anchor": 1.0},
-        {"anchor": 0.0},
-    ],
+    [{}, {"shrink": 0.3, "damping": 0.2}, {"anchor": 1.0}, {"anchor": 0.0}],
     ids=str,
 )
 def test_iterations_from_sums_are_those_from_parts(
     name: str, iterations: int, own: dict[str, float]
 ) -> None:
-    options = {"max_share": 1.0, "iterations": iterations, **own}
+    options = {"shrink": 0.0, "robust": 0.0, "max_share": 1.0, **own}
+    options["iterations"] = iterations
+    made = clients(name)
+    expected = fedfisher(made, **options).params
+    got = from_sums(made, merge_options(**options))
+    for key, value in expected.items():
+        assert relative(got[key], value) <= 1e-5, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_balance_is_by_layer_and_a_clients_own(name: str) -> None:
+    options = {"shrink": 0.1, "robust": 0.0, "max_share": 1.0, "balance": 1.0}
+    options["iterations"] = 3
     made = clients(name)
     expected = fedfisher(made, **options).params
     got = from_sums(made, merge_options(**options))
@@ -132,7 +138,7 @@ def test_iterations_from_sums_are_those_from_parts(
 def test_many_iterations_solve_the_dense_system() -> None:
     made = clients("layers", 3)
     options = merge_options(
-        shrink=0.0, balance=0.0, anchor=0.05, iterations=60, tolerance=0
+        shrink=0.0, balance=0.0, robust=0.0, anchor=0.05, iterations=60, tolerance=0
     )
     got, mean = from_sums(made, options), fedavg(made)
     shares = shares_of([p.num_examples for p in made])

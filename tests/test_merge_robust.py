@@ -183,7 +183,7 @@ def test_examples_count_up_to_a_multiple_of_the_median() -> None:
 
 
 def options(**given: float) -> MergeOptions:
-    return merge_options(balance=0.0, **given)
+    return merge_options(**{"balance": 0.0, "robust": 0.0, **given})
 
 
 @pytest.mark.parametrize("max_share", [0.5, 0.6, 0.9])

@@ -150,8 +150,8 @@ def test_a_common_scale_does_not_matter(kind: str, solver: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"balance": 0.0, "robust": 1.0, "max_share": 1.0},
-        {"trust": 1.0, "max_share": 1.0},
+        {"balance": 0.0, "max_share": 1.0},
+        {"balance": 1.0, "trust": 1.0, "max_share": 1.0},
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +166,8 @@ def test_one_clients_scale_is_as_in_exact_arithmetic(
         assert apart(got, fedfisher(moved, **options)) <= 1e-3, root
     tiny = with_scales(clients, 1.0, 1e-18, 1.0)
     # Nothing but the mean, and what is usual, are still the third client's.
-    plain = {"balance": 0.0, "anchor": 1e-6, "iterations": 100, "max_share": 1.0}
+    plain = {"robust": 0.0, "balance": 0.0, "max_share": 1.0}
+    plain |= {"anchor": 1e-6, "iterations": 100}
     got = fedfisher(in_single(tiny, kind), **plain)
     want = fedfisher(clients[::2], **plain)
     if kind in ("dense", "diagonal", "low-rank"):  # that are of full rank
@@ -175,12 +176,16 @@ def test_one_clients_scale_is_as_in_exact_arithmetic(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_default_a_clients_scale_does_not_matter(kind: str) -> None:
+def test_with_balance_a_clients_scale_does_not_matter(kind: str) -> None:
     """Neither a client that is sure of itself nor one that says so has more say."""
-    clients = in_single(posteriors(make(kind)))
+    clients, options = (
+        in_single(posteriors(make(kind))),
+        {"balance": 1.0, "robust": 0.0},
+    )
+    want = fedfisher(clients, **options)
     for root in (1e-3, 1e3):
-        got = fedfisher(with_scales(clients, 1.0, root, 1.0))
-        assert apart(got, fedfisher(clients)) <= 1e-5, root
+        got = fedfisher(with_scales(clients, 1.0, root, 1.0), **options)
+        assert apart(got, want) <= 1e-5, root
 
 
 def test_two_identities_of_1e30_take_over_as_far_as_they_weigh() -> None:
@@ -193,7 +198,7 @@ def test_two_identities_of_1e30_take_over_as_far_as_they_weigh() -> None:
         return LocalPosterior({"w": torch.full((3, 3), value)}, F, 10)
 
     clients = [client(1.0, 1e30), client(0.0, 1.0), client(0.25, 1.0)]
-    plain = {"anchor": 0.0, "balance": 0.0, "max_share": 1.0}
+    plain = {"anchor": 0.0, "robust": 0.0, "balance": 0.0, "max_share": 1.0}
     for solver in ("pcg", "cg", "gd"):
         merged = fedfisher(clients, solver=solver, **plain)
         assert torch.allclose(merged.params["w"], torch.ones(3, 3), atol=1e-6)
@@ -270,7 +275,7 @@ def test_steps_longer_than_any_float() -> None:
         LocalPosterior({"w": torch.tensor([sign * 3e38, 1.0])}, one, 1)
         for sign in (1, -1, 1)
     ]
-    merged = fedfisher(clients, max_share=1.0)
+    merged = fedfisher(clients, robust=0.0, max_share=1.0)
     assert merged.params["w"].isfinite().all()
     assert merged.params["w"][0] == pytest.approx(1e38)
 
@@ -340,7 +345,8 @@ def test_sums_of_any_scale(factor: float) -> None:
         for c in clients
     ]
     wide[2] = with_scales([wide[2]], factor**0.5)[0]
-    assert apart(one, fedfisher(wide, balance=0.0, max_share=1.0)) <= 1e-5
+    plain = {"robust": 0.0, "balance": 0.0, "max_share": 1.0}
+    assert apart(one, fedfisher(wide, **plain)) <= 1e-5
 
 
 def scaled_sums(client: LocalPosterior, factor: float) -> DiagonalSums:

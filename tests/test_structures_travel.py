@@ -57,7 +57,7 @@ def test_it_merges_to_the_dense_solution(structure):
     mean = fedavg(clients)
     got = fedfisher(
         clients, anchor=0.1, shrink=0.0, damping=0.0, balance=0.0,
-        iterations=500, tolerance=1e-7,
+        robust=0.0, iterations=500, tolerance=1e-7,
     ).params  # fmt: skip
     blocks = [c.curvature.blocks() for c in clients]
     for parts in zip(*blocks, strict=True):

@@ -118,6 +118,7 @@ PARTS = {
     "structure": "diagonal",
     "codec": "lossless",
     "balance": 0.0,
+    "robust": 0.0,
     "max_share": 1.0,
 }
 SHORT = {"iterations": 200}  # of the solvers that take thousands
@@ -278,7 +279,7 @@ def test_sums_give_the_model_of_the_parts(case: str, options: dict[str, Any]) ->
     if case == "large Fishers" and options["solver"] == "adam":
         pytest.skip("magnifies rounding: the next test")
     clients = CASES[case]()
-    parts = fedfisher(clients, balance=0.0, max_share=1.0, **options)
+    parts = fedfisher(clients, balance=0.0, robust=0.0, max_share=1.0, **options)
     sums = fedfisher_from_sums(sums_of(clients), like=clients[0].params, **options)
     assert_within(sums.params, parts.params)
     assert len(sums.residuals) == sums.iterations + 1
@@ -764,7 +765,7 @@ def test_several_rounds_follow_the_parts() -> None:
 
 def test_the_defaults_give_the_model_of_parts_without_clients_weights() -> None:
     strategy = sums()
-    assert strategy.merge.balance == 0
+    assert strategy.merge.balance == strategy.merge.robust == 0
     assert strategy.merge.anchor == 0.1
     assert strategy.codec.scheme == "lossless"
 

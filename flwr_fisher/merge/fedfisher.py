@@ -67,14 +67,15 @@ def fedfisher(
     balance : float, optional
         :math:`\gamma` in [0, 1]: in layer :math:`\ell`,
         :math:`w_i \propto p_i / (\operatorname{tr} F_{i\ell})^\gamma`, since an
-        over-confident client's Fisher is small. Default 1 with ``pcg`` and ``cg``,
-        otherwise 0.
+        over-confident client's Fisher is small. Default 0.5 with ``pcg``, 1 with
+        ``cg``, otherwise 0.
     robust : float, optional
         :math:`\kappa \ge 0`: in layer :math:`\ell`,
         :math:`w_i \propto p_i / (1 + \kappa q_i / \operatorname{median}_j q_j)`, where
         :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}` is twice the rise of its loss
         that the client's Fisher expects at the mean. A client far out says little about
-        its loss there. These are one step's weights of a Cauchy loss of q. Default 0.
+        its loss there. These are one step's weights of a Cauchy loss of q. Default 1
+        with ``pcg``, otherwise 0.
     max_share : float, optional
         In [0.5, 1]: of a layer's :math:`\sum_i w_i \operatorname{tr} F_i`, one client
         of three or more has at most this share; its :math:`w_i` is lowered to that.

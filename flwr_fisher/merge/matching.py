@@ -37,7 +37,7 @@ def matched(posteriors: Sequence[LocalPosterior]) -> list[LocalPosterior]:
     ----------
     posteriors : Sequence[LocalPosterior]
         Of networks whose layers follow one another
-        (:func:`~flwr_fisher.merge.units.chain_of`), with a diagonal curvature or one of
+        (``flwr_fisher.merge.units.chain_of``), with a diagonal curvature or one of
         layers.
 
     Raises
@@ -98,7 +98,7 @@ def match(
     params, reference : Mapping[str, Tensor]
         The network, and the one to match.
     layers : Sequence[Layer]
-        Both networks' (:func:`~flwr_fisher.merge.units.chain_of`).
+        Both networks' (``flwr_fisher.merge.units.chain_of``).
     orders : Sequence[Tensor]
         Where to begin; by default as they are.
 

@@ -9,7 +9,7 @@ from flwr_fisher.errors import ConfigurationError, check_known, check_range
 # Chosen on validation data of MNIST, CIFAR-10 and digits:
 # benchmarks/results/fedfisher_defaults.md. The other solvers by default reproduce the
 # papers.
-_PCG = {"anchor": 0.1, "shrink": 0.3, "damping": 0.0, "balance": 1.0, "robust": 0.0}
+_PCG = {"anchor": 0.1, "shrink": 0.3, "damping": 0.0, "balance": 0.5, "robust": 1.0}
 _CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "robust": 0.0}
 _NONE = dict.fromkeys(_PCG, 0.0)
 _HALF, _ANY = {"max_share": 0.5}, {"max_share": 1.0}
@@ -21,6 +21,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gd": _NONE | _ANY | {"iterations": 2000},
 }
 SOLVERS = tuple(_DEFAULTS)
+TRUST = 1.0  # from the second round on
 
 
 @dataclass(frozen=True, kw_only=True)

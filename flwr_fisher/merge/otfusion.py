@@ -25,7 +25,7 @@ def otfusion(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
     ----------
     posteriors : Sequence[LocalPosterior]
         Of networks whose layers follow one another
-        (:func:`~flwr_fisher.merge.units.chain_of`); curvatures are not used.
+        (``flwr_fisher.merge.units.chain_of``); curvatures are not used.
 
     Raises
     ------

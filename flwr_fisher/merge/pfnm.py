@@ -44,7 +44,7 @@ def pfnm(
     ----------
     posteriors : Sequence[LocalPosterior]
         Of networks whose layers follow one another
-        (:func:`~flwr_fisher.merge.units.chain_of`); curvatures are not used.
+        (``flwr_fisher.merge.units.chain_of``); curvatures are not used.
     sigma, sigma0 : float, default 1
         Variances of a client's unit around the global one, and of that around 0: the
         released code's, which the FedFisher paper keeps, as `gamma`.

@@ -33,6 +33,7 @@ from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import Params, check_finite, check_same_layout, select
 
+_BALANCE = 1.0  # of K-FAC, where neither `robust` nor `max_share` is possible
 # What only single clients' curvatures can tell, and the value that does nothing.
 _OF_CLIENTS = {
     "balance": 0.0,
@@ -227,6 +228,9 @@ def sums_options(
     """
     of_clients = dict(_OF_CLIENTS)
     if structure == "kfac":
+        # Chosen on validation data: benchmarks/results/fedfisher_defaults.md.
+        own = options.get("balance")
+        options["balance"] = _BALANCE if own is None else own
         del of_clients["balance"]
     for name, nothing in of_clients.items():
         if options.get(name) not in (None, nothing):

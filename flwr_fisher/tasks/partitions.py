@@ -38,7 +38,7 @@ def partition_indices(
     targets : Tensor
         The examples' labels, int64 ``[n]``; for a text, their documents.
     name : str
-        One of :data:`~flwr_fisher.tasks.PARTITIONS`, explained in
+        One of ``flwr_fisher.tasks.PARTITIONS``, explained in
         :func:`~flwr_fisher.tasks.make_partitioner`.
     num_partitions : int
         The number of clients.
