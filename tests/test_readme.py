@@ -1,4 +1,4 @@
-"""The README's example is a complete app in under 40 lines, and it runs."""
+"""The README's example is a complete app in under 40 lines, and all examples run."""
 
 import re
 import sys
@@ -17,12 +17,16 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-HEADINGS = {
-    re.sub(r"[^\w -]", "", text).lower().replace(" ", "-")
-    for text in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-}
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = (README, *sorted(DOCS.glob("*.md")))
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+CLIENT, SERVER = blocks(README)
 
 
 class Net(nn.Sequential):
@@ -47,11 +51,9 @@ def my_app(monkeypatch) -> ModuleType:
 
 def test_client_and_server_run_and_are_short(my_app, tmp_path, monkeypatch):
     client, server = {}, {}
-    exec(BLOCKS[0], client)
-    exec(BLOCKS[1], server)
-    lines = [
-        line for block in BLOCKS[:2] for line in block.splitlines() if line.strip()
-    ]
+    exec(CLIENT, client)
+    exec(SERVER, server)
+    lines = [line for line in (CLIENT + SERVER).splitlines() if line.strip()]
     assert len(lines) < 40
     monkeypatch.setenv("HOME", str(tmp_path))
     grid = LocalGrid(client["app"], num_supernodes=3)
@@ -65,26 +67,26 @@ def test_client_and_server_run_and_are_short(my_app, tmp_path, monkeypatch):
 
 def test_the_test_example_runs(my_app, monkeypatch):
     client = ModuleType("client_app")
-    exec(BLOCKS[0], client.__dict__)
+    exec(CLIENT, client.__dict__)
     monkeypatch.setitem(sys.modules, "client_app", client)
     namespace: dict[str, object] = {}
-    exec(BLOCKS[2], namespace)
+    exec(blocks(DOCS / "testing.md")[0], namespace)
     assert set(namespace["result"].arrays) == set(shared_state(Net()))
 
 
 def test_the_example_without_flower_runs():
     model = Net()
     trained = [(Net(), load_data(partition)[0]) for partition in range(3)]
-    exec(BLOCKS[3], {"trained": trained, "model": model})
+    exec(blocks(DOCS / "without-flower.md")[0], {"trained": trained, "model": model})
     first = trained[0][0].state_dict()
     assert all(not torch.equal(v, first[k]) for k, v in model.state_dict().items())
 
 
 def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):
     client: dict[str, object] = {}
-    exec(BLOCKS[0], client)
+    exec(CLIENT, client)
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=5)}
-    exec(BLOCKS[4], namespace)
+    exec(blocks(DOCS / "fedfish.md")[0], namespace)
     history = namespace["result"].evaluate_metrics_serverapp
     assert "barrier-loss" in history[1]
     assert history[20]["personalised-clients"] == 1
@@ -92,10 +94,10 @@ def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):
 
 def test_methods_compare_as_the_readme_says(my_app, tmp_path, monkeypatch):
     client: dict[str, object] = {}
-    exec(BLOCKS[0].replace("epochs=30", "epochs=1"), client)
+    exec(CLIENT.replace("epochs=30", "epochs=1"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=4)}
-    exec(BLOCKS[5], namespace)
+    exec(blocks(DOCS / "fagh.md")[0], namespace)
     assert (tmp_path / "rounds.png").exists()
     assert namespace["runs"]["FAGH"][10]["loss"] < namespace["runs"]["FAGH"][1]["loss"]
     told = namespace["result"].evaluate_metrics_serverapp[10]
@@ -105,11 +107,11 @@ def test_methods_compare_as_the_readme_says(my_app, tmp_path, monkeypatch):
 
 def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkeypatch):
     client: dict[str, object] = {}
-    exec(BLOCKS[0].replace("epochs=30", "epochs=1"), client)
+    exec(CLIENT.replace("epochs=30", "epochs=1"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
-    exec(BLOCKS[6], namespace)
+    exec(blocks(DOCS / "tct.md")[0], namespace)
     x, y = next(iter(load_data(0)[1]))
     model = TCTModel.load(tmp_path / "tct.safetensors", Net())
     assert torch.equal(model(x), namespace["model"](x))
@@ -120,10 +122,13 @@ def test_the_watched_run_leaves_a_table_and_the_best_model(
     my_app, tmp_path, monkeypatch
 ):
     client: dict[str, object] = {}
-    exec(BLOCKS[0].replace("epochs=30", "epochs=1"), client)
+    exec(CLIENT.replace("epochs=30", "epochs=1"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
-    exec(BLOCKS[7].replace("num_rounds=50", "num_rounds=4"), namespace)
+    exec(
+        blocks(DOCS / "watching.md")[0].replace("num_rounds=50", "num_rounds=4"),
+        namespace,
+    )
     lines = (tmp_path / "run" / "rounds.csv").read_text().splitlines()
     assert "evaluate/accuracy" in lines[0]
     assert len(lines) == 1 + len(namespace["result"].evaluate_metrics_clientapp)
@@ -131,16 +136,21 @@ def test_the_watched_run_leaves_a_table_and_the_best_model(
     model.load_state_dict(load_file(tmp_path / "run" / "best.safetensors"))
 
 
-def test_every_link_leads_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        if target.startswith("#"):
-            assert target.removeprefix("#") in HEADINGS
-        else:
-            assert (Path(__file__).parents[1] / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            names = [re.sub(r"[^\w -]", "", text).lower() for text in headings]
+            assert heading in [name.replace(" ", "-") for name in names], target
 
 
 def test_the_table_of_options_has_the_merges_defaults():
-    table = README.split("`FedFisherOneShot` takes")[1].split("`FedFish` takes")[0]
+    page = (DOCS / "options.md").read_text()
+    table = page.split("`FedFisherOneShot` takes")[1].split("`FedFish` takes")[0]
     shown: dict[str, str] = {}
     for names, values in re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE):
         shown |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=False)
@@ -151,7 +161,8 @@ def test_the_table_of_options_has_the_merges_defaults():
 
 
 def test_every_promise_about_crashes_and_waiting_has_a_test_of_its_name():
-    section = README.split("Each line has a test of that name:")[1].split("\n\n")[1]
+    page = (DOCS / "crashes.md").read_text()
+    section = page.split("Each line has a test of that name:")[1].split("\n\n")[1]
     promises = [line.removeprefix("- ") for line in section.splitlines()]
     assert len(promises) > 20
     sources = "".join(p.read_text() for p in Path(__file__).parent.glob("test_*.py"))
