@@ -17,7 +17,6 @@ deviation over three seeds, which draw topics, pieces and initial weights.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from itertools import product
 
@@ -33,20 +32,15 @@ from harness.page import (
 )
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
+from studies.fedfish.choice import known_in
+from studies.fedfish.runs import Job
 from studies.fedfish.strategies import AVG, FISH, MENDED
-from studies.fedfish.transfer import OTHER, OWN, SHARES, Job, federate
+from studies.fedfish.transfer import KIND, OTHER, OWN, SHARES, federate
 
 EPOCHS, TOTAL, SEEDS = (1, 4, 16), 160, (0, 1, 2)
 METHODS = (AVG, FISH, MENDED)
 RATES = tuple(product((0.1, 0.4), (0.003, 0.01)))
 Runs = Mapping[tuple[int, str], Sequence[Numbers]]
-
-
-def known_in(numbers: Mapping[str, Sequence[Numbers]]) -> dict[Job, Numbers]:
-    """Return the jobs that were run for the page, with their numbers."""
-    names = [field.name for field in fields(Job)]
-    every = [run for runs in numbers.values() for run in runs]
-    return {Job(**{name: run[name] for name in names}): run for run in every}
 
 
 def runs_in(numbers: Mapping[str, Sequence[Numbers]]) -> Runs:
@@ -96,7 +90,8 @@ def main() -> None:
     )
     grids = {
         (epochs, method): [
-            Job(epochs, method, CHOICE, *rates, TOTAL // epochs) for rates in RATES
+            Job(KIND, epochs, method, CHOICE, *rates, TOTAL // epochs)
+            for rates in RATES
         ]
         for epochs, method in product(EPOCHS, METHODS)
     }
@@ -106,7 +101,7 @@ def main() -> None:
         best = max(found, key=lambda numbers: numbers["accuracy"])
         rates = best["client_lr"], best["server_lr"]
         finals[epochs, method] = [
-            Job(epochs, method, seed, *rates, TOTAL // epochs) for seed in SEEDS
+            Job(KIND, epochs, method, seed, *rates, TOTAL // epochs) for seed in SEEDS
         ]
     runs = run_cells(finals, run)
     numbers = {

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import time
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from flwr.app import ArrayRecord
 from harness.clients import CHOICE, grid_of
 from harness.jobs import Numbers
-from harness.page import CACHE
 from torch.utils.data import TensorDataset
 
 from flwr_fisher.client import LocalSGD
@@ -22,7 +20,7 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import make_model
 from flwr_fisher.tasks.language import cut, load_language
 from flwr_fisher.tasks.texts import VOCABULARY
-from studies.fedfish.runs import batches
+from studies.fedfish.runs import Job, batches
 from studies.fedfish.strategies import make_strategy
 
 CLIENTS, HELD_OUT, SAMPLED, PIECES, LENGTH = 40, 10, 10, 48, 64
@@ -31,31 +29,8 @@ MODULES = (
     "argparse", "ast", "calendar", "configparser", "difflib", "enum", "fractions",
     "gettext", "inspect", "pickle", "statistics", "tarfile",
 )  # fmt: skip
-OWN, OTHER = "its own text", "another text"
+KIND, OWN, OTHER = "text", "its own text", "another text"
 SHARES = {"as it is": 0.25, "tuned on 25 %": 0.25, "tuned on 50 %": 0.5}
-
-
-@dataclass(frozen=True)
-class Job:
-    """One federation, from its first round to its scores on both texts."""
-
-    epochs: int
-    method: str
-    seed: int
-    client_lr: float
-    server_lr: float
-    rounds: int
-
-    @property
-    def path(self) -> Path:
-        """Where its numbers are kept."""
-        name = "-".join(str(value) for value in asdict(self).values())
-        return CACHE / "transfer" / f"{name.replace(' ', '_')}.json"
-
-    @property
-    def turn(self) -> int:
-        """Seed by seed."""
-        return self.seed
 
 
 @lru_cache(maxsize=2)
