@@ -17,7 +17,9 @@ def _block(self: HTML5Translator, node: nodes.math_block) -> None:
     text = node.astext()
     if r"\\" in text:  # an equation of several lines
         text = rf"\begin{{aligned}}{text}\end{{aligned}}"
-    self.body.append(convert(text, display="block"))
+    # Room for a sum's limits, which would be cut off where wide equations scroll.
+    self.body.append('<div class="math" style="padding: 0.5em 0">')
+    self.body.append(convert(text, display="block") + "</div>\n")
     raise nodes.SkipNode
 
 
