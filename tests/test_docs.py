@@ -1,6 +1,7 @@
 """The documentation is built without a warning, and asks nothing of the network."""
 
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,8 @@ def test_every_page_is_read_without_a_warning(
         )  # fmt: skip
         app.build()
     assert told.read_text() == ""
+
+
+def test_who_cites_it_cites_this_version() -> None:
+    lines = (DOCS.parent / "CITATION.cff").read_text().splitlines()
+    assert f"version: {version('flwr-fisher')}" in lines
