@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.page import RESULTS, blocks, numbers_of, opening
+from harness.quotes import requoted
 from harness.tables import head, row
 from studies.papers import fagh, fedfish, fedfisher, tct
 from studies.papers.chooser import CHOICES
 from studies.papers.found import IN_PART, NO_RESULT, NOT, NOT_RUN, REPRODUCED
+from studies.papers.quotes import KINDS
 
 PAPERS = Path(__file__).with_name("papers.toml")
 READERS = {
@@ -98,12 +100,17 @@ def chooser() -> str:
 
 
 PAGES = {"README.md": page, "chooser.md": chooser}
+ROOT = Path(__file__).parents[1]
+# These are written by hand, but for the figures that they quote.
+QUOTING = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages, and the figures that other pages quote."""
     for name, write in PAGES.items():
         (RESULTS / name).write_text(write() + "\n")
+    for path in QUOTING:
+        path.write_text(requoted(path, KINDS))
 
 
 if __name__ == "__main__":

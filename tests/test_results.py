@@ -2,8 +2,10 @@
 
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,32 +53,90 @@ def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason() -> N
             assert "data" not in said or where not in readers, where
 
 
-def test_the_readmes_one_shot_table_has_the_pages_figures() -> None:
-    from rivals import ALPHAS, numbers_of, results_in
-    from studies.rivals.tables import accuracy_of, shown
+def test_no_page_quotes_a_figure_that_the_results_have_not() -> None:
+    import summary
 
-    results = [results_in(numbers_of(f"rivals_{n}"), n) for n in ("mnist", "cifar10")]
-    readme = (BENCHMARKS.parent / "README.md").read_text()
-    rows = readme.split("| CIFAR-10: α = 0.2 |")[1].split("\n\n")[0].splitlines()[2:]
-    assert len(rows) > 8
-    for row in rows:
-        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
-        splits = [found[alpha] for found in results for alpha in ALPHAS]
-        every = [accuracy_of(own, name.strip("*")) for own in splits]
-        every = every if any(every) else [accuracy_of(own, name) for own in splits]
-        assert cells == [shown(own) if own else "–" for own in every], name
+    assert "<!--= one-shot" in (BENCHMARKS.parent / "README.md").read_text()
+    for path in summary.QUOTING:
+        made = summary.requoted(path, summary.KINDS)
+        assert made == path.read_text(), f"{path.name} is stale: run `make results`"
 
 
-def test_the_readmes_figures_of_the_papers_are_the_pages() -> None:
-    readme = (BENCHMARKS.parent / "README.md").read_text()
-    page = (BENCHMARKS / "results" / "README.md").read_text()
-    section = readme.split("## The papers' figures")[1].split("\n## ")[0]
-    count, rows = section.split(".")[0].strip(), section.split("|---|\n")[1]
-    assert count in page
-    papers = {part.split(" (")[0]: part for part in page.split("\n## ")}
-    found = [row.strip("| ").split(" | ") for row in rows.strip().splitlines()]
-    assert len(found) == 5
-    for where, claim, ours, word in found:
-        paper, _, figure = where.partition(", ")
-        line = next(x for x in papers[paper].splitlines() if f"| {figure} |" in x)
-        assert all(f"| {cell} |" in line for cell in (claim, ours, word)), where
+PAGE = """# A page
+
+| cost | LeNet | CNN |
+|---|---|---|
+| **ours** | 1.7 | 2.4 |
+| theirs | 3.3 | 4.0 |
+
+## Longer
+
+| | E | global |
+|---|---|---|
+| skew | 1 | 94.6 |
+| skew | 4 | 91.7 |
+| shift | 1 | 92.0 |
+"""
+
+
+@pytest.fixture
+def requoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    from harness import quotes
+
+    quotes._tables_of.cache_clear()
+    monkeypatch.setattr(quotes, "RESULTS", tmp_path)
+    (tmp_path / "some.md").write_text(PAGE)
+    page = tmp_path / "page.md"
+
+    def write(text: str) -> str:
+        page.write_text(text)
+        return quotes.requoted(page, {"words": lambda *names: [*names]})
+
+    yield write
+    quotes._tables_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("title", "figure"),
+    [
+        ("ours :: CNN", "2.4"),
+        ("theirs :: 2", "3.3"),
+        ("Longer :: skew · 4 :: global", "91.7"),
+        ("shift :: global", "92.0"),
+        ("ours ::\n  CNN", "2.4"),
+    ],
+)
+def test_a_quoted_figure_is_the_cell_that_its_link_names(title, figure, requoted):
+    text = 'It is [{}](../results/some.md "{}") here, [see](../results/some.md).'
+    assert requoted(text.format("old", title)) == text.format(figure, title)
+
+
+def test_a_quoted_table_has_the_columns_and_rows_that_are_named(requoted):
+    quote = "<!--= table some#Longer :: 1; global :: 1 -->"
+    rows = ["| | global |", "|---|---|", "| skew | 94.6 |", "| shift | 92.0 |"]
+    text = requoted(f"So:\n\n{quote}\n\nold\n\n<!--=-->\n")
+    assert text == "\n".join(["So:", "", quote, *rows, "<!--=-->", ""])
+    assert requoted(text) == text
+
+
+def test_lines_of_other_kinds_are_made_by_their_function(requoted):
+    text = requoted("<!--= words :: a, b :: c -->\n<!--=-->")
+    assert text == "<!--= words :: a, b :: c -->\na, b\nc\n<!--=-->"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[1](../results/some.md "ours :: ViT")', "some: no column 'ViT'"),
+        ('[1](../results/some.md "nobody :: CNN")', "no row 'nobody'"),
+        ('[1](../results/some.md "Other :: ours :: CNN")', "some: no table in Other"),
+        ('[1](../results/none.md "ours :: CNN")', "none: no table"),
+        ("<!--= table some :: LeNet :: nobody -->\n\n<!--=-->", "no row with one of"),
+        ("<!--= verse :: a -->\n\n<!--=-->", "no 'verse' to quote, but table, words"),
+    ],
+)
+def test_a_quote_of_what_is_not_there_is_told(text, why, requoted):
+    from harness.quotes import QuoteError
+
+    with pytest.raises(QuoteError, match=rf"page\.md: .*{why}"):
+        requoted(text)

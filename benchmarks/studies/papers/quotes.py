@@ -1,0 +1,55 @@
+"""What pages quote beside cells and tables of the pages of results."""
+
+from harness.page import RESULTS, numbers_of
+from harness.quotes import QuoteError
+from harness.tables import head, row
+from rivals import ALPHAS, results_in
+
+from studies.rivals.tables import accuracy_of, shown
+
+DATA = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+
+
+def one_shot(*names: str) -> list[str]:
+    """Return methods' accuracies on both data sets' splits."""
+    found = {data: results_in(numbers_of(f"rivals_{data}"), data) for data in DATA}
+    titles = (f"{DATA[data]}: α = {alpha}" for data in found for alpha in ALPHAS)
+    lines = head("test accuracy, %", *titles)
+    for name in names:
+        columns = [
+            accuracy_of(found[data][alpha], name.strip("*") if "**" in name else name)
+            for data in found
+            for alpha in ALPHAS
+        ]
+        if not any(columns):
+            raise QuoteError(f"no method {name!r} among the one-shot ones")
+        lines.append(row(name, *(shown(own) if own else "–" for own in columns)))
+    return lines
+
+
+def figures(*places: str) -> list[str]:
+    """Return rows of the page of the papers' figures, each `Paper, figure`."""
+    page = (RESULTS / "README.md").read_text()
+    papers = {part.split(" (")[0]: part for part in page.split("\n## ")}
+    lines = head("", "claim", "ours", "")
+    for place in places:
+        name, _, figure = place.partition(", ")
+        own = [x for x in papers.get(name, "").splitlines() if f"| {figure} |" in x]
+        if not own:
+            raise QuoteError(f"no row {place!r} on the page of the papers' figures")
+        _, claim, _, ours, word, *_ = own[0].strip("| ").split(" | ")
+        lines.append(row(place, claim, ours, word))
+    return lines
+
+
+def count() -> list[str]:
+    """Return how many of the papers' figures have which word."""
+    page = (RESULTS / "README.md").read_text()
+    return [line for line in page.splitlines() if line.startswith("Of ")]
+
+
+KINDS = {
+    "one-shot": one_shot,
+    "figures": figures,
+    "count": count,
+}
