@@ -4,6 +4,7 @@
 # make fuzz    a hundred thousand spoiled uploads: each is read, or refused by name
 # make results  the pages that put the papers' figures and ours side by side
 # make docs    the documentation, in build/docs/index.html
+# make dist    a wheel and an sdist in dist/, looked over by twine
 # make gpu     on a machine with one: the tests that touch it, and its tables
 # make develop an editable environment
 # Everything happens in .venv, with PYTHON (3.11 or newer) as its base.
@@ -13,7 +14,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo federation test fuzz results docs gpu develop install clean
+.PHONY: demo federation test fuzz results docs dist gpu develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -62,6 +63,14 @@ results: install
 
 docs: install
 	$(BIN)/sphinx-build -b html -W --keep-going -q docs build/docs
+
+# In an environment of its own: twine wants a newer packaging than Flower.
+dist:
+	rm -rf dist build/release
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install -q build twine
+	build/release/bin/python -m build -q
+	build/release/bin/twine check --strict dist/*
 
 gpu: install
 	$(BIN)/pytest tests/test_devices.py tests/test_client.py tests/test_merge_pcg.py \

@@ -8,4 +8,4 @@ and :mod:`~flwr_fisher.server`; on both, :mod:`~flwr_fisher.strategies`. Importi
 package loads none of them.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
