@@ -12,9 +12,9 @@ FedLPA's are empirical, of all examples, as its clients take them, and once FedF
 own. Methods marked * choose on 500 training examples that the server holds: between
 RegMean's two constants, PFNM's iterations, FedLPA's two solutions, the steps of Adam,
 the epochs of a student. The others see no data. Settings are the papers' or their
-released code's, as each function says, but for the students', whose generator is a
-quarter as wide (16 channels) and who end after 50 epochs (MNIST) and 15 (CIFAR-10) of
-200.
+released code's, as each function says, but for the students' (DENSE, Co-Boosting):
+their generator is a quarter as wide (16 channels), a batch has 64 images in place of
+256 and 128, and they end after 50 epochs (MNIST) and 30 (CIFAR-10) of 200.
 
 *Numbers* are those that a client uploads, as multiples of the model's, before a codec
 packs them; FedFisher's default packs them into FedAvg's bytes. *Passes* are the

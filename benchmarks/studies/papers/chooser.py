@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from harness.stats import paired, with_error
+from starts import PLAIN
 
 from studies.fedfish.choice import EPOCHS, LOW, found_in
 from studies.fedfish.runs import SHIFT, SKEW
@@ -168,6 +169,25 @@ def convex(numbers: Numbers) -> Choice:
     )
 
 
+def unlike_starts(numbers: Numbers) -> Choice:
+    """Clients that did not start from one model."""
+    splits = list(numbers("starts").values())
+    apart, matched = (
+        [split[f"FedFisher (default), unlike starts{more}"] for split in splits]
+        for more in ("", ", matched")
+    )
+    leads = paired(matched, apart)
+    return Choice(
+        "Clients connect once, and did not start from one model",
+        "`FedFisherOneShot(matching=True)`; from one start, if that can be had",
+        f"{with_error(leads, 1)} points over merging without matching; from one start "
+        f"{mean(split[PLAIN] for split in splits):.1f} %, "
+        f"from unlike ones {mean(matched):.1f}",
+        "starts",
+        ahead(leads),
+    )
+
+
 def liars(numbers: Numbers) -> Choice:
     """Hostile clients."""
     splits = list(chain(*numbers("attacks").values()))
@@ -195,6 +215,7 @@ CHOICES: tuple[Callable[[Numbers], Choice], ...] = (
     once,
     with_server_data,
     six_exchanges,
+    unlike_starts,
     extreme_skew,
     many_epochs,
     one_epoch,
