@@ -24,8 +24,8 @@ from itertools import chain, product
 from multiprocessing import get_context
 from typing import Any
 
-from harness.jobs import quiet
-from harness.page import Page, opening
+from harness.jobs import kept, quiet
+from harness.page import CACHE, Page, opening
 from harness.splits import on_splits
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
@@ -62,10 +62,14 @@ def merges_of(columns: Mapping[str, dict[str, Any]], options: Namespace) -> Colu
 def in_processes(
     run: Callable[..., Any], names: Sequence[str], options: Namespace
 ) -> dict[str, list[Any]]:
-    """Return what runs give for each name and seed, by name."""
-    jobs = [(name, seed, options.data_dir) for name, seed in product(names, SEEDS)]
+    """Return what runs give for each name and seed, by name; finished ones are kept."""
+    folder = CACHE / "one_shot" / run.__name__
+    jobs = [
+        (folder / f"{name}-s{seed}.json", partial(run, name, seed, options.data_dir))
+        for name, seed in product(names, SEEDS)
+    ]
     with get_context("fork").Pool(options.workers, quiet) as pool:
-        found = iter(pool.starmap(run, jobs, chunksize=1))
+        found = iter(pool.starmap(kept, jobs, chunksize=1))
     return {name: [next(found) for _ in SEEDS] for name in names}
 
 

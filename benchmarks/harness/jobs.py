@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 Cell = TypeVar("Cell", bound=Hashable)
@@ -54,18 +53,21 @@ def quiet() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
+def kept(path: Path, find: Callable[[], Any]) -> Any:
+    """Return what a file has of numbers; find and keep them where there is none."""
+    if not path.exists():
+        began, found = time.perf_counter(), find()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".partial")
+        aside.write_text(json.dumps(found))
+        aside.rename(path)
+        print(f"{path.stem} {time.perf_counter() - began:.0f} s", flush=True)
+    return json.loads(path.read_text())
+
+
 def _measured(
     job: Any, federate: Callable[[Any, Path], Numbers], data_dir: Path
 ) -> Numbers:
     """Return a job's numbers, from disk if they are there."""
-    if not job.path.exists():
-        began = time.perf_counter()
-        found = asdict(job) | federate(job, data_dir)
-        job.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = job.path.with_suffix(".partial")
-        aside.write_text(json.dumps(found))
-        aside.rename(job.path)
-        last, took = np.ravel(found["accuracy"])[-1], time.perf_counter() - began
-        print(f"{job.path.stem} {last:.4f} {took:.0f} s", flush=True)
-    numbers: Numbers = json.loads(job.path.read_text())
+    numbers: Numbers = kept(job.path, lambda: asdict(job) | federate(job, data_dir))
     return numbers

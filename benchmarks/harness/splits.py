@@ -1,6 +1,5 @@
 """Evaluate splits of a data set in several processes, each one's numbers kept."""
 
-import json
 import multiprocessing
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.jobs import quiet
+from harness.jobs import kept, quiet
 from harness.page import CACHE
 from harness.uploads import Setting
 
@@ -42,11 +41,4 @@ def _kept(
     folder: Path, evaluate: Evaluate, data_dir: Path, setting: Setting
 ) -> tuple[Setting, Any]:
     path = folder / f"{setting.folder.name}.json"
-    if not path.exists():
-        found = evaluate(setting, data_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".partial")
-        aside.write_text(json.dumps(found))
-        aside.rename(path)
-        print(path.stem, json.dumps(found), flush=True)
-    return setting, json.loads(path.read_text())
+    return setting, kept(path, lambda: evaluate(setting, data_dir))
