@@ -1,5 +1,7 @@
 """How the documentation is built: see `make docs`."""
 
+import os
+import re
 import shutil
 import sys
 from importlib.metadata import metadata
@@ -12,7 +14,13 @@ _package = metadata("flwr-fisher")
 
 project, version = _package["Name"], _package["Version"]
 author = copyright = "The flwr-fisher authors"  # the name is Sphinx's
-extensions = ["mathml", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "mathml",
+    "rooms",
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+]
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"{project} {version}"
 html_math_renderer = "mathml"
@@ -29,22 +37,66 @@ _INNER = (
 nitpick_ignore_regex = [("py:.*", r"(?!flwr_fisher\.).*"), ("py:class", _INNER)]
 
 _here = Path(__file__).parent
-_results, _pages = _here.parent / "benchmarks" / "results", _here / "benchmarks"
+_root = _here.parent
+_results = _root / "benchmarks" / "results"
+# Pages that stand elsewhere in the repository, by what they are called here.
+_elsewhere = {
+    "more/readme": _root / "README.md",
+    "more/contributing": _root / "CONTRIBUTING.md",
+    "more/federation": _root / "federation" / "README.md",
+    "more/changelog": _root / "CHANGELOG.md",
+    **{
+        f"benchmarks/{path.stem.replace('README', 'papers')}": path
+        for path in sorted(_results.glob("*.md"))
+    },
+}
+_names = {path: f"{name}.md" for name, path in _elsewhere.items()}
+_link = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
+_item = re.compile(r"^- \[(.+)\]\((\S+)\.\w+\)", re.MULTILINE)
 
 
-def _copy_results(app: Sphinx) -> None:
-    """Take in the pages of results; their README.md is that of the papers."""
-    _pages.mkdir(exist_ok=True)
-    for path in (*_results.glob("*.md"), *_results.glob("*.png")):
-        shutil.copy(path, _pages / path.name.replace("README", "papers"))
+def _take_in(app: Sphinx) -> None:
+    """Take in the pages that stand elsewhere, and the pictures of results."""
+    for name, path in _elsewhere.items():
+        _copy(path, _here / f"{name}.md")
+    for path in _results.glob("*.png"):
+        _copy(path, _here / "benchmarks" / path.name)
 
 
-def _link_results(app: Sphinx, docname: str, source: list[str]) -> None:
-    source[0] = source[0].replace("../benchmarks/results/README", "benchmarks/papers")
-    source[0] = source[0].replace("../benchmarks/results/", "benchmarks/")
+def _copy(path: Path, here: Path) -> None:
+    here.parent.mkdir(exist_ok=True)
+    shutil.copy(path, here)
+
+
+def _put_links_right(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Let a page link as it does in the repository, wherever it stood there."""
+    stood = _elsewhere.get(docname, _here / f"{docname}.md").parent
+    here = (_here / docname).parent
+
+    def right(match: re.Match[str]) -> str:
+        there = (stood / match[1]).resolve()
+        name = _names.get(there)
+        if there.parent == _results:  # a picture
+            name = f"benchmarks/{there.name}" if name is None else name
+        target = there if name is None else _here / name
+        return os.path.relpath(target, here) if there.exists() else match[1]
+
+    source[0] = _link.sub(right, source[0])
+
+
+def _list_pages(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make the tree of pages of the lists that the first page has of them."""
+    if docname != "index":
+        return
+    for section in source[0].split("\n## ")[1:]:
+        title, pages = section.split("\n", 1)
+        listed = [f"{name} <{path}>" for name, path in _item.findall(pages)]
+        lines = ["```{toctree}", ":hidden:", f":caption: {title}", "", *listed, "```"]
+        source[0] += "\n" + "\n".join(lines) + "\n"
 
 
 def setup(app: Sphinx) -> None:
-    """Let pages link to results as they do in the repository."""
-    app.connect("builder-inited", _copy_results)
-    app.connect("source-read", _link_results)
+    """Let the site have pages that stand elsewhere in the repository."""
+    app.connect("builder-inited", _take_in)
+    app.connect("source-read", _put_links_right)
+    app.connect("source-read", _list_pages)

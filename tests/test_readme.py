@@ -105,6 +105,50 @@ def test_methods_compare_as_the_readme_says(my_app, tmp_path, monkeypatch):
     assert told["uploaded-bytes"] > 0
 
 
+def test_the_one_shot_example_tells_the_clients_shares(my_app):
+    client: dict[str, object] = {}
+    exec(CLIENT.replace("epochs=30", "epochs=1"), client)
+    namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
+    exec(blocks(DOCS / "fedfisher.md")[0], namespace)
+    assert sum(namespace["result"].details.shares) == pytest.approx(1)
+
+
+def test_both_examples_of_a_head_in_closed_form_find_the_same(my_app):
+    client: dict[str, object] = {}
+    exec(CLIENT, client)
+    loaders = [load_data(partition)[0] for partition in range(3)]
+    grid = LocalGrid(client["app"], num_supernodes=3)
+    namespace = {"grid": grid, "loaders": loaders}
+    for example in blocks(DOCS / "afl.md"):
+        exec(example, namespace)
+    head = namespace["model"][2]
+    torch.testing.assert_close(namespace["weight"].float(), head.weight.detach())
+    torch.testing.assert_close(namespace["bias"].float(), head.bias.detach())
+
+
+def test_one_app_of_clients_answers_all_methods_of_many_rounds(
+    my_app, tmp_path, monkeypatch
+):
+    client: dict[str, object] = {}
+    exec(CLIENT.replace("epochs=30", "epochs=1, momentum=0"), client)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
+    exec(blocks(DOCS / "many-round-methods.md")[0], namespace)
+    assert namespace["accuracy"].keys() == namespace["methods"].keys()
+
+
+def test_the_other_merges_and_the_students_run():
+    merges, students = blocks(DOCS / "merges.md")
+    model, (loader, test_loader) = Net(), load_data(0)
+    trained = [(model, loader), *((Net(), load_data(i)[0]) for i in (1, 2))]
+    namespace = {"model": model, "trained": trained, "test_loader": test_loader}
+    exec(merges, namespace)
+    for params in namespace["merged"].values():
+        model.load_state_dict(params)
+    exec(students.replace("epochs=3", "epochs=1"), namespace)
+    namespace["student"].load_state_dict(namespace["params"])
+
+
 def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkeypatch):
     client: dict[str, object] = {}
     exec(CLIENT.replace("epochs=30", "epochs=1"), client)

@@ -85,7 +85,7 @@ def tables(text: str) -> Iterator[Table]:
         if lines:
             yield Table(section, lines[0], lines[2:])
             lines = []
-        section = line.strip("# ") if line.startswith("#") else section
+        section = line.strip("# ") if re.match("#+ ", line) else section
 
 
 @cache

@@ -29,7 +29,7 @@ def fedlpa(
     For each layer, with weights W, inputs' factors A and outputs' factors B of every
     client, to the diagonals of which `added` is added, it takes gradient steps on
 
-    .. math:: \frac1{mn} \Big\| \sum_i p_i B_i M A_i - Z \Big\|^2, \qquad
+    .. math:: \frac1{mn} \| \sum_i p_i B_i M A_i - Z \|^2, \qquad
               Z = \sum_i p_i B_i W_i A_i,
 
     at a rate of 1, from :math:`(\sum p_i B_i)^{-1} Z (\sum p_i A_i)^{-1}`. Their fixed

@@ -1,7 +1,7 @@
 """Newton's direction from local Hessians: GIANT and DONE.
 
 In both, a round has two exchanges: clients report gradients, and the server sends back
-their mean g; each client then solves H_i p = g roughly, with Hessian-vector products
+their mean g; each client then solves H_i d_i = g roughly, with Hessian-vector products
 alone, and the server steps along the mean of the solutions.
 """
 
@@ -32,7 +32,7 @@ def giant_direction(
     iterations: int = 10,
     tolerance: float = 1e-6,
 ) -> dict[str, Tensor]:
-    r"""Return a client's :math:`p_i \approx H_i^{-1} g` by conjugate gradients.
+    r"""Return a client's :math:`d_i \approx H_i^{-1} g` by conjugate gradients.
 
     (Wang, Roosta-Khorasani, Xu & Mahoney, "GIANT: Globally Improved Approximate Newton
     Method for Distributed Optimization", NeurIPS 2018, section 3: an approximate Newton
@@ -54,7 +54,7 @@ def giant_direction(
     Returns
     -------
     dict[str, Tensor]
-        :math:`p_i`, to be subtracted. GIANT is for convex losses: where a direction of
+        :math:`d_i`, to be subtracted. GIANT is for convex losses: where a direction of
         no positive curvature turns up, the iterate before it, or :math:`g` if there is
         none, so that stepping against it descends.
 
@@ -85,14 +85,14 @@ def giant_direction(
 def done_direction(
     hvp: Matvec, gradient: Params, *, alpha: float, iterations: int = 10
 ) -> dict[str, Tensor]:
-    r"""Return a client's :math:`p_i \approx H_i^{-1} g` by Richardson iterations.
+    r"""Return a client's :math:`d_i \approx H_i^{-1} g` by Richardson iterations.
 
-    .. math:: p \leftarrow p + \alpha (g - H_i p), \qquad p_0 = 0
+    .. math:: d_i \leftarrow d_i + \alpha (g - H_i d_i), \qquad d_i^{(0)} = 0
 
     (Dinh, Tran, Nguyen, Bao, Rezaei Balef, Zhou & Zomaya, "DONE: Distributed
     Approximate Newton-type Method for Federated Edge Learning", IEEE TPDS 2022; its
-    :math:`d = -p`). It converges where :math:`0 < \alpha < 2 / \lambda_\max(H_i)` and
-    the Hessian is positive definite. FAGH's comparison takes 10 iterations and
+    sign is the other). It converges where :math:`0 < \alpha < 2 / \lambda_\max(H_i)`
+    and the Hessian is positive definite. FAGH's comparison takes 10 iterations and
     :math:`\alpha` of 0.01 or 0.05.
 
     Parameters
@@ -105,12 +105,12 @@ def done_direction(
     alpha : float
         :math:`\alpha > 0`.
     iterations : int, default 10
-        R; the first needs no product, as :math:`p_0 = 0`.
+        R; the first needs no product.
 
     Returns
     -------
     dict[str, Tensor]
-        :math:`p_i`, to be subtracted.
+        :math:`d_i`, to be subtracted.
 
     Raises
     ------

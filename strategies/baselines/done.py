@@ -9,11 +9,11 @@ from flwr_fisher.strategies.baselines.newton import NewtonStrategy
 class DONE(NewtonStrategy):
     r"""Distributed approximate Newton for federated edge learning (Dinh et al., 2022).
 
-    Each client solves :math:`H_i p_i = g` for the mean gradient :math:`g` by
+    Each client solves :math:`H_i d_i = g` for the mean gradient :math:`g` by
 
-    .. math:: p \leftarrow p + \alpha (g - H_i p), \qquad p_0 = 0,
+    .. math:: d_i \leftarrow d_i + \alpha (g - H_i d_i), \qquad d_i^{(0)} = 0,
 
-    and the server steps along the mean of the :math:`p_i`. It converges where
+    and the server steps along the mean of the :math:`d_i`. It converges where
     :math:`0 < \alpha < 2 / \lambda_\max(H_i)` and the Hessian is positive definite; see
     :func:`flwr_fisher.rounds.done_direction`. Clients are weighted by their examples.
 

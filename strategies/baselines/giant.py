@@ -6,9 +6,9 @@ from flwr_fisher.strategies.baselines.newton import NewtonStrategy
 class GIANT(NewtonStrategy):
     r"""Globally improved approximate Newton (Wang et al., NeurIPS 2018).
 
-    Each client solves :math:`H_i p_i = g` for the mean gradient :math:`g` by conjugate
+    Each client solves :math:`H_i d_i = g` for the mean gradient :math:`g` by conjugate
     gradients on its own Hessian, and the server steps along the mean of the
-    :math:`p_i`. For convex losses; see :func:`flwr_fisher.rounds.giant_direction`.
+    :math:`d_i`. For convex losses; see :func:`flwr_fisher.rounds.giant_direction`.
     Clients are weighted by their examples, where the paper's have equally many; its
     line search is left out, `lr` stands in.
 

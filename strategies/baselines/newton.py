@@ -17,20 +17,21 @@ _GRADIENT, _DIRECTION = "gradient", "direction"
 
 
 class NewtonStrategy(CurvatureStrategy):
-    r"""Base of GIANT and DONE, which differ in how a client solves :math:`H_i p_i = g`.
+    r"""Base of GIANT and DONE, which differ in how a client solves :math:`H_i d_i = g`.
 
     In a round, clients report the gradients of their whole loss at :math:`\theta`; the
     same clients then get the mean :math:`g`, solve, and the server steps
-    :math:`\theta \leftarrow \theta - \eta \sum_i p_i`, the sum weighted by examples.
-    Two uploads of a model's size; a client that fails in one exchange is asked in the
-    other nonetheless.
+    :math:`\theta \leftarrow \theta - \eta \sum_i p_i d_i`, with :math:`p_i` a client's
+    share of the examples. Two uploads of a model's size; a client that fails in one
+    exchange is asked in the other nonetheless.
 
     Parameters
     ----------
     lr : float, default 1.0
         :math:`\eta`.
     iterations : int, default 10
-        Of a client's solver, a pass over its data each.
+        Of a client's solver, each a Hessian-vector product over its data: two
+        gradients' worth.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 

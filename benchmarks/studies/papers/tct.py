@@ -22,10 +22,7 @@ def accuracy(numbers: Numbers) -> Found:
     """Table 2."""
     found = numbers("tct")["accuracy"]
     ends = {
-        method: [
-            100 * mean(run["accuracy"][-1] for run in found[split]["runs"][method])
-            for split in SPLITS
-        ]
+        method: [mean(final(found[split]["runs"][method])) for split in SPLITS]
         for method in ("TCT", "FedAvg", "SCAFFOLD")
     }
     others = [max(pair) for pair in zip(ends["FedAvg"], ends["SCAFFOLD"], strict=True)]
