@@ -24,7 +24,6 @@ class), a residual network of 7 convolutions (8 to 32 channels, group norm), has
 epochs, 15 rounds a stage, and the rates 0.03 and 0.1 over 10 rounds.
 """
 
-import platform
 from functools import partial
 
 import torch
@@ -47,7 +46,6 @@ PAGE = Page(
     opening=blocks(
         "# TCT",
         (__doc__ or "").strip(),
-        f"Measured on {platform.machine()}, torch {torch.__version__}.",
     ),
     sections={
         "features": speed.features_section,

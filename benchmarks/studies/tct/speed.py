@@ -1,5 +1,6 @@
 """Times: of tangent features, and of a client's round of stage 2."""
 
+import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,8 @@ def features_part(extent: Extent) -> dict[str, Any]:
         took = medians(peers, extent.repeats, warm_up=1)
         an_image = {peer: time / count for peer, time in took.items()}
         parameters = sum(p.numel() for p in model.parameters())
-        found[title] = {"images": count, "parameters": parameters, **an_image}
+        sizes = {"images": count, "parameters": parameters}
+        found[title] = {**sizes, **an_image, "where": where()}
         print(title, an_image, flush=True)
     return found
 
@@ -98,7 +100,14 @@ def features_section(found: Mapping[str, Any]) -> list[str]:
         sizes = str(took["parameters"]), str(took["images"])
         slow = f"{1e3 * took[ONE]:.3f} ms"
         lines.append(row(title, *sizes, slow, *ratios, f"≥ {target} ×: {met}"))
-    return [*lines, "", "Times are an image's; × is how much faster than the first."]
+    places = ", ".join(dict.fromkeys(took["where"] for took in found.values()))
+    said = "Times are an image's; × is how much faster than the first."
+    return [*lines, "", f"{said} Measured on {places}."]
+
+
+def where() -> str:
+    """Return what times are measured on."""
+    return f"{platform.machine()}, torch {torch.__version__}"
 
 
 def closed_form_part(extent: Extent) -> list[dict[str, Any]]:
@@ -133,6 +142,7 @@ def closed_form(n: int, p: int, repeats: int) -> dict[str, Any]:
         "spectrum": once,
         "lr times largest": lr * spectrum.largest,
         "difference": float((update - stepped).double().norm() / change),
+        "where": where(),
     }
     print(found, flush=True)
     return found
@@ -165,4 +175,5 @@ def closed_form_section(found: Sequence[Mapping[str, Any]]) -> list[str]:
         compared = f"{ratio:.0f} ×", f"{took['difference']:.1e}"
         once = f"{took['spectrum']:.2f} s"
         lines.append(row(str(took["n"]), str(took["p"]), *times, *compared, once))
-    return lines
+    places = ", ".join(dict.fromkeys(took["where"] for took in found))
+    return [*lines, "", f"Measured on {places}."]
