@@ -17,12 +17,14 @@ author = copyright = "The flwr-fisher authors"  # the name is Sphinx's
 extensions = [
     "mathml",
     "rooms",
+    "gallery",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
 ]
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"{project} {version}"
+html_static_path, html_css_files = ["_static"], ["tables.css"]
 html_math_renderer = "mathml"
 myst_enable_extensions, myst_heading_anchors = ["dollarmath"], 3
 autodoc_typehints, autodoc_member_order = "description", "bysource"
@@ -35,6 +37,21 @@ _INNER = (
     r"aggregator|server\.(driver|policy)|wire\.(options|tangent_upload))\..*"
 )
 nitpick_ignore_regex = [("py:.*", r"(?!flwr_fisher\.).*"), ("py:class", _INNER)]
+
+# `make docs` runs the tutorials that have changed; `-D plot_gallery=0` runs none.
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "tutorials",
+    "filename_pattern": "",
+    "within_subsection_order": "gallery.place",
+    "image_scrapers": ["matplotlib", "gallery.saved"],
+    "reset_modules": ["matplotlib", "gallery.begin"],
+    "capture_repr": (),
+    "notebook_extensions": [],
+    "download_all_examples": False,
+    "write_computation_times": False,
+    "show_signature": False,
+}
 
 _here = Path(__file__).parent
 _root = _here.parent
@@ -51,6 +68,9 @@ _elsewhere = {
     },
 }
 _names = {path: f"{name}.md" for name, path in _elsewhere.items()}
+_examples = _root / "examples"
+_names[_examples / "README.rst"] = "tutorials/index.rst"
+_names |= {p: f"tutorials/{p.stem}.rst" for p in _examples.glob("*.py")}
 _link = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
 _item = re.compile(r"^- \[(.+)\]\((\S+)\.\w+\)", re.MULTILINE)
 

@@ -1,15 +1,17 @@
-"""FedFish's toy regression: two clients fit one curve, each on its own inputs.
+# ruff: noqa: D205, D400
+"""
+FedFish's toy regression
+========================
 
-Their supports overlap in full, in part, or not at all, and their models are merged
-once, by FedAvg and by FedFish (Dhawan et al., "Leveraging Function Space Aggregation
-for Federated Learning at Scale", TMLR 2024, section 5.1 and Figure 2).
-
-    python examples/fedfish_toy.py
+Two clients fit one curve, each on its own inputs. Their supports overlap in full, in
+part, or not at all, and their models are merged once, by FedAvg and by FedFish (Dhawan
+et al., "Leveraging Function Space Aggregation for Federated Learning at Scale", TMLR
+2024, section 5.1 and Figure 2).
 
 The paper states the clients, the supports, the single round, and the measure: the
 client-server barrier (eq. 5) of the mean squared error. The curve, the network and its
-training are ours, and the gain depends on them: with ``--momentum 0.9``, or with tanh
-for units, FedFish gains nothing.
+training are ours, and the gain depends on them: ``python examples/fedfish_toy.py
+--momentum 0.9``, or tanh for units, and FedFish gains nothing.
 """
 
 from argparse import ArgumentParser
@@ -41,6 +43,16 @@ LINES: dict[str, dict[str, Any]] = {
     "FedAvg": {"color": "#4a5560", "lw": 2.6, "ls": "--"},
     "FedFish": {"color": "#d1495b", "lw": 2.6},
 }
+
+
+# %%
+# One round
+# ---------
+#
+# Both clients train from a common start. FedAvg takes the mean of their steps, FedFish
+# weights each entry of a step by the client's Fisher information there.
+# ``fedfish_average`` is what the strategy :class:`~flwr_fisher.strategies.FedFish`
+# calls; by itself it needs no Flower, and computes the paper's formula.
 
 
 class Outcome(NamedTuple):
@@ -94,6 +106,15 @@ def one_round(support: str, seed: int, momentum: float = 0.0) -> Outcome:
     return Outcome(data, models, barriers)
 
 
+# %%
+# The picture
+# -----------
+#
+# Three panels have the functions of the first seed: each client's data and model, in
+# the colour of its support, and the two merged models. The last panel has every client
+# of every seed.
+
+
 def draw(path: Path, outcomes: dict[str, list[Outcome]]) -> None:
     """Draw the first seed's functions, and every client's barriers in all seeds."""
     figure = Figure(figsize=(10, 7.2), dpi=130, layout="constrained")
@@ -123,6 +144,11 @@ def draw(path: Path, outcomes: dict[str, list[Outcome]]) -> None:
     figure.savefig(path)
 
 
+# %%
+# All supports and seeds
+# ----------------------
+
+
 def main() -> None:
     """Run all supports and seeds, print the table, draw the picture."""
     parser = ArgumentParser(description="FedFish's toy regression")
@@ -144,3 +170,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %%
+# Where the supports are the same, both merges are as good as the clients' own models.
+# Where they are not, the mean of the models is a bad model on either client's inputs,
+# and FedFish's stays near each client's function where that client has data.
+# :doc:`/fedfish` says what is left of this on images.

@@ -23,7 +23,7 @@ def test_every_page_is_read_without_a_warning(
     with told.open("w") as warnings:
         app = Sphinx(
             DOCS, DOCS, tmp_path / "out", tmp_path / "doctrees", "dummy",
-            status=None, warning=warnings,
+            {"plot_gallery": "False"}, None, warnings,
         )  # fmt: skip
         app.build()
     assert told.read_text() == ""

@@ -1,0 +1,231 @@
+# ruff: noqa: D205, D400
+"""
+One shot, in an app of your own
+===============================
+
+Five clients hold handwritten digits, and each of them has mostly digits of a few kinds.
+Each trains a model to the end, connects once, and uploads its model together with what
+the model is sure of: its Fisher information. The server makes one model of the five.
+
+Everything here is your own code: the model, the data, the loaders. In the end the same
+code becomes the two files of an app for ``flwr run``.
+"""
+
+import logging
+
+import matplotlib.pyplot as plt
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp.strategy import FedAvg
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.measures import accuracies
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import FedFisherOneShot, Repeatable
+from flwr_fisher.tasks import label_histogram, partition_indices
+from flwr_fisher.testing import LocalGrid
+
+# Flower logs every step of a round, which this page has no need of.
+logging.getLogger("flwr").setLevel(logging.ERROR)
+
+# %%
+# The model
+# ---------
+#
+# Any ``nn.Module`` whose outputs are one number a class, before the softmax.
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers, for images of 8 by 8 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 16, kernel_size=3, padding=1)
+        self.second = nn.Conv2d(16, 32, kernel_size=3, padding=1)
+        self.hidden = nn.Linear(32 * 2 * 2, 64)
+        self.output = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits ``[n, 10]`` of images ``[n, 1, 8, 8]``."""
+        x = nn.functional.max_pool2d(self.first(x).relu(), 2)
+        x = nn.functional.max_pool2d(self.second(x).relu(), 2)
+        logits: Tensor = self.output(self.hidden(x.flatten(1)).relu())
+        return logits
+
+
+# %%
+# The data
+# --------
+#
+# scikit-learn's digits: every fifth image is for the test, the others are shared out.
+# ``dirichlet-client`` draws for each client how much it has of each class; the smaller
+# ``alpha`` is, the more these shares differ.
+
+CLIENTS = 5
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+is_test = torch.arange(len(labels)) % 5 == 0
+train_images, train_labels = images[~is_test], labels[~is_test]
+
+parts = partition_indices(
+    train_labels, "dirichlet-client", num_partitions=CLIENTS, alpha=0.1, seed=0
+)
+test_loader = DataLoader(TensorDataset(images[is_test], labels[is_test]), 512)
+
+
+def load_data(partition: int) -> DataLoader[tuple[Tensor, ...]]:
+    """Return batches of a client's own images."""
+    mine = torch.tensor(parts[partition])
+    data = TensorDataset(train_images[mine], train_labels[mine])
+    return DataLoader(data, batch_size=16, shuffle=True)
+
+
+# %%
+# What each client holds, in images of each digit:
+
+
+def draw_shares(counts: Tensor) -> None:
+    """Draw the clients' numbers of examples ``[clients, classes]``."""
+    axes = plt.figure(figsize=(7, 3.2), layout="constrained").add_subplot()
+    axes.imshow(counts, cmap="Blues", aspect="auto")
+    for client, row in enumerate(counts.tolist()):
+        for digit, count in enumerate(row):
+            color = "white" if count > counts.max() / 2 else "black"
+            axes.text(digit, client, str(count), color=color, ha="center", va="center")
+    axes.set(xlabel="digit", ylabel="client", title="training images")
+    axes.set(xticks=range(10), yticks=range(len(counts)))
+
+
+draw_shares(label_histogram(train_labels, parts, 10))
+
+# %%
+# The clients
+# -----------
+#
+# Flower calls ``client_fn`` for each message, and ``partition-id`` says which client it
+# is. The :class:`~flwr_fisher.client.FisherClient` trains with the function that you
+# give it, and takes the Fisher information afterwards, if the server asks for it.
+
+
+def client_fn(context: Context) -> FisherClient:
+    """Return the client of a node."""
+    loader = load_data(int(context.node_config["partition-id"]))
+    return FisherClient(Net(), loader, train_fn=LocalSGD(epochs=30))
+
+
+app = make_client_app(client_fn)
+
+# %%
+# The server
+# ----------
+#
+# :class:`~flwr_fisher.testing.LocalGrid` takes the place of Flower's network: it runs
+# the app for virtual clients, one after the other, in this process. Both strategies
+# begin with the same model. :class:`~flwr_fisher.strategies.Repeatable` gives Flower's
+# own strategies this library's seeds. So FedAvg's clients train exactly as FedFisher's
+# do, and the two differ in nothing but the merge.
+
+torch.manual_seed(0)
+start = ArrayRecord(shared_state(Net()))
+grid = LocalGrid(app, num_supernodes=CLIENTS)
+
+fedfisher = FedFisherOneShot().start(grid, start)
+fedavg = Repeatable(FedAvg(fraction_evaluate=0.0)).start(grid, start, num_rounds=1)
+
+# %%
+# What came of it
+# ---------------
+#
+# A result holds the merged model, and what each client uploaded.
+# :func:`~flwr_fisher.measures.accuracies` scores any number of models on the test
+# images.
+
+models = {
+    **{upload.client: upload.payload.params for upload in fedfisher.uploads},
+    "FedAvg": fedavg.arrays.to_torch_state_dict(),
+    "FedFisher": fedfisher.arrays.to_torch_state_dict(),
+}
+accuracy = accuracies(Net(), models, test_loader)
+for name, value in accuracy.items():
+    print(f"{name:12}{value:6.1%}")
+print(f"an upload: {fedfisher.upload_bytes / 1000:.0f} kB")
+
+# %%
+# A client alone knows the digits that it has seen. FedAvg takes the mean of the five
+# models, number by number. FedFisher lets each client decide the more, the more its
+# predictions depend on a parameter. Its upload is not larger: the Fisher information is
+# packed with the model into the bytes that FedAvg needs for the model alone.
+
+figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+colors = ["#9aa5b1"] * CLIENTS + ["#30638e", "#d1495b"]
+bars = axes.barh(list(accuracy), [100 * a for a in accuracy.values()], color=colors)
+axes.bar_label(bars, fmt="%.1f", padding=4)
+axes.invert_yaxis()
+axes.set(xlim=(0, 105), xlabel="test accuracy, %")
+axes.spines[["top", "right"]].set_visible(False)
+
+# %%
+# The same code under ``flwr run``
+# --------------------------------
+#
+# An app is a folder with three files. ``client_app.py`` holds ``Net``, ``load_data``,
+# ``client_fn`` and ``app``, as they are above. ``server_app.py`` holds what the server
+# did:
+#
+# .. code-block:: python
+#
+#     import torch
+#     from client_app import Net
+#     from flwr.app import ArrayRecord, Context
+#     from flwr.serverapp import Grid, ServerApp
+#
+#     from flwr_fisher.params import shared_state
+#     from flwr_fisher.strategies import FedFisherOneShot
+#
+#     app = ServerApp()
+#
+#
+#     @app.main()
+#     def main(grid: Grid, context: Context) -> None:
+#         strategy = FedFisherOneShot(min_available_nodes=5)
+#         result = strategy.start(grid, ArrayRecord(shared_state(Net())))
+#         # In full: Flower runs a copy of the folder, in another place.
+#         torch.save(result.arrays.to_torch_state_dict(), "/path/to/model.pt")
+#
+# ``pyproject.toml`` tells Flower where the two are:
+#
+# .. code-block:: toml
+#
+#     [build-system]
+#     requires = ["hatchling"]
+#     build-backend = "hatchling.build"
+#
+#     [project]
+#     name = "my-app"
+#     version = "1.0.0"
+#     dependencies = []
+#
+#     [tool.hatch.build.targets.wheel]
+#     packages = ["."]
+#
+#     [tool.flwr.app]
+#     publisher = "me"
+#
+#     [tool.flwr.app.components]
+#     serverapp = "server_app:app"
+#     clientapp = "client_app:app"
+#
+# Then this runs it with five virtual clients, each in a process of its own:
+#
+# .. code-block:: bash
+#
+#     flwr run . --stream --federation-config "num-supernodes=5"
+#
+# The :doc:`tutorial on a real federation </tutorials/real_federation>` runs such a
+# folder on machines with data of their own, and :doc:`/your-app` tells what else can be
+# your own: the training loop, the loss, frozen layers.
