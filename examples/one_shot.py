@@ -12,8 +12,8 @@ code becomes the two files of an app for ``flwr run``.
 """
 
 import logging
+from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp.strategy import FedAvg
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.measures import accuracies
 from flwr_fisher.params import shared_state
+from flwr_fisher.report import plot_accuracies, plot_labels
 from flwr_fisher.strategies import FedFisherOneShot, Repeatable
 from flwr_fisher.tasks import label_histogram, partition_indices
 from flwr_fisher.testing import LocalGrid
@@ -86,22 +87,10 @@ def load_data(partition: int) -> DataLoader[tuple[Tensor, ...]]:
 
 
 # %%
-# What each client holds, in images of each digit:
+# What each client holds:
 
-
-def draw_shares(counts: Tensor) -> None:
-    """Draw the clients' numbers of examples ``[clients, classes]``."""
-    axes = plt.figure(figsize=(7, 3.2), layout="constrained").add_subplot()
-    axes.imshow(counts, cmap="Blues", aspect="auto")
-    for client, row in enumerate(counts.tolist()):
-        for digit, count in enumerate(row):
-            color = "white" if count > counts.max() / 2 else "black"
-            axes.text(digit, client, str(count), color=color, ha="center", va="center")
-    axes.set(xlabel="digit", ylabel="client", title="training images")
-    axes.set(xticks=range(10), yticks=range(len(counts)))
-
-
-draw_shares(label_histogram(train_labels, parts, 10))
+counts = label_histogram(train_labels, parts, 10)
+plot_labels(Path("labels.png"), counts, class_names=list("0123456789"))
 
 # %%
 # The clients
@@ -161,13 +150,7 @@ print(f"an upload: {fedfisher.upload_bytes / 1000:.0f} kB")
 # predictions depend on a parameter. Its upload is not larger: the Fisher information is
 # packed with the model into the bytes that FedAvg needs for the model alone.
 
-figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-colors = ["#9aa5b1"] * CLIENTS + ["#30638e", "#d1495b"]
-bars = axes.barh(list(accuracy), [100 * a for a in accuracy.values()], color=colors)
-axes.bar_label(bars, fmt="%.1f", padding=4)
-axes.invert_yaxis()
-axes.set(xlim=(0, 105), xlabel="test accuracy, %")
-axes.spines[["top", "right"]].set_visible(False)
+plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher")
 
 # %%
 # The same code under ``flwr run``

@@ -21,9 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import matplotlib.pyplot as plt
 import numpy as np
 from sklearn.datasets import load_digits
+
+from flwr_fisher.report import plot_accuracies
 
 everything = TemporaryDirectory(ignore_cleanup_errors=True)  # it goes with this page
 folder = Path(everything.name)
@@ -269,14 +270,8 @@ for line in (folder / "hospital-a.log").read_text().splitlines():
 
 accuracy = json.loads(report.read_text())
 names = {"partition-0": "hospital-a alone", "partition-1": "hospital-b alone"}
-bars = [names.get(name, name) for name in accuracy]
-figure, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
-colors = ["#9aa5b1", "#9aa5b1", "#30638e", "#d1495b"]
-drawn = axes.barh(bars, [100 * value for value in accuracy.values()], color=colors)
-axes.bar_label(drawn, fmt="%.1f", padding=4)
-axes.invert_yaxis()
-axes.set(xlim=(0, 105), xlabel="test accuracy, %")
-axes.spines[["top", "right"]].set_visible(False)
+bars = {names.get(name, name): value for name, value in accuracy.items()}
+plot_accuracies(Path("accuracy.png"), bars, best="FedFisher")
 
 # %%
 # On machines of their own

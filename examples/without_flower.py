@@ -10,6 +10,7 @@ network that is small enough to look at.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -22,6 +23,7 @@ from flwr_fisher.curvature import fisher
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, influence
 from flwr_fisher.params import add, dot, scale, shared_state, subtract
+from flwr_fisher.report import plot_accuracies
 
 # %%
 # Models that were trained apart
@@ -225,13 +227,7 @@ for kinds, share, each in zip(
         f"moves the merge by {each.distance:.2f} of its length"
     )
 
-figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-colors = ["#9aa5b1"] * len(KINDS) + ["#30638e", "#edae49", "#d1495b"]
-bars = axes.barh(list(accuracy), [100 * a for a in accuracy.values()], color=colors)
-axes.bar_label(bars, fmt="%.1f", padding=4)
-axes.invert_yaxis()
-axes.set(xlim=(0, 105), xlabel="test accuracy on all ten digits, %")
-axes.spines[["top", "right"]].set_visible(False)
+plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher, kfac")
 
 # %%
 # A diagonal knows how much each number matters. It does not know that two numbers can

@@ -3,11 +3,14 @@
 from flwr_fisher.report.folder import ReportDir, resolve_output_dir
 from flwr_fisher.report.many_rounds import evaluate_on_test, report_rounds
 from flwr_fisher.report.one_shot import report_one_shot
+from flwr_fisher.report.plots import plot_accuracies, plot_labels
 from flwr_fisher.report.rounds import plot_rounds, rounds_of
 
 __all__ = [
     "ReportDir",
     "evaluate_on_test",
+    "plot_accuracies",
+    "plot_labels",
     "plot_rounds",
     "report_one_shot",
     "report_rounds",

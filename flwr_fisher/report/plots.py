@@ -17,7 +17,17 @@ with extra("report"):
 
 
 def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> None:
-    """Draw one bar a method, in per cent; the method called `best` stands out."""
+    """Draw models' accuracies, a bar each, in per cent.
+
+    Parameters
+    ----------
+    path : Path
+        The picture to write.
+    accuracy : Mapping[str, float]
+        By name, from 0 to 1, as :func:`flwr_fisher.measures.accuracies` returns them.
+    best : str
+        The name whose bar stands out.
+    """
     drawn, axes = figure(height=0.9 + 0.5 * len(accuracy))
     names = list(accuracy)
     values = [100 * accuracy[name] for name in names]
@@ -33,7 +43,18 @@ def plot_accuracies(path: Path, accuracy: Mapping[str, float], best: str) -> Non
 
 
 def plot_labels(path: Path, histogram: Tensor, class_names: Sequence[str]) -> None:
-    """Draw each client's examples of each class: ``[clients, classes]``, stacked."""
+    """Draw each client's examples of each class, one stacked bar a client.
+
+    Parameters
+    ----------
+    path : Path
+        The picture to write.
+    histogram : Tensor
+        Counts, ``[clients, classes]``, as :func:`flwr_fisher.tasks.label_histogram`
+        returns them.
+    class_names : Sequence[str]
+        One a class.
+    """
     clients, classes = histogram.shape
     drawn, axes = figure(height=1.4 + 0.32 * min(clients, 30))
     colors = colormaps["tab20"](np.linspace(0, 1, max(classes, 2)))
