@@ -1,4 +1,3 @@
-# ruff: noqa: D205, D400
 """
 Many rounds, and how to compare methods
 =======================================

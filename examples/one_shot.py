@@ -1,4 +1,3 @@
-# ruff: noqa: D205, D400
 """
 One shot, in an app of your own
 ===============================

@@ -1,4 +1,3 @@
-# ruff: noqa: D205, D400
 """
 Merging models without Flower
 =============================
