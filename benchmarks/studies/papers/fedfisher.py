@@ -134,15 +134,23 @@ def pretrained(numbers: Numbers) -> Found | None:
     return columns and merges_of(
         columns,
         "CIFAR-10; a CNN and a residual network of 7 convolutions, pre-trained on "
-        "10 000 images that no client has; three seeds.",
+        "10 000 images that no client has; three seeds. K-FAC is ahead of all, but by "
+        "a point or two: from these starts FedAvg loses little.",
         "python benchmarks/one_shot.py --only pretrained",
+        gain=15,
     )
 
 
 def merges_of(
-    columns: Mapping[str, Sequence[Mapping[str, float]]], reading: str, command: str
+    columns: Mapping[str, Sequence[Mapping[str, float]]],
+    reading: str,
+    command: str,
+    gain: float = 0.0,
 ) -> Found:
-    """Return accuracies by column, and whether K-FAC is ahead of all that are one."""
+    """Return accuracies by column, and whether K-FAC is ahead of all that are one.
+
+    Of FedAvg by more than `gain` points, if one is claimed.
+    """
     shown, checks = [], []
     for title, seeds in columns.items():
         means = {name: mean(seed[name] for seed in seeds) for name in seeds[0]}
@@ -154,6 +162,8 @@ def merges_of(
             + ", ".join(f"{name} {means[name]:.1f}" for name in rivals)
         )
         checks += [means[OURS] > means[name] for name in rivals]
+        if gain:
+            checks.append(means[OURS] - means["FedAvg"] > gain)
     return Found("; ".join(shown), checks, reading, command, "one_shot.md")
 
 
@@ -171,7 +181,8 @@ def few_rounds(numbers: Numbers) -> Found | None:
             *(b > a for a, b in pairwise(ours)),
             *(a > b for values in others for a, b in zip(ours, values, strict=True)),
         ],
-        "MNIST, 20 000 images, five rounds of ten local epochs, three seeds.",
+        "MNIST, 20 000 images, five rounds of ten local epochs, three seeds; the "
+        "default's constants before `balance=0.5`.",
         "python benchmarks/one_shot.py --only rounds",
         "one_shot.md",
     )
