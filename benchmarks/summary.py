@@ -81,11 +81,10 @@ def page() -> str:
 CHOOSER = """\
 # Which method?
 
-    make results
-
 By what a federation can do; each row with the figure of ours that speaks for it, and
 the page that has it with its setting and spread. Figures are means ± standard errors of
-paired differences. A test fails when a table no longer says what its row says."""
+paired differences. `make results` makes the page; a test fails when a table no longer
+says what its row says."""
 
 
 def chooser() -> str:

@@ -111,6 +111,8 @@ def _list_pages(app: Sphinx, docname: str, source: list[str]) -> None:
     for section in source[0].split("\n## ")[1:]:
         title, pages = section.split("\n", 1)
         listed = [f"{name} <{path}>" for name, path in _item.findall(pages)]
+        if not listed:
+            continue
         lines = ["```{toctree}", ":hidden:", f":caption: {title}", "", *listed, "```"]
         source[0] += "\n" + "\n".join(lines) + "\n"
 

@@ -155,17 +155,20 @@ plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher")
 # The same code under ``flwr run``
 # --------------------------------
 #
-# An app is a folder with three files. ``client_app.py`` holds ``Net``, ``load_data``,
-# ``client_fn`` and ``app``, as they are above. ``server_app.py`` holds what the server
-# did:
+# An app is a folder with three files. ``client_app.py`` holds ``Net``, the data with
+# ``load_data``, ``client_fn`` and ``app``, as they are above. ``server_app.py`` holds
+# what the server does. FedAvg needs no second training: it is another merge of the same
+# uploads.
 #
 # .. code-block:: python
 #
 #     import torch
-#     from client_app import Net
+#     from client_app import Net, test_loader
 #     from flwr.app import ArrayRecord, Context
 #     from flwr.serverapp import Grid, ServerApp
 #
+#     from flwr_fisher.measures import accuracies
+#     from flwr_fisher.merge import fedavg
 #     from flwr_fisher.params import shared_state
 #     from flwr_fisher.strategies import FedFisherOneShot
 #
@@ -174,10 +177,15 @@ plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher")
 #
 #     @app.main()
 #     def main(grid: Grid, context: Context) -> None:
-#         strategy = FedFisherOneShot(min_available_nodes=5)
+#         strategy = FedFisherOneShot(min_available_nodes=5, fraction_evaluate=0.0)
 #         result = strategy.start(grid, ArrayRecord(shared_state(Net())))
+#         reports = [u.payload.posterior(u.num_examples) for u in result.uploads]
+#         models = {u.client: u.payload.params for u in result.uploads}
+#         models["FedAvg"] = fedavg(reports)
+#         models["FedFisher"] = result.arrays.to_torch_state_dict()
+#         print(accuracies(Net(), models, test_loader))
 #         # In full: Flower runs a copy of the folder, in another place.
-#         torch.save(result.arrays.to_torch_state_dict(), "/path/to/model.pt")
+#         torch.save(models["FedFisher"], "/path/to/model.pt")
 #
 # ``pyproject.toml`` tells Flower where the two are:
 #
@@ -202,11 +210,13 @@ plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher")
 #     serverapp = "server_app:app"
 #     clientapp = "client_app:app"
 #
-# Then this runs it with five virtual clients, each in a process of its own:
+# Then this runs it with five virtual clients. A model as small as this is fastest with
+# one thread a client, and so more clients run at a time:
 #
 # .. code-block:: bash
 #
-#     flwr run . --stream --federation-config "num-supernodes=5"
+#     flwr run . --stream \
+#         --federation-config "num-supernodes=5 client-resources-num-cpus=1"
 #
 # The :doc:`tutorial on a real federation </tutorials/real_federation>` runs such a
 # folder on machines with data of their own, and :doc:`/your-app` tells what else can be

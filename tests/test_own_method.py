@@ -4,81 +4,39 @@ Bernstein et al., *signSGD with Majority Vote* (ICLR 2019): clients send the sig
 their gradients, the server steps against the sign of their sum.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord
 from virtual import Watched, change_array, tiny_app, tiny_arrays, tiny_client
 
-from flwr_fisher.client import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client import register_job
 from flwr_fisher.curvature import gradient
-from flwr_fisher.errors import ConfigurationError, RoundError, WireError
-from flwr_fisher.params import Params, trainable_names
-from flwr_fisher.strategies import (
-    CurvatureResult,
-    CurvatureStrategy,
-    Exchange,
-    ServerState,
-    Step,
-    Upload,
-)
+from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.params import trainable_names
+from flwr_fisher.strategies import CurvatureResult, Exchange
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import Payload, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import arrays_to_tensors
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_method.py"
 
 
-@dataclass(frozen=True)
-class Signs(Payload):
-    """A client's gradient, as int8 signs."""
-
-    signs: dict[str, torch.Tensor]
-
-    def layout(self) -> tuple[str, ...]:
-        return tuple(sorted(self.signs))
-
-    def to_arrays(self) -> ArrayRecord:
-        return tensors_to_arrays(self.signs)
-
-    @classmethod
-    def from_arrays(cls, record: ArrayRecord, like: Params) -> "Signs":
-        signs = arrays_to_tensors(record, limit=10_000)
-        for key, sign in signs.items():
-            if key not in like or sign.shape != like[key].shape:
-                raise WireError("unexpected key or shape", field=key)
-            if sign.dtype != torch.int8 or bool((sign.abs() > 1).any()):
-                raise WireError("must be int8 signs", field=key)
-        return cls(signs)
+def loaded() -> ModuleType:
+    """The tutorial, as far as the method goes: without its run."""
+    source = EXAMPLE.read_text().split("# %%\n# A run\n")[0]
+    spec = importlib.util.spec_from_loader("own_method", loader=None)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["own_method"] = module  # where dataclasses look
+    exec(compile(source, str(EXAMPLE), "exec"), module.__dict__)
+    return module
 
 
-@register_job("signs")
-def signs_job(problem: LocalProblem, request: Request) -> Reply:
-    vector, loss = gradient(
-        problem.model, problem.trainloader, loss_fn=problem.differentiable_loss
-    )
-    signs = Signs({key: value.sign().to(torch.int8) for key, value in vector.items()})
-    return Reply({"train_loss": loss}, signs.to_arrays())
-
-
-class SignSGD(CurvatureStrategy):
-    def __init__(self, *, lr: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.lr = lr
-
-    def exchanges(self, server_round: int) -> Sequence[Exchange[Signs]]:
-        return [Exchange({"job": "signs"}, Signs.from_arrays, self.vote)]
-
-    def vote(self, state: ServerState, uploads: Sequence[Upload[Signs]]) -> Step:
-        params = dict(state.params)
-        for key in uploads[0].payload.signs:
-            total = sum(upload.payload.signs[key].int() for upload in uploads)
-            params[key] = params[key] - self.lr * torch.sign(torch.as_tensor(total))
-        return Step(ServerState(params), {"voters": len(uploads)})
-
-    def settings(self) -> dict[str, Any]:
-        return {"lr": self.lr}
+OWN = loaded()
+SignSGD = OWN.SignSGD
 
 
 def run(app: Any, **start: Any) -> CurvatureResult:
@@ -123,7 +81,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_a_job_that_nobody_registered_is_told_with_those_that_there_are() -> None:
     strategy = SignSGD(fraction_evaluate=0.0)
     strategy.exchanges = lambda server_round: [  # type: ignore[method-assign]
-        Exchange({"job": "sings"}, Signs.from_arrays, strategy.vote)
+        Exchange({"job": "sings"}, OWN.Signs.from_arrays, strategy.vote)
     ]
     with pytest.raises(RoundError, match=r"'sings'; known: .*signs"):
         strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
@@ -131,4 +89,4 @@ def test_a_job_that_nobody_registered_is_told_with_those_that_there_are() -> Non
 
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="there is a job 'train' already"):
-        register_job("train")(signs_job)
+        register_job("train")(OWN.signs_job)

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import weakref
 from math import inf
 from pathlib import Path
@@ -143,12 +144,15 @@ def test_who_connects_later_never_holds_up_a_round(clock: FullClock) -> None:
     assert all(p != 3 for _, p in app.trained)
 
 
-def test_nobody_who_answers_is_named(clock: FullClock) -> None:
+def test_nobody_who_answers_is_named(clock: FullClock, caplog) -> None:
+    caplog.set_level("INFO", logger="flwr")
     dumb = Behaviour(answers=inf)
     grid = ClockedGrid(tiny_app(), dict.fromkeys(range(2), dumb), clock, 2)
     with pytest.raises(RoundError, match=r"did not answer within 90 s: see whether"):
         start(grid, timeout=90)
     assert 90 < clock.now < 100
+    waits = r"2 connected \(minimum required: 2\), no answer yet from node-\d+, node-"
+    assert re.search(waits, caplog.text.replace("\n", " "))
 
 
 def test_messages_die_with_their_round(clock: FullClock) -> None:

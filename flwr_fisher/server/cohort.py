@@ -172,7 +172,7 @@ class Cohort(NodeNames):
                 "Waiting for nodes to connect: %d connected (minimum required: %d)%s.",
                 len(connected),
                 available,
-                f", {len(self.refused)} refused" if self.refused else "",
+                self._held_up(connected, available),
             )
             time.sleep(1)
             mailbox.pull()
@@ -180,6 +180,14 @@ class Cohort(NodeNames):
             f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
             + "\n".join(self._refusals())
         )
+
+    def _held_up(self, connected: Sequence[int], needed: int) -> str:
+        """Return why nodes that are connected cannot be asked yet."""
+        told = f", {len(self.refused)} refused" if self.refused else ""
+        silent = [self.name(node) for node in connected if node not in self.answered]
+        if silent and len(connected) >= needed:
+            told += f", no answer yet from {listed(silent)}"
+        return told
 
     def _refusals(self) -> list[str]:
         """Return a line for each reason, with the nodes that are refused for it."""
