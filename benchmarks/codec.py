@@ -16,7 +16,6 @@ Times are medians of 5 runs that take turns. An epoch is the client's own loop
 trained for an epoch on 12 000 generated images.
 """
 
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from harness.page import (
     opening,
     write_page,
 )
+from harness.timing import where
 from studies.codec import accuracy
 from studies.codec.accuracy import DIAGONAL, KFAC, on_test, on_validation
 from studies.codec.times import measure_all, times_section
@@ -77,8 +77,7 @@ def page(numbers: Mapping[str, Any]) -> list[str]:
         "## Diagonal, test set",
         accuracy.accuracy_table(numbers["diagonal"]),
         "## Time",
-        f"Measured on {platform.machine()}, torch {torch.__version__}; the target is "
-        "less than 10 % of an epoch.",
+        f"Measured on {where()}; the target is less than 10 % of an epoch.",
         times_section(numbers["seconds"]),
     )
 

@@ -22,7 +22,6 @@ import ctypes
 import json
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from flwr.serverapp.strategy import FedAvg
 from harness.canned import CannedGrid
 from harness.page import blocks, opening, write_page
 from harness.tables import head, row
+from harness.timing import where
 from torch import nn
 
 from flwr_fisher.curvature import fisher
@@ -216,14 +216,13 @@ def main() -> None:
             key = f"{name}{label}" if name in OURS else "Flower's FedAvg"
             found[key] = elsewhere(tree, name, options.clients, options.rounds)
             print(key, found[key], flush=True)
-    where = (
-        f"Measured on {platform.machine()}, torch {torch.__version__}; "
-        f"{options.clients} clients, {options.rounds} rounds."
+    measured = (
+        f"Measured on {where()}; {options.clients} clients, {options.rounds} rounds."
     )
     peer = found["Flower's FedAvg"]
     lines = blocks(
         opening("What a round costs the server", __doc__),
-        where,
+        measured,
         list(table(found, peer)),
         READING,
     )

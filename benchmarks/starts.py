@@ -21,7 +21,6 @@ of the exponents at the merged models, over clients and pairs of components, say
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 from harness.page import (
     blocks,
@@ -33,9 +32,10 @@ from harness.page import (
     write_page,
 )
 from harness.splits import on_splits
-from harness.stats import paired, spread, standard_error, with_error
+from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
+from studies.papers.found import ahead
 
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched
@@ -113,11 +113,10 @@ def reading(found: list[Found]) -> str:
         else "so that second components do count at a merged model"
     )
     gains = paired([x[VOTE] for x in found], [x[PLAIN] for x in found])
-    beyond = fmean(gains) > 2 * standard_error(gains)
     return (
         f"The least difference of exponents is {least:.0f}, {said}. That gains "
         f"{with_error(gains, 1)} points for three trainings and uploads, "
-        f"{'more' if beyond else 'no more'} than two standard errors."
+        f"{'more' if ahead(gains) else 'no more'} than two standard errors."
     )
 
 

@@ -71,21 +71,18 @@ _names = {path: f"{name}.md" for name, path in _elsewhere.items()}
 _examples = _root / "examples"
 _names[_examples / "README.rst"] = "tutorials/index.rst"
 _names |= {p: f"tutorials/{p.stem}.rst" for p in _examples.glob("*.py")}
+_pictures = {path: f"benchmarks/{path.name}" for path in _results.glob("*.png")}
+_names |= _pictures
 _link = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
 _item = re.compile(r"^- \[(.+)\]\((\S+)\.\w+\)", re.MULTILINE)
 
 
 def _take_in(app: Sphinx) -> None:
     """Take in the pages that stand elsewhere, and the pictures of results."""
-    for name, path in _elsewhere.items():
-        _copy(path, _here / f"{name}.md")
-    for path in _results.glob("*.png"):
-        _copy(path, _here / "benchmarks" / path.name)
-
-
-def _copy(path: Path, here: Path) -> None:
-    here.parent.mkdir(exist_ok=True)
-    shutil.copy(path, here)
+    for path in (*_elsewhere.values(), *_pictures):
+        here = _here / _names[path]
+        here.parent.mkdir(exist_ok=True)
+        shutil.copy(path, here)
 
 
 def _put_links_right(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -95,10 +92,7 @@ def _put_links_right(app: Sphinx, docname: str, source: list[str]) -> None:
 
     def right(match: re.Match[str]) -> str:
         there = (stood / match[1]).resolve()
-        name = _names.get(there)
-        if there.parent == _results:  # a picture
-            name = f"benchmarks/{there.name}" if name is None else name
-        target = there if name is None else _here / name
+        target = _here / _names[there] if there in _names else there
         return os.path.relpath(target, here) if there.exists() else match[1]
 
     source[0] = _link.sub(right, source[0])

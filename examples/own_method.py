@@ -72,7 +72,9 @@ class Signs(Payload):
     @classmethod
     def from_arrays(cls, record: ArrayRecord, like: Params) -> "Signs":
         """Read what arrived; `like` are the parameters that were sent."""
-        signs = arrays_to_tensors(record, limit=1_000_000)  # bytes
+        # In bytes: one a parameter, and what describes each array.
+        most = sum(value.numel() + 1000 for value in like.values())
+        signs = arrays_to_tensors(record, limit=most)
         for key, sign in signs.items():
             if key not in like or sign.shape != like[key].shape:
                 raise WireError("unexpected key or shape", field=key)

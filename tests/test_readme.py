@@ -20,6 +20,7 @@ from flwr_fisher.testing import LocalGrid
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = (README, *sorted(DOCS.glob("*.md")))
+ALONE = ("crashes", "hostile-clients", "secure-sums")  # whose blocks need nothing
 
 
 def blocks(page: Path) -> list[str]:
@@ -178,6 +179,22 @@ def test_the_watched_run_leaves_a_table_and_the_best_model(
     assert len(lines) == 1 + len(namespace["result"].evaluate_metrics_clientapp)
     model = Net()
     model.load_state_dict(load_file(tmp_path / "run" / "best.safetensors"))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_blocks_that_need_nothing_run(name, capsys):
+    found = blocks(DOCS / f"{name}.md")
+    assert found
+    for block in found:
+        exec(compile(block, name, "exec"), {})
+
+
+def test_every_page_with_an_example_is_in_a_test():
+    sources = "".join(p.read_text() for p in Path(__file__).parent.glob("test_*.py"))
+    pages = [page.stem for page in DOCS.glob("*.md") if blocks(page)]
+    assert len(pages) > 8
+    for name in pages:
+        assert f'"{name}.md"' in sources or name in (*ALONE, "moving-from-fedavg")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -53,13 +53,18 @@ class Table:
             return int(column) - 1
         raise QuoteError(f"no column {column!r}")
 
-    def cell(self, name: str, column: str) -> str:
-        """Return a cell of the row whose first cells are the name."""
-        names, index = name.split(" · "), self.index(column)
+    def row(self, name: str) -> list[str]:
+        """Return the row whose first cells are the name."""
+        names = name.split(" · ")
         for cells in self.rows:
             if [_plain(cell) for cell in cells[: len(names)]] == names:
-                return _plain(cells[index])
+                return cells
         raise QuoteError(f"no row {name!r}")
+
+    def cell(self, name: str, column: str) -> str:
+        """Return a cell of the row whose first cells are the name."""
+        index = self.index(column)
+        return _plain(self.row(name)[index])
 
     def excerpt(self, columns: list[str], cells: list[str]) -> list[str]:
         """Return the lines of some columns, of the rows with one of some cells."""
@@ -94,7 +99,7 @@ def _tables_of(page: str) -> list[Table]:
     return list(tables(path.read_text())) if path.exists() else []
 
 
-def _first(page: str, section: str, take: Callable[[Table], Quoted]) -> Quoted:
+def first(page: str, section: str, take: Callable[[Table], Quoted]) -> Quoted:
     """Return what the first table has that has it, in a section of a page."""
     missing = []
     for table in _tables_of(page):
@@ -109,7 +114,7 @@ def _first(page: str, section: str, take: Callable[[Table], Quoted]) -> Quoted:
 
 def _figure(page: str, title: str) -> str:
     *section, name, column = _split(title, "::")
-    return _first(page, *section or [""], lambda table: table.cell(name, column))
+    return first(page, *section or [""], lambda table: table.cell(name, column))
 
 
 def _lines(words: str, kinds: Kinds) -> list[str]:
@@ -120,7 +125,7 @@ def _lines(words: str, kinds: Kinds) -> list[str]:
         raise QuoteError(f"no {name!r} to quote, but table, {', '.join(kinds)}")
     page, _, section = name.removeprefix("table ").partition("#")
     columns, cells = (*(_split(each, ";") for each in rest), [], [])[:2]
-    return _first(page, section, lambda table: table.excerpt(columns, cells))
+    return first(page, section, lambda table: table.excerpt(columns, cells))
 
 
 def _split(text: str, mark: str) -> list[str]:

@@ -1,5 +1,6 @@
 """How long something takes, and how much memory."""
 
+import platform
 import random
 import statistics
 import time
@@ -9,6 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 Work = Callable[[], object]
+
+
+def where() -> str:
+    """Return what times are measured on."""
+    return f"{platform.machine()}, torch {torch.__version__}"
 
 
 def seconds(work: Work, device: torch.device | None = None) -> float:

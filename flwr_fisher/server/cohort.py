@@ -157,7 +157,7 @@ class Cohort(NodeNames):
                     nodes.sort(key=self.order)
                     self.connected = len(nodes)
                     return nodes
-                silent = [node for node in connected if node not in self.answered]
+                silent = self._silent(connected)
                 # A client that was restarted is refused until its old node is gone.
                 # Where all run another app, as all do in most runs, none will change.
                 foreign = all(
@@ -181,10 +181,14 @@ class Cohort(NodeNames):
             + "\n".join(self._refusals())
         )
 
+    def _silent(self, connected: Sequence[int]) -> list[str]:
+        """Return the names of the connected nodes that have not answered yet."""
+        return [self.name(node) for node in connected if node not in self.answered]
+
     def _held_up(self, connected: Sequence[int], needed: int) -> str:
         """Return why nodes that are connected cannot be asked yet."""
         told = f", {len(self.refused)} refused" if self.refused else ""
-        silent = [self.name(node) for node in connected if node not in self.answered]
+        silent = self._silent(connected)
         if silent and len(connected) >= needed:
             told += f", no answer yet from {listed(silent)}"
         return told
@@ -203,7 +207,7 @@ class Cohort(NodeNames):
                 f"{needed} are needed: start more SuperNodes, or lower "
                 "min_available_nodes and min_train_nodes"
             )
-        silent = [self.name(node) for node in connected if node not in self.answered]
+        silent = self._silent(connected)
         if refused := self._refusals():
             return "\n".join(
                 [f"too few nodes can be asked after {timeout:.0f} s:", *refused]

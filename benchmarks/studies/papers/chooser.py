@@ -17,6 +17,7 @@ from studies.papers.fagh import NEVER, rounds_to
 from studies.papers.fedfisher import OURS, of
 from studies.papers.found import ahead, listed
 from studies.rounds.runs import MLR
+from studies.tct.tables import final
 
 Numbers = Callable[[str], Any]
 NO_DATA = ("FedAvg", "OTFusion", "Git Re-Basin, then FedAvg", "FisherMerge")
@@ -92,14 +93,11 @@ def six_exchanges(numbers: Numbers) -> Choice:
 
 
 def extreme_skew(numbers: Numbers) -> Choice:
-    """Fifty rounds, one class a client."""
+    """Fifty rounds, one or two classes a client."""
     shown, leads = [], []
     for classes, split in (("one class", "c1"), ("two classes", "c2")):
         runs = numbers("tct")["accuracy"][split]["runs"]
-        ends = {
-            name: [100 * run["accuracy"][-1] for run in runs[name]]
-            for name in ("TCT", "FedAvg", "SCAFFOLD")
-        }
+        ends = {name: final(runs[name]) for name in ("TCT", "FedAvg", "SCAFFOLD")}
         leads.append(paired(ends["TCT"], ends["FedAvg"]))
         shown.append(
             f"{classes}: {with_error(leads[-1], 1)} points over FedAvg, "

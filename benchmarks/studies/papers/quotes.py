@@ -1,7 +1,9 @@
 """What pages quote beside cells and tables of the pages of results."""
 
+from functools import partial
+
 from harness.page import RESULTS, numbers_of
-from harness.quotes import QuoteError
+from harness.quotes import QuoteError, Table, first
 from harness.tables import head, row
 from rivals import ALPHAS, results_in
 
@@ -29,15 +31,11 @@ def one_shot(*names: str) -> list[str]:
 
 def figures(*places: str) -> list[str]:
     """Return rows of the page of the papers' figures, each `Paper, figure`."""
-    page = (RESULTS / "README.md").read_text()
-    papers = {part.split(" (")[0]: part for part in page.split("\n## ")}
     lines = head("", "claim", "ours", "")
     for place in places:
-        name, _, figure = place.partition(", ")
-        own = [x for x in papers.get(name, "").splitlines() if f"| {figure} |" in x]
-        if not own:
-            raise QuoteError(f"no row {place!r} on the page of the papers' figures")
-        _, claim, _, ours, word, *_ = own[0].strip("| ").split(" | ")
+        paper, _, figure = place.partition(", ")
+        cells = first("README", f"{paper} (", partial(Table.row, name=figure))
+        _, claim, _, ours, word, *_ = cells
         lines.append(row(place, claim, ours, word))
     return lines
 

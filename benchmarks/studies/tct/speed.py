@@ -1,14 +1,13 @@
 """Times: of tangent features, and of a client's round of stage 2."""
 
-import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from harness.tables import head, row
-from harness.timing import Work, medians, seconds
+from harness.timing import Work, medians, seconds, where
 from torch import Tensor, nn
 
 from flwr_fisher.tangent import TangentFeatures, gram_spectrum, tct_steps, tct_update
@@ -100,14 +99,13 @@ def features_section(found: Mapping[str, Any]) -> list[str]:
         sizes = str(took["parameters"]), str(took["images"])
         slow = f"{1e3 * took[ONE]:.3f} ms"
         lines.append(row(title, *sizes, slow, *ratios, f"≥ {target} ×: {met}"))
-    places = ", ".join(dict.fromkeys(took["where"] for took in found.values()))
     said = "Times are an image's; × is how much faster than the first."
-    return [*lines, "", f"{said} Measured on {places}."]
+    return [*lines, "", f"{said} {measured_on(found.values())}"]
 
 
-def where() -> str:
-    """Return what times are measured on."""
-    return f"{platform.machine()}, torch {torch.__version__}"
+def measured_on(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a sentence of where the times of rows come from."""
+    return f"Measured on {', '.join(dict.fromkeys(took['where'] for took in rows))}."
 
 
 def closed_form_part(extent: Extent) -> list[dict[str, Any]]:
@@ -175,5 +173,4 @@ def closed_form_section(found: Sequence[Mapping[str, Any]]) -> list[str]:
         compared = f"{ratio:.0f} ×", f"{took['difference']:.1e}"
         once = f"{took['spectrum']:.2f} s"
         lines.append(row(str(took["n"]), str(took["p"]), *times, *compared, once))
-    places = ", ".join(dict.fromkeys(took["where"] for took in found))
-    return [*lines, "", f"Measured on {places}."]
+    return [*lines, "", measured_on(found)]
