@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.page import blocks
-from harness.plots import dress, legend
+from harness.plots import dress
 from harness.stats import spread
 from harness.tables import head, row
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.style import BEST, RUNS, save
+from flwr_fisher.report.style import BEST, INK, RUNS, save
 from studies.rounds.methods import METHODS, OURS
 from studies.rounds.runs import Part
 
@@ -24,6 +25,13 @@ COSTS: dict[str, Cost] = {
     "Uploaded megabytes": lambda name, run, n: run["uploaded-bytes"][n] / 1e6,
     "Gradient evaluations": lambda name, run, n: n * METHODS[name].evaluations,
 }
+
+PANELS = (
+    ("round", "test loss"),
+    ("round", "test accuracy, %"),
+    ("gradient evaluations of a client", "test accuracy, %"),
+)
+OTHERS = (*RUNS[1:], INK)
 
 
 def section(part: Part, found: Mapping[str, Methods]) -> list[str]:
@@ -102,42 +110,47 @@ def plots(part: Part, found: Mapping[str, Methods], folder: Path) -> None:
 
 
 def plot(part: Part, methods: Methods, path: Path) -> None:
-    """Draw loss and accuracy by round, and accuracy by gradient evaluations."""
-    figure = Figure(figsize=(10.0, 7.2), dpi=150)
-    axes = [figure.add_subplot(2, 2, index) for index in (1, 2, 3)]
-    styles = _styles(methods)
-    for name, found in methods.items():
-        color, dashes = styles[name]
-        each = METHODS[name].evaluations
-        accuracy = _mean_curve([run["accuracy"] for run in found["runs"]], 100)
-        loss = _mean_curve([run["loss"] for run in found["runs"]])
-        look = {"color": color, "ls": dashes, "lw": 1.5, "label": name}
-        axes[0].plot(range(len(loss)), loss, **look)
-        axes[1].plot(range(len(accuracy)), accuracy, **look)
-        axes[2].plot([each * i for i in range(len(accuracy))], accuracy, **look)
-    dress(axes[0], "round", "test loss")
-    dress(axes[1], "round", "test accuracy, %")
-    dress(axes[2], "gradient evaluations of a client", "test accuracy, %")
+    """Draw loss and accuracy by round, and accuracy by gradient evaluations.
+
+    Methods with several local epochs have a column of their own, beside FAGH's first.
+    """
+    figure = Figure(figsize=(10.0, 10.0), dpi=150)
+    panels = figure.subplots(3, 2, sharex="row", sharey="row")
+    for column, several in zip(panels.T, (False, True), strict=True):
+        _draw(column, {n: f for n, f in methods.items() if _belongs(n, several)})
+        column[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1.02), ncols=3)
+    for (first, second), (x, y) in zip(panels, PANELS, strict=True):
+        dress(first, x, y)
+        dress(second, x, "")
+    losses, *accuracies = panels[:, 0]
+    losses.set_yscale("log")
+    losses.set_ylim(top=3)  # a model that knows nothing has 2.3
     top = max(a for found in methods.values() for a in found["runs"][0]["accuracy"])
-    axes[0].set_yscale("log")
-    axes[0].set_ylim(top=3)  # a model that knows nothing has 2.3
-    axes[1].set_ylim(100 * part.targets[0] - 5, 100 * top + 1)
-    axes[2].sharey(axes[1])
-    for one, end in zip(axes, (part.rounds,) * 2 + (max(part.budgets),), strict=True):
-        one.set_xlim(0, end)
-    legend(figure, loc="center", bbox_to_anchor=(0.76, 0.26), ncols=2)
+    for axes in accuracies:
+        axes.set_ylim(100 * part.targets[0] - 5, 100 * top + 1)
+    ends = (part.rounds, part.rounds, max(part.budgets))
+    for axes, end in zip(panels[:, 0], ends, strict=True):
+        axes.set_xlim(0, end)
     figure.tight_layout()
     save(figure, path)
 
 
-def _styles(methods: Methods) -> dict[str, tuple[str, str]]:
-    """Return colour and dashes: FAGH's in one colour, the others' taking turns."""
-    dashes, colors = ("-", "--", ":"), RUNS[1:]
-    styles = {name: (BEST, d) for name, d in zip(OURS, dashes, strict=True)}
-    others = [name for name in methods if name not in OURS]
-    for index, name in enumerate(others):
-        styles[name] = colors[index % len(colors)], dashes[index // len(colors)]
-    return styles
+def _belongs(name: str, several: bool) -> bool:
+    return name == OURS[0] or (METHODS[name].epochs > 1) == several
+
+
+def _draw(column: Sequence[Axes], methods: Methods) -> None:
+    """Draw the three curves of each method: ours in one colour, dashed differently."""
+    colors, dashes = iter(OTHERS), iter(("-", "--", ":"))
+    for name, found in methods.items():
+        look = {"color": BEST, "ls": next(dashes)} if name in OURS else {}
+        look = look or {"color": next(colors)}
+        accuracy = _mean_curve([run["accuracy"] for run in found["runs"]], 100)
+        loss = _mean_curve([run["loss"] for run in found["runs"]])
+        spent = [METHODS[name].evaluations * i for i in range(len(accuracy))]
+        column[0].plot(loss, lw=1.5, label=name, **look)
+        column[1].plot(accuracy, lw=1.5, **look)
+        column[2].plot(spent, accuracy, lw=1.5, **look)
 
 
 def _mean_curve(curves: Sequence[Sequence[float]], factor: float = 1) -> list[float]:
