@@ -13,6 +13,7 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.training import Loader, cross_entropy, score
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.testing import LocalGrid
+from harness.networks import NETWORKS
 
 CHOICE = 100  # the seed that hyperparameters are chosen with
 HELD = 5000  # validation images, which no client has
@@ -39,6 +40,15 @@ class World:
     task: Task
     clients: Sequence[Loader]
     held: Sequence[Batch]
+    network: Callable[[], nn.Module] | None = None  # in place of the task's model
+
+    def make_model(self) -> nn.Module:
+        """Return the model with the task's initial weights."""
+        if self.network is None:
+            return self.task.make_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.task.seed)
+            return self.network()
 
 
 def shared_out(
@@ -61,20 +71,24 @@ def share_out(
     pick: Callable[[int, int], list[int]],
     batches: Callable[[Tensor, Tensor], Loader],
     scored_at_once: int,
+    model: str,
     **options: Any,
 ) -> World:
     """Return the world where a client has some of its images of a split of MNIST's.
 
-    Of another data set's, where `options` name one.
+    Of another data set's, where `options` name one. `model` is a task's or one of
+    :data:`NETWORKS`.
     `pick` takes a client and how many images it has, and returns which ones to keep.
     """
-    task, clients = shared_out(seed, data_dir, **options), []
+    network = NETWORKS.get(model)
+    named = "logistic" if network else model  # a task's, which nothing then trains
+    task, clients = shared_out(seed, data_dir, model=named, **options), []
     for client in range(task.num_partitions):
         images = task.train_images(client)
         clients.append(batches(*images[pick(client, len(images))]))
     scored = scored_images(task, seed)
     held = scored[list(range(len(scored)))]
-    return World(task, clients, in_batches(*held, scored_at_once))
+    return World(task, clients, in_batches(*held, scored_at_once), network)
 
 
 def in_batches(x: Tensor, y: Tensor, size: int) -> list[Batch]:

@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 from harness.clients import CPU, shared_out
-from harness.residual import small_resnet
+from harness.networks import small_resnet
 from harness.uploads import Setting, fisher_within_budget, posteriors
 from torch import nn
 

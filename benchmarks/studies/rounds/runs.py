@@ -89,7 +89,21 @@ CIFAR = Part(
     cap=100,
     dataset="imagefolder:CIFAR10",
 )
-PARTS = {part.name: part for part in (MLR, LENET, CIFAR)}
+CNN = Part(
+    name="cnn",
+    title="CNN with batch norm and dropout",
+    model="FAGH's CNN",
+    splits=("dirichlet-class",),
+    rounds=40,
+    seeds=(0, 2),
+    targets=(0.60, 0.70, 0.80, 0.90),
+    budgets=(25, 50, 75),
+    choosing=10,
+    configurations=2,
+    without=("FAGH, random", "FAGH, momentum", "FedProx", "FedPM", "GIANT", "DONE"),
+    cap=30,
+)
+PARTS = {part.name: part for part in (MLR, LENET, CIFAR, CNN)}
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ def federate(job: Job, data_dir: Path) -> Numbers:
 def _federate(job: Job, data_dir: Path, state_dir: str) -> Numbers:
     here = world(job.part, job.split, job.seed, data_dir)
     options, method = dict(job.options), METHODS[job.method]
-    model = here.task.make_model()
+    model = here.make_model()
     arrays = ArrayRecord(shared_state(model))
     lr = float(options.get("client_lr", 0.0))
     train = LocalSGD(epochs=method.epochs, lr=lr, momentum=0.0)

@@ -33,7 +33,7 @@ def probe(job: Job, data_dir: Path) -> Numbers:
     those it began with; of each, the first number is of the last layer alone.
     """
     here, epochs = world(job.split, job.seed, data_dir), EVERY[job.split].epochs
-    model = here.task.make_model()
+    model = here.make_model()
     random = {name: value.clone() for name, value in shared_state(model).items()}
     with tempfile.TemporaryDirectory() as state_dir:
         train = LocalSGD(epochs=epochs, lr=job.lr, momentum=0.0, weight_decay=1e-5)
@@ -47,9 +47,9 @@ def probe(job: Job, data_dir: Path) -> Numbers:
 
 def _retrained(here: World, params: Mapping[str, Tensor]) -> Iterable[float]:
     x, y = (torch.cat(parts) for parts in zip(*map(_images, here.clients), strict=True))
-    layers = len(_layers(here.task.make_model()))
+    layers = len(_layers(here.make_model()))
     for last in range(1, layers):
-        model = here.task.make_model()
+        model = here.make_model()
         model.load_state_dict(params)
         for layer in _layers(model)[:-last]:
             layer.requires_grad_(False)

@@ -23,7 +23,7 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import TCT, Repeatable, Scaffold
 from flwr_fisher.tangent import TangentFeatures, TCTModel
 from flwr_fisher.wire import arrays_to_tensors
-from studies.tct.splits import CIFAR, CONVEX, EVERY, SPLITS, make_model, world
+from studies.tct.splits import CIFAR, CONVEX, EVERY, SPLITS, world
 
 FEATURES, STEPS = 20_000, 500
 LAST = 5  # rounds whose mean accuracy decides
@@ -87,7 +87,7 @@ def make_strategy(job: Job) -> Strategy:
 def federate(job: Job, data_dir: Path) -> Numbers:
     """Run a job; return its curves, from before the first round on."""
     here = world(job.split, job.seed, data_dir)
-    model, epochs = make_model(job.split, job.seed, here), EVERY[job.split].epochs
+    model, epochs = here.make_model(), EVERY[job.split].epochs
     arrays = ArrayRecord(shared_state(model))
     curves: dict[str, list[float]] = {"accuracy": [], "uploaded-bytes": []}
     second: list[dict[str, Tensor]] = []
@@ -95,7 +95,7 @@ def federate(job: Job, data_dir: Path) -> Numbers:
         train = LocalSGD(epochs=epochs, lr=job.lr, momentum=0.0, weight_decay=1e-5)
         grid = MeasuredGrid(grid_of(here.clients, model, train, job.seed, state_dir))
         spent = costs(grid, epochs)
-        scorer = make_model(job.split, job.seed, here)
+        scorer = here.make_model()
 
         def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
             tensors = arrays_to_tensors(arrays)

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import torch
 from harness.clients import Shuffled, World, share_out
-from harness.residual import small_resnet
-from torch import nn
 
 CLIENTS, EXAMPLES, BATCH = 10, 500, 64
-RESNET = "small ResNet"  # of 8, 16 and 32 channels with group norm
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ CIFAR = {
         split,
         name=f"cifar-{split.name}",
         dataset="imagefolder:CIFAR10",
-        model=RESNET,
+        model="small ResNet",
         epochs=2,
     )
     for split in (*SPLITS.values(), _MILD)
@@ -71,18 +68,9 @@ def world(split: str, seed: int, data_dir: Path) -> World:
         partial(Shuffled, size=BATCH),
         scored_at_once=EXAMPLES,
         dataset=own.dataset,
-        model="lenet-bias" if own.model == RESNET else own.model,
+        model=own.model,
         partition=own.partition,
         classes_per_client=own.classes,
         alpha=own.alpha,
         num_partitions=CLIENTS,
     )
-
-
-def make_model(split: str, seed: int, here: World) -> nn.Module:
-    """Return a split's model with a seed's initial weights."""
-    if EVERY[split].model != RESNET:
-        return here.task.make_model()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return small_resnet(8)
