@@ -4,16 +4,18 @@
 
 One round of ``FedFisherOneShot(aggregate="sums")``, K-FAC with four iterations, over
 LeNet clients that all have replied before the server asks: it takes four replies at
-once, and adds each up as it comes. Peaks are the process's (of pages in memory, looked
-at each millisecond) above what it has before the round, after one over three clients;
-each in a process of its own. A client's uploads are those of all six exchanges, its
-largest the second one's: the layers' partial traces and the pull.
+once, and adds each up as it comes, since its policy limits nobody (a limit is a
+multiple of a median, for which all uploads are held). Peaks are the process's (of pages
+in memory, looked at each millisecond) above what it has before the round, after one
+over three clients; each in a process of its own. A client's uploads are those of all
+six exchanges, its largest the second one's: the layers' partial traces and the pull.
 """
 
 import gc
 import threading
 import time
 from argparse import ArgumentParser
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,11 +31,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.client import FisherClient, LocalSGD
 from flwr_fisher.flower_internals import round_trip
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, Policy
 from flwr_fisher.tasks import make_model
 from flwr_fisher.wire import serialized_bytes, split_config
 
 _PAGE = 4096  # bytes
+UNLIMITED = Policy(max_weight=inf, max_share=1, max_distance=inf)
 
 
 class _SameReplies(CannedGrid):
@@ -99,7 +102,9 @@ def peak_of(count: int) -> Numbers:
         )
         for clients in (3, count):
             grid = _SameReplies(client, clients)
-            strategy = FedFisherOneShot(aggregate="sums", fraction_evaluate=0.0)
+            strategy = FedFisherOneShot(
+                aggregate="sums", policy=UNLIMITED, fraction_evaluate=0.0
+            )
             arrays = ArrayRecord(shared_state(model))
             began, peak = time.perf_counter(), _Peak()
             strategy.start(grid, arrays)

@@ -166,8 +166,9 @@ def norm(params: Params) -> Tensor:
     largest = max(sizes, default=0.0)
     if not 0 < largest < float("inf"):
         return square.sqrt()
-    scaled = {k: v / largest for k, v in params.items()}
-    return dot(scaled, scaled).sqrt() * largest
+    wide = torch.promote_types(square.dtype, torch.float32)
+    scaled = {k: v.to(wide) / largest for k, v in params.items()}
+    return (dot(scaled, scaled).sqrt() * largest).to(square.dtype)
 
 
 def clipped(params: Params, most: float) -> dict[str, Tensor]:
@@ -218,8 +219,9 @@ def weighted_mean(
 ) -> dict[str, Tensor]:
     r"""Return :math:`\sum_i p_i \theta_i` with :math:`p_i = w_i / \sum_j w_j`.
 
-    This is FedAvg's average. Sums are taken in float64, so that equal inputs come back
-    bit for bit; integer tensors (batch norm's counters) are rounded to the nearest.
+    This is FedAvg's average. Sums are taken in float64, so that equal inputs of at most
+    float32 come back bit for bit; integer tensors (batch norm's counters) are rounded
+    to the nearest.
 
     Parameters
     ----------

@@ -271,7 +271,8 @@ class FedFisherOneShot(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask every client to train and to add its Fisher."""
         if self.aggregate == "sums" and self.structure == "kfac":
-            return KfacSums(self.merge, self._options()).exchanges()
+            held = self.secure is None and self.policy.limits
+            return KfacSums(self.merge, self._options(), held).exchanges()
         if self.privacy is not None:
             return [private_exchange(self.privacy, self._options(), self._merge_sums)]
         if self.aggregate == "sums":
@@ -321,7 +322,7 @@ class FedFisherOneShot(CurvatureStrategy):
         self, merge: MergeOptions, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Merge the uploads."""
-        posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
+        posteriors = [u.posterior() for u in uploads]
         if self.matching:
             posteriors = matched(posteriors)
         merged = fedfisher(

@@ -115,6 +115,7 @@ VICTIMS: dict[str, Victim] = {
     "FedFisher, sums": Victim(
         partial(lossless, structure="diagonal", aggregate="sums")
     ),
+    "FedFisher, K-FAC sums": Victim(partial(lossless, aggregate="sums")),
     "FedFisher, three rounds": Victim(lossless, 3, LocalSGD(epochs=4, lr=0.05)),
     "FedFish": Victim(partial(FedFish, codec="lossless"), 6, ONE),
     "FedFish, product": Victim(

@@ -121,6 +121,14 @@ def test_dependent_features_without_a_ridge_give_the_shortest_solution() -> None
     torch.testing.assert_close(weight, torch.full((2, 2), 0.5, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_labels_may_be_any_integers(dtype: torch.dtype) -> None:
+    x, y = data()
+    model, two = backbone(), y.clamp_max(1)
+    got, want = (head_sums(model, [(x, own)], "2") for own in (two.to(dtype), two))
+    torch.testing.assert_close(got.cross, want.cross)
+
+
 @pytest.mark.parametrize(
     ("batch", "says"),
     [

@@ -10,8 +10,10 @@ import torch
 from nets import VECTORS, CalledTwice, RawParameter
 from oracles import (
     SMALL_SHAPE,
+    dense_fisher,
     kinds,
     randn,
+    relative,
     seeded,
     small_net,
 )
@@ -277,6 +279,15 @@ def test_calls_that_depend_on_the_data_are_named(structure: str) -> None:
 
     with pytest.raises(StructureError, match="'fc' was called with 2 rows for a batch"):
         fisher(Folds(), VECTORS.split([4, 1]), structure=structure)
+
+
+@pytest.mark.parametrize("classes", [2, 3, len(VECTORS)])
+@pytest.mark.parametrize("slopes", [1, 4])
+def test_slopes_that_are_learnt_are_exact(slopes: int, classes: int) -> None:
+    layers = nn.Linear(3, 4), nn.PReLU(slopes), nn.Linear(4, classes)
+    model = seeded(lambda: nn.Sequential(*layers))
+    found = fisher(model, [VECTORS], structure="dense").to_dense()
+    assert relative(found, dense_fisher(model, VECTORS)) <= 1e-5
 
 
 def test_every_layer_has_its_own_block() -> None:

@@ -91,6 +91,11 @@ def test_the_choice_hangs_on_the_seed_and_each_is_as_likely(kind: str) -> None:
     assert 5 < counts.std() < 12
 
 
+def test_the_seed_chooses_of_a_shuffling_loader_as_well() -> None:
+    found = [sorted(read(at_most(LOADERS["shuffled"](), 10, seed=3))) for _ in range(2)]
+    assert found[0] == found[1]
+
+
 def test_only_what_is_chosen_is_loaded() -> None:
     class Counted(TensorDataset):
         reads = 0

@@ -169,6 +169,8 @@ def apart(student: nn.Module, models: list[nn.Module], batch: Tensor) -> float:
 def test_a_student_comes_nearer_to_the_ensemble(method, norm: bool) -> None:
     models, student = [net(i, norm).eval() for i in range(3)], net(9, norm)
     before = [{k: v.clone() for k, v in m.state_dict().items()} for m in models]
+    [*models[0].modules()][-1].train()  # a layer in another mode than the others
+    modes = [[m.training for m in model.modules()] for model in models]
     generator = generator_of(SHAPE, 8, 4)
     reset(generator)
     batch = INPUTS(generator(randn(3, 64, 8))).detach()
@@ -182,6 +184,7 @@ def test_a_student_comes_nearer_to_the_ensemble(method, norm: bool) -> None:
     for model, own in zip(models, before, strict=True):
         assert all(torch.equal(v, own[k]) for k, v in model.state_dict().items())
         assert all(p.requires_grad for p in model.parameters())
+    assert modes == [[m.training for m in model.modules()] for model in models]
 
 
 @pytest.mark.parametrize("method", [dense, co_boosting])

@@ -142,6 +142,26 @@ CASES: dict[str, tuple[str, Attack, str]] = {
         edit("^sums/fisher-params", lambda a: 1e3 * a),
         "is not the product of the Fisher and the parameters",
     ),
+    "K-FAC sums: random weights of 2^62 examples": (
+        "FedFisher, K-FAC sums",
+        GENERAL["2^62 examples, random"],
+        "limited partition-2: 4.61169e\\+18 examples count as",
+    ),
+    "K-FAC sums: products that cannot be": (
+        "FedFisher, K-FAC sums",
+        edit("^product/", lambda a: 0 * a + 3e38),
+        "left out partition-2: .*'product': is of size .*, which cannot be",
+    ),
+    "K-FAC sums: products the other way, x 1e6": (
+        "FedFisher, K-FAC sums",
+        edit("^product/", lambda a: -1e6 * a),
+        "limited partition-2: product x",
+    ),
+    "K-FAC sums: curvature x 1e6": (
+        "FedFisher, K-FAC sums",
+        OF_CURVATURE["F x 1e6"],
+        "limited partition-2: curvature of 0.weight x",
+    ),
     "a factor with negative eigenvalues": (
         "FedFisher",
         edit("/kfac/.*/A$", lambda a: 2 * a - a * identity(a)),

@@ -29,7 +29,7 @@ from flwr_fisher.curvature import (
     WeightedSum,
 )
 from flwr_fisher.curvature.operators.factors import LowRankFactor
-from flwr_fisher.merge import fedfisher
+from flwr_fisher.merge import fedavg, fedfisher
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import unflatten
@@ -207,6 +207,38 @@ def test_half_precision_merges_as_well(dtype: torch.dtype) -> None:
     got, want = fedfisher(half).params, fedfisher(clients).params
     assert all(got[k].dtype == dtype for k in want)
     assert max(relative(got[k].double(), want[k]) for k in want) <= 0.05
+
+
+@pytest.mark.parametrize("solver", ["pcg", "cg"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_solved_in_single(dtype: torch.dtype, solver: str) -> None:
+    """The same numbers, of a layer whose sums in half precision would stand still."""
+    clients = posteriors(lambda seed: random_kronecker(seed, shape=(20, 300), rank=60))
+    single, half = [], []
+    for c in clients:
+        params = {k: v.to(dtype) for k, v in c.params.items()}
+        half.append(type(c)(params, c.curvature.to(dtype=dtype), c.num_examples))
+        wide = {k: v.float() for k, v in params.items()}
+        same = half[-1].curvature.to(dtype=torch.float32)
+        single.append(type(c)(wide, same, c.num_examples))
+    got, want = (fedfisher(each, solver=solver) for each in (half, single))
+    assert not got.unsolved
+    mean = fedavg(single)["w"]
+    step = want.params["w"] - mean
+    assert relative(got.params["w"].float() - mean, step) <= 0.02
+
+
+def test_an_ekfac_that_was_shrunk_is_a_sum_of_layers() -> None:
+    """Its preconditioner is that of all its terms, not the diagonal's."""
+    clients = [random_eigen(seed, bias="b") for seed in range(3)]
+    total = WeightedSum([c.regularised(shrink=0.3) for c in clients], [0.2, 0.3, 0.5])
+    weights, terms = zip(*total.flat(), strict=True)
+    assert len(terms) > len(clients)
+    assert all(isinstance(term, EigenKronecker) for term in terms)
+    got = matrix_of(preconditioner(total, 0.1), total)
+    want = matrix_of(preconditioner(WeightedSum(terms, weights), 0.1), total)
+    assert relative(got, want) <= 1e-12
+    assert relative(got, torch.diag(got.diagonal())) > 0.1
 
 
 def test_a_layer_without_curvature_stays_at_the_mean() -> None:

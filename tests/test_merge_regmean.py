@@ -135,6 +135,17 @@ def test_float32_is_enough_with_the_default() -> None:
     assert relative(got, want) <= 1e-5
 
 
+def test_float32s_rounding_of_singular_factors_is_not_inverted() -> None:
+    clients = posteriors(lambda s: random_kronecker(s, shape=(5, 200), rank=20))
+    single = []
+    for c in clients:
+        params = {"w": c.params["w"].float()}
+        small = c.curvature.to(dtype=torch.float32)
+        single.append(LocalPosterior(params, small, c.num_examples))
+    want = regmean(clients, off_diagonal=1.0)["w"]
+    assert relative(regmean(single, off_diagonal=1.0)["w"], want) <= 1e-3
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
 def test_off_diagonal_out_of_range(value: float) -> None:
     with pytest.raises(ConfigurationError, match=r"off_diagonal must be in \[0, 1\]"):

@@ -63,6 +63,13 @@ def test_dot_and_norm_are_those_of_the_flat_vectors() -> None:
     assert norm({}) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_norm_is_finite_where_its_square_is_not(dtype: torch.dtype) -> None:
+    large = {"w": torch.full((90_000,), 2.0, dtype=dtype) * 2.0**6}
+    assert float(norm(large)) == pytest.approx(128 * 300, rel=1e-2)
+    assert norm(large).dtype == dtype
+
+
 @pytest.mark.parametrize("function", [add, subtract, dot])
 def test_differing_layouts_are_named(function: object) -> None:
     assert callable(function)

@@ -49,7 +49,7 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path: Path) -> None:
         dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
     )
     replies = uploads(task)
-    posteriors = [u.payload.posterior(u.num_examples) for u in replies]
+    posteriors = [u.posterior() for u in replies]
     merged = fedfisher(posteriors, balance=0.0)
     result = CurvatureResult(uploads=replies, details=merged)
     got = report_one_shot(tmp_path, task=task, result=result, seconds={}, config={})

@@ -168,6 +168,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "attention": (Attention, SERIES[..., :1].expand(-1, -1, 4)),
     "encoder": (Encoder, SERIES[..., :1] * torch.arange(1.0, 5.0)),
     "own parameter": (OwnParameter, VECTORS),
+    "prelu": (lambda: mlp(nn.Linear(3, 3), nn.PReLU(3)), VECTORS),
     "called twice": (CalledTwice, VECTORS),
     "tied below the head": (TiedBelow, VECTORS),
     "used outside": (UsedOutside, VECTORS),

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.kept_training import KeptTraining, generators_of, has_state
+from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.pairs import Pairs, labelled_pairs
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -297,19 +298,20 @@ class _Proximal:
                 p.grad.add_(p.detach() - start, alpha=self.mu)
 
 
-@torch.no_grad()
 def score(
     model: nn.Module, loader: Loader, device: torch.device, loss_fn: Loss
 ) -> tuple[float, float, int]:
-    """Return mean loss, accuracy and number of examples; mode and model unchanged.
+    """Return mean loss, accuracy and number of examples; modes and model unchanged.
 
     Accuracy is over labels, of which an example may have several, one a position; where
     outputs have no classes that labels could name, it is NaN.
     """
-    training = model.training
-    model.eval()
     loss, correct, labelled, count = 0.0, 0.0, 0, 0
-    with watching("scoring", count_of(loader)) as progress:
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        watching("scoring", count_of(loader)) as progress,
+    ):
         for inputs, labels in labelled_pairs(loader):
             x, y = inputs.to(device), labels.to(device)
             output = model(x)
@@ -320,7 +322,6 @@ def score(
             labelled += y.numel()
             count += len(y)
             progress.advance(len(y))
-    model.train(training)
     if not count:
         raise DataError("the evaluation loader has no examples")
     return loss / count, correct / labelled, count

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batches import Batch, batches_on, device_of
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.independence import check_examples_are_independent
-from flwr_fisher.curvature.sums import Sums
+from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
@@ -169,18 +169,18 @@ def mean_derivatives(
     """
     device = next(iter(parameters.values())).device
     sums: list[Sums] = []
-    total, count = torch.zeros((), device=device), 0
+    count, losses = 0, list[Tensor]()
     with evaluating(model):
         for x, y in _parts(batches_on(loader, device), max_batch_size):
             loss, *means = derivatives(x, y)
             sums = sums or [Sums(parameters) for _ in means]
             for each, mean in zip(sums, means, strict=True):
                 each.add(mean, len(x))
-            total += loss.detach() * len(x)
+            losses.append(widened(loss) * len(x))
             count += len(x)
     if not count:
         raise DataError("the loader has no examples, so there is no gradient to take")
-    return [each.mean(count) for each in sums], float(total) / count
+    return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
 
 
 def _parts(

@@ -17,8 +17,9 @@ from flwr_fisher.randomness import random_stream
 def at_most(loader: Iterable[Any], examples: int, seed: int) -> Iterable[Any]:
     """Return a loader of so many random examples; the same one if it has no more.
 
-    Of a ``DataLoader`` only these are read from its data set, in the order and with the
-    repetitions of its sampler. Anything else is read to its end.
+    Of a ``DataLoader`` only these are read from its data set, in the order in which
+    they are drawn, with the repetitions of its sampler. Anything else is read to its
+    end.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ def at_most(loader: Iterable[Any], examples: int, seed: int) -> Iterable[Any]:
     batches = _positions(own)
     if batches is None:
         return _of_stream(loader, examples, seed)
-    every = list(chain.from_iterable(batches))
+    every = sorted(chain.from_iterable(batches))  # by the seed alone, if it shuffles
     if len(every) <= examples:
         return loader
     assert isinstance(own, DataLoader)

@@ -38,15 +38,15 @@ class Ensemble:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Have the networks evaluate, and their parameters stay as they are."""
-        before = [(model, model.training) for model in self.models]
+        before = [(m, m.training) for model in self.models for m in model.modules()]
         grads = [(p, p.requires_grad) for m in self.models for p in m.parameters()]
         try:
             for model in self.models:
                 model.eval().requires_grad_(False)
             yield
         finally:
-            for model, training in before:
-                model.train(training)
+            for module, training in before:
+                module.training = training
             for parameter, wanted in grads:
                 parameter.requires_grad_(wanted)
 

@@ -130,8 +130,9 @@ def _system(
     device: Device,
 ) -> LinearSystem:
     regularised, exponents = [], []
+    wide = partial(_wide, device=device)
     for part in parts:
-        held, exponent = in_range(part.to(device))
+        held, exponent = in_range(part.mapped(wide))
         exponents.append(exponent)
         regularised.append(
             held.regularised(shrink=options.shrink, damping=options.damping)
@@ -141,7 +142,8 @@ def _system(
     relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
     examples = [posterior.num_examples for posterior in posteriors]
     unweighted = WeightedSum(regularised, relative)
-    steps = _Steps(posteriors, select(mean, list(unweighted.shapes)), device)
+    mean = {name: wide(mean[name]) for name in unweighted.shapes}
+    steps = _Steps(posteriors, mean, device)
     rises, squares, largest, products = steps.measured(regularised)
     if reach := _reach(largest, steps.mean):
         steps = replace(steps, reach=reach)
@@ -154,7 +156,7 @@ def _system(
     shift = _shift(total, steps.mean)
     total = total.scaled(power_of_two(-shift)) if shift else total
     again = (part.matvec(steps.of(index)) for index, part in enumerate(regularised))
-    rhs = {name: torch.zeros_like(mean[name], device=device) for name in total.shapes}
+    rhs = {name: torch.zeros_like(mean[name]) for name in total.shapes}
     for weight, product in zip(total.weights, products or again, strict=True):
         rhs = add(rhs, product, weight)
     shares = shares_of(examples)
@@ -163,6 +165,12 @@ def _system(
     system = LinearSystem.anchored(total, rhs, options.anchor)
     unit = power_of_two(highest + shift)
     return replace(system, unit=unit, reach=steps.reach, radius=radius)
+
+
+def _wide(tensor: Tensor, device: Device) -> Tensor:
+    """Return a tensor on a device, floats as at least float32, in which is solved."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.to(device, wide if tensor.is_floating_point() else tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -179,11 +187,11 @@ class _Steps:
 
     def of(self, index: int) -> dict[str, Tensor]:
         """Make a client's."""
-        params, mean = select(self.posteriors[index].params, self.mean), self.mean
+        own, mean = select(self.posteriors[index].params, self.mean), self.mean
+        params = {name: _wide(value, self.device) for name, value in own.items()}
         if self.reach:
             params, mean = shifted(params, -self.reach), shifted(mean, -self.reach)
-        step = subtract(params, mean)
-        return {name: value.to(self.device) for name, value in step.items()}
+        return subtract(params, mean)
 
     def measured(
         self, curvatures: Sequence[Curvature]

@@ -41,8 +41,9 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
         At least 0; here it counts as at least 1e-4.
     """
     ridge = max(ridge, _LEAST)
-    layers = [(w, t) for w, t in curvature if isinstance(t, LayerCurvature)]
-    if len(layers) == len(curvature.terms):
+    terms = [*curvature.flat()]  # shrinking makes a sum of an E-KFAC
+    layers = [(w, t) for w, t in terms if isinstance(t, LayerCurvature)]
+    if len(layers) == len(terms):
         return _by_partial_traces(layers, ridge)
     if all(isinstance(term, Dense) for term in curvature.terms):
         return _densely(curvature, ridge)

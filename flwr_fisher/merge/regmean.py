@@ -66,5 +66,8 @@ def _least_squares(
         for (w, k), posterior in zip(layer, posteriors, strict=True)
     ]
     what = f"RegMean's solution for '{first.weight}'"
-    solution = torch.stack(products).sum(0) @ torch.linalg.pinv(gram, hermitian=True)
+    # What the factors' own rounding leaves of a singular matrix is not to be inverted.
+    least = gram.shape[-1] * torch.finfo(first.A.dtype).eps
+    inverse = torch.linalg.pinv(gram, rtol=least, hermitian=True)
+    solution = torch.stack(products).sum(0) @ inverse
     return finite(first.as_params(solution.to(first.A.dtype)), what)

@@ -96,7 +96,7 @@ def solve(
 
 def _moved(mean: Params, delta: Steps) -> dict[str, Tensor]:
     return {
-        k: v if (step := delta.get(k)) is None else v + step.to(v)
+        k: v if (step := delta.get(k)) is None else (v + step.to(v.device)).to(v.dtype)
         for k, v in mean.items()
     }
 

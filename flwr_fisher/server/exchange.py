@@ -8,9 +8,11 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
+from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
 from flwr_fisher.secure.privacy import Privacy
 from flwr_fisher.wire import (
+    FisherUpload,
     Payload,
     join_groups,
     named_options,
@@ -119,6 +121,13 @@ class Upload(Generic[P]):
     num_bytes: int
     number: int = 0
     members: Sequence[int] = ()
+
+    def posterior(self: "Upload[FisherUpload]") -> LocalPosterior:
+        """Return a Fisher's upload as the functions of ``flwr_fisher.merge`` take it.
+
+        Sums' uploads have no posterior: they are of more than one client.
+        """
+        return self.payload.posterior(self.num_examples)
 
 
 Uploads = Sequence[Upload[P]]

@@ -80,6 +80,11 @@ class Policy:
         check_range("max_share", self.max_share, 0.5, 1)
         check_range("max_distance", self.max_distance, 1)
 
+    @property
+    def limits(self) -> bool:
+        """Whether there is any limit."""
+        return min(self.max_weight, self.max_distance) < inf or self.max_share < 1
+
     def limit(
         self, uploads: Sequence[Upload[P]], sizes: Sequence[Sizes], like: Params
     ) -> tuple[list[Upload[P]], dict[str, str]]:

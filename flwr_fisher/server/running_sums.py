@@ -71,8 +71,9 @@ class Folded(Payload):
 
 
 class MeanSums:
-    """The mean of all uploads of one layout, in float64, by default weighted.
+    """The mean of uploads of one layout, in float64, by default weighted.
 
+    Uploads are added when it is called with each, or else all at the end.
     What float64 loses in an addition is kept beside the sum (Knuth's two-sum), so that
     the order in which uploads come does not matter to the result's bits.
 
@@ -104,16 +105,19 @@ class MeanSums:
         return Folded(layout)
 
     def mean(self, uploads: Uploads[Any]) -> dict[str, Tensor]:
-        """Return the mean over a step's uploads, of which some may not be added yet.
+        """Return the mean over a step's uploads: of those that were added, or anew.
 
         Raises
         ------
         ParamsError
-            If the sum is over others, too.
+            If what was added is of others, too.
         """
-        for upload in uploads:
-            if not isinstance(upload.payload, Folded):
-                self(upload.payload, upload.num_examples)
+        if not isinstance(uploads[0].payload, Folded):
+            total = Sum()
+            for upload in uploads:
+                own = upload.num_examples if self._weighted else 1.0
+                total.add(self._parts(upload.payload), own)
+            return total.mean()
         total = self._sums[uploads[0].payload.layout()]
         if total.count != len(uploads):
             raise ParamsError(

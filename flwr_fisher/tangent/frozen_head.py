@@ -157,4 +157,4 @@ def _targets(labels: Any, rows: int, outputs: int) -> Tensor:
             f"labels of shape {tuple(labels.shape)} from {int(labels.min())} to "
             f"{int(labels.max())} for {rows} rows and {outputs} classes"
         )
-    return F.one_hot(labels.flatten(), outputs)
+    return F.one_hot(labels.flatten().long(), outputs)

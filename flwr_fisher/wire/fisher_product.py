@@ -7,32 +7,31 @@
     with the first of them, a layer's partial traces, or what is no layer's diagonal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.curvature import Curvature
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.displacement import norm64
 from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
 from flwr_fisher.wire.secure_upload import summand_bytes
 
 PRODUCT = "product/"
+_PRODUCT = PRODUCT.removesuffix("/")
 
 
 @dataclass(frozen=True)
 class FisherProduct(Payload):
     """A client's summand, in the mean over clients by their examples.
-
-    No policy limits it: a curvature that is cut in one product would be another one's
-    in the next.
 
     Parameters
     ----------
@@ -43,7 +42,7 @@ class FisherProduct(Payload):
     """
 
     disagreement: ClassVar[tuple[str, str]] = (
-        PRODUCT.removesuffix("/"),
+        _PRODUCT,
         "covers other parameters than most clients' does",
     )
 
@@ -63,6 +62,26 @@ class FisherProduct(Payload):
         products = {f"{PRODUCT}{name}": value for name, value in self.product.items()}
         traces = {} if self.traces is None else curvature_to_tensors(self.traces)
         return products | traces
+
+    def masses(self) -> dict[str, float]:
+        """Return the products' norm, and each layer's trace."""
+        own = {_PRODUCT: norm64(self.product.values())}
+        for block in self._blocks():
+            size = block.trace()  # of a layer: of two factors that have its trace each
+            own[_mass_of(block)] = size**0.5 if isinstance(block, Kronecker) else size
+        return own
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> "FisherProduct":
+        """Return it with shorter products, and layers' traces scaled down."""
+        shorter = factors.get(_PRODUCT, 1.0)
+        product = {name: value * shorter for name, value in self.product.items()}
+        if self.traces is None:
+            return FisherProduct(product)
+        blocks = [_lighter(b, factors.get(_mass_of(b), 1.0)) for b in self._blocks()]
+        return FisherProduct(product, BlockDiagonal(blocks))
+
+    def _blocks(self) -> Sequence[Curvature]:
+        return [] if self.traces is None else self.traces.blocks()
 
     @classmethod
     def with_traces(cls, record: ArrayRecord, like: Params) -> "FisherProduct":
@@ -99,6 +118,18 @@ class FisherProduct(Payload):
         """
         tensors = arrays_to_tensors(record, limit=summand_bytes(like), most=len(like))
         return cls(_products(tensors, like, {}))
+
+
+def _mass_of(block: Curvature) -> str:
+    return f"curvature of {next(iter(block.shapes))}"
+
+
+def _lighter(block: Curvature, factor: float) -> Curvature:
+    """Return a layer's partial traces, or a diagonal, times a factor."""
+    if not isinstance(block, Kronecker):
+        return block.scaled(factor)
+    factors = block.A * factor, block.G * factor
+    return Kronecker(block.weight, block.weight_shape, *factors, block.bias)
 
 
 def _products(

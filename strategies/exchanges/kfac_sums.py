@@ -18,7 +18,7 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.merge import MergeOptions, MergeResult
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, check_finite
 from flwr_fisher.rounds.updates import double
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -56,10 +56,14 @@ class KfacSums:
         the clients'.
     options : Mapping[str, …]
         What says which Fisher clients take.
+    held : bool
+        Whether all uploads are held, since a policy weighs them against each other.
+        Else each is added up as it comes.
     """
 
     merge: MergeOptions
     options: Mapping[str, ConfigRecordValues]
+    held: bool
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Ask for models, for traces, and for products."""
@@ -76,7 +80,7 @@ class KfacSums:
             send=_run,
             alike=True,
             summed=mean,
-            fold=of_models,
+            fold=None if self.held else of_models,
         )
         traces = Exchange(
             {"job": "kfac-traces"},
@@ -85,7 +89,7 @@ class KfacSums:
             send=_run,
             asks=_present,
             summed=mean,
-            fold=of_traces,
+            fold=None if self.held else of_traces,
         )
         products = [self._product(k) for k in range(1, self.merge.iterations + 1)]
         return [models, traces, *products]
@@ -100,7 +104,7 @@ class KfacSums:
             send=_direction,
             asks=_present,
             summed=Summed(weighted=True),
-            fold=sums,
+            fold=None if self.held else sums,
         )
 
     def _begin(
@@ -166,11 +170,16 @@ def _take_mean(
 
 
 def _with(state: ServerState, iterate: Iterate, uploads: Uploads[Any]) -> ServerState:
-    """Return the state with an iterate, whose direction is what clients are sent."""
-    direction = {
-        name: value.to(state.params[name].dtype).double()
-        for name, value in iterate.direction.items()
-    }
+    """Return the state with an iterate, whose direction is what clients are sent.
+
+    Raises
+    ------
+    ParamsError
+        If that would not be finite.
+    """
+    sent = {k: v.to(state.params[k].dtype) for k, v in iterate.direction.items()}
+    check_finite(sent, "the direction")
+    direction = {name: value.double() for name, value in sent.items()}
     rounded = replace(iterate, direction=direction)
     groups = {**state.groups, **rounded.to_groups(), _CLIENTS: _numbers(uploads)}
     return ServerState(state.params, groups)

@@ -142,7 +142,7 @@ def fisher(
         exact where the model is linear up to a mean over positions, and cheaper.
     seed : int, default 0
         Of all that is drawn: labels, signs, grids, `examples`. The global generator is
-        left as it was.
+        left as it was, but for what the loader itself draws from it.
     examples : int, optional
         At most so many examples, a random subset; by default all. A K-FAC of a few
         hundred merges as well as that of ten thousand.

@@ -54,8 +54,9 @@ class Jacobians:
     def _pulled_back(self, x: Tensor, pieces: Tensor) -> dict[str, Tensor]:
         """Return one example's gradients, one for each piece ``[K, *outputs]``."""
         output, pull, *_ = vjp(lambda params: self._outputs(params, x), self.params)
-        rows: dict[str, Tensor] = vmap(lambda v: pull(v.to(output.dtype))[0])(pieces)
-        return rows
+        # One by one: a second vmap within that over examples has wrong rules (PReLU's).
+        rows = [pull(v.to(output.dtype))[0] for v in pieces.unbind(0)]
+        return {name: torch.stack([row[name] for row in rows]) for name in self.params}
 
     def _outputs(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
         state = (params | self.rest,)

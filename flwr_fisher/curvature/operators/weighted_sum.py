@@ -48,6 +48,10 @@ class WeightedSum(Curvature):
         """Iterate over the pairs (weight, term)."""
         return iter(zip(self.weights, self.terms, strict=True))
 
+    def flat(self) -> Iterator[tuple[float, Curvature]]:
+        """Iterate over the pairs (weight, term); over those of terms that are sums."""
+        return _pairs(self)
+
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the weighted sum of the terms' products."""
         if (layer := self._layer) is None:
