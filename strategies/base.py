@@ -29,7 +29,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.driver import Driver
+from flwr_fisher.server.driver import TO_EVALUATE, Driver
 from flwr_fisher.server.evaluation import aggregate_evaluations
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState
 from flwr_fisher.server.mailbox import Requested
@@ -49,7 +49,6 @@ _RANGES: dict[str, tuple[int, ...]] = {
     "min_available_nodes": (1,),
 }
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
-_TO_EVALUATE = 60.0  # seconds to wait for nodes that evaluate: training is done
 _INDENT = 10  # columns before a line of the settings in the log
 
 
@@ -273,7 +272,10 @@ class CurvatureStrategy(FedAvg):
             If a callback failed, when its round is finished.
         """
         check_callbacks(callbacks)
+        check_whole("num_rounds", num_rounds, 0)
+        check_range("timeout", timeout, 0)
         self.check_rounds(num_rounds)
+        self._tell_unused_hooks()
         if self.secure is not None:
             self.check_secure()
             if reopen:
@@ -324,6 +326,17 @@ class CurvatureStrategy(FedAvg):
         logger.info("")
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
+
+    def _tell_unused_hooks(self) -> None:
+        """Tell whose subclass overrides what only Flower's own loop would call."""
+        for name in ("configure_train", "aggregate_train"):
+            if not getattr(type(self), name).__module__.startswith("flwr_fisher."):
+                logger.warning(
+                    "start() asks and steps by exchanges(), and does not call "
+                    "%s.%s: override exchanges() (docs: A method of your own)",
+                    type(self).__name__,
+                    name,
+                )
 
     def _try_round(
         self, driver: Driver, server_round: int, config: ConfigRecord
@@ -413,7 +426,7 @@ class CurvatureStrategy(FedAvg):
                 available=self.min_available_nodes,
                 server_round=server_round,
                 purpose="evaluate",
-                timeout=min(self.timeout, _TO_EVALUATE),
+                timeout=min(self.timeout, TO_EVALUATE),
                 waiting=Waiting(),
             ).nodes
         except RoundError as error:  # what was trained does not depend on it

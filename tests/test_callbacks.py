@@ -25,6 +25,7 @@ from flwr_fisher.callbacks import (
     WandB,
 )
 from flwr_fisher.errors import CallbackError, ConfigurationError
+from flwr_fisher.files import load_texts
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
@@ -181,6 +182,24 @@ def test_a_run_that_was_stopped_goes_on_with_more_patience(tmp_path: Path) -> No
     ) == [*range(1, 5)]
 
 
+@pytest.mark.parametrize("begin", [{}, {0: {"server/accuracy": 0.1}}])
+def test_not_every_round_need_be_evaluated(tmp_path: Path, begin: History) -> None:
+    path = tmp_path / "best.safetensors"
+    best, stop = BestModel(path), EarlyStopping(patience=2)
+    history = dict(begin)
+    ends = []
+    for number in range(1, 8):
+        scored = {3: 0.4, 6: 0.3}.get(number)
+        history[number] = {"train/loss": 1.0}
+        if scored is not None:
+            history[number]["server/accuracy"] = scored
+        best.on_round_end(number, tiny_arrays(number), history)
+        ends.append(stop.on_round_end(number, ArrayRecord(), history))
+        assert path.exists() == (number >= 3)
+    assert ends == [False] * 4 + [True] * 3
+    assert load_texts(path)["round"] == "3"
+
+
 def test_a_metric_that_is_not_there_is_named() -> None:
     with pytest.raises(
         CallbackError, match=r"no round .* 'server/accurac'; there are: "
@@ -188,6 +207,8 @@ def test_a_metric_that_is_not_there_is_named() -> None:
         run(BestModel("unused", "server/accurac"), scores="01234")
     with pytest.raises(ConfigurationError, match="'train/x' is a list"):
         EarlyStopping("train/x").on_round_end(1, ArrayRecord(), {1: {"train/x": [1.0]}})
+    with pytest.raises(ConfigurationError, match="'accuracy' is no name of a metric"):
+        EarlyStopping("accuracy").on_round_end(1, ArrayRecord(), {1: {"train/x": 1.0}})
     with pytest.raises(ConfigurationError, match="unknown mode 'up'"):
         EarlyStopping(mode="up")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
@@ -21,6 +22,7 @@ from virtual import (
 )
 
 from flwr_fisher.errors import CheckpointError
+from flwr_fisher.server import named_files
 from flwr_fisher.server.checkpoint import CheckpointDir
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.lock import FolderLock
@@ -150,6 +152,45 @@ def test_an_upload_that_is_none_of_this_exchange_is_asked_for_again(
     assert same_bits(resumed.arrays, expected.arrays)
     assert f"{one.stem} is asked again" in caplog.text
     assert int(one.stem[-1]) in [p for _, p in app.trained]
+
+
+@pytest.mark.parametrize("which", ["save_record", "save_text"])
+def test_a_disk_that_refuses_is_named_and_nothing_is_lost(
+    tmp_path: Path, expected: CurvatureResult, which: str, monkeypatch: Any
+) -> None:
+    calls = {"left": 2}
+    real = getattr(named_files, which)
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> None:
+        calls["left"] -= 1
+        if calls["left"] < 0:
+            raise OSError(28, "No space left on device", str(path))
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(named_files, which, full)
+    with pytest.raises(
+        CheckpointError, match=rf"cannot write {tmp_path}.*No space left.*resume=True"
+    ):
+        start(tmp_path)
+    monkeypatch.undo()
+    assert same_bits(start(tmp_path, resume=True).arrays, expected.arrays)
+
+
+def test_numpys_numbers_are_kept_as_any(tmp_path: Path) -> None:
+    strategy = FedFisherOneShot(seed=np.int64(3), min_train_nodes=np.int64(2))
+    for resume in (False, True):
+        strategy.start(
+            LocalGrid(Watched(), 2), tiny_arrays(), checkpoint_dir=tmp_path,
+            resume=resume,
+        )  # fmt: skip
+
+
+def test_a_folder_may_be_the_homes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start(Path("~/run"))
+    assert (tmp_path / "run" / "run.json").exists()
 
 
 def test_what_is_not_ours_is_left_alone(run: Path, expected: CurvatureResult) -> None:

@@ -35,7 +35,13 @@ from flwr_fisher.errors import (
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import PREFIX, FisherUpload, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import (
+    PREFIX,
+    FisherUpload,
+    SumsUpload,
+    arrays_to_tensors,
+    tensors_to_arrays,
+)
 
 CPU = torch.device("cpu")
 KFAC = {"structure": "kfac"}
@@ -353,6 +359,29 @@ def test_no_data_names_the_partition() -> None:
         client = FisherClient(tiny_model(), loader, device="cpu")
         with pytest.raises(DataError, match="partition 6 has no training examples"):
             ask(client, partition=6)
+
+
+@pytest.mark.parametrize("told", [float("nan"), 0, -3, "many"])
+def test_a_weight_that_is_none_is_named(told: Any) -> None:
+    def train_fn(*args: Any) -> dict[str, Any]:
+        return {"train_loss": 1.0, "num-examples": told}
+
+    with pytest.raises(ClientError, match="train_fn returned 'num-examples': "):
+        ask(tiny_client(train_fn=train_fn), config=KFAC)
+
+
+@pytest.mark.parametrize("aggregate", ["parts", "sums"])
+def test_a_weight_need_be_no_integer(aggregate: str) -> None:
+    def train_fn(*args: Any) -> dict[str, Any]:
+        return {"train_loss": 1.0, "num-examples": 0.5}
+
+    config = {"structure": "diagonal", "aggregate": aggregate}
+    reply = ask(tiny_client(train_fn=train_fn), config=config)
+    assert metrics_of(reply)["num-examples"] == 0.5
+    if aggregate == "sums":
+        like = arrays_to_tensors(tiny_arrays())
+        (record,) = reply.content.array_records.values()
+        assert SumsUpload.from_arrays(record, like).sums.num_examples == 0.5
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:

@@ -79,6 +79,15 @@ def nothing_in(folder: Path) -> bool:
     return not list(folder.rglob("*.*"))
 
 
+def test_a_mean_over_epochs_is_none_of_a_personalisations(tmp_path: Path) -> None:
+    loop = LocalSGD(epochs=4, lr=0.1, swa_epochs=3)
+    tuned, plain = (
+        ask(client(tmp_path, train_fn=fn), config=TUNE, kind="evaluate")
+        for fn in (loop, LocalSGD(epochs=4, lr=0.1))
+    )
+    assert metrics_of(tuned) == metrics_of(plain)
+
+
 # Caps on work
 
 GIANT = {"job": "direction", "solver": "giant"}

@@ -9,8 +9,8 @@ from flwr.clientapp import ClientApp
 from virtual import LIFTED, Watched, tiny_arrays, tiny_client
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.errors import ClientError, ConfigurationError
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.strategies import FedFisherOneShot, Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import serialized_bytes, split_config
 
@@ -186,3 +186,21 @@ def test_the_log_says_how_large_the_largest_reply_is(
     words = " ".join(told[0]).split("upload at most ")[1].split()
     assert words[1] == "kB,"
     assert float(words[0]) * 1e3 == pytest.approx(max(sizes), rel=0.03)
+
+
+def test_uploads_that_are_held_give_what_their_sums_do(tmp_path: Path) -> None:
+    """Of clients whom no limit reaches; with a policy none is added before the end."""
+    held = merged(app_of(tmp_path), aggregate="sums", policy=Policy())
+    folded = merged(app_of(tmp_path), aggregate="sums")
+    assert "num-limited" not in held.train_metrics_clientapp[1]
+    assert distance(held, folded) == 0
+
+
+def test_who_has_no_room_for_its_fisher_does_not_train(tmp_path: Path) -> None:
+    def train_fn(*args: object) -> dict[str, float]:
+        raise AssertionError("nothing is trained that cannot be kept")
+
+    app = app_of(tmp_path, state_bytes=100, train_fn=train_fn)
+    with pytest.raises(RoundError, match=r"FisherClient\(state_bytes=") as caught:
+        merged(app, aggregate="sums")
+    assert "nothing is trained" not in str(caught.value)

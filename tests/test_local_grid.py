@@ -21,6 +21,7 @@ from virtual import (
     metrics_of,
     node_of,
     set_array,
+    set_metric,
     tensors_of,
     tiny_app,
     tiny_arrays,
@@ -117,6 +118,13 @@ def test_an_exception_becomes_an_error_reply_and_the_others_go_on() -> None:
     assert bad.metadata.src_node_id == node_of(grid, 1)
     assert bad.error.reason == "ValueError: out of cheese"
     assert len(replies) == 3
+
+
+def test_so_does_a_reply_that_cannot_travel() -> None:
+    grid = LocalGrid(Watched(tamper={1: set_metric("n", 10**30)}), 3)
+    replies = list(grid.send_and_receive(train_messages(grid)))
+    (bad,) = [reply for reply in replies if reply.has_error()]
+    assert bad.metadata.src_node_id == node_of(grid, 1)
 
 
 def test_stopping_the_process_is_not_an_error_reply() -> None:
@@ -225,6 +233,15 @@ def test_a_query_tells_nothing_where_there_is_no_partition() -> None:
         del context.node_config["partition-id"]
     for reply in grid.send_and_receive(queries(*grid.nodes)):
         assert dict(metrics_of(reply)) == {}
+
+
+@pytest.mark.parametrize("partition", [1.5, "hospital-a"])
+def test_a_partition_that_is_no_integer_is_refused(partition: Any) -> None:
+    grid = LocalGrid(tiny_app(), 2)
+    for context in grid._contexts.values():
+        context.node_config["partition-id"] = partition
+    for reply in grid.send_and_receive(queries(*grid.nodes)):
+        assert f"partition-id is {partition!r}, and must be" in reply.error.reason
 
 
 def local_results(config: dict[str, Any], clients: int) -> ArrayRecord:

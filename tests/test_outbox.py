@@ -6,8 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from flwr.app import Array, ArrayRecord
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_data
@@ -15,7 +17,7 @@ from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_d
 from flwr_fisher.client import LocalSGD, TrainingCheckpoint
 from flwr_fisher.client.kept_training import generators_of
 from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.client.request import Request
+from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state
@@ -142,6 +144,17 @@ def test_an_upload_that_is_too_large_for_the_clients_limit_is_not_kept(
     assert files(tmp_path) == []
 
 
+def test_a_training_stays_where_its_upload_is_too_large(tmp_path: Path) -> None:
+    """Asked again, the client need not train again."""
+    outbox = Outbox(ClientStore(tmp_path, 1, 0, max_bytes=10**5), 1, "x")
+    outbox.training().save({"epoch": 3})
+    large = ArrayRecord({"w": Array(np.zeros(10**5, np.float32))})
+    outbox.keep(Reply({"num-examples": 8}, large))
+    assert outbox.training().load() == {"epoch": 3}
+    outbox.keep(Reply({"num-examples": 8}, tiny_arrays()))
+    assert files(tmp_path) == ["upload-000001.safetensors"]
+
+
 @pytest.mark.parametrize(
     "run", ["../../etc", "-1", "f" * 17, "", 3.5, "0xff", " ff ", "f_f", "+f", "FF"]
 )
@@ -261,6 +274,37 @@ def test_a_damaged_training_starts_anew(
         store.save("training", 1, {"data": torch.arange(9).to(torch.uint8)}, note="x")
     assert checkpoint.load() is None
     assert re.search("is damaged, and treated as lost|starts anew", caplog.text)
+
+
+@pytest.mark.parametrize("other", ["loader", "optimiser", "model"])
+def test_a_training_that_does_not_fit_starts_anew(
+    tmp_path: Path, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ClientStore(tmp_path, 1, 0)
+
+    def train(model: nn.Module, kept: bool, **more: Any) -> Mapping[str, float]:
+        torch.manual_seed(7)
+        checkpoint = TrainingCheckpoint(store, 1, "x") if kept else None
+        loader = loader_of(more.pop("kind", "shuffled"))
+        return LocalSGD(epochs=3, **more)(model, loader, CPU, {}, checkpoint=checkpoint)
+
+    with pytest.raises(KilledError):
+        train(net(), kept=True, lr=0.1, on_epoch=dies_after(2))
+    now: dict[str, Any] = {"lr": 0.1}
+    if other == "loader":
+        now["kind"] = "generator"
+    if other == "optimiser":
+        now = {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01)}
+    fresh, resumed = (
+        nn.Sequential(net(), nn.Linear(3, 3)) if other == "model" else net()
+        for _ in range(2)
+    )
+    resumed.load_state_dict(fresh.state_dict())
+    expected = train(fresh, kept=False, **now)
+    assert train(resumed, kept=True, **now) == expected
+    assert "does not fit this one, which starts anew" in caplog.text
+    for key, value in fresh.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
 
 
 def test_a_crash_in_the_fisher_costs_no_epoch(

@@ -137,6 +137,15 @@ def test_fedavg_of_anybodys_clients(tmp_path: Path) -> None:
         assert (result[name] - expected).abs().max() < 1e-6, name
 
 
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.raises(RoundError, match=r"SecureSumsMod\(state_dir=\.\.\.\)"):
+        merged(STRATEGIES["fedfisher"](secure=SecureSums()), secure_app(blocked))
+
+
 # What is seen
 
 

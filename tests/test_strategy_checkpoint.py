@@ -1,12 +1,13 @@
 """A run that was stopped goes on where it was, and ends as if nothing had happened."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from safetensors import safe_open
 from safetensors.torch import save_file
 from virtual import (
@@ -14,6 +15,7 @@ from virtual import (
     Watched,
     drop_array,
     fail,
+    node_of,
     opened,
     same_bits,
     set_metric,
@@ -357,6 +359,92 @@ def test_a_resume_knows_who_answered_the_first_of_two_exchanges(
     assert {c["job"] for c in again.configs} == {"displaced"}
     assert same_bits(result.arrays, expected.arrays)
     assert result.train_metrics_clientapp[1]["num-gradients"] == 2
+
+
+def gradients_displaced(app: Watched, where: Path, **options: Any) -> CurvatureResult:
+    """Do a round of two exchanges."""
+    strategy = FedGA(beta=0.5, fraction_evaluate=0.0)
+    grid = LocalGrid(app, 3)
+    return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, **options)
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_a_later_exchange_was_made_of_may_not_get_lost(tmp_path: Path) -> None:
+    expected = gradients_displaced(Watched(), tmp_path / "whole")
+    stopped, where = Watched(), tmp_path / "stopped"
+    stopped.tamper = dict.fromkeys((0, 2), kill_after(4, stopped))
+    with pytest.raises(KeyboardInterrupt):
+        gradients_displaced(stopped, where)
+    uploads = where / "uploads-0001"
+    spoil(uploads / "exchange-1" / "partition-1.safetensors")
+    for _ in range(2):  # the damaged file is set aside, and still missing
+        app = Watched()
+        with pytest.raises(CheckpointError, match=r"partition-1 is damaged.*delete"):
+            gradients_displaced(app, where, resume=True)
+        assert not app.trained
+    shutil.rmtree(uploads)
+    result = gradients_displaced(Watched(), where, resume=True)
+    assert same_bits(result.arrays, expected.arrays)
+
+
+def test_what_only_its_own_step_was_made_of_is_asked_for_again(tmp_path: Path) -> None:
+    expected = start(num_rounds=1, where=tmp_path / "whole")
+    where = tmp_path / "stopped"
+    start(num_rounds=1, where=where)
+    (where / "round-0001.safetensors").unlink()  # as a crash before it leaves it
+    spoil(where / "uploads-0001" / "exchange-1" / "partition-2.safetensors")
+    app = Watched()
+    result = start(app, where, num_rounds=1, resume=True)
+    assert app.trained == [(1, 2)]
+    assert same_bits(result.arrays, expected.arrays)
+    assert len(result.uploads) == CLIENTS
+
+
+@pytest.mark.parametrize("lost", [1, 11])
+def test_the_last_of_many_exchanges_is_opened_again(
+    tmp_path: Path, lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who missed the first one cannot join the others, which the log tells."""
+
+    class Loses(LocalGrid):
+        """Holds one reply back for good."""
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            asked = [p for _, p in app.trained].count(3)
+            held = node_of(self, 3) if asked == lost else None
+            return [
+                r
+                for r in replies
+                if r.metadata.src_node_id != held or r.metadata.message_type == "query"
+            ]
+
+    def run(grid: LocalGrid, **options: Any) -> CurvatureResult:
+        strategy = FedFisherOneShot(
+            aggregate="sums", iterations=9, fraction_evaluate=0.0
+        )
+        where = {"checkpoint_dir": tmp_path, "timeout": 1}
+        return strategy.start(grid, tiny_arrays(), **where, **options)
+
+    app = Watched()
+    first = run(Loses(app, 4))
+    assert first.train_metrics_clientapp[1]["num-missing"] == 1
+    again = Watched()
+    with caplog.at_level("WARNING", logger="flwr"):
+        result = run(LocalGrid(again, 4), resume=True, reopen=True)
+    metrics = result.train_metrics_clientapp[1]
+    if lost == 1:
+        assert not again.trained
+        assert "without partition-3, who missed an earlier one" in caplog.text
+    else:
+        assert again.configs[-1]["iteration"] == 9
+        assert again.trained == [(1, 3)]
+        assert "num-missing" not in metrics
 
 
 # What is refused

@@ -522,6 +522,33 @@ def test_the_minimum_is_a_floor_of_the_sample(row: Row, which: str) -> None:
     assert sampled(row, **everyone) == [list(range(6))] * 4
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_rounds": "3"}, "num_rounds must be an integer, got '3'"),
+        ({"num_rounds": -1}, "num_rounds must be"),
+        ({"timeout": None}, "timeout must be"),
+        ({"timeout": -5}, "timeout must be"),
+    ],
+)
+def test_arguments_of_start_are_looked_at(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        FedFish().start(LocalGrid(tiny_app(), 2), tiny_arrays(), **options)
+
+
+def test_hooks_of_a_subclass_that_start_does_not_call_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Own(FedFish):
+        def aggregate_train(self, *args: Any) -> Any:
+            raise AssertionError("nobody calls it")
+
+    with caplog.at_level("WARNING", logger="flwr"):
+        Own(fraction_evaluate=0.0).start(LocalGrid(tiny_app(), 2), tiny_arrays())
+    assert "does not call Own.aggregate_train: override exchanges()" in caplog.text
+    assert "configure_train" not in caplog.text
+
+
 def test_start_samples_as_the_hooks_do(row: Row) -> None:
     app = Watched()
     half = {"fraction_train": 0.5, "fraction_evaluate": 0.5}

@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from flwr_fisher.client.examples import read_examples
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import derive_seed, seed_of_clients
+from flwr_fisher.server import flower_rounds
 from flwr_fisher.strategies import (
     DONE,
     FAGH,
@@ -534,6 +536,31 @@ def test_stage_1_evaluates_on_its_own_clients_and_stage_2_on_its() -> None:
         x, y = tiny_data(i).tensors
         right, total = right + int((model(x).argmax(1) == y).sum()), total + len(y)
     assert scores[ROUNDS]["accuracy"] == pytest.approx(right / total)
+
+
+def test_without_clients_stage_1_is_not_evaluated_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flower's own sampling would wait for them for ever."""
+    monkeypatch.setattr(flower_rounds, "TO_EVALUATE", 1.0)
+
+    class Leaves(LocalGrid):
+        """All but one are away for a while when the first round has been trained."""
+
+        away = 0.0
+
+        def get_node_ids(self) -> list[int]:
+            nodes = list(super().get_node_ids())
+            if not self.away and len(app.trained) == CLIENTS:
+                self.away = time.monotonic() + 2.5
+            return nodes[:1] if time.monotonic() < self.away else nodes
+
+    app = Watched(client_app())
+    strategy = tct(stage1=FedAvg())
+    result = strategy.start(Leaves(app, CLIENTS), tiny_arrays(), num_rounds=ROUNDS)
+    assert "no client evaluates: 1 nodes are connected after 1 s" in caplog.text
+    assert sorted(result.evaluate_metrics_clientapp) == [2]
+    assert metric(result, "stage") == [1, 1, 2, 2, 2]
 
 
 def test_clients_may_evaluate_on_training_data_but_not_personalise(

@@ -358,3 +358,21 @@ def test_without_a_window_those_who_were_missing_are_asked_again(
     )
     assert len(again.uploads) == 3
     assert sorted(p for _, p in app.trained) == [0, 1, 2]
+
+
+def test_who_came_since_is_told_that_a_round_without_a_window_asks_others(
+    clock: FullClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Watched(tiny_app())
+    comes = {2: between(50, inf)}
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "timeout": 20}
+    FedFisherOneShot(**options_of(policy=LIFTED)).start(
+        ClockedGrid(app, comes, clock, 3), tiny_arrays(), **options
+    )
+    clock.now = 100
+    again = FedFisherOneShot(**options_of(policy=LIFTED)).start(
+        ClockedGrid(app, comes, clock, 3), tiny_arrays(), **options,
+        resume=True, reopen=True,
+    )  # fmt: skip
+    assert len(again.uploads) == 2
+    assert "not asked, since round 1 began without them: partition-2" in caplog.text

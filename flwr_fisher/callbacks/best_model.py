@@ -41,7 +41,7 @@ class BestModel:
     ) -> None:
         """Write it, if no round before was as good."""
         values = self._watched.values(server_round, history)
-        if max(values, key=lambda n: (values[n], -n)) != server_round:
+        if max(values, key=lambda n: (values[n], -n), default=0) != server_round:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"round": str(server_round), "metric": self._watched.name}

@@ -57,7 +57,7 @@ class EarlyStopping:
         ):
             if value > best + self.min_delta or since == 0:
                 best, since = value, number
-        if server_round - since < self.patience:
+        if not since or server_round - since < self.patience:
             return False
         logger.info(
             "'%s' has not become better since round %s", self._watched.name, since

@@ -26,19 +26,27 @@ class Watched:
     def values(self, server_round: int, history: History) -> dict[int, float]:
         """Return what there is of it by round; where it is larger, it is better.
 
+        There may be none yet: not every round need be evaluated.
+
         Raises
         ------
         ConfigurationError
-            If neither this round nor any before has it, or it is a list.
+            If no round has it, and one has others of its kind, or it is a list.
         """
-        known = {n: r[self.name] for n, r in history.items() if n and self.name in r}
-        if not known:
-            names = sorted({name for record in history.values() for name in record})
+        known = {n: r[self.name] for n, r in history.items() if self.name in r}
+        names = sorted({name for record in history.values() for name in record})
+        kind = self.name.partition("/")[0]
+        if not known and any(name.partition("/")[0] == kind for name in names):
             raise ConfigurationError(
                 f"no round up to {server_round} has the metric '{self.name}'; there "
                 f"are: {', '.join(names)}"
             )
-        return {number: self._better(value) for number, value in known.items()}
+        if not known and "/" not in self.name:
+            raise ConfigurationError(
+                f"'{self.name}' is no name of a metric, such as 'server/accuracy' or "
+                "'evaluate/loss'"
+            )
+        return {n: self._better(value) for n, value in known.items() if n}
 
     def _better(self, value: Value) -> float:
         if isinstance(value, list):

@@ -67,7 +67,7 @@ class TrainingCheckpoint:
         try:
             data = io.BytesIO(saved[0]["data"].numpy().tobytes())
             content = torch.load(data, weights_only=True)
-            _set_random(content["random"])
+            set_random(content["random"])
             return dict(content["state"])
         except (pickle.UnpicklingError, RuntimeError, KeyError, ValueError) as error:
             logger.warning("A training cannot go on, and starts anew: %s", error)
@@ -88,7 +88,7 @@ class TrainingCheckpoint:
             return
         data = io.BytesIO()
         try:
-            torch.save({"state": dict(state), "random": _random()}, data)
+            torch.save({"state": dict(state), "random": random_states()}, data)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             logger.warning("This training is not kept: %s", error)
             return
@@ -106,7 +106,7 @@ class TrainingCheckpoint:
             self._store.drop(_NAME)
 
 
-def _random() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
     """Return the states of the random numbers that :func:`seeded` seeds."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -118,7 +118,8 @@ def _random() -> dict[str, Any]:
     }
 
 
-def _set_random(states: Mapping[str, Any]) -> None:
+def set_random(states: Mapping[str, Any]) -> None:
+    """Put back what :func:`random_states` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
         torch.cuda.set_rng_state_all(states["cuda"])

@@ -254,7 +254,7 @@ class FisherOptions:
         start: Params,
         params: dict[str, Tensor],
         curvature: Curvature | None,
-        num_examples: int,
+        num_examples: float,
     ) -> ArrayRecord:
         """Return the uploaded record, for parameters before and after training."""
         if curvature is None:

@@ -3,6 +3,7 @@
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from flwr_fisher import __version__
+from flwr_fisher.client.store import partition_of
 from flwr_fisher.wire import LIBRARY
 
 
@@ -28,7 +29,8 @@ def identify(message: Message, context: Context) -> Message:
         app = ClientApp()
         app.query()(identify)
     """
-    own = {k: int(v) for k, v in context.node_config.items() if k == "partition-id"}
+    named = "partition-id" in context.node_config
+    own = {"partition-id": partition_of(context)} if named else {}
     content = RecordDict({"metrics": MetricRecord({**own})})
     content["config"] = ConfigRecord({LIBRARY: __version__})
     return Message(content, reply_to=message)

@@ -1,11 +1,17 @@
 """LocalSGD after an epoch: what it must have back to go on, bit for bit."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 
-from flwr_fisher.client.checkpoint import TrainingCheckpoint
+from flwr_fisher.client.checkpoint import (
+    TrainingCheckpoint,
+    random_states,
+    set_random,
+)
+from flwr_fisher.log_lines import logger
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
@@ -54,19 +60,44 @@ class KeptTraining:
 
     def load(self) -> tuple[int, int, float]:
         """Put all back; return the last epoch and step, and the epoch's mean loss."""
+        fresh = random_states()
         if (saved := self.checkpoint.load()) is None:
             return 0, 0, 0.0
-        for name, part in self.parts.items():
-            part.load_state_dict(saved[name])
-        for generator, state in zip(self.generators, saved["generators"], strict=True):
-            generator.set_state(state)
+        before = deepcopy(self._states())
+        try:
+            self._put_back(saved)
+        except Exception as error:  # of another loader, optimiser or torch
+            logger.warning(
+                "The training that was kept does not fit this one, which starts anew: "
+                "%s: %s",
+                type(error).__name__,
+                error,
+            )
+            self._put_back(before)
+            set_random(fresh)
+            return 0, 0, 0.0
         return saved["epoch"], saved["step"], saved["mean"]
+
+    def _states(self) -> dict[str, Any]:
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        generators = [generator.get_state() for generator in self.generators]
+        return {**states, "kinds": self._kinds(), "generators": generators}
+
+    def _kinds(self) -> dict[str, str]:
+        return {name: type(part).__name__ for name, part in self.parts.items()}
+
+    def _put_back(self, states: Mapping[str, Any]) -> None:
+        if states["kinds"] != self._kinds():
+            raise ValueError(f"it was of {states['kinds']}, and is of {self._kinds()}")
+        pairs = list(zip(self.generators, states["generators"], strict=True))
+        for name, part in self.parts.items():
+            part.load_state_dict(states[name])
+        for generator, state in pairs:
+            generator.set_state(state)
 
     def save(self, epoch: int, step: int, mean: float) -> None:
         """Keep all, after an epoch."""
         if not self.checkpoint.is_kept:
             return
-        states = {name: part.state_dict() for name, part in self.parts.items()}
-        generators = [generator.get_state() for generator in self.generators]
         numbers = {"epoch": epoch, "step": step, "mean": mean}
-        self.checkpoint.save({**states, "generators": generators, **numbers})
+        self.checkpoint.save({**self._states(), **numbers})

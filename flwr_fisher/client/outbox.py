@@ -126,6 +126,7 @@ class Outbox:
             self.store.save(_NAME, self.step, tensors, note=json.dumps(note))
         except ClientError as error:
             logger.warning("This upload is not kept: %s", error)
+            return  # its training, which may be, makes it again
         self.training().done()
 
     def training(self) -> TrainingCheckpoint:

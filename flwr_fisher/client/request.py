@@ -15,6 +15,8 @@ from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.wire import arrays_to_tensors, split_config, split_groups
 
+_WEIGHT = "num-examples"
+
 
 @dataclass(frozen=True)
 class Request:
@@ -86,6 +88,23 @@ class Request:
         seed = derive_seed(whole_number(options, "seed", 0), server_round, client)
         return cls(
             params, groups, options, config, seed, client, num_examples, server_round
+        )
+
+    def weight(self, metrics: Mapping[str, Any]) -> float:
+        """Return what the client counts for: as its loop says, or by its examples.
+
+        Raises
+        ------
+        ClientError
+            If the loop says no positive number.
+        """
+        told = metrics.get(_WEIGHT, self.num_examples)
+        if isinstance(told, int | float) and 0 < told < float("inf"):
+            weight: float = told
+            return weight
+        raise ClientError(
+            f"train_fn returned {_WEIGHT!r}: {told!r:.80}, and a client's weight is a "
+            "positive number"
         )
 
     @property

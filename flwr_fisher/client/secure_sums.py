@@ -117,7 +117,13 @@ class SecureSumsMod:
     def store(self, session: bytes, client: int) -> ClientStore:
         """Return where the secrets of one session are."""
         root = Path(self.state_dir).expanduser() / "secure"
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ClientError(
+                f"cannot keep the secrets of a sum in {root}: {error}; pass "
+                "SecureSumsMod(state_dir=...) another place"
+            ) from error
         run = int.from_bytes(session, "big")
         return ClientStore(root, run, client, max_bytes=self.state_bytes)
 

@@ -29,8 +29,23 @@ _FILE = re.compile(rf"{_LOCK}|[a-z-]+-\d{{6,}}\.(\d+{re.escape(ASIDE)}|{SUFFIX[1
 
 
 def partition_of(context: Context) -> int:
-    """Return what a client is known by in every run: its partition, or its node."""
-    return int(context.node_config.get("partition-id", context.node_id))
+    """Return what a client is known by in every run: its partition, or its node.
+
+    Raises
+    ------
+    ClientError
+        If its ``partition-id`` is no integer.
+    """
+    told = context.node_config.get("partition-id", context.node_id)
+    try:
+        if (number := int(told)) == float(told) or isinstance(told, int):
+            return number
+    except ValueError:
+        pass
+    raise ClientError(
+        f"the node's partition-id is {told!r:.80}, and must be an integer: start it "
+        "with --node-config 'partition-id=0', say, or without one"
+    )
 
 
 class ClientStore:
@@ -177,7 +192,8 @@ class ClientStore:
         except (SafetensorError, OSError) as error:
             raise ClientError(
                 f"cannot keep this client's state in {self.path}: {error}; pass "
-                "FisherClient(state_dir=...) another place"
+                "FisherClient(state_dir=...) another place, or SecureSumsMod(state_dir="
+                "...) where it is a sum's"
             ) from error
         use(path)
         kept = {path, *([] if keep is None else [self._file(name, keep)])}

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from safetensors import SafetensorError
 from torch import Tensor
@@ -134,7 +135,7 @@ class CheckpointDir:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.path)
         sweep([self.path, *self.path.glob("uploads-*/**/")])
@@ -150,7 +151,11 @@ class CheckpointDir:
         """Write down that a run with these options begins."""
         self.run = secrets.token_hex(8)
         (self.path / _HISTORY).unlink(missing_ok=True)  # of a run without a round
-        write_json(self.path / _RUN, self._named(_RUN), {"options": dict(options)})
+        plain = {  # of NumPy's numbers, those that JSON holds
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in options.items()
+        }
+        write_json(self.path / _RUN, self._named(_RUN), {"options": plain})
 
     def load_options(self) -> dict[str, Any]:
         """Return the run's options, and learn which run it is.
@@ -288,13 +293,35 @@ class CheckpointDir:
             )
         if (record := self.load_exchange(last)) is not None:
             self.save_exchange(last, replace(record, opened=time.time(), closed=None))
+        self._tell_left_behind(server_round, last)
         return True
+
+    def _tell_left_behind(self, server_round: int, last: str) -> None:
+        """Tell who missed an exchange before the last one, which alone opens again."""
+        round_folder, _, name = last.partition("/")
+        missing = set[str]()
+        for index in range(1, int(name.rpartition("-")[2])):
+            record = self.load_exchange(f"{round_folder}/exchange-{index}")
+            missing |= set() if record is None else record.missing.keys()
+        if missing:
+            logger.warning(
+                "reopen: round %s is opened at the last of its exchanges, without %s, "
+                "who missed an earlier one",
+                server_round,
+                ", ".join(sorted(missing)),
+            )
 
     def _last_exchange(self, server_round: int) -> str | None:
         """Return the folder of a round's last exchange, if it has begun one."""
         uploads = self.path / f"uploads-{server_round:04d}"
-        folders = sorted(uploads.glob("exchange-*"))
-        return f"{uploads.name}/{folders[-1].name}" if folders else None
+        folders = [path.name for path in uploads.glob("exchange-*")]
+        last = max(folders, key=lambda name: int(name.rpartition("-")[2]), default=None)
+        return last and f"{uploads.name}/{last}"
+
+    def is_last(self, folder: str) -> bool:
+        """Return whether no later exchange of a folder's round has begun."""
+        server_round = int(folder.partition("/")[0].rpartition("-")[2])
+        return self._last_exchange(server_round) == folder
 
     def save_upload(
         self,

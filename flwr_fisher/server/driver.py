@@ -29,6 +29,8 @@ from flwr_fisher.server.secure_sums import secured
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 
+TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
+
 
 class Method(Sampling, Protocol):
     """A strategy, as far as the server knows it."""
@@ -154,17 +156,19 @@ class Driver:
         weighted_by_key: str,
         policy: Policy,
         waiting: Waiting,
+        grid: Grid | None = None,
     ) -> None:
         """Have clients evaluate the run's parameters, as the strategy says.
 
-        Who has nothing to evaluate on says so, and is not asked again.
+        Who has nothing to evaluate on says so, and is not asked again. `grid` is what
+        the strategy samples from, by default the run's.
         """
         self.server_round = server_round
         config = ConfigRecord({**config, **named_options({"may-abstain": True})})
         messages = [
             message
             for message in strategy.configure_evaluate(
-                server_round, self.run.arrays(), config, self.grid
+                server_round, self.run.arrays(), config, grid or self.grid
             )
             if message.metadata.dst_node_id not in cohort.abstaining
         ]

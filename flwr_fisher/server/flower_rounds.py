@@ -23,7 +23,7 @@ from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort, Sample
-from flwr_fisher.server.driver import Driver
+from flwr_fisher.server.driver import TO_EVALUATE, Driver
 from flwr_fisher.server.exchange import ServerState, Step, Upload
 from flwr_fisher.server.gather import Gathering
 from flwr_fisher.server.policy import Policy
@@ -123,6 +123,29 @@ class FlowerRounds:
         run.stepped(server_round, Step(state), [], joined)
         self._last = server_round
         return {upload.client: upload.metrics for upload in uploads}
+
+    def evaluate(self, driver: Driver, server_round: int, config: ConfigRecord) -> None:
+        """Have its clients evaluate; without enough of them, warn."""
+        listing = _Listing(driver.grid)
+        if getattr(self.inner, "fraction_evaluate", 1.0):
+            names = ("min_available_nodes", "min_evaluate_nodes")
+            most = max(getattr(self.inner, name, 1) for name in names)
+            timeout = min(driver.timeout, TO_EVALUATE)
+            try:
+                listing.nodes = self.cohort.ready(driver.grid, most, most, timeout)
+            except RoundError as error:  # what was trained does not depend on it
+                logger.warning("configure_evaluate: no client evaluates: %s", error)
+                return
+        driver.evaluate(
+            self.strategy,
+            self.cohort,
+            server_round,
+            config,
+            self.weighted_by_key,
+            self.policy,
+            self.waiting,
+            grid=cast(Grid, listing),
+        )
 
     def _admission(self, like: Mapping[str, Tensor]) -> Admission[PlainUpload]:
         return Admission(

@@ -1,7 +1,7 @@
 """The replies to one exchange: from disk, from those who are asked, from who comes."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Message
@@ -15,6 +15,7 @@ from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.kept import KeptExchange
 from flwr_fisher.server.mailbox import Receive
 from flwr_fisher.server.receive import receive, restore
+from flwr_fisher.server.rejections import listed
 from flwr_fisher.server.waiting import Waiting
 
 _DEAD, _SILENT = 60.0, 3600.0  # seconds until a node is asked again, at first
@@ -103,8 +104,14 @@ class Gathering:
         if record is not None:
             self.cohort.connected = record.connected
             if record.closed is not None:
-                self.cohort.recall_absences(record.absences)
-                return record
+                there = {upload.client for upload in admission.admitted}
+                if lost := set(record.closed) - there:
+                    record = self.kept.reopen(record, lost)
+                else:
+                    self.cohort.recall_absences(record.absences)
+                    return record
+            if record.clients is not None and record.connected <= len(record.clients):
+                self._tell_newcomers(record.clients)
         messages, timeout = list[Message](), self.timeout
         if self._in_window(record):
             if record is None:
@@ -136,6 +143,20 @@ class Gathering:
             )
         self._tell_absent()
         return record
+
+    def _tell_newcomers(self, clients: Collection[str]) -> None:
+        """Tell who was not there when all that were there were asked."""
+        mailbox = self.cohort.mailbox(self.grid)
+        nodes = self.cohort.learn(mailbox, list(self.grid.get_node_ids()), self.timeout)
+        expected = {*clients, *self.opened.admission.done()}
+        new = [n for n in nodes if not self.cohort.identity(n).names & expected]
+        if new:
+            logger.warning(
+                "configure_train: not asked, since round %s began without them: %s; "
+                "one that begins with Waiting(window=...) takes whoever comes",
+                self.opened.server_round,
+                listed([self.cohort.name(node) for node in new]),
+            )
 
     def _in_window(self, record: ExchangeRecord | None) -> bool:
         """Return whether whoever comes is asked: as the exchange was begun."""

@@ -9,6 +9,7 @@ from typing import Any
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger
+from flwr_fisher.server.named_files import writing
 
 Record = dict[str, Any]
 
@@ -35,7 +36,7 @@ class History:
         """Write a round's record; it is on the disk when this returns."""
         line = {"run": self.run, "round": server_round, "record": record}
         text = json.dumps({**line, "digest": digest_of(line)})
-        with self.path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             file.write(f"{text}\n")
             file.flush()
             os.fsync(file.fileno())

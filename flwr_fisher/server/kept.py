@@ -1,12 +1,13 @@
 """What is on disk of one exchange, if the run is kept at all."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 
+from flwr_fisher.errors import CheckpointError
 from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.checkpoint import CheckpointDir, ExchangeRecord
 from flwr_fisher.server.identity import Identity
@@ -37,6 +38,27 @@ class KeptExchange:
         record = ExchangeRecord(clients, wanted, connected, time.time())
         if self._disk is not None:
             self._disk.save_exchange(self._folder, record)
+        return record
+
+    def reopen(self, record: ExchangeRecord, lost: Collection[str]) -> ExchangeRecord:
+        """Remember that it is to be closed anew, since uploads of it are damaged.
+
+        Raises
+        ------
+        CheckpointError
+            If a later exchange has begun, which the uploads that are lost have a part
+            in.
+        """
+        assert self._disk is not None
+        if not self._disk.is_last(self._folder):
+            folder, names = self._disk.path / self._folder, ", ".join(sorted(lost))
+            raise CheckpointError(
+                f"{folder}: the upload of {names} is damaged, and the round has gone "
+                f"on with it: put it back, or delete {folder.parent} to do the round "
+                "again"
+            )
+        record = replace(record, opened=time.time(), closed=None)
+        self._disk.save_exchange(self._folder, record)
         return record
 
     def close(

@@ -1,7 +1,8 @@
 """Files that say what they are and of which run, so that none passes for another."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,26 @@ def write(
     record: object,
 ) -> None:
     """Write tensors and a record under a name."""
-    save_record(path, tensors, {**name, "record": json.dumps(record)})
+    with writing(path):
+        save_record(path, tensors, {**name, "record": json.dumps(record)})
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file where a disk refuses it.
+
+    Raises
+    ------
+    CheckpointError
+        If it does.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}; see to its disk, then go on with "
+            "resume=True: what was written before is whole"
+        ) from error
 
 
 def read(
@@ -58,7 +78,8 @@ def write_json(path: Path, name: Mapping[str, str], record: object) -> None:
     """Write a record alone, as a text that can be read."""
     content = {**name, "record": record}
     text = json.dumps({**content, "digest": digest_of(content)}, indent=1)
-    save_text(path, f"{text}\n")
+    with writing(path):
+        save_text(path, f"{text}\n")
 
 
 def read_json(path: Path, way_out: str) -> tuple[dict[str, str], dict[str, Any]]:

@@ -142,6 +142,7 @@ class LocalGrid(Grid):
         message.content = round_trip(sent)
         try:
             reply = self.client_app(message, self._contexts[node])
+            received = round_trip(reply.content) if reply.has_content() else None
         except Exception as error:  # as the simulation does, whatever a client raises
             reason = self._failures.tell(f"partition-{self.nodes[node]}", error)
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
@@ -150,8 +151,8 @@ class LocalGrid(Grid):
             message.content = sent  # the sender may hold it: the client's copy goes
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
             return _answers_another(message, reply)
-        if reply.has_content():
-            reply.content = round_trip(reply.content)
+        if received is not None:
+            reply.content = received
         return reply
 
 

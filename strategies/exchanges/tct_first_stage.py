@@ -63,7 +63,6 @@ class FirstStage:
                 "stage1 has one: take another strategy, such as FedAvg, FedProx or "
                 "Scaffold"
             )
-        self._strategy, self._cohort = strategy, cohort
         self._own = strategy if isinstance(strategy, CurvatureStrategy) else None
         self._weighted_by_key, self._policy = weighted_by_key, policy
         self._waiting = waiting
@@ -137,12 +136,13 @@ class FirstStage:
 
     def evaluate(self, driver: Driver, server_round: int, config: ConfigRecord) -> None:
         """Have clients evaluate as the strategy does."""
-        if self._own is not None:
-            self._own.timeout = driver.timeout
-        cohort = self._cohort if self._own is None else self._own.cohort
+        if self._own is None:
+            self._hooks.evaluate(driver, server_round, config)
+            return
+        self._own.timeout = driver.timeout
         driver.evaluate(
-            self._strategy,
-            cohort,
+            self._own,
+            self._own.cohort,
             server_round,
             config,
             self._weighted_by_key,

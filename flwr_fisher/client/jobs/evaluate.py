@@ -232,8 +232,9 @@ def _with_epochs(train_fn: TrainFn, epochs: int) -> TrainFn:
             "personalisation trains for a number of epochs of its own: it needs a "
             "train_fn that is LocalSGD, or another dataclass with a field 'epochs'"
         )
-    quiet = {"on_epoch": None} if "on_epoch" in names else {}
-    changed: TrainFn = dataclasses.replace(fn, epochs=epochs, **quiet)
+    plain = {"on_epoch": None, "swa_epochs": 1}  # what hangs on the number of epochs
+    other = {name: value for name, value in plain.items() if name in names}
+    changed: TrainFn = dataclasses.replace(fn, epochs=epochs, **other)
     return changed
 
 

@@ -6,6 +6,7 @@ with whatever vectors the server's conjugate gradients need.
 
 import json
 from dataclasses import dataclass
+from functools import partial
 
 from flwr.app import ArrayRecord
 from torch import Tensor
@@ -38,13 +39,18 @@ class _Kept:
 
     params: dict[str, Tensor]
     curvature: Curvature
-    num_examples: int
+    num_examples: float
+
+    def tensors(self) -> dict[str, Tensor]:
+        params = {f"{_PARAMS}{name}": value for name, value in self.params.items()}
+        return {**params, **curvature_to_tensors(self.curvature)}
+
+    def check_room(self, store: ClientStore) -> None:
+        store.check_room(sum(value.nbytes for value in self.tensors().values()))
 
     def save(self, problem: LocalProblem, request: Request) -> None:
-        params = {f"{_PARAMS}{name}": value for name, value in self.params.items()}
-        tensors = {**params, **curvature_to_tensors(self.curvature)}
-        store = _store(problem, request)
-        store.check_room(sum(value.nbytes for value in tensors.values()))
+        tensors, store = self.tensors(), _store(problem, request)
+        self.check_room(store)
         note = json.dumps({_COUNT: self.num_examples})
         store.save(_NAME, request.server_round, tensors, note=note)
 
@@ -83,12 +89,13 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
     """
     options = FisherOptions.of(request.options, request.params, problem.train_fn)
-    dry_run(problem, request, options, _with_traces)
+    store = _store(problem, request)
+    dry_run(problem, request, options, partial(_with_traces, store))
     metrics, curvature = options.train(problem, request.config)
     if curvature is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
     params = problem.state_like(request.params)
-    count = int(metrics.get(_COUNT, request.num_examples))
+    count = request.weight(metrics)
     wanted = {
         name: real_number(request.options, name, 0.0)
         for name in ("shrink", "damping", "balance")
@@ -99,7 +106,11 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     return Reply({**metrics, _COUNT: count}, upload.to_arrays())
 
 
-def _with_traces(params: Params, curvature: Curvature) -> ArrayRecord:
+def _with_traces(
+    store: ClientStore, params: Params, curvature: Curvature
+) -> ArrayRecord:
+    """Pack the largest upload, of a client that has room for what it keeps."""
+    _Kept({**params}, curvature, 1).check_room(store)
     product = select(params, curvature.shapes)
     return FisherProduct(product, partial_traces(curvature)).to_arrays()
 

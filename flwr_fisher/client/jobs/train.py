@@ -28,10 +28,9 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     dry_run(problem, request, options)
     metrics, curvature = options.train(problem, request.config)
     params = problem.state_like(request.params)
-    # A loop may weight its client by another number than that of its examples.
-    count = int(metrics.get("num-examples", request.num_examples))
+    count = request.weight(metrics)
     arrays = options.arrays(request.params, params, curvature, count)
     if request.options.get("report-local"):
         metrics |= local_scores(problem, request.client)
-    logger.info("Partition %s: trained on %s examples", request.client, count)
+    logger.info("Partition %s: trained on %g examples", request.client, count)
     return Reply(metrics, arrays)
