@@ -6,8 +6,9 @@ Long: a third of it is the docstrings of what a strategy says, and of `start`.
 import textwrap
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from inspect import signature
 from math import isfinite
 from pathlib import Path
@@ -50,6 +51,20 @@ _RANGES: dict[str, tuple[int, ...]] = {
 }
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _INDENT = 10  # columns before a line of the settings in the log
+# What Flower's older strategies call it.
+_OLDER = {"fraction_fit": "fraction_train", "min_fit_clients": "min_train_nodes"}
+_OLDER |= {"min_available_clients": "min_available_nodes"}
+_OLDER |= {"min_evaluate_clients": "min_evaluate_nodes"}
+
+
+def _meant(unknown: Iterable[str], known: Collection[str]) -> str:
+    """Return what keywords may have been meant, as the end of an error."""
+    close = {
+        name: _OLDER.get(name) or next(iter(get_close_matches(name, known)), None)
+        for name in unknown
+    }
+    found = [f"{other} for {name}" for name, other in close.items() if other]
+    return f"; did you mean {', '.join(found)}?" if found else ""
 
 
 class CurvatureStrategy(FedAvg):
@@ -101,8 +116,11 @@ class CurvatureStrategy(FedAvg):
         **kwargs: Any,
     ) -> None:
         if unknown := sorted(kwargs.keys() - signature(FedAvg).parameters.keys()):
+            own = signature(type(self)).parameters.keys()
+            known = {*own, *signature(FedAvg).parameters} - {"self", "kwargs"}
             raise TypeError(
                 f"{type(self).__name__}() got unexpected keyword arguments {unknown}"
+                f"{_meant(unknown, known)}"
             )
         for name in kwargs.keys() & _RANGES.keys():
             check_range(name, kwargs[name], *_RANGES[name])

@@ -417,12 +417,52 @@ def test_classes_that_are_second_are_refused_where_labels_show_it(how):
     model, x = tokens()
     second = nn.Sequential(model, Swapped())
     y = torch.randint(7, (6, 3))
-    with pytest.raises(StructureError, match=r"\(6, 7, 3\).*last.*transpose\(1, 2\)"):
+    with pytest.raises(StructureError, match=r"\(6, 7, 3\).*last.*movedim\(1, -1\)"):
         fisher(second, [(x, y)], structure="diagonal", **how)
     fisher(model, [(x, y)], structure="diagonal", **how)
     if "empirical" not in how.get("expectation", ""):
         fisher(model, [(x, torch.zeros(6))], structure="diagonal", **how)
         fisher(model, [(x, ["a label"] * 6)], structure="diagonal", **how)
+
+
+PER_OUTPUT = {
+    "several labels": ((6, 5), torch.ones(6, 5)),
+    "as integers": ((6, 5), torch.ones(6, 5).long()),
+    "numbers": ((6, 5), torch.full((6, 5), -0.3)),
+    "masks": ((6, 1, 4, 4), torch.zeros(6, 1, 4, 4)),
+    "soft, classes second": ((6, 2, 4, 3), torch.full((6, 2, 4, 3), 0.5)),
+}
+
+
+class Reshaped(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.head, self.shape = nn.Linear(3, torch.Size(shape).numel()), shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).reshape(len(x), *self.shape)
+
+
+@pytest.mark.parametrize("case", PER_OUTPUT)
+def test_a_label_for_each_output_is_none_of_a_class(case):
+    shape, y = PER_OUTPUT[case]
+    model, x = Reshaped(*shape[1:]), torch.randn(6, 3)
+    with pytest.raises(StructureError, match=r"each output.*likelihood='bernoulli'"):
+        fisher(model, [(x, y)], structure="diagonal")
+    fisher(model, [(x, y)], structure="diagonal", likelihood="gaussian")
+
+
+def test_masks_of_classes_that_are_second_are_told_so():
+    x, y = torch.randn(6, 3), torch.randint(2, (6, 1, 4, 5))
+    with pytest.raises(StructureError, match=r"classes second.*movedim\(1, -1\)"):
+        fisher(Reshaped(2, 4, 5), [(x, y)], structure="diagonal")
+
+
+def test_soft_labels_are_of_classes():
+    y = torch.full((6, 5), 0.2)
+    x = torch.randn(6, 3)
+    given = fisher(Reshaped(5), [(x, y)], structure="diagonal")
+    assert given.shapes
 
 
 class Swapped(nn.Module):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from flwr.app import ArrayRecord
 from oracles import cut, flat, randn, relative, rng, seeded
 from torch import Tensor, nn
@@ -194,3 +195,24 @@ def test_a_run_with_it(strategy: Any) -> None:
     moved = result.arrays.to_torch_state_dict()
     assert all(v.isfinite().all() for v in moved.values())
     assert not torch.equal(moved["0.weight"], seeded(net)[0].weight)
+
+
+@pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
+def test_a_client_without_classes_scores_by_its_likelihood(likelihood: str) -> None:
+    """And does not train by the cross-entropy of classes."""
+    x, y = randn(1, 8, 4), (randn(2, 8, 1) > 0).float()
+    data = [(x, y)]
+
+    def train_fn(*args: Any) -> dict[str, float]:
+        return {"train_loss": 0.0}
+
+    model = nn.Linear(4, 1)
+    given = {"likelihood": likelihood, "device": "cpu"}
+    client = FisherClient(model, data, data, train_fn=train_fn, **given)
+    arrays = ArrayRecord(model.state_dict())
+    reply = ask(client, arrays, kind="evaluate")
+    loss = {"gaussian": F.mse_loss, "bernoulli": F.binary_cross_entropy_with_logits}
+    expected = loss[likelihood](model(x), y).item()
+    assert metrics_of(reply)["loss"] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ClientError, match=r"trains by the cross-entropy of classes"):
+        ask(FisherClient(model, data, **given), arrays)

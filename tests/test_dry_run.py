@@ -202,8 +202,8 @@ FAILURES = {
             "likelihood": "gaussian",
             "config": {"report-local": True},
         },
-        RuntimeError,
-        "Long",
+        DataError,
+        "labels of shape",
     ),
     "ekfac-once": (
         {"loader": None, "config": {"structure": "ekfac"}},

@@ -5,9 +5,11 @@ import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedProx
 from torch import nn
+from torch.utils.data import TensorDataset
 from virtual import ask, metrics_of, tiny_app, tiny_arrays, tiny_client, tiny_model
 
-from flwr_fisher.client import LocalSGD, make_client_app
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature import Diagonal, fisher
 from flwr_fisher.errors import (
     CheckpointError,
@@ -16,12 +18,17 @@ from flwr_fisher.errors import (
     DataError,
     ParamsError,
     RoundError,
+    WireError,
 )
 from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FAGH, TCT, FedFisherOneShot, Repeatable
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import tensors_to_arrays
+from flwr_fisher.wire.container import from_container
+from flwr_fisher.wire.packing import pack_params, unpack_params
 
 
 @pytest.mark.parametrize(
@@ -229,3 +236,53 @@ def test_features_that_are_no_numbers_lead_to_the_inputs():
         TCT(stage1_rounds=0, fraction_evaluate=0.0).start(
             LocalGrid(app, 3), ArrayRecord(model.state_dict()), num_rounds=2
         )
+
+
+@pytest.mark.parametrize("which", ["trainloader", "valloader"])
+def test_a_data_set_is_no_loader(which: str) -> None:
+    data = TensorDataset(torch.zeros(4, 3), torch.zeros(4).long())
+    loaders = {"trainloader": [(torch.zeros(4, 3), torch.zeros(4).long())]}
+    with pytest.raises(ConfigurationError, match=rf"{which} is a TensorDataset.*Data"):
+        FisherClient(nn.Linear(3, 2), **{**loaders, which: data})
+
+
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(ConfigurationError, match=r"model must be an nn.Module.*Net()"):
+        FisherClient(nn.Linear, [])
+
+
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_a_wrapped_model_is_told(wrapper: str) -> None:
+    inner = nn.Linear(3, 2)
+    problem = LocalProblem(nn.ModuleDict({wrapper: inner}), [])
+    with pytest.raises(ClientError, match=f"'{wrapper}.weight'.*in {wrapper}"):
+        problem.check_layout(shared_state(inner))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("structre", "structure"),
+        ("fraction_fit", "fraction_train"),
+        ("min_fit_clients", "min_train_nodes"),
+        ("checkpoint_folder", None),
+    ],
+)
+def test_a_keyword_may_be_close_to_one(name: str, meant: str | None) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword arguments .'{name}'") as e:
+        FedFisherOneShot(**{name: 1})
+    told = str(e.value).partition("did you mean ")[2]
+    assert told == (f"{meant} for {name}?" if meant else "")
+
+
+def test_a_reply_without_a_fisher_names_what_returns_one() -> None:
+    like = {"w": torch.zeros(3)}
+    with pytest.raises(WireError, match=r"got 'w': .* which fisher_arrays\(\.\.\.\)"):
+        from_container(tensors_to_arrays(like), limit=10**6, count=1)
+
+
+def test_another_dtype_is_told_by_its_bytes() -> None:
+    like = torch.zeros(3, 2)
+    half = pack_params(like.half(), 16)
+    with pytest.raises(WireError, match=r"12 bytes, expected 24 .* torch.float32"):
+        unpack_params(half, like, field="w")

@@ -66,21 +66,31 @@ def test_client_and_server_run_and_are_short(my_app, tmp_path, monkeypatch):
     assert (model(x).argmax(1) == y).float().mean() > 0.6
 
 
-def test_the_test_example_runs(my_app, monkeypatch):
-    client = ModuleType("client_app")
-    exec(CLIENT, client.__dict__)
-    monkeypatch.setitem(sys.modules, "client_app", client)
+def test_the_test_examples_run(my_app, tmp_path, monkeypatch):
+    for name, code in {"client_app": CLIENT, "server_app": SERVER}.items():
+        module = ModuleType(name)
+        exec(code, module.__dict__)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("HOME", str(tmp_path))
     namespace: dict[str, object] = {}
-    exec(blocks(DOCS / "testing.md")[0], namespace)
+    first, second = blocks(DOCS / "testing.md")
+    exec(first, namespace)
     assert set(namespace["result"].arrays) == set(shared_state(Net()))
+    exec(second, namespace)
+    assert (tmp_path / "model.pt").exists()
 
 
-def test_the_example_without_flower_runs():
+def test_the_examples_without_flower_run(tmp_path):
     model = Net()
     trained = [(Net(), load_data(partition)[0]) for partition in range(3)]
-    exec(blocks(DOCS / "without-flower.md")[0], {"trained": trained, "model": model})
-    first = trained[0][0].state_dict()
-    assert all(not torch.equal(v, first[k]) for k, v in model.state_dict().items())
+    names = {"trained": trained, "model": model, "folder": tmp_path}
+    first, second = blocks(DOCS / "without-flower.md")
+    exec(first, names)
+    start = trained[0][0].state_dict()
+    assert all(not torch.equal(v, start[k]) for k, v in model.state_dict().items())
+    exec(second, names)
+    merged = names["merged"].params
+    assert all(torch.equal(v, merged[k]) for k, v in model.state_dict().items())
 
 
 def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):

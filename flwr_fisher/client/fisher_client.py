@@ -85,7 +85,8 @@ class FisherClient:
     loss_fn : Callable, optional
         The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
         FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, which
-        ``LocalSGD`` has, or else :func:`cross_entropy`.
+        ``LocalSGD`` has; to score by, else the likelihood's (:func:`cross_entropy`,
+        binary cross-entropy, mean squared error).
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         What the model's outputs mean to the Fisher, by default ``categorical``, or a
         :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss is to be its

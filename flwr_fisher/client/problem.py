@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.feature_cache import CACHE_BYTES
@@ -25,9 +27,38 @@ from flwr_fisher.client.training import (
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.pairs import BatchFn, Pairs, as_pair
-from flwr_fisher.errors import ClientError, DataError, check_range, check_whole
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    DataError,
+    check_range,
+    check_whole,
+)
 from flwr_fisher.params import Params, select, trainable_names
 
+
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean squared error; the two are not broadcast.
+
+    Raises
+    ------
+    DataError
+        If their shapes differ.
+    """
+    if outputs.shape != labels.shape:
+        raise DataError(
+            f"labels of shape {tuple(labels.shape)} for outputs of shape "
+            f"{tuple(outputs.shape)}: give a number for each, or pass a loss_fn"
+        )
+    return F.mse_loss(outputs, labels)
+
+
+# Of a likelihood that has a name, where neither client nor loop name a loss.
+_LOSSES: dict[str, Loss] = {
+    "bernoulli": F.binary_cross_entropy_with_logits,
+    "gaussian": squared_error,
+}
+_WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel, and of torch.compile
 _READ_ONCE = ("builtins", "itertools")  # whose iterators never begin anew
 
 
@@ -47,8 +78,8 @@ class LocalProblem:
     train_fn : Callable
         Trains in place.
     loss_fn : Callable, optional
-        The mean loss of a batch. Default: the `train_fn`'s own ``loss_fn``, or else
-        :func:`~flwr_fisher.client.cross_entropy`.
+        The mean loss of a batch. Default: the `train_fn`'s own ``loss_fn``, or else the
+        likelihood's: cross-entropy, binary or of classes, or the mean squared error.
     likelihood : str | Likelihood
         What the outputs mean to the Fisher.
     device : torch.device
@@ -101,6 +132,17 @@ class LocalProblem:
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
+        if not isinstance(self.model, nn.Module):
+            raise ConfigurationError(
+                f"model must be an nn.Module, got {self.model!r:.80}: make one, Net()"
+            )
+        for name in ("trainloader", "valloader"):
+            loader = getattr(self, name)
+            if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+                raise ConfigurationError(
+                    f"{name} is a {type(loader).__name__}, which gives examples, and "
+                    f"batches are read: DataLoader({name}, batch_size=32), say"
+                )
         check_range("cache_bytes", self.cache_bytes, 1)
         for name in ("max_examples", "max_steps", "max_epochs", "state_bytes"):
             if (value := getattr(self, name)) is not None or name != "max_examples":
@@ -128,7 +170,8 @@ class LocalProblem:
         if self.loss_fn is not None:
             return self.loss_fn
         trained_with: Loss = getattr(self.train_fn, "loss_fn", cross_entropy)
-        return trained_with
+        named = _LOSSES.get(str(self.likelihood), cross_entropy)
+        return named if trained_with is cross_entropy else trained_with
 
     @property
     def differentiable_loss(self) -> Loss:
@@ -139,10 +182,11 @@ class LocalProblem:
         ClientError
             If it is the default, and outputs are no logits of classes.
         """
-        if not self.has_classes and self.loss is cross_entropy:
+        given = self.loss_fn or getattr(self.train_fn, "loss_fn", cross_entropy)
+        if not self.has_classes and given is cross_entropy:
             raise ClientError(
-                f"likelihood={self.likelihood!r} and no loss_fn, whose default is of "
-                "classes: pass the loss to differentiate, FisherClient(loss_fn=...)"
+                f"likelihood={self.likelihood!r} and no loss_fn, whose scale is the "
+                "step's: pass the loss to differentiate, FisherClient(loss_fn=...)"
             )
         return self.loss
 
@@ -159,9 +203,15 @@ class LocalProblem:
         Raises
         ------
         ClientError
-            If the loop returns anything else than numbers by name.
+            If the loop returns anything else than numbers by name, or would train by
+            the cross-entropy of classes where the likelihood has none.
         """
         loop: Any = self.train_fn
+        if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
+            raise ClientError(
+                f"likelihood={self.likelihood!r}, and {type(loop).__name__} trains by "
+                "the cross-entropy of classes: pass it the loss, LocalSGD(loss_fn=...)"
+            )
         data = self.for_train_fn(self.train_pairs)
         if _takes(loop, "checkpoint"):
             options["checkpoint"] = self.checkpoint
@@ -255,9 +305,14 @@ class LocalProblem:
         for name, tensor in params.items():
             if name not in own or own[name].shape != tensor.shape:
                 has = tuple(own[name].shape) if name in own else "no such entry"
+                way_out = "build the same model on both sides"
+                for wrapper in _WRAPPERS:
+                    if f"{wrapper}{name}" in own:
+                        has = f"it as {wrapper + name!r}"
+                        way_out = f"give the client the model that is in {wrapper[:-1]}"
                 raise ClientError(
                     f"the server sent {name!r:.80} of shape {tuple(tensor.shape)}, but "
-                    f"the client's model has {has}: build the same model on both sides"
+                    f"the client's model has {has}: {way_out}"
                 )
         if missing := [n for n in trainable_names(self.model) if n not in params]:
             raise ClientError(

@@ -81,8 +81,11 @@ def from_container(
         bytes, or has a header that is too long for that many parameters.
     """
     if list(record) != [PACKED]:
-        keys = ", ".join(map(repr, list(record)[:3]))
-        raise WireError(f"expected this key alone, got {keys}"[:200], field=PACKED)
+        keys = ", ".join(map(repr, list(record)[:3]))[:120]
+        reason = f"expected this key alone, got {keys}"
+        if PACKED not in record:
+            reason += ": a packed Fisher is asked for, which fisher_arrays(...) returns"
+        raise WireError(reason, field=PACKED)
     data = arrays_to_tensors(record, limit=limit)[PACKED]
     if data.dtype != torch.uint8 or data.dim() != 1:
         reason = f"{data.dtype} of shape {tuple(data.shape)}, expected bytes"

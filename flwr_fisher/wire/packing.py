@@ -143,7 +143,11 @@ def unpack_params(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
     body = entry[_SHORT.size :]
     if form == Form.RAW:
         if len(body) != (expected := like.numel() * like.itemsize):
-            raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
+            raise WireError(
+                f"{len(body)} bytes, expected {expected} of {tuple(like.shape)} in "
+                f"{like.dtype}, which the server sent: train a model of that dtype",
+                field=field,
+            )
         return raw(body, like, field=field)
     if form != Form.LINEAR or not like.is_floating_point():
         raise WireError(f"form {form} for a parameter of {like.dtype}", field=field)

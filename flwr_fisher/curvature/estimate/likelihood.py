@@ -204,13 +204,33 @@ class Categorical(Likelihood):
         return max(1, int((labels.long() != _IGNORED).sum()))
 
     def check_order(self, outputs: Tensor, labels: object) -> None:
-        """Raise where labels fit classes in PyTorch's place, second, and not last."""
-        shape = labels.shape[1:] if isinstance(labels, Tensor) else None
-        if shape == outputs.shape[2:] != outputs.shape[1:-1]:
+        """Raise where labels show that the last dimension is none of classes.
+
+        They fit classes in PyTorch's place, second; or there is one for each output.
+        """
+        if not isinstance(labels, Tensor):
+            return
+        shape, places = labels.shape[1:], outputs.shape[2:]
+        if shape == outputs.shape[1:] and shape:
+            if _are_probabilities(labels):
+                return
+            raise StructureError(
+                f"there is a label for each output, {tuple(outputs.shape)}, and they "
+                "are no probabilities of classes: say likelihood='bernoulli' for "
+                "sigmoids, 'gaussian' for numbers; classes go last, which "
+                "outputs.movedim(1, -1) does where they are second"
+            )
+        if shape in (places, (1, *places)) and shape != outputs.shape[1:-1] and places:
             raise StructureError(
                 f"by the labels, outputs of shape {tuple(outputs.shape)} have classes "
-                "second: put them last, by outputs.transpose(1, 2) for [n, C, T]"
+                "second: put them last, by outputs.movedim(1, -1)"
             )
+
+
+def _are_probabilities(labels: Tensor) -> bool:
+    """Return whether they are of classes, which add up to 1 in the last dimension."""
+    total = labels.sum(-1, dtype=torch.float32)
+    return bool((labels >= 0).all() and ((total - 1).abs() < 1e-2).all())
 
 
 class Bernoulli(Likelihood):
@@ -281,7 +301,8 @@ def _at_least_2d(outputs: Tensor) -> Tensor:
     if outputs.dim() < 2 or outputs.shape[-1] < 2:
         raise StructureError(
             "the model's output must be logits of shape [batch, classes], or [batch, "
-            f"time, classes], with at least 2 classes, got {tuple(outputs.shape)}"
+            f"time, classes], with at least 2 classes, got {tuple(outputs.shape)}: "
+            "say likelihood='bernoulli' for one logit, 'gaussian' for numbers"
         )
     return outputs.detach()
 
