@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from clocked import Behaviour, ClockedGrid, FullClock, clock
 from flwr.app import (
     ArrayRecord,
@@ -25,8 +26,19 @@ from flwr.server import Server, SimpleClientManager
 from flwr.serverapp.strategy import FedAvg, FedProx
 from virtual import close, node_of, tiny_app, tiny_arrays, tiny_client, tiny_model
 
-from flwr_fisher.client import LocalSGD, fisher_arrays, identify, make_client_app
-from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.client import (
+    LocalSGD,
+    check_fisher,
+    fisher_arrays,
+    identify,
+    make_client_app,
+)
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    RoundError,
+    StructureError,
+)
 from flwr_fisher.strategies import (
     FAGH,
     TCT,
@@ -259,15 +271,34 @@ def test_what_a_train_function_by_hand_cannot_do_is_told() -> None:
         FAGH(fraction_evaluate=0.0).start(LocalGrid(app, 2), tiny_arrays())
 
 
-def test_arrays_of_another_model_are_refused_by_hand() -> None:
+def asked(**options: Any) -> tuple[Message, Context]:
+    """What a train function is called with."""
     LocalGrid(tiny_app(), 1)
-    config = ConfigRecord({"fisher.structure": "kfac"})
+    config = ConfigRecord({f"fisher.{name}": value for name, value in options.items()})
     content = RecordDict({"arrays": tiny_arrays(), "config": config})
-    context = Context(1, 77, {}, RecordDict(), {})
+    return Message(content, 77, "train"), Context(1, 77, {}, RecordDict(), {})
+
+
+@pytest.mark.parametrize("call", [fisher_arrays, check_fisher])
+def test_arrays_of_another_model_are_refused_by_hand(call: Any) -> None:
     model = tiny_model()[0]  # type: ignore[index]
     loader = tiny_client().problem.trainloader
     with pytest.raises(ClientError, match="build the same model on both sides"):
-        fisher_arrays(Message(content, 77, "train"), context, model, loader)
+        call(*asked(structure="kfac"), model, loader)
+
+
+def test_what_would_fail_after_a_training_by_hand_fails_before() -> None:
+    model = tiny_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loader = tiny_client().problem.trainloader
+    random = torch.get_rng_state()
+    for config in ({}, {"structure": "kfac"}):  # FedAvg asks for none
+        check_fisher(*asked(**config), model, loader)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    masks = [(x, torch.zeros(len(x), 3)) for x, _ in loader]
+    with pytest.raises(StructureError, match="a label for each output"):
+        check_fisher(*asked(structure="kfac"), model, masks)
 
 
 # Servers of Flower's older kind

@@ -1,6 +1,6 @@
 """The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
 
-from flwr_fisher.client.by_hand import fisher_arrays
+from flwr_fisher.client.by_hand import check_fisher, fisher_arrays
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
 from flwr_fisher.client.identify import identify
@@ -28,6 +28,7 @@ __all__ = [
     "SecureSumsMod",
     "TrainFn",
     "TrainingCheckpoint",
+    "check_fisher",
     "cross_entropy",
     "fisher_arrays",
     "identify",

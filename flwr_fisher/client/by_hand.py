@@ -7,6 +7,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
+from flwr_fisher.client.dry_run import dry_run
 from flwr_fisher.client.fisher_options import FisherOptions
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
@@ -37,6 +38,7 @@ def fisher_arrays(
     ``MetricRecord``, with ``num-examples``. With ``app.query()(identify)`` beside it,
     the app works with ``FedFisherOneShot`` and ``FedFish``; strategies that ask for
     more than training, such as ``FAGH`` or ``TCT``, need a :class:`FisherClient`.
+    Where training is long, :func:`check_fisher` before it tells what would fail here.
 
     Parameters
     ----------
@@ -75,16 +77,79 @@ def fisher_arrays(
             content = RecordDict({"arrays": arrays, "metrics": metrics})
             return Message(content, reply_to=message)
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    problem = LocalProblem(
+    problem, request, options = _read(
+        message,
+        context,
         model,
         trainloader,
-        train_fn=_trained,
+        num_examples,
         likelihood=likelihood,
-        device=device,
         max_examples=max_examples,
         batch_fn=batch_fn,
     )
+    with seeded(request.seed):
+        _, curvature = options.train(problem, request.config)
+    params = problem.state_like(request.params)
+    return options.arrays(request.params, params, curvature, request.num_examples)
+
+
+def check_fisher(
+    message: Message,
+    context: Context,
+    model: nn.Module,
+    trainloader: Loader,
+    *,
+    likelihood: str | Likelihood = "categorical",
+    max_examples: int | None = None,
+    batch_fn: BatchFn | None = None,
+) -> None:
+    """Raise before the training what :func:`fisher_arrays` would raise after it.
+
+    It takes the Fisher of a few examples, and packs it; model, loader and random
+    numbers are left as they were. A :class:`FisherClient` does so by itself.
+
+    Parameters
+    ----------
+    message, context, model, trainloader, likelihood, max_examples, batch_fn
+        As for :func:`fisher_arrays`; the model has the arrays of the message.
+
+    Raises
+    ------
+    FlwrFisherError
+        Whatever :func:`fisher_arrays` would raise.
+
+    Examples
+    --------
+    ::
+
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        check_fisher(message, context, model, trainloader)
+        train_for_hours(model, trainloader)
+        arrays = fisher_arrays(message, context, model, trainloader)
+    """
+    problem, request, options = _read(
+        message,
+        context,
+        model,
+        trainloader,
+        likelihood=likelihood,
+        max_examples=max_examples,
+        batch_fn=batch_fn,
+    )
+    dry_run(problem, request, options)
+
+
+def _read(
+    message: Message,
+    context: Context,
+    model: nn.Module,
+    trainloader: Loader,
+    num_examples: int | None = None,
+    **own: Any,
+) -> tuple[LocalProblem, Request, FisherOptions]:
+    """Read the request for a model whose training is not ours."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    problem = LocalProblem(model, trainloader, train_fn=_trained, device=device, **own)
     if num_examples is None:
         num_examples = problem.count_examples(partition_of(context))
     request = Request.of(message, context, device, num_examples)
@@ -96,10 +161,7 @@ def fisher_arrays(
         )
     problem.check_layout(request.params)
     options = FisherOptions.of(request.options, request.params, problem.train_fn)
-    with seeded(request.seed):
-        _, curvature = options.train(problem, request.config)
-    params = problem.state_like(request.params)
-    return options.arrays(request.params, params, curvature, num_examples)
+    return problem, request, options
 
 
 def _trained(
