@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,3 +86,18 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path: Path) -> None:
     assert accuracy(sum(each)) != want["ensemble"]
     assert accuracy(each[0]) != want["best_client"] != accuracy(each[-1])
     assert len(set(want.values())) == 4
+
+
+def test_a_model_and_a_test_set_of_ones_own_are_enough(tmp_path: Path) -> None:
+    task = load_task(
+        dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
+    )
+    replies = uploads(task)
+    merged = fedfisher([u.posterior() for u in replies])
+    result = CurvatureResult(uploads=replies, details=merged)
+    own = SimpleNamespace(make_model=task.make_model, test_loader=task.test_loader)
+    got = report_one_shot(tmp_path / "own", task=own, result=result)
+    assert got == report_one_shot(tmp_path / "task", task=task, result=result)
+    written = {path.name for path in (tmp_path / "own").iterdir()}
+    assert {"metrics.json", "model.safetensors", "accuracy.png"} <= written
+    assert "labels.png" not in written

@@ -44,11 +44,12 @@ class ReportDir:
     Parameters
     ----------
     path : Path
-        An existing directory.
+        A directory; made if it does not exist.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        path.mkdir(parents=True, exist_ok=True)
 
     def metrics(
         self,

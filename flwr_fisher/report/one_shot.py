@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,23 @@ _TITLES = {
 }
 
 
+class Problem(Protocol):
+    """What a merge is scored on: a model and a test set."""
+
+    def make_model(self) -> nn.Module:
+        """Return the model; of whatever weights."""
+
+    def test_loader(self) -> Loader:
+        """Return the test set's batches, ``(inputs, labels)``."""
+
+
 def report_one_shot(
     path: Path,
     *,
-    task: Task,
+    task: Problem,
     result: CurvatureResult,
-    seconds: Mapping[str, float],
-    config: Mapping[str, Any],
+    seconds: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Score the merge beside the simple alternatives, on the same uploads; write all.
 
@@ -46,12 +56,12 @@ def report_one_shot(
     ----------
     path : Path
         The directory for ``metrics.json``, ``model.safetensors``, ``accuracy.png``,
-        ``residual.png`` and, where clients hold shares of the task, ``labels.png``.
-    task : Task
-        Test set, model and label distribution.
+        ``residual.png`` and, where clients hold shares of a ``Task``, ``labels.png``.
+    task : Task, or any object with its ``make_model()`` and ``test_loader()``
+        Model and test set.
     result : CurvatureResult
         Of ``FedFisherOneShot``, with the last round's uploads.
-    seconds, config : Mapping
+    seconds, config : Mapping, optional
         Go to ``metrics.json`` as they are.
 
     Returns
@@ -67,14 +77,18 @@ def report_one_shot(
     folder.metrics(
         accuracy=accuracy,
         bytes=sizes,
-        seconds=seconds,
-        config=config,
+        seconds=seconds or {},
+        config=config or {},
         influence=influence,
     )
     folder.model(merged.params)
     titled = {_TITLES[name]: value for name, value in accuracy.items()}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
-    plot_shares(path / "labels.png", task, result.uploads)
+    labels = path / "labels.png"
+    if isinstance(task, Task):
+        plot_shares(labels, task, result.uploads)
+    else:
+        labels.unlink(missing_ok=True)  # of another run in this folder
     plot_residuals(path / "residual.png", merged.residuals)
     log_influences(influence)
     rows = [(title, f"{100 * value:.1f} %") for title, value in titled.items()]
@@ -83,18 +97,18 @@ def report_one_shot(
     return accuracy
 
 
-def _accuracy(task: Task, params: dict[str, Tensor]) -> float:
+def _accuracy(task: Problem, params: dict[str, Tensor]) -> float:
     model, loader = _model_and_test_set(task)
     return accuracies(model, {"merge": params}, loader)["merge"]
 
 
-def _model_and_test_set(task: Task) -> tuple[nn.Module, Loader]:
+def _model_and_test_set(task: Problem) -> tuple[nn.Module, Loader]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return task.make_model().to(device), task.test_loader()
 
 
 def _accuracies(
-    task: Task, uploads: Sequence[Upload[Any]], merged: MergeResult
+    task: Problem, uploads: Sequence[Upload[Any]], merged: MergeResult
 ) -> dict[str, float]:
     model, loader = _model_and_test_set(task)
     if merged.mean is not None:  # a merge of sums: no client's part is known
