@@ -61,6 +61,7 @@ _ENDING, _SET_ASIDE = ".safetensors", "set-aside"
 _RUN, _EXCHANGE, _HISTORY = "run.json", "exchange.json", "history.jsonl"
 _ROUND = re.compile(r"round-(\d{4,})\.safetensors")
 _UPLOADS = re.compile(r"uploads-(\d{4,})")
+_NUMBERED = re.compile(r"exchange-(\d+)")
 _LONGEST = 160  # characters of a file's name that are a client's
 _KEPT = 2  # rounds: the last one, and the one before, from which it can be made again
 
@@ -314,9 +315,9 @@ class CheckpointDir:
     def _last_exchange(self, server_round: int) -> str | None:
         """Return the folder of a round's last exchange, if it has begun one."""
         uploads = self.path / f"uploads-{server_round:04d}"
-        folders = [path.name for path in uploads.glob("exchange-*")]
-        last = max(folders, key=lambda name: int(name.rpartition("-")[2]), default=None)
-        return last and f"{uploads.name}/{last}"
+        names = (path.name for path in uploads.glob("exchange-*"))
+        numbers = [int(m[1]) for name in names if (m := _NUMBERED.fullmatch(name))]
+        return f"{uploads.name}/exchange-{max(numbers)}" if numbers else None
 
     def is_last(self, folder: str) -> bool:
         """Return whether no later exchange of a folder's round has begun."""
