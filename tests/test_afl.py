@@ -1,5 +1,6 @@
 """AFL: whatever the split, the head is the pooled data's ridge regression."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -309,3 +310,79 @@ def test_what_a_policy_may_do_keeps_the_solution() -> None:
         "head/cross",
         "head/count",
     }
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("ridge", [1e-3, 1.0])
+def test_the_strategys_head_is_the_pooled_regression(bias: bool, ridge: float) -> None:
+    x, y = data()
+
+    def client_fn(context: Context) -> FisherClient:
+        own = SPLITS["equal"][int(context.node_config["partition-id"])]
+        loader = DataLoader(TensorDataset(x[own].float(), y[own]), batch_size=32)
+        return FisherClient(backbone(bias).float(), loader, device="cpu")
+
+    start = shared_state(backbone(bias).float())
+    grid = LocalGrid(make_client_app(client_fn), 3)
+    result = ROW(policy=LIFTED, ridge=ridge).start(grid, ArrayRecord(start))
+    found = arrays_to_tensors(result.arrays)
+    assert all(found[k].dtype == value.dtype for k, value in start.items())
+    heads = [found[k].reshape(CLASSES, -1) for k in start if k.startswith("2.")]
+    want = pooled(backbone(bias), ridge).float()
+    torch.testing.assert_close(torch.cat(heads, 1), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "head", "changed"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)),
+            "0",
+            {"0.weight", "0.bias"},
+        ),
+        (lambda: nn.Linear(4, 3), None, {"weight", "bias"}),  # is its head
+    ],
+)
+def test_another_head_may_be_named(make: Any, head: str | None, changed: set) -> None:
+    x, y = data()
+
+    def client_fn(context: Context) -> FisherClient:
+        loader = DataLoader(TensorDataset(x, y), 32)
+        return FisherClient(make().double(), loader, device="cpu")
+
+    start = shared_state(make().double())
+    grid = LocalGrid(make_client_app(client_fn), 2)
+    result = ROW(policy=LIFTED, head=head).start(grid, ArrayRecord(start))
+    after = arrays_to_tensors(result.arrays)
+    assert {k for k in start if not torch.equal(start[k], after[k])} == changed
+    assert AFL(ridge=0.5, head=head).settings() == {"ridge": 0.5, "head": head}
+
+
+def test_a_backbone_evaluates_and_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(7), nn.Dropout(0.5)
+    model = nn.Sequential(nn.Linear(4, 7), *norm, nn.Linear(7, 3)).train()
+    x, y = data()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    sums = head_sums(model, [(x.float(), y)], "3")
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not model[3]._forward_pre_hooks
+    features = model.eval()[:3](x.float()).detach().double()
+    torch.testing.assert_close(sums.gram[:-1, :-1], features.mT @ features)
+
+
+def test_a_ridge_below_zero_is_refused() -> None:
+    sums = HeadSums(torch.eye(2), torch.ones(2, 1), 2)
+    with pytest.raises(ConfigurationError, match="ridge"):
+        closed_form_head(sums, bias=False, ridge=-1.0)
+
+
+def test_masses_are_an_examples_and_each_part_is_limited_alone() -> None:
+    good = HeadUpload.from_arrays(uploaded(), LIKE)
+    assert good.reweighted(3.0).masses() == pytest.approx(good.masses())
+    gram, cross = good.masses()
+    less = good.scaled({gram: 0.5}, LIKE).sums
+    torch.testing.assert_close(less.cross, 0.5 * good.sums.cross)
+    assert torch.equal(good.scaled({cross: 0.5}, LIKE).sums.gram, good.sums.gram)
+    assert replace(good, bias=None).layout() != good.layout()

@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import Pairs, fisher
 from flwr_fisher.curvature.subset import at_most
 from flwr_fisher.errors import ConfigurationError, DataError
 
@@ -172,3 +172,8 @@ def test_what_is_no_number_or_no_loader_is_refused() -> None:
         fisher(model, ["images"], examples=2)
     with pytest.raises(DataError, match="no examples"):
         fisher(model, [], examples=2)
+
+
+def test_a_stream_of_pairs_is_read_to_its_end_and_no_batch_is_empty() -> None:
+    assert len(read(at_most(Pairs(iter(batches())), N + 1, seed=0))) == N
+    assert all(len(x) for x, _ in at_most(batches(1), 3, seed=0))

@@ -1,6 +1,9 @@
 """DENSE and Co-Boosting: their terms by hand, and that students learn from models."""
 
+import copy
 import math
+import sys
+from itertools import product
 
 import pytest
 import torch
@@ -230,3 +233,160 @@ def test_the_ensemble_is_the_mean_of_logits() -> None:
 def test_numbers_are_checked(name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         Synthesis(**{name: 0})
+
+
+# What is done in an epoch
+
+
+def test_co_boosting_takes_the_steps_that_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules["flwr_fisher.distillation.co_boosting"]
+    models, student = [net(0), net(1)], net(9, True)
+    rates, moves, made = [], [], []
+
+    def reweigh(*arguments):
+        rates.append(arguments[3])
+        return reweighted(*arguments)
+
+    def move(teacher, shown, distance):
+        moves.append(distance)
+        assert student.training
+        return harder(teacher, shown, distance)
+
+    def synthesise(generator, loss, num_classes, how):
+        assert not student.training
+        images, labels = torch.rand(32, *SHAPE), torch.arange(32) % 4
+        if not made:  # the ensemble's weights are equal yet
+            both = Ensemble.of(models), student
+            logits, own = (model(INPUTS(images)).detach() for model in both)
+            want = hard_cross_entropy(logits, labels, 2.0)
+            want -= 0.5 * divergence(own, logits, 3.0).mean()
+            torch.testing.assert_close(loss(images, labels).detach(), want)
+        made.append(how)
+        return images, labels
+
+    monkeypatch.setattr(module, "reweighted", reweigh)
+    monkeypatch.setattr(module, "harder", move)
+    monkeypatch.setattr(module, "synthesised", synthesise)
+    co_boosting(
+        models, student, INPUTS, num_classes=4, epochs=3, batch_size=32,
+        weight_lr=0.1, weight_decay_rate=0.5, perturbation=0.2, hardness=2.0,
+        adversarial=0.5,
+    )  # fmt: skip
+    assert rates == [0.05] * 2 + [0.025] * 3  # a step on each batch, from the second on
+    assert moves == [0.2] * 6
+    assert [(how.clip, how.count) for how in made] == [(10.0, 32)] * 3
+
+
+def test_co_boostings_rate_follows_half_a_cosine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = []
+
+    class SGD(torch.optim.SGD):
+        def step(self, *arguments):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(*arguments)
+
+    monkeypatch.setattr(torch.optim, "SGD", SGD)
+    own = {"num_classes": 4, "epochs": 2, "synthesis": SMALL}
+    co_boosting([net(0)], net(9), INPUTS, lr=0.1, **own)
+    assert rates == pytest.approx([0.1, 0.05])
+
+
+def test_denses_loss_is_the_sum_of_its_three_terms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules["flwr_fisher.distillation.dense"]
+    monkeypatch.setattr(module, "augmented", lambda images: images)
+    models, student = [net(i, True).eval() for i in range(2)], net(9, True)
+    checked = []
+
+    def synthesise(generator, loss, num_classes, how):
+        images, labels = torch.rand(32, *SHAPE), torch.arange(32) % 4
+        other = copy.deepcopy(student).train()
+        assert student.training
+        with statistics_of(models) as found:
+            logits = sum(model(INPUTS(images)) for model in models) / 2
+        apart = disagreement(other(INPUTS(images)), logits)
+        want = F.cross_entropy(logits, labels) + 3.0 * sum(found) - 2.0 * apart
+        for _ in range(2):  # what batch norms collect is of one pass alone
+            torch.testing.assert_close(loss(images, labels), want)
+        checked.append(how)
+        return images, labels
+
+    monkeypatch.setattr(module, "synthesised", synthesise)
+    own = {"num_classes": 4, "epochs": 1, "batch_norm": 3.0, "adversarial": 2.0}
+    dense(models, student, INPUTS, **own)
+    assert checked
+
+
+@pytest.mark.parametrize("method", [dense, co_boosting])
+def test_no_epoch_is_refused(method) -> None:
+    with pytest.raises(ConfigurationError, match="epochs"):
+        method([net(0)], net(9), INPUTS, num_classes=4, epochs=0)
+
+
+def test_images_keep_their_classes_in_a_pool() -> None:
+    pool = Pool()
+    for label in range(1, 4):
+        pool.add(torch.full((5, *SHAPE), float(label)), torch.full((5,), label))
+    for x, y in pool.batches(4):
+        assert x.amax((1, 2, 3)).tolist() == y.tolist()
+
+
+def test_images_are_moved_to_all_places_and_half_of_them_flipped() -> None:
+    torch.manual_seed(0)
+    images = torch.arange(1.0, 65).reshape(1, 1, 8, 8).expand(400, 1, 8, 8)
+    padded = F.pad(images[0, 0], [4] * 4)
+    crops = {}
+    for top, left in product(range(9), range(9)):
+        crop = padded[top : top + 8, left : left + 8]
+        crops |= {(top, left, False): crop, (top, left, True): crop.flip(-1)}
+    found = [
+        next(place for place, crop in crops.items() if torch.equal(crop, image[0]))
+        for image in augmented(images)
+    ]
+    tops, lefts, flips = zip(*found, strict=True)
+    assert set(tops) == set(lefts) == set(range(9))
+    assert 150 < sum(flips) < 250
+
+
+def test_a_generator_is_drawn_anew_for_each_batch() -> None:
+    torch.manual_seed(0)
+    generator, seen = generator_of(SHAPE, 8, 4), []
+    with torch.no_grad():
+        for parameter in generator.parameters():
+            parameter.fill_(7.0)
+
+    def loss(images, labels):
+        seen.append(images.detach())
+        return images.mean()
+
+    synthesised(generator, loss, 4, Synthesis(steps=1, count=32, latent=8, width=4))
+    assert seen[0].std() > 0
+    assert seen[0].max() < 1
+
+
+def test_the_batch_of_the_lowest_loss_is_kept_though_others_follow() -> None:
+    torch.manual_seed(0)
+    seen = []
+
+    def loss(images, labels):
+        seen.append(images.detach())
+        return images.mean() * 0 + (len(seen) - 2) ** 2
+
+    images, _ = synthesised(generator_of(SHAPE, 8, 4), loss, 4, SMALL)
+    assert torch.equal(images, seen[1])
+
+
+def test_what_was_frozen_before_stays_so() -> None:
+    model = net(0, True).train()
+    model[0].weight.requires_grad_(False)
+    with Ensemble.of([model]).frozen():
+        assert not model.training
+        assert not any(p.requires_grad for p in model.parameters())
+    assert model.training
+    assert model[0].bias.requires_grad
+    assert not model[0].weight.requires_grad

@@ -196,6 +196,11 @@ def test_a_random_probe_depends_on_the_seed_alone() -> None:
     assert not close(results[0].arrays, other.arrays, 1e-6)
 
 
+def test_a_random_probes_tensors_are_drawn_apart() -> None:
+    probe = random_probe({name: torch.zeros(4) for name in "ab"}, 0)
+    assert not torch.allclose(probe["a"], probe["b"])
+
+
 def test_a_random_probe_has_length_one_and_no_order() -> None:
     like = {"a": torch.zeros(3, 5), "b": torch.zeros(2).double(), "c": torch.zeros(())}
     probe = random_probe(like, 3)

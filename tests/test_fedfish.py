@@ -897,3 +897,23 @@ def test_products_have_no_posterior() -> None:
     result = run(products())
     assert all(isinstance(u.payload, ProductUpload) for u in result.uploads)
     assert set(result.details) == set(result.uploads[0].payload.products)
+
+
+def test_a_fisher_of_nothing_has_no_size_to_be_divided_by() -> None:
+    """A model that is sure of all that it has: every gradient is 0."""
+    model = nn.Linear(2, 2)
+    data = TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
+
+    def sure(model: nn.Module, *_: object) -> dict[str, float]:
+        with torch.no_grad():
+            model.bias.copy_(torch.tensor([1e4, -1e4]))
+        return {}
+
+    client = FisherClient(model, DataLoader(data, 2), train_fn=sure, device="cpu")
+    config = {"structure": "diagonal", "expectation": "empirical-batch"}
+    config |= {"fisher-power": 0.5, "fisher-balance": 1.0}
+    reply = ask(client, ArrayRecord(model.state_dict()), config)
+    fishers = f"{PREFIX}diagonal"
+    found = [v for k, v in tensors_of(reply).items() if k.startswith(fishers)]
+    assert found
+    assert not any(value.any() for value in found)

@@ -1,5 +1,7 @@
 """K-FAC merged from sums over clients: the same iterations as from the parts."""
 
+import math
+
 import pytest
 import torch
 from oracles import randn, random_dense, random_kronecker, relative
@@ -179,3 +181,47 @@ def test_a_layer_without_curvature_stays_at_the_mean() -> None:
 def test_what_has_no_partial_traces_is_named() -> None:
     with pytest.raises(StructureError, match=r"\['w'\] is a Dense"):
         partial_traces(random_dense(3, 4, w=(2, 2)))
+
+
+def test_a_block_that_is_not_solved_stays_at_the_mean() -> None:
+    mean = {k: torch.ones(1) for k in "abcd"}
+    found = {"a": 1.0, "b": math.nan, "c": 0.0, "d": 1e300}
+    step = {k: torch.tensor([v], dtype=torch.float64) for k, v in found.items()}
+    norms = [[4.0, 2.0, 1.0], [2.0, 1.0], [3.0], [2.0, 0.0]]
+    iterate = Iterate(step, step, step, [1.0] * 4, norms)
+    got = merged(mean, iterate, [["a"], ["b"], ["c"], ["d"]])
+    assert got.unsolved == ["b", "c", "d"]
+    assert float(got.params["a"]) == 2.0
+    assert all(torch.equal(got.params[k], mean[k]) for k in "bcd")
+    assert got.params["a"].dtype == torch.float32
+    assert got.iterations == 2
+    first = math.hypot(4, 2, 3, 2)
+    later = math.hypot(2, 1, 3) / first, math.hypot(1, 1, 3) / first
+    assert got.residuals == pytest.approx([1, *later])
+    assert all(torch.equal(got.mean[k], mean[k]) for k in mean)
+
+
+@pytest.mark.parametrize(("norms", "unsolved"), [([0.0], []), ([1.0, math.inf], ["a"])])
+def test_where_there_is_nothing_to_solve_nothing_is_unsolved(norms, unsolved) -> None:
+    zero = {"a": torch.zeros(1, dtype=torch.float64)}
+    iterate = Iterate(zero, {}, {}, [0.0], [norms])
+    assert merged({"a": torch.ones(1)}, iterate, [["a"]]).unsolved == unsolved
+
+
+def test_what_is_solved_at_once_or_well_enough_moves_no_more() -> None:
+    made = clients("grouped")
+    plain = {"shrink": 0.0, "damping": 0.0, "balance": 0.0}
+    own = [balanced(p.curvature, **plain) for p in made]
+    traces = summed([partial_traces(F) for F in own], [p.num_examples for p in made])
+    pull = own[0].matvec(made[0].params)
+    enough, more = (merge_options(iterations=2, tolerance=t) for t in (1.0, 0.0))
+    start = begin(traces, pull, enough)
+    assert not start.direction["norm"].any()
+    assert not start.residual["norm"].any()
+    product = own[0].matvec(start.direction)
+    after = advanced(traces, start, product, enough)
+    assert not any(value.any() for value in after.direction.values())
+    assert [len(n) for n in after.norms] == [len(n) for n in start.norms]
+    after = advanced(traces, start, product, more)
+    assert torch.equal(after.solution["norm"], start.solution["norm"])
+    assert [len(n) for n in after.norms] == [2, 2]

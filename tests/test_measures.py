@@ -888,3 +888,14 @@ def test_combine_joins_and_tells_of_names_used_twice(
         found = combine(one, two)(5, tiny_arrays())
     assert found == MetricRecord({"a": 1, "b": 3.0, "round": 5})
     assert "two functions measure b" in caplog.text
+
+
+def test_a_barrier_that_is_measured_now_and_then_is_of_that_rounds_clients() -> None:
+    found, _ = run(
+        FedFisherOneShot(fraction_train=0.5, fraction_evaluate=0.0),
+        lambda grid: ClientServerBarrier(grid, every=2),
+        clients=6,
+        num_rounds=2,
+    )
+    assert found[2]["barrier-clients"] == 3
+    assert found[2]["barrier-missing"] == 0

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,7 @@ from flwr_fisher.merge import (
     regmean,
 )
 from flwr_fisher.merge.iterative import largest_eigenvalue
+from flwr_fisher.merge.solve import _relative
 
 Posteriors = Sequence[LocalPosterior]
 Make = Callable[[int], Curvature]
@@ -902,3 +904,45 @@ def test_conjugate_gradients_need_one_step_for_each_eigenvalue() -> None:
     assert len(norms) == 3
     residual = rhs["w"] - entries * exact["w"]
     assert float(residual.norm()) == pytest.approx(norms[-1])
+
+
+@pytest.mark.parametrize("solver", ["pcg", "cg"])
+def test_a_diagonals_small_entries_count_and_its_zeros_stay_at_the_mean(solver) -> None:
+    entries = torch.tensor([1.0, 1e-8, 0.0]), torch.tensor([1.0, 3e-8, 0.0])
+    clients = [
+        LocalPosterior({"w": torch.full((3,), float(i))}, Diagonal({"w": own}), 1)
+        for i, own in enumerate(entries)
+    ]
+    merged = fedfisher(clients, **{**PLAIN, "solver": solver, "max_share": 1.0})
+    torch.testing.assert_close(merged.params["w"], torch.tensor([0.5, 0.75, 0.5]))
+    assert not merged.unsolved
+
+
+def test_gradient_descent_that_diverges_stays_at_the_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules[largest_eigenvalue.__module__]
+    monkeypatch.setattr(
+        module, "largest_eigenvalue", lambda *a: largest_eigenvalue(*a) / 4
+    )
+    clients = posteriors(lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)))
+    got = fedfisher(clients, solver="gd", iterations=3)
+    assert set(got.unsolved) == {"w", "b"}
+    mean = fedavg(clients)
+    assert all(torch.equal(got.params[k], mean[k]) for k in mean)
+
+
+def test_gradient_descent_ends_at_the_tolerance() -> None:
+    diagonals = torch.tensor([0.5, 1.0]), torch.tensor([1.0, 0.5])
+    clients = [
+        LocalPosterior({"w": torch.full((2,), float(i))}, Diagonal({"w": own}), 1)
+        for i, own in enumerate(diagonals)
+    ]
+    got = fedfisher(clients, solver="gd", iterations=2000, tolerance=1e-2)
+    assert 0 < got.iterations < 2000
+    assert got.residuals[-1] <= 1e-2 < got.residuals[-2]
+
+
+def test_the_residual_is_that_of_all_layers_of_which_some_end_early() -> None:
+    later = math.hypot(0.3, 2) / 5, math.hypot(0.3, 1) / 5
+    assert _relative([[3.0, 0.3], [4.0, 2.0, 1.0]]) == pytest.approx([1, *later])

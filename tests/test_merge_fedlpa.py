@@ -1,15 +1,17 @@
 """FedLPA against its steps one by one, and against the dense solve they lead to."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracles import randn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.curvature import Diagonal, Kronecker, fisher
+from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker, fisher
 from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
 from flwr_fisher.merge import LocalPosterior, fedavg, fedlpa
-from flwr_fisher.merge.fedlpa import ADDED
+from flwr_fisher.merge.fedlpa import ADDED, descended
 from flwr_fisher.params import shared_state
 
 
@@ -112,6 +114,24 @@ def test_steps_that_diverge_are_named() -> None:
     ]
     with pytest.raises(ParamsError, match=r"FedLPA's solution for '0\.weight'"):
         fedlpa(loud)
+
+
+def test_clients_with_other_layers_are_refused() -> None:
+    first, *others = clients()
+    every = list(first.curvature.blocks())
+    for blocks in (every[:1], every[::-1]):
+        odd = replace(first, curvature=BlockDiagonal(blocks))
+        with pytest.raises(StructureError, match="same layers"):
+            fedlpa([odd, *others])
+
+
+def test_the_released_constant_is_added() -> None:
+    assert pytest.approx((1 - 0.999) ** 0.5) == ADDED
+
+
+def test_who_is_there_takes_no_step() -> None:
+    z = torch.ones(2, dtype=torch.float64)
+    assert torch.equal(descended(lambda x: x, z, z, rate=0.1, steps=5), z)
 
 
 def test_diagonals_are_refused() -> None:

@@ -1,6 +1,7 @@
 """Permuted networks are one; their curvatures go with them."""
 
 import copy
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -13,8 +14,15 @@ from virtual import LIFTED
 
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature import Diagonal, fisher
-from flwr_fisher.errors import ConfigurationError, StructureError
-from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched, otfusion
+from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
+from flwr_fisher.merge import (
+    LocalPosterior,
+    fedavg,
+    fedfisher,
+    matched,
+    otfusion,
+    pfnm,
+)
 from flwr_fisher.merge.matching import match
 from flwr_fisher.merge.otfusion import transport
 from flwr_fisher.merge.units import chain_of, renumbered, renumbered_posterior
@@ -136,6 +144,44 @@ def test_unlike_networks_come_nearer_and_compute_the_same() -> None:
         assert after.num_examples == before.num_examples
 
 
+def small(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    hidden = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()
+    return shared_state(nn.Sequential(*hidden, nn.Linear(4, 2)).double())
+
+
+def check_nothing_is_nearer(own, other, layers, orders) -> None:
+    """Of no layer any other order brings a network nearer to another."""
+
+    def likeness(orders) -> float:
+        there = renumbered(own, layers, orders)
+        return sum(float((there[k] * other[k]).sum()) for k in there)
+
+    most = likeness(orders) + 1e-9
+    for at, order in enumerate(orders):
+        for p in permutations(range(len(order))):
+            assert likeness([*orders[:at], torch.tensor(p), *orders[at + 1 :]]) <= most
+
+
+def test_no_other_order_of_a_layer_is_nearer() -> None:
+    for seed in range(8):
+        own, other = small(seed), small(seed + 50)
+        layers = chain_of(own)
+        check_nothing_is_nearer(own, other, layers, match(own, other, layers))
+
+
+def test_each_client_is_as_near_to_the_mean_of_the_others_as_can_be() -> None:
+    """By their examples; where MergeMany ends."""
+    for seed in range(4):
+        clients = [plain(small(10 * seed + i), n) for i, n in enumerate((5, 20, 60))]
+        there = matched(clients)
+        layers = chain_of(there[0].params)
+        still = [torch.arange(one.outputs) for one in layers[:-1]]
+        for i, own in enumerate(there):
+            mean = fedavg([p for j, p in enumerate(there) if j != i])
+            check_nothing_is_nearer(own.params, mean, layers, still)
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -206,6 +252,27 @@ def test_each_layers_transport_is_the_cheapest_of_all_permutations() -> None:
         ]
         assert tuple(order.tolist()) == min(every)[1]
         inputs = order
+
+
+def test_all_are_transported_to_the_client_with_the_most_examples() -> None:
+    clients = [plain(small(s), n) for s, n in ((0, 10), (1, 30), (2, 20))]
+    layers, first = chain_of(clients[0].params), clients[1].params
+    there = [
+        replace(
+            c, params=renumbered(c.params, layers, transport(c.params, first, layers))
+        )
+        for c in clients
+    ]
+    same(fedavg(there), otfusion(clients))
+
+
+@pytest.mark.parametrize("merge", [pfnm, otfusion, matched])
+def test_clients_that_cannot_be_merged_are_refused(merge) -> None:
+    one, other = plain(rival("mlp", 0), 1), plain({"fc1.weight": torch.ones(2, 2)}, 1)
+    with pytest.raises(ParamsError, match="no posterior"):
+        merge([])
+    with pytest.raises(ParamsError, match="posterior 1"):
+        merge([one, other])
 
 
 # In FedFisher

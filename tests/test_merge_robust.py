@@ -149,6 +149,50 @@ def test_without_outliers_no_bit_changes(make: Make) -> None:
     assert all(torch.equal(got.params[k], v) for k, v in want.params.items())
 
 
+def test_of_three_one_can_be_the_outlier() -> None:
+    clients = posteriors(KINDS["diagonal"], 3)
+    clients[0] = moved(clients[0], 1e4)
+    assert without_outliers(clients, 3.0).indices == [1, 2]
+
+
+def test_counters_are_no_distance() -> None:
+    clients = posteriors(KINDS["diagonal"], 5)
+    counting = [
+        replace(c, params={**c.params, "n": torch.tensor(10**6 if i == 2 else i)})
+        for i, c in enumerate(clients)
+    ]
+    before, after = (without_outliers(c, 3.0).distances for c in (clients, counting))
+    assert before == after
+
+
+def test_the_median_of_examples_is_that_of_all_clients() -> None:
+    clients = posteriors(KINDS["diagonal"], 5)
+    clients[0] = moved(clients[0], 1e4)  # has 10 examples, and is left out
+    clients[4] = replace(clients[4], num_examples=1e6)
+    screened = without_outliers(clients, 100.0)
+    assert screened.indices == [1, 2, 3, 4]
+    assert [p.num_examples for p in screened.posteriors] == [20, 30, 40, 3000]
+
+
+def test_many_clients_are_judged_by_some_from_among_all() -> None:
+    clients = [
+        replace(c, curvature=c.curvature.scaled(0.0)) if i < 20 else c
+        for i, c in enumerate(posteriors(KINDS["diagonal"], 60))
+    ]
+    clients[5] = moved(clients[5], 1e4)  # whom the first twenty cannot see
+    assert 5 not in without_outliers(clients, 5.0).indices
+
+
+def test_of_an_even_number_the_median_is_between_two() -> None:
+    """The centre is 2, and the distances 2, 1, 1 and 7 of it have the median 1.5."""
+    clients = [
+        LocalPosterior({"w": torch.tensor([x])}, Diagonal({"w": torch.ones(1)}), 1)
+        for x in (0.0, 1.0, 3.0, 9.0)
+    ]
+    found = without_outliers(clients, math.inf).distances
+    assert found == pytest.approx([d / 1.5 for d in (2, 1, 1, 7)])
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_two_have_no_majority(count: int) -> None:
     clients = posteriors(KINDS["kfac"], 3)[:count]

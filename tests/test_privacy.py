@@ -14,9 +14,15 @@ from virtual import LIFTED, tiny_arrays
 
 from flwr_fisher.client import SecureSumsMod, identify
 from flwr_fisher.client.summand import Summand
-from flwr_fisher.errors import ClientError, ConfigurationError, RoundError, WireError
+from flwr_fisher.errors import (
+    ClientError,
+    ConfigurationError,
+    ParamsError,
+    RoundError,
+    WireError,
+)
 from flwr_fisher.merge import contribution, private_sums
-from flwr_fisher.merge.private_sums import VECTORS
+from flwr_fisher.merge.private_sums import _PRODUCT, VECTORS
 from flwr_fisher.secure.privacy import with_noise
 from flwr_fisher.strategies import (
     FedFisherOneShot,
@@ -270,3 +276,36 @@ def test_stages_are_those_of_any_secure_sum(tmp_path: Path) -> None:
     privacy = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
     merged(fisher(privacy=privacy, secure=SecureSums()), secure_app(tmp_path, watch))
     assert seen == {"keys", "shares", "exponents", "values", "open"}
+
+
+def test_what_a_sum_of_one_contribution_holds_is_the_clients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = {"w": torch.randn(50, generator=generator)}
+    for scale in (1e-3, 1.0, 1e3):
+        step = torch.randn(50, generator=generator) * scale
+        entries = torch.rand(50, generator=generator) * 1e-9
+        params = {"w": start["w"] + step}
+        vectors = contribution(start, params, {"w": entries}, clipping_norm=0.1)
+        sums = private_sums({f"{k}/w": v["w"] for k, v in vectors.items()}, start, 0.1)
+        assert sums.num_examples == 1
+        clipped = step.double() * min(1.0, 0.1 / float(step.norm()))
+        product = entries.double() / entries.double().norm() * clipped
+        product *= min(1.0, 0.1 * _PRODUCT / float(product.norm()))
+        pull = sums.fisher_params["w"] - sums.fisher["w"] * start["w"].double()
+        torch.testing.assert_close(pull, product, rtol=1e-3, atol=1e-7)
+
+
+def test_noise_makes_no_curvature_negative() -> None:
+    start = {"w": torch.zeros(50)}
+    noisy = {f"{k}/w": torch.full((50,), -0.1) for k in VECTORS}
+    assert not private_sums(noisy, start, 0.1).fisher["w"].any()
+    fewer = {k: v for k, v in noisy.items() if "product" not in k}
+    with pytest.raises(ParamsError, match="same parameters"):
+        private_sums(fewer, start, 0.1)
+
+
+def test_a_tiny_fisher_is_none_the_less_sent() -> None:
+    start = {"w": torch.zeros(50)}
+    entries = {"w": torch.full((50,), 1e-30)}
+    vectors = contribution(start, {"w": torch.ones(50)}, entries, 1.0)
+    assert vectors["fisher"]["w"].any()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import weighted_mean
-from flwr_fisher.rounds import fedfish_average
+from flwr_fisher.rounds import fedfish_average, fedfish_quotient
 
 Tensors = dict[str, Tensor]
 WEIGHTS = [5.0, 1.0, 3.0]
@@ -291,3 +291,12 @@ def test_no_clients_updates_that_are_not_finite_and_fishers_of_counters() -> Non
     counts = [{"n": torch.tensor(i)} for i in range(3)]
     with pytest.raises(ParamsError, match=r"client 0's Fisher covers 'n', which is"):
         fedfish_average(counts, [{"n": torch.tensor(1.0)}] * 3, WEIGHTS)
+
+
+def test_a_quotient_of_sums_keeps_the_mean_where_there_is_no_fisher() -> None:
+    mean = {"w": torch.full((3,), 0.5)}
+    fisher = {"w": torch.tensor([-1e-9, 0.0, 4.0])}  # rounding may go below 0
+    found = fedfish_quotient({"w": torch.tensor([1.0, 1.0, 6.0])}, fisher, mean)
+    assert found["w"].tolist() == [0.5, 0.5, 1.5]
+    with pytest.raises(ParamsError, match="the product"):
+        fedfish_quotient({"w": torch.full((3,), float("nan"))}, fisher, mean)
