@@ -61,11 +61,11 @@ solves FedFisher's equations with other factors and additive constants;
 its factors are not what is amiss, since FedFisher's do as little for it. The paper's
 Adam descends to the same equations' solution without regularisation, for more than a
 hundred times the work (on CIFAR-10 14 000 to 67 000 passes a split, since other
-programmes ran beside some). From sums, a client's size is its own to divide by (`balance`
-1), and neither `robust` nor `max_share` is possible: level with the default. The
-students (a small part of the published training; on CIFAR-10 one split an α) end below
-the default, and no two splits alike, for thousands of times the default's work, on a
-server that calls the clients' networks and chooses among epochs by its examples.
+programmes ran beside some). From sums, a client's size is its own to divide by
+(`balance` 1), and neither `robust` nor `max_share` is possible: level with the default.
+The students (a small part of the published training; on CIFAR-10 one split an α) end
+below the default, and no two splits alike, for thousands of times the default's work,
+on a server that calls the clients' networks and chooses among epochs by its examples.
 Trained as long as published they may come closer, or ahead; that was not run."""
 CONSTANTS_SAID = """\
 ## What rivals teach: other constants for the default
