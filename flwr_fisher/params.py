@@ -162,8 +162,7 @@ def norm(params: Params) -> Tensor:
     least = torch.finfo(square.dtype).tiny if square.is_floating_point() else 0
     if least <= float(square) < float("inf"):
         return square.sqrt()
-    sizes = (float(v.abs().max()) for v in params.values() if v.numel())
-    largest = max(sizes, default=0.0)
+    largest = max([0.0, *(float(v.abs().max()) for v in params.values() if v.numel())])
     if not 0 < largest < float("inf"):
         return square.sqrt()
     wide = torch.promote_types(square.dtype, torch.float32)
@@ -219,9 +218,8 @@ def weighted_mean(
 ) -> dict[str, Tensor]:
     r"""Return :math:`\sum_i p_i \theta_i` with :math:`p_i = w_i / \sum_j w_j`.
 
-    This is FedAvg's average. Sums are taken in float64, so that equal inputs of at most
-    float32 come back bit for bit; integer tensors (batch norm's counters) are rounded
-    to the nearest.
+    FedAvg's average, summed in float64: equal inputs of at most float32 come back bit
+    for bit. Integer tensors (batch norm's counters) are rounded to the nearest.
 
     Parameters
     ----------

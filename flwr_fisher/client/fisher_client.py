@@ -84,9 +84,8 @@ class FisherClient:
         config)`` returns metrics, ``num-examples`` among them.
     loss_fn : Callable, optional
         The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
-        FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, which
-        ``LocalSGD`` has; to score by, else the likelihood's (:func:`cross_entropy`,
-        binary cross-entropy, mean squared error).
+        FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, as ``LocalSGD``
+        has; to score by, else the likelihood's: :func:`cross_entropy`, or its like.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         What the model's outputs mean to the Fisher, by default ``categorical``, or a
         :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss is to be its

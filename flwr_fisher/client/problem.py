@@ -1,4 +1,7 @@
-"""What a client works on: a model, data, a loss, a training loop, a device, a disk."""
+"""What a client works on: a model, data, a loss, a training loop, a device, a disk.
+
+Long: all that a client can be given is described here, and what is wrong with it told.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ A likelihood says how the Fisher with respect to one example's outputs falls int
 rank-one pieces, :math:`\sum_k v_k v_k^\top`; each piece costs one backward pass.
 Outputs are seen as ``[n, T, C]``: C numbers at each of T independent positions, with
 T = 1 for an ordinary classifier.
+
+Long: what a likelihood of one's own must know stands beside the three that are given.
 """
 
 from abc import ABC, abstractmethod
