@@ -9,7 +9,8 @@ from virtual import Clock, tiny_app, tiny_data, tiny_model
 
 from flwr_fisher import progress
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.client.training import cross_entropy, score
+from flwr_fisher.client.losses import cross_entropy
+from flwr_fisher.client.training import score
 from flwr_fisher.curvature import fisher
 from flwr_fisher.measures import accuracies
 from flwr_fisher.progress import EVERY, Progress, advance, watching

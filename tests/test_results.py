@@ -143,6 +143,7 @@ def test_lines_of_other_kinds_are_made_by_their_function(requoted):
         ('[1](../results/some.md "Other :: ours :: CNN")', "some: no table in Other"),
         ('[1](../results/none.md "ours :: CNN")', "none: no table"),
         ("<!--= table some :: LeNet :: nobody -->\n\n<!--=-->", "no row with one of"),
+        ("<!--= table some#Longer :: 1 :: 1; 9 -->\n\n<!--=-->", "no row with .*'9'"),
         ("<!--= verse :: a -->\n\n<!--=-->", "no 'verse' to quote, but table, words"),
     ],
 )

@@ -69,9 +69,10 @@ class Table:
     def excerpt(self, columns: list[str], cells: list[str]) -> list[str]:
         """Return the lines of some columns, of the rows with one of some cells."""
         kept = [self.index(column) for column in columns] or range(len(self.columns))
+        there = {_plain(cell) for own in self.rows for cell in own}
+        if missing := [cell for cell in cells if cell not in there]:
+            raise QuoteError(f"no row with one of {missing}")
         rows = [r for r in self.rows if not cells or {*map(_plain, r)} & {*cells}]
-        if not rows:
-            raise QuoteError(f"no row with one of {cells}")
         titles = [self.columns[index] for index in kept]
         return [*head(*titles), *(row(*(own[i] for i in kept)) for own in rows)]
 

@@ -34,19 +34,24 @@ class Watched:
             If no round has it, and one has others of its kind, or it is a list.
         """
         known = {n: r[self.name] for n, r in history.items() if self.name in r}
-        names = sorted({name for record in history.values() for name in record})
-        kind = self.name.partition("/")[0]
-        if not known and any(name.partition("/")[0] == kind for name in names):
-            raise ConfigurationError(
-                f"no round up to {server_round} has the metric '{self.name}'; there "
-                f"are: {', '.join(names)}"
-            )
-        if not known and "/" not in self.name:
+        if not known:
+            self._check_may_come(server_round, history)
+        return {n: self._better(value) for n, value in known.items() if n}
+
+    def _check_may_come(self, server_round: int, history: History) -> None:
+        """Raise where a later round cannot have it either."""
+        kind, slash, _ = self.name.partition("/")
+        if not slash:
             raise ConfigurationError(
                 f"'{self.name}' is no name of a metric, such as 'server/accuracy' or "
                 "'evaluate/loss'"
             )
-        return {n: self._better(value) for n, value in known.items() if n}
+        names = sorted({name for record in history.values() for name in record})
+        if any(name.startswith(f"{kind}/") for name in names):
+            raise ConfigurationError(
+                f"no round up to {server_round} has the metric '{self.name}'; there "
+                f"are: {', '.join(names)}"
+            )
 
     def _better(self, value: Value) -> float:
         if isinstance(value, list):

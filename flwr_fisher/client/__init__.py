@@ -5,6 +5,7 @@ from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
 from flwr_fisher.client.identify import identify
 from flwr_fisher.client.jobs import Job, register_job
+from flwr_fisher.client.losses import cross_entropy
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.secure_sums import SecureSumsMod
@@ -12,7 +13,6 @@ from flwr_fisher.client.training import (
     EvaluateFn,
     LocalSGD,
     TrainFn,
-    cross_entropy,
     score,
 )
 

@@ -20,12 +20,9 @@ from torch import nn
 from flwr_fisher.client.feature_cache import CACHE_BYTES
 from flwr_fisher.client.identify import identify
 from flwr_fisher.client.jobs import get_job
-from flwr_fisher.client.jobs.evaluate import (
-    abstains,
-    check_evaluation,
-    with_model_of,
-)
+from flwr_fisher.client.jobs.evaluate import abstains, check_evaluation, with_model_of
 from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.losses import Loss
 from flwr_fisher.client.message_app import MessageApp
 from flwr_fisher.client.mods import addressed, answered, name_of
 from flwr_fisher.client.outbox import Outbox
@@ -34,7 +31,7 @@ from flwr_fisher.client.request import Reply, Request, config_of
 from flwr_fisher.client.secure_sums import SecureSumsMod
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
 from flwr_fisher.client.tangent_problem import check_tangent
-from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, Loss, TrainFn
+from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.pairs import BatchFn
 from flwr_fisher.progress import watching
@@ -84,8 +81,8 @@ class FisherClient:
         config)`` returns metrics, ``num-examples`` among them.
     loss_fn : Callable, optional
         The mean loss of a batch, for :meth:`evaluate`, and what FAGH, GIANT, DONE and
-        FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, as ``LocalSGD``
-        has; to score by, else the likelihood's: :func:`cross_entropy`, or its like.
+        FedGA differentiate. Default: the `train_fn`'s own ``loss_fn``, to score by else
+        the likelihood's: :func:`cross_entropy`, or its like.
     likelihood : "categorical" | "bernoulli" | "gaussian" | Likelihood
         What the model's outputs mean to the Fisher, by default ``categorical``, or a
         :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss is to be its

@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.feature_cache import CACHE_BYTES
 from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.client.returned import checked_metrics
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.training import (
     EvaluateFn,
     Loader,
     LocalSGD,
-    Loss,
     TrainFn,
-    cross_entropy,
 )
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
@@ -39,28 +37,6 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.params import Params, select, trainable_names
 
-
-def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean squared error; the two are not broadcast.
-
-    Raises
-    ------
-    DataError
-        If their shapes differ.
-    """
-    if outputs.shape != labels.shape:
-        raise DataError(
-            f"labels of shape {tuple(labels.shape)} for outputs of shape "
-            f"{tuple(outputs.shape)}: give a number for each, or pass a loss_fn"
-        )
-    return F.mse_loss(outputs, labels)
-
-
-# Of a likelihood that has a name, where neither client nor loop name a loss.
-_LOSSES: dict[str, Loss] = {
-    "bernoulli": F.binary_cross_entropy_with_logits,
-    "gaussian": squared_error,
-}
 _WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel, and of torch.compile
 _READ_ONCE = ("builtins", "itertools")  # whose iterators never begin anew
 
@@ -169,12 +145,18 @@ class LocalProblem:
 
     @property
     def loss(self) -> Loss:
-        """The mean loss of a batch."""
+        """The mean loss of a batch, to score by."""
+        if self.loss_fn is None and self._told_loss is cross_entropy:
+            return LOSSES.get(str(self.likelihood), cross_entropy)
+        return self._told_loss
+
+    @property
+    def _told_loss(self) -> Loss:
+        """The client's, or its loop's, or the default."""
         if self.loss_fn is not None:
             return self.loss_fn
         trained_with: Loss = getattr(self.train_fn, "loss_fn", cross_entropy)
-        named = _LOSSES.get(str(self.likelihood), cross_entropy)
-        return named if trained_with is cross_entropy else trained_with
+        return trained_with
 
     @property
     def differentiable_loss(self) -> Loss:
@@ -185,13 +167,12 @@ class LocalProblem:
         ClientError
             If it is the default, and outputs are no logits of classes.
         """
-        given = self.loss_fn or getattr(self.train_fn, "loss_fn", cross_entropy)
-        if not self.has_classes and given is cross_entropy:
+        if not self.has_classes and self._told_loss is cross_entropy:
             raise ClientError(
                 f"likelihood={self.likelihood!r} and no loss_fn, whose scale is the "
                 "step's: pass the loss to differentiate, FisherClient(loss_fn=...)"
             )
-        return self.loss
+        return self._told_loss
 
     def train(self, config: Mapping[str, Any], **options: Any) -> dict[str, float]:
         """Run the training loop on the model; return its metrics.

@@ -38,14 +38,14 @@ def partition_of(context: Context) -> int:
     """
     told = context.node_config.get("partition-id", context.node_id)
     try:
-        if (number := int(told)) == float(told) or isinstance(told, int):
-            return number
+        if isinstance(told, float) and not told.is_integer():
+            raise ValueError
+        return int(told)
     except ValueError:
-        pass
-    raise ClientError(
-        f"the node's partition-id is {told!r:.80}, and must be an integer: start it "
-        "with --node-config 'partition-id=0', say, or without one"
-    )
+        raise ClientError(
+            f"the node's partition-id is {told!r:.80}, and must be an integer: start "
+            "it with --node-config 'partition-id=0', say, or without one"
+        ) from None
 
 
 class ClientStore:

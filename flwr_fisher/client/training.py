@@ -1,7 +1,4 @@
-"""Local training and scoring: the loops that a client runs unless it brings its own.
-
-Long: a third of it is the docstring of a loop with many options.
-"""
+"""Local training and scoring: the loops that a client runs unless it brings its own."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -9,14 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.kept_training import KeptTraining, generators_of, has_state
+from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.curvature.pairs import Pairs, labelled_pairs
 from flwr_fisher.errors import (
@@ -28,40 +25,10 @@ from flwr_fisher.errors import (
 from flwr_fisher.progress import Progress, count_of, watching
 
 Loader = Iterable[Any]  # pairs, or what `Pairs` makes them of
-Loss = Callable[[Tensor, Tensor], Tensor]
 TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
 ]
 EvaluateFn = TrainFn  # with other data
-
-
-def cross_entropy(
-    outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0
-) -> Tensor:
-    """Return the mean cross-entropy over labels, one an example or one a position.
-
-    Classes are the last dimension of the outputs, as for the Fisher's "categorical"
-    likelihood; ``F.cross_entropy``, which this is for ``[n, C]``, wants them second.
-    Outputs ``[n, C, T]`` train as they do there, where labels ``[n, T]`` fit no other
-    order, but have no accuracy, and the Fisher refuses them. A label of -100 is none.
-
-    Parameters
-    ----------
-    outputs : Tensor
-        Logits ``[n, C]``, or ``[n, T, C]`` for tokens.
-    labels : Tensor
-        Class indices ``[n]`` or ``[n, T]``.
-    label_smoothing : float, default 0
-        As in ``F.cross_entropy``: the share of a label that goes to all classes alike.
-
-    Examples
-    --------
-    >>> cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
-    tensor(1.3863)
-    """
-    if labels.dim() > 1 and labels.shape == outputs.shape[:-1]:
-        outputs, labels = outputs.flatten(0, -2), labels.flatten()
-    return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,10 @@ class ExchangeRecord:
     rejected: dict[str, str] = field(default_factory=dict)
     absences: dict[str, Any] = field(default_factory=dict)
 
+    def reopened(self) -> "ExchangeRecord":
+        """Return it as of an exchange that begins now, and with the same clients."""
+        return replace(self, opened=time.time(), closed=None)
+
 
 class CheckpointDir:
     """Reads and writes one run's directory, and keeps other servers out of it.
@@ -293,7 +297,7 @@ class CheckpointDir:
                 "start are not there any more: it cannot be opened again"
             )
         if (record := self.load_exchange(last)) is not None:
-            self.save_exchange(last, replace(record, opened=time.time(), closed=None))
+            self.save_exchange(last, record.reopened())
         self._tell_left_behind(server_round, last)
         return True
 

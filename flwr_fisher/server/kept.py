@@ -57,9 +57,8 @@ class KeptExchange:
                 f"on with it: put it back, or delete {folder.parent} to do the round "
                 "again"
             )
-        record = replace(record, opened=time.time(), closed=None)
-        self._disk.save_exchange(self._folder, record)
-        return record
+        self._disk.save_exchange(self._folder, opened := record.reopened())
+        return opened
 
     def close(
         self,

@@ -100,9 +100,11 @@ class MeanSums:
     def __call__(self, payload: Any, weight: float) -> Any:
         """Add an upload; return what is left of it."""
         layout = payload.layout()
-        own = weight if self._weighted else 1.0
-        self._sums.setdefault(layout, Sum()).add(self._parts(payload), own)
+        self._add(self._sums.setdefault(layout, Sum()), payload, weight)
         return Folded(layout)
+
+    def _add(self, total: "Sum", payload: Any, weight: float) -> None:
+        total.add(self._parts(payload), weight if self._weighted else 1.0)
 
     def mean(self, uploads: Uploads[Any]) -> dict[str, Tensor]:
         """Return the mean over a step's uploads: of those that were added, or anew.
@@ -115,8 +117,7 @@ class MeanSums:
         if not isinstance(uploads[0].payload, Folded):
             total = Sum()
             for upload in uploads:
-                own = upload.num_examples if self._weighted else 1.0
-                total.add(self._parts(upload.payload), own)
+                self._add(total, upload.payload, upload.num_examples)
             return total.mean()
         total = self._sums[uploads[0].payload.layout()]
         if total.count != len(uploads):

@@ -23,6 +23,7 @@ from flwr_fisher.wire.container import (
 from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import (
     curvature_to_tensors,
+    mass_of,
 )
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_fisher import read_packed, read_plain
@@ -62,12 +63,12 @@ class FisherUpload(Payload):
 
     def masses(self) -> dict[str, float]:
         """Return the curvature's trace, layer by layer."""
-        return {_mass_of(block): block.trace() for block in self.curvature.blocks()}
+        return {mass_of(block): block.trace() for block in self.curvature.blocks()}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it with parameters drawn back, and layers' curvatures scaled down."""
         blocks = [
-            block.scaled(factors.get(_mass_of(block), 1.0))
+            block.scaled(factors.get(mass_of(block), 1.0))
             for block in self.curvature.blocks()
         ]
         params = drawn_back(self.params, like, factors)
@@ -136,7 +137,3 @@ class FisherUpload(Payload):
         """
         read = read_plain if codec.scheme == "lossless" else read_packed
         return cls(*read(record, like, codec, structure))
-
-
-def _mass_of(block: Curvature) -> str:
-    return f"curvature of {next(iter(block.shapes))}"

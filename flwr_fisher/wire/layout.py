@@ -207,3 +207,8 @@ def bias_of(weight: str, params: Params) -> str | None:
     bias = weight.removesuffix("weight") + "bias"
     fits = bias in params and params[bias].shape == params[weight].shape[:1]
     return bias if fits else None
+
+
+def mass_of(block: Curvature) -> str:
+    """Return what a policy calls the mass of a layer's curvature."""
+    return f"curvature of {next(iter(block.shapes))}"

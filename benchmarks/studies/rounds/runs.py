@@ -74,6 +74,8 @@ LENET = Part(
     without=("GIANT", "DONE"),
     cap=100,
 )
+# Of methods that are alike, one, and none that takes a convex loss.
+_LIKE_OTHERS = ("FAGH, random", "FAGH, momentum", "FedProx", "FedPM", "GIANT", "DONE")
 CIFAR = Part(
     name="cifar10",
     title="LeNet5 on CIFAR-10",
@@ -85,7 +87,7 @@ CIFAR = Part(
     budgets=(50, 100, 200),
     choosing=15,
     configurations=2,
-    without=("FAGH, random", "FAGH, momentum", "FedProx", "FedPM", "GIANT", "DONE"),
+    without=_LIKE_OTHERS,
     cap=100,
     dataset="imagefolder:CIFAR10",
 )
@@ -100,7 +102,7 @@ CNN = Part(
     budgets=(25, 50, 75),
     choosing=10,
     configurations=2,
-    without=("FAGH, random", "FAGH, momentum", "FedProx", "FedPM", "GIANT", "DONE"),
+    without=_LIKE_OTHERS,
     cap=30,
 )
 PARTS = {part.name: part for part in (MLR, LENET, CIFAR, CNN)}

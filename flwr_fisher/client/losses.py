@@ -1,0 +1,63 @@
+"""The losses that a client trains and scores by, unless it brings its own."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flwr_fisher.errors import DataError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(
+    outputs: Tensor, labels: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the mean cross-entropy over labels, one an example or one a position.
+
+    Classes are the last dimension of the outputs, as for the Fisher's "categorical"
+    likelihood; ``F.cross_entropy``, which this is for ``[n, C]``, wants them second.
+    Outputs ``[n, C, T]`` train as they do there, where labels ``[n, T]`` fit no other
+    order, but have no accuracy, and the Fisher refuses them. A label of -100 is none.
+
+    Parameters
+    ----------
+    outputs : Tensor
+        Logits ``[n, C]``, or ``[n, T, C]`` for tokens.
+    labels : Tensor
+        Class indices ``[n]`` or ``[n, T]``.
+    label_smoothing : float, default 0
+        As in ``F.cross_entropy``: the share of a label that goes to all classes alike.
+
+    Examples
+    --------
+    >>> cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
+    tensor(1.3863)
+    """
+    if labels.dim() > 1 and labels.shape == outputs.shape[:-1]:
+        outputs, labels = outputs.flatten(0, -2), labels.flatten()
+    return F.cross_entropy(outputs, labels, label_smoothing=label_smoothing)
+
+
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean squared error; the two are not broadcast.
+
+    Raises
+    ------
+    DataError
+        If their shapes differ.
+    """
+    if outputs.shape != labels.shape:
+        raise DataError(
+            f"labels of shape {tuple(labels.shape)} for outputs of shape "
+            f"{tuple(outputs.shape)}: give a number for each, or pass a loss_fn"
+        )
+    return F.mse_loss(outputs, labels)
+
+
+# Of a likelihood that has a name, where neither client nor loop name a loss.
+LOSSES: dict[str, Loss] = {
+    "categorical": cross_entropy,
+    "bernoulli": F.binary_cross_entropy_with_logits,
+    "gaussian": squared_error,
+}
