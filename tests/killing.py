@@ -31,8 +31,8 @@ from flwr_fisher.client import (
     FisherClient,
     LocalSGD,
     fisher_options,
+    losses,
     make_client_app,
-    training,
 )
 from flwr_fisher.client.kept_training import KeptTraining
 from flwr_fisher.client.outbox import Outbox
@@ -70,7 +70,7 @@ POINTS: dict[str, tuple[str, object, str, str]] = {
     "between the history and the round": ("server", History, "append", "after"),
     "when a round is written": ("server", CheckpointDir, "save_round", "after"),
     "before a training": ("client", Outbox, "reply", "after"),
-    "within an epoch": ("client", training.F, "cross_entropy", "before"),
+    "within an epoch": ("client", losses.F, "cross_entropy", "before"),
     "before an epoch is kept": ("client", KeptTraining, "save", "before"),
     "when an epoch is kept": ("client", KeptTraining, "save", "after"),
     "before the Fisher": ("client", fisher_options, "fisher", "before"),

@@ -31,6 +31,7 @@ def cross_entropy(
 
     Examples
     --------
+    >>> import torch
     >>> cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
     tensor(1.3863)
     """

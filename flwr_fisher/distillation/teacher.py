@@ -1,13 +1,12 @@
 """The clients' networks as one that is only asked."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.estimate.taps import evaluating
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import shared_state
 
@@ -39,13 +38,15 @@ class Ensemble:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Have the networks evaluate, and their parameters stay as they are."""
+        before = [(m, m.training) for model in self.models for m in model.modules()]
         grads = [(p, p.requires_grad) for m in self.models for p in m.parameters()]
         try:
-            with ExitStack() as evaluated:
-                for model in self.models:
-                    evaluated.enter_context(evaluating(model.requires_grad_(False)))
-                yield
+            for model in self.models:
+                model.eval().requires_grad_(False)
+            yield
         finally:
+            for module, training in before:
+                module.training = training
             for parameter, wanted in grads:
                 parameter.requires_grad_(wanted)
 
