@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from virtual import (
 )
 
 from flwr_fisher.errors import CheckpointError
+from flwr_fisher.server import lock as lock_module
 from flwr_fisher.server import named_files
 from flwr_fisher.server.checkpoint import CheckpointDir
 from flwr_fisher.server.identity import Identity
@@ -347,17 +349,47 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     start(tmp_path, resume=True)
 
 
-def test_a_lock_ends_with_its_holder(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
+def _in_a_child(act: Callable[[], object]) -> int:
+    """Run it in a process of its own; return what the process is known by."""
     if (pid := os.fork()) == 0:
         try:
-            FolderLock(tmp_path)
+            act()
         except CheckpointError:
             os._exit(7)
         os._exit(0)
+    return pid
+
+
+def test_a_lock_ends_with_its_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FolderLock(tmp_path)
+    monkeypatch.setattr(lock_module, "PATIENCE", 0.1)
+    pid = _in_a_child(lambda: FolderLock(tmp_path))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     lock.release()
     FolderLock(tmp_path).release()
+
+
+def test_a_holder_that_ends_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the ServerApp of a SuperLink that was killed, and started again."""
+
+    def hold() -> None:
+        lock = FolderLock(tmp_path)
+        (tmp_path / "held").touch()
+        time.sleep(1)
+        lock.release()
+
+    pid = _in_a_child(hold)
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    FolderLock(tmp_path).release()
+    os.waitpid(pid, 0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"in use by another server (process {pid} on " in said
+    assert said.endswith("waiting 60 s for it to end")
 
 
 # Who is connected
