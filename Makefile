@@ -47,9 +47,11 @@ federation: install .venv-node/dependencies
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@mkdir -p build/types
+	# A checkout has the package in two places.
+	@rm -rf build/types/flwr_fisher && mkdir -p build/types
+	@cp -R flwr_fisher build/types && cp -R strategies build/types/flwr_fisher
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p flwr_fisher
-	for app in apps/*; do (cd build/types && ../../$(BIN)/mypy \
+	for app in apps/*; do (cd build/types && MYPYPATH=. ../../$(BIN)/mypy \
 		--config-file ../../pyproject.toml ../../$$app/*.py) || exit 1; done
 	# Tensors are small: threads would only wait, and files are shared among processes,
 	# in their order: those of the fewest tests are the longest.

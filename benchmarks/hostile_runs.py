@@ -1,6 +1,6 @@
 """How many federations a hostile client harms, and how many clients a hostile server.
 
-    python benchmarks/hostile_runs.py
+    python benchmarks/hostile_runs.py [--only STRATEGY]
 
 Six clients learn to tell three clouds of points apart, by every strategy there is. In
 each run one client sends something else than what it computed, in every reply of one
@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.page import CACHE, blocks, command_line, opening, with_workers, write_page
+from harness.page import (
+    CACHE,
+    blocks,
+    command_line,
+    numbers_of,
+    opening,
+    with_workers,
+    write_page,
+)
 from harness.tables import head, row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -184,15 +192,20 @@ def beyond(found: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run all that is not in the cache, and write the page."""
-    options = with_workers(command_line(__doc__)).parse_args()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(options.workers, quiet) as pool:
-        found = {}
-        for name, numbers in pool.imap(kept, VICTIMS):
-            found[name] = numbers
-            harmed = [run for run in numbers["runs"] if run[3]]
-            print(name, len(numbers["runs"]), harmed, numbers["clients harmed"])
+    """Run one strategy anew, or all that are not in the cache, and write the page."""
+    parser = with_workers(command_line(__doc__))
+    parser.add_argument("--only", choices=VICTIMS, help="the others' are the page's")
+    options = parser.parse_args()
+    quiet()
+    if options.only:
+        found = numbers_of("hostile") | {options.only: measure(options.only)}
+    else:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(options.workers, quiet) as pool:
+            found = dict(pool.imap(kept, VICTIMS))
+    for name, numbers in found.items():
+        bad = [run for run in numbers["runs"] if run[3]]
+        print(name, len(numbers["runs"]), bad, numbers["clients harmed"])
     runs = [run for each in found.values() for run in each["runs"]]
     harmed = sum(bool(run[3]) for run in runs)
     requests = sum(each["requests"] for each in found.values())
@@ -215,6 +228,7 @@ def main() -> None:
         list(beyond(found)),
     )
     write_page("hostile", lines, found)
+    sys.exit(harmed + clients > 0)
 
 
 if __name__ == "__main__":

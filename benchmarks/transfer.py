@@ -37,7 +37,7 @@ from studies.fedfish.runs import Job
 from studies.fedfish.strategies import AVG, FISH, MENDED
 from studies.fedfish.transfer import KIND, OTHER, OWN, SHARES, federate
 
-EPOCHS, TOTAL, SEEDS = (1, 4, 16), 160, (0, 1, 2)
+EPOCHS, TOTAL, SEEDS = (1, 16), 160, (0, 1, 2)
 METHODS = (AVG, FISH, MENDED)
 RATES = tuple(product((0.1, 0.4), (0.003, 0.01)))
 Runs = Mapping[tuple[int, str], Sequence[Numbers]]

@@ -1,4 +1,4 @@
-"""The four algorithms, as Flower ``Strategy`` classes, and the methods beside them."""
+"""FedFisher, FedFish, FAGH and TCT, and the methods beside them, as strategies."""
 
 from flwr_fisher.server.connected import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload

@@ -321,7 +321,7 @@ class CurvatureStrategy(FedAvg):
             self.recall_absences(run.absences)
             driver = Driver(grid, run, timeout)
             if evaluate_fn and run.server_round == 0:
-                run.evaluated(0, evaluate_fn(0, initial_arrays))
+                run.evaluated(0, evaluate_fn(0, run.arrays()))
                 run.finish(0)
             if run.id is not None:
                 own = ConfigRecord({**own, **named_options({"run": run.id})})

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from beside import Beside
+from checkout import check_installed
 
 _HOMES = (f"{os.getpid()}-{i}" for i in count())
 _FOLDER = "FLWR_FISHER_BESIDE"  # in the environment, where several processes test
@@ -20,6 +21,7 @@ _FOLDER = "FLWR_FISHER_BESIDE"  # in the environment, where several processes te
 def pytest_configure(config: pytest.Config) -> None:
     """Choose where it is: the first process's workers have its environment."""
     if not hasattr(config, "workerinput"):
+        check_installed()
         os.environ[_FOLDER] = tempfile.mkdtemp(prefix="flwr-fisher-")
         # Matplotlib lists a machine's fonts once a home, which takes seconds.
         os.environ["MPLCONFIGDIR"] = os.environ[_FOLDER] + "/matplotlib"

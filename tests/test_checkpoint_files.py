@@ -388,7 +388,7 @@ def test_a_holder_that_ends_is_waited_for(
     FolderLock(tmp_path).release()
     os.waitpid(pid, 0)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert f"in use by another server (process {pid} on " in said
+    assert f"in use by another run (process {pid} on " in said
     assert said.endswith("waiting 60 s for it to end")
 
 

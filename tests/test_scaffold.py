@@ -3,6 +3,7 @@
 import logging
 import re
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Roster, arrays_to_tensors
 
 ROW = contract.Row(Scaffold, {})
+# What a policy takes is missing in c, and moves the optimum.
+NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
 plain_sgd = partial(LocalSGD, momentum=0.0)
 
 
@@ -216,6 +219,11 @@ def test_it_reaches_the_optimum(fraction: float) -> None:
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-3)
 
 
+def test_without_limits_it_is_the_optimum_itself() -> None:
+    exact = on_lines(scaffold(policy=NO_LIMITS), 80)
+    torch.testing.assert_close(exact, optimum(), rtol=0, atol=1e-5)
+
+
 def test_fedavg_does_not_reach_it() -> None:
     once, again = (on_lines(FedAvg(fraction_evaluate=0.0), n) for n in (15, 20))
     assert (once - optimum()).norm() > 0.1
@@ -267,8 +275,7 @@ def test_c_stays_their_mean_where_replies_are_left_out() -> None:
             raise ValueError("lost on the way")
 
     app.tamper = {1: sometimes}
-    # No one's step is shortened: that, too, would part c from their mean.
-    strategy = scaffold(policy=Policy(max_distance=float("inf")))
+    strategy = scaffold(policy=NO_LIMITS)
     result = run(strategy, app, 3, num_rounds=3)
     assert result.train_metrics_clientapp[2]["num-rejected"] == 1
     assert result.train_metrics_clientapp[3]["num-lost-states"] == 0

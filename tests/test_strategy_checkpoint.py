@@ -22,7 +22,7 @@ from virtual import (
     tiny_arrays,
 )
 
-from flwr_fisher.errors import CheckpointError, RoundError
+from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
 from flwr_fisher.testing import LocalGrid
@@ -171,6 +171,27 @@ def test_killed_before_the_first_round(
     with pytest.raises(KeyboardInterrupt):
         start(where=tmp_path, evaluate_fn=dies)
     assert_same_result(start(where=tmp_path, resume=True), uninterrupted)
+
+
+def test_what_was_never_trained_is_evaluated_where_it_began(tmp_path: Path) -> None:
+    """An app gives arrays drawn anew each time that it is started."""
+    seen: list[ArrayRecord] = []
+
+    def sees(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append(arrays)
+        raise KeyboardInterrupt
+
+    for seed in (0, 1):
+        with pytest.raises(KeyboardInterrupt):
+            FedFisherOneShot().start(
+                LocalGrid(Watched(), CLIENTS),
+                tiny_arrays(seed),
+                evaluate_fn=sees,
+                checkpoint_dir=tmp_path,
+                resume=True,
+            )
+    assert same_bits(seen[1], seen[0])
+    assert not same_bits(seen[1], tiny_arrays(1))
 
 
 def test_the_grid_breaks(tmp_path: Path, uninterrupted: CurvatureResult) -> None:
@@ -481,6 +502,13 @@ def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> Non
     assert "resume=True" in text
     assert not app.trained
     assert before == {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
+
+
+def test_an_empty_name_is_no_directory() -> None:
+    with pytest.raises(ConfigurationError, match=r'^checkpoint_dir is ""'):
+        FedFisherOneShot().start(
+            LocalGrid(Watched(), CLIENTS), tiny_arrays(), checkpoint_dir=""
+        )
 
 
 def test_resume_needs_a_directory() -> None:

@@ -22,6 +22,7 @@ from flwr_fisher.strategies import (
     FedGA,
     Waiting,
 )
+from flwr_fisher.testing import LocalGrid
 
 __all__ = ["clock"]
 
@@ -127,6 +128,33 @@ def test_a_silent_node_delays_the_start_by_seconds(clock: FullClock) -> None:
     result = start(grid, timeout=3600)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
     assert clock.now < 15
+
+
+def test_a_node_that_starts_again_is_waited_for_where_it_is_wanted(
+    clock: FullClock,
+) -> None:
+    grid = ClockedGrid(tiny_app(), {1: Behaviour(answers=100.0)}, clock, 4)
+    result = start(grid, timeout=3600, min_available_nodes=4)
+    assert result.train_metrics_clientapp[1]["num-replies"] == 4
+
+
+def test_a_node_that_never_answers_is_named_and_waited_for_once(
+    clock: FullClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = Watched(tiny_app())
+    grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
+    result = start(grid, num_rounds=5, timeout=3600, min_available_nodes=4)
+    assert result.train_metrics_clientapp[1]["num-replies"] == 3
+    assert 120 < clock.now < 150
+    (silent,) = [node for node, partition in grid.nodes.items() if partition == 1]
+    assert caplog.text.count(f"no answer has come yet: node-{silent}") == 1
+
+
+def test_clients_that_no_grid_has_are_not_waited_for() -> None:
+    with pytest.raises(RoundError, match=r"^3 nodes are connected after .*1000 are"):
+        FedFisherOneShot(min_available_nodes=1000).start(
+            LocalGrid(tiny_app(), 3), tiny_arrays()
+        )
 
 
 def test_slow_answers_are_waited_for(clock: FullClock) -> None:

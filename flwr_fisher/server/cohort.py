@@ -55,6 +55,7 @@ class Cohort(NodeNames):
         # left out for it.
         self._missed: dict[str, tuple[int, int]] = {}
         self._passed_over: set[str] = set()  # names
+        self._given_up: set[int] = set()  # nodes whose answer is not waited for
         self.abstaining: set[int] = set()  # nodes that have nothing to evaluate on
 
     def mailbox(self, grid: Grid) -> Mailbox:
@@ -140,6 +141,9 @@ class Cohort(NodeNames):
     ) -> list[int]:
         """Return the connected nodes that can be asked, in order, once they are enough.
 
+        As many as are to be available have two minutes to answer: a SuperLink lists a
+        node that has gone, or starts again, for as long. Then fewer begin.
+
         Raises
         ------
         RoundError
@@ -153,20 +157,24 @@ class Cohort(NodeNames):
             nodes: list[int] = []
             if len(connected) >= available:
                 nodes = self.learn(mailbox, connected, deadline - time.monotonic())
-                if len(nodes) >= minimum:
+                silent = [node for node in connected if node not in self.answered]
+                gone = time.monotonic() > began + _GONE_WITHIN
+                there = len(connected) - len(set(silent) - self._given_up)
+                if len(nodes) >= minimum and (there >= available or gone):
+                    self._go_without(silent)
                     nodes.sort(key=self.order)
                     self.connected = len(nodes)
                     return nodes
-                silent = self._silent(connected)
                 # A client that was restarted is refused until its old node is gone.
                 # Where all run another app, as all do in most runs, none will change.
                 foreign = all(
                     n in self.refused and n in self.foreign for n in connected
                 )
-                gone = time.monotonic() > began + _GONE_WITHIN
                 if not silent and (foreign or gone):
                     break
-            if time.monotonic() > deadline:
+            # A grid of virtual clients says how many there can be.
+            most = getattr(grid, "num_supernodes", available)
+            if time.monotonic() > deadline or most < available:
                 raise RoundError(self._too_few(connected, available, timeout))
             logger.info(
                 "Waiting for nodes to connect: %d connected (minimum required: %d)%s.",
@@ -180,6 +188,13 @@ class Cohort(NodeNames):
             f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
             + "\n".join(self._refusals())
         )
+
+    def _go_without(self, silent: Sequence[int]) -> None:
+        """Tell once who is listed as connected, and has not answered."""
+        if new := [node for node in silent if node not in self._given_up]:
+            names = listed([self.name(node) for node in new])
+            logger.warning("Not asked, since no answer has come yet: %s", names)
+        self._given_up.update(silent)
 
     def _silent(self, connected: Sequence[int]) -> list[str]:
         """Return the names of the connected nodes that have not answered yet."""

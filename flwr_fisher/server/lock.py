@@ -11,8 +11,8 @@ from flwr_fisher.errors import CheckpointError
 from flwr_fisher.log_lines import logger
 
 _LOCK, _HOLDER = "lock", "holder.txt"
-# Since Flower 1.42 the ServerApp of a SuperLink that was killed says goodbye to it for
-# ten seconds, more on a busy machine, while the next one has started.
+# The ServerApp of a SuperLink that was killed says goodbye to it for 15 seconds, more
+# on a busy machine, while the next one has started.
 PATIENCE = 60.0  # seconds
 
 
@@ -37,13 +37,15 @@ class FolderLock:
         self._holder = folder / _HOLDER
         own = f"process {os.getpid()} on {socket.gethostname()}"
         if not self._acquired(0):
-            taken = f"{folder} is in use by another server ({self._name()})"
+            taken = f"{folder} is in use by another run ({self._name()})"
             ours = self._name().startswith(f"{own},")  # and cannot end while we wait
             if not ours:
                 logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
             if ours or not self._acquired(PATIENCE):
                 raise CheckpointError(
-                    f"{taken}: wait until it has ended, or pass another checkpoint_dir"
+                    f"{taken}. Where that is this run, begun before, wait until it has "
+                    "ended or end it (`flwr list`, `flwr stop`: Ctrl-C of `flwr run` "
+                    "ends the log alone); for another run pass another checkpoint_dir"
                 )
         since = datetime.now(UTC).isoformat(" ", "seconds")
         self._holder.write_text(f"{own}, since {since}\n")

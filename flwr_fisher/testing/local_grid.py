@@ -72,7 +72,7 @@ class LocalGrid(Grid):
     ) -> None:
         if num_supernodes < 1:
             raise ConfigurationError(f"num_supernodes must be >= 1: {num_supernodes}")
-        self.client_app = client_app
+        self.client_app, self.num_supernodes = client_app, num_supernodes
         self._random = random.Random(seed)
         ids = self._random.sample(range(1, 2**62), num_supernodes)
         self.nodes = {node: partition for partition, node in enumerate(ids)}

@@ -59,8 +59,10 @@ class Scaffold(CurvatureStrategy):
     A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
     it had added to :math:`c` stays there, and shifts the optimum: look at
     ``num-lost-states`` among a round's metrics. Another is ``control-norm``. What the
-    policy takes from a client's upload is missing in :math:`c` in the same way; the
-    client keeps all of its :math:`c_i`. Buffers
+    policy takes from a client's upload is missing in :math:`c` in the same way, since
+    the client keeps all of its :math:`c_i`: clients far from the others shift the
+    optimum by more than FedAvg would. Among clients that are trusted give ``policy=``
+    :class:`Policy` without limits, its numbers ``inf`` and ``max_share`` 1. Buffers
     are averaged. ``CurvatureResult.details`` is :math:`c`, by parameter.
 
     Examples

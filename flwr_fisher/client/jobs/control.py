@@ -1,4 +1,4 @@
-"""A client's own control variate: found on its disk by what the server sent."""
+"""What a client remembers of a run: found on its disk by what the server sent."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from flwr_fisher.wire import Roster
 
 @dataclass(frozen=True)
 class OwnControl:
-    """What a client keeps of SCAFFOLD or TCT from one of its rounds to the next.
+    """What a client keeps from one of its rounds to the next: its control variate.
 
-    The server tells in which step it last had a reply of this client: from that step's
-    control variate the client goes on.
+    SCAFFOLD's and TCT's. The server tells in which step it last had a reply of this
+    client: from what it kept in that step the client goes on.
 
     Parameters
     ----------
