@@ -290,5 +290,5 @@ plot_accuracies(Path("accuracy.png"), bars, best="FedFisher")
 #   survives, and how long it waits for whom.
 #
 # :doc:`/more/federation` has scripts for all of this, short enough to copy, and runs
-# them with nodes that are killed on the way. A SuperNode needs no extras, only
-# ``pip install flwr-fisher``.
+# them with nodes that are killed on the way. A SuperNode needs the library without
+# extras.
