@@ -8,13 +8,10 @@ and :mod:`~flwr_fisher.server`; on both, :mod:`~flwr_fisher.strategies`. Importi
 package loads none of them.
 """
 
-from importlib.util import find_spec
+from pathlib import Path
 
 __version__ = "0.2.0"
 
-if find_spec(f"{__name__}.strategies") is None:
-    raise ImportError(
-        f"{__path__[0]} is a checkout's folder, and its strategies stand beside it. "
-        "Run from another folder, where the installed package is found; or, to work on "
-        "the library, `make develop`"
-    )
+_HERE = Path(__file__).parent
+if not (_HERE / "strategies").exists():  # a checkout, where they stand beside it
+    __path__.append(str(_HERE.parent))

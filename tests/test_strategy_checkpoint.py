@@ -22,7 +22,7 @@ from virtual import (
     tiny_arrays,
 )
 
-from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
+from flwr_fisher.errors import CheckpointError, RoundError
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
 from flwr_fisher.testing import LocalGrid
@@ -505,7 +505,7 @@ def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> Non
 
 
 def test_an_empty_name_is_no_directory() -> None:
-    with pytest.raises(ConfigurationError, match=r'^checkpoint_dir is ""'):
+    with pytest.raises(CheckpointError, match=r'^checkpoint_dir is ""'):
         FedFisherOneShot().start(
             LocalGrid(Watched(), CLIENTS), tiny_arrays(), checkpoint_dir=""
         )

@@ -136,10 +136,12 @@ class CheckpointDir:
     Raises
     ------
     CheckpointError
-        If another server has it.
+        If another server has it, or it is an empty string.
     """
 
     def __init__(self, path: str | Path) -> None:
+        if path == "":
+            raise CheckpointError('checkpoint_dir is "": give a folder, or None')
         self.path = Path(path).expanduser()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.path)

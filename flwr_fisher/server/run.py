@@ -92,10 +92,6 @@ class Run:
         if reopen and not resume:
             raise ConfigurationError("reopen=True needs resume=True")
         state = ServerState(arrays_to_tensors(initial_arrays), dict(groups or {}))
-        if checkpoint_dir == "":
-            raise ConfigurationError(
-                'checkpoint_dir is "": give a folder, "." for this one, or None'
-            )
         if checkpoint_dir is None:
             if resume:
                 raise CheckpointError("resume=True needs a checkpoint_dir")
