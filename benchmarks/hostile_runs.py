@@ -123,6 +123,7 @@ def measure(name: str) -> dict[str, Any]:
             )
     knowing = run(name, within_the_limits).accuracy
     requests, harmed = besiege(name)
+    print(name, len(runs), [run for run in runs if run[3]], harmed, flush=True)
     return {
         "honest": honest,
         "runs": runs,
@@ -196,16 +197,13 @@ def main() -> None:
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--only", choices=VICTIMS, help="the others' are the page's")
     options = parser.parse_args()
-    quiet()
     if options.only:
+        quiet()
         found = numbers_of("hostile") | {options.only: measure(options.only)}
     else:
         context = multiprocessing.get_context("spawn")
         with context.Pool(options.workers, quiet) as pool:
             found = dict(pool.imap(kept, VICTIMS))
-    for name, numbers in found.items():
-        bad = [run for run in numbers["runs"] if run[3]]
-        print(name, len(numbers["runs"]), bad, numbers["clients harmed"])
     runs = [run for each in found.values() for run in each["runs"]]
     harmed = sum(bool(run[3]) for run in runs)
     requests = sum(each["requests"] for each in found.values())

@@ -22,7 +22,7 @@ server's seconds in forward and backward passes of the network at batch 32, on o
 thread; from sums, with what the clients do in these exchanges.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -94,23 +94,20 @@ def joined(numbers: Mapping[str, Mapping[str, Found]], split: str) -> Found:
     return found
 
 
-def splits_of(
-    problem: Problem, alphas: Sequence[float], seeds: Iterable[int]
-) -> dict[float, list[Setting]]:
+def splits_of(problem: Problem) -> dict[float, list[Setting]]:
     """Return the seeds' splits for each α."""
-    return {alpha: [problem.setting(alpha, seed) for seed in seeds] for alpha in alphas}
+    return {alpha: [problem.setting(alpha, seed) for seed in SEEDS] for alpha in ALPHAS}
 
 
 def results_in(numbers: Mapping[str, Mapping[str, Found]], name: str) -> Results:
     """Return what all parts found on a data set's splits, for each α."""
-    own = splits_of(PROBLEMS[name], ALPHAS, SEEDS)
     return {
         alpha: [
             joined(numbers, split.folder.name)
             for split in splits
             if split.folder.name in numbers["merges"]
         ]
-        for alpha, splits in own.items()
+        for alpha, splits in splits_of(PROBLEMS[name]).items()
     }
 
 
@@ -126,10 +123,9 @@ def main() -> None:
         if not (options.data_dir / problem.folder).exists():
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")
             continue
-        stem = f"rivals_{name}"
+        stem, splits = f"rivals_{name}", splits_of(problem).values()
+        every = sorted(chain.from_iterable(splits), key=lambda s: s.seed)
         for part in options.parts:
-            splits = splits_of(problem, ALPHAS, SEEDS)
-            every = sorted(chain.from_iterable(splits.values()), key=lambda s: s.seed)
             known = numbers_of(stem).get(part, {})
             keep = partial(keep_part, stem, part)
             on_splits(f"rivals_{part}", PARTS[part], every, options, known, keep)

@@ -132,7 +132,7 @@ class Cohort(NodeNames):
         if idle := [node for node in out if node not in needed]:
             logger.info(
                 "Not asked, since they let a deadline pass: %s",
-                listed([self.name(node) for node in idle]),
+                self._listed(idle),
             )
         return sorted([*others, *needed], key=self.order)
 
@@ -157,7 +157,7 @@ class Cohort(NodeNames):
             nodes: list[int] = []
             if len(connected) >= available:
                 nodes = self.learn(mailbox, connected, deadline - time.monotonic())
-                silent = [node for node in connected if node not in self.answered]
+                silent = self._silent(connected)
                 gone = time.monotonic() > began + _GONE_WITHIN
                 there = len(connected) - len(set(silent) - self._given_up)
                 if len(nodes) >= minimum and (there >= available or gone):
@@ -192,20 +192,24 @@ class Cohort(NodeNames):
     def _go_without(self, silent: Sequence[int]) -> None:
         """Tell once who is listed as connected, and has not answered."""
         if new := [node for node in silent if node not in self._given_up]:
-            names = listed([self.name(node) for node in new])
-            logger.warning("Not asked, since no answer has come yet: %s", names)
+            logger.warning(
+                "Not asked, since no answer has come yet: %s", self._listed(new)
+            )
         self._given_up.update(silent)
 
-    def _silent(self, connected: Sequence[int]) -> list[str]:
-        """Return the names of the connected nodes that have not answered yet."""
-        return [self.name(node) for node in connected if node not in self.answered]
+    def _silent(self, connected: Sequence[int]) -> list[int]:
+        """Return the connected nodes that have not answered yet."""
+        return [node for node in connected if node not in self.answered]
+
+    def _listed(self, nodes: Sequence[int]) -> str:
+        return listed([self.name(node) for node in nodes])
 
     def _held_up(self, connected: Sequence[int], needed: int) -> str:
         """Return why nodes that are connected cannot be asked yet."""
         told = f", {len(self.refused)} refused" if self.refused else ""
         silent = self._silent(connected)
         if silent and len(connected) >= needed:
-            told += f", no answer yet from {listed(silent)}"
+            told += f", no answer yet from {self._listed(silent)}"
         return told
 
     def _refusals(self) -> list[str]:
@@ -228,7 +232,7 @@ class Cohort(NodeNames):
                 [f"too few nodes can be asked after {timeout:.0f} s:", *refused]
             )
         return (
-            f"of {len(connected)} nodes that are connected, {listed(silent)} did not "
-            f"answer within {timeout:.0f} s: see whether their ClientApp starts, or "
-            "lower min_train_nodes"
+            f"of {len(connected)} nodes that are connected, {self._listed(silent)} did "
+            f"not answer within {timeout:.0f} s: see whether their ClientApp starts, "
+            "or lower min_train_nodes"
         )

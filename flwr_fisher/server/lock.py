@@ -37,8 +37,9 @@ class FolderLock:
         self._holder = folder / _HOLDER
         own = f"process {os.getpid()} on {socket.gethostname()}"
         if not self._acquired(0):
-            taken = f"{folder} is in use by another run ({self._name()})"
-            ours = self._name().startswith(f"{own},")  # and cannot end while we wait
+            holder = self._name()
+            taken = f"{folder} is in use by another run ({holder})"
+            ours = holder.startswith(f"{own},")  # and cannot end while we wait
             if not ours:
                 logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
             if ours or not self._acquired(PATIENCE):
