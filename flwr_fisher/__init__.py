@@ -8,10 +8,37 @@ and :mod:`~flwr_fisher.server`; on both, :mod:`~flwr_fisher.strategies`. Importi
 package loads none of them.
 """
 
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 __version__ = "0.2.0"
 
 _HERE = Path(__file__).parent
-if not (_HERE / "strategies").exists():  # a checkout, where they stand beside it
-    __path__.append(str(_HERE.parent))
+
+
+class _Beside(MetaPathFinder):
+    """Finds the strategies where a checkout has them: beside this package."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if fullname != f"{__name__}.strategies":
+            return None
+        folder = _HERE.parent / "strategies"
+        return spec_from_file_location(
+            fullname,
+            folder / "__init__.py",
+            submodule_search_locations=[str(folder)],
+        )
+
+
+if not (_HERE / "strategies").exists():
+    sys.meta_path.insert(0, _Beside())

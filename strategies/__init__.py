@@ -2,6 +2,7 @@
 
 from flwr_fisher.server.connected import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.noise import Privacy
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult
@@ -38,6 +39,7 @@ __all__ = [
     "FedFisherOneShot",
     "FedGA",
     "FedPM",
+    "Membership",
     "Policy",
     "Privacy",
     "Repeatable",
@@ -48,5 +50,6 @@ __all__ = [
     "Step",
     "Upload",
     "Waiting",
+    "lost_states",
     "wait_for_nodes",
 ]

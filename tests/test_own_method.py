@@ -4,14 +4,12 @@ Bernstein et al., *signSGD with Majority Vote* (ICLR 2019): clients send the sig
 their gradients, the server steps against the sign of their sum.
 """
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import tutorials
 from virtual import Watched, change_array, tiny_app, tiny_arrays, tiny_client
 
 from flwr_fisher.client import register_job
@@ -22,20 +20,7 @@ from flwr_fisher.strategies import CurvatureResult, Exchange
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_method.py"
-
-
-def loaded() -> ModuleType:
-    """The tutorial, as far as the method goes: without its run."""
-    source = EXAMPLE.read_text().split("# %%\n# A run\n")[0]
-    spec = importlib.util.spec_from_loader("own_method", loader=None)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["own_method"] = module  # where dataclasses look
-    exec(compile(source, str(EXAMPLE), "exec"), module.__dict__)
-    return module
-
-
-OWN = loaded()
+OWN = tutorials.load("own_method", "A run")
 SignSGD = OWN.SignSGD
 
 

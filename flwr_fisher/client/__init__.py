@@ -9,6 +9,7 @@ from flwr_fisher.client.losses import cross_entropy
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.secure_sums import SecureSumsMod
+from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import (
     EvaluateFn,
     LocalSGD,
@@ -18,6 +19,7 @@ from flwr_fisher.client.training import (
 
 __all__ = [
     "ClientFn",
+    "ClientState",
     "EvaluateFn",
     "FisherClient",
     "Job",

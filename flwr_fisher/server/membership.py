@@ -1,4 +1,4 @@
-"""Who has taken part in a run whose clients keep control variates on their disks."""
+"""Who has taken part in a run whose clients keep a state on their disks."""
 
 import secrets
 from collections.abc import Sequence
@@ -21,6 +21,10 @@ _RUN, _STEPS, _TOTAL = "run", "steps", "total-weight"
 class Membership:
     """What a server remembers of its clients from one step to the next.
 
+    A strategy keeps it in a group of tensors, sends clients what :meth:`sent` returns
+    in group ``""``, and replaces it in each step by :meth:`after`. A client finds by it
+    what it kept, its :class:`~flwr_fisher.client.ClientState`.
+
     Parameters
     ----------
     run : int
@@ -32,6 +36,12 @@ class Membership:
         those that have not uploaded yet count with the mean weight of the others.
     roster : Roster
         Who took part, when last, and with what weight.
+
+    Examples
+    --------
+    >>> begins = Membership.new()
+    >>> Membership.from_tensors(begins.to_tensors()) == begins
+    True
     """
 
     run: int
@@ -90,10 +100,11 @@ class Membership:
 
 
 def lost_states(uploads: Uploads[Any]) -> int:
-    """Return how many clients lost their control variate, and warn of it."""
+    """Return how many clients lost what they kept on their disks, and warn of it.
+
+    They tell it by the metric ``state-lost``.
+    """
     lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
     if lost:
-        logger.warning(
-            "%d clients have lost their control variate, and start from zero", lost
-        )
+        logger.warning("%d clients have lost their state, and start from zero", lost)
     return lost

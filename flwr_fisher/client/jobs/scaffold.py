@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from flwr_fisher.client.jobs.control import OwnControl
 from flwr_fisher.client.jobs.registry import register_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import LocalSGD, TrainFn
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import Params, subtract
@@ -39,15 +39,13 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     zeros = {n: torch.zeros_like(p) for n, p in start.items()}
     sent = request.groups.get(_CONTROL, {})
     shared = {n: sent.get(n, zero) for n, zero in zeros.items()}
-    kept = OwnControl.of(problem, request, _CONTROL, start)
-    last = kept.load()
-    own = zeros if last is None else last
+    state = ClientState.of(problem, request, _CONTROL, start)
+    own, lost = state.load()
     correct = _Correction(parameters, subtract(shared, own))
     metrics = problem.train(request.config, on_gradients=correct)
     away = subtract(start, {n: p.detach() for n, p in parameters.items()})
     new = scaffold_control(own, shared, away, steps=correct.steps, lr=lr)
-    kept.save(new)
-    lost = kept.last_step is not None and last is None
+    state.save(new)
     upload = VectorUpload(
         {_CONTROL: subtract(new, own)}, problem.state_like(request.params)
     )

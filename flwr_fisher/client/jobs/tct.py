@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.jobs.control import OwnControl
 from flwr_fisher.client.jobs.registry import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.tangent_problem import (
     ClientFeatures,
     Regression,
@@ -88,10 +88,10 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     shape = mine.tangent.num_features, mine.tangent.num_classes
     weight, lr = request.fact("weight", shape), float(request.fact("lr"))
     steps = local_steps(problem, request.options)
-    control, kept = None, None
+    control, state = None, None
     if "control" in sent:
         control = request.fact("control", shape)
-        kept = OwnControl.of(problem, request, _CONTROL, {_CONTROL: weight})
+        state = ClientState.of(problem, request, _CONTROL, {_CONTROL: weight})
     regression = mine.regression(*_statistics(mine, request))
     check_lr(lr, regression.largest)
     targets = regression.targets(weight.shape[1])
@@ -103,15 +103,14 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         return _stepped(mine, regression, targets, weight, h, residual, rates)
 
     lost = False
-    if control is None or kept is None:
+    if control is None or state is None:
         new_weight = step(None)
     else:
-        last = kept.load()
-        lost = kept.last_step is not None and last is None
-        own = torch.zeros_like(weight) if last is None else last[_CONTROL]
+        kept, lost = state.load()
+        own = kept[_CONTROL]
         new_weight = step(own - control)
         new = tct_control(own, control, weight, new_weight, lr=lr, local_steps=steps)
-        kept.save({_CONTROL: new})
+        state.save({_CONTROL: new})
     metrics = {"train_loss": loss, "state-lost": int(lost)}
     return _reply(mine, {"weight": new_weight}, metrics)
 

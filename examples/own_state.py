@@ -1,0 +1,211 @@
+r"""
+A method whose clients remember
+===============================
+
+In some methods a client keeps something from one of its rounds to the next: a control
+variate, a correction, a personal part. :class:`~flwr_fisher.client.ClientState` keeps
+it on the client's own disk, and :class:`~flwr_fisher.strategies.Membership` tells each
+client from which of its rounds to go on, so that a round that failed, was repeated or
+lost a reply leaves no trace. :doc:`own_method` comes first.
+
+The method here is FedDyn (Acar et al., "Federated Learning Based on Dynamic
+Regularization", ICLR 2021, Algorithm 1). A client minimises its loss :math:`L_k` with
+two more terms,
+
+.. math:: L_k(\theta) - \langle g_k, \theta \rangle
+          + \frac{\alpha}{2} \|\theta - \theta^{t-1}\|^2, \qquad
+          g_k \leftarrow g_k - \alpha (\theta_k - \theta^{t-1})
+
+and the server corrects the mean of what comes back. Clients of unlike data then agree
+on the optimum of all data, which FedAvg's mean is not.
+"""
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp.strategy import FedAvg
+
+from flwr_fisher.client import (
+    ClientState,
+    FisherClient,
+    LocalProblem,
+    LocalSGD,
+    Reply,
+    Request,
+    make_client_app,
+    register_job,
+)
+from flwr_fisher.measures import accuracies
+from flwr_fisher.params import (
+    add,
+    scale,
+    select,
+    shared_state,
+    subtract,
+    trainable_names,
+    weighted_mean,
+)
+from flwr_fisher.report import plot_rounds
+from flwr_fisher.strategies import (
+    CurvatureStrategy,
+    Exchange,
+    Membership,
+    Repeatable,
+    ServerState,
+    Step,
+    Upload,
+    lost_states,
+)
+from flwr_fisher.tasks import load_task
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import VectorUpload
+
+# %%
+# The client's half
+# -----------------
+#
+# ``state.load()`` returns what was kept, zeros at first, and whether it was lost: the
+# server had a reply of this client, and its disk is another's now. ``on_gradients`` is
+# called before each of a training's steps, when the gradients are there.
+
+
+@register_job("feddyn")
+def feddyn_job(problem: LocalProblem, request: Request) -> Reply:
+    """Train with FedDyn's two terms, and keep the new g_k."""
+    alpha = float(request.options["alpha"])
+    parameters = problem.trained()
+    start = {name: p.detach().clone() for name, p in parameters.items()}
+    state = ClientState.of(problem, request, "feddyn", start)
+    g, lost = state.load()
+
+    def add_terms(epoch: int, step: int) -> None:
+        for name, p in parameters.items():
+            p.grad += alpha * (p.detach() - start[name]) - g[name]
+
+    metrics = problem.train(request.config, on_gradients=add_terms)
+    moved = {name: p.detach() - start[name] for name, p in parameters.items()}
+    state.save(add(g, moved, -alpha))
+    upload = VectorUpload({}, problem.state_like(request.params))
+    return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
+
+
+# %%
+# The server's half
+# -----------------
+#
+# The server's own memory, h, is the mean of all clients' g_k. Groups of tensors are
+# kept from round to round, and in checkpoints; what ``send`` returns in group ``""`` a
+# client finds in ``request.facts``. A cohort's share of all clients' weight stands for
+# the paper's count of clients, since models are weighted by examples here.
+
+
+class FedDyn(CurvatureStrategy):
+    """Dynamic regularisation of the parameters `trained`; buffers are averaged."""
+
+    def __init__(
+        self, *, trained: Sequence[str], alpha: float = 0.1, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.trained, self.alpha = list(trained), alpha
+
+    def initial_groups(self) -> dict[str, Any]:
+        """Name the run: clients keep their state under its number."""
+        return {"membership": Membership.new().to_tensors()}
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+        """Ask every sampled client to train."""
+        request = {"job": "feddyn", "alpha": self.alpha}
+        read = VectorUpload.reader(params=True)
+        return [Exchange(request, read, self.renew, send=send)]
+
+    def renew(
+        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
+    ) -> Step:
+        """Return the next model and h."""
+        before = Membership.from_tensors(state.group("membership"))
+        members = before.after(uploads, self.cohort.connected)
+        weights = [upload.num_examples for upload in uploads]
+        means = weighted_mean([upload.payload.params for upload in uploads], weights)
+        start, mean = (select(params, self.trained) for params in (state.params, means))
+        h = scale(start, 0.0)
+        if before.steps:  # a mean over more clients, once more are known
+            h = scale(state.group("h"), members.rescale(before))
+        share = members.participation(weights)
+        h = add(h, subtract(mean, start), -self.alpha * share)
+        params = {**means, **add(mean, h, -1 / self.alpha)}
+        groups = {"membership": members.to_tensors(), "h": h}
+        metrics = {"num-lost-states": lost_states(uploads)}
+        return Step(ServerState(params, groups), metrics)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options that a resumed run must have alike."""
+        return {"trained": self.trained, "alpha": self.alpha}
+
+
+def send(state: ServerState) -> dict[str, Any]:
+    """Return what a client finds its own state by."""
+    return {"": Membership.from_tensors(state.group("membership")).sent()}
+
+
+# %%
+# Two runs
+# --------
+#
+# Ten virtual clients with digits of about two classes each, half of them in a round,
+# beside FedAvg with the same training. The default policy cuts what a client uploads
+# where it is far from the others', and nobody cuts what that client keeps: where that
+# happens (a round's metrics have ``num-limited``), h is no more the mean of the g_k.
+# Among clients that are trusted, lift the limits.
+
+# Flower logs every step of a round, which this page has no need of.
+logging.getLogger("flwr").setLevel(logging.ERROR)
+
+CLIENTS, ROUNDS = 10, 30
+task = load_task(
+    dataset="digits",
+    model="mlp",
+    partition="shards",
+    num_partitions=CLIENTS,
+    seed=0,
+)
+test = list(task.test_loader())
+state_dir = tempfile.mkdtemp()
+
+
+def client_fn(context: Context) -> FisherClient:
+    """Return the client of a node; each keeps its state in a folder of its own."""
+    loader = task.train_loader(int(context.node_config["partition-id"]), 32)
+    training = LocalSGD(epochs=5, lr=0.05, momentum=0.0)
+    return FisherClient(
+        task.make_model(), loader, train_fn=training, state_dir=state_dir
+    )
+
+
+def evaluate_fn(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    """Return the accuracy of the server's model on the test images."""
+    params = arrays.to_torch_state_dict()
+    return MetricRecord(accuracies(task.make_model(), {"accuracy": params}, test))
+
+
+grid = LocalGrid(make_client_app(client_fn), num_supernodes=CLIENTS)
+model = task.make_model()
+start, trained = ArrayRecord(shared_state(model)), trainable_names(model)
+half = {"fraction_train": 0.5, "fraction_evaluate": 0.0}
+histories = {}
+for name, strategy in {
+    "FedDyn": FedDyn(trained=trained, alpha=0.1, **half),
+    "FedAvg": Repeatable(FedAvg(**half)),
+}.items():
+    result = strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate_fn)
+    histories[name] = result.evaluate_metrics_serverapp
+    ends = [histories[name][t]["accuracy"] for t in (5, 10, 20, ROUNDS)]
+    print(name, *(f"{accuracy:.1%}" for accuracy in ends))
+plot_rounds(Path("rounds.png"), histories, ["accuracy"])
+
+# %%
+# What a test of such a method must show, beside a round by hand: a run that is stopped
+# and resumed gives the same bits, and a client whose disk is lost is counted.

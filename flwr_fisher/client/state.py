@@ -1,0 +1,130 @@
+"""What a client remembers of a run: found on its disk by what the server sent."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Request
+from flwr_fisher.client.store import ClientStore
+from flwr_fisher.errors import ConfigurationError, ParamsError
+from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params, check_same_layout
+from flwr_fisher.wire import Roster
+
+_FIT = re.compile(r"[a-z]+(-[a-z]+)*")
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What a client keeps from one of its rounds to the next: SCAFFOLD's control, say.
+
+    It lies on the client's disk, in its ``state_dir``, and starts as zeros. The server
+    tells in which step it last had a reply of this client (it keeps a
+    :class:`~flwr_fisher.strategies.Membership` and sends what its ``sent()`` returns):
+    from what it kept in that step the client goes on. So a round that failed, was
+    repeated or lost this client's reply leaves no trace in it.
+
+    Parameters
+    ----------
+    store : ClientStore
+        Where it is kept.
+    like : Mapping[str, Tensor]
+        Gives its keys, shapes, dtypes and devices.
+    name : str
+        The name of its files: small letters and hyphens.
+    last_step : int | None
+        The step of the last reply that the server had; None: there was none.
+    next_step : int
+        The step that this request is for.
+
+    Examples
+    --------
+    In a job::
+
+        state = ClientState.of(problem, request, "drift", problem.trained())
+        drift, lost = state.load()
+        ...
+        state.save(new_drift)
+        return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
+    """
+
+    store: ClientStore
+    like: Params
+    name: str
+    last_step: int | None
+    next_step: int
+
+    @classmethod
+    def of(
+        cls, problem: LocalProblem, request: Request, name: str, like: Params
+    ) -> "ClientState":
+        """Find a client's state for a request.
+
+        Raises
+        ------
+        ClientError
+            If it takes more than the client's ``state_bytes``, or the server did not
+            say which run and step this is.
+        ConfigurationError
+            If the name is another than of small letters and hyphens.
+        WireError
+            If the server's list of clients cannot be read.
+        """
+        if not _FIT.fullmatch(name):  # others' files are never deleted
+            raise ConfigurationError(
+                f"a state's name is of small letters and hyphens, not {name!r}"
+            )
+        run, limit = request.count("run"), problem.state_bytes
+        store = ClientStore(problem.state_dir, run, request.client, max_bytes=limit)
+        # That of the last step stays until the server has had this one's.
+        store.check_room(2 * sum(v.nbytes for v in like.values()))
+        last_step = Roster.from_tensors(request.facts).steps.get(request.client)
+        return cls(store, like, name, last_step, request.count("steps") + 1)
+
+    def load(self) -> tuple[dict[str, Tensor], bool]:
+        """Return it, and whether it was lost: then it is zeros, and the log says so.
+
+        It is lost where the server has had a reply of this client, and this disk has no
+        state of that step, or another model's.
+        """
+        if self.last_step is not None:
+            saved = self._saved(self.last_step)
+            if saved is not None:
+                return saved, False
+            logger.warning(
+                "The state '%s' of step %s is not in %s: it starts from zero",
+                self.name,
+                self.last_step,
+                self.store.path,
+            )
+        zeros = {key: torch.zeros_like(value) for key, value in self.like.items()}
+        return zeros, self.last_step is not None
+
+    def _saved(self, step: int) -> dict[str, Tensor] | None:
+        tensors = self.store.load(self.name, step)
+        if tensors is None:
+            return None
+        what = f"the state of step {step} in {self.store.path}"
+        try:
+            check_same_layout(self.like, tensors, what)
+        except ParamsError as error:
+            logger.warning("%s: it is another model's, and treated as lost", error)
+            return None
+        return {n: tensors[n].to(value) for n, value in self.like.items()}
+
+    def save(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the new one, and the last one until the server has had this reply.
+
+        Raises
+        ------
+        ClientError
+            If the disk refuses.
+        ParamsError
+            If it has other keys, shapes or dtypes than `like`.
+        """
+        check_same_layout(self.like, tensors, f"the state '{self.name}'")
+        self.store.save(self.name, self.next_step, tensors, keep=self.last_step)

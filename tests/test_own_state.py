@@ -1,0 +1,94 @@
+"""A method whose clients remember, from the library's public faces alone: FedDyn."""
+
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_scaffold as lines
+import torch
+import tutorials
+import virtual
+from safetensors.torch import load_file
+from virtual import Watched, same_bits, tiny_app, tiny_arrays, tiny_client
+
+from flwr_fisher.client import ClientState, LocalSGD, Request
+from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
+from flwr_fisher.params import trainable_names
+from flwr_fisher.strategies import CurvatureResult, Policy
+from flwr_fisher.testing import LocalGrid
+
+OWN = tutorials.load("own_state", "Two runs")
+NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    plain_sgd = partial(LocalSGD, momentum=0.0)
+    monkeypatch.setattr(virtual, "LocalSGD", plain_sgd)
+
+
+def feddyn(**options: Any) -> Any:
+    trained = trainable_names(options.pop("model", virtual.tiny_model()))
+    return OWN.FedDyn(**{"trained": trained, "fraction_evaluate": 0.0, **options})
+
+
+def run(app: Any = None, clients: int = 3, **start: Any) -> CurvatureResult:
+    return feddyn().start(LocalGrid(app or tiny_app(), clients), tiny_arrays(), **start)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_it_reaches_the_optimum_of_all_data(fraction: float) -> None:
+    options = {"policy": NO_LIMITS, "fraction_train": fraction}
+    method = feddyn(model=lines.line(), alpha=2.0, **options)
+    found = lines.on_lines(method, 80 if fraction == 1 else 240)
+    torch.testing.assert_close(found, lines.optimum(), rtol=0, atol=1e-4)
+
+
+def test_h_is_the_mean_of_what_clients_keep() -> None:
+    method = feddyn(fraction_train=0.4, seed=3, policy=NO_LIMITS)
+    renew, steps = method.renew, []
+    method.renew = lambda *given: steps.append(renew(*given)) or steps[-1]
+    method.start(LocalGrid(tiny_app(), 5), tiny_arrays(), num_rounds=4)
+    kept = {p.parent.name: p for p in sorted(Path.home().rglob("feddyn-*"))}
+    weights = {name: 8 + 2 * int(name.removeprefix("partition-")) for name in kept}
+    total = sum(weights.values()) * 5 / len(kept)
+    own = {name: load_file(path) for name, path in kept.items()}
+    for key, value in steps[-1].state.group("h").items():
+        mean = sum(weights[name] * g[key] for name, g in own.items()) / total
+        torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole = run(num_rounds=3)
+    app = Watched(tiny_app())
+    run(app, num_rounds=2, checkpoint_dir=tmp_path)
+    goes_on = run(app, num_rounds=3, checkpoint_dir=tmp_path, resume=True)
+    assert [server_round for server_round, _ in app.trained].count(1) == 3
+    assert same_bits(goes_on.arrays, whole.arrays)
+
+
+def test_a_lost_state_is_counted_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(num_rounds=1, checkpoint_dir=tmp_path)
+    next(Path.home().rglob("partition-1/feddyn-*")).unlink()
+    result = run(num_rounds=2, checkpoint_dir=tmp_path, resume=True)
+    assert result.train_metrics_clientapp[2]["num-lost-states"] == 1
+    assert "The state 'feddyn' of step 1 is not in" in caplog.text
+    assert "1 clients have lost their state" in caplog.text
+
+
+def test_a_state_is_refused_by_name() -> None:
+    problem, like = tiny_client().problem, {"w": torch.ones(2)}
+    facts = {"run": torch.tensor(7), "steps": torch.tensor(0)}
+    request = Request({}, {"": facts})
+    with pytest.raises(ConfigurationError, match="letters and hyphens, not 'my/state'"):
+        ClientState.of(problem, request, "my/state", like)
+    state = ClientState.of(problem, request, "mine", like)
+    with pytest.raises(ParamsError, match=r"the state 'mine': 'w' has shape \(3,\)"):
+        state.save({"w": torch.ones(3)})
+    with pytest.raises(ClientError, match="'run'"):
+        ClientState.of(problem, Request({}), "mine", like)
