@@ -85,11 +85,12 @@ CIFAR = Part(
     seeds=(0, 4),
     targets=(0.20, 0.25, 0.30, 0.35),
     budgets=(50, 100, 200),
-    choosing=15,
-    configurations=2,
+    choosing=40,
+    configurations=3,
     without=_LIKE_OTHERS,
     cap=100,
     dataset="imagefolder:CIFAR10",
+    grid="cifar",
 )
 CNN = Part(
     name="cnn",
