@@ -16,6 +16,7 @@ from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode, NodeInfo
 from flwr_fisher.server import (
     cohort,
     collect,
+    connected,
     gather,
     kept,
     mailbox,
@@ -155,7 +156,8 @@ class FullClock(Clock):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FullClock:
     stopped = FullClock()
-    for module in (cohort, collect, gather, kept, mailbox, node_names, receive):
+    timed = cohort, collect, connected, gather, kept, mailbox, node_names, receive
+    for module in timed:
         monkeypatch.setattr(module, "time", stopped)
     from flwr_fisher.server import checkpoint
 

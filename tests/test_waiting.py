@@ -21,6 +21,7 @@ from flwr_fisher.strategies import (
     FedFisherOneShot,
     FedGA,
     Waiting,
+    wait_for_nodes,
 )
 from flwr_fisher.testing import LocalGrid
 
@@ -372,6 +373,34 @@ def test_in_flowers_loop_the_dead_are_named_too(
     assert isinstance(aggregated, ArrayRecord)
     assert metrics is not None
     assert metrics["num-missing"] == 1
+
+
+# Before a server app begins
+
+
+def test_a_server_app_waits_for_its_nodes(clock: FullClock) -> None:
+    comes = Behaviour(connected=lambda now: now >= 7)
+    grid = ClockedGrid(tiny_app(), {2: comes}, clock, 3)
+    assert sorted(wait_for_nodes(grid, 3)) == sorted(grid.nodes)
+    assert clock.now == pytest.approx(7)
+    with pytest.raises(ConfigurationError, match="minimum must be >= 1, got 0"):
+        wait_for_nodes(grid, 0)
+
+
+def test_it_does_not_wait_for_ever(clock: FullClock) -> None:
+    never = Behaviour(connected=lambda now: False)
+    grid = ClockedGrid(tiny_app(), {2: never}, clock, 3)
+    with pytest.raises(RoundError, match="2 nodes are connected after 20 s, and 3"):
+        wait_for_nodes(grid, 3, timeout=20)
+
+
+def test_virtual_clients_that_there_are_not_are_not_waited_for() -> None:
+    grid = LocalGrid(tiny_app(), 3)
+    with pytest.raises(RoundError, match="3 nodes are connected after 0 s, and 4"):
+        wait_for_nodes(grid, 4)
+    strategy = FedFisherOneShot(**options_of(min_available_nodes=4))
+    with pytest.raises(RoundError, match="3 nodes are connected after 0 s, and 4"):
+        strategy.start(grid, tiny_arrays())
 
 
 # What is refused

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from flwr_fisher.errors import RoundError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.server.agreement import Agreement
+from flwr_fisher.server.connected import most_nodes
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.node_names import NodeNames
 from flwr_fisher.server.rejections import listed
@@ -172,10 +173,10 @@ class Cohort(NodeNames):
                 )
                 if not silent and (foreign or gone):
                     break
-            # A grid of virtual clients says how many there can be.
-            most = getattr(grid, "num_supernodes", available)
-            if time.monotonic() > deadline or most < available:
-                raise RoundError(self._too_few(connected, available, timeout))
+            fewer = most_nodes(grid, available) < available
+            if fewer or time.monotonic() > deadline:
+                waited = min(time.monotonic() - began, timeout)
+                raise RoundError(self._too_few(connected, available, waited))
             logger.info(
                 "Waiting for nodes to connect: %d connected (minimum required: %d)%s.",
                 len(connected),
@@ -219,20 +220,20 @@ class Cohort(NodeNames):
             alike.setdefault(reason, []).append(self.name(node))
         return [f"{listed(names)}: {reason}" for reason, names in alike.items()]
 
-    def _too_few(self, connected: Sequence[int], needed: int, timeout: float) -> str:
+    def _too_few(self, connected: Sequence[int], needed: int, waited: float) -> str:
         if len(connected) < needed:
             return (
-                f"{len(connected)} nodes are connected after {timeout:.0f} s, and "
+                f"{len(connected)} nodes are connected after {waited:.0f} s, and "
                 f"{needed} are needed: start more SuperNodes, or lower "
                 "min_available_nodes and min_train_nodes"
             )
         silent = self._silent(connected)
         if refused := self._refusals():
             return "\n".join(
-                [f"too few nodes can be asked after {timeout:.0f} s:", *refused]
+                [f"too few nodes can be asked after {waited:.0f} s:", *refused]
             )
         return (
             f"of {len(connected)} nodes that are connected, {self._listed(silent)} did "
-            f"not answer within {timeout:.0f} s: see whether their ClientApp starts, "
+            f"not answer within {waited:.0f} s: see whether their ClientApp starts, "
             "or lower min_train_nodes"
         )
