@@ -153,7 +153,7 @@ def test_a_node_that_never_answers_is_named_and_waited_for_once(
 
 def test_clients_that_no_grid_has_are_not_waited_for() -> None:
     with pytest.raises(
-        RoundError, match="^3 nodes are connected after 0 s, and 1000 are"
+        RoundError, match=r"^3 nodes are connected after 0 s, and 1000 are"
     ):
         FedFisherOneShot(min_available_nodes=1000).start(
             LocalGrid(tiny_app(), 3), tiny_arrays()
