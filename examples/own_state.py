@@ -68,9 +68,12 @@ from flwr_fisher.wire import VectorUpload
 # The client's half
 # -----------------
 #
-# ``state.load()`` returns what was kept, zeros at first, and whether it was lost: the
-# server had a reply of this client, and its disk is another's now. ``on_gradients`` is
-# called before each of a training's steps, when the gradients are there.
+# ``state.load()`` returns what was kept, and whether it was lost: the server had a reply
+# of this client, and its disk is another's now. At first it is zeros, or what it is
+# given: a personal part begins as the server's by ``state.load(first=start)``.
+# ``on_gradients`` is called before each of a training's steps, when the gradients are
+# there. What it remembers from one to the next, as nothing does here, must be in a
+# ``state_dict`` of its own, so that a training can go on after a crash.
 
 
 @register_job("feddyn")
@@ -207,5 +210,6 @@ for name, strategy in {
 plot_rounds(Path("rounds.png"), histories, ["accuracy"])
 
 # %%
-# What a test of such a method must show, beside a round by hand: a run that is stopped
-# and resumed gives the same bits, and a client whose disk is lost is counted.
+# What a test of such a method must show, beside a round by hand: a run with a
+# ``checkpoint_dir`` gives the same bits as one without, so does one that is stopped and
+# resumed, and a client whose disk is lost is counted.

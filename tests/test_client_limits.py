@@ -313,7 +313,7 @@ def test_the_run_under_way_keeps_what_it_needs(tmp_path: Path) -> None:
 def test_a_step_may_still_be_asked_for_twice_when_room_is_short(tmp_path: Path) -> None:
     small = store(tmp_path, 1, max_bytes=25 * KB)
     small.save("control", 1, kilobytes(10))
-    small.save("control", 2, kilobytes(10), keep=1)
+    small.save("control", 2, kilobytes(10), keep=[1])
     assert small.load("control", 1) is not None
     assert small.load("control", 2) is not None
 

@@ -14,13 +14,20 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_data
 
-from flwr_fisher.client import LocalSGD, TrainingCheckpoint
+from flwr_fisher.client import (
+    LocalProblem,
+    LocalSGD,
+    Reply,
+    Request,
+    TrainingCheckpoint,
+    register_job,
+)
 from flwr_fisher.client.kept_training import generators_of
 from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state
+from flwr_fisher.wire import tensors_to_arrays
 
 CPU = torch.device("cpu")
 RUN = "00ff00ff00ff00ff"
@@ -247,6 +254,44 @@ def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
     assert metrics == expected
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+@register_job("train-twice")
+def train_twice(problem: LocalProblem, request: Request) -> Reply:
+    """Train, go half-way back, and train again, as a personal part does."""
+    metrics = problem.train(request.config)
+    problem.load(
+        {name: value / 2 for name, value in problem.model.state_dict().items()}
+    )
+    second = problem.train(request.config)
+    params = problem.state_like(request.params)
+    both = {"first": metrics["train_loss"], "second": second["train_loss"]}
+    return Reply(both, tensors_to_arrays(params))
+
+
+@pytest.mark.parametrize("training", [1, 2])
+def test_each_training_of_a_job_is_kept_apart(tmp_path: Path, training: int) -> None:
+    ends: list[int] = []
+    killed_at = [[], [1, 2], [1, 2, 3, 1, 2]][training]
+
+    def on_epoch(number: int, loss: float) -> None:
+        ends.append(number)
+        if ends == killed_at:
+            raise KilledError
+
+    def answer(**config: Any) -> Any:
+        loop = LocalSGD(lr=0.1, epochs=3, on_epoch=on_epoch)
+        config |= {"job": "train-twice", "server-round": 1}
+        return ask(client(tmp_path, train_fn=loop), config=config)
+
+    with pytest.raises(KilledError):
+        answer(run=RUN)
+    again = answer(run=RUN)
+    assert ends == [1, 2, 3, 1, 2, 3]
+    assert files(tmp_path) == ["upload-000001.safetensors"]
+    whole = answer()
+    assert same_bits(arrays_of(again), arrays_of(whole))
+    assert dict(metrics_of(again)) == dict(metrics_of(whole))
 
 
 def test_another_requests_training_is_not_gone_on_with(tmp_path: Path) -> None:

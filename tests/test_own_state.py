@@ -16,8 +16,9 @@ from virtual import Watched, same_bits, tiny_app, tiny_arrays, tiny_client
 from flwr_fisher.client import ClientState, LocalSGD, Request
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
 from flwr_fisher.params import trainable_names
-from flwr_fisher.strategies import CurvatureResult, Policy
+from flwr_fisher.strategies import CurvatureResult, Exchange, Membership, Policy
 from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import Roster, VectorUpload
 
 OWN = tutorials.load("own_state", "Two runs")
 NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
@@ -90,5 +91,51 @@ def test_a_state_is_refused_by_name() -> None:
     state = ClientState.of(problem, request, "mine", like)
     with pytest.raises(ParamsError, match=r"the state 'mine': 'w' has shape \(3,\)"):
         state.save({"w": torch.ones(3)})
-    with pytest.raises(ClientError, match="'run'"):
+    with pytest.raises(ParamsError, match=r"the state 'mine': 'w' has shape \(3,\)"):
+        state.load({"w": torch.ones(3)})
+    with pytest.raises(ClientError, match=r"nothing for 'run'.* a `send`, which"):
         ClientState.of(problem, Request({}), "mine", like)
+
+
+def test_a_personal_part_begins_as_it_is_told(tmp_path: Path) -> None:
+    problem, like = tiny_client(state_dir=tmp_path).problem, {"w": torch.ones(2)}
+    membership = Membership(7)
+    for step, kept in enumerate([2.0, 3.0]):
+        request = Request({}, {"": membership.sent()})
+        state = ClientState.of(problem, request, "mine", like)
+        tensors, lost = state.load(like)
+        assert not lost
+        assert tensors["w"].tolist() == ([1, 1] if step == 0 else [2, 2])
+        tensors["w"] *= 0  # what it began with is not changed
+        assert like["w"].tolist() == [1, 1]
+        state.save({"w": torch.full((2,), kept)})
+        membership = Membership(7, step + 1, 1, Roster().after(step + 1, {0: 1.0}))
+
+
+def test_a_membership_that_was_not_carried_on_is_named() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"\['run', 'steps'\] are not in .*Step"
+    ):
+        Membership.from_tensors({})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"run": "mine"}, "'run' of an Exchange is one that the library gives"),
+        ({"seed": 3}, "'seed' of an Exchange is one that the library gives"),
+        ({"alpha": None}, "'alpha' of an Exchange is None, which a ConfigRecord"),
+    ],
+)
+def test_an_option_that_cannot_travel_is_named(option: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Exchange(option, VectorUpload.reader(params=True), OWN.FedDyn.renew)
+
+
+def test_a_loop_that_cannot_correct_its_steps_is_refused_by_name() -> None:
+    def my_loop(model: Any, loader: Any, device: Any, config: Any) -> Any:
+        raise AssertionError
+
+    problem = tiny_client(train_fn=my_loop).problem
+    with pytest.raises(ClientError, match=r"train_fn my_loop has no keyword 'on_gr"):
+        problem.train({}, on_gradients=print)

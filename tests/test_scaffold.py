@@ -298,7 +298,7 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(
     result = run(scaffold(), num_rounds=3, checkpoint_dir=where, resume=True)
     assert result.train_metrics_clientapp[2]["num-lost-states"] == 0
     assert result.train_metrics_clientapp[3]["num-lost-states"] == 3
-    assert caplog.text.count("it starts from zero") == 3
+    assert caplog.text.count("it is lost, and begins anew") == 3
     assert f"{damaged} is damaged, and treated as lost" in caplog.text
     assert "it is another model's, and treated as lost" in caplog.text
     assert "3 clients have lost their state" in caplog.text

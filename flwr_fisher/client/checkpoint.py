@@ -26,8 +26,8 @@ class TrainingCheckpoint:
     ----------
     store : ClientStore, optional
         Where it is kept, if anywhere.
-    step : int
-        Tells it from others there.
+    step : int, default 1
+        Which of a request's trainings it is of.
     note : str
         What it must be of: another request's is not loaded.
 
@@ -96,12 +96,23 @@ class TrainingCheckpoint:
         try:
             self._store.check_room(tensors["data"].nbytes)
             # A killed process loses nothing that the system was given to write.
-            self._store.save(_NAME, self._step, tensors, note=self._note, durable=False)
+            self._store.save(
+                _NAME,
+                self._step,
+                tensors,
+                keep=range(1, self._step),  # a job that begins anew runs these, too
+                note=self._note,
+                durable=False,
+            )
         except ClientError as error:
             logger.warning("This training is not kept: %s", error)
 
+    def next(self) -> "TrainingCheckpoint":
+        """Return that of the request's next training."""
+        return TrainingCheckpoint(self._store, self._step + 1, self._note)
+
     def done(self) -> None:
-        """Forget it: what came of it is kept."""
+        """Forget the request's trainings: what came of them is kept."""
         if self._store is not None:
             self._store.drop(_NAME)
 

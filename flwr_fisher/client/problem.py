@@ -5,7 +5,7 @@ Long: all that a client can be given is described here, and what is wrong with i
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class LocalProblem:
         How much control variates may take on disk, of all runs; and uploads that the
         server may not have yet.
     checkpoint : TrainingCheckpoint
-        Where a training under way is kept, for loops that have a keyword of this name.
+        Where a training under way is kept, for loops that have a keyword of this name;
+        each call of :meth:`train` has its own.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch of any other form.
     first_batch : Any
@@ -187,8 +188,9 @@ class LocalProblem:
         Raises
         ------
         ClientError
-            If the loop returns anything else than numbers by name, or would train by
-            the cross-entropy of classes where the likelihood has none.
+            If the loop returns anything else than numbers by name, lacks a keyword that
+            is given, or would train by the cross-entropy of classes where the
+            likelihood has none.
         """
         loop: Any = self.train_fn
         if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
@@ -196,9 +198,18 @@ class LocalProblem:
                 f"likelihood={self.likelihood!r}, and {type(loop).__name__} trains by "
                 "the cross-entropy of classes: pass it the loss, LocalSGD(loss_fn=...)"
             )
+        for keyword in options:
+            if not _takes(loop, keyword, or_any=True):
+                name = getattr(loop, "__name__", type(loop).__name__)
+                raise ClientError(
+                    f"train_fn {name} has no keyword {keyword!r}, which this "
+                    "method's job passes: train with LocalSGD(...), or add it (where "
+                    "LocalSGD.__call__ calls `on_gradients`, your loop must)"
+                )
         data = self.for_train_fn(self.train_pairs)
-        if _takes(loop, "checkpoint"):
+        if _takes(loop, "checkpoint", or_any=False):
             options["checkpoint"] = self.checkpoint
+        self.checkpoint = self.checkpoint.next()
         returned = loop(self.model, data, self.device, config, **options)
         return checked_metrics(returned, "train_fn")
 
@@ -310,12 +321,14 @@ class LocalProblem:
             )
 
 
-def _takes(function: Callable[..., object], keyword: str) -> bool:
-    """Return whether a function has a keyword of that name."""
+def _takes(function: Callable[..., object], keyword: str, *, or_any: bool) -> bool:
+    """Return whether a function has a keyword of that name, or takes any."""
     try:
-        return keyword in signature(function).parameters
+        parameters = signature(function).parameters
     except ValueError:  # of what is built in, nothing is known
-        return False
+        return or_any
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return keyword in parameters or (or_any and Parameter.VAR_KEYWORD in kinds)
 
 
 def _second_names(model: nn.Module) -> set[str]:

@@ -173,7 +173,8 @@ def _not_as_expected(name: str, fact: Tensor | None, expected: str) -> ClientErr
         sent = f"{fact.item()}"
     return ClientError(
         f"the server sent {sent} for '{name}', expected {expected}: install the same "
-        "flwr-fisher on both sides"
+        "flwr-fisher on both sides, or give the Exchange of a method of your own a "
+        "`send`, which returns Membership.sent() in group ''"
     )
 
 

@@ -22,18 +22,20 @@ _FIT = re.compile(r"[a-z]+(-[a-z]+)*")
 class ClientState:
     """What a client keeps from one of its rounds to the next: SCAFFOLD's control, say.
 
-    It lies on the client's disk, in its ``state_dir``, and starts as zeros. The server
-    tells in which step it last had a reply of this client (it keeps a
+    It lies on the client's disk, in its ``state_dir``. The server tells in which step
+    it last had a reply of this client (it keeps a
     :class:`~flwr_fisher.strategies.Membership` and sends what its ``sent()`` returns):
     from what it kept in that step the client goes on. So a round that failed, was
-    repeated or lost this client's reply leaves no trace in it.
+    repeated or lost this client's reply leaves no trace in it. Where all runs' states
+    take more than the client's ``state_bytes``, those not used for longest are deleted.
 
     Parameters
     ----------
     store : ClientStore
         Where it is kept.
     like : Mapping[str, Tensor]
-        Gives its keys, shapes, dtypes and devices.
+        Gives its keys, shapes, dtypes and devices: ``problem.trained()``, say, or with
+        buffers ``problem.state_like(request.params)``.
     name : str
         The name of its files: small letters and hyphens.
     last_step : int | None
@@ -85,24 +87,39 @@ class ClientState:
         last_step = Roster.from_tensors(request.facts).steps.get(request.client)
         return cls(store, like, name, last_step, request.count("steps") + 1)
 
-    def load(self) -> tuple[dict[str, Tensor], bool]:
-        """Return it, and whether it was lost: then it is zeros, and the log says so.
+    def load(self, first: Params | None = None) -> tuple[dict[str, Tensor], bool]:
+        """Return it, and whether it was lost: then it is `first`, and the log says so.
 
         It is lost where the server has had a reply of this client, and this disk has no
-        state of that step, or another model's.
+        state of that step, or another model's. A job tells it by the metric
+        ``state-lost``, which :func:`~flwr_fisher.strategies.lost_states` counts.
+
+        Parameters
+        ----------
+        first : Mapping[str, Tensor], optional
+            With what a client begins, the server's parameters for a personal part, say.
+            Default: zeros.
+
+        Raises
+        ------
+        ParamsError
+            If `first` has other keys, shapes or dtypes than `like`.
         """
+        begins = {key: torch.zeros_like(value) for key, value in self.like.items()}
+        if first is not None:
+            check_same_layout(self.like, first, f"the state '{self.name}'")
+            begins = {key: first[key].detach().clone() for key in self.like}
         if self.last_step is not None:
             saved = self._saved(self.last_step)
             if saved is not None:
                 return saved, False
             logger.warning(
-                "The state '%s' of step %s is not in %s: it starts from zero",
+                "The state '%s' of step %s is not in %s: it is lost, and begins anew",
                 self.name,
                 self.last_step,
                 self.store.path,
             )
-        zeros = {key: torch.zeros_like(value) for key, value in self.like.items()}
-        return zeros, self.last_step is not None
+        return begins, self.last_step is not None
 
     def _saved(self, step: int) -> dict[str, Tensor] | None:
         tensors = self.store.load(self.name, step)
@@ -127,4 +144,5 @@ class ClientState:
             If it has other keys, shapes or dtypes than `like`.
         """
         check_same_layout(self.like, tensors, f"the state '{self.name}'")
-        self.store.save(self.name, self.next_step, tensors, keep=self.last_step)
+        kept = [] if self.last_step is None else [self.last_step]
+        self.store.save(self.name, self.next_step, tensors, keep=kept)

@@ -5,6 +5,7 @@ every call; tensors of a model's size do not belong there.
 """
 
 import re
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -156,11 +157,11 @@ class ClientStore:
         step: int,
         tensors: Params,
         *,
-        keep: int | None = None,
+        keep: Collection[int] = (),
         note: str = "",
         durable: bool = True,
     ) -> None:
-        """Write tensors; of that name, drop all others but step `keep`'s.
+        """Write tensors; of that name, drop all others but those of the steps `keep`.
 
         Where this client's runs then take too much, the oldest are deleted, too.
 
@@ -172,8 +173,8 @@ class ClientStore:
             In which step they were made.
         tensors : Mapping[str, Tensor]
             The tensors.
-        keep : int, optional
-            The step whose tensors stay.
+        keep : Collection[int], default ()
+            The steps whose tensors stay.
         note : str
             What is to be known beside them.
         durable : bool, default True
@@ -196,7 +197,7 @@ class ClientStore:
                 "...) where it is a sum's"
             ) from error
         use(path)
-        kept = {path, *([] if keep is None else [self._file(name, keep)])}
+        kept = {path, *(self._file(name, step) for step in keep)}
         for other in self._named(name):
             if other not in kept:
                 delete(other)

@@ -36,7 +36,8 @@ class LocalSGD:
     r"""Local epochs of SGD, the training loop of FedAvg and FedFisher.
 
     From the server's config it takes ``lr``, in place of its own, and FedProx's
-    ``proximal-mu``, which adds :math:`\frac\mu2\|\theta-\theta_0\|^2` to the loss.
+    ``proximal-mu``, which adds :math:`\frac\mu2\|\theta-\theta_0\|^2` to the loss;
+    :math:`\theta_0` is the model as the training finds it.
 
     Parameters
     ----------

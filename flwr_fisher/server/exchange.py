@@ -8,6 +8,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import Params
 from flwr_fisher.secure.privacy import Privacy
@@ -22,6 +23,7 @@ from flwr_fisher.wire import (
 P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
 _GROUPS = "groups/"
+_LIBRARYS = ("query", "report-local", "run", "seed")  # options that it gives itself
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,12 @@ class Exchange(Generic[P]):
         Which part it is of a larger one; the log does not tell of each reply then.
     send_each : Callable[[ServerState], Callable[[int], Mapping[str, …]]], optional
         Makes what is sent to a client alone, by its number, in named groups.
+
+    Raises
+    ------
+    ConfigurationError
+        If an option has a name that the library gives itself, or a value that a
+        ``ConfigRecord`` cannot hold.
     """
 
     options: Mapping[str, ConfigRecordValues]
@@ -232,6 +240,22 @@ class Exchange(Generic[P]):
     send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None
     fold: Callable[[P, float], P] | None = None
     part: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            if name in _LIBRARYS:
+                raise ConfigurationError(
+                    f"the option {name!r} of an Exchange is one that the library gives "
+                    "clients itself: call yours another name"
+                )
+            try:
+                ConfigRecord({name: value})
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"the option {name!r} of an Exchange is {value!r:.80}, which a "
+                    "ConfigRecord cannot hold: give a number, text or bytes, a list of "
+                    "such, or leave it out"
+                ) from error
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's entries, and the options."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Uploads
@@ -94,7 +95,19 @@ class Membership:
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "Membership":
-        """Read what :meth:`to_tensors` returned, among other things."""
+        """Read what :meth:`to_tensors` returned, among other things.
+
+        Raises
+        ------
+        ConfigurationError
+            If it is not there.
+        """
+        if missing := {_RUN, _STEPS} - set(tensors):
+            raise ConfigurationError(
+                f"a Membership's {sorted(missing)} are not in this group, of "
+                f"{sorted(tensors)}: return Membership.new().to_tensors() from "
+                "`initial_groups`, and carry the group on in every Step"
+            )
         roster, total = Roster.from_tensors(tensors), float(tensors.get(_TOTAL, 0.0))
         return cls(int(tensors[_RUN]), int(tensors[_STEPS]), total, roster)
 
@@ -106,5 +119,5 @@ def lost_states(uploads: Uploads[Any]) -> int:
     """
     lost = sum(bool(upload.metrics.get("state-lost")) for upload in uploads)
     if lost:
-        logger.warning("%d clients have lost their state, and start from zero", lost)
+        logger.warning("%d clients have lost their state, and begin anew", lost)
     return lost
