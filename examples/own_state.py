@@ -68,7 +68,7 @@ from flwr_fisher.wire import VectorUpload
 # The client's half
 # -----------------
 #
-# ``state.load()`` returns what was kept, and whether it was lost: the server had a reply
+# ``state.load()`` returns what was kept and whether it was lost: the server had a reply
 # of this client, and its disk is another's now. At first it is zeros, or what it is
 # given: a personal part begins as the server's by ``state.load(first=start)``.
 # ``on_gradients`` is called before each of a training's steps, when the gradients are

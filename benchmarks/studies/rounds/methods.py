@@ -38,19 +38,33 @@ RATES = {
     "mlr": (0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     "lenet": (0.05, 0.1, 0.2),
     "cifar": (0.1, 0.2, 0.4),
+    "cnn": (0.05, 0.1, 0.2),
 }
 FEWER = RATES | {"mlr": (0.02, 0.05, 0.2), "lenet": (0.1, 0.3)}
 # On LeNet one step a round wants a larger rate, and SCAFFOLD diverges with such.
-LARGER = RATES | {"lenet": (0.1, 0.2, 0.4), "cifar": (0.4, 0.8, 1.6)}
-SMALLER = RATES | {"lenet": (0.01, 0.02, 0.05), "cifar": (0.02, 0.05, 0.1)}
+LARGER = RATES | {
+    "lenet": (0.1, 0.2, 0.4),
+    "cifar": (0.4, 0.8, 1.6),
+    "cnn": (0.2, 0.4, 0.8),
+}
+SMALLER = RATES | {
+    "lenet": (0.01, 0.02, 0.05),
+    "cifar": (0.02, 0.05, 0.1),
+    "cnn": (0.02, 0.05, 0.1),
+}
 # FAGH's are lr / rho, its step against no curvature; rho itself hardly matters.
-STEPS = {"mlr": (0.1, 0.2, 0.5), "lenet": (0.2, 0.5), "cifar": (0.5, 1.0, 2.0)}
+STEPS = {
+    "mlr": (0.1, 0.2, 0.5),
+    "lenet": (0.2, 0.5),
+    "cifar": (0.5, 1.0, 2.0),
+    "cnn": (0.2, 0.5, 1.0),
+}
 RHO = 0.1
 
 
-def _but_on_cifar(values: Sequence[float], one: float) -> dict[str, Sequence[float]]:
+def _or_one(values: Sequence[float], one: float) -> dict[str, Sequence[float]]:
     """Return a second hyperparameter's values: one where rates alone are tried."""
-    return dict.fromkeys(RATES, values) | {"cifar": (one,)}
+    return dict.fromkeys(RATES, values) | dict.fromkeys(("cifar", "cnn"), (one,))
 
 
 def _grids(**values: Any) -> dict[str, tuple[Options, ...]]:
@@ -87,7 +101,7 @@ _PRECONDITIONED = {
     "lenet": _grid(client_lr=(0.1, 0.2), damping=(1.0,))
     + _grid(client_lr=(0.03,), damping=(0.1,)),
 }
-_STEPS = _grids(step=STEPS, beta1=_but_on_cifar((0.5, 0.9), 0.9))
+_STEPS = _grids(step=STEPS, beta1=_or_one((0.5, 0.9), 0.9))
 METHODS = {
     "FAGH, first": Method(partial(_fagh, probe="first"), 1, 2, _STEPS),
     "FAGH, random": Method(partial(_fagh, probe="random"), 1, 2, _STEPS),
@@ -103,13 +117,13 @@ METHODS = {
         partial(FedExP, average_last_two=True),
         EPOCHS,
         EPOCHS,
-        _grids(client_lr=FEWER, epsilon=_but_on_cifar((0.001, 0.1), 0.1)),
+        _grids(client_lr=FEWER, epsilon=_or_one((0.001, 0.1), 0.1)),
     ),
     "FedGA": Method(
         FedGA,
         EPOCHS,
         2 + EPOCHS,
-        _grids(client_lr=FEWER, beta=_but_on_cifar((0.02, 0.2), 0.02)),
+        _grids(client_lr=FEWER, beta=_or_one((0.02, 0.2), 0.02)),
     ),
     # Each pass for the inputs' second moments counts as one, though none goes back.
     "FedPM": Method(FedPM, EPOCHS, 2 + EPOCHS, _PRECONDITIONED),

@@ -97,14 +97,15 @@ CNN = Part(
     title="CNN with batch norm and dropout",
     model="FAGH's CNN",
     splits=("dirichlet-class",),
-    rounds=40,
+    rounds=30,
     seeds=(0, 2),
     targets=(0.60, 0.70, 0.80, 0.90),
     budgets=(25, 50, 75),
-    choosing=10,
-    configurations=2,
+    choosing=12,
+    configurations=3,
     without=_LIKE_OTHERS,
     cap=30,
+    grid="cnn",
 )
 PARTS = {part.name: part for part in (MLR, LENET, CIFAR, CNN)}
 
