@@ -15,16 +15,17 @@ client has at most 100 images of its part. In a seed all methods have the same s
 initial model and cohorts. Clients go without 5000 validation images. *CIFAR-10*
 (`DIR/CIFAR10` has the images in folders by class) is LeNet5, too, for 100 rounds on the
 Dirichlet split of 15 000 images, with half of the methods. *CNN* is FAGH's, with batch
-norms and dropout, on MNIST: at most 30 images a client, 40 rounds, the same methods.
+norms and dropout, on MNIST: at most 30 images a client, 30 rounds, the same methods.
 FedAvg and FedProx are Flower's; the others limit what one client may say, by default.
 
 **Hyperparameters** are chosen for each method and split by the mean validation accuracy
 over 30 rounds of one seed that is not among the final runs', from six configurations a
-method (LeNet: three; CIFAR-10: two, over 15 rounds); no test image is looked at. Then
-the final runs: seeds 0, 2 and 3 (LeNet: 0 and 2; CIFAR-10: 0 and 4), since the splits
-of those between leave a client with a single image. The
-steps of FedPM are on a scale of their own: its grids were set after nine configurations
-a model were tried for at most eight rounds each, with the same seed and images.
+method (LeNet: three; CIFAR-10: three, over 40 rounds; CNN: three, over 12); no test
+image is looked at. Then the final runs: seeds 0, 2 and 3 (LeNet and CNN: 0 and 2;
+CIFAR-10: 0 and 4), since the splits of those between leave a client with a single
+image. The steps of FedPM are on a scale of their own: its grids were set after nine
+configurations a model were tried for at most eight rounds each, with the same seed and
+images.
 
 **Costs.** A *gradient evaluation* is one of a client's whole loss, so a local epoch is
 one, too; a pass for a gradient and a Hessian-vector product counts as two (see the

@@ -13,7 +13,14 @@ quarter or a half of a client's pieces; all on the half that no client tunes on.
 Both have Adam on the server. Learning rates are chosen for each E and method, by the
 accuracy on new clients of the own text in a seed of its own, from 0.1 and 0.4 (clients)
 and 0.003 and 0.01 (server). Accuracy of the next character in per cent; mean ± standard
-deviation over three seeds, which draw topics, pieces and initial weights.
+deviation over three seeds, which draw topics, pieces and initial weights; leads are
+means ± standard errors of paired differences.
+
+**Reading.** At this size the paper's lead is not seen. On another text neither kind of
+FedFish is ahead of FedAvg by more than the error at E = 16, where the paper's lead is
+largest; the most, 2.7 points of the default, tuned on a quarter after E = 1, is one and
+a half standard errors. On the own text each is level or behind. What costs most is
+common to all: 16 local epochs in ten rounds end 15 to 18 points below one in 160.
 """
 
 from collections.abc import Mapping, Sequence
