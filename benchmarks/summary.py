@@ -7,7 +7,7 @@ where some of it does, *not* where none does; claims are checked by the page's s
 against the numbers behind the pages of results, so no word is written by hand. What
 could not be run here has its reason, and the command that would run it. Nothing was
 tuned on test data; data sets and models are often smaller than a paper's, as each
-reading and page says.
+reading and page says. TCT's appendices were not at hand, and have no rows.
 """
 
 import tomllib
