@@ -1,6 +1,7 @@
 """The pages that are made from committed numbers: none is stale, each claim holds."""
 
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from flwr_fisher.tasks import PARTITIONS, make_model
+from flwr_fisher.tasks.kinds import kind_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -52,6 +56,37 @@ def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason() -> N
             assert said["theirs"], where
             assert "data" not in said or said["run"], where
             assert "data" not in said or where not in readers, where
+
+
+def runs() -> dict[str, str]:
+    papers = tomllib.loads((BENCHMARKS / "papers.toml").read_text())
+    said = [each for paper in papers.values() for each in list(paper.values())[1:]]
+    return {each["run"]: each["data"] for each in said if "run" in each}
+
+
+@pytest.mark.parametrize(("command", "data"), runs().items())
+def test_a_command_for_data_that_are_not_here_would_run(
+    command: str, data: str
+) -> None:
+    flwr, run, app, *options = shlex.split(command)
+    assert [flwr, run] == ["flwr", "run"]
+    project = tomllib.loads((BENCHMARKS.parent / app / "pyproject.toml").read_text())
+    config = project["tool"]["flwr"]["app"]["config"]
+    pairs = re.findall(r"(\S+=(?:'[^']*'|\S+))", options[-1])
+    given = tomllib.loads("\n".join(pairs))
+    assert {key: type(config[key]) for key in given} == {
+        key: type(value) for key, value in given.items()
+    }
+    if "dataset" not in given:
+        assert "given in my_data.py" in data
+        return
+    assert "num-supernodes=" in options[options.index("--federation-config") + 1]
+    folder = given["dataset"].startswith("imagefolder:")
+    kind = kind_of("cifar10" if folder else given["dataset"])
+    make_model(given["model"], shape=kind.shape, num_classes=len(kind.class_names))
+    partition = given.get("partition", config["partition"])
+    assert partition in PARTITIONS
+    assert "alpha" not in given or "dirichlet" in partition
 
 
 def test_no_page_quotes_a_figure_that_the_results_have_not() -> None:

@@ -1,9 +1,9 @@
 import csv
+import pickle
 import struct
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -186,21 +186,29 @@ def test_missing_files_without_network_say_what_to_do(
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("name", "folder", "first"),
+    [("mnist", "MNIST", "0 - zero"), ("fashionmnist", "FashionMNIST", "T-shirt/top")],
+)
 def test_files_that_are_there_are_not_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    folder: str,
+    first: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torchvision import datasets
 
     monkeypatch.setattr(datasets.MNIST, "download", refuse)
     pixels = torch.arange(3 * 28 * 28).reshape(3, 28, 28) % 251
     for prefix in ("train", "t10k"):
-        raw = tmp_path / "MNIST" / "raw" / prefix
+        raw = tmp_path / folder / "raw" / prefix
         write_idx(Path(f"{raw}-images-idx3-ubyte"), pixels)
         write_idx(Path(f"{raw}-labels-idx1-ubyte"), torch.tensor([0, 9, 4]))
-    data = load_dataset("mnist", tmp_path)
+    data = load_dataset(name, tmp_path)
     assert torch.equal(data.train.data.squeeze(1), pixels.to(torch.uint8))
     assert data.test.targets.tolist() == [0, 9, 4]
-    assert data.class_names[0] == "0 - zero"
+    assert data.class_names[0] == first
 
 
 @pytest.mark.parametrize(
@@ -226,37 +234,51 @@ def test_emnist_is_upright_and_labelled_from_zero(
     assert torch.equal(data.train.data[0, 0], pixels[0].T.to(torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("name", "labels", "mean"),
+    [("cifar10", "labels", 0.4914), ("cifar100", "fine_labels", 0.5071)],
+)
 def test_cifar_channels_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, labels: str, mean: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchvision import datasets
+    from torchvision.datasets import cifar
 
-    pixels = np.arange(2 * 32 * 32 * 3).reshape(2, 32, 32, 3).astype(np.uint8)
-    fake = SimpleNamespace(data=pixels, targets=[1, 0], classes=["cat", "dog"])
-    monkeypatch.setattr(datasets, "CIFAR10", lambda *_, **__: fake)
-    data = load_dataset("cifar10", tmp_path)
-    assert data.shape == (3, 32, 32)
-    assert torch.equal(data.train.data[1, 2], torch.from_numpy(pixels[1, :, :, 2]))
+    def write(file: str, content: dict[str, Any]) -> None:
+        path = tmp_path / known.base_folder / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps(content))
+
+    monkeypatch.setattr(cifar, "check_integrity", lambda *_: True)  # of the real ones
+    known = getattr(datasets, name.upper())
+    pixels = np.arange(2 * 3 * 32 * 32).reshape(2, 3, 32, 32).astype(np.uint8)
+    for file, _ in known.train_list + known.test_list:
+        write(file, {"data": pixels.reshape(2, -1), labels: [1, 0]})
+    write(known.meta["filename"], {known.meta["key"]: ["cat", "dog"]})
+    data = load_dataset(name, tmp_path)
+    assert len(data.train) == 2 * len(known.train_list)
+    assert torch.equal(data.test.data, torch.from_numpy(pixels))
+    assert data.test.targets.tolist() == [1, 0]
     assert data.class_names == ("cat", "dog")
-    assert data.train.mean == (0.4914, 0.4822, 0.4465)
+    assert data.train.mean[0] == mean
 
 
 def test_svhn_has_numbers_for_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchvision import datasets
+    from scipy.io import savemat
+    from torchvision.datasets import svhn
 
-    pixels = np.arange(2 * 3 * 32 * 32).reshape(2, 3, 32, 32).astype(np.uint8)
-
-    def fake(root: Path, split: str, download: bool) -> SimpleNamespace:
-        labels = np.array([2, 0] if split == "train" else [1, 1])
-        return SimpleNamespace(data=pixels, labels=labels)
-
-    monkeypatch.setattr(datasets, "SVHN", fake)
+    monkeypatch.setattr(svhn, "check_integrity", lambda *_: True)
+    pixels = np.arange(3 * 3 * 32 * 32).reshape(3, 3, 32, 32).astype(np.uint8)
+    for split in ("train", "test"):
+        labels = np.array([[2], [10], [1]])  # in the files a zero is 10
+        content = {"X": pixels.transpose(2, 3, 1, 0), "y": labels}
+        savemat(tmp_path / f"{split}_32x32.mat", content)
     data = load_dataset("svhn", tmp_path)
     assert torch.equal(data.train.data, torch.from_numpy(pixels))
     assert data.class_names == ("0", "1", "2")
-    assert data.test.targets.tolist() == [1, 1]
+    assert data.test.targets.tolist() == [2, 0, 1]
 
 
 def test_gtsrb_is_resized(tmp_path: Path) -> None:

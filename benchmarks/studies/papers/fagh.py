@@ -64,6 +64,10 @@ READERS: dict[str, Reader] = {
         "15 000 images, 200 clients, two seeds; the rivals take five local epochs. "
         "Rates were chosen over 15 rounds, in which FAGH does not leave chance.",
     ),
+    "Figures 2 and 5, Table 2": part(
+        "cnn",
+        "200 clients of at most 30 images, two seeds; rivals take five local epochs.",
+    ),
     "Figures 3 and 6, Table 3": part(
         "mlr",
         "MNIST. With five local epochs FedGA, SCAFFOLD and FedExP need fewer rounds "
