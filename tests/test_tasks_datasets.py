@@ -236,10 +236,17 @@ def test_emnist_is_upright_and_labelled_from_zero(
 
 @pytest.mark.parametrize(
     ("name", "labels", "mean"),
-    [("cifar10", "labels", 0.4914), ("cifar100", "fine_labels", 0.5071)],
+    [
+        ("cifar10", "labels", (0.4914, 0.4822, 0.4465)),
+        ("cifar100", "fine_labels", (0.5071, 0.4865, 0.4409)),
+    ],
 )
 def test_cifar_channels_come_first(
-    name: str, labels: str, mean: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    labels: str,
+    mean: tuple[float, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torchvision import datasets
     from torchvision.datasets import cifar
@@ -256,11 +263,12 @@ def test_cifar_channels_come_first(
         write(file, {"data": pixels.reshape(2, -1), labels: [1, 0]})
     write(known.meta["filename"], {known.meta["key"]: ["cat", "dog"]})
     data = load_dataset(name, tmp_path)
+    assert data.shape == (3, 32, 32)
     assert len(data.train) == 2 * len(known.train_list)
     assert torch.equal(data.test.data, torch.from_numpy(pixels))
     assert data.test.targets.tolist() == [1, 0]
     assert data.class_names == ("cat", "dog")
-    assert data.train.mean[0] == mean
+    assert data.train.mean == mean
 
 
 def test_svhn_has_numbers_for_names(

@@ -105,10 +105,8 @@ class ClientState:
         ParamsError
             If `first` has other keys, shapes or dtypes than `like`.
         """
-        begins = {key: torch.zeros_like(value) for key, value in self.like.items()}
         if first is not None:
             check_same_layout(self.like, first, f"the state '{self.name}'")
-            begins = {key: first[key].detach().clone() for key in self.like}
         if self.last_step is not None:
             saved = self._saved(self.last_step)
             if saved is not None:
@@ -119,7 +117,12 @@ class ClientState:
                 self.last_step,
                 self.store.path,
             )
-        return begins, self.last_step is not None
+        return self._begins(first), self.last_step is not None
+
+    def _begins(self, first: Params | None) -> dict[str, Tensor]:
+        if first is None:
+            return {key: torch.zeros_like(value) for key, value in self.like.items()}
+        return {key: first[key].detach().clone() for key in self.like}
 
     def _saved(self, step: int) -> dict[str, Tensor] | None:
         tensors = self.store.load(self.name, step)

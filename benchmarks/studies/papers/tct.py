@@ -162,8 +162,8 @@ READERS: dict[str, Reader] = {
             "cifar-dirichlet0.5": "0.5",
         },
         "A residual network of 7 convolutions with group norm, 10 clients of 500 "
-        "images, 15 + 15 rounds, three seeds: far fewer than the paper's 200, after "
-        "which the others have not come far.",
+        "images, three seeds; 15 + 15 rounds, far fewer than the paper's 200, after "
+        "which FedAvg and SCAFFOLD have not come far.",
     ),
     "Figure 3": ablation([DESCENT], "", behind),
     "Figure 4": ablation([BY_FEDAVG, SHORT], "500 local steps, and 10.", behind),
