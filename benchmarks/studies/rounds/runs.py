@@ -160,7 +160,7 @@ def world(part: str, split: str, seed: int, data_dir: Path) -> World:
         data_dir,
         pick,
         partial(WholeIfItFits, size=BATCH),
-        scored_at_once=2500,
+        scored_at_once=100,
         dataset=PARTS[part].dataset,
         model=PARTS[part].model,
         partition=split,
