@@ -67,7 +67,9 @@ READERS: dict[str, Reader] = {
     ),
     "Figures 2 and 5, Table 2": part(
         "cnn",
-        "200 clients of at most 30 images, two seeds; rivals take five local epochs.",
+        "200 clients of at most 30 images, two seeds. FAGH's gradients are in eval "
+        "mode, so that batch norm does nothing for it; the rivals train five local "
+        "epochs with batch statistics.",
     ),
     "Figures 3 and 6, Table 3": part(
         "mlr",
