@@ -181,8 +181,9 @@ def few_rounds(numbers: Numbers) -> Found | None:
             *(b > a for a, b in pairwise(ours)),
             *(a > b for values in others for a, b in zip(ours, values, strict=True)),
         ],
-        "MNIST, 20 000 images, five rounds of ten local epochs, three seeds; the "
-        "default's constants before `balance=0.5`.",
+        "MNIST, 20 000 images, five rounds of ten local epochs, three seeds. K-FAC "
+        "improves in every round and is ahead of FedAvg in each; of the diagonal in "
+        "the first three.",
         "python benchmarks/one_shot.py --only rounds",
         "one_shot.md",
     )
