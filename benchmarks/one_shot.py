@@ -14,7 +14,7 @@ figure 3). **Epochs**: the same with 5 clients, α = 0.1, after 2 to 30 local ep
 (figure 2). **Pretrained**: CIFAR-10, 5 clients, α = 0.1; a CNN, and a residual network
 of 7 convolutions with group norm, are trained for 20 epochs on 10 000 images that no
 client has, and tuned by the clients on the other 10 000 for 10 epochs at rate 0.001
-(table 3, whose ResNet-18 comes from ImageNet).
+(table 3, whose ResNet-18 comes from Tiny-ImageNet).
 """
 
 from argparse import Namespace

@@ -68,7 +68,7 @@ def sections(papers: Mapping[str, Mapping[str, Any]]) -> Iterator[str | list[str
             )  # fmt: skip
         tables += [f"## {entries['title']}", lines]
     counted = (f"{words[word]} {word}" for word in ORDER if words[word])
-    yield f"Of {words.total()} tables and figures: {', '.join(counted)}."
+    yield f"Of {words.total()} rows of tables and figures: {', '.join(counted)}."
     yield from tables
 
 

@@ -69,13 +69,14 @@ class Measure:
 GLOBAL = Measure("global", "accuracy")
 HALF = Measure("personalised, 50 %", "personal-50-accuracy")
 BARRIER = Measure("barrier, loss", "barrier-loss", factor=1.0, digits=3)
+POINTS = Measure("barrier, points", "barrier-error")
 MEASURES = (
     GLOBAL,
     Measure("zero-shot", "zero-shot-accuracy"),
     Measure("personalised, 25 %", "personal-25-accuracy"),
     HALF,
     BARRIER,
-    Measure("barrier, points", "barrier-error"),
+    POINTS,
 )
 TITLES = [measure.title for measure in MEASURES]
 AT_COMMON = Measure("personalised, 50 %, lr 0.04", "personal-50-common-accuracy")

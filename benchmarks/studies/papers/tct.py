@@ -70,10 +70,10 @@ def convex(numbers: Numbers) -> Found | None:
     parts = numbers("tct")
     if "convex" not in parts:
         return None
-    convex, network = parts["convex"], parts["accuracy"]
+    convex, accuracy = parts["convex"], parts["accuracy"]
     runs = {
         "logistic regression": [convex[f"{s}-logistic"]["runs"] for s in SKEWS],
-        "LeNet5": [network[split]["runs"] for split in SKEWS],
+        "LeNet5": [accuracy[split]["runs"] for split in SKEWS],
     }
     ends = {
         f"{model}, {method}": [final(of[method]) for of in each]
@@ -85,17 +85,20 @@ def convex(numbers: Numbers) -> Found | None:
         (fall[f"{model}, {AVG}"], fall[f"{model}, {SCAFFOLD}"]) for model in runs
     ]
     both = (ends[f"logistic regression, {method}"] for method in (SCAFFOLD, AVG))
+    network = [[mean(runs) for runs in ends[f"LeNet5, {m}"]] for m in (AVG, SCAFFOLD)]
     return Found(
         "Dirichlet(0.1), #C = 2: "
         + "; ".join(f"{n} {listed([mean(v) for v in e])}" for n, e in ends.items()),
         [
             by_model[0][1] < by_model[0][0],
             all(ahead(paired(*pair)) for pair in zip(*both, strict=True)),
-            by_model[1][1] > 1,
+            all(fall > 1 for fall in by_model[1]),
+            all(abs(a - b) < 2 for a, b in zip(*network, strict=True)),
         ],
         "MNIST, 50 rounds, three seeds. Held against it: SCAFFOLD loses less than "
         "FedAvg from the one split to the other and is ahead, where the loss is "
-        "convex; on the network it loses a point or more.",
+        "convex; on the network both lose a point or more, and are within two points "
+        "of each other. The last does not hold: SCAFFOLD is behind.",
         "python benchmarks/tct.py --only convex",
         "tct.md",
     )
@@ -121,9 +124,10 @@ def retrained(numbers: Numbers) -> Found | None:
         ),
         [
             ahead(paired(trained[0], own)),
-            *(ahead(paired(a, b)) for a, b in zip(trained, random, strict=True)),
+            *(ahead(paired(trained[last], random[last])) for last in (0, 1)),
         ],
-        "MNIST, #C = 1, LeNet5, 50 rounds of FedAvg, three seeds.",
+        "MNIST, #C = 1, LeNet5, 50 rounds of FedAvg, three seeds. Deeper, random "
+        "features are worth as much, as in the paper.",
         "python benchmarks/tct.py --only layers",
         "tct.md",
     )
@@ -151,7 +155,8 @@ READERS: dict[str, Reader] = {
     "Table 2, FMNIST": accuracies(
         "accuracy",
         {"c1": "#C = 1", "c2": "2", "dirichlet": "α = 0.1"},
-        "MNIST, LeNet5, 10 clients of 500 images, 20 + 30 rounds, three seeds.",
+        "MNIST, LeNet5, 10 clients of 500 images, 20 + 30 rounds, three seeds. FedProx "
+        "was not run.",
     ),
     "Table 2, CIFAR-10": accuracies(
         "cifar",
@@ -163,9 +168,9 @@ READERS: dict[str, Reader] = {
         },
         "A residual network of 7 convolutions with group norm, 10 clients of 500 "
         "images, three seeds; 15 + 15 rounds, far fewer than the paper's 200, after "
-        "which FedAvg and SCAFFOLD have not come far.",
+        "which FedAvg and SCAFFOLD have not come far. FedProx was not run.",
     ),
-    "Figure 3": ablation([DESCENT], "", behind),
+    "Figure 3": ablation([DESCENT], "At TCT's default rate.", behind),
     "Figure 4": ablation([BY_FEDAVG, SHORT], "500 local steps, and 10.", behind),
     "Figure 5a": ablation(
         list(STAGE1),

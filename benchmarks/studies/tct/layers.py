@@ -88,10 +88,11 @@ def layers_section(found: Mapping[str, Sequence[Numbers]]) -> list[str]:
         )
     return blocks(
         "## What the layers of FedAvg's network are worth",
-        f"#C = 1, {AVG} as above ({spread(own)} % by itself). The last layers are "
-        "trained on all clients' images together for 20 epochs (rate 0.01, momentum "
-        "0.9), the others stay as FedAvg left them, or as they were at random; test "
-        "accuracy in per cent.",
+        f"#C = 1, {AVG} as above, run anew ({spread(own)} %: here its curve moves by "
+        "tens of points from round to round). The last layers are trained on all "
+        "clients' images together for 20 epochs (rate 0.01, momentum 0.9), the others "
+        "stay as FedAvg left them, or as they were at random; test accuracy in per "
+        "cent.",
         lines,
     )
 
