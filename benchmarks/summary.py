@@ -82,9 +82,9 @@ CHOOSER = """\
 # Which method?
 
 By what a federation can do; each row with the figure of ours that speaks for it, and
-the page that has it with its setting and spread. Figures are means ± standard errors of
-paired differences. `make results` makes the page; a test fails when a table no longer
-says what its row says."""
+the page that has it with its setting and spread. What has a ± is a mean of paired
+differences and its standard error. `make results` makes the page; a test fails when a
+table no longer says what its row says."""
 
 
 def chooser() -> str:

@@ -19,8 +19,9 @@ means ± standard errors of paired differences.
 **Reading.** At this size the paper's lead is not seen: no lead of either FedFish,
 on either text, is two standard errors above zero. The largest, 2.7 points of the
 default on another text, tuned on a quarter after E = 1, is one and a half. On the own
-text after E = 16 both are behind by half a point or so. What costs most is common to
-all: 16 local epochs in ten rounds end 14 to 18 points below one in 160, as they are.
+text after E = 16 both are behind by half a point or so, the default by two standard
+errors. What costs most is common to all: 16 local epochs in ten rounds end 14 to 18
+points below one in 160, as they are.
 """
 
 from collections.abc import Mapping, Sequence

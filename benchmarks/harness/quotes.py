@@ -78,7 +78,7 @@ class Table:
 
 
 def _plain(cell: str) -> str:
-    return cell.strip("* ")
+    return cell.replace("**", "").strip("* ")
 
 
 def tables(text: str) -> Iterator[Table]:
