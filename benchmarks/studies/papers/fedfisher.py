@@ -1,4 +1,7 @@
-"""FedFisher's tables and figures (AISTATS 2024)."""
+"""FedFisher's tables and figures (AISTATS 2024).
+
+Long: it has twelve rows, and each its own claim.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise, product
