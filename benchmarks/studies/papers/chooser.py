@@ -10,6 +10,7 @@ from harness.stats import paired, with_error
 from starts import PLAIN
 from transfer import OWN, lead, runs_in
 
+from studies.attacks.tables import BARE, ROBUST
 from studies.fedfish.choice import EPOCHS, HIGH, LOW, found_in
 from studies.fedfish.runs import SHIFT, SKEW
 from studies.fedfish.strategies import AVG, FISH, MENDED
@@ -22,7 +23,7 @@ from studies.tct.tables import final
 
 Numbers = Callable[[str], Any]
 NO_DATA = ("FedAvg", "OTFusion", "Git Re-Basin, then FedAvg", "FisherMerge")
-SUMS, ROBUST = "FedFisher K-FAC from sums", "FedFisher, robust"
+SUMS = "FedFisher K-FAC from sums"
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,11 @@ def many_epochs(numbers: Numbers) -> Choice:
         "images are turned and faded in ways of their own",
         "`FedFish()`; for other data compare it with FedAvg first",
         "points over FedAvg: "
-        + ", ".join(f"E = {e} {GLOBAL.shown(lead)}" for e, lead in leads.items())
+        + ", ".join(f"E = {e} {GLOBAL.shown(own)}" for e, own in leads.items())
         + f"; where clients differ by the topics of a text, E = {HIGH} "
         + with_error(lead(texts, OWN, "as it is", HIGH, MENDED), 1),
         "fedfish",
-        all(ahead(lead) for lead in leads.values()),
+        all(map(ahead, leads.values())),
     )
 
 
@@ -146,9 +147,9 @@ def one_epoch(numbers: Numbers) -> Choice:
         "80 rounds of one local epoch",
         "Flower's `FedAdam`",
         "points of FedAvg with Adam on the server over FedFish with the same: "
-        + "; ".join(f"{name} {GLOBAL.shown(lead)}" for name, lead in leads.items()),
+        + "; ".join(f"{name} {GLOBAL.shown(own)}" for name, own in leads.items()),
         "fedfish",
-        all(ahead(lead) for lead in leads.values()),
+        all(map(ahead, leads.values())),
     )
 
 
@@ -203,7 +204,7 @@ def liars(numbers: Numbers) -> Choice:
         for kind, found in splits[0].items()
         if kind[0] in "12" and "triggered" not in kind and ROBUST in found
     ]
-    methods = [n for n in splits[0][kinds[0]] if n != "FedFisher, without policy"]
+    methods = [n for n in splits[0][kinds[0]] if n != BARE]
     worst = {
         n: min(mean(s[kind][n] for s in splits) for kind in kinds) for n in methods
     }

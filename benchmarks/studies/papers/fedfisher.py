@@ -13,11 +13,11 @@ from harness.stats import paired
 from theory import OURS as OURS_IN_THEORY
 from theory import logarithms
 
+from studies.one_shot.merges import DIAGONAL, OURS
 from studies.papers.found import Found, Reader, ahead, listed
 
 Numbers = Callable[[str], Any]
-OURS, ADAM = "FedFisher K-FAC (default)", "FedFisher K-FAC, paper's Adam *"
-DIAGONAL = "FedFisher diagonal, closed form"
+ADAM = "FedFisher K-FAC, paper's Adam *"
 RIVALS = {
     "FedAvg": "FedAvg",
     "OTFusion": "OTFusion",
@@ -149,10 +149,10 @@ def more_clients(numbers: Numbers) -> Found | None:
         "MNIST, three seeds. Nothing sees server data. K-FAC is ahead of all, the "
         "diagonal of FedAvg alone.",
         "python benchmarks/one_shot.py --only clients",
-        lambda of: [
-            *(of[OURS] > of[name] for name in of if name != OURS),
-            of[DIAGONAL] > of["FedAvg"],
-            of[DIAGONAL] > of["RegMean, off-diagonal 0.9"],
+        lambda means: [
+            *(means[OURS] > means[name] for name in means if name != OURS),
+            means[DIAGONAL] > means["FedAvg"],
+            means[DIAGONAL] > means["RegMean, off-diagonal 0.9"],
         ],
     )
 
@@ -166,7 +166,7 @@ def pretrained(numbers: Numbers) -> Found | None:
         "10 000 images that no client has; three seeds. K-FAC gains a point or two on "
         "FedAvg, which loses little from these starts, and is level with the diagonal.",
         "python benchmarks/one_shot.py --only pretrained",
-        lambda of: [of[name] - of["FedAvg"] > 15 for name in (OURS, DIAGONAL)],
+        lambda means: [means[n] - means["FedAvg"] > 15 for n in (OURS, DIAGONAL)],
     )
 
 

@@ -80,15 +80,14 @@ def convex(numbers: Numbers) -> Found | None:
         for model, each in runs.items()
         for method in (AVG, SCAFFOLD)
     }
-    fall = {name: mean(pair[0]) - mean(pair[1]) for name, pair in ends.items()}
-    by_model = [
-        (fall[f"{model}, {AVG}"], fall[f"{model}, {SCAFFOLD}"]) for model in runs
-    ]
+    means = {name: [mean(end) for end in pair] for name, pair in ends.items()}
+    falls = {name: less - more for name, (less, more) in means.items()}
+    by_model = [[falls[f"{model}, {m}"] for m in (AVG, SCAFFOLD)] for model in runs]
     both = (ends[f"logistic regression, {method}"] for method in (SCAFFOLD, AVG))
-    network = [[mean(runs) for runs in ends[f"LeNet5, {m}"]] for m in (AVG, SCAFFOLD)]
+    network = [means[f"LeNet5, {method}"] for method in (AVG, SCAFFOLD)]
     return Found(
         "Dirichlet(0.1), #C = 2: "
-        + "; ".join(f"{n} {listed([mean(v) for v in e])}" for n, e in ends.items()),
+        + "; ".join(f"{name} {listed(each)}" for name, each in means.items()),
         [
             by_model[0][1] < by_model[0][0],
             all(ahead(paired(*pair)) for pair in zip(*both, strict=True)),

@@ -42,10 +42,7 @@ RATES = {
 }
 FEWER = RATES | {"mlr": (0.02, 0.05, 0.2), "lenet": (0.1, 0.3)}
 # On LeNet one step a round wants a larger rate, and SCAFFOLD diverges with such.
-LARGER = RATES | {
-    "lenet": (0.1, 0.2, 0.4),
-    "cifar": (0.4, 0.8, 1.6),
-}
+LARGER = RATES | {"lenet": (0.1, 0.2, 0.4), "cifar": (0.4, 0.8, 1.6)}
 SMALLER = RATES | {
     "lenet": (0.01, 0.02, 0.05),
     "cifar": (0.02, 0.05, 0.1),
