@@ -58,7 +58,7 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: install
-	$(BIN)/python tests/fuzz_wire.py --count 100000 --seed 0
+	$(BIN)/python tools/fuzz_wire.py --count 100000 --seed 0
 
 results: install
 	$(BIN)/python benchmarks/summary.py

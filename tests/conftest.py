@@ -1,4 +1,4 @@
-"""Lets the tests import their shared oracles: ``from oracles import …``."""
+"""Lets the tests import the tools and shared oracles: ``from oracles import …``."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from beside import Beside

@@ -7,7 +7,7 @@ inside a function.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -91,17 +91,9 @@ def imported(name: str, source: str) -> set[str]:
 
     ``from a import b`` gives both ``a`` and ``a.b``, since b may be a module.
     """
-    package = ["flwr_fisher", *name.split("/")[:-1]]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = [node.module] if node.module else []
-            if node.level:
-                base = package[: len(package) - node.level + 1] + base
-            start = ".".join(base)
-            found |= {start, *(f"{start}.{alias.name}" for alias in node.names)}
+    for module, item, _ in imported_names(name, source):
+        found |= {module, f"{module}.{item}"} if item else {module}
     return found
 
 
@@ -182,20 +174,26 @@ def graph(files: Mapping[str, str]) -> dict[str, set[str]]:
     return arrows
 
 
-def imported_files(name: str, source: str, modules: set[str]) -> set[str]:
-    found: set[str] = set()
+def imported_names(name: str, source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (module, name in it or "", name here) of each of a file's imports."""
     package = ["flwr_fisher", *name.split("/")[:-1]]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            for alias in node.names:
+                yield alias.name, "", alias.asname or alias.name
         elif isinstance(node, ast.ImportFrom):
             base = [node.module] if node.module else []
             if node.level:
                 base = package[: len(package) - node.level + 1] + base
-            start = ".".join(base)
             for alias in node.names:
-                whole = f"{start}.{alias.name}"
-                found.add(whole if whole in modules else start)
+                yield ".".join(base), alias.name, alias.asname or alias.name
+
+
+def imported_files(name: str, source: str, modules: set[str]) -> set[str]:
+    found = set()
+    for module, item, _ in imported_names(name, source):
+        whole = f"{module}.{item}"
+        found.add(whole if whole in modules else module)
     return found & modules
 
 
@@ -247,6 +245,69 @@ def test_a_package_of_files_in_order_has_no_circle() -> None:
         "p/b.py": "",
     }
     assert circles(graph(files)) == []
+
+
+# What lies on an algorithm's way
+
+# How many files are imported, directly or not: a bound to lower, never to raise.
+REACH = {
+    "what every strategy stands on": (105, ["flwr_fisher.strategies.base"]),
+    "FedFisher's two halves": (
+        171,
+        ["flwr_fisher.strategies.fedfisher", "flwr_fisher.client.fisher_client"],
+    ),
+}
+
+
+def reached(files: Mapping[str, str], starts: Iterable[str]) -> set[str]:
+    """Return the files that some files import, directly or not, besides themselves.
+
+    A name that a package's face re-exports counts as the file that defines it.
+    """
+    modules = {module_of(name): (name, source) for name, source in files.items()}
+    faces = {
+        module: {
+            here: (origin, item)
+            for origin, item, here in imported_names(*modules[module])
+        }
+        for module, (name, _) in modules.items()
+        if name.endswith("__init__.py")
+    }
+
+    def defining(module: str, item: str) -> str:
+        if f"{module}.{item}" in modules:
+            return f"{module}.{item}"
+        if item in faces.get(module, {}):
+            return defining(*faces[module][item])
+        return module
+
+    found: set[str] = set()
+    todo = list(starts)
+    while todo:
+        for module, item, _ in imported_names(*modules[todo.pop()]):
+            file = defining(module, item)
+            if file in modules and file not in found:
+                found.add(file)
+                todo.append(file)
+    return found - set(starts)
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_no_more_files_lie_on_the_way_than_are_needed(name: str) -> None:
+    most, starts = REACH[name]
+    files = {name: path.read_text(encoding="utf-8") for _, name, path in FILES}
+    assert len(reached(files, starts)) <= most
+
+
+def test_a_name_counts_as_the_file_that_defines_it() -> None:
+    files = {
+        "a.py": "from flwr_fisher.p import f as g",
+        "p/__init__.py": "from flwr_fisher.p.b import h as f\nfrom .c import other",
+        "p/b.py": "def k():\n    from flwr_fisher import d",
+        "p/c.py": "",
+        "d.py": "import flwr_fisher.a",
+    }
+    assert reached(files, ["flwr_fisher.a"]) == {"flwr_fisher.p.b", "flwr_fisher.d"}
 
 
 # How the house looks

@@ -1,6 +1,6 @@
 """Whether a change that only moves code changes a bit: this tree beside another commit.
 
-    python tests/same_bits.py --against REV
+    python tools/same_bits.py --against REV
 
 Every strategy, option, structure, codec and app is run with virtual clients on tiny
 data, here and in a copy of REV, in processes of their own. What is compared are the
@@ -28,6 +28,8 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from apps import globals_of, load
 

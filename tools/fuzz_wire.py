@@ -1,6 +1,6 @@
 """Spoiled uploads by the thousand: each is read, or refused with a WireError.
 
-    python tests/fuzz_wire.py --count 100000 --seed 0
+    python tools/fuzz_wire.py --count 100000 --seed 0
 
 Every upload of a curvature starts as a good one and is spoiled at random, on one of its
 levels: the record's arrays and what they declare, the bytes of an array, a container's
@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,14 @@ from flwr.app import Array, ArrayRecord
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from uploads import upload_of
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire import CODECS, Codec, FisherUpload, curvature_to_tensors
 from flwr_fisher.wire.budget import byte_limit
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from uploads import upload_of
 
 TIMES = 8  # memory may be this many times an upload's size plus what it is decoded to
 FRAME = 1 << 18  # bytes of Python's own: objects, messages, caches
