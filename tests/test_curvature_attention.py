@@ -10,8 +10,8 @@ from oracles import diagonal_fisher, randn, relative, seeded
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import Kronecker, fisher
-from flwr_fisher.curvature.estimate.attention import layer_by_layer
 from flwr_fisher.curvature.estimate.jacobians import DiagonalJacobian
+from flwr_fisher.curvature.estimate.taps import layer_by_layer
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import FisherUpload, get_codec, resolve
 

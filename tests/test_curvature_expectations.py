@@ -10,8 +10,8 @@ from torch.func import functional_call, jacrev
 
 from flwr_fisher.client.last_epoch import SquaredGradients
 from flwr_fisher.curvature import fisher
-from flwr_fisher.curvature.estimate.backward_plan import backward_plan, worth_keeping
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.estimate.pieces import backward_plan, worth_keeping
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError
 from flwr_fisher.params import flatten, trainable_names
 

@@ -26,8 +26,8 @@ from flwr_fisher.curvature import (
     STRUCTURES,
     Kronecker,
 )
-from flwr_fisher.curvature.estimate import second_moment
-from flwr_fisher.curvature.estimate.second_moment import SecondMoment
+from flwr_fisher.curvature.estimate import accumulators
+from flwr_fisher.curvature.estimate.accumulators import SecondMoment
 from flwr_fisher.errors import (
     StructureError,
 )
@@ -245,7 +245,7 @@ def test_the_nngeometry_engine_refuses_what_it_gets_wrong(
 def test_half_of_a_second_moment_is_all_of_it(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(second_moment, "_BLOCK", 4)
+    monkeypatch.setattr(accumulators, "_BLOCK", 4)
     columns = randn(0, 2, size, 3).double()
     moment = SecondMoment(2, size, columns)
     moment.add(columns, 2.0)

@@ -32,7 +32,7 @@ from flwr_fisher.curvature import (
     WeightedSum,
 )
 from flwr_fisher.curvature.operators.factors import DenseFactor
-from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
+from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.errors import StructureError
 
 Make = Callable[[int], Curvature]

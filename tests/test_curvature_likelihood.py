@@ -7,8 +7,8 @@ from oracles import (
 )
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.columns import Columns, SoftmaxFactor
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
+from flwr_fisher.curvature.estimate.pieces import Columns, SoftmaxFactor
 from flwr_fisher.errors import (
     StructureError,
 )

@@ -9,7 +9,7 @@ from oracles import relative
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.curvature.estimate import columns
+from flwr_fisher.curvature.estimate import pieces
 from flwr_fisher.errors import ConfigurationError
 
 DRAWS = 250
@@ -88,7 +88,7 @@ def test_without_signs_positions_would_add_up(monkeypatch):
     assert relative(signed, want) < 0.1
     alike = SimpleNamespace(**vars(torch))
     alike.rand = lambda shape, **_: torch.zeros(shape)
-    monkeypatch.setattr(columns, "torch", alike)
+    monkeypatch.setattr(pieces, "torch", alike)
     assert relative(take().to_dense(), want) > 0.3
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from flwr_fisher.curvature import Kronecker, fisher
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
 from flwr_fisher.curvature.estimate.layers import (
+    Positions,
+    _steps,
     input_columns,
     output_columns,
     positions,
 )
-from flwr_fisher.curvature.estimate.positions import Positions, _steps
 from flwr_fisher.errors import ConfigurationError
 
 LAYERS = {

@@ -9,9 +9,8 @@ from oracles import diagonal_fisher, headed, randn, relative, seeded
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
-from flwr_fisher.curvature.estimate.explain import shared_parameters
+from flwr_fisher.curvature.estimate.forms import Trial, shared_parameters
 from flwr_fisher.curvature.estimate.jacobians import DiagonalJacobian
-from flwr_fisher.curvature.estimate.trial import Trial
 
 STEPS, FEATURES = SERIES.shape[1:]
 

@@ -35,8 +35,8 @@ from flwr_fisher.curvature import (
     Kronecker,
     WeightedSum,
 )
-from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
-from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
+from flwr_fisher.curvature.operators.lazy import shared_blocks
+from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import (
     ConfigurationError,
     ParamsError,

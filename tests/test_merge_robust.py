@@ -18,7 +18,7 @@ from oracles import (
 from virtual import LIFTED, Tamper, Watched, change_array, close, same_bits, tiny_arrays
 
 from flwr_fisher.curvature import Curvature, Diagonal
-from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
+from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.merge import LocalPosterior, MergeOptions, fedfisher, merge_options
 from flwr_fisher.merge.outliers import JUDGES, without_outliers

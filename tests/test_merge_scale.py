@@ -25,9 +25,9 @@ from flwr_fisher.curvature import (
     Kronecker,
     WeightedSum,
 )
-from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
 from flwr_fisher.curvature.operators.factors import LowRankFactor
-from flwr_fisher.curvature.operators.in_range import in_range
+from flwr_fisher.curvature.operators.rescaled import rescaled
+from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import ParamsError, StructureError
 from flwr_fisher.merge import (
     SOLVERS,
@@ -285,20 +285,20 @@ def test_factors_keep_their_digits_and_directions_their_integers() -> None:
     assert isinstance(k, Kronecker)
     small = scaled(k, 2.0**-60)
     assert isinstance(small, Kronecker)
-    got, exponent = in_range(small)
+    got, exponent = rescaled(small)
     assert isinstance(got, Kronecker)
     factor = got.of_inputs
     assert isinstance(factor, LowRankFactor)
     assert factor.directions is k.of_inputs.tensors()[0]
     assert torch.equal(got.to_dense() * 2.0**exponent, small.to_dense())
-    assert in_range(k) == (k, 0)  # not even copied
+    assert rescaled(k) == (k, 0)  # not even copied
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("root", [2.0**-58, 2.0**58])
 def test_a_power_of_two_changes_no_digit(kind: str, root: float) -> None:
     (client,) = in_single(with_scales(posteriors(make(kind), count=1), root))
-    got, exponent = in_range(client.curvature)
+    got, exponent = rescaled(client.curvature)
     wide = client.curvature.to(dtype=torch.float64).to_dense()
     assert torch.equal(got.to(dtype=torch.float64).to_dense() * 2.0**exponent, wide)
     assert 1e-12 <= got.trace() <= 1e12

@@ -21,7 +21,7 @@ from uploads import upload_of
 from virtual import tiny_app, tiny_arrays
 
 from flwr_fisher.curvature import Deferred
-from flwr_fisher.curvature.estimate.accumulation import LARGEST_FACTOR
+from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.errors import WireError
 from flwr_fisher.strategies import FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid

@@ -16,7 +16,7 @@ from flwr_fisher.client.training import score
 from flwr_fisher.client.undisturbed import undisturbed
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.batches import device_of
-from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import (
     ClientError,
     DataError,

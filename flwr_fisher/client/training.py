@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.kept_training import KeptTraining, generators_of, has_state
 from flwr_fisher.client.losses import Loss, cross_entropy
-from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.pairs import Pairs, labelled_pairs
 from flwr_fisher.errors import (
     ConfigurationError,

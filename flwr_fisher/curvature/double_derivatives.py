@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from flwr_fisher.curvature.gradients import Derivatives, Loss, checked_loss
-from flwr_fisher.curvature.refusals import is_refusal
+from flwr_fisher.curvature.models import is_refusal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 

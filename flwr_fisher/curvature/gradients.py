@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batches import Batch, batches_on, device_of
-from flwr_fisher.curvature.estimate.taps import evaluating
-from flwr_fisher.curvature.independence import check_examples_are_independent
+from flwr_fisher.curvature.models import check_examples_are_independent, evaluating
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import (
     ConfigurationError,

@@ -1,6 +1,5 @@
 """One-shot merging: clients' posteriors in, one model out. Works without Flower."""
 
-from flwr_fisher.deprecation import moved_names
 from flwr_fisher.merge.fedfisher import fedfisher
 from flwr_fisher.merge.fedlpa import fedlpa
 from flwr_fisher.merge.fisher_merge import fisher_merge
@@ -46,29 +45,3 @@ __all__ = [
     "regmean",
     "sums_options",
 ]
-
-_TANGENT = ("tct_residual", "tct_steps", "tct_update", "gram_spectrum")
-_ROUNDS = (
-    "done_direction",
-    "fagh_step",
-    "fedexp_step",
-    "fedfish_average",
-    "fedga_start",
-    "giant_direction",
-    "last_two_mean",
-    "make_optimizer",
-    "newton_step",
-    "scaffold_control",
-    "scaffold_step",
-    "server_step",
-)
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "merge_fisher": "flwr_fisher.merge.fedfisher",
-        "merge_sums": "flwr_fisher.merge.fedfisher_from_sums",
-        **{name: f"flwr_fisher.tangent.{name}" for name in _TANGENT},
-        **{name: f"flwr_fisher.rounds.{name}" for name in _ROUNDS},
-    },
-)

@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
+from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.params import Params, add, norm, scale
 
 Score = Callable[[dict[str, Tensor]], float]

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, WeightedSum
-from flwr_fisher.curvature.operators.in_range import (
+from flwr_fisher.curvature.operators.lazy import shared_blocks
+from flwr_fisher.curvature.operators.rescaled import (
     exponent_of,
-    in_range,
     largest_entry,
     power_of_two,
+    rescaled,
     shifted,
     widest_exponent,
 )
-from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.merge.weights import layer_weights
@@ -132,7 +132,7 @@ def _system(
     regularised, exponents = [], []
     wide = partial(_wide, device=device)
     for part in parts:
-        held, exponent = in_range(part.mapped(wide))
+        held, exponent = rescaled(part.mapped(wide))
         exponents.append(exponent)
         regularised.append(
             held.regularised(shrink=options.shrink, damping=options.damping)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, WeightedSum
-from flwr_fisher.curvature.operators.weighted_sum import shared_blocks
+from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.weights import MAJORITY
 from flwr_fisher.params import dot, layout_of

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Dense, WeightedSum
-from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
 from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
+from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.params import Params, flatten, select, unflatten
 
 _LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not inverted

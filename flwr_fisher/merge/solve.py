@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal
-from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
-from flwr_fisher.curvature.operators.in_range import power_of_two
+from flwr_fisher.curvature.operators.rescaled import power_of_two
+from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.iterative import (
     Progress,

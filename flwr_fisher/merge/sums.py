@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal, WeightedSum
-from flwr_fisher.curvature.operators.in_range import (
+from flwr_fisher.curvature.operators.rescaled import (
     exponent_of,
     largest_entry,
     widest_exponent,

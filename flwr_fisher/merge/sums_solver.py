@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
-from flwr_fisher.curvature.operators.conjugate_gradient import Matvec
+from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.merge.solve import MergeResult

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature
-from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.curvature.operators.layer import LayerCurvature
+from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.params import Params, layout_of

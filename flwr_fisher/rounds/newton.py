@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.conjugate_gradient import (
+from flwr_fisher.curvature.operators.solvers import (
     Matvec,
     conjugate_gradient,
 )

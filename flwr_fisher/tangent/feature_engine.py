@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.estimate.explain import explained
+from flwr_fisher.curvature.estimate.forms import Trial, explained
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import input_columns
 from flwr_fisher.curvature.estimate.tappable import PlainLayer, tappable_layers
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
-from flwr_fisher.curvature.estimate.trial import Trial
 from flwr_fisher.errors import StructureError
 
 _FEW = 16  # examples of the first batch on which layers are tried

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.estimate.taps import recurrent_backwards
+from flwr_fisher.curvature.models import recurrent_backwards
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.randomness import random_stream
 from flwr_fisher.tangent.feature_engine import Chosen, FeatureEngine

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batches import batches_on
-from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, StructureError, check_range
 from flwr_fisher.tangent.head import linear_layer
 

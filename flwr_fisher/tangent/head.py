@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flwr_fisher.curvature.independence import check_examples_are_independent
+from flwr_fisher.curvature.models import check_examples_are_independent
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.randomness import random_stream
 

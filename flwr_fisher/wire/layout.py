@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Dense, Diagonal, EigenKronecker, Kronecker
-from flwr_fisher.curvature.estimate.accumulation import LARGEST_FACTOR
+from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.errors import StructureError, WireError
 from flwr_fisher.params import Params
 

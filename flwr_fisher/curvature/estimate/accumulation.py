@@ -15,24 +15,23 @@ from flwr_fisher.curvature.estimate.accumulators import (
 )
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SquaredGradients
 from flwr_fisher.curvature.estimate.engine import Engine
-from flwr_fisher.curvature.estimate.explain import Forms
+from flwr_fisher.curvature.estimate.forms import Forms
 from flwr_fisher.curvature.estimate.jacobians import (
     DenseJacobian,
     DiagonalJacobian,
     JacobianAccumulator,
 )
-from flwr_fisher.curvature.estimate.positions import Positions
+from flwr_fisher.curvature.estimate.layers import Positions
+from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.estimate.tappable import TappableLayer
-from flwr_fisher.curvature.independence import check_examples_are_independent
+from flwr_fisher.curvature.models import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
-from flwr_fisher.curvature.operators.diagonal import Diagonal
 from flwr_fisher.curvature.operators.kronecker import Kronecker
+from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names
 
-STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
-WEIGHT_SHARINGS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
+_SHARINGS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
     "expand": KroneckerAccumulator,
     "reduce": ReducedKroneckerAccumulator,
 }
@@ -41,7 +40,6 @@ _KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
     "block": BlockAccumulator,
 }
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
-LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has more
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
 _LEAST = 2**26  # bytes, that may be taken if a step takes less
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
@@ -93,7 +91,7 @@ class Accumulation:
         forms = Forms.of(model, inputs) if by_layer else Forms({}, {}, {}, [])
         if "block" in structures:
             _check_size([layer.matrices().numel() for layer in forms.layers.values()])
-        kinds = _KINDS | {"kfac": WEIGHT_SHARINGS[weight_sharing]}
+        kinds = _KINDS | {"kfac": _SHARINGS[weight_sharing]}
         self.accumulators = _accumulators(by_layer, forms.layers, kinds, kfac)
         self.direct = {n: SquaredGradients(each) for n, each in forms.direct.items()}
         self.jacobians: dict[str, JacobianAccumulator] = {}

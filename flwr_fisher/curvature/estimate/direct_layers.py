@@ -1,7 +1,8 @@
-"""Layers whose examples' gradients cost next to nothing: norms and embeddings.
+"""Parameters whose gradients by example cost next to nothing.
 
-A norm's weight and bias, and an embedding's rows, have so few entries an example that
-their gradients are taken one by one, from the layer's input and its output's gradient.
+A norm's weight and bias, an embedding's rows, and what all examples share have so few
+entries an example that their gradients are taken one by one, from the layer's input and
+its output's gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -192,3 +193,50 @@ class SquaredGradients:
             strict=True,
         )
         return {n: (total / num_examples).to(p.dtype) for n, p, total in parts}
+
+
+@dataclass(frozen=True)
+class SharedParameter(DirectLayer):
+    """One parameter, and the shape of an example's copy of it.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        Whose own parameter it is.
+    names : dict[str, str]
+        Its one name there, and in the model.
+    shape : torch.Size
+        The parameter's, but for axes of length 1.
+    """
+
+    shape: torch.Size
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        (name,) = self.names.values()
+        return name
+
+    def copies(self, count: int) -> Tensor:
+        """Return one an example, ``[count, *shape]``, in no memory of their own."""
+        (parameter,) = self.parameters()
+        one = parameter.detach().reshape(self.shape)
+        return one.expand(count, *self.shape).requires_grad_()
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether there is a copy an example."""
+        return inputs == output == torch.Size([inputs[0], *self.shape])
+
+    def entries(self, inputs: Tensor) -> int:
+        """Return the parameter's size."""
+        return self.shape.numel()
+
+    def prepared(self, inputs: Tensor) -> None:
+        """Return nothing: the gradient of a copy is all that it takes."""
+
+    def reduced(
+        self, prepared: None, output: Tensor, function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return the sum, of a tensor like the parameter."""
+        (parameter,) = self.parameters()
+        return [function(self.widened(output)).sum(0).reshape(parameter.shape)]

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
-from flwr_fisher.curvature.estimate.backward_plan import Group, backward_plan
-from flwr_fisher.curvature.estimate.columns import Columns
 from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
-from flwr_fisher.curvature.estimate.positions import Positions
+from flwr_fisher.curvature.estimate.layers import Positions
+from flwr_fisher.curvature.estimate.pieces import Columns, Group, backward_plan
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.curvature.sums import widened
 

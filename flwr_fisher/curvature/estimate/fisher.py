@@ -10,23 +10,23 @@ from flwr_fisher.curvature.batches import batches_on, device_of
 from flwr_fisher.curvature.estimate.accumulation import (
     Accumulation,
 )
-from flwr_fisher.curvature.estimate.arguments import check_options
-from flwr_fisher.curvature.estimate.batch_gradients import squared_batch_gradients
-from flwr_fisher.curvature.estimate.expectation import Expectation
+from flwr_fisher.curvature.estimate.expectation import (
+    Expectation,
+    squared_batch_gradients,
+)
+from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.likelihood import (
     LIKELIHOODS,
     Likelihood,
     likelihood_of,
 )
-from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.curvature.estimate.options import TOLERANCE, check_options
+from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.pairs import unwrapped
 from flwr_fisher.curvature.subset import at_most
 from flwr_fisher.errors import ConfigurationError, DataError
 from flwr_fisher.extras import extra
-
-TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
 
 
 class _Options(TypedDict, total=False):

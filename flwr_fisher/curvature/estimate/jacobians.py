@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flwr_fisher.curvature.models import is_refusal
 from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.operators.dense import Dense
-from flwr_fisher.curvature.operators.diagonal import Diagonal
-from flwr_fisher.curvature.refusals import is_refusal
+from flwr_fisher.curvature.operators.plain import Dense, Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import StructureError
 

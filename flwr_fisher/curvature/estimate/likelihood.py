@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.columns import (
+from flwr_fisher.curvature.estimate.pieces import (
     Columns,
     Factor,
     GivenFactor,

@@ -15,12 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.curvature.estimate.tappable import PlainLayer
 from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
-from flwr_fisher.curvature.operators.dense import Dense
-from flwr_fisher.curvature.operators.diagonal import Diagonal
-from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
-from flwr_fisher.curvature.operators.kronecker import Kronecker
-from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
+from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
+from flwr_fisher.curvature.operators.lazy import WeightedSum
+from flwr_fisher.curvature.operators.plain import BlockDiagonal, Dense, Diagonal
 from flwr_fisher.errors import DataError, StructureError
 from flwr_fisher.params import Params, flatten, select, trainable_names, unflatten
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batches import device_of
-from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, Accumulation
-from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.estimate.taps import evaluating
+from flwr_fisher.curvature.estimate.accumulation import Accumulation
+from flwr_fisher.curvature.estimate.layers import Positions
+from flwr_fisher.curvature.estimate.options import STRUCTURES
+from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import check_known, check_range
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.estimate.attention import is_packed
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer
 from flwr_fisher.curvature.estimate.layers import (
     KRONECKER_LAYERS,
+    Grid,
     KroneckerLayer,
     fits,
     input_columns,
@@ -18,8 +18,7 @@ from flwr_fisher.curvature.estimate.layers import (
     positions,
     token_columns,
 )
-from flwr_fisher.curvature.estimate.positions import Grid
-from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
+from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,17 @@ class PackedProjection(TappableLayer):
     def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
         """Return whether these are examples' tokens, and three outputs for each."""
         return len(inputs) == 3 and output == torch.Size([*inputs[:2], 3 * inputs[2]])
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Return whether a module is attention with one parameter for its projections."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and module.in_proj_weight is not None
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )
 
 
 def kronecker_layers(model: nn.Module) -> dict[str, TappableLayer]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.conjugate_gradient import conjugate_gradient
+from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import ConfigurationError, StructureError, check_range
 from flwr_fisher.params import Params, add, select
 

@@ -1,14 +1,16 @@
-"""The Kronecker-factored curvature of one layer: K-FAC."""
+"""The curvature of one layer, Kronecker-factored: K-FAC, and E-KFAC in its basis."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.base import Solver
-from flwr_fisher.curvature.operators.eigenvalues import eigen
-from flwr_fisher.curvature.operators.factors import SymmetricFactor
+from flwr_fisher.curvature.operators.base import Curvature, Solver
+from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
+from flwr_fisher.curvature.operators.lazy import WeightedSum
+from flwr_fisher.curvature.operators.solvers import eigen
+from flwr_fisher.errors import StructureError
 
 
 class Kronecker(LayerCurvature):
@@ -131,3 +133,141 @@ class Kronecker(LayerCurvature):
     def non_negative(self) -> list[Tensor]:
         """Return both factors' diagonals, whose products may hide their signs."""
         return [self.of_inputs.diagonal(), self.of_outputs.diagonal()]
+
+
+_BENT = 1e-4  # of a unit vector; float32's rounding is far less
+
+
+class EigenKronecker(LayerCurvature):
+    r"""One layer's Fisher in K-FAC's eigenbasis: E-KFAC (George et al. 2018).
+
+    :math:`F \operatorname{vec} W = \operatorname{vec}\big(U_G\,(S \circ
+    (U_G^\top W U_A))\,U_A^\top\big)`, where :math:`S` has the gradients' exact second
+    moments in that basis: of all curvatures diagonal in it, the nearest to the Fisher.
+
+    Parameters
+    ----------
+    weight, weight_shape, bias
+        As for :class:`Kronecker`.
+    basis_A, basis_G : Tensor
+        ``[groups, n, n]`` and ``[groups, m, m]``: orthonormal columns.
+    moments : Tensor
+        :math:`S`, ``[groups, m, n]``, non-negative.
+    """
+
+    def __init__(
+        self,
+        weight: str,
+        weight_shape: torch.Size,
+        basis_A: Tensor,
+        basis_G: Tensor,
+        moments: Tensor,
+        bias: str | None = None,
+    ) -> None:
+        super().__init__(weight, weight_shape, bias, basis_A.shape, basis_G.shape)
+        if moments.shape != self.matrix_shape:
+            raise StructureError(
+                f"'{weight}' needs moments of shape {tuple(self.matrix_shape)}, got "
+                f"{tuple(moments.shape)}"
+            )
+        self.basis_A, self.basis_G, self.moments = basis_A, basis_G, moments
+
+    def product(self, matrices: Tensor) -> Tensor:
+        """Return the product, through the eigenbasis and back."""
+        rotated = self.basis_G.mT @ matrices @ self.basis_A
+        return self.basis_G @ (self.moments * rotated) @ self.basis_A.mT
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """Return the diagonal: the moments seen through the squared bases."""
+        squares = self.basis_G.square() @ self.moments @ self.basis_A.square().mT
+        return self.as_params(squares)
+
+    def scaled(self, factor: float) -> "EigenKronecker":
+        """Return the curvature with its moments scaled."""
+        return self._with(self.basis_A, self.basis_G, self.moments * factor)
+
+    def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> Curvature:
+        r"""Return what :meth:`Kronecker.regularised` is to K-FAC.
+
+        `damping` draws the moments to their mean over outputs. `shrink` mixes in the
+        curvature without correlations between inputs, which has the moments
+        :math:`S\,(U_A \circ U_A)^\top` in the inputs' own basis. Traces stay as they
+        are. Where columns of a basis were left out by a codec, damping reaches those
+        directions, too.
+        """
+        damped = self._damped(damping) if damping else self
+        if not shrink:
+            return damped
+        eye = torch.eye(self.basis_A.shape[-1]).to(self.basis_A).expand_as(self.basis_A)
+        moments = damped.moments @ self.basis_A.square().mT
+        apart = damped._with(eye, damped.basis_G, moments)
+        return WeightedSum([damped, apart], [1 - shrink, shrink])
+
+    def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
+        """Return each basis with the moments summed over the other's columns."""
+        of_A, of_G = (b.square().sum(-2) for b in (self.basis_A, self.basis_G))
+        inputs = (self.moments * of_G.unsqueeze(-1)).sum(-2)
+        outputs = (self.moments * of_A.unsqueeze(-2)).sum(-1)
+        one = torch.ones_like(inputs[..., 0])
+        of_inputs = _in_basis(self.basis_A, inputs)
+        return (of_inputs, one), (_in_basis(self.basis_G, outputs), one)
+
+    def with_rows(self, outputs: Tensor, inputs: Tensor) -> "EigenKronecker":
+        """Return the layer with the rows of both bases moved."""
+        A, G = self.basis_A[:, inputs], self.basis_G[:, outputs]
+        return self._with(A, G, self.moments)
+
+    def _damped(self, share: float) -> "EigenKronecker":
+        wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR
+        basis = torch.linalg.qr(self.basis_G.to(wide))[0].to(self.basis_G)
+        moments = self.moments * self.basis_G.square().sum(-2).unsqueeze(-1)
+        drawn = moments.lerp(moments.mean(1, keepdim=True), share)
+        return self._with(self.basis_A, basis, drawn)
+
+    def _with(self, A: Tensor, G: Tensor, moments: Tensor) -> "EigenKronecker":
+        return EigenKronecker(self.weight, self.weight_shape, A, G, moments, self.bias)
+
+    def dense_blocks(self) -> Tensor:
+        """Return each group's matrix."""
+        parts = zip(self.basis_A, self.basis_G, self.moments, strict=True)
+        # torch.kron fails on factors of different memory formats.
+        bases = [
+            (torch.kron(g.contiguous(), a.contiguous()), s.flatten())
+            for a, g, s in parts
+        ]
+        return torch.stack([u * s @ u.mT for u, s in bases])
+
+    def tensors(self) -> list[Tensor]:
+        """Return the bases and the moments."""
+        return [self.basis_A, self.basis_G, self.moments]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "EigenKronecker":
+        """Return a function of the bases and moments."""
+        return self._with(*(function(tensor) for tensor in self.tensors()))
+
+    def solver(self, damping: float) -> Solver:
+        """Solve by the moments; by conjugate gradients if a codec bent the bases."""
+        (U_A, R_A), (U_G, R_G) = map(_orthonormal, (self.basis_A, self.basis_G))
+        if R_A is None or R_G is None:
+            return super().solver(damping)
+        values = R_G.unsqueeze(-1) * self.moments.double() * R_A.unsqueeze(-2)
+        return self.solver_in(U_A, U_G, values, damping)
+
+    def non_negative(self) -> list[Tensor]:
+        """Return the moments, in any basis."""
+        return [self.moments]
+
+
+def _in_basis(basis: Tensor, values: Tensor) -> LowRankFactor:
+    return LowRankFactor(basis, values.sqrt(), torch.zeros_like(basis[..., 0]))
+
+
+def _orthonormal(basis: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a basis with columns of 0 filled in, and a 1 for each that was there.
+
+    None in their place if columns are not orthonormal.
+    """
+    Q, R = torch.linalg.qr(basis.double())
+    there = R.diagonal(dim1=-2, dim2=-1).abs().round()
+    bent = (R.abs() - torch.diag_embed(there)).abs().max() > _BENT
+    return Q, None if bent else there

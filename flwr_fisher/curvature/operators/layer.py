@@ -1,4 +1,4 @@
-"""What curvatures of one layer have in common."""
+"""What curvatures of one layer share, and the layer as a matrix, the bias last."""
 
 from abc import abstractmethod
 
@@ -6,11 +6,34 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Curvature, Solver
-from flwr_fisher.curvature.operators.eigenvalues import divided
 from flwr_fisher.curvature.operators.factors import SymmetricFactor
-from flwr_fisher.curvature.operators.matrices import from_matrices, to_matrices
+from flwr_fisher.curvature.operators.solvers import divided
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params, unflatten
+
+
+def to_matrices(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Return ``[groups, out / groups, n]`` of a weight ``[out, in / groups, *kernel]``.
+
+    With a bias ``[out]``, it is the last of the n columns.
+    """
+    matrices = weight.reshape(groups, len(weight) // groups, -1)
+    if bias is None:
+        return matrices
+    return torch.cat([matrices, bias.reshape(*matrices.shape[:2], 1)], dim=-1)
+
+
+def from_matrices(
+    matrices: Tensor, weight: str, shape: torch.Size, bias: str | None
+) -> dict[str, Tensor]:
+    """Cut what :func:`to_matrices` returns back, under the two names."""
+    if bias is None:
+        return {weight: matrices.reshape(shape)}
+    return {
+        weight: matrices[..., :-1].reshape(shape),
+        bias: matrices[..., -1].reshape(-1),
+    }
+
 
 ScaledFactor = tuple[SymmetricFactor, Tensor]
 

@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from flwr_fisher.curvature.estimate.accumulation import STRUCTURES, WEIGHT_SHARINGS
-from flwr_fisher.errors import (
-    ConfigurationError,
-    check_known,
-    check_range,
-    check_whole,
-)
+from flwr_fisher.errors import ConfigurationError, check_known, check_range, check_whole
 
+STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
+WEIGHT_SHARINGS = ("expand", "reduce")
 EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
 ENGINES = ("auto", "nngeometry")
 _NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
+TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
+LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has more
 
 
 def check_options(

@@ -13,18 +13,14 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.operators.block_diagonal import BlockDiagonal
-from flwr_fisher.curvature.operators.deferred import Deferred
-from flwr_fisher.curvature.operators.dense import Dense
-from flwr_fisher.curvature.operators.diagonal import Diagonal
-from flwr_fisher.curvature.operators.eigen_kronecker import EigenKronecker
 from flwr_fisher.curvature.operators.factors import (
     DenseFactor,
     LowRankFactor,
     SymmetricFactor,
 )
-from flwr_fisher.curvature.operators.kronecker import Kronecker
-from flwr_fisher.curvature.operators.weighted_sum import WeightedSum
+from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
+from flwr_fisher.curvature.operators.lazy import Deferred, WeightedSum
+from flwr_fisher.curvature.operators.plain import BlockDiagonal, Dense, Diagonal
 from flwr_fisher.params import Params
 
 _ROOMS = 5  # the rise of a loss is two factors, two steps, and a sum over all entries
@@ -64,27 +60,27 @@ def _shifted(tensor: Tensor, exponent: int) -> Tensor:
 
 
 @singledispatch
-def in_range(curvature: Curvature) -> tuple[Curvature, int]:
+def rescaled(curvature: Curvature) -> tuple[Curvature, int]:
     r"""Return a curvature as :math:`2^{-e} F`, and e.
 
     Of a kind of curvature that is not known here, itself and 0.
 
     Examples
     --------
-    >>> in_range(Diagonal({"w": torch.tensor([2.0**100, 2.0**99])}))[1]
+    >>> rescaled(Diagonal({"w": torch.tensor([2.0**100, 2.0**99])}))[1]
     100
-    >>> in_range(Diagonal({"w": torch.tensor([3.0])}))
+    >>> rescaled(Diagonal({"w": torch.tensor([3.0])}))
     (Diagonal(1 parameters, 4 B), 0)
     """
     return curvature, 0
 
 
-@in_range.register
+@rescaled.register
 def _(curvature: Deferred) -> tuple[Curvature, int]:
-    return in_range(curvature.made())
+    return rescaled(curvature.made())
 
 
-@in_range.register
+@rescaled.register
 def _(curvature: Diagonal) -> tuple[Curvature, int]:
     exponent = _beyond(*curvature.entries.values())
     if not exponent:
@@ -92,7 +88,7 @@ def _(curvature: Diagonal) -> tuple[Curvature, int]:
     return curvature.mapped(lambda entry: _shifted(entry, -exponent)), exponent
 
 
-@in_range.register
+@rescaled.register
 def _(curvature: Dense) -> tuple[Curvature, int]:
     exponent = _beyond(curvature.matrix)
     if not exponent:
@@ -100,17 +96,17 @@ def _(curvature: Dense) -> tuple[Curvature, int]:
     return Dense(curvature.shapes, _shifted(curvature.matrix, -exponent)), exponent
 
 
-@in_range.register
+@rescaled.register
 def _(curvature: Kronecker) -> tuple[Curvature, int]:
-    A, of_inputs = _factor_in_range(curvature.of_inputs)
-    G, of_outputs = _factor_in_range(curvature.of_outputs)
+    A, of_inputs = _rescaled_factor(curvature.of_inputs)
+    G, of_outputs = _rescaled_factor(curvature.of_outputs)
     if not of_inputs and not of_outputs:
         return curvature, 0
     layer = Kronecker(curvature.weight, curvature.weight_shape, A, G, curvature.bias)
     return layer, of_inputs + of_outputs
 
 
-@in_range.register
+@rescaled.register
 def _(curvature: EigenKronecker) -> tuple[Curvature, int]:
     # Moments last: a basis counts twice, and is of unit vectors where it is honest.
     tensors = curvature.basis_A, curvature.basis_G, curvature.moments
@@ -136,9 +132,9 @@ def _(curvature: EigenKronecker) -> tuple[Curvature, int]:
     return layer, 2 * exponent_A + 2 * exponent_G + of_moments
 
 
-@in_range.register
+@rescaled.register
 def _(curvature: WeightedSum) -> tuple[Curvature, int]:
-    terms, exponents = zip(*map(in_range, curvature.terms), strict=True)
+    terms, exponents = zip(*map(rescaled, curvature.terms), strict=True)
     if not any(exponents):
         return curvature, 0
     weights = [
@@ -148,9 +144,9 @@ def _(curvature: WeightedSum) -> tuple[Curvature, int]:
     return WeightedSum(terms, weights), max(exponents)
 
 
-@in_range.register
+@rescaled.register
 def _(curvature: BlockDiagonal) -> tuple[Curvature, int]:
-    held = [in_range(child) for child in curvature.children]
+    held = [rescaled(child) for child in curvature.children]
     if not any(exponent for _, exponent in held):
         return curvature, 0
     highest = max(exponent for _, exponent in held)
@@ -161,15 +157,15 @@ def _(curvature: BlockDiagonal) -> tuple[Curvature, int]:
     return BlockDiagonal(children), highest
 
 
-def _factor_in_range(factor: SymmetricFactor) -> tuple[SymmetricFactor, int]:
+def _rescaled_factor(factor: SymmetricFactor) -> tuple[SymmetricFactor, int]:
     if isinstance(factor, DenseFactor):
-        return _dense_in_range(factor)
+        return _rescaled_dense(factor)
     if isinstance(factor, LowRankFactor):
-        return _low_rank_in_range(factor)
+        return _rescaled_low_rank(factor)
     return factor, 0
 
 
-def _dense_in_range(factor: DenseFactor) -> tuple[SymmetricFactor, int]:
+def _rescaled_dense(factor: DenseFactor) -> tuple[SymmetricFactor, int]:
     # All of it, not its diagonal alone: it may not be semi-definite.
     of_matrix = _even(_beyond(factor.matrix, rooms=1))
     if isinstance(factor.scale, Tensor):
@@ -186,7 +182,7 @@ def _dense_in_range(factor: DenseFactor) -> tuple[SymmetricFactor, int]:
     return DenseFactor(matrix, factor.scale * power_of_two(-of_scale), rest), exponent
 
 
-def _low_rank_in_range(factor: LowRankFactor) -> tuple[SymmetricFactor, int]:
+def _rescaled_low_rank(factor: LowRankFactor) -> tuple[SymmetricFactor, int]:
     """Scale the rows, or the lengths: directions may be integers, as they travel."""
     vectors = [factor.directions, factor.lengths]
     vectors += [] if factor.rows is None else [factor.rows]

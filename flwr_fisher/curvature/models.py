@@ -1,0 +1,80 @@
+"""Looking at a model: in eval mode, example by example, and left as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.backends import cudnn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flwr_fisher.errors import StructureError
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, gradients on; leave it exactly as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad(), recurrent_backwards(model):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def recurrent_backwards(model: nn.Module) -> Iterator[None]:
+    """Keep recurrent layers from cuDNN, which takes them back in train mode alone."""
+    before = cudnn.enabled
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        cudnn.enabled = False
+    try:
+        yield
+    finally:
+        cudnn.enabled = before
+
+
+def check_examples_are_independent(model: nn.Module, consequence: str) -> None:
+    """Raise unless every batch norm of the model has running statistics.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, which is used in eval mode.
+    consequence : str
+        What cannot be computed otherwise; a clause for the error message.
+
+    Raises
+    ------
+    StructureError
+        If a batch norm uses its batch's own statistics.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise StructureError(
+                f"layer '{name}' normalises by the batch's own statistics, so "
+                f"{consequence}: use track_running_stats=True, or group norm"
+            )
+
+
+_SAID = (
+    *("not implemented", "not been implemented", "does not support", "forward AD"),
+    *("jvp", "vmap", "functorch", "torch.func", "torch.utils.checkpoint"),
+    # vmap: the memory of a wrapped tensor, and a GRU's and LSTM's own steps.
+    *("Cannot access", "the broadcast shape"),
+)
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """Return whether torch refuses a transformation, and nothing else went wrong.
+
+    Examples
+    --------
+    >>> is_refusal(RuntimeError("vmap: we don't support .item()"))
+    True
+    >>> is_refusal(RuntimeError("CUDA out of memory"))
+    False
+    """
+    return isinstance(error, NotImplementedError) or any(s in str(error) for s in _SAID)
