@@ -26,9 +26,9 @@ from flwr_fisher.merge import (
     merge_options,
     sums_options,
 )
-from flwr_fisher.merge.iterative import Score
 from flwr_fisher.merge.matching import RENUMBERED, check_matching
 from flwr_fisher.merge.options import TRUST, check_score
+from flwr_fisher.merge.solvers import Score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,

@@ -54,8 +54,8 @@ from flwr_fisher.merge import (
     merge_options,
     regmean,
 )
-from flwr_fisher.merge.iterative import largest_eigenvalue
 from flwr_fisher.merge.solve import _relative
+from flwr_fisher.merge.solvers import largest_eigenvalue
 
 Posteriors = Sequence[LocalPosterior]
 Make = Callable[[int], Curvature]

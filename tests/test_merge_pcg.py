@@ -31,7 +31,7 @@ from flwr_fisher.curvature import (
 from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.merge import fedavg, fedfisher
 from flwr_fisher.merge.linear_system import LinearSystem
-from flwr_fisher.merge.preconditioner import preconditioner
+from flwr_fisher.merge.solvers import preconditioner
 from flwr_fisher.params import unflatten
 
 Make = Callable[[int], Curvature]

@@ -21,8 +21,7 @@ from flwr_fisher.curvature import Curvature, Diagonal
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.merge import LocalPosterior, MergeOptions, fedfisher, merge_options
-from flwr_fisher.merge.outliers import JUDGES, without_outliers
-from flwr_fisher.merge.weights import layer_weights
+from flwr_fisher.merge.weights import JUDGES, layer_weights, without_outliers
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 

@@ -65,7 +65,7 @@ from flwr_fisher.tangent import (
     tct_control,
     tct_update,
 )
-from flwr_fisher.tangent.power_iteration import largest_gram_eigenvalue
+from flwr_fisher.tangent.spectrum import largest_gram_eigenvalue
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 

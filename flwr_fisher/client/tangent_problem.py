@@ -19,7 +19,7 @@ from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.log_lines import logger
 from flwr_fisher.progress import watching
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
-from flwr_fisher.tangent.power_iteration import MOST_EXAMPLES, largest_gram_eigenvalue
+from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")

@@ -1,8 +1,7 @@
 """One-shot merging: clients' posteriors in, one model out. Works without Flower."""
 
-from flwr_fisher.merge.fedfisher import fedfisher
+from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge
 from flwr_fisher.merge.fedlpa import fedlpa
-from flwr_fisher.merge.fisher_merge import fisher_merge
 from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.matching import matched

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flwr_fisher.merge.iterative import Progress, Score
+from torch import Tensor
+
 from flwr_fisher.merge.linear_system import (
     Device,
     LinearSystem,
@@ -14,9 +15,10 @@ from flwr_fisher.merge.linear_system import (
     linear_systems,
 )
 from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
-from flwr_fisher.merge.outliers import without_outliers
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.solve import MergeResult, solve
+from flwr_fisher.merge.solvers import Progress, Score
+from flwr_fisher.merge.weights import without_outliers
 from flwr_fisher.params import shares_of
 
 
@@ -205,10 +207,19 @@ class _Held:
     def _make(self, make: Callable[[], LinearSystem]) -> LinearSystem:
         system = make()
         pairs = zip(system.curvature.weights, system.curvature.traces, strict=True)
-        parts = [weight * trace * system.unit for weight, trace in pairs]
+        parts = [weight * trace * system.scale for weight, trace in pairs]
         self.traces = [t + part for t, part in zip(self.traces, parts, strict=True)]
         return system
 
     def shares(self) -> list[float]:
         """Return the clients' shares; by examples where there is no curvature."""
         return shares_of(self.traces if sum(self.traces) else self.examples)
+
+
+def fisher_merge(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
+    r"""Return FisherMerge's average (Matena & Raffel 2022), for diagonal curvatures.
+
+    Elementwise :math:`\sum_i p_i F_i \theta_i / \sum_i p_i F_i`, and FedAvg's mean
+    where the denominator is below 1e-6 of its tensors' largest.
+    """
+    return fedfisher(posteriors, solver="closed-form").params

@@ -41,16 +41,17 @@ _SMALL = 2**28  # bytes of all clients' products in a layer, that are kept
 class LinearSystem:
     """One independent system, ``(curvature + ridge I) delta = rhs``.
 
-    The curvature and the ridge are over `unit`, the step delta is over ``2**reach``,
-    and the right-hand side over both: floats may not hold them in the uploads' scale.
+    The curvature and the ridge are over `scale`, the step delta is over
+    ``2**step_exponent``, and the right-hand side over both: floats may not hold them in
+    the uploads' scale.
     """
 
     curvature: WeightedSum
     rhs: dict[str, Tensor]
     ridge: float
-    unit: float = 1.0
-    reach: int = 0
-    radius: float = math.inf  # the longest step that is trusted, over 2**reach
+    scale: float = 1.0
+    step_exponent: int = 0
+    radius: float = math.inf  # the longest step that is trusted, over 2**step_exponent
 
     @classmethod
     def anchored(
@@ -65,28 +66,28 @@ class LinearSystem:
         Confident clients' curvatures may be so small that float32 cannot hold the
         squares that a solver takes.
         """
-        unit = self.curvature.trace() / self.curvature.numel()
-        if not unit > 0:
+        mean = self.curvature.trace() / self.curvature.numel()
+        if not mean > 0:
             return self
         return replace(
             self,
-            curvature=self.curvature.scaled(1 / unit),
-            rhs=scale(self.rhs, 1 / unit),
-            ridge=self.ridge / unit,
-            unit=self.unit * unit,
+            curvature=self.curvature.scaled(1 / mean),
+            rhs=scale(self.rhs, 1 / mean),
+            ridge=self.ridge / mean,
+            scale=self.scale * mean,
         )
 
     def unscaled(self) -> "LinearSystem":
         """Return the same system at its own scale, in float64 where it has another."""
-        if self.unit == 1 and not self.reach:
+        if self.scale == 1 and not self.step_exponent:
             return self
         wide = {name: value.double() for name, value in self.rhs.items()}
         wide_terms = [term.to(dtype=torch.float64) for term in self.curvature.terms]
         return LinearSystem(
-            WeightedSum(wide_terms, self.curvature.weights).scaled(self.unit),
-            shifted(scale(wide, self.unit), self.reach),
-            self.ridge * self.unit,
-            radius=self.radius * power_of_two(self.reach),
+            WeightedSum(wide_terms, self.curvature.weights).scaled(self.scale),
+            shifted(scale(wide, self.scale), self.step_exponent),
+            self.ridge * self.scale,
+            radius=self.radius * power_of_two(self.step_exponent),
         )
 
     def within(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -94,7 +95,7 @@ class LinearSystem:
         length = float(norm(step))
         if length > self.radius:
             step = scale(step, self.radius / length)
-        return shifted(step, self.reach) if self.reach else step
+        return shifted(step, self.step_exponent) if self.step_exponent else step
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the system's matrix times a vector."""
@@ -145,8 +146,8 @@ def _system(
     mean = {name: wide(mean[name]) for name in unweighted.shapes}
     steps = _Steps(posteriors, mean, device)
     rises, squares, largest, products = steps.measured(regularised)
-    if reach := _reach(largest, steps.mean):
-        steps = replace(steps, reach=reach)
+    if exponent := _step_exponent(largest, steps.mean):
+        steps = replace(steps, exponent=exponent)
         rises, squares, _, products = steps.measured(regularised)
     traces = [
         own * trace for own, trace in zip(relative, unweighted.traces, strict=True)
@@ -163,8 +164,12 @@ def _system(
     variance = sum(p * square for p, square in zip(shares, squares, strict=True))
     radius = options.trust * math.sqrt((len(posteriors) - 1) * variance)
     system = LinearSystem.anchored(total, rhs, options.anchor)
-    unit = power_of_two(highest + shift)
-    return replace(system, unit=unit, reach=steps.reach, radius=radius)
+    return replace(
+        system,
+        scale=power_of_two(highest + shift),
+        step_exponent=steps.exponent,
+        radius=radius,
+    )
 
 
 def _wide(tensor: Tensor, device: Device) -> Tensor:
@@ -175,7 +180,7 @@ def _wide(tensor: Tensor, device: Device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The clients' steps away from the mean over some parameters, over ``2**reach``.
+    """The clients' steps away from the mean over some parameters, over ``2**exponent``.
 
     They are made when they are used: all clients' would take as much memory again.
     """
@@ -183,14 +188,14 @@ class _Steps:
     posteriors: Sequence[LocalPosterior]
     mean: Params
     device: Device
-    reach: int = 0
+    exponent: int = 0
 
     def of(self, index: int) -> dict[str, Tensor]:
         """Make a client's."""
         own, mean = select(self.posteriors[index].params, self.mean), self.mean
         params = {name: _wide(value, self.device) for name, value in own.items()}
-        if self.reach:
-            params, mean = shifted(params, -self.reach), shifted(mean, -self.reach)
+        if self.exponent:
+            params, mean = (shifted(x, -self.exponent) for x in (params, mean))
         return subtract(params, mean)
 
     def measured(
@@ -213,7 +218,7 @@ class _Steps:
         return rises, squares, largest, products
 
 
-def _reach(largest: float, like: Params) -> int:
+def _step_exponent(largest: float, like: Params) -> int:
     """Return the exponent of the longest step, and 0 where it is within range."""
     # A difference of two finite numbers may be infinite.
     most = min(torch.finfo(value.dtype).max for value in like.values())

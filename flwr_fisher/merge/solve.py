@@ -12,16 +12,16 @@ from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.rescaled import power_of_two
 from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import StructureError
-from flwr_fisher.merge.iterative import (
+from flwr_fisher.merge.linear_system import LinearSystem, Systems
+from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.solvers import (
     Progress,
     Score,
     best_of,
     gradient_descent,
     paper_adam,
+    preconditioner,
 )
-from flwr_fisher.merge.linear_system import LinearSystem, Systems
-from flwr_fisher.merge.options import MergeOptions
-from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.params import Params, add, dot, norm, select
 
 # A block's step by parameter; None where it was not solved.
@@ -124,7 +124,7 @@ def _step(
 ) -> tuple[Steps, list[float]]:
     """Return a block's step and the residual's norms; the system is gone with it."""
     block = make().normalised()
-    unit = block.unit * power_of_two(block.reach)
+    scale = block.scale * power_of_two(block.step_exponent)
     try:
         solution, norms = _solved(block, options)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -134,8 +134,8 @@ def _step(
     if not _is_finite(_moved(select(mean, step), {**step})):
         step = {}
     if step:
-        return {**step}, [value * unit for value in norms]
-    start = norms[0] * unit  # what is left at the mean
+        return {**step}, [value * scale for value in norms]
+    start = norms[0] * scale  # what is left at the mean
     return dict.fromkeys(block.rhs), [start if math.isfinite(start) else 0.0]
 
 

@@ -26,11 +26,11 @@ from flwr_fisher.errors import (
     StructureError,
     check_positive,
 )
-from flwr_fisher.merge.iterative import Progress, Score
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
+from flwr_fisher.merge.solvers import Progress, Score
 from flwr_fisher.params import Params, check_finite, check_same_layout, select
 
 _BALANCE = 1.0  # of K-FAC, where neither `robust` nor `max_share` is possible

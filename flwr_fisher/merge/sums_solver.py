@@ -14,8 +14,8 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.merge.options import MergeOptions
-from flwr_fisher.merge.preconditioner import preconditioner
 from flwr_fisher.merge.solve import MergeResult
+from flwr_fisher.merge.solvers import preconditioner
 from flwr_fisher.params import Params, add, dot, norm, scale, select
 
 

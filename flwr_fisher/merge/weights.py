@@ -1,11 +1,18 @@
-"""How much each client counts for in a layer."""
+"""How much each client counts for in a merge, and which are left out."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Curvature, WeightedSum
+from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.merge.options import MergeOptions
-from flwr_fisher.params import shares_of
+from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
+from flwr_fisher.params import dot, layout_of, shares_of
 
 MAJORITY = 3  # clients, from which on one can be told from the others
 
@@ -74,3 +81,157 @@ def _capped(
         return weights
     factor = others * max_share / (held[top] * (1 - max_share))
     return shares_of([w * factor if i == top else w for i, w in enumerate(weights)])
+
+
+JUDGES = 20  # of the clients, at most, whose Fishers measure the others
+Rises = list[list[float]]  # for each judge, every client's
+
+
+@dataclass(frozen=True)
+class Screened:
+    """Which clients are merged, and with how many examples."""
+
+    posteriors: list[LocalPosterior]
+    indices: list[int]  # of them, among all clients
+    distances: list[float]  # all clients', in multiples of the median
+
+    def outliers(self) -> dict[int, float]:
+        """Return the distances of those that are left out."""
+        kept = set(self.indices)
+        return {i: d for i, d in enumerate(self.distances) if i not in kept}
+
+
+def without_outliers(
+    posteriors: Sequence[LocalPosterior],
+    outlier: float,
+    device: torch.device | str | None = None,
+) -> Screened:
+    r"""Return the clients that are no outliers, each with a bounded weight.
+
+    In layer :math:`\ell`, with the coordinate-wise median :math:`c` of the clients'
+    parameters, client j's Fisher finds client i at
+
+    .. math:: q_{ij\ell} = \|\theta_{i\ell} - c_\ell\|^2_{F_{j\ell}}, \qquad
+              d_i^2 = \operatorname{mean}_\ell \operatorname{median}_{j \ne i}
+              \frac{q_{ij\ell}}{\operatorname{median}_k q_{kj\ell}}.
+
+    A client is left out where :math:`d_i` is more than `outlier` times the median; of
+    the others, :math:`n_i` counts up to `outlier` times the median of all. What a
+    client says of its own curvature and examples moves neither its distance nor, but
+    for its place among the medians, anyone else's. What no curvature covers is measured
+    by the Euclidean norm. Where no majority is (two clients), all stay as they are.
+
+    Of more than 20 clients, 20 evenly spaced ones measure.
+
+    Parameters
+    ----------
+    posteriors : Sequence[LocalPosterior]
+        One a client.
+    outlier : float
+        At least 1.
+    device : torch.device | str, optional
+        Where layers are measured, one after the other.
+
+    Raises
+    ------
+    ParamsError
+        As :func:`~flwr_fisher.merge.fedfisher` does.
+    """
+    check_posteriors(posteriors)
+    everyone = list(range(len(posteriors)))
+    if len(posteriors) < MAJORITY:
+        return Screened(list(posteriors), everyone, [1.0] * len(posteriors))
+    distances = _distances(posteriors, device)
+    kept = [index for index in everyone if distances[index] <= outlier]
+    most = outlier * statistics.median(p.num_examples for p in posteriors)
+    capped = [
+        replace(p, num_examples=most) if p.num_examples > most else p
+        for p in (posteriors[index] for index in kept)
+    ]
+    return Screened(capped, kept, distances)
+
+
+def _distances(
+    posteriors: Sequence[LocalPosterior], device: torch.device | str | None
+) -> list[float]:
+    """Return every client's distance over the median distance."""
+    judges = _judges(len(posteriors))
+    per_layer = [_of_layer(rises, judges) for rises in _layers(posteriors, device)]
+    roots = [
+        math.sqrt(statistics.fmean(values)) for values in zip(*per_layer, strict=True)
+    ]
+    return _over_median(roots or [0.0] * len(posteriors))
+
+
+def _judges(clients: int) -> list[int]:
+    number = min(clients, JUDGES)
+    return [index * clients // number for index in range(number)]
+
+
+def _layers(
+    posteriors: Sequence[LocalPosterior], device: torch.device | str | None
+) -> Iterator[Rises]:
+    """Yield the rises in each layer, then of each tensor that no curvature covers."""
+    judges = _judges(len(posteriors))
+    for parts in shared_blocks([posterior.curvature for posterior in posteriors]):
+        together = WeightedSum(parts, [1.0] * len(parts))  # all cover the same
+        away = _away(posteriors, list(together.shapes), device)
+        yield [_rises(parts[judge], away, device) for judge in judges]
+    covered = posteriors[0].curvature.shapes
+    for name, like in layout_of(posteriors[0].params).items():
+        if name not in covered and like.is_floating_point():
+            away = _away(posteriors, [name], device)
+            yield [[float(dot(step, step)) for step in away]] * len(judges)
+
+
+def _away(
+    posteriors: Sequence[LocalPosterior],
+    names: Sequence[str],
+    device: torch.device | str | None,
+) -> list[dict[str, Tensor]]:
+    """Return the clients' steps from the median, over some parameters, in float64."""
+    steps: list[dict[str, Tensor]] = [{} for _ in posteriors]
+    for name in names:
+        values = torch.stack([p.params[name].to(device).double() for p in posteriors])
+        for step, value in zip(steps, values - _median(values), strict=True):
+            step[name] = value
+    return steps
+
+
+def _median(values: Tensor) -> Tensor:
+    """Return the median over the first dimension, of an even number the mean of two."""
+    ordered, last = values.sort(0).values, len(values) - 1
+    return (ordered[last // 2] + ordered[last - last // 2]) / 2
+
+
+def _rises(
+    curvature: Curvature,
+    away: Sequence[dict[str, Tensor]],
+    device: torch.device | str | None,
+) -> list[float]:
+    """Return what a Fisher says of all steps; float64 holds any product of float32."""
+    wide = curvature.made().to(device, torch.float64)
+    rises = (float(dot(step, wide.matvec(step))) for step in away)
+    return [math.inf if math.isnan(rise) else max(0.0, rise) for rise in rises]
+
+
+def _of_layer(rises: Rises, judges: Sequence[int]) -> list[float]:
+    """Return every client's squared distance, as the median judge has it."""
+    relative = [_over_median(each) for each in rises]
+    return [
+        statistics.median(
+            own[client]
+            for judge, own in zip(judges, relative, strict=True)
+            if judge != client
+        )
+        for client in range(len(relative[0]))
+    ]
+
+
+def _over_median(values: Sequence[float]) -> list[float]:
+    """Return multiples of the median; of a median of 0, infinite ones."""
+    usual = statistics.median(values)
+    return [
+        1.0 if value == usual else value / usual if usual else math.inf
+        for value in values
+    ]

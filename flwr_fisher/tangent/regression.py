@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ParamsError, check_range
-from flwr_fisher.tangent.products import times, transposed_times
-from flwr_fisher.tangent.spectrum import Spectrum, check_lr, check_rate, check_targets
+from flwr_fisher.tangent.spectrum import (
+    Spectrum,
+    check_lr,
+    check_rate,
+    check_targets,
+    times,
+    transposed_times,
+)
 
 # Where M eta lambda is below it, psi's difference would lose digits, and its series'
 # third term is 1e-9 of the first.

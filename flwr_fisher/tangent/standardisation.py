@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import DataError, ParamsError
-from flwr_fisher.tangent.products import block_rows
-from flwr_fisher.tangent.spectrum import check_features
+from flwr_fisher.tangent.spectrum import block_rows, check_features
 
 
 @dataclass(frozen=True)

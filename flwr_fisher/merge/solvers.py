@@ -1,0 +1,230 @@
+"""Solvers of a merge: what preconditions conjugate gradients; FedFisher's own two."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature import Dense, WeightedSum
+from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
+from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
+from flwr_fisher.curvature.operators.solvers import Matvec
+from flwr_fisher.params import Params, add, flatten, norm, scale, select, unflatten
+
+_LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not inverted
+
+
+def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
+    r"""Return what multiplies with an approximate inverse of ``curvature + ridge I``.
+
+    A sum of Kronecker products :math:`\sum_i w_i\, G_i \otimes A_i` is none, but the
+    product :math:`\bar G \otimes \bar A` of its two partial traces,
+
+    .. math:: \bar A = \sum_i w_i \operatorname{tr}(G_i) A_i, \qquad
+              \bar G = \frac{\sum_i w_i \operatorname{tr}(A_i) G_i}
+                            {\sum_i w_i \operatorname{tr}(A_i) \operatorname{tr}(G_i)},
+
+    has its trace and, seen from inputs alone or outputs alone, its shape. With the
+    ridge :math:`\lambda` shared between the two, as in Martens & Grosse (2015, section
+    6.3), its inverse is that of :math:`(\bar G + \sqrt\lambda I) \otimes
+    (\bar A + \sqrt\lambda I)`, where both are scaled to one mean eigenvalue. For dense
+    matrices it is exact, and for any other mixture the diagonal's.
+
+    Parameters
+    ----------
+    curvature : WeightedSum
+        Of one block, with a mean eigenvalue of 1.
+    ridge : float
+        At least 0; here it counts as at least 1e-4.
+    """
+    ridge = max(ridge, _LEAST)
+    terms = [*curvature.flat()]  # shrinking makes a sum of an E-KFAC
+    layers = [(w, t) for w, t in terms if isinstance(t, LayerCurvature)]
+    if len(layers) == len(terms):
+        return _by_partial_traces(layers, ridge)
+    if all(isinstance(term, Dense) for term in curvature.terms):
+        return _densely(curvature, ridge)
+    diagonal = curvature.diagonal()
+    return lambda vector: {k: v / (diagonal[k] + ridge) for k, v in vector.items()}
+
+
+def _densely(curvature: WeightedSum, ridge: float) -> Matvec:
+    solve = _solver_of(curvature.to_dense(), ridge)
+    shapes = curvature.shapes
+
+    def product(vector: Params) -> dict[str, Tensor]:
+        flat = flatten(select(vector, shapes)).unsqueeze(-1)
+        return unflatten(solve(flat).squeeze(-1), shapes)
+
+    return product
+
+
+def _by_partial_traces(
+    layers: Sequence[tuple[float, LayerCurvature]], ridge: float
+) -> Matvec:
+    first = layers[0][1]
+    of_inputs: list[ScaledFactor] = []
+    of_outputs: list[ScaledFactor] = []
+    for weight, layer in layers:
+        (A, scale_A), (G, scale_G) = layer.partial_traces()
+        of_inputs.append((A, weight * scale_A))
+        of_outputs.append((G, weight * scale_G))
+    # Both partial traces have the sum's trace; each takes the root of its mean
+    # eigenvalue, group by group.
+    trace = torch.stack([scale * A.trace() for A, scale in of_inputs]).sum(0)
+    _, outputs, inputs = first.matrix_shape
+    mean = (trace / (outputs * inputs)).clamp_min(torch.finfo(trace.dtype).tiny)
+    solve_inputs = _sum_solver(of_inputs, (outputs * mean.sqrt()), ridge**0.5)
+    solve_outputs = _sum_solver(of_outputs, (inputs * mean.sqrt()), ridge**0.5)
+
+    def product(vector: Params) -> dict[str, Tensor]:
+        matrices = solve_outputs(first.as_matrices(vector))
+        return first.as_params(solve_inputs(matrices.mT).mT)
+
+    return product
+
+
+def _sum_solver(
+    terms: Sequence[ScaledFactor], divisor: Tensor, ridge: float
+) -> Callable[[Tensor], Tensor]:
+    """Return what solves with ``sum of scale M / divisor + ridge I``, by group."""
+    factors = [factor.scaled(scale / divisor) for factor, scale in terms]
+    low = [factor for factor in factors if isinstance(factor, LowRankFactor)]
+    n = factors[0].shape[-1]
+    if len(low) < len(factors) or 2 * sum(factor.rank for factor in low) > n:
+        return _solver_of(_summed(factors, divisor), ridge)
+    vectors = torch.cat([factor.vectors() for factor in low], -1)
+    rest = torch.stack([factor.rest for factor in low]).sum(0)
+    return _woodbury(vectors, rest + ridge)
+
+
+def _summed(factors: Sequence[SymmetricFactor], like: Tensor) -> Tensor:
+    total = torch.zeros(factors[0].shape).to(like)
+    for factor in factors:
+        factor.add_to(total)
+    return total
+
+
+def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what solves with ``V V^T + diag(d)``."""
+    divisor = diagonal.unsqueeze(-1)
+    scaled = vectors / divisor
+    inner = _solver_of(vectors.mT @ scaled, 1.0)
+    return lambda right: right / divisor - scaled @ inner(scaled.mT @ right)
+
+
+def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
+    """Return what solves with symmetric matrices plus a multiple of the identity."""
+    working = torch.promote_types(matrices.dtype, torch.float32)
+    wide = matrices.to(torch.float64, copy=True)
+    del matrices  # as large as all else that is at hand here
+    wide.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    lower = torch.linalg.cholesky(wide).to(working)
+    return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)
+
+
+Score = Callable[[dict[str, Tensor]], float]
+Progress = Callable[[str], object]
+Iterates = Iterator[tuple[dict[str, Tensor], float]]
+
+_EVERY = 100  # steps from one score to the next
+
+
+def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> float:
+    """Return the largest eigenvalue by power iteration from a fixed random start."""
+    generator = torch.Generator().manual_seed(0)
+    vector = {
+        k: torch.randn(v.shape, generator=generator).to(v) for k, v in like.items()
+    }
+    value = 0.0
+    for _ in range(iterations):
+        size = float(norm(vector))
+        if size == 0:
+            return 0.0
+        vector = matvec(scale(vector, 1 / size))
+        value = float(norm(vector))
+    return value
+
+
+def gradient_descent(
+    matvec: Matvec, rhs: Params, *, iterations: int, tolerance: float
+) -> tuple[dict[str, Tensor], list[float]]:
+    r"""Solve with FedFisher's gradient descent (Algorithm 1, Lemma 1).
+
+    The step is the lemma's bound :math:`1 / \lambda_{\max}`. Arguments and results are
+    those of :func:`conjugate_gradient`.
+    """
+    solution = {k: torch.zeros_like(v) for k, v in rhs.items()}
+    residual = dict(rhs)
+    norms = [float(norm(residual))]
+    largest = largest_eigenvalue(matvec, rhs)
+    for _ in range(iterations if largest > 0 else 0):
+        if norms[-1] <= tolerance * norms[0]:
+            break
+        solution = add(solution, residual, 1 / largest)
+        residual = add(rhs, matvec(solution), -1.0)
+        norms.append(float(norm(residual)))
+    return solution, norms
+
+
+def paper_adam(
+    matvec: Matvec, rhs: Params, *, lr: float, epsilon_inside: bool
+) -> Iterates:
+    r"""Yield the iterates of the optimiser that FedFisher's experiments used.
+
+    With the gradient v, :math:`m \leftarrow v + 0.9 m`,
+    :math:`s \leftarrow v^2 + 0.99 s`, and a step of :math:`\eta m / \sqrt{s + 0.01}`
+    (K-FAC) or :math:`\eta m / (\sqrt s + 0.01)` (diagonal); no bias correction.
+
+    Parameters
+    ----------
+    matvec, rhs
+        As in :func:`conjugate_gradient`.
+    lr : float
+        :math:`\eta`; the paper's is 0.01.
+    epsilon_inside : bool
+        Which of the two forms of the step to take.
+
+    Yields
+    ------
+    tuple[dict[str, Tensor], float]
+        The iterate, and the residual's norm there; endless.
+    """
+    iterate = {k: torch.zeros_like(v) for k, v in rhs.items()}
+    momentum = second = iterate
+    while True:
+        gradient = add(matvec(iterate), rhs, -1.0)
+        yield iterate, float(norm(gradient))
+        momentum = {k: v + 0.9 * momentum[k] for k, v in gradient.items()}
+        second = {k: v * v + 0.99 * second[k] for k, v in gradient.items()}
+        if epsilon_inside:
+            steps = {k: m / (second[k] + 0.01).sqrt() for k, m in momentum.items()}
+        else:
+            steps = {k: m / (second[k].sqrt() + 0.01) for k, m in momentum.items()}
+        iterate = add(iterate, steps, -lr)
+
+
+def best_of(
+    iterates: Iterates,
+    iterations: int,
+    score: Score | None,
+    progress: Progress | None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Take iterates, score some, and return the best and all residual norms.
+
+    Without a score it is the last one that is returned.
+    """
+    norms: list[float] = []
+    best: tuple[float, dict[str, Tensor]] | None = None
+    for index, (iterate, residual) in enumerate(islice(iterates, iterations + 1)):
+        norms.append(residual)
+        if not index or index % _EVERY:
+            continue
+        if progress is not None:
+            progress(f"solver: {index} of {iterations} steps, residual {residual:.1e}")
+        if score is not None:
+            value = score(iterate)
+            if best is None or value > best[0]:
+                best = value, iterate
+    return (iterate if best is None else best[1]), norms
