@@ -77,7 +77,7 @@ SEEN = """\
 | half the clients with one metric more vote out the others | metrics that most report are averaged; an odd metric costs metrics alone | `test_odd_metrics_cost_metrics_and_no_upload`, `test_half_the_clients_with_one_metric_more_lose_it_and_nothing_else` |
 | cohorts that anyone can predict | clients get seeds derived from the run's, one way | `test_the_seed_that_draws_cohorts_is_sent_to_nobody` |
 | 100 000 keys (13 s); keys and errors of megabytes, with control characters | counted before they are read; what the log quotes is one printable line, cut | `test_too_many_keys_are_refused_before_anything_is_read`, `test_what_did_harm_does_none` |
-| local steps and epochs without a limit | refused beyond the client's `max_steps`, `max_epochs` | `test_more_than_the_cap_is_refused_before_anything_is_done` |
+| local steps and epochs without a limit | refused beyond its `ClientLimits` | `test_more_than_the_cap_is_refused_before_anything_is_done` |
 | state for every run that a server invents | the oldest runs' state goes, within the client's `state_bytes` | `test_a_server_that_invents_runs_does_not_fill_the_disk` |
 """.strip()  # noqa: E501
 BEYOND = """\

@@ -106,7 +106,7 @@ class FedFisherOneShot(CurvatureStrategy):
         (with ``exact``), and at how many of a layer's positions (for ``kfac`` and
         ``ekfac``): as accurate on real images as all of them, at a fraction of the
         cost. ``None``: all. A client may take fewer examples, as its
-        ``FisherClient(max_examples=...)`` says.
+        ``ClientLimits(max_examples=...)`` says.
     weight_sharing : "expand" | "reduce", default "expand"
         What ``kfac`` and ``ekfac`` do where a layer has several positions; ``reduce``
         takes all of them.

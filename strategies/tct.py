@@ -321,7 +321,7 @@ class TCT(CurvatureStrategy):
             self.stage1.name,
         )
         seed = seed_of_clients(self.seed)
-        options = self._features() | {"tct-stage": 1, "seed": seed}
+        options = self._features() | {"check": "tct-check", "seed": seed}
         options["local-steps"] = self.local_steps
         joined = ConfigRecord({**config, **named_options(options)})
         self.stage1.train(driver, server_round, joined)
@@ -331,6 +331,8 @@ class TCT(CurvatureStrategy):
     ) -> None:
         """Have clients evaluate, as the stage's strategy does."""
         if server_round > self.stage1_rounds:
+            job = named_options({"job": "tct-evaluate"})
+            config = ConfigRecord({**config, **job})
             super().evaluate_round(driver, server_round, config)
             return
         seed = named_options({"seed": seed_of_clients(self.seed)})

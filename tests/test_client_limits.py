@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from virtual import CLASSES, ask, metrics_of, tensors_of, tiny_arrays, tiny_model
 
-from flwr_fisher.client import FisherClient, LocalSGD
+from flwr_fisher.client import ClientLimits, FisherClient, LocalSGD
 from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import (
     ClientError,
@@ -114,12 +114,13 @@ def test_more_than_the_cap_is_refused_before_anything_is_done(
     tmp_path: Path,
 ) -> None:
     for options, count, most in (({}, 2**62, "100"), ({cap: 3}, 4, "3")):
-        mine = client(tmp_path, untouched=True, **options)
+        limits = ClientLimits(**options)
+        mine = client(tmp_path, untouched=True, limits=limits)
         with pytest.raises(ClientError) as caught:
             ask(mine, arrays(), {**config, name: count}, kind=kind)
         assert f"asks for fisher.{name}={count}" in str(caught.value)
         assert f"does at most {most}" in str(caught.value)
-        assert f"FisherClient({cap}={count})" in str(caught.value)
+        assert f"FisherClient(limits=ClientLimits({cap}={count}))" in str(caught.value)
     assert nothing_in(tmp_path)
 
 
@@ -132,9 +133,9 @@ def test_as_many_as_the_cap_are_done(
     cap: str,
     tmp_path: Path,
 ) -> None:
-    options: dict[str, Any] = {cap: 4}
+    limits = ClientLimits(**{cap: 4})
     wish = {**config, name: 4}
-    reply = ask(client(tmp_path, **options), arrays(), wish, kind=kind)
+    reply = ask(client(tmp_path, limits=limits), arrays(), wish, kind=kind)
     other = ask(client(tmp_path / "other"), arrays(), wish, kind=kind)
     assert metrics_of(reply) == metrics_of(other)
 
@@ -144,11 +145,17 @@ def test_the_papers_settings_are_within_the_caps(tmp_path: Path) -> None:
     assert "tct/weight" in tensors_of(ask(client(tmp_path), for_tct(), wish))
 
 
-@pytest.mark.parametrize("name", ["max_steps", "max_epochs", "state_bytes"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, None])
-def test_a_cap_is_a_positive_integer(name: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["max_examples", "max_steps", "max_epochs"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "5"])
+def test_a_cap_is_a_positive_integer(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
-        client(tmp_path, **{name: value})
+        ClientLimits(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, None])
+def test_a_disk_has_a_positive_number_of_bytes(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"^state_bytes must be"):
+        client(tmp_path, state_bytes=value)
 
 
 # Numbers that are none

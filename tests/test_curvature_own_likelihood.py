@@ -185,7 +185,7 @@ def test_what_needs_classes_or_a_loss_is_told() -> None:
         ask(asking, arrays(), {"job": "gradient"})
     ask(client(), arrays(), {"job": "gradient"})
     with pytest.raises(ClientError, match=r"TCT regresses on classes.*Poisson"):
-        ask(client(), arrays(), {"job": "tct", "tct-stage": 1})
+        ask(client(), arrays(), {"check": "tct-check"})
 
 
 @pytest.mark.parametrize("strategy", [FedFisherOneShot, FAGH])

@@ -17,7 +17,7 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, Request, make_client_app, score
-from flwr_fisher.client.examples import read_examples
+from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.curvature import (
     STRUCTURES,

@@ -574,7 +574,7 @@ def test_size_without_packing_is_about_that_of_the_upload(monkeypatch):
 
 def test_tct_looks_at_labels_in_its_first_stage():
     loader = with_inputs(lambda x: x, torch.full((12,), 7))
-    config = {"tct-stage": 1, "num-features": 10, "local-steps": 5}
+    config = {"check": "tct-check", "num-features": 10, "local-steps": 5}
     client = FisherClient(tiny_model(), loader, device="cpu", train_fn=never)
     with pytest.raises(FlwrFisherError, match="labels must be one class an example"):
         ask(client, config=config)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import tiny_data
 
-from flwr_fisher.client.examples import Examples, read_examples
 from flwr_fisher.client.feature_cache import FeatureCache, content_key
+from flwr_fisher.client.jobs.tct_features import Examples, read_examples
 from flwr_fisher.errors import ClientError, DataError
 
 KB = 1024

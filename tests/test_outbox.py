@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_data
 
 from flwr_fisher.client import (
+    ClientLimits,
     LocalProblem,
     LocalSGD,
     Reply,
@@ -470,7 +471,7 @@ def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
     [
         {"likelihood": "gaussian"},
         {"loss_fn": nn.functional.nll_loss},
-        {"max_examples": 5},
+        {"limits": ClientLimits(max_examples=5)},
     ],
 )
 def test_another_client_of_the_same_data_hands_over_nothing(

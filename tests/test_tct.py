@@ -34,8 +34,8 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.client import tangent_problem as client_tangent
-from flwr_fisher.client.examples import read_examples
+from flwr_fisher.client.jobs import tct_features as client_tangent
+from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import derive_seed, seed_of_clients

@@ -1,11 +1,12 @@
 """The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
 
-from flwr_fisher.client.by_hand import check_fisher, fisher_arrays
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
-from flwr_fisher.client.identify import identify
 from flwr_fisher.client.jobs import Job, register_job
+from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import cross_entropy
+from flwr_fisher.client.messages import identify
+from flwr_fisher.client.plain_client_app import check_fisher, fisher_arrays
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.secure_sums import SecureSumsMod
@@ -19,6 +20,7 @@ from flwr_fisher.client.training import (
 
 __all__ = [
     "ClientFn",
+    "ClientLimits",
     "ClientState",
     "EvaluateFn",
     "FisherClient",

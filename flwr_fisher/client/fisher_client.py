@@ -18,19 +18,21 @@ from flwr.clientapp.typing import Mod
 from torch import nn
 
 from flwr_fisher.client.feature_cache import CACHE_BYTES
-from flwr_fisher.client.identify import identify
 from flwr_fisher.client.jobs import get_job
-from flwr_fisher.client.jobs.evaluate import abstains, check_evaluation, with_model_of
-from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import Loss
-from flwr_fisher.client.message_app import MessageApp
-from flwr_fisher.client.mods import addressed, answered, name_of
+from flwr_fisher.client.messages import (
+    MessageApp,
+    addressed,
+    answered,
+    identify,
+    name_of,
+)
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request, config_of
 from flwr_fisher.client.secure_sums import SecureSumsMod
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
-from flwr_fisher.client.tangent_problem import check_tangent
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.pairs import BatchFn
@@ -56,7 +58,8 @@ class FisherClient:
     is an ordinary one, as Flower's FedAvg and FedProx want it.
     ``.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained model
     on its own training data, which :mod:`flwr_fisher.measures` compares with the
-    server's. ``.job`` asks for something else than training.
+    server's. ``.job`` asks for something else than training, and ``.check`` for a job
+    to be done before, whose reply counts for nothing but its errors.
     Whatever is random depends on ``fisher.seed``, ``server-round`` and the node's
     ``partition-id`` alone.
 
@@ -96,14 +99,8 @@ class FisherClient:
     cache_bytes : int, default 4 GiB
         How much its features may take there, of all runs; those that were not used for
         longest go first.
-    max_examples : int, optional
-        How many of its examples a Fisher may take, whatever the server asks for.
-    max_steps : int, default 1000
-        The most steps that the server may ask for in one request: TCT's (500 in its
-        paper), GIANT's and DONE's iterations, each a pass over the client's data. What
-        else costs time is bounded by the data and `train_fn`'s own epochs.
-    max_epochs : int, default 100
-        The most epochs of fine-tuning that the server may ask for in an evaluation.
+    limits : ClientLimits, optional
+        How much work the server may ask for in one request.
     state_bytes : int, default 4 GiB
         How much the control variates of SCAFFOLD and TCT may take in `state_dir`, of
         all runs of this client, of which it keeps at most 1000; and as much again
@@ -136,9 +133,7 @@ class FisherClient:
         device: torch.device | str | None = None,
         state_dir: Path | str | None = None,
         cache_bytes: int = CACHE_BYTES,
-        max_examples: int | None = None,
-        max_steps: int = MAX_STEPS,
-        max_epochs: int = MAX_EPOCHS,
+        limits: ClientLimits | None = None,
         state_bytes: int = STATE_BYTES,
         batch_fn: BatchFn | None = None,
     ) -> None:
@@ -153,9 +148,7 @@ class FisherClient:
             torch.device(default if device is None else device),
             Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
             cache_bytes,
-            max_examples,
-            max_steps,
-            max_epochs,
+            limits or ClientLimits(),
             state_bytes,
             batch_fn=batch_fn,
             evaluate_fn=evaluate_fn,
@@ -173,7 +166,7 @@ class FisherClient:
             If this client has no training examples.
         ClientError
             If the arrays do not fit the model, the job is none for this client, or the
-            server asks for more than the client's `max_steps` or `state_bytes`.
+            server asks for more than the client's `limits` or `state_bytes`.
         """
         num_examples = self.problem.count_examples(partition_of(context))
         request = self._read(message, context, num_examples)
@@ -187,12 +180,11 @@ class FisherClient:
         return _message(message, MetricRecord({**metrics}), reply.arrays)
 
     def _do(self, problem: LocalProblem, request: Request) -> Reply:
-        options = request.options
-        if options.get("tct-stage") == 1:  # what could fail in the second
-            check_tangent(problem, options, request.num_examples)
-        job = get_job(str(options.get("job", "train")))
-        with seeded(request.seed):
-            return job(problem, request)
+        names = [request.options.get("check"), request.options.get("job", "train")]
+        for job in [get_job(str(name)) for name in names if name is not None]:
+            with seeded(request.seed):
+                reply = job(problem, request)
+        return reply
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``.
@@ -207,16 +199,12 @@ class FisherClient:
         ------
         ClientError
             If there is no such data, the arrays do not fit the model, or the server
-            asks for more than `max_epochs`.
+            asks for more than the client's `limits`.
         """
-        options = config_of(message)[0]
-        if abstains(self.problem, options):
-            return _message(message, MetricRecord({"num-examples": 0}))
-        check_evaluation(self.problem, options)
         request = self._read(message, context)
-        problem = with_model_of(self.problem, request)
+        job = get_job(str(request.options.get("job", "evaluate")), "evaluate")
         with seeded(request.seed), watching(name_of(context)):
-            reply = get_job("evaluate")(problem, request)
+            reply = job(self.problem, request)
         return _message(message, MetricRecord({**reply.metrics}))
 
     def as_client_app(self, mods: list[Mod] | None = None) -> ClientApp:

@@ -219,9 +219,10 @@ class FisherOptions:
     ) -> Curvature:
         """Take the Fisher in another pass, of all data or of a few batches."""
         assert self.structure is not None
-        most = _smaller(self.examples, problem.max_examples)
+        most = problem.limits.examples(self.examples)
         passes = 2 if self.structure == "ekfac" else 1
-        total = _smaller(count_of(problem.trainloader), most)
+        count = count_of(problem.trainloader)
+        total = most if count is None else min(count, most or count)
         with watching("curvature", None if total is None else passes * total):
             curvature = fisher(
                 problem.model,
@@ -285,8 +286,3 @@ def _batches_of(loader: Any) -> int:
         return len(loader)
     except TypeError:  # a stream
         return sum(1 for _ in loader)
-
-
-def _smaller(asked: int | None, cap: int | None) -> int | None:
-    """Return the smaller of two limits, either of which may be none."""
-    return min((limit for limit in (asked, cap) if limit is not None), default=None)

@@ -1,13 +1,85 @@
-"""What a server may ask of a client: numbers that are numbers, and not too large."""
+"""How much work a server may ask of a client, and its options read as numbers."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flwr_fisher.errors import ClientError, check_number, check_range, check_whole
 from flwr_fisher.wire.options import OPTION
 
-# The papers' most: TCT takes 500 steps a round, FedFish trains for 16 epochs.
-MAX_STEPS, MAX_EPOCHS = 1000, 100
+
+@dataclass(frozen=True, kw_only=True)
+class ClientLimits:
+    """How much work a server may ask for in one request.
+
+    What else costs time is bounded by the client's data and `train_fn`'s own epochs.
+
+    Parameters
+    ----------
+    max_examples : int, optional
+        How many of its examples a client takes a Fisher of. Default: what the server
+        asks for.
+    max_steps : int, default 1000
+        Steps: TCT's (500 in its paper), or GIANT's and DONE's iterations, each of which
+        is a pass over the client's data.
+    max_epochs : int, default 100
+        Epochs of fine-tuning in an evaluation.
+
+    Raises
+    ------
+    ConfigurationError
+        If one is no integer, or below 1.
+
+    Examples
+    --------
+    >>> ClientLimits(max_steps=100).steps({"local-steps": 5000}, "local-steps", 500)
+    Traceback (most recent call last):
+    flwr_fisher.errors.ClientError: the server asks for fisher.local-steps=5000, and ...
+    """
+
+    max_examples: int | None = None
+    max_steps: int = 1000
+    max_epochs: int = 100
+
+    def __post_init__(self) -> None:
+        if self.max_examples is not None:
+            check_whole("max_examples", self.max_examples, 1)
+        check_whole("max_steps", self.max_steps, 1)
+        check_whole("max_epochs", self.max_epochs, 1)
+
+    def examples(self, asked: int | None) -> int | None:
+        """Return how many examples a Fisher is of; None: of all."""
+        both = (asked, self.max_examples)
+        return min((most for most in both if most is not None), default=None)
+
+    def steps(self, options: Mapping[str, Any], name: str, default: int) -> int:
+        """Return an option that is a number of steps.
+
+        Raises
+        ------
+        ClientError
+            If there are more than `max_steps`.
+        ConfigurationError
+            If it is no integer, or below 1.
+        """
+        return self._within("max_steps", options, name, default)
+
+    def epochs(self, options: Mapping[str, Any], name: str, default: int) -> int:
+        """Return an option that is a number of epochs; errors as of :meth:`steps`."""
+        return self._within("max_epochs", options, name, default)
+
+    def _within(
+        self, limit: str, options: Mapping[str, Any], name: str, default: int
+    ) -> int:
+        value, most = whole_number(options, name, default), getattr(self, limit)
+        check_range(name, value, 1)
+        if value > most:
+            raise ClientError(
+                f"the server asks for {OPTION}{name}={value}, and this client does at "
+                f"most {most}: ask for less, or pass "
+                f"FisherClient(limits=ClientLimits({limit}={value}))"
+            )
+        return value
 
 
 def whole_number(options: Mapping[str, Any], name: str, default: int) -> int:
@@ -34,45 +106,3 @@ def real_number(options: Mapping[str, Any], name: str, default: float) -> float:
     value = options.get(name, default)
     check_number(name, value)
     return float(value)
-
-
-def capped_number(
-    options: Mapping[str, Any], name: str, default: int, *, cap: int, keyword: str
-) -> int:
-    """Return how many steps or epochs the server asks for.
-
-    Parameters
-    ----------
-    options : Mapping[str, Any]
-        The server's.
-    name : str
-        The option's.
-    default : int
-        What it is where it is not sent.
-    cap : int
-        The most that this client does.
-    keyword : str
-        What sets the cap: an argument of ``FisherClient``.
-
-    Raises
-    ------
-    ClientError
-        If it is more than the cap.
-    ConfigurationError
-        If it is no integer, or below 1.
-
-    Examples
-    --------
-    >>> sent = {"local-steps": 5000}
-    >>> capped_number(sent, "local-steps", 500, cap=1000, keyword="max_steps")
-    Traceback (most recent call last):
-    flwr_fisher.errors.ClientError: the server asks for fisher.local-steps=5000, and ...
-    """
-    value = whole_number(options, name, default)
-    check_range(name, value, 1)
-    if value > cap:
-        raise ClientError(
-            f"the server asks for {OPTION}{name}={value}, and this client does at most "
-            f"{cap}: ask for less, or pass FisherClient({keyword}={value})"
-        )
-    return value

@@ -162,7 +162,7 @@ def _digest(problem: LocalProblem, request: Request) -> str:
         "train_fn": _described(problem.train_fn),
         "loss_fn": _described(problem.loss_fn),
         "likelihood": _described(problem.likelihood),
-        "max_examples": problem.max_examples,
+        "max_examples": problem.limits.max_examples,
         "trained": list(problem.trained()),
         "options": _texts(request.options),
         "config": _texts(request.config),

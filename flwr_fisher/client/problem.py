@@ -15,9 +15,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.feature_cache import CACHE_BYTES
-from flwr_fisher.client.limits import MAX_EPOCHS, MAX_STEPS
+from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
-from flwr_fisher.client.returned import checked_metrics
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.training import (
     EvaluateFn,
@@ -67,10 +66,8 @@ class LocalProblem:
         What is kept from one round to the next.
     cache_bytes : int
         How much of that features may take.
-    max_examples : int, optional
-        How many examples a Fisher may take, whatever the server asks for.
-    max_steps, max_epochs : int
-        How many steps and epochs the server may ask for.
+    limits : ClientLimits
+        How much work the server may ask for.
     state_bytes : int
         How much control variates may take on disk, of all runs; and uploads that the
         server may not have yet.
@@ -89,7 +86,7 @@ class LocalProblem:
     UnknownNameError
         If the likelihood is not known.
     ConfigurationError
-        If a number of bytes, examples, steps or epochs is out of range.
+        If a number of bytes is out of range.
     """
 
     model: nn.Module
@@ -101,9 +98,7 @@ class LocalProblem:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_dir: Path = DEFAULT_STATE_DIR
     cache_bytes: int = CACHE_BYTES
-    max_examples: int | None = None
-    max_steps: int = MAX_STEPS
-    max_epochs: int = MAX_EPOCHS
+    limits: ClientLimits = field(default_factory=ClientLimits)
     state_bytes: int = STATE_BYTES
     checkpoint: TrainingCheckpoint = field(default_factory=TrainingCheckpoint)
     batch_fn: BatchFn | None = None
@@ -124,9 +119,7 @@ class LocalProblem:
                     f"batches are read: DataLoader({name}, batch_size=32), say"
                 )
         check_range("cache_bytes", self.cache_bytes, 1)
-        for name in ("max_examples", "max_steps", "max_epochs", "state_bytes"):
-            if (value := getattr(self, name)) is not None or name != "max_examples":
-                check_whole(name, value, 1)
+        check_whole("state_bytes", self.state_bytes, 1)
 
     @property
     def train_pairs(self) -> Pairs:
@@ -319,6 +312,41 @@ class LocalProblem:
                 f"the server sent {second}, second names of tied parameters, which "
                 "would undo the merge of the first: start from shared_state(model)"
             )
+
+
+def checked_metrics(returned: object, loop: str) -> dict[str, float]:
+    """Return metrics as numbers; a tensor of one entry is one, and so is a bool.
+
+    Parameters
+    ----------
+    returned : object
+        What came.
+    loop : str
+        What returned it, for the error.
+
+    Raises
+    ------
+    ClientError
+        If it is anything else than numbers by name.
+
+    Examples
+    --------
+    >>> checked_metrics({"loss": torch.tensor(0.5), "late": True}, "train_fn")
+    {'loss': 0.5, 'late': 1}
+    """
+    if not isinstance(returned, Mapping):
+        raise ClientError(
+            f"{loop} must return a dict of metrics, {{}} for none; got {returned!r}"
+        )
+    metrics = {}
+    for key, value in returned.items():
+        number = value.item() if isinstance(value, torch.Tensor) else value
+        if not isinstance(key, str) or not isinstance(number, int | float):
+            raise ClientError(
+                f"{loop} returned {key!r}: {value!r}; metrics are numbers by name"
+            )
+        metrics[key] = int(number) if isinstance(number, bool) else number
+    return metrics
 
 
 def _takes(function: Callable[..., object], keyword: str, *, or_any: bool) -> bool:

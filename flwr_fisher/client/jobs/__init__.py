@@ -1,33 +1,101 @@
-"""What clients compute, a file a method: ``(LocalProblem, Request) -> Reply``."""
+"""What clients compute, a file a method, each ``(LocalProblem, Request) -> Reply``.
 
-from flwr_fisher.client.jobs import (
-    afl,
-    direction,
-    displaced,
-    evaluate,
-    fedpm,
-    gradient,
-    kfac_sums,
-    probe,
-    scaffold,
-    tct,
-    train,
-)
-from flwr_fisher.client.jobs.registry import Job, get_job, register_job
+A job's file is imported when a server first asks for it; a user's own registers itself.
+"""
 
-# Each of these registers its job.
-BUILT_IN = (
-    afl,
-    direction,
-    displaced,
-    evaluate,
-    fedpm,
-    gradient,
-    kfac_sums,
-    probe,
-    scaffold,
-    tct,
-    train,
-)
+from collections.abc import Callable
+from importlib import import_module
 
-__all__ = ["BUILT_IN", "Job", "get_job", "register_job"]
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.errors import ConfigurationError, check_known
+
+Job = Callable[[LocalProblem, Request], Reply]
+
+# By the kind of message that asks for it, each built-in job and its file beside this.
+_FILES = {
+    "train": {
+        "afl": "afl",
+        "direction": "direction",
+        "displaced": "displaced",
+        "fedpm": "fedpm",
+        "gradient": "gradient",
+        "kfac-product": "kfac_sums",
+        "kfac-traces": "kfac_sums",
+        "kfac-train": "kfac_sums",
+        "probe": "probe",
+        "scaffold": "scaffold",
+        "tct-check": "tct",
+        "tct-moments": "tct",
+        "tct-spectrum": "tct",
+        "tct-step": "tct",
+        "train": "train",
+    },
+    "evaluate": {"evaluate": "evaluate", "tct-evaluate": "tct"},
+}
+_JOBS: dict[str, dict[str, Job]] = {kind: {} for kind in _FILES}
+
+
+def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
+    """Return a decorator that makes a function a job, which a server can ask for.
+
+    A job works on the client's problem, whose model holds the parameters of the
+    request, and returns what to upload, with metrics.
+
+    Parameters
+    ----------
+    name : str
+        What an :class:`~flwr_fisher.strategies.Exchange` of the server calls it.
+    kind : "train" | "evaluate"
+        Of the messages that ask for it. Whether parameters fit the model, a job of
+        ``evaluate`` looks for itself (``problem.load(request.params)``).
+
+    Raises
+    ------
+    ConfigurationError
+        If there is a job of that name.
+
+    Examples
+    --------
+    >>> @register_job("count")
+    ... def count(problem, request):
+    ...     return Reply({"parameters": len(request.params)})
+    >>> get_job("count") is count
+    True
+    """
+    check_known("kind", kind, _JOBS)
+
+    def register(job: Job) -> Job:
+        file = _FILES[kind].get(name)
+        if file is not None and job.__module__ != f"{__name__}.{file}":
+            import_module(f"{__name__}.{file}")  # so that the name is taken
+        taken = _JOBS[kind].setdefault(name, job)
+        # The same function again: its file was imported under another name.
+        if _name_of(taken) != _name_of(job):
+            raise ConfigurationError(
+                f"there is a job '{name}' already, {taken.__module__}."
+                f"{_name_of(taken)}: register yours by another name"
+            )
+        _JOBS[kind][name] = job
+        return job
+
+    return register
+
+
+def get_job(name: str, kind: str = "train") -> Job:
+    """Return a job.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is none of that name, with those that there are.
+    """
+    files, jobs = _FILES[kind], _JOBS[kind]
+    check_known("job", name, sorted(files.keys() | jobs))
+    if name not in jobs:
+        import_module(f"{__name__}.{files[name]}")
+    return jobs[name]
+
+
+def _name_of(job: Job) -> str:
+    return str(getattr(job, "__qualname__", type(job).__qualname__))

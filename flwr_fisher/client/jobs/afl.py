@@ -1,6 +1,6 @@
 """AFL's client: one forward pass over its data, and two sums."""
 
-from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.tangent.frozen_head import head_sums

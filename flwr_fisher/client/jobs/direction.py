@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from flwr_fisher.client.jobs.registry import register_job
-from flwr_fisher.client.limits import capped_number, real_number
+from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.curvature import hvp
@@ -25,15 +25,13 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     Raises
     ------
     ClientError
-        If there are more iterations than the client's ``max_steps``.
+        If there are more iterations than the client's `max_steps`.
     """
     options = request.options
     solver = str(options.get("solver", "giant"))
     check_known("solver", solver, _SOLVERS)
     g = request.vector("gradient", problem.trained())
-    iterations = capped_number(
-        options, "iterations", 10, cap=problem.max_steps, keyword="max_steps"
-    )
+    iterations = problem.limits.steps(options, "iterations", 10)
     loss_fn = problem.differentiable_loss
 
     def product(vector: Params) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """FedGA's client: training from a start that aligns gradients."""
 
-from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request

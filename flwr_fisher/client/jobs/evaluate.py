@@ -1,7 +1,7 @@
 """What a client measures: a model on its data, before and after making it its own."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from flwr_fisher.client.jobs.registry import register_job
-from flwr_fisher.client.limits import capped_number, real_number, whole_number
+from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import Loader, TrainFn, score
@@ -24,11 +24,10 @@ from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
     DataError,
-    ParamsError,
     check_known,
 )
+from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
-from flwr_fisher.tangent import TCTModel
 
 _SETS = ("validation", "train")
 _FEWEST = 4  # examples, so that fine-tuning on a quarter of them is possible
@@ -40,7 +39,7 @@ def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
     return {f"local-{key}": scores[key] for key in scores if key != "num-examples"}
 
 
-def abstains(problem: LocalProblem, options: Mapping[str, Any]) -> bool:
+def _abstains(problem: LocalProblem, options: Mapping[str, Any]) -> bool:
     """Return whether there is nothing to evaluate on, and the server takes that."""
     on_validation = options.get("evaluate-on", "validation") == "validation"
     on_validation = on_validation and "personalise-fraction" not in options
@@ -48,7 +47,7 @@ def abstains(problem: LocalProblem, options: Mapping[str, Any]) -> bool:
     return on_validation and nothing and options.get("may-abstain") is True
 
 
-def check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
+def _check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
     """Refuse what the server asks for and this client cannot do.
 
     Raises
@@ -76,34 +75,9 @@ def check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
         )
 
 
-def with_model_of(problem: LocalProblem, request: Request) -> LocalProblem:
-    """Return the problem with the model that arrived: its own, or TCT's around it.
-
-    Raises
-    ------
-    ClientError
-        If what arrived is not of this client's network, or has no parameters to
-        personalise.
-    """
-    if not TCTModel.is_in(request.params):
-        problem.load(request.params)
-        return problem
-    if "personalise-fraction" in request.options:
-        raise ClientError(
-            "a TCT model has no parameters to personalise: its features are fixed"
-        )
-    try:
-        model = TCTModel.from_tensors(problem.model, request.params)
-    except ParamsError as error:
-        raise ClientError(
-            f"the server's TCT model is not of this client's network: {error}"
-        ) from error
-    return dataclasses.replace(problem, model=model.to(problem.device))
-
-
-@register_job("evaluate")
+@register_job("evaluate", kind="evaluate")
 def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
-    """Score the problem's model as it stands, on what the options say.
+    """Score the parameters that arrived, on what the options say.
 
     The options are ``evaluate-on`` = "validation" (default) or "train"; or
     ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
@@ -114,16 +88,41 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
 
     Raises
     ------
+    ClientError
+        If there is no such data, or the parameters are not this model's.
     DataError
         If there are no examples, or fewer than four to personalise with.
     """
+    return evaluation(problem, request, LocalProblem.load)
+
+
+def evaluation(
+    problem: LocalProblem,
+    request: Request,
+    load: Callable[[LocalProblem, Params], LocalProblem | None],
+) -> Reply:
+    """Score what `load` makes of the parameters; without data, say so.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        The client's.
+    request : Request
+        The server's.
+    load : Callable[[LocalProblem, Params], LocalProblem | None]
+        Puts parameters into the problem's model, or returns a problem with another.
+    """
+    if _abstains(problem, request.options):
+        return Reply({"num-examples": 0})
+    _check_evaluation(problem, request.options)
+    problem = load(problem, request.params) or problem
     if "personalise-fraction" in request.options:
         return Reply(_personalised(problem, request))
     if request.options.get("evaluate-on") == "train":
         return Reply(_training_scores(problem, request.client))
     if problem.evaluate_fn is not None:
         return Reply(problem.evaluate(request.config))
-    assert problem.val_pairs is not None  # check_evaluation has seen to it
+    assert problem.val_pairs is not None  # _check_evaluation has seen to it
     return Reply(_scores(problem, problem.val_pairs))
 
 
@@ -241,6 +240,5 @@ def _with_epochs(train_fn: TrainFn, epochs: int) -> TrainFn:
 def _personalise_options(
     problem: LocalProblem, options: Mapping[str, Any]
 ) -> tuple[float, int]:
-    most, keyword = problem.max_epochs, "max_epochs"
-    epochs = capped_number(options, "personalise-epochs", 1, cap=most, keyword=keyword)
+    epochs = problem.limits.epochs(options, "personalise-epochs", 1)
     return real_number(options, "personalise-fraction", 0.0), epochs

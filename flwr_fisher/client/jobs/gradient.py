@@ -1,6 +1,6 @@
 """The gradient of a client's whole loss."""
 
-from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.curvature import gradient

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flwr_fisher.client.dry_run import dry_run
 from flwr_fisher.client.fisher_options import FisherOptions
-from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request

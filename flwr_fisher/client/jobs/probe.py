@@ -1,6 +1,6 @@
 """FAGH's client: a gradient, and the Hessian's product with a probe."""
 
-from flwr_fisher.client.jobs.registry import register_job
+from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request

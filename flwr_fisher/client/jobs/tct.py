@@ -1,21 +1,29 @@
 """TCT's client: features' sums, their steepest direction, then regression rounds."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.jobs.registry import register_job
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.state import ClientState
-from flwr_fisher.client.tangent_problem import (
+from flwr_fisher.client.first_examples import first_examples
+from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
+from flwr_fisher.client.jobs.tct_features import (
     ClientFeatures,
+    Examples,
     Regression,
     local_steps,
 )
-from flwr_fisher.errors import ClientError
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.state import ClientState
+from flwr_fisher.client.undisturbed import undisturbed
+from flwr_fisher.curvature.pairs import labelled_pairs
+from flwr_fisher.errors import ClientError, ParamsError
+from flwr_fisher.params import Params
 from flwr_fisher.tangent import (
+    TCTModel,
     check_lr,
     feature_moments,
     tct_control,
@@ -27,6 +35,50 @@ from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_su
 from flwr_fisher.wire.tangent_upload import TangentUpload, bytes_of, text_from
 
 _CONTROL = "tct-control"
+_FEW = 4  # examples that are looked at before there are features
+
+
+@register_job("tct-check")
+def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
+    """Refuse, before the first stage, what this client could not do in the second.
+
+    Raises
+    ------
+    ClientError
+        If its loss is none of classes, its cache is too small, or there are more
+        ``local-steps`` than it does.
+    DataError
+        If a few of its examples have a form that is not read, or labels that are no
+        classes.
+    ConfigurationError, StructureError
+        If there is no such head, or the model has no features.
+    """
+    local_steps(problem, request.options)
+    features = ClientFeatures(problem, 0, 0, request.options)
+    features.check_room(request.num_examples)
+    with undisturbed(problem.model, problem.trainloader):
+        if (few := first_examples(problem, _FEW)) is not None:
+            ((inputs, labels),) = labelled_pairs([few])
+            features.check_classes(Examples(inputs, labels, ""))
+    return Reply({})
+
+
+@register_job("tct-evaluate", kind="evaluate")
+def tct_evaluate_job(problem: LocalProblem, request: Request) -> Reply:
+    """Score TCT's model around this client's network, or before there is one, that.
+
+    Raises
+    ------
+    ClientError
+        If what arrived is not of this client's network, or is to be personalised.
+    """
+    if not TCTModel.is_in(request.params):
+        return evaluate_job(problem, request)
+    if "personalise-fraction" in request.options:
+        raise ClientError(
+            "a TCT model has no parameters to personalise: its features are fixed"
+        )
+    return evaluation(problem, request, _with_tct_model)
 
 
 @register_job("tct-moments")
@@ -113,6 +165,16 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         state.save({_CONTROL: new})
     metrics = {"train_loss": loss, "state-lost": int(lost)}
     return _reply(mine, {"weight": new_weight}, metrics)
+
+
+def _with_tct_model(problem: LocalProblem, params: Params) -> LocalProblem:
+    try:
+        model = TCTModel.from_tensors(problem.model, params)
+    except ParamsError as error:
+        raise ClientError(
+            f"the server's TCT model is not of this client's network: {error}"
+        ) from error
+    return replace(problem, model=model.to(problem.device))
 
 
 def _as_sums(request: Request) -> bool:

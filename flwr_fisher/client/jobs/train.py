@@ -2,8 +2,8 @@
 
 from flwr_fisher.client.dry_run import dry_run
 from flwr_fisher.client.fisher_options import FisherOptions
+from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
-from flwr_fisher.client.jobs.registry import register_job
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.log_lines import logger

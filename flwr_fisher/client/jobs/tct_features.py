@@ -1,5 +1,9 @@
-"""TCT's regression on a client: its features, standardised, out of its cache."""
+"""TCT's regression on a client: its examples' features, standardised, from its cache.
 
+Long: the examples, in an order of their own, stand here, too.
+"""
+
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,23 +12,87 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.examples import Examples, read_examples
 from flwr_fisher.client.feature_cache import FeatureCache, content_key
-from flwr_fisher.client.first_examples import first_examples
-from flwr_fisher.client.limits import capped_number, whole_number
+from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.undisturbed import undisturbed
+from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.log_lines import logger
 from flwr_fisher.progress import watching
+from flwr_fisher.randomness import derive_seed, seeded
 from flwr_fisher.tangent import Spectrum, TangentFeatures, gram_spectrum
 from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")
-_FEW = 4  # examples that are looked at before there are features
 _AT_ONCE = 512  # examples whose features are where the model is
+
+
+@dataclass(frozen=True)
+class Examples:
+    """All examples of a client, sorted by their digests.
+
+    Parameters
+    ----------
+    inputs : Tensor
+        ``[n, ...]`` on the CPU.
+    labels : Tensor
+        As the loader gave them.
+    digest : str
+        Of the examples, as a set with repetitions.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    digest: str
+
+    def check_classes(self, num_classes: int) -> None:
+        """Refuse labels that are no classes.
+
+        Raises
+        ------
+        DataError
+            Unless there is one integer an example, from 0 to `num_classes` - 1.
+        """
+        y = self.labels
+        whole = y.dim() == 1 and not y.is_floating_point() and not y.is_complex()
+        if not whole or int(y.min()) < 0 or int(y.max()) >= num_classes:
+            raise DataError(
+                "labels must be one class an example, integers [n] from 0 to "
+                f"{num_classes - 1}; got {y.dtype} of shape {tuple(y.shape)}"
+                + (f" from {int(y.min())} to {int(y.max())}" if whole else "")
+            )
+
+
+def read_examples(loader: Loader, partition: int) -> Examples:
+    """Read the loader to its end, each time with the same randomness.
+
+    So a loader that shuffles, or augments images, gives the same examples whenever it
+    is asked.
+
+    Raises
+    ------
+    DataError
+        If there are none.
+    """
+    with seeded(derive_seed("training data", partition)):
+        batches = [(x.cpu(), y.cpu()) for x, y in labelled_pairs(loader)]
+    if not sum(len(y) for _, y in batches):
+        raise DataError(f"the training loader of partition {partition} gives no batch")
+    inputs, labels = (torch.cat(part) for part in zip(*batches, strict=True))
+    rows = zip(_rows(inputs), _rows(labels), strict=True)
+    found = [hashlib.blake2b(x + y, digest_size=16).digest() for x, y in rows]
+    order = sorted(range(len(found)), key=found.__getitem__)
+    whole = hashlib.blake2b(b"".join(found[i] for i in order), digest_size=16)
+    whole.update(f"{inputs.dtype}{tuple(inputs.shape)}{labels.dtype}".encode())
+    return Examples(inputs[order], labels[order], whole.hexdigest())
+
+
+def _rows(tensor: Tensor) -> list[bytes]:
+    """Return each row's bytes."""
+    rows = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy()
+    return [row.tobytes() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -210,31 +278,6 @@ class ClientFeatures:
         return content_key(kind, facts, self.examples.digest, values, statistics or {})
 
 
-def check_tangent(
-    problem: LocalProblem, options: Mapping[str, Any], num_examples: int
-) -> None:
-    """Refuse in the first stage what this client could not do in the second.
-
-    Raises
-    ------
-    ClientError
-        If its loss is none of classes, its cache is too small, or there are more
-        ``local-steps`` than it does.
-    DataError
-        If a few of its examples have a form that is not read, or labels that are no
-        classes.
-    ConfigurationError, StructureError
-        If there is no such head, or the model has no features.
-    """
-    local_steps(problem, options)
-    features = ClientFeatures(problem, 0, 0, options)
-    features.check_room(num_examples)
-    with undisturbed(problem.model, problem.trainloader):
-        if (few := first_examples(problem, _FEW)) is not None:
-            ((inputs, labels),) = labelled_pairs([few])
-            features.check_classes(Examples(inputs, labels, ""))
-
-
 def local_steps(problem: LocalProblem, options: Mapping[str, Any]) -> int:
     """Return how many steps a round of the second stage has.
 
@@ -243,8 +286,7 @@ def local_steps(problem: LocalProblem, options: Mapping[str, Any]) -> int:
     ClientError
         If there are more than this client does.
     """
-    most = problem.max_steps
-    return capped_number(options, "local-steps", 500, cap=most, keyword="max_steps")
+    return problem.limits.steps(options, "local-steps", 500)
 
 
 def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:

@@ -1,4 +1,4 @@
-"""For train functions written by hand: what a strategy wants to have uploaded."""
+"""For a plain ``ClientApp``: the curvature that a strategy wants to have uploaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,7 @@ from torch import nn
 
 from flwr_fisher.client.dry_run import dry_run
 from flwr_fisher.client.fisher_options import FisherOptions
+from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.client.store import partition_of
@@ -84,7 +85,7 @@ def fisher_arrays(
         trainloader,
         num_examples,
         likelihood=likelihood,
-        max_examples=max_examples,
+        limits=ClientLimits(max_examples=max_examples),
         batch_fn=batch_fn,
     )
     with seeded(request.seed):
@@ -133,7 +134,7 @@ def check_fisher(
         model,
         trainloader,
         likelihood=likelihood,
-        max_examples=max_examples,
+        limits=ClientLimits(max_examples=max_examples),
         batch_fn=batch_fn,
     )
     dry_run(problem, request, options)

@@ -1,0 +1,112 @@
+"""What stands between Flower's messages and a client's work, on either side of it."""
+
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+
+from flwr_fisher import __version__
+from flwr_fisher.client.store import partition_of
+from flwr_fisher.errors import ClientError
+from flwr_fisher.failures import Failures
+from flwr_fisher.flower_internals import ErrorCode
+from flwr_fisher.wire import LIBRARY
+
+_failures = Failures()  # of all clients in this process
+# What Flower's older strategies, of flwr.server.strategy, send.
+_TYPES = ("get_parameters", "get_properties", "reconnect")
+_ARRAYS = ("fitins.parameters", "evaluateins.parameters")
+
+
+class MessageApp(ClientApp):
+    """An app for strategies of Flower's Message API, which tells others of them."""
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Handle a message.
+
+        Raises
+        ------
+        ClientError
+            If the server's strategy is of the older kind.
+        """
+        arrays = message.content.array_records if message.has_content() else {}
+        older = message.metadata.message_type in _TYPES
+        if older or any(name in arrays for name in _ARRAYS):
+            raise ClientError(
+                "the server runs one of Flower's older strategies (flwr.server."
+                "strategy), and this ClientApp is flwr-fisher's: start a strategy of "
+                "flwr_fisher.strategies or flwr.serverapp.strategy, or make it "
+                "as_legacy(...) in a server_app(server_fn), both of "
+                "flwr_fisher.legacy (docs/moving-from-numpyclient.md)"
+            )
+        return super().__call__(message, context)
+
+
+def identify(message: Message, context: Context) -> Message:
+    """Answer the question that this library's strategies ask before they train.
+
+    The answer is the node's ``partition-id``, if it has one, by which a strategy knows
+    it again in every run, and this library's version, by which it knows that the client
+    can do what it will ask for. :func:`make_client_app` answers so by itself; an app
+    whose train function calls :func:`fisher_arrays` says it in a line.
+
+    Parameters
+    ----------
+    message : Message
+        The question.
+    context : Context
+        The node's.
+
+    Examples
+    --------
+    ::
+
+        app = ClientApp()
+        app.query()(identify)
+    """
+    named = "partition-id" in context.node_config
+    own = {"partition-id": partition_of(context)} if named else {}
+    content = RecordDict({"metrics": MetricRecord({**own})})
+    content["config"] = ConfigRecord({LIBRARY: __version__})
+    return Message(content, reply_to=message)
+
+
+def name_of(context: Context) -> str:
+    """Return what a client is called in its log.
+
+    Examples
+    --------
+    >>> from flwr.app import RecordDict
+    >>> name_of(Context(1, 7, {"partition-id": 3}, RecordDict(), {}))
+    'partition-3'
+    """
+    partition = context.node_config.get("partition-id")
+    return f"node-{context.node_id}" if partition is None else f"partition-{partition}"
+
+
+def answered(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Make an exception an error reply.
+
+    One that reaches Flower is printed with its traceback, each time.
+    """
+    try:
+        return call_next(message, context)
+    except Exception as error:  # a user's model, data and loop raise anything
+        reason = _failures.tell(name_of(context), error)
+        code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+        return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+def addressed(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Make a mod's error an answer to the request.
+
+    Flower's own privacy mods answer the reply that they refuse, and the server would
+    wait for the request's answer until its timeout.
+    """
+    reply = call_next(message, context)
+    if reply.has_error() and reply.metadata.dst_node_id != message.metadata.src_node_id:
+        return Message(reply.error, reply_to=message)
+    return reply
