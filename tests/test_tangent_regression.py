@@ -22,7 +22,7 @@ from flwr_fisher.tangent import (
     feature_moments,
     gram_spectrum,
     largest_safe_lr,
-    products,
+    spectrum,
     standardisation,
     tct_average,
     tct_control,
@@ -198,12 +198,12 @@ def test_features_of_one_kind_and_the_next_are_multiplied_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Z, Y = randn(0, 11, 6).half(), targets(0, 11)
-    weight, h, spectrum = randn(1, 6, C), randn(2, 6, C), gram_spectrum(Z)
-    whole = tct_update(Z, Y, weight, h, spectrum, lr=0.1, local_steps=50)
+    weight, h, known = randn(1, 6, C), randn(2, 6, C), gram_spectrum(Z)
+    whole = tct_update(Z, Y, weight, h, known, lr=0.1, local_steps=50)
     moments = feature_moments(Z)
-    monkeypatch.setattr(products, "_BLOCK_BYTES", 2 * 6 * 4)
-    assert products.block_rows(6, torch.float32) == 2
-    cut = tct_update(Z, Y, weight, h, spectrum, lr=0.1, local_steps=50)
+    monkeypatch.setattr(spectrum, "_BLOCK_BYTES", 2 * 6 * 4)
+    assert spectrum.block_rows(6, torch.float32) == 2
+    cut = tct_update(Z, Y, weight, h, known, lr=0.1, local_steps=50)
     assert relative(cut, whole) <= 1e-6
     assert relative(feature_moments(Z).mean, moments.mean) <= 1e-14
     assert relative(feature_moments(Z).m2, moments.m2) <= 1e-14
