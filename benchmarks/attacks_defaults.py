@@ -1,6 +1,6 @@
 """Choose `outlier`, weights, caps and the server's policy on validation data alone.
 
-    python benchmarks/attacks_defaults.py --data-dir DIR   # data as for rivals.py
+    python benchmarks/attacks_defaults.py --data-dir DIR   # data as for merges.py
 
 No test image is looked at, and no split is one of ``attacks.py``'s. The attacks are
 that page's, one attacker of ten, on four other seeds and 2000 validation images that no

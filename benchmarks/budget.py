@@ -1,6 +1,6 @@
 """How little of a client's data its Fisher needs, by the merge's accuracy.
 
-    python benchmarks/budget.py --data-dir DIR   # data as for rivals.py
+    python benchmarks/budget.py --data-dir DIR   # data as for merges.py
 
 Splits and images are those of `fedfisher_defaults.py`, nine a data set: no test image
 is looked at. The clients' models are the same in every row; K-FAC is that of all of a

@@ -1,6 +1,6 @@
 """What a client pays for its Fisher by default, in local epochs.
 
-    python benchmarks/client.py --data-dir DIR   # data as for rivals.py
+    python benchmarks/client.py --data-dir DIR   # data as for merges.py
 
 A client with 12 000 MNIST images (`lenet`), one with 4 000 CIFAR-10 images (`cnn`) and
 one with as many (`resnet18`) train at batch 64 and take the K-FAC that

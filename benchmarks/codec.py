@@ -1,8 +1,8 @@
 """What packing an upload costs: accuracy against bytes, and time in local epochs.
 
-    python benchmarks/codec.py --data-dir DIR   # data as for rivals.py
+    python benchmarks/codec.py --data-dir DIR   # data as for merges.py
 
-The clients are those of `rivals.py` (MNIST, LeNet, α = 0.1, seeds 0-2); each codec
+The clients are those of `merges.py` (MNIST, LeNet, α = 0.1, seeds 0-2); each codec
 packs and unpacks the same uploads, which the default solver merges (the closed form
 where the structure is diagonal). Sizes are those of the serialised reply, metrics
 included, in multiples of FedAvg's: the largest of any client. Nothing was chosen on

@@ -6,7 +6,7 @@
 files and DIR/CIFAR10 the images in folders by class, `train` and `test`; without one of
 them its columns are left out, by name.
 
-Splits, seeds (100 and up) and images are not those of ``rivals.py``: the clients
+Splits, seeds (100 and up) and images are not those of ``merges.py``: the clients
 train without the validation images, and no test image is looked at. Partitions are
 `dirichlet-client`, a split for each of α = 0.2, 0.1 and 0.05. Most clients train for 12
 epochs, two columns for the 30 of the final runs, which leaves some so sure of

@@ -1,4 +1,4 @@
-"""What the default tolerance costs in accuracy: MNIST, the clients of `rivals.py`.
+"""What the default tolerance costs in accuracy: MNIST, the clients of `merges.py`.
 
     python benchmarks/tolerance.py --data-dir DIR   # DIR/MNIST/raw has the files
 

@@ -1,6 +1,6 @@
 """Training to be merged: what a client can do for it at no cost, on validation data.
 
-    python benchmarks/training.py --data-dir DIR   # data as for rivals.py
+    python benchmarks/training.py --data-dir DIR   # data as for merges.py
 
 Splits and images are those of `fedfisher_defaults.py`: no test image is looked at. What
 changes is the clients' training (SGD, lr 0.01, momentum 0.9, batch 64, 12 epochs) or

@@ -38,7 +38,6 @@ ALLOWED = {
     "merge": GROUND | {"curvature"},
     "rounds": GROUND | {"curvature"},
     "tangent": GROUND | {"curvature"},
-    "distillation": GROUND,
     "secure": GROUND | FLOWERS,
     "wire": MATHS | FLOWERS,
     "callbacks": GROUND | {"wire"},

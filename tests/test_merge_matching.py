@@ -1,7 +1,6 @@
 """Permuted networks are one; their curvatures go with them."""
 
 import copy
-from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -20,11 +19,8 @@ from flwr_fisher.merge import (
     fedavg,
     fedfisher,
     matched,
-    otfusion,
-    pfnm,
 )
 from flwr_fisher.merge.matching import match
-from flwr_fisher.merge.otfusion import transport
 from flwr_fisher.merge.units import chain_of, renumbered, renumbered_posterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
@@ -206,9 +202,6 @@ def test_a_dense_curvature_is_refused_with_the_way_out() -> None:
         matched([client, client])
 
 
-# OTFusion
-
-
 def rival(name: str, seed: int) -> dict[str, torch.Tensor]:
     return shared_state(make_model(name, shape=(1, 28, 28), num_classes=10, seed=seed))
 
@@ -218,61 +211,12 @@ def plain(params, n: int) -> LocalPosterior:
     return LocalPosterior(params, Diagonal(ones), n)
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "cnn-bias"])
-def test_otfusion_of_permuted_copies_is_the_network(name: str) -> None:
-    params = rival(name, 3)
-    layers = chain_of(params)
-    copies = [renumbered(params, layers, drawn(layers, seed)) for seed in range(3)]
-    clients = [plain(params, 30), *(plain(copy, 10) for copy in copies)]
-    same(params, otfusion(clients), 1e-6)
-
-
-def test_each_layers_transport_is_the_cheapest_of_all_permutations() -> None:
-    ours, theirs = (
-        nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.Linear(4, 2))
-        for _ in range(2)
-    )
-    one, other = shared_state(ours), shared_state(theirs)
-    orders = transport(one, other, chain_of(one))
-    inputs = torch.arange(3)
-    for name, order in zip(("0", "2"), orders, strict=True):
-        rows, columns = (
-            torch.cat([p[f"{name}.weight"], p[f"{name}.bias"].unsqueeze(1)], 1).double()
-            for p in (other, one)
-        )
-        columns = torch.cat([columns[:, inputs], columns[:, -1:]], 1)
-        every = [
-            (
-                sum(
-                    float((r - columns[j]).norm()) for r, j in zip(rows, p, strict=True)
-                ),
-                p,
-            )
-            for p in permutations(range(len(rows)))
-        ]
-        assert tuple(order.tolist()) == min(every)[1]
-        inputs = order
-
-
-def test_all_are_transported_to_the_client_with_the_most_examples() -> None:
-    clients = [plain(small(s), n) for s, n in ((0, 10), (1, 30), (2, 20))]
-    layers, first = chain_of(clients[0].params), clients[1].params
-    there = [
-        replace(
-            c, params=renumbered(c.params, layers, transport(c.params, first, layers))
-        )
-        for c in clients
-    ]
-    same(fedavg(there), otfusion(clients))
-
-
-@pytest.mark.parametrize("merge", [pfnm, otfusion, matched])
-def test_clients_that_cannot_be_merged_are_refused(merge) -> None:
+def test_clients_that_cannot_be_merged_are_refused() -> None:
     one, other = plain(rival("mlp", 0), 1), plain({"fc1.weight": torch.ones(2, 2)}, 1)
     with pytest.raises(ParamsError, match="no posterior"):
-        merge([])
+        matched([])
     with pytest.raises(ParamsError, match="posterior 1"):
-        merge([one, other])
+        matched([one, other])
 
 
 # In FedFisher

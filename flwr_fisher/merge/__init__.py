@@ -1,13 +1,10 @@
 """One-shot merging: clients' posteriors in, one model out. Works without Flower."""
 
 from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge
-from flwr_fisher.merge.fedlpa import fedlpa
 from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.matching import matched
 from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
-from flwr_fisher.merge.otfusion import otfusion
-from flwr_fisher.merge.pfnm import pfnm
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.regmean import regmean
@@ -32,14 +29,11 @@ __all__ = [
     "fedavg",
     "fedfisher",
     "fedfisher_from_sums",
-    "fedlpa",
     "fisher_merge",
     "influence",
     "matched",
     "merge_options",
-    "otfusion",
     "partial_traces",
-    "pfnm",
     "private_sums",
     "regmean",
     "sums_options",

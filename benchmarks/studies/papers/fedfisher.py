@@ -129,7 +129,7 @@ def one_shot(page: str, data: str, by_adam: str) -> Reader:
             f"server data; by the paper's Adam K-FAC is {by_adam}. DENSE's students "
             "were trained for a small part of the published epochs, and may come "
             "closer.",
-            "python benchmarks/rivals.py",
+            "python benchmarks/merges.py",
             f"{page}.md",
         )
 

@@ -5,7 +5,7 @@ from functools import partial
 from harness.page import RESULTS, numbers_of
 from harness.quotes import QuoteError, Table, first
 from harness.tables import head, row
-from rivals import ALPHAS, results_in
+from merges import ALPHAS, results_in
 
 from studies.rivals.tables import accuracy_of, shown
 

@@ -1,1 +1,1 @@
-"""One-shot rivals on one split, for ``rivals.py``."""
+"""One-shot rivals on one split, for ``merges.py``."""

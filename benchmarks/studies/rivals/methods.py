@@ -1,23 +1,28 @@
-"""What each part of `rivals.py` finds on one split."""
+"""What each part of `merges.py` finds on one split."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from harness.uploads import Setting, posteriors
+from rivals import (
+    Normalised,
+    Synthesis,
+    co_boosting,
+    dense,
+    fedlpa,
+    otfusion,
+    pfnm,
+)
 
 from flwr_fisher.curvature import Kronecker
-from flwr_fisher.distillation import Normalised, Synthesis, co_boosting, dense
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import (
     LocalPosterior,
     fedavg,
     fedfisher,
-    fedlpa,
     fisher_merge,
     matched,
-    otfusion,
-    pfnm,
     regmean,
 )
 from studies.rivals.split import Rivals, a_pass, given, positions_of

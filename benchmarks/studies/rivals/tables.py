@@ -1,4 +1,4 @@
-"""The tables and the plot of `rivals.py`."""
+"""The tables and the plot of `merges.py`."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain

@@ -6,22 +6,23 @@ import sys
 from itertools import product
 
 import pytest
+import rivals_path  # noqa: F401
 import torch
 import torch.nn.functional as F
 from oracles import randn
-from torch import Tensor, nn
-
-from flwr_fisher.distillation import Normalised, co_boosting, dense
-from flwr_fisher.distillation.co_boosting import harder, reweighted
-from flwr_fisher.distillation.images import Pool, augmented, generator_of, reset
-from flwr_fisher.distillation.losses import (
+from rivals import Normalised, co_boosting, dense
+from rivals.co_boosting import harder, reweighted
+from rivals.images import Pool, augmented, generator_of, reset
+from rivals.losses import (
     disagreement,
     divergence,
     hard_cross_entropy,
     statistics_of,
 )
-from flwr_fisher.distillation.synthesis import Synthesis, synthesised
-from flwr_fisher.distillation.teacher import Ensemble
+from rivals.synthesis import Synthesis, synthesised
+from rivals.teacher import Ensemble
+from torch import Tensor, nn
+
 from flwr_fisher.errors import ConfigurationError
 
 SHAPE = (1, 8, 8)
@@ -102,59 +103,11 @@ def test_inputs_are_moved_by_the_sign_of_a_gradient() -> None:
 # Images
 
 
-def test_images_are_moved_and_flipped_and_no_pixel_is_made_up() -> None:
-    torch.manual_seed(0)
-    images = torch.arange(1.0, 65).reshape(1, 1, 8, 8).expand(40, 1, 8, 8)
-    seen = augmented(images)
-    assert seen.shape == images.shape
-    values = set(range(65))
-    assert {int(v) for v in seen.unique()} <= values
-    assert len({tuple(image.flatten().tolist()) for image in seen}) > 20
-
-
 def test_a_generator_makes_images_of_any_such_shape_in_range() -> None:
     for shape in ((1, 28, 28), (3, 32, 32), (2, 8, 12)):
         made = generator_of(shape, 5, 4)(torch.randn(3, 5))
         assert made.shape == (3, *shape)
         assert 0 <= made.min() <= made.max() <= 1
-
-
-def test_the_best_batch_is_kept() -> None:
-    torch.manual_seed(0)
-    generator = generator_of(SHAPE, 8, 4)
-    values: list[float] = []
-
-    def loss(images: Tensor, labels: Tensor) -> Tensor:
-        assert labels.shape == (32,)
-        values.append(float(images.detach().mean()))
-        return images.mean()
-
-    images, labels = synthesised(generator, loss, 4, SMALL)
-    assert float(images.mean()) == pytest.approx(min(values))
-    assert values[-1] < values[0]
-    assert set(labels.tolist()) <= set(range(4))
-
-
-def test_a_pool_yields_all_of_its_images_once() -> None:
-    pool = Pool()
-    for i in range(3):
-        pool.add(torch.full((5, *SHAPE), float(i)), torch.full((5,), i))
-    labels = torch.cat([y for _, y in pool.batches(4)])
-    assert labels.bincount().tolist() == [5, 5, 5]
-
-
-@pytest.mark.parametrize(
-    ("shape", "mean", "std"),
-    [
-        ((1, 30, 28), (0.0,), (1.0,)),
-        ((1, 28), (0.0,), (1.0,)),
-        ((3, 28, 28), (0.0,), (1.0,)),
-        ((1, 28, 28), (0.0,), (0.0,)),
-    ],
-)
-def test_inputs_that_cannot_be_made_are_refused(shape, mean, std) -> None:
-    with pytest.raises(ConfigurationError, match=r"multiples|channels need"):
-        Normalised(shape, mean, std)
 
 
 # Whole runs
@@ -220,28 +173,13 @@ def test_the_best_scored_student_is_returned() -> None:
     assert not torch.equal(found["0.weight"], seen[2]["0.weight"])
 
 
-def test_the_ensemble_is_the_mean_of_logits() -> None:
-    models, x = [net(i) for i in range(3)], randn(0, 5, *SHAPE)
-    want = sum(model(x) for model in models) / 3
-    torch.testing.assert_close(Ensemble.of(models)(x), want)
-    with pytest.raises(ConfigurationError, match="no client's model"):
-        Ensemble.of([])
-    assert F.softmax(want, 1).shape == (5, 4)
-
-
-@pytest.mark.parametrize("name", ["steps", "count", "lr", "latent", "width", "clip"])
-def test_numbers_are_checked(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=name):
-        Synthesis(**{name: 0})
-
-
 # What is done in an epoch
 
 
 def test_co_boosting_takes_the_steps_that_it_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = sys.modules["flwr_fisher.distillation.co_boosting"]
+    module = sys.modules["rivals.co_boosting"]
     models, student = [net(0), net(1)], net(9, True)
     rates, moves, made = [], [], []
 
@@ -279,26 +217,10 @@ def test_co_boosting_takes_the_steps_that_it_says(
     assert [(how.clip, how.count) for how in made] == [(10.0, 32)] * 3
 
 
-def test_co_boostings_rate_follows_half_a_cosine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rates = []
-
-    class SGD(torch.optim.SGD):
-        def step(self, *arguments):
-            rates.append(self.param_groups[0]["lr"])
-            return super().step(*arguments)
-
-    monkeypatch.setattr(torch.optim, "SGD", SGD)
-    own = {"num_classes": 4, "epochs": 2, "synthesis": SMALL}
-    co_boosting([net(0)], net(9), INPUTS, lr=0.1, **own)
-    assert rates == pytest.approx([0.1, 0.05])
-
-
 def test_denses_loss_is_the_sum_of_its_three_terms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = sys.modules["flwr_fisher.distillation.dense"]
+    module = sys.modules["rivals.dense"]
     monkeypatch.setattr(module, "augmented", lambda images: images)
     models, student = [net(i, True).eval() for i in range(2)], net(9, True)
     checked = []
@@ -322,20 +244,6 @@ def test_denses_loss_is_the_sum_of_its_three_terms(
     assert checked
 
 
-@pytest.mark.parametrize("method", [dense, co_boosting])
-def test_no_epoch_is_refused(method) -> None:
-    with pytest.raises(ConfigurationError, match="epochs"):
-        method([net(0)], net(9), INPUTS, num_classes=4, epochs=0)
-
-
-def test_images_keep_their_classes_in_a_pool() -> None:
-    pool = Pool()
-    for label in range(1, 4):
-        pool.add(torch.full((5, *SHAPE), float(label)), torch.full((5,), label))
-    for x, y in pool.batches(4):
-        assert x.amax((1, 2, 3)).tolist() == y.tolist()
-
-
 def test_images_are_moved_to_all_places_and_half_of_them_flipped() -> None:
     torch.manual_seed(0)
     images = torch.arange(1.0, 65).reshape(1, 1, 8, 8).expand(400, 1, 8, 8)
@@ -353,35 +261,39 @@ def test_images_are_moved_to_all_places_and_half_of_them_flipped() -> None:
     assert 150 < sum(flips) < 250
 
 
-def test_a_generator_is_drawn_anew_for_each_batch() -> None:
+def test_the_batch_of_the_lowest_loss_is_kept_of_a_new_generator() -> None:
     torch.manual_seed(0)
     generator, seen = generator_of(SHAPE, 8, 4), []
     with torch.no_grad():
         for parameter in generator.parameters():
             parameter.fill_(7.0)
 
-    def loss(images, labels):
-        seen.append(images.detach())
-        return images.mean()
-
-    synthesised(generator, loss, 4, Synthesis(steps=1, count=32, latent=8, width=4))
-    assert seen[0].std() > 0
-    assert seen[0].max() < 1
-
-
-def test_the_batch_of_the_lowest_loss_is_kept_though_others_follow() -> None:
-    torch.manual_seed(0)
-    seen = []
-
-    def loss(images, labels):
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        assert set(labels.tolist()) <= set(range(4))
         seen.append(images.detach())
         return images.mean() * 0 + (len(seen) - 2) ** 2
 
-    images, _ = synthesised(generator_of(SHAPE, 8, 4), loss, 4, SMALL)
+    images, labels = synthesised(generator, loss, 4, SMALL)
     assert torch.equal(images, seen[1])
+    assert labels.shape == (32,)
+    assert seen[0].std() > 0
+    assert seen[0].max() < 1  # of the weights that were there it would be 1
 
 
-def test_what_was_frozen_before_stays_so() -> None:
+def test_a_pool_yields_each_image_once_with_its_class() -> None:
+    pool = Pool()
+    for label in range(1, 4):
+        pool.add(torch.full((5, *SHAPE), float(label)), torch.full((5,), label))
+    batches = list(pool.batches(4))
+    assert torch.cat([y for _, y in batches]).bincount().tolist() == [0, 5, 5, 5]
+    for x, y in batches:
+        assert x.amax((1, 2, 3)).tolist() == y.tolist()
+
+
+def test_an_ensemble_is_the_mean_of_logits_and_frozen_for_a_while() -> None:
+    models, x = [net(i) for i in range(3)], randn(0, 5, *SHAPE)
+    want = sum(model(x) for model in models) / 3
+    torch.testing.assert_close(Ensemble.of(models)(x), want)
     model = net(0, True).train()
     model[0].weight.requires_grad_(False)
     with Ensemble.of([model]).frozen():
@@ -390,3 +302,21 @@ def test_what_was_frozen_before_stays_so() -> None:
     assert model.training
     assert model[0].bias.requires_grad
     assert not model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("make", "culprit"),
+    [
+        (lambda: Normalised((1, 30, 28), (0.0,), (1.0,)), "multiples"),
+        (lambda: Normalised((1, 28), (0.0,), (1.0,)), "multiples"),
+        (lambda: Normalised((3, 28, 28), (0.0,), (1.0,)), "channels"),
+        (lambda: Normalised((1, 28, 28), (0.0,), (0.0,)), "channels"),
+        (lambda: Ensemble.of([]), "no client's model"),
+        (lambda: dense([net(0)], net(9), INPUTS, num_classes=4, epochs=0), "epochs"),
+        (lambda: Synthesis(count=1), "count"),
+        (lambda: Synthesis(clip=0), "clip"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, culprit: str) -> None:
+    with pytest.raises(ConfigurationError, match=culprit):
+        make()

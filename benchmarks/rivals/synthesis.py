@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.distillation.images import reset
 from flwr_fisher.errors import check_positive, check_whole
+from rivals.images import reset
 
 
 @dataclass(frozen=True)

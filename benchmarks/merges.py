@@ -1,6 +1,6 @@
 """Every one-shot rival of FedFisher, on the same clients' uploads.
 
-    python benchmarks/rivals.py --data-dir DIR [--only mnist] [--parts merges students]
+    python benchmarks/merges.py --data-dir DIR [--only mnist] [--parts merges students]
 
 DIR/MNIST/raw has torchvision's files, DIR/CIFAR10 the images in folders by class,
 `train` and `test` (20 000 and 5000 of CIFAR-10's).

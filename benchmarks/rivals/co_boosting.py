@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.distillation.images import Normalised, Pool, generator_of
-from flwr_fisher.distillation.losses import divergence, hard_cross_entropy
-from flwr_fisher.distillation.synthesis import Synthesis, synthesised
-from flwr_fisher.distillation.teacher import Best, Ensemble, Score
 from flwr_fisher.errors import check_whole
 from flwr_fisher.randomness import seeded
+from rivals.images import Normalised, Pool, generator_of
+from rivals.losses import divergence, hard_cross_entropy
+from rivals.synthesis import Synthesis, synthesised
+from rivals.teacher import Best, Ensemble, Score
 
 _CLIP = 10.0  # of the gradients, the released code's
 _APART, _SOFT = 3.0, 4.0  # temperatures of the adversarial term, and of the rest

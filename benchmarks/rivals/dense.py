@@ -6,17 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.distillation.images import (
+from flwr_fisher.errors import check_whole
+from flwr_fisher.randomness import seeded
+from rivals.images import (
     Normalised,
     Pool,
     augmented,
     generator_of,
 )
-from flwr_fisher.distillation.losses import disagreement, divergence, statistics_of
-from flwr_fisher.distillation.synthesis import Synthesis, synthesised
-from flwr_fisher.distillation.teacher import Best, Ensemble, Score
-from flwr_fisher.errors import check_whole
-from flwr_fisher.randomness import seeded
+from rivals.losses import disagreement, divergence, statistics_of
+from rivals.synthesis import Synthesis, synthesised
+from rivals.teacher import Best, Ensemble, Score
 
 
 def dense(

@@ -1,0 +1,25 @@
+"""One-shot methods that FedFisher is compared with, and that users do not choose.
+
+PFNM, OTFusion and FedLPA merge clients' posteriors, as :mod:`flwr_fisher.merge` does.
+DENSE and Co-Boosting distil clients' networks into a student, on images that a
+generator makes: they need a model that can be called, to know what its inputs are, and
+thousands of training steps on the server.
+"""
+
+from rivals.co_boosting import co_boosting
+from rivals.dense import dense
+from rivals.fedlpa import fedlpa
+from rivals.images import Normalised
+from rivals.otfusion import otfusion
+from rivals.pfnm import pfnm
+from rivals.synthesis import Synthesis
+
+__all__ = [
+    "Normalised",
+    "Synthesis",
+    "co_boosting",
+    "dense",
+    "fedlpa",
+    "otfusion",
+    "pfnm",
+]
