@@ -179,7 +179,7 @@ plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher")
 #     def main(grid: Grid, context: Context) -> None:
 #         strategy = FedFisherOneShot(min_available_nodes=5, fraction_evaluate=0.0)
 #         result = strategy.start(grid, ArrayRecord(shared_state(Net())))
-#         reports = [u.posterior() for u in result.uploads]
+#         reports = [u.payload.posterior(u.num_examples) for u in result.uploads]
 #         models = {u.client: u.payload.params for u in result.uploads}
 #         models["FedAvg"] = fedavg(reports)
 #         models["FedFisher"] = result.arrays.to_torch_state_dict()

@@ -120,7 +120,7 @@ def main(grid, context):
     torch.manual_seed(0)
     strategy = FedFisherOneShot(min_available_nodes=2, fraction_evaluate=0.0)
     result = strategy.start(grid, ArrayRecord(shared_state(make_model())))
-    reports = [u.posterior() for u in result.uploads]
+    reports = [u.payload.posterior(u.num_examples) for u in result.uploads]
     models = {u.client: u.payload.params for u in result.uploads}
     models["FedAvg"] = fedavg(reports)
     models["FedFisher"] = result.arrays.to_torch_state_dict()

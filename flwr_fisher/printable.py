@@ -1,8 +1,10 @@
 """Text from outside, made fit for a log line or an error."""
 
-__all__ = ["printable"]
+from collections.abc import Iterable
 
-_MOST = 80
+__all__ = ["listed", "printable"]
+
+_MOST, _NAMES = 80, 5
 
 
 def printable(value: object, most: int = _MOST) -> str:
@@ -25,3 +27,16 @@ def printable(value: object, most: int = _MOST) -> str:
         return "…"
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return some of many names in words, partition-2 before partition-10.
+
+    Examples
+    --------
+    >>> listed(["a", "b"]), listed([f"partition-{i}" for i in range(7)])[-20:]
+    ('a, b', 'rtition-4 and 2 more')
+    """
+    first = sorted(names, key=lambda name: (len(name), name))
+    more = len(first) - _NAMES
+    return ", ".join(first[:_NAMES]) + (f" and {more} more" if more > 0 else "")

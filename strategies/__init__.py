@@ -1,6 +1,6 @@
 """FedFisher, FedFish, FAGH and TCT, and the methods beside them, as strategies."""
 
-from flwr_fisher.server.connected import wait_for_nodes
+from flwr_fisher.server.cohort import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.noise import Privacy

@@ -30,8 +30,8 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.door import EvaluationDoor
 from flwr_fisher.server.driver import TO_EVALUATE, Driver
-from flwr_fisher.server.evaluation import aggregate_evaluations
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.open_exchange import OpenExchange, requests
@@ -145,7 +145,7 @@ class CurvatureStrategy(FedAvg):
                 "window out"
             )
         self.seed, self.policy = seed, Policy() if policy is None else policy
-        self.cohort = Cohort(seed, others="refused")
+        self.cohort = Cohort(seed, allow_foreign="never")
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
         self._opened: OpenExchange[Any] | None = None
@@ -403,7 +403,7 @@ class CurvatureStrategy(FedAvg):
         self.check(state)
         opened = OpenExchange(self, exchange, state, server_round)
         sample = opened.sample(grid, self.timeout)
-        nodes = opened.alike(grid, sample.nodes, [], self.timeout)
+        nodes = opened.require_same_parameters(grid, sample.nodes, [], self.timeout)
         opened.admission.check_enough(self.min_train_nodes, len(nodes))
         self._opened = opened
         messages = opened.messages(config, nodes)
@@ -463,14 +463,10 @@ class CurvatureStrategy(FedAvg):
 
         A reply that does not fit the others is left out, with a warning.
         """
-        return aggregate_evaluations(
-            super().aggregate_evaluate,
-            self.cohort,
-            server_round,
-            [self._requested["evaluate"].reply(message) for message in replies],
-            self.weighted_by_key,
-            self.policy,
-        )
+        door = EvaluationDoor(self.cohort, self.weighted_by_key, self.policy)
+        for message in replies:
+            door.take(self._requested["evaluate"].reply(message))
+        return door.average(server_round, super().aggregate_evaluate)
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Tell Flower's older servers, which begin with this, what to do.

@@ -20,8 +20,8 @@ from flwr_fisher.server.exchange import (
     Step,
     Summed,
     Uploads,
+    mean_vector,
 )
-from flwr_fisher.server.uploads import mean_vector
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 

@@ -23,8 +23,14 @@ from flwr_fisher.rounds import (
     server_step,
 )
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
-from flwr_fisher.server.uploads import weights_of
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+    weights_of,
+)
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import (
     Codec,
@@ -157,7 +163,7 @@ class FedFish(CurvatureStrategy):
                     options,
                     ProductUpload.from_arrays,
                     self._step_of_products,
-                    alike=True,
+                    require_same_parameters=True,
                     summed=Summed(weighted=True),
                 )
             ]
@@ -167,11 +173,11 @@ class FedFish(CurvatureStrategy):
                     options,
                     VectorUpload.reader("product", "fisher", params=True),
                     self._step_of_sums,
-                    alike=True,
+                    require_same_parameters=True,
                     summed=Summed(weighted=True),
                 )
             ]
-        return [Exchange(options, self._read, self._step, alike=True)]
+        return [Exchange(options, self._read, self._step, require_same_parameters=True)]
 
     def _options(self) -> dict[str, str | int | float]:
         options: dict[str, str | int | float] = {

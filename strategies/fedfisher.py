@@ -197,6 +197,9 @@ class FedFisherOneShot(CurvatureStrategy):
         self.tolerance, self.codec = tolerance, get_codec(codec, budget)
         self.structure, self.expectation, self.score = structure, expectation, score
         self.aggregate, self.privacy = aggregate, check_privacy(privacy)
+        if aggregate == "parts":
+            # The merge limits what a client holds of a layer's curvature (`max_share`).
+            self.policy = replace(self.policy, max_share=1)
         self.weight_sharing = weight_sharing
         expands = weight_sharing == "expand" and structure in ("kfac", "ekfac")
         self.limits = {
@@ -279,14 +282,17 @@ class FedFisherOneShot(CurvatureStrategy):
             options = self._options() | {"aggregate": self.aggregate}
             read, step = SumsUpload.from_arrays, self._step_from_sums
             summed = Summed(weighted=False, read=SumsUpload.total)
-            return [Exchange(options, read, step, alike=True, summed=summed)]
+            return [
+                Exchange(
+                    options, read, step, require_same_parameters=True, summed=summed
+                )
+            ]
         merge = self.merge
         if server_round > 1:  # then the clients start from a merged model
             merge = replace(merge, trust=self.trust)
         step = partial(self._step, merge)
-        # The merge bounds what a client holds of a layer's curvature (`max_share`).
         return [
-            Exchange(self._options(), self._read, step, alike=True, limit_masses=False)
+            Exchange(self._options(), self._read, step, require_same_parameters=True)
         ]
 
     def initial_groups(self) -> Groups:
@@ -322,7 +328,7 @@ class FedFisherOneShot(CurvatureStrategy):
         self, merge: MergeOptions, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Merge the uploads."""
-        posteriors = [u.posterior() for u in uploads]
+        posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         if self.matching:
             posteriors = matched(posteriors)
         merged = fedfisher(

@@ -308,7 +308,7 @@ class TCT(CurvatureStrategy):
         """Do a round of the stage that it belongs to."""
         # Without one client for stage 2, stage 1 would be in vain.
         first = server_round <= self.stage1_rounds and self.stage1.is_flowers
-        self.cohort.others = "beside" if first else "refused"
+        self.cohort.allow_foreign = "if_mixed" if first else "never"
         if server_round > self.stage1_rounds:
             name = "convexifying" if server_round == self.stage1_rounds + 1 else "2"
             logger.info("TCT: stage %s", name)

@@ -15,12 +15,10 @@ from virtual import Clock
 from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode, NodeInfo
 from flwr_fisher.server import (
     cohort,
-    collect,
-    connected,
     gather,
+    identity,
     kept,
     mailbox,
-    node_names,
     receive,
 )
 from flwr_fisher.testing import LocalGrid
@@ -156,7 +154,7 @@ class FullClock(Clock):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FullClock:
     stopped = FullClock()
-    timed = cohort, collect, connected, gather, kept, mailbox, node_names, receive
+    timed = cohort, gather, identity, kept, mailbox, receive
     for module in timed:
         monkeypatch.setattr(module, "time", stopped)
     from flwr_fisher.server import checkpoint

@@ -298,7 +298,7 @@ def test_a_head_that_there_is_not_is_refused(weight: Any, bias: Any, says: str) 
 def test_what_a_policy_may_do_keeps_the_solution() -> None:
     good = HeadUpload.from_arrays(uploaded(), LIKE)
     solve = partial(closed_form_head, bias=True, ridge=0.1)
-    (half,) = (good.scaled(dict.fromkeys(good.masses(), 0.5), LIKE),)
+    (half,) = (good.scaled(dict.fromkeys(good.curvature_norms(), 0.5), LIKE),)
     for left, right in zip(solve(good.sums), solve(half.sums), strict=True):
         torch.testing.assert_close(left, right)
     double = good.reweighted(2.0).sums
@@ -380,8 +380,10 @@ def test_a_ridge_below_zero_is_refused() -> None:
 
 def test_masses_are_an_examples_and_each_part_is_limited_alone() -> None:
     good = HeadUpload.from_arrays(uploaded(), LIKE)
-    assert good.reweighted(3.0).masses() == pytest.approx(good.masses())
-    gram, cross = good.masses()
+    assert good.reweighted(3.0).curvature_norms() == pytest.approx(
+        good.curvature_norms()
+    )
+    gram, cross = good.curvature_norms()
     less = good.scaled({gram: 0.5}, LIKE).sums
     torch.testing.assert_close(less.cross, 0.5 * good.sums.cross)
     assert torch.equal(good.scaled({cross: 0.5}, LIKE).sums.gram, good.sums.gram)

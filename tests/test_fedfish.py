@@ -203,7 +203,7 @@ def every_fisher(change: Callable[[Any], Any]) -> Tamper:
 def test_equal_fishers_give_fedavg_bit_for_bit(value: float) -> None:
     equal = every_fisher(lambda a: np.full_like(a, value))
     result = run(fedfish(), Watched(tamper=dict.fromkeys(range(4), equal)), 4)
-    posteriors = [u.posterior() for u in result.uploads]
+    posteriors = [u.payload.posterior(u.num_examples) for u in result.uploads]
     mean = weighted_mean(
         [p.params for p in posteriors], [p.num_examples for p in posteriors]
     )

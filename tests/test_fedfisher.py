@@ -243,7 +243,7 @@ def test_adapters_are_merged_by_their_own_curvature() -> None:
     model = adapted(task)
     start = ArrayRecord(shared_state(model))
     result = strategy_of().start(grid_of(task, lambda: model, epochs=1), start)
-    posteriors = [u.posterior() for u in result.uploads]
+    posteriors = [u.payload.posterior(u.num_examples) for u in result.uploads]
     expected = fedfisher(posteriors).params
     mean = fedavg(posteriors)
     got = arrays_to_tensors(result.arrays)

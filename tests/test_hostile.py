@@ -49,8 +49,8 @@ from flwr_fisher.flower_internals import NodeInfo
 from flwr_fisher.merge.sums import DiagonalSums
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seed_of_clients
+from flwr_fisher.server.door import Rejections
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.rejections import Rejections
 from flwr_fisher.strategies import FedExP, FedFisherOneShot, ServerState, Step
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import FisherUpload, SumsUpload

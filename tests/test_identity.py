@@ -282,5 +282,5 @@ def test_names_of_no_parameter_are_not_kept() -> None:
         .start(LocalGrid(tiny_app(), 3), tiny_arrays())
         .arrays,
     )
-    kept = strategy.cohort.agreement._trained.values()
+    kept = strategy.cohort._trained.values()
     assert {len(names) for names in kept} == {6}

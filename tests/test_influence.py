@@ -87,7 +87,9 @@ def test_the_report_has_the_outlier_first(
 ) -> None:
     task = digits()
     replies = with_outlier(task)
-    merged = fedfisher([u.posterior() for u in replies], robust=0.0)
+    merged = fedfisher(
+        [u.payload.posterior(u.num_examples) for u in replies], robust=0.0
+    )
     before = {k: v.clone() for k, v in merged.params.items()}
     result = CurvatureResult(uploads=replies, details=merged)
     with caplog.at_level("INFO", logger="flwr"):
@@ -124,7 +126,9 @@ def test_where_it_is_left_out_one_line_says_why(
 ) -> None:
     odd = uploads(digits())[0]
     replies = [odd] * count
-    merged = fedfisher([u.posterior() for u in replies], **options)
+    merged = fedfisher(
+        [u.payload.posterior(u.num_examples) for u in replies], **options
+    )
     with caplog.at_level("INFO", logger="flwr"):
         assert influences(replies, merged, lambda params: 0.0) == []
     assert [r.getMessage() for r in caplog.records if reason in r.getMessage()]

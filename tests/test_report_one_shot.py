@@ -50,7 +50,7 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path: Path) -> None:
         dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
     )
     replies = uploads(task)
-    posteriors = [u.posterior() for u in replies]
+    posteriors = [u.payload.posterior(u.num_examples) for u in replies]
     merged = fedfisher(posteriors, balance=0.0)
     result = CurvatureResult(uploads=replies, details=merged)
     got = report_one_shot(tmp_path, task=task, result=result, seconds={}, config={})
@@ -93,7 +93,7 @@ def test_a_model_and_a_test_set_of_ones_own_are_enough(tmp_path: Path) -> None:
         dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
     )
     replies = uploads(task)
-    merged = fedfisher([u.posterior() for u in replies])
+    merged = fedfisher([u.payload.posterior(u.num_examples) for u in replies])
     result = CurvatureResult(uploads=replies, details=merged)
     own = SimpleNamespace(make_model=task.make_model, test_loader=task.test_loader)
     got = report_one_shot(tmp_path / "own", task=own, result=result)

@@ -47,7 +47,8 @@ from virtual import (
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server import cohort, collect, gather, mailbox, node_names, receive
+from flwr_fisher.server import cohort, gather, mailbox, receive
+from flwr_fisher.server import identity as identity_module
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.strategies import CurvatureStrategy, FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
@@ -366,7 +367,7 @@ class Silent(LocalGrid):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     stopped = Clock()
-    for module in (cohort, collect, gather, mailbox, node_names, receive):
+    for module in (cohort, gather, identity_module, mailbox, receive):
         monkeypatch.setattr(module, "time", stopped)
     return stopped
 

@@ -799,7 +799,7 @@ def test_an_uploads_payload_has_sums_or_a_posterior() -> None:
     upload = run(sums()).uploads[1]
     assert upload.payload.sums.num_examples == upload.num_examples == 10
     upload = run(FedFisherOneShot(fraction_evaluate=0.0, **PARTS)).uploads[1]
-    posterior = upload.posterior()
+    posterior = upload.payload.posterior(upload.num_examples)
     assert posterior.num_examples == upload.num_examples == 10
     assert posterior.curvature is upload.payload.curvature
 

@@ -13,9 +13,8 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.flower_internals import NodeInfo, Run
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server.collect import collect
-from flwr_fisher.server.mailbox import Mailbox
-from flwr_fisher.server.node_names import NodeNames
+from flwr_fisher.server.identity import NodeNames
+from flwr_fisher.server.mailbox import Mailbox, collect
 from flwr_fisher.wire import named_options, serialized_bytes
 
 _SPELT_OUT = 3  # failures that the log spells out

@@ -39,7 +39,7 @@ def influences(
     """
     posteriors = []
     if merged.shares:  # otherwise the uploads are sums
-        posteriors = [u.posterior() for u in uploads]
+        posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     if reason := _why_not(posteriors, merged):
         logger.info("Influence is left out: %s", reason)
         return []

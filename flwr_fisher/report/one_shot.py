@@ -114,7 +114,7 @@ def _accuracies(
     if merged.mean is not None:  # a merge of sums: no client's part is known
         merges = {"fedavg": merged.mean, "fedfisher": merged.params}
         return accuracies(model, merges, loader)
-    posteriors = [u.posterior() for u in uploads]
+    posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     members = [posterior.params for posterior in posteriors]
     weights = [posterior.num_examples for posterior in posteriors]
     single = accuracies(model, {str(i): p for i, p in enumerate(members)}, loader)

@@ -1,23 +1,32 @@
-"""Who takes part: nodes known by what they hold, since node ids differ in every run."""
+"""Who is asked: the nodes that are there, sampled by seed and round.
+
+Long: half of it are the texts that say who is waited for, and why.
+"""
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from flwr_fisher.errors import RoundError
+from flwr_fisher.errors import ClientError, RoundError, check_whole
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.agreement import Agreement
-from flwr_fisher.server.connected import most_nodes
-from flwr_fisher.server.mailbox import Mailbox
-from flwr_fisher.server.node_names import NodeNames
-from flwr_fisher.server.rejections import listed
+from flwr_fisher.params import Params
+from flwr_fisher.printable import listed
+from flwr_fisher.server.identity import NodeNames
+from flwr_fisher.server.mailbox import Mailbox, Reply, query
 from flwr_fisher.server.waiting import Waiting
+from flwr_fisher.wire import named_options
+from flwr_fisher.wire.answer import Answer
 
 _GONE_WITHIN = 120.0  # seconds until the SuperLink has noticed that a node is gone
+_SHOWN = 3  # names of parameters in an error
+_WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)%s."
 
 
 @dataclass(frozen=True)
@@ -43,21 +52,22 @@ class Cohort(NodeNames):
     ----------
     seed : int
         The strategy's.
-    others : "welcome" | "beside" | "refused", default "welcome"
-        Whether nodes whose ClientApp is not of this library may take part.
+    allow_foreign : "always" | "if_mixed" | "never", default "always"
+        As for :class:`NodeNames`.
     """
 
-    def __init__(self, seed: int, others: str = "welcome") -> None:
-        super().__init__(others)
-        self.seed, self.agreement = seed, Agreement()
+    def __init__(self, seed: int, allow_foreign: str = "always") -> None:
+        super().__init__(allow_foreign)
+        self.seed = seed
         self.connected = 0  # how many nodes were, when last sampled from
+        self.abstaining: set[int] = set()  # nodes that have nothing to evaluate on
         self._mailbox: Mailbox | None = None
         # By name: how many deadlines it missed in a row, and until which round it is
         # left out for it.
         self._missed: dict[str, tuple[int, int]] = {}
         self._passed_over: set[str] = set()  # names
         self._given_up: set[int] = set()  # nodes whose answer is not waited for
-        self.abstaining: set[int] = set()  # nodes that have nothing to evaluate on
+        self._trained: dict[int, frozenset[str] | None] = {}  # of nodes that were asked
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the mailbox of a grid, which knows what is due."""
@@ -92,6 +102,8 @@ class Cohort(NodeNames):
         size = min(waiting.to_ask(wanted), len(candidates))
         chosen = random.Random(f"{self.seed}/{server_round}/{purpose}")
         return Sample(sorted(chosen.sample(candidates, size), key=self.order), wanted)
+
+    # Who sits out
 
     def missed(self, nodes: Iterable[int], server_round: int) -> None:
         """Note who let a deadline pass: it sits out a while, longer each time."""
@@ -130,12 +142,12 @@ class Cohort(NodeNames):
         out = [n for n in nodes if until.get(self.name(n), 0) >= server_round]
         others = [node for node in nodes if node not in out]
         needed = out[: max(minimum - len(others), 0)]
-        if idle := [node for node in out if node not in needed]:
-            logger.info(
-                "Not asked, since they let a deadline pass: %s",
-                self._listed(idle),
-            )
+        if idle := out[len(needed) :]:
+            text = "Not asked, since they let a deadline pass: %s"
+            logger.info(text, self._listed(idle))
         return sorted([*others, *needed], key=self.order)
+
+    # Who is there
 
     def ready(
         self, grid: Grid, available: int, minimum: int, timeout: float
@@ -156,84 +168,171 @@ class Cohort(NodeNames):
         while True:
             connected = list(grid.get_node_ids())
             nodes: list[int] = []
+            silent: list[int] = []
             if len(connected) >= available:
                 nodes = self.learn(mailbox, connected, deadline - time.monotonic())
-                silent = self._silent(connected)
+                silent = [node for node in connected if node not in self.answered]
                 gone = time.monotonic() > began + _GONE_WITHIN
                 there = len(connected) - len(set(silent) - self._given_up)
                 if len(nodes) >= minimum and (there >= available or gone):
-                    self._go_without(silent)
-                    nodes.sort(key=self.order)
+                    self._give_up(silent)
                     self.connected = len(nodes)
-                    return nodes
+                    return sorted(nodes, key=self.order)
                 # A client that was restarted is refused until its old node is gone.
                 # Where all run another app, as all do in most runs, none will change.
-                foreign = all(
-                    n in self.refused and n in self.foreign for n in connected
-                )
-                if not silent and (foreign or gone):
-                    break
-            fewer = most_nodes(grid, available) < available
-            if fewer or time.monotonic() > deadline:
-                waited = min(time.monotonic() - began, timeout)
+                foreign = self.refused.keys() & self.foreign.keys()
+                if not silent and (gone or foreign >= set(connected)):
+                    raise RoundError(
+                        f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
+                        + "\n".join(self._refusals())
+                    )
+            waited = time.monotonic() - began
+            if waited > timeout or most_nodes(grid, available) < available:
+                waited = min(waited, timeout)
                 raise RoundError(self._too_few(connected, available, waited))
-            logger.info(
-                "Waiting for nodes to connect: %d connected (minimum required: %d)%s.",
-                len(connected),
-                available,
-                self._held_up(connected, available),
-            )
+            refused = f", {len(self.refused)} refused" if self.refused else ""
+            if silent:
+                refused += f", no answer yet from {self._listed(silent)}"
+            logger.info(_WAITING, len(connected), available, refused)
             time.sleep(1)
             mailbox.pull()
-        raise RoundError(
-            f"{len(nodes)} nodes can be asked, and {minimum} are needed:\n"
-            + "\n".join(self._refusals())
-        )
 
-    def _go_without(self, silent: Sequence[int]) -> None:
-        """Tell once who is listed as connected, and has not answered."""
+    def _give_up(self, silent: Sequence[int]) -> None:
+        """Log once who is listed as connected, and has not answered."""
         if new := [node for node in silent if node not in self._given_up]:
-            logger.warning(
-                "Not asked, since no answer has come yet: %s", self._listed(new)
-            )
+            text = "Not asked, since no answer has come yet: %s"
+            logger.warning(text, self._listed(new))
         self._given_up.update(silent)
 
-    def _silent(self, connected: Sequence[int]) -> list[int]:
-        """Return the connected nodes that have not answered yet."""
-        return [node for node in connected if node not in self.answered]
-
     def _listed(self, nodes: Sequence[int]) -> str:
-        return listed([self.name(node) for node in nodes])
-
-    def _held_up(self, connected: Sequence[int], needed: int) -> str:
-        """Return why nodes that are connected cannot be asked yet."""
-        told = f", {len(self.refused)} refused" if self.refused else ""
-        silent = self._silent(connected)
-        if silent and len(connected) >= needed:
-            told += f", no answer yet from {self._listed(silent)}"
-        return told
+        return listed(map(self.name, nodes))
 
     def _refusals(self) -> list[str]:
         """Return a line for each reason, with the nodes that are refused for it."""
-        alike: dict[str, list[str]] = {}
+        by_reason: dict[str, list[int]] = {}
         for node, reason in self.refused.items():
-            alike.setdefault(reason, []).append(self.name(node))
-        return [f"{listed(names)}: {reason}" for reason, names in alike.items()]
+            by_reason.setdefault(reason, []).append(node)
+        return [f"{self._listed(nodes)}: {why}" for why, nodes in by_reason.items()]
 
     def _too_few(self, connected: Sequence[int], needed: int, waited: float) -> str:
         if len(connected) < needed:
-            return (
-                f"{len(connected)} nodes are connected after {waited:.0f} s, and "
-                f"{needed} are needed: start more SuperNodes, or lower "
-                "min_available_nodes and min_train_nodes"
-            )
-        silent = self._silent(connected)
+            names = "min_available_nodes and min_train_nodes"
+            return _too_few_connected(len(connected), needed, waited, names)
         if refused := self._refusals():
             return "\n".join(
                 [f"too few nodes can be asked after {waited:.0f} s:", *refused]
             )
+        silent = [node for node in connected if node not in self.answered]
         return (
             f"of {len(connected)} nodes that are connected, {self._listed(silent)} did "
             f"not answer within {waited:.0f} s: see whether their ClientApp starts, "
             "or lower min_train_nodes"
         )
+
+    # Who trains the same parameters
+
+    def mismatched(
+        self, grid: Grid, nodes: Sequence[int], like: Params, timeout: float
+    ) -> dict[int, ClientError]:
+        """Return the nodes that train other parameters than most, and how they differ.
+
+        Each node is asked once, before it trains. One that does not answer is not among
+        those that are returned: it may fail later, by itself.
+
+        Parameters
+        ----------
+        grid : Grid
+            Reaches them.
+        nodes : Sequence[int]
+            Those that are to train, in an order that is the same in every run.
+        like : Mapping[str, Tensor]
+            The parameters that they are sent; other names are not looked at.
+        timeout : float
+            Seconds to wait for answers, at most a minute.
+        """
+        take = partial(self._take_trained, frozenset(like))
+        if new := [node for node in nodes if node not in self._trained]:
+            self._trained |= dict.fromkeys(new)
+            config = ConfigRecord({**named_options({"query": "trained"})})
+            content = RecordDict({"config": config})
+            for reply in query(self.mailbox(grid), new, content, timeout, take):
+                take(reply)
+        sets = {n: own for n in nodes if (own := self._trained[n]) is not None}
+        if len(set(sets.values())) < 2:
+            return {}
+        common = Counter(sets.values()).most_common(1)[0][0]
+        return {
+            node: ClientError(_difference(own, common))
+            for node, own in sets.items()
+            if own != common
+        }
+
+    def _take_trained(self, names: frozenset[str], reply: Reply) -> None:
+        """Take which of these names a node trains, whenever the answer comes."""
+        if (trained := Answer.of(reply.message).trained) is not None:
+            self._trained[reply.node] = names & trained
+
+
+def _difference(own: frozenset[str], common: frozenset[str]) -> str:
+    parts = []
+    if extra := own - common:
+        parts.append(f"it trains {_some(extra)}, which most freeze")
+    if missing := common - own:
+        parts.append(f"it freezes {_some(missing)}, which most train")
+    return f"{'; '.join(parts)}: freeze the same parameters on every client"
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)
+    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in first[:_SHOWN]) + more
+
+
+# Before a server app begins
+
+
+def wait_for_nodes(grid: Grid, minimum: int, timeout: float = 3600.0) -> list[int]:
+    """Return the connected nodes, once there are enough.
+
+    In a simulation all are there at once; SuperNodes come one after the other.
+
+    Parameters
+    ----------
+    grid : Grid
+        The server app's.
+    minimum : int
+        How many there must be.
+    timeout : float, default 3600
+        Seconds to wait.
+
+    Raises
+    ------
+    RoundError
+        If too few are connected then; at once where the grid's clients are virtual,
+        and too few.
+    """
+    check_whole("minimum", minimum, 1)
+    began, last = time.monotonic(), -1
+    while len(nodes := list(grid.get_node_ids())) < minimum:
+        waited = time.monotonic() - began
+        if waited >= timeout or most_nodes(grid, minimum) < minimum:
+            few = _too_few_connected(len(nodes), minimum, waited, "min-nodes")
+            raise RoundError(few)
+        if len(nodes) != last:
+            last = len(nodes)
+            logger.info(_WAITING, last, minimum, "")
+        time.sleep(1)
+    return nodes
+
+
+def _too_few_connected(count: int, needed: int, waited: float, options: str) -> str:
+    return (
+        f"{count} nodes are connected after {waited:.0f} s, and {needed} are needed: "
+        f"start more SuperNodes, or lower {options}"
+    )
+
+
+def most_nodes(grid: Grid, known: int) -> int:
+    """Return how many nodes there can be, as virtual clients' grid says, or `known`."""
+    most: int = getattr(grid, "num_supernodes", known)
+    return most

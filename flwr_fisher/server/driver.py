@@ -10,19 +10,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.admission import Admission
+from flwr_fisher.printable import listed
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.collect import collect
-from flwr_fisher.server.evaluation import aggregate_evaluations
+from flwr_fisher.server.door import Door, EvaluationDoor, abstains
 from flwr_fisher.server.exchange import Exchange, ServerState, Uploads
 from flwr_fisher.server.gather import Gathering
 from flwr_fisher.server.kept import KeptExchange
-from flwr_fisher.server.mailbox import Reply
+from flwr_fisher.server.mailbox import collect
 from flwr_fisher.server.open_exchange import OpenExchange, Sampling, new_admission
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.receive import Late
-from flwr_fisher.server.rejections import listed
-from flwr_fisher.server.replies import abstains
 from flwr_fisher.server.run import Run
 from flwr_fisher.server.secure_options import SecureSums
 from flwr_fisher.server.secure_sums import secured
@@ -173,48 +170,39 @@ class Driver:
             if message.metadata.dst_node_id not in cohort.abstaining
         ]
         due = {message.metadata.dst_node_id for message in messages}
-        asked, replies, dead = len(due), list[Reply](), list[int]()
-        new: list[int] = []  # who abstains, and has not said so before
+        num_asked, new = len(due), set[int]()  # who abstains, and did not before
+        door = EvaluationDoor(cohort, weighted_by_key, policy)
 
         def enough() -> bool:
-            scored = [reply for reply in replies if reply.message.has_content()]
-            return len(scored) >= max(waiting.enough(asked - len(new)), 1)
+            return len(door.admitted) >= max(waiting.enough(num_asked - len(new)), 1)
 
         for reply in collect(
             cohort.mailbox(self.grid), messages, self.timeout, enough=enough
         ):
-            if reply.of_the_dead:
-                due.discard(reply.node)
-                dead.append(reply.node)
-            elif not reply.of_link:
-                due.discard(reply.node)
-                if abstains(reply.message):
-                    new.append(reply.node)
-                else:
-                    replies.append(reply)
+            if reply.of_link and not reply.of_the_dead:
+                continue  # the time is up
+            due.discard(reply.node)
+            if abstains(reply.message):
+                new.add(reply.node)
+            else:
+                door.take(reply)
         if new:
-            cohort.abstaining |= set(new)
-            names = listed([cohort.name(node) for node in new])
+            cohort.abstaining |= new
+            names = listed(map(cohort.name, new))
             logger.info("configure_evaluate: nothing to evaluate on has %s", names)
-        if not enough():
+        if enough():
+            door.mark_missing(due, "not waited for, since enough have replied")
+        else:
+            door.mark_missing(due, f"none within {self.timeout:.0f} s")
             cohort.missed(due, server_round)
-        if due or dead:
-            names = listed([cohort.name(node) for node in [*due, *dead]])
-            logger.warning("aggregate_evaluate: no reply from %s", names)
-        metrics = aggregate_evaluations(
-            strategy.aggregate_evaluate,
-            cohort,
-            server_round,
-            replies,
-            weighted_by_key,
-            policy,
-        )
+        door.log_missing()
+        metrics = door.average(server_round, strategy.aggregate_evaluate)
         self.run.client_evaluated(server_round, metrics)
 
     def late(
         self,
         cohort: Cohort,
-        admission: Callable[[], Admission[Any]],
+        admission: Callable[[], Door[Any]],
         kept: KeptExchange,
         server_round: int,
     ) -> Late:

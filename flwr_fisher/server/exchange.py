@@ -9,11 +9,9 @@ from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.secure.privacy import Privacy
 from flwr_fisher.wire import (
-    FisherUpload,
     Payload,
     join_groups,
     named_options,
@@ -124,15 +122,27 @@ class Upload(Generic[P]):
     number: int = 0
     members: Sequence[int] = ()
 
-    def posterior(self: "Upload[FisherUpload]") -> LocalPosterior:
-        """Return a Fisher's upload as the functions of ``flwr_fisher.merge`` take it.
-
-        Sums' uploads have no posterior: they are of more than one client.
-        """
-        return self.payload.posterior(self.num_examples)
-
 
 Uploads = Sequence[Upload[P]]
+
+
+def weights_of(uploads: Uploads[Any]) -> list[float]:
+    """Return the clients' weights."""
+    return [upload.num_examples for upload in uploads]
+
+
+def mean_vector(uploads: Uploads[Any], name: str) -> dict[str, Tensor]:
+    """Return the weighted mean of the clients' vectors of that name.
+
+    Parameters
+    ----------
+    uploads : Sequence[Upload]
+        Their payloads are ``VectorUpload``.
+    name : str
+        A key of ``payload.vectors``.
+    """
+    vectors = [upload.payload.vectors[name] for upload in uploads]
+    return weighted_mean(vectors, weights_of(uploads))
 
 
 @dataclass(frozen=True)
@@ -202,11 +212,8 @@ class Exchange(Generic[P]):
         The parameters and buffers that are sent out, where they are not the state's.
     everyone : bool, default False
         Ask every connected client instead of the strategy's fraction.
-    alike : bool, default False
+    require_same_parameters : bool, default False
         Leave out those that train other parameters than most, before they train.
-    limit_masses : bool, default True
-        Whether the policy limits what a client holds of the summed curvature: False
-        where the step does.
     summed : Summed, optional
         How a secure sum may take the uploads' place; None: it cannot.
     asks : Callable[[ServerState], Collection[int]], optional
@@ -233,8 +240,7 @@ class Exchange(Generic[P]):
     send: Callable[[ServerState], Groups] = lambda state: {}
     start: Callable[[ServerState], Params] = lambda state: state.params
     everyone: bool = False
-    alike: bool = False
-    limit_masses: bool = True
+    require_same_parameters: bool = False
     summed: Summed[P] | None = None
     asks: Callable[[ServerState], Collection[int]] | None = None
     send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None

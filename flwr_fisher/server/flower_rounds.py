@@ -1,7 +1,11 @@
-"""Rounds of any of Flower's strategies, driven by its hooks and kept in a run."""
+"""Rounds of any of Flower's strategies, driven by its hooks and kept in a run.
 
-from collections.abc import Callable, Iterable, Mapping
+Long: a second driver.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -21,13 +25,12 @@ from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort, Sample
+from flwr_fisher.server.door import Door
 from flwr_fisher.server.driver import TO_EVALUATE, Driver
 from flwr_fisher.server.exchange import ServerState, Step, Upload
 from flwr_fisher.server.gather import Gathering
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.replies import shared_by_all
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors
 from flwr_fisher.wire.plain_upload import PlainUpload
@@ -147,14 +150,13 @@ class FlowerRounds:
             grid=cast(Grid, listing),
         )
 
-    def _admission(self, like: Mapping[str, Tensor]) -> Admission[PlainUpload]:
-        return Admission(
+    def _admission(self, like: Mapping[str, Tensor]) -> Door[PlainUpload]:
+        return Door(
             self.cohort,
             PlainUpload.from_arrays,
             like,
             self.weighted_by_key,
-            expected=0,
-            policy=self.policy,
+            self.policy,
         )
 
     def _params(
@@ -189,7 +191,7 @@ class _Opened:
         arrays: ArrayRecord,
         config: ConfigRecord,
         grid: Grid,
-        admission: Admission[PlainUpload],
+        admission: Door[PlainUpload],
     ) -> None:
         self._rounds, self.server_round = rounds, server_round
         self.cohort, self.waiting = rounds.cohort, rounds.waiting
@@ -211,7 +213,7 @@ class _Opened:
         nodes = [message.metadata.dst_node_id for message in self._made]
         return Sample(sorted(nodes, key=self.cohort.order), len(nodes))
 
-    def alike(
+    def require_same_parameters(
         self, grid: Grid, nodes: list[int], others: Iterable[int], timeout: float
     ) -> list[int]:
         """Return all: what clients train is not this library's to say."""
@@ -263,6 +265,35 @@ class _Listing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
+
+
+def shared_by_all(metrics: Sequence[MetricRecord]) -> list[MetricRecord]:
+    """Return the entries that all clients have, and that are finite for all.
+
+    Flower's own strategies average nothing, parameters neither, where metrics differ.
+    """
+    if not metrics:
+        return []
+    shared = set(_entries(metrics[0])).intersection(*map(_entries, metrics))
+    names = [
+        name
+        for name in metrics[0]
+        if name in dict(shared) and all(_finite(record[name]) for record in metrics)
+    ]
+    return [MetricRecord({k: record[k] for k in names}) for record in metrics]
+
+
+def _entries(record: MetricRecord) -> dict[tuple[str, int], None]:
+    """Return names with lengths, -1 for a number; in order."""
+    return {
+        (name, len(value) if isinstance(value, list) else -1): None
+        for name, value in record.items()
+    }
+
+
+def _finite(value: object) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(x, int | float) and isfinite(x) for x in values)
 
 
 def _like(params: Mapping[str, Tensor], arrays: ArrayRecord) -> dict[str, Tensor]:

@@ -9,13 +9,13 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.admission import Admission
+from flwr_fisher.printable import listed
 from flwr_fisher.server.checkpoint import ExchangeRecord
 from flwr_fisher.server.cohort import Cohort, Sample
+from flwr_fisher.server.door import Door
 from flwr_fisher.server.kept import KeptExchange
 from flwr_fisher.server.mailbox import Receive
 from flwr_fisher.server.receive import receive, restore
-from flwr_fisher.server.rejections import listed
 from flwr_fisher.server.waiting import Waiting
 
 _DEAD, _SILENT = 60.0, 3600.0  # seconds until a node is asked again, at first
@@ -25,7 +25,7 @@ class Asking(Protocol):
     """An exchange, as far as whom it asks and what they are sent."""
 
     server_round: int
-    admission: Admission[Any]
+    admission: Door[Any]
 
     @property
     def cohort(self) -> Cohort:
@@ -42,7 +42,7 @@ class Asking(Protocol):
     def sample(self, grid: Grid, timeout: float) -> Sample:
         """Return whom to ask."""
 
-    def alike(
+    def require_same_parameters(
         self, grid: Grid, nodes: list[int], others: Iterable[int], timeout: float
     ) -> list[int]:
         """Reject those nodes whose uploads could not be merged; return the rest."""
@@ -176,7 +176,7 @@ class Gathering:
         record = self.kept.open(names, sample.wanted, self.cohort.connected)
         admission = self.opened.admission
         new = admission.without_done(sample.nodes)  # who has left an upload on disk?
-        nodes = self.opened.alike(self.grid, new, [], self.timeout)
+        nodes = self.opened.require_same_parameters(self.grid, new, [], self.timeout)
         admission.check_enough(self.opened.needed, len(nodes))
         return record, self._ask(nodes)
 
@@ -198,7 +198,9 @@ class Gathering:
             new = [n for n in nodes if self.cohort.identity(n).names & left]
         new.sort(key=self.cohort.order)
         if self._expected is not None:
-            new = self.opened.alike(self.grid, new, self._asked, self.timeout)
+            new = self.opened.require_same_parameters(
+                self.grid, new, self._asked, self.timeout
+            )
         # In a window nobody knows yet what most train: the uploads themselves tell.
         return self._ask(new)
 

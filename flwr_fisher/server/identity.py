@@ -1,10 +1,41 @@
-"""Who a client is, in every run: node ids differ."""
+"""Who is who: clients by names that hold in every run, while node ids differ.
 
-from collections.abc import Mapping
+Long: a client, and what knows all of them.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from flwr_fisher.log_lines import logger
+from flwr_fisher.printable import listed, printable
+from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, Reply, query
+from flwr_fisher.wire.answer import Answer
+
 Order = tuple[int, int, str]
+
+_ASK_AGAIN = 60.0  # seconds after a node died, if it is connected
+_TRIES = 3  # of a node that answers with an error
+
+# What tells another ClientApp from ours, by a sign of its answer to the query.
+_FOREIGN = {
+    # A client_fn is given no query; older apps know no such message.
+    "Invalid message type: query": (
+        "its ClientApp is that of a NumPyClient, or of another client_fn: make it "
+        "app = flwr_fisher.legacy.client_app(client_fn, model=..., trainloader=...), "
+        "as docs/moving-from-numpyclient.md shows"
+    ),
+    "No query function registered": (
+        "its ClientApp is not flwr-fisher's, whose clients say that they are: add "
+        "app.query()(identify) and fisher_arrays of flwr_fisher.client to it, or use "
+        "FisherClient, as docs/moving-from-fedavg.md shows"
+    ),
+}
+_PLAIN = _FOREIGN["No query function registered"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +105,201 @@ class Identity:
             If it is none.
         """
         return cls(**record)
+
+
+class NodeNames:
+    """Knows nodes by what holds in every run.
+
+    A node goes by the name that it is registered by (``flwr supernode register``),
+    which the SuperLink vouches for; else by the partition that it says it holds; else
+    by its id. Where two connected nodes claim one name, or one partition, neither is
+    asked: nobody can tell whose it is. A registered node loses nothing to the claim of
+    one that is not.
+
+    A node that does not answer is not asked to do more, until it does. One whose app
+    fails at the query, again and again, goes by its id: it may well train.
+
+    Parameters
+    ----------
+    allow_foreign : "always" | "if_mixed" | "never", default "always"
+        Whether nodes may take part whose ClientApp is not of this library: any, or
+        beside at least one that is, or none. Each of this library's tells its version
+        when it is asked; an app that knows no query, or answers without, is foreign.
+
+    Attributes
+    ----------
+    answered : set[int]
+        Nodes that may be asked to do more.
+    refused : dict[int, str]
+        Connected nodes that must not take part, with the reason.
+    foreign : dict[int, str]
+        Nodes whose ClientApp is foreign, and what to do about it.
+    """
+
+    def __init__(self, allow_foreign: str = "always") -> None:
+        self.allow_foreign = allow_foreign
+        self._known: dict[int, Identity] = {}
+        self._registered: dict[int, str] = {}  # of the nodes that were asked, or ""
+        self._until: dict[int, float] = {}  # when a query expires
+        self._errors: dict[int, int] = {}  # how often a node answered with one
+        self._logged: set[str] = set()  # such errors
+        self.answered: set[int] = set()
+        self.refused: dict[int, str] = {}
+        self.foreign: dict[int, str] = {}
+
+    def identity(self, node_id: int) -> Identity:
+        """Return who a node is."""
+        return self._known.get(node_id, Identity(node_id))
+
+    def name(self, node_id: int) -> str:
+        """Return a client's name: the same in every run, where one is known."""
+        if node_id in self.refused and node_id not in self.foreign:
+            return f"node-{node_id}"
+        return self.identity(node_id).name
+
+    def order(self, node_id: int) -> Order:
+        """Return a sort key that does not depend on node ids, where possible."""
+        return self.identity(node_id).order
+
+    def recall(self, client: Identity) -> None:
+        """Know a client by the node's id that it had in an earlier life of the run."""
+        self._known.setdefault(client.node, client)
+
+    def learn(
+        self, mailbox: Mailbox, nodes: Collection[int], timeout: float
+    ) -> list[int]:
+        """Ask nodes met for the first time which partition they hold.
+
+        Their answers are waited for only where nobody is known yet: who connects later
+        is asked, and takes part once it has answered.
+
+        Parameters
+        ----------
+        mailbox : Mailbox
+            Reaches them.
+        nodes : Collection[int]
+            Those that are connected.
+        timeout : float
+            Seconds to wait for answers, at most a minute.
+
+        Returns
+        -------
+        list[int]
+            Those that have answered and are not refused.
+        """
+        now = time.monotonic()
+        again = {n for n, until in self._until.items() if until < now} - self.answered
+        if new := [n for n in nodes if n not in self._registered or n in again]:
+            names = _registered_names(mailbox.grid)
+            for node in new:
+                self._registered[node] = names.get(node, "")
+                if node in names:
+                    self._known[node] = Identity(node, names[node])
+            self._until |= dict.fromkeys(new, now + QUERY_LIFETIME)
+            wait = 0.0 if self.answered.intersection(nodes) else timeout
+            asked = new
+            while asked:
+                for reply in query(mailbox, asked, RecordDict(), wait, self._take):
+                    self._take(reply)
+                asked = [n for n in asked if n in self._errors.keys() - self.answered]
+            self._log_nameless(new)
+        self._refuse(nodes)
+        return [n for n in nodes if n in self.answered and n not in self.refused]
+
+    def _take(self, reply: Reply) -> None:
+        """Take a node's answer, whenever it comes."""
+        node, message = reply.node, reply.message
+        if reply.of_link or reply.of_the_dead:
+            self._until[node] = time.monotonic() + _ASK_AGAIN
+            return
+        answer = Answer.of(message)
+        if reason := _foreign_because(message, answer):
+            self.foreign[node] = reason
+        elif message.has_error() and not self._gives_up(node, message.error.reason):
+            self._until[node] = time.monotonic()
+            return
+        self.answered.add(node)
+        if answer.partition is not None:
+            registered = self._registered.get(node, "")
+            self._known[node] = Identity(node, registered, answer.partition)
+        if answer.problem:
+            logger.warning(
+                "node-%s %s, which cannot be: it goes by its id", node, answer.problem
+            )
+
+    def _gives_up(self, node: int, error: str | None) -> bool:
+        """Note an error; return whether the node is not asked once more."""
+        self._errors[node] = self._errors.get(node, 0) + 1
+        if self._errors[node] < _TRIES:
+            return False
+        if (reason := printable(error)) not in self._logged:
+            self._logged.add(reason)
+            logger.warning(
+                "node-%s cannot tell its partition-id, and goes by its id: %s",
+                node,
+                reason,
+            )
+        return True
+
+    def _refuse(self, nodes: Collection[int]) -> None:
+        """Refuse the connected nodes that must not take part; log the new ones."""
+        before, self.refused = self.refused, {}
+        self._refuse_doubles(nodes)
+        foreign = [node for node in nodes if node in self.foreign]
+        mixed = self.allow_foreign == "if_mixed" and len(foreign) < len(nodes)
+        if self.allow_foreign != "always" and not mixed:
+            self.refused |= {node: self.foreign[node] for node in foreign}
+        by_reason: dict[str, list[str]] = {}  # mostly all of a run's nodes
+        for node in self.refused.keys() - before.keys():
+            if node in self.foreign:
+                by_reason.setdefault(self.foreign[node], []).append(self.name(node))
+            else:
+                logger.warning("node-%s is not asked: %s", node, self.refused[node])
+        for reason, names in by_reason.items():
+            logger.warning("%s: not asked: %s", listed(names), reason)
+
+    def _refuse_doubles(self, nodes: Iterable[int]) -> None:
+        """Refuse the nodes whose names, or numbers, are not theirs alone."""
+        connected = [self.identity(node) for node in nodes]
+        claims: dict[str | int, list[Identity]] = {}
+        for one in connected:
+            for claim in (one.name, one.number):
+                claims.setdefault(claim, []).append(one)
+        for one in connected:
+            # A node's own id is nobody else's, whoever claims it.
+            same = claims[one.name] + (
+                [] if one.partition is None else claims[one.number]
+            )
+            # What an unregistered node claims costs no registered one its place.
+            nodes = {
+                other.node for other in same if other.registered or not one.registered
+            }
+            if len(nodes | {one.node}) > 1:
+                several = listed([f"node-{node}" for node in nodes])
+                self.refused[one.node] = (
+                    f"'{printable(one.name)}' is claimed by more than one node "
+                    f"({several}): give each a partition-id of its own, or register "
+                    "them by name, whom no claim can cost its place"
+                )
+
+    def _log_nameless(self, new: Iterable[int]) -> None:
+        nameless = {n for n in self.answered.intersection(new) if self.order(n)[0] == 2}
+        if nameless:
+            logger.info(
+                "%d nodes did not tell a partition-id of their own; they go by node "
+                "id, so another run may choose others",
+                len(nameless),
+            )
+
+
+def _foreign_because(message: Message, answer: Answer) -> str:
+    """Return what to do about another library's app; empty where it is none."""
+    if message.has_error():
+        error = str(message.error.reason)
+        return next((why for sign, why in _FOREIGN.items() if sign in error), "")
+    return "" if answer.of_library else _PLAIN
+
+
+def _registered_names(grid: Grid) -> Mapping[int, str]:
+    """Return the names by which nodes are registered, of those that have one."""
+    return {info.node_id: info.name for info in grid.get_nodes() if info.name}

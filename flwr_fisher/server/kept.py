@@ -8,8 +8,8 @@ from typing import Any
 from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import CheckpointError
-from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.checkpoint import CheckpointDir, ExchangeRecord
+from flwr_fisher.server.door import Door
 from flwr_fisher.server.identity import Identity
 
 
@@ -64,7 +64,7 @@ class KeptExchange:
         self,
         record: ExchangeRecord,
         clients: Iterable[str],
-        admission: Admission[Any],
+        admission: Door[Any],
         absences: Mapping[str, Any],
     ) -> None:
         """Remember of whose uploads the step was made: it is the same when resumed.
@@ -75,7 +75,7 @@ class KeptExchange:
             How the exchange stood.
         clients : Iterable[str]
             Whose uploads those were.
-        admission : Admission
+        admission : Door
             Knows who else was asked, and what was wrong.
         absences : Mapping[str, Any]
             Who sits out, as JSON holds it.

@@ -14,8 +14,8 @@ from flwr_fisher.errors import ParamsError, RoundError, StructureError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.cohort import Cohort, Sample
+from flwr_fisher.server.door import Door
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
@@ -83,9 +83,7 @@ class Finished(Generic[P]):
     metrics: MetricRecord
 
 
-def new_admission(
-    sampling: Sampling, exchange: Exchange[P], like: Params
-) -> Admission[P]:
+def new_admission(sampling: Sampling, exchange: Exchange[P], like: Params) -> Door[P]:
     """Return what admits an exchange's replies.
 
     Parameters
@@ -100,15 +98,14 @@ def new_admission(
     policy = sampling.policy
     if exchange.fold is not None:  # what is added at once cannot be weighed against
         policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
-    return Admission(
+    return Door(
         sampling.cohort,
         exchange.read,
         like,
         sampling.weighted_by_key,
-        expected=0,
-        quiet=bool(exchange.part),
+        policy,
         fold=exchange.fold,
-        policy=policy if exchange.limit_masses else replace(policy, max_share=1),
+        quiet=bool(exchange.part),
     )
 
 
@@ -192,7 +189,7 @@ class OpenExchange(Generic[P]):
         self.admission.expected = len(nodes)
         return Sample(nodes, len(nodes))
 
-    def alike(
+    def require_same_parameters(
         self, grid: Grid, nodes: list[int], others: Iterable[int], timeout: float
     ) -> list[int]:
         """Reject those nodes whose uploads could not be merged; return the rest.
@@ -208,14 +205,13 @@ class OpenExchange(Generic[P]):
         timeout : float
             Seconds to wait for what they tell, at most a minute.
         """
-        if not self.exchange.alike or not nodes:
+        if not self.exchange.require_same_parameters or not nodes:
             return nodes
-        cohort, like = self.sampling.cohort, self.state.params
-        mailbox, everyone = cohort.mailbox(grid), [*others, *nodes]
-        odd = cohort.agreement.odd(mailbox, everyone, like, timeout)
-        for node in odd.keys() & set(nodes):
-            self.admission.reject(node, odd[node], "configure_train")
-        return [node for node in nodes if node not in odd]
+        everyone = [*others, *nodes]
+        mismatched = self.cohort.mismatched(grid, everyone, self.state.params, timeout)
+        for node in mismatched.keys() & set(nodes):
+            self.admission.reject(node, mismatched[node], "configure_train")
+        return [node for node in nodes if node not in mismatched]
 
     def messages(self, config: ConfigRecord, nodes: Iterable[int]) -> list[Message]:
         """Return the requests to some of the nodes."""

@@ -1,4 +1,4 @@
-"""How far a single client's say may go."""
+"""What limits a single client's influence on a round."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,6 @@ from flwr_fisher.server.exchange import Upload
 from flwr_fisher.wire import Payload
 
 P = TypeVar("P", bound=Payload)
-Factors = list[dict[str, float]]
 
 _LARGEST = 1e18  # of a size; float32 holds its square
 _FEWEST = 3  # of two clients nobody can tell which one is odd
@@ -21,32 +20,32 @@ _INCREDIBLE = 10  # times what is allowed: no honest client's, however unlike th
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a policy looks at: an upload's lengths and masses, in float64.
+    """What a policy looks at, in float64.
 
     Parameters
     ----------
-    lengths, masses : Mapping[str, float]
+    step_norms, curvature_norms : Mapping[str, float]
         What the methods of :class:`~flwr_fisher.wire.payload.Payload` return.
     """
 
-    lengths: Mapping[str, float]
-    masses: Mapping[str, float]
+    step_norms: Mapping[str, float]
+    curvature_norms: Mapping[str, float]
 
     @classmethod
     def of(cls, payload: Payload, like: Params) -> "Sizes":
         """Measure an upload: parameters are unpacked for it."""
-        return cls(payload.lengths(like), payload.masses())
+        return cls(payload.step_norms(like), payload.curvature_norms())
 
     def check_plausible(self) -> None:
         """Raise :class:`WireError` where no training can have led: it has diverged."""
-        for name, size in {**self.lengths, **self.masses}.items():
+        for name, size in {**self.step_norms, **self.curvature_norms}.items():
             if not (isfinite(size) and size <= _LARGEST):
                 raise WireError(f"is of size {size:g}, which cannot be", field=name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    r"""How far a single client's say may go, among three clients or more.
+    r"""Limits what a single client can do to a round, among three clients or more.
 
     What exceeds a limit is cut to it. What exceeds it ten times is no client's, however
     unlike the others' its data are, and is cut to what is usual.
@@ -105,24 +104,20 @@ class Policy:
             return list(uploads), {}
         weights = self.weights([upload.num_examples for upload in uploads])
         limited = [_reweighted(u, w) for u, w in zip(uploads, weights, strict=True)]
-        masses = [
-            {name: weight * mass for name, mass in own.masses.items()}
+        curvatures = [
+            {name: weight * norm for name, norm in own.curvature_norms.items()}
             for weight, own in zip(weights, sizes, strict=True)
         ]
-        factors = _factors([own.lengths for own in sizes], self.distances)
-        of_masses = _factors(masses, self.shares)
-        changed, reasons = [], {}
-        for before, upload, own, shares in zip(
-            uploads, limited, factors, of_masses, strict=True
-        ):
-            joined = own | shares
-            if joined:
-                payload = upload.payload.scaled(joined, like)
-                upload = replace(upload, payload=payload)
-            changed.append(upload)
-            if upload is not before:
-                reasons[upload.client] = _reason(before, upload, joined)
-        return changed, reasons
+        of_steps = _factors([own.step_norms for own in sizes], self.distances)
+        of_curvatures = _factors(curvatures, self.shares)
+        reasons = {}
+        for i, before in enumerate(uploads):
+            if factors := of_steps[i] | of_curvatures[i]:
+                payload = limited[i].payload.scaled(factors, like)
+                limited[i] = replace(limited[i], payload=payload)
+            if limited[i] is not before:
+                reasons[before.client] = _reason(before, limited[i], factors)
+        return limited, reasons
 
     def weights(self, weights: Sequence[float]) -> list[float]:
         """Return weights, of which none is more than `max_weight` times the median.
@@ -138,25 +133,25 @@ class Policy:
         """Return lengths, of which none is more than `max_distance` medians."""
         return _at_most(self.max_distance, distances)
 
-    def shares(self, masses: Sequence[float]) -> list[float]:
-        """Return masses, of which the largest is cut to its share of all.
+    def shares(self, curvatures: Sequence[float]) -> list[float]:
+        """Return curvatures, of which the largest is cut to its share of all.
 
         Examples
         --------
         >>> Policy().shares([10, 20, 50]), Policy().shares([10, 20, 1e6])
         ([10, 20, 30.0], [10, 20, 15.0])
         """
-        masses = list(masses)
+        limited = list(curvatures)
         if self.max_share == 1:
-            return masses
-        largest = max(range(len(masses)), key=masses.__getitem__)
-        others = fsum(masses[:largest]) + fsum(masses[largest + 1 :])
+            return limited
+        largest = max(range(len(limited)), key=limited.__getitem__)
+        others = fsum(limited[:largest]) + fsum(limited[largest + 1 :])
         most = others * self.max_share / (1 - self.max_share)
-        if masses[largest] > _INCREDIBLE * most:
-            masses[largest] = others / (len(masses) - 1)
+        if limited[largest] > _INCREDIBLE * most:
+            limited[largest] = others / (len(limited) - 1)
         else:
-            masses[largest] = min(masses[largest], most)
-        return masses
+            limited[largest] = min(limited[largest], most)
+        return limited
 
 
 def _at_most(multiple: float, values: Sequence[float]) -> list[float]:
@@ -180,9 +175,9 @@ def _reweighted(upload: Upload[P], weight: float) -> Upload[P]:
 def _factors(
     sizes: Sequence[Mapping[str, float]],
     limit: Callable[[Sequence[float]], list[float]],
-) -> Factors:
+) -> list[dict[str, float]]:
     """Return by what each client's parts are to be multiplied, if not by 1."""
-    factors: Factors = [{} for _ in sizes]
+    factors: list[dict[str, float]] = [{} for _ in sizes]
     for name in sizes[0]:
         own = [size[name] for size in sizes]
         for mine, before, after in zip(factors, own, limit(own), strict=True):

@@ -9,12 +9,11 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.admission import Admission
 from flwr_fisher.server.checkpoint import ExchangeRecord
 from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.collect import Newcomers, collect
+from flwr_fisher.server.door import Door
 from flwr_fisher.server.kept import KeptExchange
-from flwr_fisher.server.mailbox import Receive, Reply
+from flwr_fisher.server.mailbox import Newcomers, Receive, Reply, collect
 
 _STAGE = "aggregate_train"
 
@@ -22,7 +21,7 @@ _AT_ONCE = 4  # uploads that are held, where they are added up as they come
 
 
 def restore(
-    admission: Admission[Any], kept: KeptExchange, record: ExchangeRecord | None
+    admission: Door[Any], kept: KeptExchange, record: ExchangeRecord | None
 ) -> None:
     """Admit uploads that an interrupted run left, whoever is connected now.
 
@@ -43,7 +42,7 @@ def restore(
         try:
             admission.admit(client, arrays, metrics)
         except Exception as error:  # admitted once, by another version perhaps
-            admission.turn_away(client, error)
+            admission.reject_saved(client, error)
             kept.set_aside(client.name, admission.rejected.reasons[client.name])
 
 
@@ -51,7 +50,7 @@ def receive(
     grid: Grid,
     cohort: Cohort,
     server_round: int,
-    admission: Admission[Any],
+    admission: Door[Any],
     kept: KeptExchange,
     messages: Iterable[Message],
     timeout: float,
@@ -71,7 +70,7 @@ def receive(
         Knows them; a client that lets the deadline pass sits out a while.
     server_round : int
         The round.
-    admission : Admission
+    admission : Door
         Takes the replies.
     kept : KeptExchange
         Where they are kept.
@@ -108,13 +107,13 @@ def receive(
         if (records := admission.take(reply)) is not None:
             kept.save(client, *records)
     if enough():
-        admission.miss(due, "not waited for, since enough have replied")
+        admission.mark_missing(due, "not waited for, since enough have replied")
         cohort.passed_over(due, server_round)
     else:
         if time.monotonic() > deadline:
-            admission.miss([*due, *silent], f"none within {timeout:.0f} s")
+            admission.mark_missing([*due, *silent], f"none within {timeout:.0f} s")
         cohort.missed([*due, *silent], server_round)
-    admission.tell_missing()
+    admission.log_missing()
 
 
 @dataclass
@@ -128,7 +127,7 @@ class Late:
     ----------
     cohort : Cohort
         Knows the clients.
-    admission : Callable[[], Admission], optional
+    admission : Callable[[], Door], optional
         Makes what admits it; holds the round's parameters.
     kept : KeptExchange
         Where it goes.
@@ -139,7 +138,7 @@ class Late:
     """
 
     cohort: Cohort
-    admission: Callable[[], Admission[Any]] | None
+    admission: Callable[[], Door[Any]] | None
     kept: KeptExchange
     server_round: int
     count: Callable[[], int]

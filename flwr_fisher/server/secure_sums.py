@@ -95,7 +95,7 @@ class _Stages:
             partial(steps.take_keys, self.secure, sums, seed),
             start=_nothing,
             everyone=first.everyone,
-            alike=first.alike,
+            require_same_parameters=first.require_same_parameters,
             part="keys",
         )
 

@@ -52,11 +52,11 @@ class CovarianceUpload(Payload):
             for name, layer in self.covariances.items()
         )
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return how far the parameters are from those that were sent out."""
         return displacements(self.params, like)
 
-    def masses(self) -> dict[str, float]:
+    def curvature_norms(self) -> dict[str, float]:
         """Return the second moments' traces, layer by layer."""
         return {
             f"inputs of {name}": float(

@@ -20,7 +20,7 @@ from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout
 from flwr_fisher.wire.displacement import norm64
-from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors, mass_of
+from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors, trace_name
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
 from flwr_fisher.wire.secure_upload import summand_bytes
@@ -63,12 +63,12 @@ class FisherProduct(Payload):
         traces = {} if self.traces is None else curvature_to_tensors(self.traces)
         return products | traces
 
-    def masses(self) -> dict[str, float]:
+    def curvature_norms(self) -> dict[str, float]:
         """Return the products' norm, and each layer's trace."""
         own = {_PRODUCT: norm64(self.product.values())}
         for block in self._blocks():
             size = block.trace()  # of a layer: of two factors that have its trace each
-            own[mass_of(block)] = size**0.5 if isinstance(block, Kronecker) else size
+            own[trace_name(block)] = size**0.5 if isinstance(block, Kronecker) else size
         return own
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> "FisherProduct":
@@ -77,7 +77,7 @@ class FisherProduct(Payload):
         product = {name: value * shorter for name, value in self.product.items()}
         if self.traces is None:
             return FisherProduct(product)
-        blocks = [_lighter(b, factors.get(mass_of(b), 1.0)) for b in self._blocks()]
+        blocks = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in self._blocks()]
         return FisherProduct(product, BlockDiagonal(blocks))
 
     def _blocks(self) -> Sequence[Curvature]:

@@ -23,7 +23,7 @@ from flwr_fisher.wire.container import (
 from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import (
     curvature_to_tensors,
-    mass_of,
+    trace_name,
 )
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_fisher import read_packed, read_plain
@@ -57,18 +57,18 @@ class FisherUpload(Payload):
         blocks = self.curvature.blocks()
         return tuple(f"{block.kind}: {list(block.shapes)}" for block in blocks)
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return how far the parameters are from those that were sent out."""
         return displacements(self.params, like)
 
-    def masses(self) -> dict[str, float]:
+    def curvature_norms(self) -> dict[str, float]:
         """Return the curvature's trace, layer by layer."""
-        return {mass_of(block): block.trace() for block in self.curvature.blocks()}
+        return {trace_name(block): block.trace() for block in self.curvature.blocks()}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it with parameters drawn back, and layers' curvatures scaled down."""
         blocks = [
-            block.scaled(factors.get(mass_of(block), 1.0))
+            block.scaled(factors.get(trace_name(block), 1.0))
             for block in self.curvature.blocks()
         ]
         params = drawn_back(self.params, like, factors)

@@ -63,7 +63,7 @@ class HeadUpload(Payload):
             reason = f"{self.sums.count:g} examples, but the metrics say {weight:g}"
             raise WireError(reason, field=_COUNT)
 
-    def masses(self) -> dict[str, float]:
+    def curvature_norms(self) -> dict[str, float]:
         """Return the features' mean square, and the size of their mean with labels."""
         sums = self.sums
         squares, products = sums.gram.diagonal().sum(), sums.cross.norm()

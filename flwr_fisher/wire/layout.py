@@ -209,6 +209,6 @@ def bias_of(weight: str, params: Params) -> str | None:
     return bias if fits else None
 
 
-def mass_of(block: Curvature) -> str:
-    """Return what a policy calls the mass of a layer's curvature."""
+def trace_name(block: Curvature) -> str:
+    """Return what a policy calls the trace of a layer's curvature."""
     return f"curvature of {next(iter(block.shapes))}"

@@ -7,7 +7,6 @@ from typing import ClassVar, Self
 from flwr.app import ArrayRecord
 
 from flwr_fisher.params import Params
-from flwr_fisher.wire.layout import PREFIX
 
 
 class Payload(ABC):
@@ -21,7 +20,7 @@ class Payload(ABC):
     """
 
     disagreement: ClassVar[tuple[str, str]] = (
-        PREFIX,
+        "curvature/",
         "covers other parameters than most clients' does",
     )
 
@@ -42,7 +41,7 @@ class Payload(ABC):
     # What a server looks at before it lets one client have its say. An upload that
     # says nothing of its size is not limited.
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return, in float64, how far this upload would move the model, by its parts.
 
         Distances from `like`, what was sent out, and norms of vectors. No client's
@@ -50,7 +49,7 @@ class Payload(ABC):
         """
         return {}
 
-    def masses(self) -> dict[str, float]:
+    def curvature_norms(self) -> dict[str, float]:
         """Return, in float64, how much the parts weigh beside other clients'.
 
         Traces of curvatures, layer by layer: at least 0, and without the number of
@@ -64,7 +63,7 @@ class Payload(ABC):
         Parameters
         ----------
         factors : Mapping[str, float]
-            By the keys of :meth:`lengths` and :meth:`masses`; at most 1.
+            By the keys of :meth:`step_norms` and :meth:`curvature_norms`; at most 1.
         like : Mapping[str, Tensor]
             What was sent out.
         """

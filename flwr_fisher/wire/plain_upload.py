@@ -45,7 +45,7 @@ class PlainUpload(Payload):
         """Return the one record that travels."""
         return tensors_to_arrays(self.tensors)
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return how far the parameters are from those that were sent out."""
         return displacements(self.tensors, like)
 

@@ -38,11 +38,11 @@ class ProductUpload(Payload):
         """Return the trained parameters' names, which clients must share."""
         return tuple(self.products)
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return how far the buffers are from those that were sent out."""
         return displacements(self.buffers, like)
 
-    def masses(self) -> dict[str, float]:
+    def curvature_norms(self) -> dict[str, float]:
         """Return the norm of all products: of Fishers, which have no usual size."""
         return {_PRODUCT: norm64(self.products.values())}
 

@@ -59,11 +59,11 @@ class SumsUpload(Payload):
         """Return the parameters that have a Fisher, which clients must share."""
         return tuple(f"{_FISHER}{name}" for name in self.sums.fisher)
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return how far the parameters are from those that were sent out."""
         return displacements(self.sums.mean(), like)
 
-    def masses(self) -> dict[str, float]:
+    def curvature_norms(self) -> dict[str, float]:
         """Return the Fisher's trace, tensor by tensor."""
         n = self.sums.num_examples
         return {

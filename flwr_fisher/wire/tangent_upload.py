@@ -70,7 +70,7 @@ class TangentUpload(Payload):
             reason = f"{count} examples, but the metrics say {weight:g}"
             raise WireError(reason, field=f"{KEYS}{COUNT}")
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return the features' root mean square, the eigenvalue, or the step's norm."""
         tensors = self.tensors
         if "mean" in tensors:

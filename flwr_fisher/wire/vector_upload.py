@@ -43,7 +43,7 @@ class VectorUpload(Payload):
         """Return the vectors' names and parameters, which clients must share."""
         return tuple(f"{k}/{p}" for k, vector in self.vectors.items() for p in vector)
 
-    def lengths(self, like: Params) -> dict[str, float]:
+    def step_norms(self, like: Params) -> dict[str, float]:
         """Return the vectors' norms, and the parameters' distance from those sent."""
         norms = {name: norm64(vector.values()) for name, vector in self.vectors.items()}
         return norms | displacements(self.params, like)

@@ -7,8 +7,7 @@ from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.params import Params
 from flwr_fisher.rounds import fedexp_step, last_two_mean
 from flwr_fisher.rounds.updates import double, updates, with_averages
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
-from flwr_fisher.server.uploads import weights_of
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 

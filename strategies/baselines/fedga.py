@@ -6,8 +6,15 @@ from typing import Any
 from flwr_fisher.errors import check_range
 from flwr_fisher.params import norm, weighted_mean
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
-from flwr_fisher.server.uploads import mean_vector, weights_of
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+    mean_vector,
+    weights_of,
+)
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 

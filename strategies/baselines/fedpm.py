@@ -7,8 +7,7 @@ from flwr_fisher.errors import check_positive
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import fedpm_mix
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads
-from flwr_fisher.server.uploads import weights_of
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import CovarianceUpload
 
@@ -82,7 +81,7 @@ class FedPM(CurvatureStrategy):
                 {"job": "fedpm", "damping": self.damping},
                 CovarianceUpload.from_arrays,
                 self._step,
-                alike=True,
+                require_same_parameters=True,
             )
         ]
 

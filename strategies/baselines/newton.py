@@ -8,8 +8,14 @@ from flwr_fisher.errors import check_positive, check_range
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import newton_step
 from flwr_fisher.rounds.updates import double
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
-from flwr_fisher.server.uploads import mean_vector
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+    mean_vector,
+)
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 

@@ -9,9 +9,15 @@ from flwr_fisher.errors import check_range
 from flwr_fisher.params import norm, scale
 from flwr_fisher.rounds import scaffold_step
 from flwr_fisher.rounds.updates import double, updates, with_averages
-from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Uploads,
+    weights_of,
+)
 from flwr_fisher.server.membership import Membership, lost_states
-from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 

@@ -4,10 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.params import weighted_mean
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+    weights_of,
+)
 from flwr_fisher.server.noise import Privacy, check_privacy, settings_of
 from flwr_fisher.server.secure_options import SecureSums
-from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 

@@ -78,7 +78,7 @@ class KfacSums:
             VectorUpload.reader(params=True),
             partial(_take_mean, of_models),
             send=_run,
-            alike=True,
+            require_same_parameters=True,
             summed=mean,
             fold=None if self.held else of_models,
         )

@@ -46,7 +46,9 @@ def private_exchange(
     asked |= {"aggregate": "private-sums", "clipping-norm": privacy.clipping_norm}
     unit = replace(privacy, clipping_norm=1.0)
     summed = Summed[Any](weighted=True, read=_CONTRIBUTION, privacy=unit)
-    return Exchange(asked, _read, step, alike=True, summed=summed, fold=sums)
+    return Exchange(
+        asked, _read, step, require_same_parameters=True, summed=summed, fold=sums
+    )
 
 
 def _read(record: ArrayRecord, like: Params) -> VectorUpload:

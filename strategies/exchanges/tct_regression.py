@@ -8,10 +8,9 @@ import torch
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads
+from flwr_fisher.printable import listed
+from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads, weights_of
 from flwr_fisher.server.membership import Membership, lost_states
-from flwr_fisher.server.rejections import listed
-from flwr_fisher.server.uploads import weights_of
 from flwr_fisher.tangent import (
     FeatureMoments,
     check_lr,

@@ -163,7 +163,7 @@ def within_policy(
     ]
     sizes = [Sizes.of(upload.payload, start) for upload in sent]
     limited, _ = policy.limit(sent, sizes, start)
-    return [upload.posterior() for upload in limited]
+    return [upload.payload.posterior(upload.num_examples) for upload in limited]
 
 
 def length(start: Mapping[str, Tensor], upload: LocalPosterior) -> float:

@@ -23,7 +23,7 @@ def same_uploads(uploads: Sequence[Upload], here: World) -> dict[str, float]:
     Without a server optimiser and without a history: the parameters' mean, FedFish's
     average, and FedFish's of Fishers scaled to the same sum.
     """
-    posteriors = [u.posterior() for u in uploads]
+    posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     params = [p.params for p in posteriors]
     weights = [p.num_examples for p in posteriors]
     fishers = [p.curvature.diagonal() for p in posteriors]

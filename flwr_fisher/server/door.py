@@ -1,0 +1,566 @@
+"""The door: every reply passes it, and whatever fails costs its client its place.
+
+All replies take the same steps: who sent it, is it within bounds, can it be read, can
+its numbers be, how much of it counts. The log tells of all of them in the same form.
+
+Long: one class takes each step, for replies that train and that evaluate.
+"""
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, TypeVar
+
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+
+from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
+from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params
+from flwr_fisher.printable import listed, printable
+from flwr_fisher.server.exchange import Upload
+from flwr_fisher.server.identity import Identity, NodeNames
+from flwr_fisher.server.mailbox import Reply
+from flwr_fisher.server.policy import Policy, Sizes
+from flwr_fisher.wire import Payload, reply_bytes
+
+P = TypeVar("P", bound=Payload)
+Key = TypeVar("Key")
+Aggregate = Callable[[int, Iterable[Message]], MetricRecord | None]
+
+_ENTRIES, _NUMBERS, _NAME = 1000, 100_000, 200  # of a reply's metrics
+_REASON, _LONG_REASON, _LINES = 500, 800, 20
+TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"  # what a log line begins with
+
+
+# Within bounds
+
+
+def read_records(message: Message, weighted_by_key: str) -> MetricRecord:
+    """Return a reply's only metrics, which have a weight.
+
+    Raises
+    ------
+    WireError
+        If the client failed, there is not exactly one ``MetricRecord``, the weight is
+        missing, not positive or not finite, or the metrics are more than metrics can
+        be.
+    """
+    if message.has_error():
+        reason = printable(message.error.reason, _REASON)
+        raise WireError(f"the client failed: {reason}", field="error")
+    records = list(message.content.metric_records.values())
+    if len(records) != 1:
+        reason = f"expected one MetricRecord, got {len(records)}"
+        raise WireError(reason, field="content")
+    (metrics,) = records
+    numbers = sum(len(v) for v in metrics.values() if isinstance(v, list))
+    reason = ""
+    if len(metrics) > _ENTRIES:
+        reason = f"{len(metrics)} metrics, and at most {_ENTRIES} can be"
+    elif any(len(name) > _NAME for name in metrics):
+        reason = f"a metric's name has more than {_NAME} characters"
+    elif numbers > _NUMBERS:
+        reason = f"{numbers} numbers in lists, and at most {_NUMBERS} can be"
+    if reason:
+        raise WireError(reason, field="metrics")
+    weight_of(metrics, weighted_by_key)
+    return metrics
+
+
+def weight_of(metrics: MetricRecord, key: str) -> float:
+    """Return a client's weight.
+
+    Raises
+    ------
+    WireError
+        If it is missing, not positive or not finite.
+    """
+    weight = metrics.get(key)
+    if isinstance(weight, int | float) and math.isfinite(weight) and weight > 0:
+        return weight
+    reason = f"the weight must be a positive number, got {printable(repr(weight))}"
+    raise WireError(reason, field=key)
+
+
+def abstains(message: Message) -> bool:
+    """Return whether a client says that it has nothing to evaluate on."""
+    if not message.has_content() or len(message.content) != 1:
+        return False
+    records = list(message.content.metric_records.values())
+    return len(records) == 1 and dict(records[0]) == {"num-examples": 0}
+
+
+def comparable(
+    metrics: Mapping[Key, MetricRecord],
+) -> tuple[dict[Key, MetricRecord], dict[Key, str]]:
+    """Return metrics that can be averaged, and why some clients' cannot.
+
+    Flower refuses all metrics of a round whose clients do not report the same. Here
+    those entries count that more than half of the clients report; others are dropped,
+    and a client that lacks one of them, or for which one is NaN or infinite, is left
+    out of the metrics. What it uploaded counts all the same.
+
+    Examples
+    --------
+    >>> own = {"a": {"x": 1}, "b": {"x": 2, "y": 3}, "c": {"y": 4}}
+    >>> kept, odd = comparable({k: MetricRecord(v) for k, v in own.items()})
+    >>> {k: dict(v) for k, v in kept.items()}, odd
+    ({'b': {'x': 2, 'y': 3}}, {'a': "reports no 'y'", 'c': "reports no 'x'"})
+    """
+
+    def entries(record: MetricRecord) -> dict[tuple[str, int], None]:
+        """Return names with lengths, -1 for a number; in order."""
+        return {
+            (name, len(value) if isinstance(value, list) else -1): None
+            for name, value in record.items()
+        }
+
+    counts = Counter(entry for own in metrics.values() for entry in entries(own))
+    common = [entry for entry, n in counts.items() if 2 * n > len(metrics)]
+    kept: dict[Key, MetricRecord] = {}
+    mismatched: dict[Key, str] = {}
+    for client, record in metrics.items():
+        missing = [name for name, size in common if (name, size) not in entries(record)]
+        wild = [name for name, _ in common if not _finite(record.get(name))]
+        if missing:
+            mismatched[client] = f"reports no '{printable(missing[0])}'"
+        elif wild:
+            reason = f"reports a '{printable(wild[0])}' that is NaN or infinite"
+            mismatched[client] = reason
+        else:
+            names = {name for name, _ in common}
+            own = {name: value for name, value in record.items() if name in names}
+            kept[client] = MetricRecord(own)
+    return kept, mismatched
+
+
+def _finite(value: object) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(x, int | float) and math.isfinite(x) for x in values)
+
+
+# Who is left out
+
+
+class Rejections:
+    """Clients with the reasons why they are left out, in the order of their rejection.
+
+    The first client with a reason is logged at once, all others with the same reason by
+    :meth:`summarise`: a thousand clients with one mistake are two lines in the log.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._nodes: dict[str, str] = {}
+        self._unlogged: dict[tuple[str, str], list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    def add(
+        self, client: str, reason: object, *, stage: str, node: int | None = None
+    ) -> None:
+        """Note, and log, why a client is left out.
+
+        Parameters
+        ----------
+        client : str
+            Its name.
+        reason : object
+            What the log is to say; it may come from outside.
+        stage : str
+            What the log's line begins with, as Flower's do.
+        node : int, optional
+            Its node's id.
+        """
+        if isinstance(reason, Exception) and not isinstance(reason, FlwrFisherError):
+            reason = f"{type(reason).__name__}: {reason}"
+        text = printable(reason, _LONG_REASON)
+        first = text not in self.reasons.values()
+        self.reasons[client] = text
+        if node is not None:
+            self._nodes[client] = f"node {node}: "
+        if first:
+            sender = self._nodes.get(client, "")
+            logger.warning("%s: left out %s: %s%s", stage, client, sender, text)
+        else:
+            self._unlogged.setdefault((stage, text), []).append(client)
+
+    def summarise(self) -> None:
+        """Log who was left out for reasons that the log has already."""
+        for (stage, reason), clients in self._unlogged.items():
+            logger.warning("%s: left out %s, too: %s", stage, listed(clients), reason)
+        self._unlogged.clear()
+
+    def lines(self) -> list[str]:
+        """Return a line for each reason, with the clients' names, for an error."""
+        lines = []
+        for reason, clients in _by_reason(self.reasons).items():
+            sender = self._nodes.get(clients[0], "") if len(clients) == 1 else ""
+            lines.append(f"{listed(clients)}: {sender}{reason}")
+        more = len(lines) - _LINES
+        return lines[:_LINES] + [f"… and {more} more reasons"] * (more > 0)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for client, reason in reasons.items():
+        groups.setdefault(reason, []).append(client)
+    return groups
+
+
+# The door
+
+
+class Scores(Payload):
+    """What an evaluate reply holds beside its metrics: nothing."""
+
+    def layout(self) -> tuple[str, ...]:
+        """Return nothing that clients could disagree in."""
+        return ()
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return no arrays."""
+        return ArrayRecord()
+
+
+class Door(Generic[P]):
+    """Takes the replies to one request: admitted, rejected, missing or limited.
+
+    Whatever fails at any step, by whatever exception, costs that client its place, and
+    nothing else.
+
+    Parameters
+    ----------
+    names : NodeNames
+        Knows the clients.
+    read : Callable[[ArrayRecord, Params], P]
+        Decodes and checks the arrays of a reply.
+    like : Mapping[str, Tensor]
+        The parameters that were sent out.
+    weighted_by_key : str
+        The metric that weights clients.
+    policy : Policy
+        What limits a single client's influence.
+    fold : Callable[[P, float], P], optional
+        Adds an upload to a sum, and returns what is kept of it.
+    quiet : bool, default False
+        Whether the log does not tell of each reply.
+
+    Attributes
+    ----------
+    expected : int
+        How many clients were asked, for the log.
+    admitted : list[Upload]
+        What was let in, as it came.
+    rejected : Rejections
+        Who sent something that is of no use, and why.
+    withdrawn : dict[str, str]
+        Those of them that were admitted at first.
+    missing : dict[str, str]
+        From whom nothing came, and why.
+    limited : dict[str, str]
+        What the policy changed, by client.
+    """
+
+    def __init__(
+        self,
+        names: NodeNames,
+        read: Callable[[ArrayRecord, Params], P],
+        like: Params,
+        weighted_by_key: str,
+        policy: Policy,
+        *,
+        fold: Callable[[P, float], P] | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.names, self.read, self.like = names, read, like
+        self.weighted_by_key, self.policy = weighted_by_key, policy
+        self.fold, self.quiet, self.expected = fold, quiet, 0
+        self.stage = TRAIN
+        self.admitted: list[Upload[P]] = []
+        self.rejected = Rejections()
+        self.withdrawn: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self.limited: dict[str, str] = {}
+        self._clients: dict[str, Identity] = {}
+        self._sizes: dict[str, Sizes] = {}
+        self._weights: dict[str, float] = {}  # within the policy
+
+    # One reply
+
+    def take(self, reply: Reply) -> tuple[ArrayRecord, MetricRecord] | None:
+        """Admit or reject a reply; return the records of one that was admitted.
+
+        A client that replies twice, from two nodes, counts once.
+        """
+        client = self.names.identity(reply.node)
+        if self.has(client):
+            return None
+        if reply.of_link or reply.of_the_dead:
+            self.mark_missing([reply.node], printable(reply.message.error.reason))
+            return None
+        try:
+            metrics = read_records(reply.message, self.weighted_by_key)
+            arrays = self._arrays(reply.message)
+            self.admit(client, arrays, metrics)
+            return arrays, metrics
+        except Exception as error:  # of what arrived, anything can be wrong
+            self.reject(reply.node, error)
+            return None
+
+    def _arrays(self, message: Message) -> ArrayRecord:
+        records = list(message.content.array_records.values())
+        if len(records) != 1:
+            reason = f"expected one ArrayRecord, got {len(records)}"
+            raise WireError(reason, field="content")
+        return records[0]
+
+    def admit(
+        self, client: Identity, arrays: ArrayRecord, metrics: MetricRecord
+    ) -> None:
+        """Decode, check and keep a client's records.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is wrong. What a payload's reader raises beside is not
+            caught.
+        """
+        self._check_claim(client)
+        payload = self.read(arrays, self.like)
+        weight = weight_of(metrics, self.weighted_by_key)
+        payload.check_weight(weight)
+        sizes = Sizes.of(payload, self.like)
+        sizes.check_plausible()
+        size = reply_bytes(arrays, metrics)
+        if self.fold is not None:
+            payload = self.fold(payload, weight)
+        node, name, number = client.node, client.name, client.number
+        self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
+        self._clients[name], self._sizes[name] = client, sizes
+        self.missing.pop(name, None)
+        if not self.quiet:
+            logger.info(
+                "%s: %s of %s replies (%s, %g examples)",
+                self.stage,
+                count := len(self.admitted) + len(self.rejected),
+                max(self.expected, count),
+                name,
+                weight,
+            )
+
+    def _check_claim(self, client: Identity) -> None:
+        """See that no partition counts twice: it is the registered node's that has it.
+
+        Only one of them was connected when it was asked, or the SuperLink has
+        registered the node since.
+        """
+        if client.partition is None:
+            return
+        for other in list(self._clients.values()):
+            if other.partition != client.partition:
+                continue
+            reason = f"partition {client.partition} is also {{}}'s, which is registered"
+            if other.registered and not client.registered:
+                raise WireError(reason.format(other.name), field="partition-id")
+            if client.registered and not other.registered:
+                error = WireError(reason.format(client.name), field="partition-id")
+                if self.fold is not None:  # what was added up cannot be taken out
+                    raise error
+                for upload in [u for u in self.admitted if u.client == other.name]:
+                    self.withdraw(upload, error)
+
+    def reject(self, node: int, error: Exception, stage: str = "") -> None:
+        """Leave a node's client out."""
+        name = self.names.name(node)
+        self.rejected.add(name, error, stage=stage or self.stage, node=node)
+
+    def reject_saved(self, client: Identity, error: Exception) -> None:
+        """Reject what was saved of a client, which need not be connected."""
+        self.rejected.add(client.name, error, stage=self.stage, node=client.node)
+
+    def withdraw(self, upload: Upload[P], error: Exception) -> None:
+        """Reject an upload that was admitted before."""
+        self.admitted = [u for u in self.admitted if u.client != upload.client]
+        self.rejected.add(upload.client, error, stage=self.stage, node=upload.node_id)
+        self.withdrawn[upload.client] = self.rejected.reasons[upload.client]
+
+    def mark_missing(self, nodes: Iterable[int], reason: str) -> None:
+        """Note from which nodes nothing came, and why."""
+        self.missing |= {self.names.name(node): reason for node in nodes}
+
+    # Who has replied
+
+    def has(self, client: Identity) -> bool:
+        """Return whether a client's reply was admitted."""
+        return client.name in self._clients
+
+    def done(self) -> set[str]:
+        """Return all that those may be called who have replied, in whatever way."""
+        names = {name for client in self._clients.values() for name in client.names}
+        return names | self.rejected.reasons.keys()
+
+    def without_done(self, nodes: Iterable[int]) -> list[int]:
+        """Return those nodes whose clients have not replied, in whatever way.
+
+        A registered one's partition may have replied: anyone can claim it.
+        """
+        done, left = self.done(), []
+        for node in nodes:
+            client = self.names.identity(node)
+            names = {client.name, f"node-{node}"} if client.registered else client.names
+            if not names & done:
+                left.append(node)
+        return left
+
+    def log_missing(self) -> None:
+        """Log from whom nothing came."""
+        for line in self._missing_lines():
+            logger.warning("%s: %s", self.stage, line)
+
+    def _missing_lines(self) -> list[str]:
+        by_reason = _by_reason(self.missing).items()
+        return [f"no reply from {listed(c)}: {reason}" for reason, c in by_reason]
+
+    # All replies
+
+    def uploads(self, needed: int) -> list[Upload[P]]:
+        """Return the uploads in an order that depends on no node id and no timing.
+
+        Those that do not agree with most are rejected first; then the policy limits
+        what is left.
+
+        Raises
+        ------
+        RoundError
+            With every reason, if there are fewer than `needed`.
+        """
+        self.admitted.sort(key=lambda upload: self._clients[upload.client].order)
+        self._withdraw_mismatched()
+        self.check_enough(needed)
+        sizes = [self._sizes[upload.client] for upload in self.admitted]
+        uploads, self.limited = self.policy.limit(self.admitted, sizes, self.like)
+        for client, reason in self.limited.items():
+            logger.warning("%s: limited %s: %s", self.stage, client, reason)
+        self._weights = {upload.client: upload.num_examples for upload in uploads}
+        return uploads
+
+    def check_enough(self, needed: int, awaited: int = 0) -> None:
+        """See that there are enough uploads, with those that are still awaited.
+
+        Raises
+        ------
+        RoundError
+            With every reason, if there are fewer than `needed`.
+        """
+        self.rejected.summarise()
+        if (count := len(self.admitted) + awaited) >= needed:
+            return
+        lines = self.rejected.lines() + self._missing_lines()
+        raise RoundError(
+            f"{count} usable replies, and min_train_nodes={needed}:\n"
+            + "\n".join(lines)
+        )
+
+    def _withdraw_mismatched(self) -> None:
+        """Reject the uploads whose layout is not the one that most have."""
+        layouts = [upload.payload.layout() for upload in self.admitted]
+        if len(set(layouts)) < 2:
+            return
+        common = Counter(layouts).most_common(1)[0][0]
+        for upload, layout in zip(list(self.admitted), layouts, strict=True):
+            if layout != common:
+                field, reason = upload.payload.disagreement
+                others = sorted(set(layout) ^ set(common))
+                what = others or "the same in another order"
+                self.withdraw(upload, WireError(f"{reason}: {what}", field=field))
+
+    def metrics(
+        self, aggregate: Callable[[list[RecordDict], str], MetricRecord]
+    ) -> MetricRecord:
+        """Return the admitted replies' aggregated metrics, and how many there were."""
+        key, weights = self.weighted_by_key, self._weights
+        own = {
+            u.client: MetricRecord({**u.metrics, key: weights[u.client]})
+            for u in self.admitted
+        }
+        kept, mismatched = comparable(own)
+        for client, reason in mismatched.items():
+            logger.warning("%s: metrics without %s: it %s", self.stage, client, reason)
+        contents = [RecordDict({"metrics": record}) for record in kept.values()]
+        averaged = aggregate(contents, key) if contents else {}
+        counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
+        if self.missing:
+            counts["num-missing"] = len(self.missing)
+        if self.limited:
+            counts["num-limited"] = len(self.limited)
+        return MetricRecord({**averaged, **counts})
+
+
+def _scores(arrays: ArrayRecord, like: Params) -> Scores:
+    return Scores()
+
+
+class EvaluationDoor(Door[Scores]):
+    """Takes evaluate replies: metrics alone, which are what clients must agree in.
+
+    Parameters
+    ----------
+    names, weighted_by_key, policy
+        As for :class:`Door`.
+    """
+
+    def __init__(self, names: NodeNames, weighted_by_key: str, policy: Policy) -> None:
+        super().__init__(
+            names,
+            lambda arrays, like: Scores(),
+            {},
+            weighted_by_key,
+            policy,
+            quiet=True,
+        )
+        self.stage = EVALUATE
+        self._messages: dict[int, Message] = {}
+        self._scores: dict[str, MetricRecord] = {}  # what most report
+
+    def _arrays(self, message: Message) -> ArrayRecord:
+        return ArrayRecord()
+
+    def take(self, reply: Reply) -> tuple[ArrayRecord, MetricRecord] | None:
+        """Admit or reject a reply, and keep its message."""
+        self._messages[reply.node] = reply.message
+        return super().take(reply)
+
+    def _withdraw_mismatched(self) -> None:
+        """Reject the replies without the metrics that most have."""
+        own = {upload.client: upload.metrics for upload in self.admitted}
+        self._scores, mismatched = comparable(own)
+        for upload in [u for u in self.admitted if u.client in mismatched]:
+            error = WireError(f"it {mismatched[upload.client]}", field="metrics")
+            self.withdraw(upload, error)
+
+    def average(self, server_round: int, aggregate: Aggregate) -> MetricRecord | None:
+        """Have a strategy aggregate the replies that fit, in the clients' order.
+
+        Parameters
+        ----------
+        server_round : int
+            The round.
+        aggregate : Callable[[int, Iterable[Message]], MetricRecord | None]
+            The strategy's ``aggregate_evaluate``.
+
+        Returns
+        -------
+        MetricRecord | None
+            None where no reply is of use, or the strategy can make nothing of them.
+        """
+        messages = []
+        for upload in self.uploads(needed=0):
+            message = copy.copy(self._messages[upload.node_id])
+            weight = {self.weighted_by_key: upload.num_examples}
+            record = MetricRecord({**self._scores[upload.client], **weight})
+            message.content = RecordDict({"metrics": record})
+            messages.append(message)
+        return aggregate(server_round, messages) if messages else None
