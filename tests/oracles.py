@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import (
+    STRUCTURES,
     BlockDiagonal,
     Curvature,
     Dense,
@@ -19,6 +20,8 @@ from flwr_fisher.curvature import (
     EigenKronecker,
     Kronecker,
     WeightedSum,
+    fisher,
+    fisher_plan,
 )
 from flwr_fisher.merge import LocalPosterior
 
@@ -98,6 +101,64 @@ def diagonal_fisher(model: nn.Module, inputs: Tensor) -> Tensors:
         name: torch.stack([p * g[name] ** 2 for p, g in found]).sum(0) / len(inputs)
         for name in found[0][1]
     }
+
+
+def check_exact(
+    model: nn.Module,
+    x: Tensor,
+    *,
+    diagonal: set[str] | None = None,
+    slow: set[str] | None = None,
+    tolerance: float = 1e-5,
+) -> None:
+    """Check every structure against the dense Fisher of loops.
+
+    `diagonal` are the parameters of which K-FAC has no more than that, and `slow` those
+    that take each example's gradient, where a test knows them.
+    """
+    want = dense_fisher(model, x)
+    params = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    dtype = next(iter(params.values())).dtype
+    places = cut(torch.arange(len(want)), params)
+    found = fisher(model, [x], structure=list(STRUCTURES), tolerance=0)
+    for structure, curvature in zip(STRUCTURES, found, strict=True):
+        assert sorted(curvature.shapes) == sorted(params)
+        assert {d.dtype for d in curvature.diagonal().values()} == {dtype}
+        assert not any(tensor.requires_grad for tensor in curvature.tensors())
+        for block in curvature.blocks():
+            rows = flat({n: places[n] for n in block.shapes}).long()
+            own = want[rows][:, rows]
+            what = f"{structure} of {list(block.shapes)}"
+            if isinstance(block, Diagonal):
+                assert relative(flat(block.entries), own.diagonal()) <= tolerance, what
+            elif isinstance(block, Dense):
+                assert relative(block.matrix, own) <= tolerance, what
+            elif isinstance(block, EigenKronecker):
+                moments = diagonal_in_basis(block, own)
+                assert relative(block.moments, moments) <= 10 * tolerance, what
+        if structure in ("diagonal", "dense"):
+            assert list(curvature.shapes) == list(params)
+        elif diagonal is not None:
+            own_kind = {n for n, kind in kinds(curvature).items() if kind is Diagonal}
+            assert own_kind == diagonal, structure
+    if slow is not None:
+        plan = fisher_plan(model, x)
+        assert {n for e in plan.layers if e.slow for n in e.parameters} == slow
+
+
+def diagonal_in_basis(block: EigenKronecker, matrix: Tensor) -> Tensor:
+    """Return a layer's matrix at each pair of its basis's columns, ``[groups, m, n]``.
+
+    The matrix's rows are in the order of the weight and then the bias.
+    """
+    moments = torch.zeros(block.moments.shape).double()
+    for place in moments.new_ones(moments.shape).nonzero():
+        unit = torch.zeros(moments.shape).double()
+        unit[tuple(place)] = 1
+        turned = block.basis_G.double() @ unit @ block.basis_A.double().mT
+        column = flat(block.as_params(turned))
+        moments[tuple(place)] = column @ matrix @ column
+    return moments
 
 
 def kinds(curvature: Curvature) -> dict[str, type[Curvature]]:

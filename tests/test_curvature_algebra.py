@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import (
     CURVATURES,
-    cut,
     flat,
     randn,
     random_blocks,
@@ -22,7 +21,7 @@ from oracles import (
     random_like,
     relative,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
@@ -32,7 +31,6 @@ from flwr_fisher.curvature import (
     EigenKronecker,
     Kronecker,
     WeightedSum,
-    fisher,
 )
 from flwr_fisher.errors import ConfigurationError, StructureError
 
@@ -73,6 +71,9 @@ def test_products_sums_and_multiples(
     product = F @ v
     assert {k: t.dtype for k, t in product.items()} == dict.fromkeys(F.shapes, dtype)
     assert near(in_order(product, F), dense @ flat(v), dtype)
+    assert near(in_order(F.diagonal(), F), dense.diagonal(), dtype)
+    assert near(dense, dense.mT, dtype)
+    assert torch.linalg.eigvalsh(dense)[0] > -1e-5 * dense.trace()
     for scaled in (c * F, F * c):
         assert near(scaled.to_dense(), c * dense, dtype)
     total = F + c * F2
@@ -288,56 +289,3 @@ def test_another_device(kind: str) -> None:
 def test_a_dtype_must_be_one_of_floats() -> None:
     with pytest.raises(ConfigurationError, match="floats, got torch"):
         random_blocks(1).to(dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: random_kronecker(1, "fc1.weight", (120, 400), bias="fc1.bias"),
-            "Kronecker('fc1.weight', 120 x 401, 1.4 MB)",
-        ),
-        (
-            lambda: random_kronecker(1, "c.weight", (6, 1, 2), groups=3),
-            "Kronecker('c.weight', 3 groups of 2 x 2, 192 B)",
-        ),
-        (lambda: random_eigen(1, bias="b"), "EigenKronecker('w', 4 x 4, 384 B)"),
-        (lambda: random_diagonal(1, w=(100,)), "Diagonal(100 parameters, 800 B)"),
-        (
-            lambda: random_dense(1, 2, w=(10, 10)),
-            "Dense(100 parameters, 80.0 kB)",
-        ),
-        (
-            lambda: random_blocks(1),
-            "BlockDiagonal(4 blocks, 39 parameters, 656 B)",
-        ),
-        (
-            lambda: random_blocks(1) + random_blocks(2),
-            "WeightedSum(2 terms, 4 blocks, 39 parameters, 1.3 kB)",
-        ),
-    ],
-    ids=range(7),
-)
-def test_it_tells_what_it_is(make: Any, text: str) -> None:
-    assert repr(make()) == text
-
-
-def test_the_algebra_of_a_models_fisher() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    x = randn(1, 20, 3)
-    structures = ["kfac", "ekfac", "block", "diagonal", "dense"]
-    found = fisher(model, [x], structure=structures)
-    for F in found:
-        damping = F.trace() / F.numel()
-        b = {k: torch.ones(s) for k, s in F.shapes.items()}
-        matrix = F.to_dense().double() + damping * torch.eye(F.numel()).double()
-        want = torch.linalg.solve(matrix, flat(b))
-        assert relative(in_order(F.solve(b, damping), F), want) <= 1e-4
-    # Of several structures, too: dense joins all blocks.
-    total = reduce(add, found)
-    b = {k: torch.ones(s) for k, s in total.shapes.items()}
-    damping = total.trace() / total.numel()
-    matrix = total.to_dense().double() + damping * torch.eye(total.numel()).double()
-    want = cut(torch.linalg.solve(matrix, in_order(b, total)), b)
-    got = total.solve(b, damping)
-    assert all(relative(got[k], want[k]) <= 1e-4 for k in b)

@@ -1,19 +1,15 @@
 """What `fisher` leaves alone, and what it refuses."""
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from nets import VECTORS, CalledTwice, RawParameter
+from nets import VECTORS, CalledTwice
 from oracles import (
     SMALL_SHAPE,
-    dense_fisher,
-    kinds,
     randn,
-    relative,
     seeded,
     small_net,
 )
@@ -23,10 +19,8 @@ from flwr_fisher import curvature
 from flwr_fisher.curvature import (
     ENGINES,
     EXPECTATIONS,
+    LIKELIHOODS,
     STRUCTURES,
-    BlockDiagonal,
-    Diagonal,
-    Kronecker,
 )
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -103,204 +97,208 @@ def prepared(limit: int | None = None) -> nn.Module:
     return model
 
 
+class Breaks:
+    """A loader that fails after its first batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield randn(1, 2, *SMALL_SHAPE)
+        raise ZeroDivisionError("the disk is gone")
+
+
 @pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("broken", [None, "loader", 0, 1, 2, 3])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_model_is_left_as_it_was(structure: str, enabled: bool) -> None:
-    model, x = prepared(), randn(1, 5, *SMALL_SHAPE)
+def test_the_model_is_left_as_it_was(
+    structure: str, broken: str | int | None, enabled: bool
+) -> None:
+    """Also where the loader breaks, or the model in one of its calls."""
+    x = randn(1, 6, *SMALL_SHAPE)
+    model = prepared(broken if isinstance(broken, int) else None)
+    loader = Breaks() if broken == "loader" else x.split(2)
     with torch.set_grad_enabled(enabled):
         before, data = snapshot(model), x.clone()
-        fisher(model, x.split(2), structure=structure)
+        if broken is None:
+            fisher(model, loader, structure=structure)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                fisher(model, loader, structure=structure)
         assert same(snapshot(model), before)
         assert torch.equal(x, data)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_nngeometry_engine_leaves_the_model_as_it_was(structure: str) -> None:
-    model = seeded(small_net).train()
+    model, x = seeded(small_net).train(), randn(1, 5, *SMALL_SHAPE)
     model[2].eval()
     before = snapshot(model)
-    fisher(
-        model,
-        randn(1, 5, *SMALL_SHAPE).split(2),
-        structure=structure,
-        engine="nngeometry",
-    )
+    fisher(model, x.split(2), structure=structure, engine="nngeometry")
     assert same(snapshot(model), before)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 3])
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_model_is_left_as_it_was_after_its_own_error(
-    structure: str, limit: int
-) -> None:
-    model = prepared(limit)
-    before = snapshot(model)
-    with pytest.raises(ZeroDivisionError, match="the model broke"):
-        fisher(model, randn(1, 6, *SMALL_SHAPE).split(2), structure=structure)
-    assert same(snapshot(model), before)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_model_is_left_as_it_was_after_the_loaders_error(structure: str) -> None:
-    class Broken:
-        def __iter__(self) -> Iterator[Tensor]:
-            yield randn(1, 2, *SMALL_SHAPE)
-            raise OSError("the disk is gone")
-
-    model = prepared()
-    before = snapshot(model)
-    with pytest.raises(OSError, match="the disk is gone"):
-        fisher(model, Broken(), structure=structure)
-    assert same(snapshot(model), before)
-
-
-def test_a_callers_no_grad_changes_nothing() -> None:
-    model, x = seeded(small_net), randn(1, 5, *SMALL_SHAPE)
-    for structure in STRUCTURES:
-        want = fisher(model, [x], structure=structure)
-        with torch.no_grad():
-            got = fisher(model, [x], structure=structure)
-        assert kinds(got) == kinds(want)
-        assert torch.equal(got.to_dense(), want.to_dense())
-
-
-def test_the_curvature_is_detached() -> None:
-    model, x = seeded(RawParameter), VECTORS
-    for structure in STRUCTURES:
-        found = fisher(model, [x], structure=structure)
-        assert not any(d.requires_grad for d in found.diagonal().values())
 
 
 # --- errors ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("what", "known"),
-    [("structure", STRUCTURES), ("expectation", EXPECTATIONS), ("engine", ENGINES)],
-)
-def test_an_unknown_name_comes_with_the_known_ones(
-    what: str, known: tuple[str, ...]
-) -> None:
-    keywords: dict[str, Any] = {what: "kfca"}
-    listed = ", ".join(known)
-    with pytest.raises(
-        UnknownNameError, match=f"unknown {what} 'kfca'; known: {listed}"
-    ):
-        fisher(nn.Linear(3, 3), [VECTORS], **keywords)
+LINEAR = nn.Linear(3, 3)
+
+
+class Branches(nn.Module):
+    """Computes what torch.func has no rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.odd = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sign = 1 if x.sum().item() > 0 else 2
+        return self.fc(x) * self.odd.mean() * sign
+
+
+class Sometimes(CalledTwice):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        return self.head(self.fc(x) if len(x) == 1 else x)
+
+
+class Folds(CalledTwice):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.repeat(2, 1) if len(x) == 1 else x
+        return self.head(self.fc(rows))[: len(x)]
+
+
+def ended(*tail: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), *tail)
+
+
+UNEVEN = VECTORS.split([4, 1])
+ONE = [VECTORS]
+Y = torch.arange(5) % 3
+MISTAKES: dict[str, tuple[nn.Module, Any, dict[str, Any], type[Exception], str]] = {
+    **{
+        f"unknown {what}": (
+            LINEAR,
+            ONE,
+            {what: "kfca"},
+            UnknownNameError,
+            f"unknown {what} 'kfca'; known: {', '.join(known)}",
+        )
+        for what, known in {
+            "structure": STRUCTURES,
+            "expectation": EXPECTATIONS,
+            "engine": ENGINES,
+            "likelihood": LIKELIHOODS,
+        }.items()
+    },
+    "frozen": (
+        nn.Linear(3, 3).requires_grad_(False),
+        ONE,
+        {},
+        ConfigurationError,
+        "no trainable parameter",
+    ),
+    "no parameter": (nn.ReLU(), ONE, {}, ConfigurationError, "no trainable parameter"),
+    "no batch": (LINEAR, [], {}, DataError, "no examples"),
+    "no example": (LINEAR, [VECTORS[:0]], {}, DataError, "no examples"),
+    "a mapping": (LINEAR, [{"x": VECTORS}], {}, DataError, "mapping of 'x'.*batch_fn"),
+    "an empty list": (LINEAR, [[]], {}, DataError, "a list of 0"),
+    "two of no tensor": (LINEAR, [("x", 1)], {}, DataError, "a tuple of 2: str, int"),
+    "a text": (LINEAR, ["text"], {}, DataError, "a str"),
+    "flat logits": (ended(nn.Flatten(0)), ONE, {}, StructureError, r"\(15,\)"),
+    "classes that are not last": (
+        ended(nn.Unflatten(1, (3, 1))),
+        ONE,
+        {},
+        StructureError,
+        r"\(5, 3, 1\)",
+    ),
+    "one logit": (ended(nn.Linear(3, 1)), ONE, {}, StructureError, r"\(5, 1\)"),
+    "elsewhere": (LINEAR, ONE, {"device": "meta"}, ConfigurationError, "device=meta"),
+    "no vmap": (Branches(), ONE, {}, StructureError, "per-example gradients.*'odd'"),
+    "too large": (
+        nn.Linear(300, 300),
+        [torch.ones(2, 300)],
+        {"structure": "dense"},
+        StructureError,
+        r"needs \d+\.\d GB",
+    ),
+    "blocks too large": (
+        nn.Linear(300, 300),
+        [torch.ones(2, 300)],
+        {"structure": "block"},
+        StructureError,
+        r"needs \d+\.\d GB",
+    ),
+    "read once": (LINEAR, iter(ONE), {"structure": "ekfac"}, DataError, "reads .*twic"),
+    "called again": (Sometimes(), UNEVEN, {}, StructureError, "'fc' was called 2 tim"),
+    "other rows": (Folds(), UNEVEN, {}, StructureError, "'fc' was called with 2 rows"),
+    "batch alone": (
+        LINEAR,
+        [(VECTORS, Y)],
+        {"expectation": "empirical-batch"},
+        ConfigurationError,
+        "structure='diagonal'",
+    ),
+    **{
+        f"{name}={value}": (LINEAR, ONE, {name: value}, ConfigurationError, name)
+        for name, value in (
+            ("tolerance", -0.1),
+            ("tolerance", 1.5),
+            ("num_samples", 0),
+            ("max_passes", 0),
+            ("max_positions", 0),
+            ("max_batch_bytes", 0),
+            ("weight_sharing", "flatten"),
+        )
+    },
+    **{
+        f"{name} with {how}": (
+            LINEAR,
+            ONE,
+            {name: value} | how,
+            ConfigurationError,
+            f"{name}='?{value}",
+        )
+        for name, value, how in (
+            ("max_passes", 2, {"expectation": "sampled"}),
+            ("max_passes", 2, {"engine": "nngeometry"}),
+            ("max_positions", 4, {"structure": "diagonal"}),
+            ("max_positions", 4, {"engine": "nngeometry"}),
+            ("max_positions", 4, {"weight_sharing": "reduce"}),
+            ("weight_sharing", "reduce", {"structure": "diagonal"}),
+            ("weight_sharing", "reduce", {"engine": "nngeometry"}),
+        )
+    },
+    "sampled by nngeometry": (
+        LINEAR,
+        ONE,
+        {"engine": "nngeometry", "expectation": "sampled"},
+        ConfigurationError,
+        "engine='nngeometry'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name: str) -> None:
+    model, loader, options, error, culprit = MISTAKES[name]
+    with pytest.raises(error, match=culprit):
+        fisher(model, loader, **options)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_model_without_trainable_parameters(engine: str) -> None:
-    for model in (nn.Linear(3, 3).requires_grad_(False), nn.ReLU()):
-        with pytest.raises(ConfigurationError, match="no trainable parameter"):
-            fisher(model, [VECTORS], engine=engine)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_loader_without_examples(structure: str, engine: str) -> None:
-    for loader in ([], [VECTORS[:0]]):
-        with pytest.raises(DataError, match="no examples"):
-            fisher(nn.Linear(3, 3), loader, structure=structure, engine=engine)
+def test_every_structure_refuses_the_same(structure: str, engine: str) -> None:
+    how = {"structure": structure, "engine": engine}
+    with pytest.raises(DataError, match="no examples"):
+        fisher(LINEAR, [VECTORS[:0]], **how)
+    with pytest.raises(ConfigurationError, match="no trainable parameter"):
+        fisher(nn.ReLU(), ONE, **how)
+    if engine == "auto":
+        with pytest.raises(StructureError, match=r"logits .*\(5, 1\)"):
+            fisher(ended(nn.Linear(3, 1)), ONE, **how)
+        with pytest.raises(StructureError, match="per-example gradients"):
+            fisher(Branches(), ONE, **how)
 
 
-@pytest.mark.parametrize(
-    ("batch", "says"),
-    [
-        ({"x": VECTORS}, "a mapping of 'x', .* batch_fn"),
-        ([], "inputs as tensors, got a list of 0"),
-        (("x", 1), "inputs as tensors, got a tuple of 2: str, int"),
-        ("text", "inputs as tensors, got a str"),
-    ],
-)
-def test_a_loader_of_something_else(batch: Any, says: str) -> None:
-    with pytest.raises(DataError, match=says):
-        fisher(nn.Linear(3, 3), [batch])
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize(
-    ("tail", "shape"),
-    [
-        (nn.Flatten(0), "(15,)"),
-        (nn.Unflatten(1, (3, 1)), "(5, 3, 1)"),
-        (nn.Linear(3, 1), "(5, 1)"),
-    ],
-)
-def test_an_output_that_is_not_logits(
-    structure: str, tail: nn.Module, shape: str
-) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), tail)
-    with pytest.raises(StructureError) as caught:
-        fisher(model, [VECTORS], structure=structure)
-    assert "logits of shape [batch, classes]" in str(caught.value)
-    assert shape in str(caught.value)
-
-
-def test_a_device_that_is_not_the_models() -> None:
-    model = nn.Linear(3, 3)
-    with pytest.raises(ConfigurationError, match=r"device=cuda.*on cpu: move it first"):
-        fisher(model, [VECTORS], device="cuda")
-    with pytest.raises(ConfigurationError, match="device=meta"):
-        fisher(model, [VECTORS], device=torch.device("meta"))
-    fisher(model, [VECTORS], device="cpu")
-    fisher(model, [VECTORS], device=torch.device("cpu", 0))
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_parameters_without_per_example_gradients_are_named(structure: str) -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.odd = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            sign = 1 if x.sum().item() > 0 else 2
-            return self.fc(x) * self.odd.mean() * sign
-
-    with pytest.raises(StructureError, match=r"no per-example gradients for .*'odd'"):
-        fisher(Branches(), [VECTORS], structure=structure)
-
-
-@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
-def test_calls_that_depend_on_the_data_are_named(structure: str) -> None:
-    class Sometimes(CalledTwice):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.fc(x)
-            return self.head(self.fc(x) if len(x) == 1 else x)
-
-    with pytest.raises(StructureError, match=r"layer 'fc' was called 2 times in one"):
-        fisher(Sometimes(), VECTORS.split([4, 1]), structure=structure)
-
-    class Folds(CalledTwice):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = x.repeat(2, 1) if len(x) == 1 else x
-            return self.head(self.fc(rows))[: len(x)]
-
-    with pytest.raises(StructureError, match="'fc' was called with 2 rows for a batch"):
-        fisher(Folds(), VECTORS.split([4, 1]), structure=structure)
-
-
-@pytest.mark.parametrize("classes", [2, 3, len(VECTORS)])
-@pytest.mark.parametrize("slopes", [1, 4])
-def test_slopes_that_are_learnt_are_exact(slopes: int, classes: int) -> None:
-    layers = nn.Linear(3, 4), nn.PReLU(slopes), nn.Linear(4, classes)
-    model = seeded(lambda: nn.Sequential(*layers))
-    found = fisher(model, [VECTORS], structure="dense").to_dense()
-    assert relative(found, dense_fisher(model, VECTORS)) <= 1e-5
-
-
-def test_every_layer_has_its_own_block() -> None:
-    model = seeded(lambda: nn.Sequential(small_net(), nn.LayerNorm(3), nn.Linear(3, 3)))
-    found = fisher(model, [randn(1, 3, *SMALL_SHAPE)])
-    assert isinstance(found, BlockDiagonal)
-    layouts = [(type(child), list(child.shapes)) for child in found.children]
-    assert layouts == [
-        (Kronecker, ["0.0.weight", "0.0.bias"]),
-        (Kronecker, ["0.2.weight"]),
-        (Kronecker, ["0.5.weight"]),
-        (Kronecker, ["0.7.weight", "0.7.bias"]),
-        (Kronecker, ["2.weight", "2.bias"]),
-        (Diagonal, ["1.weight", "1.bias"]),
-    ]
-    assert Counter(kinds(found).values()) == {Kronecker: 8, Diagonal: 2}
+def test_the_models_device_may_be_named() -> None:
+    for device in ("cpu", torch.device("cpu", 0)):
+        fisher(LINEAR, ONE, device=device)

@@ -70,18 +70,6 @@ def softmax_fisher(logits: Tensor) -> Tensor:
     return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
 
 
-def test_single_pieces_and_their_sizes_are_those_of_all() -> None:
-    logits = 5 * randn(7, 4, 3, 6, dtype=torch.float64)  # examples, positions, classes
-    columns = Columns(SoftmaxFactor(logits), logits.shape)
-    every = torch.stack(list(columns.all()))
-    assert every.shape == (15, 4, 3, 6)
-    torch.testing.assert_close(columns.weights(), every.square().sum((2, 3)))
-    rows, pieces = torch.tensor([2, 0, 3, 3]), torch.tensor([14, 0, 7, 5])
-    of_rows = columns.of(rows)
-    assert of_rows.shape == (4, 3, 6)
-    torch.testing.assert_close(of_rows.pick(pieces), every[pieces, rows])
-
-
 @pytest.mark.parametrize("most", [1, 2, 5, 8])
 def test_the_likeliest_labels_and_a_draw_are_right_on_average(most: int) -> None:
     row = torch.tensor([3.0, -1.0, 2.0, 0.0, -40.0, 1.0, -2.0, 0.5, -0.5])
@@ -143,16 +131,6 @@ def test_positions_share_a_pass_with_random_signs() -> None:
         total[7, diagonal, diagonal], want[diagonal, diagonal], rtol=1e-5, atol=1e-6
     )
     torch.testing.assert_close(columns.weights()[:, 0].sum(), want.trace())
-
-
-def test_a_thousand_classes_take_a_few_times_the_logits() -> None:
-    """Once they took its square: 2 GB here."""
-    logits = randn(3, 512, 1, 1000)
-    with torch.profiler.profile(profile_memory=True) as profiled:
-        columns = Columns(SoftmaxFactor(logits), logits.shape)
-        columns.weights(), next(columns.all())
-    largest = max(event.self_cpu_memory_usage for event in profiled.events())
-    assert largest <= 4 * logits.nbytes
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2, 1), (0,)])

@@ -23,8 +23,6 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.merge import fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FAGH, FedFisherOneShot
-from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import FisherUpload
 
 
@@ -186,15 +184,6 @@ def test_what_needs_classes_or_a_loss_is_told() -> None:
     ask(client(), arrays(), {"job": "gradient"})
     with pytest.raises(ClientError, match=r"TCT regresses on classes.*Poisson"):
         ask(client(), arrays(), {"check": "tct-check"})
-
-
-@pytest.mark.parametrize("strategy", [FedFisherOneShot, FAGH])
-def test_a_run_with_it(strategy: Any) -> None:
-    grid = LocalGrid(client().as_client_app(), 2)
-    result = strategy(fraction_evaluate=0.0).start(grid, arrays())
-    moved = result.arrays.to_torch_state_dict()
-    assert all(v.isfinite().all() for v in moved.values())
-    assert not torch.equal(moved["0.weight"], seeded(net)[0].weight)
 
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])

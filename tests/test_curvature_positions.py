@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import relative
 from torch import Tensor, nn
 
-from flwr_fisher.curvature import Kronecker, fisher
+from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
 from flwr_fisher.curvature.estimate.layers import (
     Positions,
@@ -131,17 +130,3 @@ def test_enough_positions_are_all_of_them():
     assert torch.equal(got.to_dense(), want.to_dense())
     with pytest.raises(ConfigurationError, match="max_positions"):
         fisher(net(), [images()], max_positions=0)
-
-
-def test_few_are_close_where_there_are_many_examples():
-    x = torch.randn(300, 1, 8, 8, generator=torch.Generator().manual_seed(2))
-    want = fisher(net(), x.split(32), tolerance=0)
-    got = fisher(net(), x.split(32), tolerance=0, max_positions=4)
-    assert all(isinstance(block, Kronecker) for block in want.blocks())
-    assert relative(got.to_dense(), want.to_dense()) < 0.1
-
-
-def test_what_has_no_positions_to_bound_is_refused():
-    for how in ({"structure": "diagonal"}, {"engine": "nngeometry"}):
-        with pytest.raises(ConfigurationError, match="max_positions=4 bounds"):
-            fisher(net(), [images()], max_positions=4, **how)

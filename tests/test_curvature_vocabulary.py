@@ -8,10 +8,8 @@ from fuzz_wire import Largest
 from oracles import diagonal_fisher, relative, seeded
 from torch import Tensor, nn
 
-from flwr_fisher.curvature import Diagonal, Kronecker, fisher
+from flwr_fisher.curvature import Diagonal, fisher
 from flwr_fisher.curvature.estimate import accumulation, accumulators
-from flwr_fisher.params import shared_state
-from flwr_fisher.wire import FisherUpload, get_codec, resolve
 
 VOCABULARY, WIDTH = 50_000, 16
 
@@ -70,14 +68,3 @@ def test_a_factor_that_would_be_too_large_is_an_exact_diagonal(
         assert kinds["mix.weight"] is not Diagonal
         for name in ("head.weight", "head.bias", "rows.weight"):
             assert relative(F.diagonal()[name], want[name]) < 1e-12, name
-
-
-def test_it_travels() -> None:
-    model = seeded(Language)
-    params = shared_state(model)
-    F = fisher(model, [TOKENS[:4]], expectation="sampled")
-    assert isinstance(F.blocks()[0], Kronecker)
-    codec = resolve(get_codec("fedavg"), params)
-    record = FisherUpload(params, F).to_arrays(codec)
-    back = FisherUpload.from_arrays(record, params, codec, structure="kfac")
-    assert back.layout() == FisherUpload(params, F).layout()

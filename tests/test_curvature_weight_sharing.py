@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from flwr_fisher import curvature
 from flwr_fisher.curvature import BlockDiagonal, Kronecker
-from flwr_fisher.errors import ConfigurationError, UnknownNameError
 
 fisher = partial(curvature.fisher, tolerance=0)
 TOKENS = randn(1, 6, 5, 3)
@@ -42,7 +41,7 @@ def tokens() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    first = nn.Conv2d(2, 4, 3, padding=1, stride=2)
+    first = nn.Conv2d(2, 4, (2, 3), padding=1, stride=(2, 1), dilation=(1, 2))
     return pooled(IMAGES, first, nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2))
 
 
@@ -51,7 +50,7 @@ def columns(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(layer, nn.Conv2d):
         kernel, groups = layer.kernel_size, layer.groups
         a = F.unfold(
-            a.unsqueeze(0), kernel, padding=layer.padding, stride=layer.stride
+            a.unsqueeze(0), kernel, layer.dilation, layer.padding, layer.stride
         )[0]
         a, g = a.reshape(groups, -1, a.shape[-1]), g.reshape(groups, -1, a.shape[-1])
     else:
@@ -138,13 +137,3 @@ def test_attention_and_ekfac_have_them_too():
     exact = fisher(model, [x], structure="block").to_dense()
     error = relative(ekfac.to_dense(), exact)
     assert error < relative(kfac.to_dense(), exact)
-
-
-def test_mistakes_are_named():
-    model, x = seeded(tokens), TOKENS
-    with pytest.raises(UnknownNameError, match="weight_sharing"):
-        fisher(model, [x], weight_sharing="flatten")
-    with pytest.raises(ConfigurationError, match=r"weight_sharing='reduce' is for 'k"):
-        fisher(model, [x], structure="diagonal", weight_sharing="reduce")
-    with pytest.raises(ConfigurationError, match="max_positions=4 bounds"):
-        fisher(model, [x], weight_sharing="reduce", max_positions=4)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles import posteriors, random_blocks, random_kronecker, random_like, relative
+from oracles import posteriors, random_blocks, random_kronecker, random_like
 from torch import Tensor
 from uploads import upload_of
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Deferred, Kronecker
-from flwr_fisher.errors import ParamsError
 from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, regmean
 from flwr_fisher.params import (
     DeferredParams,
@@ -21,7 +20,6 @@ from flwr_fisher.params import (
 )
 from flwr_fisher.wire import (
     FisherUpload,
-    curvature_to_tensors,
     get_codec,
     resolve,
 )
@@ -62,14 +60,6 @@ def test_it_does_all_that_the_curvature_does() -> None:
     assert isinstance(deferred.regularised(shrink=0.5), Kronecker)
     assert deferred.made() is curvature
     assert "Kronecker" in repr(deferred)
-
-
-def test_blocks_make_all_that_is_deferred() -> None:
-    deferred, made = counted(random_kronecker(1))
-    blocks = BlockDiagonal([deferred])
-    assert blocks.blocks() == [deferred]
-    assert not made
-    assert isinstance(blocks.made().blocks()[0], Kronecker)
 
 
 def deferred_twin(
@@ -127,12 +117,6 @@ def test_params_are_made_each_time_and_not_kept() -> None:
         later["c"]
 
 
-def test_deferred_params_of_another_layout_are_refused() -> None:
-    later = DeferredParams({"w": torch.zeros(3)}, lambda key: torch.zeros(3))
-    with pytest.raises(ParamsError, match=r"'w' has shape \(3,\), expected \(2,\)"):
-        check_same_layout({"w": torch.zeros(2)}, later, "client 1")
-
-
 @pytest.mark.parametrize("codec", ["fedavg", "small"])
 def test_a_packed_upload_stays_packed_until_it_is_merged(
     codec: str, monkeypatch: pytest.MonkeyPatch
@@ -150,31 +134,3 @@ def test_a_packed_upload_stays_packed_until_it_is_merged(
     later, now = (fedfisher([client, client], anchor=0.1).params for client in clients)
     for key, value in now.items():
         assert torch.equal(later[key], value)
-
-
-def test_small_uploads_that_stay_unpacked_are_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent = upload_of("wide", "kfac")
-    chosen = resolve(get_codec("fedavg"), sent.params)
-    record = sent.to_arrays(chosen)
-    small = FisherUpload.from_arrays(record, sent.params, chosen)
-    assert not isinstance(small.params, DeferredParams)
-    monkeypatch.setattr("flwr_fisher.wire.read_fisher._SMALL", 0)
-    large = FisherUpload.from_arrays(record, sent.params, chosen)
-    for key, value in large.params.items():
-        assert torch.equal(small.params[key], value)
-    parts = curvature_to_tensors(small.curvature)
-    for key, value in curvature_to_tensors(large.curvature).items():
-        assert torch.equal(parts[key], value)
-
-
-def test_leading_vectors_stay_few_when_they_are_read() -> None:
-    sent = upload_of("wide", "kfac", spectrum="flat")
-    chosen = resolve(get_codec("small"), sent.params)
-    got = FisherUpload.from_arrays(sent.to_arrays(chosen), sent.params, chosen)
-    assert got.curvature.made().nbytes < sent.curvature.nbytes
-    v = random_like(sent.curvature, 1)
-    v = {key: value.float() for key, value in v.items()}
-    product, want = got.curvature @ v, sent.curvature @ v
-    assert max(relative(product[k], want[k]) for k in want) < 1

@@ -7,7 +7,6 @@ from oracles import seeded
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher, fisher_plan
-from flwr_fisher.curvature.estimate import accumulation
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 
 
@@ -54,20 +53,6 @@ def test_it_is_what_the_fisher_then_is(structure: str) -> None:
     F = fisher(model, [SERIES], structure=structure)
     assert sum(e.nbytes for e in plan.layers) == sum(t.nbytes for t in F.tensors())
     assert {n for e in plan.layers for n in e.parameters} == F.shapes.keys()
-
-
-def test_ekfac_has_the_factors_as_its_basis() -> None:
-    plan = fisher_plan(seeded(Mixed), SERIES, structure="ekfac")
-    forms = {each.parameters[0]: each.form for each in plan.layers}
-    assert forms["grow.weight"] == "Kronecker: A 4x4, G 4x4, as a basis"
-
-
-def test_a_vocabulary_is_a_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulation, "LARGEST_FACTOR", 4)
-    plan = fisher_plan(seeded(Mixed), SERIES)
-    forms = {each.parameters[0]: each.form for each in plan.layers}
-    assert forms["head.weight"] == "diagonal"
-    assert forms["grow.weight"] == "Kronecker: A 4x4, G 4x4"
 
 
 def test_memory_and_mistakes_are_told_as_by_the_fisher() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import nets
 import pytest
 import torch
-import torch.nn.functional as F
 from oracles import SMALL_SHAPE, headed, randn, relative, seeded, small_net
 from torch import Tensor, nn
 
@@ -69,29 +68,6 @@ def test_they_are_what_kfac_has_of_the_same_layers(name: str) -> None:
         assert relative(layer.A, wanted[weight].A) < 1e-6
 
 
-def test_of_linear_layers_they_are_a_loop() -> None:
-    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    x = randn(5, 9, 3)
-    expected: dict[str, Tensor] = {"0.weight": torch.zeros(4, 4).double()}
-    expected["2.weight"] = torch.zeros(5, 5).double()
-    for row in x:
-        for key, layer_input in (("0.weight", row), ("2.weight", model[0](row).tanh())):
-            a = torch.cat([layer_input.detach(), torch.ones(1)]).double()
-            expected[key] += torch.outer(a, a) / len(x)
-    found = input_covariances(model, [(x[:4], None), (x[4:], None)])
-    for key, A in expected.items():
-        assert relative(found[key].A[0], A) < 1e-6
-
-
-def test_of_convolutions_they_are_sums_over_unfolded_patches() -> None:
-    layer = nn.Conv2d(2, 3, (2, 3), stride=(1, 2), padding=1, bias=False)
-    x = randn(6, 5, 2, 4, 5)
-    patches = F.unfold(x, (2, 3), padding=1, stride=(1, 2)).double()
-    expected = torch.einsum("nit,njt->ij", patches, patches) / len(x)
-    found = input_covariances(nn.Sequential(layer, nn.Flatten()), [x])
-    assert relative(found["0.weight"].A[0], expected) < 1e-6
-
-
 def test_the_parts_of_a_batch_do_not_matter() -> None:
     model, x = seeded(small_net), randn(7, 50, *SMALL_SHAPE)
     whole = input_covariances(model, [x])
@@ -138,18 +114,6 @@ def test_sums_are_in_float32_or_better(dtype: torch.dtype, summed: torch.dtype) 
     assert relative(A[0], a.mT @ a / 600) < 1e-6
 
 
-def test_autocast_leaves_the_sums_alone() -> None:
-    model, x = nn.Linear(3, 2), randn(10, 600, 3)
-    plain = input_covariances(model, [x])["weight"].A
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(input_covariances(model, [x])["weight"].A, plain)
-
-
-def test_a_layer_that_is_not_trained_has_none() -> None:
-    model = nets.freeze(nets.mlp(nn.Linear(3, 3)), "0.weight", "0.bias")
-    assert list(input_covariances(model, [nets.VECTORS])) == ["1.weight"]
-
-
 class Moody(nn.Module):
     """Calls its layer as often as the batch is long."""
 
@@ -180,12 +144,6 @@ def test_calls_that_depend_on_the_data_are_named(
 ) -> None:
     with pytest.raises(StructureError, match=f"'fc' was called {how}"):
         input_covariances(make(), [randn(1, 4, 3), randn(1, 6, 3)])
-
-
-def test_a_batch_norm_of_the_batch_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False))
-    with pytest.raises(StructureError, match="layer '1' normalises by the batch"):
-        input_covariances(model, [nets.VECTORS])
 
 
 def test_mistakes_are_named() -> None:

@@ -17,7 +17,7 @@ from flwr_fisher.curvature.operators.factors import (
     LowRankFactor,
     SymmetricFactor,
 )
-from flwr_fisher.merge import LocalPosterior, fedfisher, regmean
+from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.wire.leading_vectors import leading_vectors
 from flwr_fisher.wire.matrix_budget import Matrix, pack_matrices
 
@@ -170,12 +170,6 @@ def test_it_merges_as_its_dense_twin(solver: str, rank: int) -> None:
         assert got.shares == pytest.approx(want.shares)
         for key, value in want.params.items():
             assert relative(got.params[key], value) <= 1e-8
-
-
-def test_regmean_takes_it() -> None:
-    got, want = regmean(clients(3, dense=False)), regmean(clients(3, dense=True))
-    for key, value in want.items():
-        assert relative(got[key], value) <= 1e-8
 
 
 # --- finding leading vectors ----------------------------------------------------------

@@ -112,7 +112,8 @@ class DenseJacobian(JacobianAccumulator):
     def add(self, inputs: Tensor, pieces: Tensor) -> None:
         """Add the gradients' outer products."""
         for gradients in self.gradients(inputs, pieces):
-            flat = [gradient.flatten(2) for gradient in gradients.values()]
+            # Not flatten(2), which a parameter that is a single number does not have.
+            flat = [g.reshape(*g.shape[:2], -1) for g in gradients.values()]
             rows = torch.cat(flat, 2).flatten(0, 1)
             self.total.addmm_(rows.mT, rows)
 
