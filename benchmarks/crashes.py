@@ -10,7 +10,7 @@ replies, once at a deadline. The model is tiny: what is measured is who is waite
 and how it is named.
 
 Then three clients and two rounds of three epochs in processes that are killed, by
-``tests/killing.py``: the server's and the clients', at each named point (at its first,
+``tools/killing.py``: the server's and the clients', at each named point (at its first,
 second and third call, where there are so many), and at random moments, up to three
 times in a run; half of these are the client's that trains, if one does. The run,
 started again, must end with the model and the metrics of the one that nothing
@@ -42,7 +42,7 @@ client 3 is the third. With a deadline, clients 1 and 3 are waited for in rounds
 6, 11 and 20 (the end of the last one is no longer in the log) and sit out the others;
 in round 2 the node that was killed is named before the SuperLink has noticed."""
 
-TESTS = Path(__file__).parents[1] / "tests"
+KILLING = Path(__file__).parents[1] / "tools" / "killing.py"
 ROUNDS, PORT = 20, 19400
 DEADLINE = 40.0
 STRATEGIES = ("fedfisher", "fedfish", "scaffold", "fedga")
@@ -179,7 +179,7 @@ def killed(strategy: str) -> list[dict[str, Any]]:
     """Return the verdicts of killed runs, the uninterrupted one's first."""
     with tempfile.TemporaryDirectory() as folder:
         where = ("--strategy", strategy, "--named", "1", "2", "3")
-        command = [sys.executable, str(TESTS / "killing.py"), folder, *where]
+        command = [sys.executable, str(KILLING), folder, *where]
         command += ["--random", str(RANDOM[strategy])]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=env)

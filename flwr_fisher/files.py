@@ -52,8 +52,8 @@ def save_record(
     texts: Mapping[str, str],
     *,
     durable: bool = True,
-) -> None:
-    """Write tensors, in their order, with texts and a digest of both.
+) -> str:
+    """Write tensors, in their order, with texts and a digest of both; return that.
 
     Raises
     ------
@@ -64,6 +64,7 @@ def save_record(
     metadata = {**texts, "keys": json.dumps(list(tensors))}
     metadata["digest"] = digest_of(metadata, tensors)
     save_tensors(path, tensors, metadata, durable=durable)
+    return metadata["digest"]
 
 
 def load_texts(path: Path) -> dict[str, str]:
@@ -78,20 +79,31 @@ def load_texts(path: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def load_record(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def load_record(
+    path: Path, digest: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read what :func:`save_record` wrote.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    digest : str, optional
+        What it returned, where another file may have taken the place of this one.
 
     Raises
     ------
     SafetensorError, OSError, KeyError, ValueError
-        If it is damaged.
+        If it is damaged, or another one.
     """
     with safe_open(path, "pt") as file:
         texts = file.metadata() or {}
-        digest = texts.pop("digest")
+        own = texts.pop("digest")
         tensors = {k: file.get_tensor(k) for k in json.loads(texts["keys"])}
-    if digest != digest_of(texts, tensors):
+    if own != digest_of(texts, tensors):
         raise ValueError("its content has changed since it was written")
+    if digest not in (None, own):
+        raise ValueError("it is another file than was written")
     del texts["keys"]
     return tensors, texts
 

@@ -17,7 +17,7 @@ from flwr_fisher.server import (
     cohort,
     gather,
     identity,
-    kept,
+    journal,
     mailbox,
     receive,
 )
@@ -154,12 +154,10 @@ class FullClock(Clock):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FullClock:
     stopped = FullClock()
-    timed = cohort, gather, identity, kept, mailbox, receive
+    timed = cohort, gather, identity, mailbox, receive
     for module in timed:
         monkeypatch.setattr(module, "time", stopped)
-    from flwr_fisher.server import checkpoint
-
-    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(time=stopped.time))
+    monkeypatch.setattr(journal, "time", SimpleNamespace(time=stopped.time))
     return stopped
 
 

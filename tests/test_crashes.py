@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+TOOL = Path(__file__).parents[1] / "tools" / "killing.py"
 
 
 def trials(where: Path, *options: str) -> list[dict[str, Any]]:
     """The verdicts of ``killing.py``, the uninterrupted run's first."""
-    command = [sys.executable, str(HERE / "killing.py"), str(where), *options]
+    command = [sys.executable, str(TOOL), str(where), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -42,7 +42,7 @@ from hostile import (
     run,
 )
 from hostile_servers import besiege
-from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
+from virtual import LIFTED, Watched, opened, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, ParamsError, RoundError
 from flwr_fisher.flower_internals import NodeInfo
@@ -298,7 +298,7 @@ def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
     assert "the third client's overflow" in caplog.text
     (aside,) = tmp_path.rglob("set-aside/*.safetensors")
     assert aside.stem == "partition-2"
-    assert "overflow" in aside.with_suffix(".json").read_text()
+    assert "overflow" in opened(tmp_path).exchange(1, 1).all_set_aside["partition-2"]
 
 
 def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from safetensors import safe_open
-from safetensors.torch import save_file
 from virtual import (
     Tamper,
     Watched,
@@ -43,6 +43,7 @@ def start(
     num_rounds: int = ROUNDS,
     evaluate_fn: Callable[..., MetricRecord | None] | None = evaluate,
     resume: bool = False,
+    train_config: ConfigRecord | None = None,
     **options: Any,
 ) -> CurvatureResult:
     strategy = FedFisherOneShot(**options)
@@ -50,10 +51,19 @@ def start(
         LocalGrid(app or Watched(), CLIENTS),
         tiny_arrays(),
         num_rounds=num_rounds,
+        train_config=train_config,
         evaluate_fn=evaluate_fn,
         checkpoint_dir=where,
         resume=resume,
     )
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one round."""
+    where = tmp_path_factory.mktemp("once")
+    start(where=where, num_rounds=1)
+    return where
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +95,7 @@ def killing_app(asked: int) -> Watched:
     return app
 
 
-ALWAYS = {"run.json", "history.jsonl", "lock"}
+ALWAYS = {"journal.jsonl", "lock"}
 
 
 def files(where: Path) -> set[str]:
@@ -238,7 +248,6 @@ def test_a_rejected_reply_is_not_kept(tmp_path: Path) -> None:
     assert files(tmp_path) == {
         *ALWAYS,
         "round-0000.safetensors",
-        "uploads-0001/exchange-1/exchange.json",
         "uploads-0001/exchange-1/partition-0.safetensors",
     }
 
@@ -325,7 +334,6 @@ def test_the_last_two_rounds_and_the_last_uploads_are_kept(tmp_path: Path) -> No
     uploads = {
         f"uploads-0003/exchange-1/partition-{p}.safetensors" for p in range(CLIENTS)
     }
-    uploads.add("uploads-0003/exchange-1/exchange.json")
     rounds = {f"round-{n:04d}.safetensors" for n in (2, 3)}
     assert files(tmp_path) == rounds | uploads | ALWAYS
 
@@ -472,36 +480,57 @@ def test_the_last_of_many_exchanges_is_opened_again(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("options", "change"),
     [
-        ("seed", 1),
-        ("fraction_train", 0.75),
-        ("min_train_nodes", 3),
-        ("weighted_by_key", "train_loss"),
-        ("anchor", 0.2),
-        ("structure", "diagonal"),
+        ({"seed": 1}, "with other options: seed: 0 -> 1; resume it with"),
+        ({"fraction_train": 0.75}, "fraction_train: 1.0 -> 0.75"),
+        ({"min_train_nodes": 3}, "min_train_nodes: 2 -> 3"),
+        ({"weighted_by_key": "loss"}, "weighted_by_key: 'num-examples' -> 'loss'"),
+        ({"structure": "diagonal"}, "structure: 'kfac' -> 'diagonal'"),
+        ({"anchor": 0.5}, "anchor: 0.1 -> 0.5"),
+        ({"iterations": 7}, "iterations: 4 -> 7"),
+        ({"solver": "gd"}, "solver: 'pcg' -> 'gd'"),
+        ({"train_config": ConfigRecord({"lr": 0.2})}, "train_config.lr: None -> 0.2"),
     ],
 )
-def test_every_option_that_rounds_hang_on_is_compared(
-    tmp_path: Path, name: str, value: Any
+def test_another_train_config_is_told(
+    once: Path, options: dict[str, Any], change: str
 ) -> None:
-    start(where=tmp_path, num_rounds=1)
-    with pytest.raises(CheckpointError, match=f"other options: .*{name}: .* -> "):
-        start(where=tmp_path, resume=True, **{name: value})
-
-
-def test_a_directory_with_a_run_is_refused_without_resume(tmp_path: Path) -> None:
-    start(where=tmp_path, num_rounds=1)
-    before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
+    """And every option that rounds hang on; those that are the same are not named."""
     app = Watched()
     with pytest.raises(CheckpointError) as caught:
-        start(app, tmp_path)
+        start(app, once, resume=True, **options)
+    assert change in str(caught.value)
+    assert not app.trained
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0.1, 3, "a", True, b"bytes", [1, 2], float("nan"), [b"a", b"b"], [1.5, 2.5]],
+)
+def test_the_same_train_config_is_gone_on_with(tmp_path: Path, value: Any) -> None:
+    options = {"train_config": ConfigRecord({"own": value}), "num_rounds": 1}
+    start(where=tmp_path, **options)
+    start(where=tmp_path, resume=True, **options)
+
+
+def test_numpys_numbers_are_kept_as_any(tmp_path: Path) -> None:
+    options = {"seed": np.int64(3), "min_train_nodes": np.int64(2), "num_rounds": 1}
+    start(where=tmp_path, **options)
+    start(where=tmp_path, resume=True, **options)
+
+
+def test_a_directory_with_a_run_is_refused_without_resume(once: Path) -> None:
+    before = {name: (once / name).read_bytes() for name in files(once)}
+    app = Watched()
+    with pytest.raises(CheckpointError) as caught:
+        start(app, once)
     text = str(caught.value)
-    assert str(tmp_path) in text
+    assert str(once) in text
     assert "round 1" in text
     assert "resume=True" in text
     assert not app.trained
-    assert before == {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
+    assert before == {name: (once / name).read_bytes() for name in files(once)}
 
 
 def test_an_empty_name_is_no_directory() -> None:
@@ -516,128 +545,19 @@ def test_resume_needs_a_directory() -> None:
         start(resume=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "change"),
-    [
-        ({"structure": "diagonal"}, "structure: 'kfac' -> 'diagonal'"),
-        ({"seed": 1}, "seed: 0 -> 1"),
-        ({"anchor": 0.5}, "anchor: 0.1 -> 0.5"),
-        ({"iterations": 7}, "iterations: 4 -> 7"),
-        ({"solver": "gd"}, "solver: 'pcg' -> 'gd'"),
-    ],
-)
-def test_another_runs_options_are_refused_by_name(
-    tmp_path: Path, options: dict[str, Any], change: str
-) -> None:
-    start(where=tmp_path, num_rounds=1)
-    app = Watched()
-    with pytest.raises(CheckpointError, match="with other options") as caught:
-        start(app, tmp_path, resume=True, **options)
-    assert change in str(caught.value)
-    assert not app.trained
-
-
-def test_only_the_options_that_differ_are_named(tmp_path: Path) -> None:
-    start(where=tmp_path, num_rounds=1)
-    with pytest.raises(CheckpointError) as caught:
-        start(where=tmp_path, resume=True, seed=1)
-    assert "options: seed: 0 -> 1; resume it with" in str(caught.value)
-
-
-def cut(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def other_header(data: bytes) -> bytes:
-    return b"\xff" * 16 + data[16:]
-
-
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda data: b"",
-    "cut in half": cut,
-    "one byte short": lambda data: data[:-1],
-    "header": other_header,
-    "text": lambda data: b"not a checkpoint at all, but a letter to a friend",
-    "zeros": lambda data: bytes(len(data)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_round_is_named(tmp_path: Path, damage: str) -> None:
-    start(where=tmp_path, num_rounds=1)
-    path = tmp_path / "round-0001.safetensors"
-    path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    with pytest.raises(CheckpointError, match="damaged") as caught:
-        start(where=tmp_path, resume=True)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("damage", ["empty", "one byte short", "zeros"])
-def test_a_damaged_upload_is_set_aside_and_its_client_asked_again(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        start(killing_app(3), tmp_path)
-    path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
-    path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    app = Watched()
-    resumed = start(app, tmp_path, resume=True)
-    assert same_bits(resumed.arrays, start().arrays)
-    asked = {f"partition-{p}" for server_round, p in app.trained if server_round == 1}
-    assert path.stem in asked
-    assert f"{path} is damaged" in caplog.text
-    assert f"{path.stem} is asked again" in caplog.text
-
-
-def test_one_bit_that_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
-    start(where=tmp_path, num_rounds=1)
-    path = tmp_path / "round-0001.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # of the last tensor, which stays a finite number
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged: its content has changed"):
-        start(where=tmp_path, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "reason"),
-    [
-        (None, "damaged: it is no file of flwr-fisher's"),
-        ({"format": "4"}, "has format '4', and this version reads '5'"),
-        ({"format": "5"}, "damaged"),
-        ({"format": "5", "keys": "[]", "record": "{"}, "damaged"),
-        ({"format": "5", "keys": '["gone"]', "record": "{}"}, "damaged"),
-    ],
-    ids=["none", "older", "empty", "no-json", "no-tensor"],
-)
-def test_a_file_of_another_make_is_refused_by_name(
-    tmp_path: Path, metadata: dict[str, str] | None, reason: str
-) -> None:
-    start(where=tmp_path, num_rounds=1)
-    path = tmp_path / "round-0001.safetensors"
-    save_file({"0.weight": torch.zeros(4, 3)}, path, metadata)
-    with pytest.raises(CheckpointError) as caught:
-        start(where=tmp_path, resume=True)
-    assert reason in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert ("begin anew" in str(caught.value)) is ("damaged" not in reason)
-
-
 def test_an_upload_that_does_not_fit_the_model_is_set_aside_and_never_met_again(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         start(killing_app(3), tmp_path)
     path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))
-    arrays, metrics = ArrayRecord({"w": torch.zeros(2)}), {"num-examples": 3}
-    disk = opened(tmp_path)
-    whose = Identity(1, "", int(path.stem[-1]))
-    disk.save_upload("uploads-0001/exchange-1", whose, arrays, MetricRecord(metrics))
+    arrays = ArrayRecord({"w": torch.zeros(2)})
+    whose, metrics = Identity(1, "", int(path.stem[-1])), {"num-examples": 3}
+    opened(tmp_path).exchange(1, 1).save(whose, arrays, MetricRecord(metrics))
     app = killing_app(3)
     with pytest.raises(KeyboardInterrupt):
         start(app, tmp_path, resume=True)
-    reasons = disk.load_set_aside("uploads-0001/exchange-1")
-    assert list(reasons) == [path.stem]
+    assert list(opened(tmp_path).exchange(1, 1).all_set_aside) == [path.stem]
     assert not path.exists()
     # Nor is its client asked again, who would send the same.
     app = Watched()

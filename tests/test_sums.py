@@ -865,12 +865,11 @@ def test_a_kept_upload_is_checked_again(tmp_path: Path) -> None:
     with pytest.raises(RoundError):
         start(app, tmp_path, **SUMS)
     arrays = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
-    disk, whose = opened(tmp_path), Identity(1, "", 0)
-    folder = "uploads-0001/exchange-1"
-    disk.save_upload(folder, whose, arrays, MetricRecord({"num-examples": 8}))
+    whose, metrics = Identity(1, "", 0), MetricRecord({"num-examples": 8})
+    opened(tmp_path).exchange(1, 1).save(whose, arrays, metrics)
     with pytest.raises(RoundError, match="'sums/format': missing"):
         start(app, tmp_path, resume=True, **SUMS)
-    assert list(disk.load_set_aside(folder)) == ["partition-0"]
+    assert list(opened(tmp_path).exchange(1, 1).all_set_aside) == ["partition-0"]
 
 
 def test_a_run_with_parts_is_not_continued_with_sums(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
-from flwr_fisher.server.checkpoint import CheckpointDir
+from flwr_fisher.server.journal import Journal
 from flwr_fisher.strategies import Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
@@ -242,12 +242,12 @@ def kill(content: RecordDict) -> None:
     raise KeyboardInterrupt
 
 
-def opened(where: Path) -> CheckpointDir:
-    """A run's directory, with which nobody is at work."""
-    disk = CheckpointDir(where)
-    disk.load_options()
-    disk.release()
-    return disk
+def opened(where: Path) -> Journal:
+    """The journal of a run that nobody is at work with."""
+    journal = Journal(where)
+    journal.load()
+    journal.release()
+    return journal
 
 
 class Clock:

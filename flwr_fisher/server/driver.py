@@ -15,7 +15,7 @@ from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import Door, EvaluationDoor, abstains
 from flwr_fisher.server.exchange import Exchange, ServerState, Uploads
 from flwr_fisher.server.gather import Gathering
-from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.journal import ExchangeJournal
 from flwr_fisher.server.mailbox import collect
 from flwr_fisher.server.open_exchange import OpenExchange, Sampling, new_admission
 from flwr_fisher.server.policy import Policy
@@ -124,7 +124,7 @@ class Driver:
             alone = replace(exchange, fold=None)  # the sum is not to change any more
             admission = partial(new_admission, method, alone, state.params)
             late = self.late(method.cohort, admission, kept, server_round)
-            record = gathering.run(late)
+            gathering.run(late)
             try:
                 finished = opened.finish()
             finally:
@@ -132,9 +132,11 @@ class Driver:
                     kept.set_aside(client, reason)
             uploads, step = finished.uploads, finished.step
             clients = [upload.client for upload in uploads]
-            kept.close(record, clients, opened.admission, method.cohort.absences())
+            done = opened.admission
+            out = done.missing, done.rejected.reasons
+            kept.close(clients, *out, method.cohort.absences())
             metrics = finished.metrics
-            del opened, gathering, finished  # which hold them, too
+            del opened, gathering, finished, done  # which hold them, too
             if isinstance(self.grid, _Listener):
                 nodes = self._nodes(method.cohort)  # of uploads from disk, other ones
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
@@ -203,7 +205,7 @@ class Driver:
         self,
         cohort: Cohort,
         admission: Callable[[], Door[Any]],
-        kept: KeptExchange,
+        kept: ExchangeJournal,
         server_round: int,
     ) -> Late:
         """Return what takes the replies that come when a round's exchange is over."""

@@ -101,7 +101,7 @@ class FlowerRounds:
         new = partial(self._admission, run.state.params)
         opened = _Opened(self, server_round, run.arrays(), config, grid, new())
         late = driver.late(self.cohort, new, kept, server_round)
-        record = Gathering(grid, opened, kept, config, driver.timeout).run(late)
+        Gathering(grid, opened, kept, config, driver.timeout).run(late)
         admission = opened.admission
         uploads = admission.uploads(needed=0)
         for client, reason in admission.withdrawn.items():
@@ -122,7 +122,8 @@ class FlowerRounds:
             counts["num-missing"] = len(admission.missing)
         joined = MetricRecord({**counts, **(metrics or {})})
         clients = [upload.client for upload in uploads]
-        kept.close(record, clients, admission, self.cohort.absences())
+        out = admission.missing, admission.rejected.reasons
+        kept.close(clients, *out, self.cohort.absences())
         run.stepped(server_round, Step(state), [], joined)
         self._last = server_round
         return {upload.client: upload.metrics for upload in uploads}

@@ -10,10 +10,9 @@ from flwr.serverapp import Grid
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.printable import listed
-from flwr_fisher.server.checkpoint import ExchangeRecord
 from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.door import Door
-from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
 from flwr_fisher.server.mailbox import Receive
 from flwr_fisher.server.receive import receive, restore
 from flwr_fisher.server.waiting import Waiting
@@ -60,7 +59,7 @@ class Gathering:
         Reaches the clients.
     opened : Asking
         The exchange.
-    kept : KeptExchange
+    kept : ExchangeJournal
         What is on disk of it.
     config : ConfigRecord
         For the clients.
@@ -72,7 +71,7 @@ class Gathering:
         self,
         grid: Grid,
         opened: Asking,
-        kept: KeptExchange,
+        kept: ExchangeJournal,
         config: ConfigRecord,
         timeout: float,
     ) -> None:
@@ -87,8 +86,8 @@ class Gathering:
         self._died: dict[int, float] = {}  # when it was noticed
         self._due: set[int] = set()
 
-    def run(self, late: Receive) -> ExchangeRecord:
-        """Gather the replies; return what is to be remembered of the exchange.
+    def run(self, late: Receive) -> None:
+        """Gather the replies.
 
         Raises
         ------
@@ -97,7 +96,7 @@ class Gathering:
         CheckpointError
             If it was begun with a collection window, and there is none now.
         """
-        record, admission = self.kept.record(), self.opened.admission
+        record, admission = self.kept.record, self.opened.admission
         if record is not None:
             admission.expected = len(record.clients or ())
         restore(admission, self.kept, record)
@@ -106,10 +105,10 @@ class Gathering:
             if record.closed is not None:
                 there = {upload.client for upload in admission.admitted}
                 if lost := set(record.closed) - there:
-                    record = self.kept.reopen(record, lost)
+                    record = self.kept.reopen(lost)
                 else:
                     self.cohort.recall_absences(record.absences)
-                    return record
+                    return
             if record.clients is not None and record.connected <= len(record.clients):
                 self._tell_newcomers(record.clients)
         messages, timeout = list[Message](), self.timeout
@@ -142,7 +141,6 @@ class Gathering:
                 due=self._due,
             )
         self._tell_absent()
-        return record
 
     def _tell_newcomers(self, clients: Collection[str]) -> None:
         """Tell who was not there when all that were there were asked."""

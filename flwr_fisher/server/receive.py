@@ -9,10 +9,9 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.checkpoint import ExchangeRecord
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import Door
-from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
 from flwr_fisher.server.mailbox import Newcomers, Receive, Reply, collect
 
 _STAGE = "aggregate_train"
@@ -21,14 +20,14 @@ _AT_ONCE = 4  # uploads that are held, where they are added up as they come
 
 
 def restore(
-    admission: Door[Any], kept: KeptExchange, record: ExchangeRecord | None
+    admission: Door[Any], kept: ExchangeJournal, record: ExchangeRecord | None
 ) -> None:
     """Admit uploads that an interrupted run left, whoever is connected now.
 
     An upload that turned out to be bad stays where it is, and its client rejected. Of
     an exchange that was closed, those count of which its step was made.
     """
-    set_aside = kept.all_set_aside()
+    set_aside = kept.all_set_aside
     closed = None
     if record is not None and record.closed is not None:
         closed, set_aside = record.closed, {**record.rejected, **set_aside}
@@ -51,7 +50,7 @@ def receive(
     cohort: Cohort,
     server_round: int,
     admission: Door[Any],
-    kept: KeptExchange,
+    kept: ExchangeJournal,
     messages: Iterable[Message],
     timeout: float,
     *,
@@ -72,7 +71,7 @@ def receive(
         The round.
     admission : Door
         Takes the replies.
-    kept : KeptExchange
+    kept : ExchangeJournal
         Where they are kept.
     messages : Iterable[Message]
         To those who are connected.
@@ -129,7 +128,7 @@ class Late:
         Knows the clients.
     admission : Callable[[], Door], optional
         Makes what admits it; holds the round's parameters.
-    kept : KeptExchange
+    kept : ExchangeJournal
         Where it goes.
     server_round : int
         Its round.
@@ -139,7 +138,7 @@ class Late:
 
     cohort: Cohort
     admission: Callable[[], Door[Any]] | None
-    kept: KeptExchange
+    kept: ExchangeJournal
     server_round: int
     count: Callable[[], int]
 

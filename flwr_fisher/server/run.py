@@ -1,4 +1,4 @@
-"""One run of a strategy: its state, its result so far, and both on disk."""
+"""One run of a strategy: its state and its result so far, which its journal keeps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,8 @@ from flwr_fisher.callbacks import Callback, call, history_of
 from flwr_fisher.errors import CheckpointError, ConfigurationError
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
-from flwr_fisher.server.checkpoint import CheckpointDir, RoundCheckpoint
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
-from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 _HISTORIES = (
@@ -53,15 +52,13 @@ class Run:
         Where the run stands.
     server_round : int
         The last finished round.
-    disk : CheckpointDir | None
-        Where it is kept, if anywhere.
+    journal : Journal
+        What keeps it.
     """
 
-    def __init__(
-        self, state: ServerState, server_round: int, disk: CheckpointDir | None
-    ) -> None:
+    def __init__(self, state: ServerState, server_round: int, journal: Journal) -> None:
         self.state, self.server_round = state, server_round
-        self._disk = disk
+        self._journal = journal
         self.absences: Mapping[str, Any] = {}  # when it was picked up
         self._result = CurvatureResult()
 
@@ -92,77 +89,61 @@ class Run:
         if reopen and not resume:
             raise ConfigurationError("reopen=True needs resume=True")
         state = ServerState(arrays_to_tensors(initial_arrays), dict(groups or {}))
-        if checkpoint_dir is None:
-            if resume:
-                raise CheckpointError("resume=True needs a checkpoint_dir")
-            return cls(state, 0, None)
-        disk = CheckpointDir(checkpoint_dir)
+        if resume and checkpoint_dir is None:
+            raise CheckpointError("resume=True needs a checkpoint_dir")
+        journal = Journal(checkpoint_dir)
         try:
-            return cls._on_disk(disk, state, options, resume, reopen)
+            if not (rounds := journal.load()):
+                if reopen:
+                    raise CheckpointError(f"{journal.path} holds no run to open again")
+                journal.begin(options)
+                run = cls(state, 0, journal)
+                run.finish(0)
+                return run
+            if not resume:
+                raise CheckpointError(
+                    f"{journal.path} holds a run up to round {rounds[-1]}: pass "
+                    "resume=True to go on with it, or another checkpoint_dir"
+                )
+            _check_options(journal, options)
+            last = rounds[-1]
+            if reopen and journal.reopen(last):
+                last -= 1
+            return cls._taken_up(journal, last, state.params)
         except BaseException:
-            disk.release()
+            journal.release()
             raise
 
     @classmethod
-    def _on_disk(
-        cls,
-        disk: CheckpointDir,
-        state: ServerState,
-        options: Mapping[str, Any],
-        resume: bool,
-        reopen: bool,
-    ) -> "Run":
-        rounds = disk.rounds()
-        if not rounds:
-            if reopen:
-                raise CheckpointError(f"{disk.path} holds no run to open again")
-            disk.begin(options)
-            run = cls(state, 0, disk)
-            run.finish(0)
-            return run
-        if not resume:
-            raise CheckpointError(
-                f"{disk.path} holds a run up to round {rounds[-1]}: pass resume=True "
-                "to go on with it, or another checkpoint_dir"
-            )
-        _check_options(disk, options)
-        last = rounds[-1]
-        if reopen and disk.reopen(last):
-            last -= 1
-        saved = disk.load_round(last)
-        run = cls(ServerState.from_tensors(saved.tensors), last, disk)
-        run.absences = saved.absences
-        run._remember(disk.load_history(last))
-        logger.info("Resuming after round %s from %s", last, disk.path)
-        _check_model(state.params, run.state.params, disk)
+    def _taken_up(cls, journal: Journal, last: int, initial: Params) -> "Run":
+        """Return the run as it was after a round."""
+        run = cls(ServerState.from_tensors(journal.load_state(last)), last, journal)
+        run.absences = journal.finished[last]["absences"]
+        for server_round, known in journal.finished.items():
+            for name, metrics in known["metrics"].items():
+                if server_round <= last:
+                    record = MetricRecord(metrics)
+                    getattr(run._result, name)[server_round] = record
+        logger.info("Resuming after round %s from %s", last, journal.path)
+        _check_model(initial, run.state.params, journal)
         return run
-
-    def _remember(self, history: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take the metrics of the rounds before."""
-        for server_round, record in history.items():
-            for name in _HISTORIES:
-                if name in record:
-                    metrics = MetricRecord(record[name])
-                    getattr(self._result, name)[server_round] = metrics
 
     def release(self) -> None:
         """Let another server have the run's folder."""
-        if self._disk is not None:
-            self._disk.release()
+        self._journal.release()
 
     @property
     def id(self) -> str | None:
         """What the run is known by to clients, in all lives of its servers."""
-        return None if self._disk is None else self._disk.run
+        return self._journal.run or None
 
     def arrays(self) -> ArrayRecord:
         """Return the global parameters and buffers."""
         return tensors_to_arrays(self.state.params)
 
-    def kept(self, server_round: int, exchange: int) -> KeptExchange:
-        """Return what is on disk of a round's exchange, counted from 1."""
-        folder = f"uploads-{server_round:04d}/exchange-{exchange}"
-        return KeptExchange(self._disk, folder)
+    def kept(self, server_round: int, exchange: int) -> ExchangeJournal:
+        """Return what is known of a round's exchange, counted from 1."""
+        return self._journal.exchange(server_round, exchange)
 
     def stepped(
         self,
@@ -238,16 +219,14 @@ class Run:
             Who sits out, as JSON holds it.
         """
         self.server_round = server_round
-        if self._disk is None:
-            return
-        record = {
+        metrics = {
             name: dict(history[server_round])
             for name in _HISTORIES
             if server_round in (history := getattr(self._result, name))
         }
-        tensors = self.state.to_tensors()
-        own = dict(absences or {})
-        self._disk.save_round(RoundCheckpoint(server_round, tensors, record, own))
+        self._journal.finish(
+            server_round, self.state.to_tensors(), metrics, absences or {}
+        )
 
     def tell(self, callbacks: Sequence[Callback]) -> bool:
         """Tell callbacks of the last finished round; return whether the run ends.
@@ -274,19 +253,19 @@ class Run:
         return self._result
 
 
-def _check_options(disk: CheckpointDir, options: Mapping[str, Any]) -> None:
+def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:
     """Refuse to go on with other options than the run began with."""
-    saved = disk.load_options()
+    saved = journal.options
     odd = sorted(k for k in {*saved, *options} if saved.get(k) != options.get(k))
     if odd:
         changes = ", ".join(f"{k}: {saved.get(k)!r} -> {options.get(k)!r}" for k in odd)
         raise CheckpointError(
-            f"{disk.path} holds a run with other options: {changes}; resume it with "
+            f"{journal.path} holds a run with other options: {changes}; resume it with "
             "those, or begin anew in another checkpoint_dir"
         )
 
 
-def _check_model(initial: Params, saved: Params, disk: CheckpointDir) -> None:
+def _check_model(initial: Params, saved: Params, journal: Journal) -> None:
     """Refuse to go on with another model than the caller has."""
     for name, value in initial.items():
         if name not in saved or saved[name].shape != value.shape:
@@ -294,6 +273,6 @@ def _check_model(initial: Params, saved: Params, disk: CheckpointDir) -> None:
                 f"of shape {tuple(saved[name].shape)}" if name in saved else "absent"
             )
             raise CheckpointError(
-                f"{disk.path} holds a run of another model: '{name}' of shape "
+                f"{journal.path} holds a run of another model: '{name}' of shape "
                 f"{tuple(value.shape)} is {there} there; pass another checkpoint_dir"
             )

@@ -1,6 +1,6 @@
 """Kills servers and clients with ``kill -9``, and starts them again until they finish.
 
-``python tests/killing.py FOLDER --random 100`` prints a line of JSON a trial. Modules
+``python tools/killing.py FOLDER --random 100`` prints a line of JSON a trial. Modules
 are imported once: each life of a server is a fork of this process, and each training of
 a client is a fork of the server's, as in a deployment.
 """
@@ -24,6 +24,9 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
 from virtual import tiny_arrays, tiny_data, tiny_model
 
 from flwr_fisher import files
@@ -38,9 +41,7 @@ from flwr_fisher.client.kept_training import KeptTraining
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode
-from flwr_fisher.server.checkpoint import CheckpointDir
-from flwr_fisher.server.history import History
-from flwr_fisher.server.kept import KeptExchange
+from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.open_exchange import OpenExchange
 from flwr_fisher.strategies import (
@@ -58,17 +59,18 @@ LIVES = 20  # of a trial, at most
 
 # Where a process dies: whose, what is patched, and whether before or after the call.
 POINTS: dict[str, tuple[str, object, str, str]] = {
-    "before an exchange is recorded": ("server", KeptExchange, "open", "before"),
+    "before an exchange is recorded": ("server", ExchangeJournal, "open", "before"),
     "when the requests are sent": ("server", Mailbox, "send", "after"),
-    "before an upload is kept": ("server", CheckpointDir, "save_upload", "before"),
+    "before an upload is kept": ("server", ExchangeJournal, "save", "before"),
     "while a file is written": ("server", files.os, "fsync", "before"),
-    "when an upload is kept": ("server", CheckpointDir, "save_upload", "after"),
+    "between a file and its line": ("server", Journal, "write", "after"),
+    "when an upload is kept": ("server", ExchangeJournal, "save", "after"),
     "before the step": ("server", OpenExchange, "finish", "before"),
-    "after the step": ("server", KeptExchange, "close", "before"),
-    "when an exchange is closed": ("server", KeptExchange, "close", "after"),
-    "before the history is written": ("server", History, "append", "before"),
-    "between the history and the round": ("server", History, "append", "after"),
-    "when a round is written": ("server", CheckpointDir, "save_round", "after"),
+    "after the step": ("server", ExchangeJournal, "close", "before"),
+    "when an exchange is closed": ("server", ExchangeJournal, "close", "after"),
+    "when a line is written": ("server", Journal, "append", "after"),
+    "before a round is written": ("server", Journal, "finish", "before"),
+    "when a round is written": ("server", Journal, "finish", "after"),
     "before a training": ("client", Outbox, "reply", "after"),
     "within an epoch": ("client", losses.F, "cross_entropy", "before"),
     "before an epoch is kept": ("client", KeptTraining, "save", "before"),

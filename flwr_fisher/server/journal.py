@@ -1,0 +1,671 @@
+"""The journal of a run: all that outlives its server, in one folder.
+
+In the folder there are (format 6):
+
+``journal.jsonl``
+    A line of JSON for each event, in their order, with the run's id and a digest of the
+    line: that the run has ``begun``, with its options; that an exchange was ``opened``,
+    with whom it asks; that a reply was ``admitted``, from whom, with its metrics; that
+    it was ``set aside``, and why; that the exchange was ``closed``, and of whose
+    replies; that a round is ``finished``, with its metrics.
+``round-0003.safetensors``
+    The server's state after a round; 0 is the start. Of the last two rounds.
+``uploads-0004/exchange-1/<client>.safetensors``
+    The arrays of a reply that was admitted. They stay until the next round is finished.
+    Those that turned out to be bad later are in ``set-aside`` there.
+``lock``, ``holder.txt``
+    Which server has the folder.
+
+The journal alone says what has happened; a file beside it counts if it has the digest
+that its line says. So a file is written first (aside, renamed, its folder synced), then
+its line. What a crash leaves is a file without a line, or the beginning of a last line:
+both are as if they were not there. A later version reads this format, or refuses it by
+its number.
+
+Long: what is written and how it is read back stand side by side.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from filelock import FileLock, Timeout
+from flwr.app import ArrayRecord, MetricRecord
+from safetensors import SafetensorError
+from torch import Tensor
+
+from flwr_fisher.errors import CheckpointError
+from flwr_fisher.files import (
+    digest_of,
+    load_record,
+    save_record,
+    save_text,
+    sweep,
+    sync_folder,
+)
+from flwr_fisher.log_lines import logger
+from flwr_fisher.server.identity import Identity
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+
+FORMAT = "6"
+# The ServerApp of a SuperLink that was killed says goodbye to it for 15 seconds, more
+# on a busy machine, while the next one has started.
+PATIENCE = 60.0  # seconds
+_FILE, _SET_ASIDE = "journal.jsonl", "set-aside"
+_FORMER = "run.json"  # of formats up to 5
+_STATE = re.compile(r"round-(\d{4,})\.safetensors")
+_LONGEST = 160  # characters of a file's name that are a client's
+_ELSEWHERE = "begin anew in another checkpoint_dir"
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """How an exchange stands.
+
+    Parameters
+    ----------
+    clients : list[str] | None
+        The names of those who were sampled; None in a collection window, where whoever
+        comes is asked.
+    wanted : int
+        How many replies were wanted.
+    connected : int
+        How many clients there were.
+    opened : float
+        When it began, in seconds since 1970.
+    closed : list[str] | None
+        Of whose replies the step was made; None while none was.
+    missing, rejected : dict[str, str]
+        From whom nothing came, or nothing of use, once it is closed; with the reasons.
+    absences : dict[str, Any]
+        Who sits out then.
+    """
+
+    clients: list[str] | None
+    wanted: int
+    connected: int
+    opened: float
+    closed: list[str] | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
+    absences: dict[str, Any] = field(default_factory=dict)
+
+
+class Journal:
+    """Writes down a run's events, reads them back, and keeps other servers out.
+
+    Without a folder it remembers the exchanges of the round under way, and writes
+    nothing.
+
+    Parameters
+    ----------
+    path : str | Path | None
+        The folder; made if it does not exist.
+
+    Attributes
+    ----------
+    run : str
+        The run's id; empty without a folder, or before the run has begun.
+    options : dict[str, Any]
+        With which it began.
+    finished : dict[int, dict[str, Any]]
+        What is known of each round that was finished: ``metrics`` and ``absences``.
+
+    Raises
+    ------
+    CheckpointError
+        If another server has the folder, or it is an empty string.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        if path == "":
+            raise CheckpointError('checkpoint_dir is "": give a folder, or None')
+        self.run, self.options = "", dict[str, Any]()
+        self.finished: dict[int, Event] = {}
+        self._exchanges: dict[tuple[int, int], ExchangeJournal] = {}
+        self._end = 0  # of the last whole line
+        self.path = None if path is None else Path(path).expanduser()
+        if self.path is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path)
+            sweep([self.path, *self.path.glob("uploads-*/**/")])
+
+    def release(self) -> None:
+        """Let other servers have the folder."""
+        if self.path is not None:
+            self._lock.release()
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Write down that a run with these options begins."""
+        plain = {  # of NumPy's numbers, those that JSON holds
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in options.items()
+        }
+        if self.path is not None:
+            self.run, self._end = secrets.token_hex(8), 0
+        self.append("begun", format=FORMAT, options=plain)
+
+    def load(self) -> list[int]:
+        """Read what there is; return the rounds whose states are there, in order.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the line that is damaged or of another run, or the file that is of
+            another format, and the way out.
+        """
+        if self.path is None:
+            return []
+        file = self.path / _FILE
+        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        for number, text in enumerate(lines, start=1):
+            self._apply(self._event(text, f"{file}, line {number}"))
+            self._end += len(text) + 1
+        self._check_whole(self.path)
+        # An exchange whose folder was deleted is one that has not begun.
+        self._exchanges = {
+            key: exchange
+            for key, exchange in self._exchanges.items()
+            if (self.path / exchange.folder).is_dir()
+        }
+        rounds = sorted(n for n in self.finished if self._state(n).exists())
+        if rounds:
+            self._prune(rounds[-1])
+        return rounds
+
+    def _check_whole(self, path: Path) -> None:
+        """See that the journal tells of all that is in the folder."""
+        if not self._end and (path / _FORMER).exists():
+            raise CheckpointError(
+                f"{path / _FORMER} is of an earlier format, and this version reads "
+                f"{FORMAT!r}: go on with the version of flwr-fisher that began the "
+                f"run, or {_ELSEWHERE}"
+            )
+        matches = (_STATE.fullmatch(name) for name in os.listdir(path))
+        states = {int(match[1]) for match in matches if match}
+        last = max(self.finished, default=-1)
+        if states and max(states) > last + 1:
+            raise CheckpointError(
+                f"{path / _FILE} is gone or cut off: put it back, or {_ELSEWHERE}; the "
+                f"last model is in {self._state(max(states))}"
+            )
+        if self.finished and not states & self.finished.keys():
+            raise CheckpointError(
+                f"{self._state(last)} is gone: put it back, or {_ELSEWHERE}"
+            )
+
+    def _event(self, text: bytes, where: str) -> Event:
+        """Read a line of the journal."""
+        first, out = not self._end, "delete the line to go on without what it tells"
+        if first:
+            out = f"{_ELSEWHERE}; the last model is beside it"
+        try:
+            event: Event = json.loads(text)
+            if first and event.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"{where} has format {event.get('format')!r}, and this version "
+                    f"reads {FORMAT!r}: go on with the version of flwr-fisher that "
+                    f"began the run, or {_ELSEWHERE}"
+                )
+            if event.pop("digest") != digest_of(event):
+                raise ValueError("its content has changed since it was written")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{where} is damaged: {error}; {out}") from error
+        self.run = event["run"] if first else self.run
+        if event["run"] != self.run:
+            raise CheckpointError(f"{where} is of another run; {out}")
+        return event
+
+    def append(self, event: str, **content: Any) -> None:
+        """Write an event down; it is on the disk when this returns."""
+        at = datetime.now(UTC).isoformat(" ", "seconds")
+        line = {"at": at, "event": event, "run": self.run, **content}
+        if self.path is not None:
+            self._write_line(self.path / _FILE, line)
+        self._apply(line)
+
+    def _write_line(self, file: Path, line: Event) -> None:
+        text = f"{json.dumps({**line, 'digest': digest_of(line)})}\n"
+        with _writing(file):
+            if (
+                not self._end
+            ):  # the first line makes the file: it is whole, or not there
+                save_text(file, text)
+            else:
+                with file.open("r+b") as lines:
+                    lines.seek(self._end)
+                    lines.truncate()  # what a crash, or a full disk, cut off
+                    lines.write(text.encode())
+                    lines.flush()
+                    os.fsync(lines.fileno())
+        self._end += len(text.encode())
+
+    def _apply(self, event: Event) -> None:
+        """Know what an event tells: as it happens, and as it is read back."""
+        match event["event"]:
+            case "begun":
+                self.options = event["options"]
+            case "finished":
+                last = event["round"]
+                self.finished[last] = event
+                own = {k: e for k, e in self._exchanges.items() if k[0] >= last}
+                self._exchanges = own
+            case _:
+                self.exchange(event["round"], event["exchange"]).apply(event)
+
+    # Rounds
+
+    def finish(
+        self,
+        server_round: int,
+        tensors: Mapping[str, Tensor],
+        metrics: Mapping[str, Any],
+        absences: Mapping[str, Any],
+    ) -> None:
+        """Write down a round; what only earlier ones needed goes.
+
+        Parameters
+        ----------
+        server_round : int
+            The round; 0 is the start.
+        tensors : Mapping[str, Tensor]
+            The server's state after it.
+        metrics : Mapping[str, Any]
+            What is known of it, as JSON holds it.
+        absences : Mapping[str, Any]
+            Which clients sit out then.
+        """
+        content = self.write(self._state(server_round), tensors)
+        known = {"metrics": dict(metrics), "absences": dict(absences)}
+        self.append("finished", round=server_round, **known, **content)
+        self._prune(server_round)
+
+    def load_state(self, server_round: int) -> dict[str, Tensor]:
+        """Read the server's state after a round.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the file, if it is not the one that the journal says.
+        """
+        earlier = [n for n in self.finished if n < server_round]
+        out = _ELSEWHERE
+        if earlier and self._state(max(earlier)).exists():
+            out = f"delete it to go on after round {max(earlier)}"
+        return self.read(self._state(server_round), self.finished[server_round], out)
+
+    def _state(self, server_round: int) -> Path:
+        return (self.path or Path()) / f"round-{server_round:04d}.safetensors"
+
+    def _prune(self, server_round: int) -> None:
+        """Delete what nothing needs once a round is finished."""
+        if self.path is not None:
+            # The round before stays: from it, this one can be made again.
+            self._state(server_round - 2).unlink(missing_ok=True)
+            uploads = self.path / f"uploads-{server_round - 1:04d}"
+            shutil.rmtree(uploads, ignore_errors=True)
+
+    # Exchanges
+
+    def exchange(self, server_round: int, index: int) -> "ExchangeJournal":
+        """Return what is known of a round's exchange, counted from 1."""
+        key = (server_round, index)
+        return self._exchanges.setdefault(key, ExchangeJournal(self, *key))
+
+    def reopen(self, server_round: int) -> bool:
+        """Have the clients of the last exchange asked again.
+
+        It is the last one of this round, or that of a collection window in the next
+        one, in which too few came.
+
+        Returns
+        -------
+        bool
+            Whether it is of this round, which is then to be made again.
+
+        Raises
+        ------
+        CheckpointError
+            If its uploads, or the round before, are no longer there, or the next round
+            has begun, whose uploads start from this one's model.
+        """
+        if under_way := self.last_exchange(server_round + 1):
+            record = under_way.record
+            if record is None or record.clients is not None:
+                raise CheckpointError(
+                    f"{self.path}: round {server_round + 1} has begun with the model "
+                    f"of round {server_round}, which cannot be opened again: go on "
+                    "without reopen=True"
+                )
+            under_way.note(replace(record, opened=time.time()))
+            return False
+        last, start = self.last_exchange(server_round), self._state(server_round - 1)
+        if last is None or not start.exists():
+            raise CheckpointError(
+                f"{self.path} has a run up to round {server_round}, whose uploads and "
+                "start are not there any more: it cannot be opened again"
+            )
+        if last.record is not None:
+            last.note(replace(last.record, opened=time.time(), closed=None))
+        self._tell_left_behind(last)
+        return True
+
+    def _tell_left_behind(self, last: "ExchangeJournal") -> None:
+        """Tell who missed an exchange before the last one, which alone opens again."""
+        missing = {
+            name
+            for (server_round, index), exchange in self._exchanges.items()
+            if server_round == last.server_round and index < last.index
+            if exchange.record is not None
+            for name in exchange.record.missing
+        }
+        if missing:
+            logger.warning(
+                "reopen: round %s is opened at the last of its exchanges, without %s, "
+                "who missed an earlier one",
+                last.server_round,
+                ", ".join(sorted(missing)),
+            )
+
+    def last_exchange(self, server_round: int) -> "ExchangeJournal | None":
+        """Return the last exchange of a round, if it has begun one."""
+        own = {k: e for k, e in self._exchanges.items() if k[0] == server_round}
+        return own[max(own)] if own else None
+
+    # Files beside the journal
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Write tensors; return what a line is to tell of the file."""
+        if self.path is None:
+            return {}
+        name = str(path.relative_to(self.path))
+        with _writing(path):
+            # Two runs of one seed have the same tensors, and are not to be mixed.
+            content = save_record(path, tensors, {"run": self.run, "file": name})
+        return {"file": name, "content": content}
+
+    def read(self, path: Path, event: Event, out: str = "") -> dict[str, Tensor]:
+        """Read tensors, if they are those of an event; `out` is the way out if not.
+
+        Raises
+        ------
+        CheckpointError
+            Naming the file.
+        """
+        try:
+            return load_record(path, event["content"])[0]
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            reason = f"{path} is damaged, or not the file of this run: {error}"
+            raise CheckpointError(f"{reason}; {out}" if out else reason) from error
+
+
+class ExchangeJournal:
+    """An exchange's part of a journal; made by :meth:`Journal.exchange`.
+
+    Parameters
+    ----------
+    journal : Journal
+        The run's.
+    server_round, index : int
+        The round, and which of its exchanges it is, counted from 1.
+
+    Attributes
+    ----------
+    record : ExchangeRecord | None
+        How it stands; None if it has not begun.
+    all_set_aside : dict[str, str]
+        Whose uploads turned out to be bad, and why.
+    """
+
+    def __init__(self, journal: Journal, server_round: int, index: int) -> None:
+        self.server_round, self.index = server_round, index
+        self.record: ExchangeRecord | None = None
+        self.all_set_aside: dict[str, str] = {}
+        self._journal = journal
+        self._admitted: dict[str, Event] = {}
+
+    @property
+    def folder(self) -> str:
+        """Where its files are, in the run's folder."""
+        return f"uploads-{self.server_round:04d}/exchange-{self.index}"
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the run is kept."""
+        return self._journal.path is not None
+
+    def apply(self, event: Event) -> None:
+        """Know what an event of this exchange tells."""
+        match event["event"]:
+            case "opened" | "closed":
+                self.record = ExchangeRecord(**event["record"])
+            case "admitted":
+                self._admitted[Identity.of_record(event["client"]).name] = event
+            case "set aside":
+                self._admitted.pop(event["client"], None)
+                self.all_set_aside[event["client"]] = event["reason"]
+
+    def note(self, record: ExchangeRecord) -> ExchangeRecord:
+        """Write down how it stands."""
+        if self.on_disk:
+            self._make_folder()
+        event = "opened" if record.closed is None else "closed"
+        self._append(event, record=asdict(record))
+        return record
+
+    def open(
+        self, clients: list[str] | None, wanted: int, connected: int
+    ) -> ExchangeRecord:
+        """Write down that it begins, and with whom."""
+        return self.note(ExchangeRecord(clients, wanted, connected, time.time()))
+
+    def reopen(self, lost: Collection[str]) -> ExchangeRecord:
+        """Write down that it is to be closed anew, since uploads of it are damaged.
+
+        Raises
+        ------
+        CheckpointError
+            If a later exchange has begun, which the uploads that are lost have a part
+            in.
+        """
+        assert self.record is not None
+        if self._journal.last_exchange(self.server_round) is not self:
+            folder, names = self._path(), ", ".join(sorted(lost))
+            raise CheckpointError(
+                f"{folder}: the upload of {names} is damaged, and the round has gone "
+                f"on with it: put it back, or delete {folder.parent} to do the round "
+                "again"
+            )
+        return self.note(replace(self.record, opened=time.time(), closed=None))
+
+    def close(
+        self,
+        clients: Iterable[str],
+        missing: Mapping[str, str],
+        rejected: Mapping[str, str],
+        absences: Mapping[str, Any],
+    ) -> None:
+        """Write down of whose uploads the step was made: it is the same when resumed.
+
+        Parameters
+        ----------
+        clients : Iterable[str]
+            Whose uploads those were.
+        missing, rejected : Mapping[str, str]
+            From whom nothing came, or nothing of use, with the reasons.
+        absences : Mapping[str, Any]
+            Who sits out, as JSON holds it.
+        """
+        assert self.record is not None
+        closed = replace(
+            self.record,
+            closed=sorted(clients),
+            missing=dict(missing),
+            rejected=dict(rejected),
+            absences=dict(absences),
+        )
+        if closed != self.record:
+            self.note(closed)
+
+    def save(
+        self, client: Identity, arrays: ArrayRecord, metrics: MetricRecord
+    ) -> None:
+        """Write down a reply as soon as it is admitted."""
+        content = {}
+        if self.on_disk:
+            self._make_folder()
+            tensors = arrays_to_tensors(arrays)
+            content = self._journal.write(self._path(client.name), tensors)
+        known = {"client": client.to_record(), "metrics": dict(metrics)}
+        self._append("admitted", **known, **content)
+
+    def has(self, client: Identity) -> bool:
+        """Return whether an upload of a client was admitted."""
+        return client.name in self._admitted
+
+    def uploads(self) -> Iterator[tuple[Identity, ArrayRecord, MetricRecord]]:
+        """Read the replies that were admitted, from the folder, in their order.
+
+        One whose file is damaged is named in the log and set aside, as if its client
+        had not been asked yet.
+        """
+        for name, event in list(self._admitted.items()) if self.on_disk else ():
+            path = self._path(name)
+            try:
+                tensors = self._journal.read(path, event)
+            except CheckpointError as error:
+                del self._admitted[name]
+                aside = self._put_aside(path, ".damaged")
+                logger.warning(
+                    "%s; it is set aside as %s, and %s is asked again",
+                    error,
+                    aside,
+                    name,
+                )
+                continue
+            client = Identity.of_record(event["client"])
+            yield client, tensors_to_arrays(tensors), MetricRecord(event["metrics"])
+
+    def set_aside(self, client: str, reason: str) -> None:
+        """Put away an upload that turned out to be bad; its client is not asked again.
+
+        Parameters
+        ----------
+        client : str
+            Whose it is.
+        reason : str
+            What is wrong with it.
+        """
+        self._append("set aside", client=client, reason=reason)
+        if self.on_disk:
+            self._put_aside(self._path(client))
+
+    def _put_aside(self, path: Path, ending: str = "") -> Path:
+        aside = path.parent / _SET_ASIDE / f"{path.name}{ending}"
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(aside)
+        return aside
+
+    def _append(self, event: str, **content: Any) -> None:
+        where = {"round": self.server_round, "exchange": self.index}
+        self._journal.append(event, **where, **content)
+
+    def _path(self, client: str | None = None) -> Path:
+        """Return its folder, or the file of a client's upload there."""
+        folder = (self._journal.path or Path()) / self.folder
+        if client is None:
+            return folder
+        # A registered name may hold what a file's name cannot, and be longer.
+        name = quote(client, safe="")
+        if len(name) > _LONGEST:
+            name = f"{name[:_LONGEST]}-{digest_of(client)[:16]}"
+        return folder / f"{name}.safetensors"
+
+    def _make_folder(self) -> None:
+        path = self._path()
+        if not path.exists():
+            with _writing(path):
+                path.mkdir(parents=True)
+                sync_folder(path.parent.parent)
+                sync_folder(path.parent)
+
+
+class FolderLock:
+    """A folder's lock, held until it is released, or its process ends.
+
+    Another process that has it is given a minute to end.
+
+    Parameters
+    ----------
+    folder : Path
+        Which is there.
+
+    Raises
+    ------
+    CheckpointError
+        With the holder's name, if another server keeps it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = FileLock(folder / "lock")
+        self._holder = folder / "holder.txt"
+        own = f"process {os.getpid()} on {socket.gethostname()}"
+        if not self._acquired(0):
+            holder = self._name()
+            taken = f"{folder} is in use by another run ({holder})"
+            ours = holder.startswith(f"{own},")  # and cannot end while we wait
+            if not ours:
+                logger.warning("%s: waiting %.0f s for it to end", taken, PATIENCE)
+            if ours or not self._acquired(PATIENCE):
+                raise CheckpointError(
+                    f"{taken}. Where that is this run, begun before, wait until it has "
+                    "ended or end it (`flwr list`, `flwr stop`: Ctrl-C of `flwr run` "
+                    "ends the log alone); for another run pass another checkpoint_dir"
+                )
+        since = datetime.now(UTC).isoformat(" ", "seconds")
+        self._holder.write_text(f"{own}, since {since}\n")
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        self._holder.unlink(missing_ok=True)
+        self._lock.release()
+
+    def _acquired(self, seconds: float) -> bool:
+        try:
+            self._lock.acquire(timeout=seconds)
+        except Timeout:
+            return False
+        return True
+
+    def _name(self) -> str:
+        try:
+            return self._holder.read_text().strip()
+        except OSError:
+            return "it has not told its name yet"
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the file where a disk refuses it."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}; see to its disk, then go on with "
+            "resume=True: what was written before is whole"
+        ) from error

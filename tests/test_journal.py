@@ -1,0 +1,531 @@
+"""A run's folder whose files were cut, changed, swapped or are of another run."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from safetensors.torch import save
+from virtual import Watched, drop_array, opened, same_bits, tiny_app, tiny_arrays
+
+from flwr_fisher.errors import CheckpointError
+from flwr_fisher.server import journal
+from flwr_fisher.server.identity import Identity
+from flwr_fisher.server.journal import FolderLock, Journal
+from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
+
+CLIENTS = 3
+UPLOADS = "uploads-0002/exchange-1"
+# A folder that the version which made the format wrote; every later one reads it.
+FORMAT_6 = Path(__file__).parent / "data" / "run-format-6"
+
+
+def start(where: Path | None, app: Any = None, **options: Any) -> CurvatureResult:
+    run = {"num_rounds": options.pop("num_rounds", 2)}
+    if "resume" in options:
+        run["resume"] = options.pop("resume")
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, **options)
+    grid = LocalGrid(app or Watched(), CLIENTS)
+    return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, **run)
+
+
+@pytest.fixture(scope="module")
+def expected() -> CurvatureResult:
+    return start(None)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which the second round has two of three uploads."""
+    where = tmp_path_factory.mktemp("stopped") / "run"
+    app = Watched()
+
+    def stop(content: Any) -> None:
+        if len(app.trained) == CLIENTS + 3:
+            raise KeyboardInterrupt
+
+    app.tamper = dict.fromkeys(range(CLIENTS), stop)
+    with pytest.raises(KeyboardInterrupt):
+        start(where, app)
+    assert len(list((where / UPLOADS).glob("*.safetensors"))) == 2
+    return where
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another run, of the same model, clients and options."""
+    where = tmp_path_factory.mktemp("whole") / "run"
+    start(where)
+    return where
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def flip(data: bytes, place: int = -5) -> bytes:
+    """Change one bit; near the end it is of a tensor, which stays finite."""
+    changed = bytearray(data)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "cut in half": lambda data: data[: len(data) // 2],
+    "one byte short": lambda data: data[:-1],
+    "another header": lambda data: b"\xff" * 16 + data[16:],
+    "a text": lambda data: b"not a checkpoint at all, but a letter to a friend",
+    "zeros": lambda data: bytes(len(data)),
+    "flipped": flip,
+    "another's": lambda data: save({"0.weight": torch.zeros(4, 3)}),
+}
+
+
+def lines_of(where: Path) -> list[dict[str, Any]]:
+    text = (where / "journal.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def line_of(where: Path, event: str, server_round: int) -> int:
+    """Which line tells of an event of a round, counted from 1; the last one."""
+    told = [(line["event"], line.get("round")) for line in lines_of(where)]
+    return len(told) - told[::-1].index((event, server_round))
+
+
+def change_line(where: Path, number: int, change: Callable[[bytes], bytes]) -> None:
+    path = where / "journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = change(lines[number - 1])
+    path.write_bytes(b"".join(lines))
+
+
+# The journal's lines
+
+
+EVENTS = {
+    "finished": ("finished", 1, "delete the line to go on"),
+    "metrics": ("finished", 0, "delete the line to go on"),
+    "opened": ("opened", 2, "delete the line to go on"),
+    "admitted": ("admitted", 2, "delete the line to go on"),
+    "closed": ("closed", 1, "delete the line to go on"),
+    "begun": ("begun", None, "begin anew in another checkpoint_dir"),
+}
+SPOILED: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda line: line[: len(line) // 2] + b"\n",
+    "flipped": lambda line: flip(line, len(line) // 3),
+    "a number": lambda line: b"7\n",
+    "zeros": lambda line: bytes(len(line) - 1) + b"\n",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("name", EVENTS)
+def test_a_damaged_file_is_named_with_the_way_out(
+    run: Path, expected: CurvatureResult, name: str, spoil: str
+) -> None:
+    """And its line; the way out leads out."""
+    event, server_round, way_out = EVENTS[name]
+    number = line_of(run, event, server_round)
+    change_line(run, number, SPOILED[spoil])
+    with pytest.raises(
+        CheckpointError, match=rf"journal\.jsonl, line {number} is"
+    ) as e:
+        start(run, resume=True)
+    assert way_out in str(e.value)
+    if "delete" in way_out and spoil == "flipped":
+        change_line(run, number, lambda line: b"")
+        assert same_bits(start(run, resume=True).arrays, expected.arrays)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_line_of_another_run_is_named(run: Path, whole: Path, number: int) -> None:
+    other = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    change_line(run, number, lambda line: other[number - 1])
+    named = 2 if number == 1 else number  # the first line says which run it is
+    with pytest.raises(CheckpointError, match=rf"line {named} is of another run"):
+        start(run, resume=True)
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "admit', bytes(700), b"\xff\xfe"])
+def test_a_line_that_a_crash_cut_off_is_taken_away(
+    run: Path, expected: CurvatureResult, torn: bytes
+) -> None:
+    with (run / "journal.jsonl").open("ab") as file:
+        file.write(torn)
+    app = Watched()
+    assert same_bits(start(run, app, resume=True).arrays, expected.arrays)
+    assert len(app.trained) == 1
+    again = start(run, resume=True, num_rounds=3)
+    assert sorted(again.train_metrics_clientapp) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lines", range(1, 12))
+def test_a_journal_that_ends_anywhere_goes_on_from_there(
+    stopped: Path, tmp_path: Path, expected: CurvatureResult, lines: int
+) -> None:
+    """As a power cut leaves it, with files that it does not know of yet."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    path = run / "journal.jsonl"
+    kept = path.read_bytes().splitlines(keepends=True)[:lines]
+    path.write_bytes(b"".join(kept))
+    states = {n for n in (0, 1) if (run / f"round-{n:04d}.safetensors").exists()}
+    known = [line for line in lines_of(run) if line["event"] == "finished"]
+    if known or max(states) == 0:
+        assert same_bits(start(run, resume=True).arrays, expected.arrays)
+    else:
+        with pytest.raises(CheckpointError, match=r"journal\.jsonl is gone or cut off"):
+            start(run, resume=True)
+
+
+def test_without_its_opening_nobody_who_has_replied_is_asked_again(
+    run: Path, expected: CurvatureResult
+) -> None:
+    change_line(run, line_of(run, "opened", 2), lambda line: b"")
+    app = Watched()
+    assert same_bits(start(run, app, resume=True).arrays, expected.arrays)
+    assert len(app.trained) == 1
+
+
+# Other folders
+
+
+@pytest.mark.parametrize("name", ["run.json", "journal.jsonl", "gone", "states"])
+def test_a_folder_of_another_format_or_half_a_one_is_refused(
+    run: Path, name: str
+) -> None:
+    file, reason = run / "journal.jsonl", "go on with the version of flwr-fisher that"
+    if name == "journal.jsonl":
+        text = file.read_text().replace('"format": "6"', '"format": "7"')
+        file.write_text(text)
+    elif name == "states":
+        for file in run.glob("round-*"):
+            file.unlink()
+        reason = "is gone"
+    else:
+        file.unlink()
+        reason = "is gone or cut off"
+    if name == "run.json":
+        file = run / "run.json"
+        file.write_text("{}")
+        reason = "go on with the version of flwr-fisher that"
+    before = sorted(run.rglob("*"))
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match=reason) as caught:
+            start(run, resume=resume)
+        assert str(file) in str(caught.value)
+        assert "another checkpoint_dir" in str(caught.value)
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize("how", [*DAMAGE, "another round's", "another run's"])
+def test_a_file_of_another_run_is_named(
+    run: Path, whole: Path, expected: CurvatureResult, how: str
+) -> None:
+    """And one that is damaged; the way out leads out."""
+    path = run / "round-0001.safetensors"
+    others = {"another round's": run / "round-0000.safetensors"}
+    others["another run's"] = whole / path.name
+    data = others.get(how, path).read_bytes()
+    path.write_bytes(DAMAGE.get(how, bytes)(data))
+    with pytest.raises(CheckpointError, match="delete it to go on after round 0") as e:
+        start(run, resume=True)
+    assert str(path) in str(e.value)
+    path.unlink()
+    assert same_bits(start(run, resume=True).arrays, expected.arrays)
+
+
+@pytest.mark.parametrize(
+    "how", [*DAMAGE, "another client's", "another run's", "deleted"]
+)
+def test_an_upload_that_is_none_of_this_exchange_is_asked_for_again(
+    run: Path,
+    whole: Path,
+    how: str,
+    expected: CurvatureResult,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, two = sorted((run / UPLOADS).glob("*.safetensors"))
+    others = {"another client's": two, "another run's": whole / UPLOADS / one.name}
+    data = others.get(how, one).read_bytes()
+    one.write_bytes(DAMAGE.get(how, bytes)(data))
+    if how == "deleted":
+        one.unlink()
+    app = Watched()
+    resumed = start(run, app, resume=True)
+    assert same_bits(resumed.arrays, expected.arrays)
+    assert f"{one.stem} is asked again" in caplog.text
+    assert int(one.stem[-1]) in [p for _, p in app.trained]
+    assert len(app.trained) == 2
+
+
+def test_what_is_not_ours_is_left_alone(run: Path, expected: CurvatureResult) -> None:
+    for name in ("uploads-foo", "uploads-", "round-x.safetensors", "notes.txt"):
+        (run / name).mkdir()
+    (run / UPLOADS / "notes.txt").write_text("mine")
+    (run / UPLOADS / "partition-99.safetensors").write_bytes(b"a stranger's")
+    assert same_bits(start(run, resume=True).arrays, expected.arrays)
+    assert (run / "uploads-foo").is_dir()
+    assert (run / UPLOADS / "notes.txt").exists()
+
+
+def test_what_a_killed_server_left_half_written_goes(run: Path) -> None:
+    left = [run / "round-0002.77.partial", run / UPLOADS / "partition-1.77.partial"]
+    theirs = [run / "mine.partial", run / "notes" / "round.77.partial"]
+    theirs[1].parent.mkdir()
+    for path in [*left, *theirs]:
+        path.write_bytes(b"half")
+    start(run, resume=True)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in theirs)
+
+
+# The disk
+
+
+@pytest.mark.parametrize("which", ["files", "lines"])
+@pytest.mark.parametrize("calls", range(7))
+def test_a_disk_that_refuses_is_named_and_nothing_is_lost(
+    tmp_path: Path, expected: CurvatureResult, which: str, calls: int, monkeypatch: Any
+) -> None:
+    """The line that was refused is there in part."""
+    place = (journal, "save_record") if which == "files" else (journal.os, "fsync")
+    left, real = calls, getattr(*place)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            if which == "lines" and (tmp_path / "journal.jsonl").exists():
+                file = tmp_path / "journal.jsonl"
+                os.truncate(file, file.stat().st_size - 9)
+            raise OSError(28, "No space left on device", str(args[0]))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(*place, full)
+    with pytest.raises(
+        CheckpointError, match=rf"cannot write {tmp_path}.*No space left.*resume=True"
+    ):
+        start(tmp_path)
+    monkeypatch.undo()
+    assert same_bits(start(tmp_path, resume=True).arrays, expected.arrays)
+
+
+def test_what_is_told_is_on_the_disk_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power leaves no line without its file: each is synced in that order."""
+    synced: list[str] = []
+
+    def fsync(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+
+    monkeypatch.setattr(journal.os, "fsync", fsync)
+    run = Journal(tmp_path)
+    run.load()
+    run.begin({})
+    whose, arrays = Identity(1, "", 0), ArrayRecord({"w": torch.zeros(2)})
+    run.exchange(1, 1).open(["partition-0"], 1, 1)
+    synced.clear()
+    run.exchange(1, 1).save(whose, arrays, MetricRecord({"num-examples": 3}))
+    folder = tmp_path / "uploads-0001" / "exchange-1"
+    (file, place, line) = synced
+    assert file.startswith(f"{folder}/partition-0.")
+    assert (place, line) == (str(folder), str(tmp_path / "journal.jsonl"))
+    run.release()
+
+
+def test_a_folder_may_be_the_homes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start(Path("~/run"))
+    assert (tmp_path / "run" / "journal.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["医院" * 60, "a" * 300, "../../x", "a/b\\c"])
+def test_any_registered_name_is_a_files(tmp_path: Path, name: str) -> None:
+    run = Journal(tmp_path)
+    run.begin({})
+    whose = (Identity(1, name), Identity(2, f"{name}!"))
+    for client in whose:
+        arrays = ArrayRecord({"w": torch.full((2,), float(client.node))})
+        metrics = MetricRecord({"num-examples": 3})
+        run.exchange(1, 1).save(client, arrays, metrics)
+    run.release()
+    exchange = opened(tmp_path).exchange(1, 1)
+    for client, arrays, _ in exchange.uploads():
+        assert arrays_to_tensors(arrays)["w"][0] == client.node
+    assert all(exchange.has(client) for client in whose)
+    exchange.set_aside(name, "out of cheese")
+    exchange = opened(tmp_path).exchange(1, 1)
+    assert exchange.all_set_aside == {name: "out of cheese"}
+    assert [exchange.has(client) for client in whose] == [False, True]
+    assert all(tmp_path in path.parents for path in tmp_path.rglob("*.safetensors"))
+    assert len(list(tmp_path.rglob("set-aside/*.safetensors"))) == 1
+
+
+# Rounds
+
+
+def test_the_metrics_of_all_rounds_are_there_though_rounds_are_pruned(
+    tmp_path: Path,
+) -> None:
+    start(tmp_path, num_rounds=3)
+    result = start(tmp_path, resume=True, num_rounds=5)
+    assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5]
+    assert len(list(tmp_path.glob("round-*"))) == 2
+    finished = [e["round"] for e in lines_of(tmp_path) if e["event"] == "finished"]
+    assert finished == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_was_missing_is_told_again_when_a_closed_round_is_resumed(
+    tmp_path: Path,
+) -> None:
+    app = Watched()
+    app.tamper = {2: drop_array("3.bias")}
+    first = start(tmp_path, app, num_rounds=1)
+    (tmp_path / "round-0001.safetensors").unlink()
+    resumed = start(tmp_path, Watched(), num_rounds=1, resume=True)
+    assert first.train_metrics_clientapp[1]["num-rejected"] == 1
+    assert resumed.train_metrics_clientapp == first.train_metrics_clientapp
+    assert same_bits(resumed.arrays, first.arrays)
+
+
+# Who is connected
+
+
+class Few(LocalGrid):
+    """A grid of which only some partitions are connected."""
+
+    connected: tuple[int, ...] = ()
+
+    def get_node_ids(self) -> Any:
+        return [n for n, p in self.nodes.items() if p in self.connected]
+
+
+def test_uploads_of_clients_that_are_gone_count(
+    run: Path, expected: CurvatureResult
+) -> None:
+    """Two are on disk; only the third is connected now."""
+    kept = {int(path.stem[-1]) for path in (run / UPLOADS).glob("*.safetensors")}
+    (missing,) = set(range(CLIENTS)) - kept
+    app = Watched()
+    grid = Few(app, CLIENTS)
+    grid.connected = (missing,)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    options: dict[str, Any] = {"checkpoint_dir": run, "resume": True}
+    result = strategy.start(grid, tiny_arrays(), num_rounds=2, **options)
+    assert same_bits(result.arrays, expected.arrays)
+    assert app.trained == [(2, missing)]
+
+
+def test_a_round_with_all_its_uploads_needs_nobody(
+    whole: Path, tmp_path: Path, expected: CurvatureResult
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "round-0002.safetensors").unlink()
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    options: dict[str, Any] = {"checkpoint_dir": run, "resume": True}
+    grid = Few(tiny_app(), CLIENTS)
+    result = strategy.start(grid, tiny_arrays(), num_rounds=2, **options)
+    assert same_bits(result.arrays, expected.arrays)
+
+
+# Two servers
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    app = Watched()
+
+    def second(content: Any) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            start(tmp_path, resume=True)
+        text = str(caught.value)
+        assert f"process {os.getpid()} on " in text
+        assert str(tmp_path) in text
+        assert "pass another checkpoint_dir" in text
+
+    app.tamper = {0: second}
+    result = start(tmp_path, app, num_rounds=1)
+    assert len(result.uploads) == CLIENTS
+    start(tmp_path, resume=True)
+
+
+def _in_a_child(act: Callable[[], object]) -> int:
+    """Run it in a process of its own; return what the process is known by."""
+    if (pid := os.fork()) == 0:
+        try:
+            act()
+        except CheckpointError:
+            os._exit(7)
+        os._exit(0)
+    return pid
+
+
+def test_a_lock_ends_with_its_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FolderLock(tmp_path)
+    monkeypatch.setattr(journal, "PATIENCE", 0.1)
+    pid = _in_a_child(lambda: FolderLock(tmp_path))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    lock.release()
+    FolderLock(tmp_path).release()
+
+
+def test_a_holder_that_ends_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the ServerApp of a SuperLink that was killed, and started again."""
+
+    def hold() -> None:
+        lock = FolderLock(tmp_path)
+        (tmp_path / "held").touch()
+        time.sleep(1)
+        lock.release()
+
+    pid = _in_a_child(hold)
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    FolderLock(tmp_path).release()
+    os.waitpid(pid, 0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"in use by another run (process {pid} on " in said
+    assert said.endswith("waiting 60 s for it to end")
+
+
+# The format
+
+
+def test_the_format_is_read_by_every_later_version(tmp_path: Path) -> None:
+    """Or refused by its number; this one reads what was written when it was made."""
+    where = tmp_path / "run"
+    shutil.copytree(FORMAT_6, where)
+    run = Journal(where)
+    assert run.load() == [0, 1]
+    run.release()
+    assert run.options["strategy"] == "FedFisherOneShot"
+    start_of_run = arrays_to_tensors(tiny_arrays())
+    for key, value in run.load_state(0).items():
+        assert torch.equal(value, start_of_run[key])
+    metrics = run.finished[1]["metrics"]["train_metrics_clientapp"]
+    assert metrics["num-replies"] == CLIENTS
+    exchange = run.exchange(2, 1)
+    assert exchange.record is not None
+    assert exchange.record.clients == [f"partition-{p}" for p in range(CLIENTS)]
+    uploads = list(exchange.uploads())
+    weights = {client.partition: dict(m)["num-examples"] for client, _, m in uploads}
+    assert weights == {1: 10, 2: 12}
+    assert all(arrays_to_tensors(arrays) for _, arrays, _ in uploads)
