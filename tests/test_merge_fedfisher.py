@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,6 @@ from oracles import (
 from torch import Tensor
 
 from flwr_fisher.curvature import (
-    BlockDiagonal,
     Curvature,
     Dense,
     Diagonal,
@@ -45,7 +43,6 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.merge import (
     SOLVERS,
-    DiagonalSums,
     LocalPosterior,
     MergeResult,
     fedavg,
@@ -54,10 +51,10 @@ from flwr_fisher.merge import (
     merge_options,
     regmean,
 )
-from flwr_fisher.merge.solve import _relative
 from flwr_fisher.merge.solvers import largest_eigenvalue
 
 Posteriors = Sequence[LocalPosterior]
+ONE = torch.ones(1)
 Make = Callable[[int], Curvature]
 PLAIN: dict[str, Any] = dict.fromkeys(
     ("anchor", "shrink", "damping", "balance", "robust"), 0.0
@@ -87,11 +84,11 @@ all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 every_solver = pytest.mark.parametrize(
     ("solver", "make"),
     [
-        *((s, m) for s in ("cg", "adam", "gd") for m in KINDS.values()),
+        *((s, m) for s in ("pcg", "cg", "adam", "gd") for m in KINDS.values()),
         ("closed-form", diagonals),
     ],
     ids=[
-        *(f"{s}-{m}" for s in ("cg", "adam", "gd") for m in KINDS),
+        *(f"{s}-{m}" for s in ("pcg", "cg", "adam", "gd") for m in KINDS),
         "closed-form-diagonal",
     ],
 )
@@ -152,27 +149,6 @@ def test_conjugate_gradients_find_the_solution_nearest_the_mean(make: Make) -> N
     assert apart(got, solved_densely(clients)) <= 1e-7
 
 
-@pytest.mark.parametrize("solver", ["cg", "gd"])
-def test_many_solutions_and_the_nearest_is_taken(solver: str) -> None:
-    clients = posteriors(within_a_subspace)
-    options = PLAIN | {"iterations": 3000, "tolerance": 1e-11}
-    got = fedfisher(clients, solver=solver, **options)
-    mean = fedavg(clients)
-    weights = [c.num_examples / 60 for c in clients]
-    parts = [w * c.curvature.to_dense() for w, c in zip(weights, clients, strict=True)]
-    F = torch.stack(parts).sum(0)
-    assert int(torch.linalg.matrix_rank(F, hermitian=True)) == 5  # of 9
-    b = sum(w @ flat(c.params) for w, c in zip(parts, clients, strict=True))
-    pinv = torch.linalg.pinv(F, hermitian=True, rtol=1e-10)
-    want = flat(mean) + pinv @ (b - F @ flat(mean))
-    assert relative(flat(got.params), want) <= 1e-9
-    # Every other solution is farther from the mean, and from the clients.
-    null = torch.linalg.eigh(F).eigenvectors[:, :4]
-    other = flat(got.params) + null @ randn(1, 4, dtype=torch.float64)
-    assert torch.allclose(F @ other, b)
-    assert (other - flat(mean)).norm() > (flat(got.params) - flat(mean)).norm()
-
-
 @all_kinds
 @pytest.mark.parametrize(
     ("solver", "anchor"),
@@ -213,19 +189,6 @@ def test_the_other_options_do_what_they_say(
     assert apart(got, solved_densely(clients, **options)) <= 1e-7
 
 
-def test_a_client_far_out_counts_for_little() -> None:
-    """What its Fisher expects at the mean is no longer what happens there."""
-    near = [Diagonal({"w": torch.ones(2, dtype=torch.float64)}) for _ in range(3)]
-    places = [torch.tensor([0.0, x], dtype=torch.float64) for x in (0.0, 0.1, 20.0)]
-    clients = [
-        LocalPosterior({"w": p}, F, 1) for p, F in zip(places, near, strict=True)
-    ]
-    plain = fedfisher(clients, **PLAIN).params["w"][1]
-    robust = fedfisher(clients, **(PLAIN | {"robust": 1.0})).params["w"][1]
-    assert float(plain) == pytest.approx(20.1 / 3)
-    assert float(robust) < 0.65 * float(plain)
-
-
 @pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "adam"])
 def test_no_layer_moves_further_than_is_trusted(solver: str) -> None:
     clients = posteriors(random_blocks)
@@ -249,32 +212,6 @@ def test_no_layer_moves_further_than_is_trusted(solver: str) -> None:
         assert float(cosine) == pytest.approx(1.0)
 
 
-def test_the_result_minimises_the_stated_objective() -> None:
-    clients = posteriors(random_blocks)
-    options = {"anchor": 0.1, "balance": 0.5}
-    got = fedfisher(clients, **(CG | options), iterations=500, tolerance=1e-11)
-    theta = {k: v.clone().requires_grad_() for k, v in got.params.items()}
-    mean = fedavg(clients)
-    loss = torch.zeros(()).double()
-    for blocks in zip(*(c.curvature.blocks() for c in clients), strict=True):
-        names = list(blocks[0].shapes)
-        w = [
-            c.num_examples / b.trace() ** 0.5
-            for b, c in zip(blocks, clients, strict=True)
-        ]
-        w = [a / sum(w) for a in w]
-        traces = [a * b.trace() for a, b in zip(w, blocks, strict=True)]
-        anchor = 0.1 * sum(traces) / blocks[0].numel()
-        for a, block, client in zip(w, blocks, clients, strict=True):
-            away = {k: theta[k] - client.params[k] for k in names}
-            loss = loss + a * sum(
-                (away[k] * v).sum() for k, v in block.matvec(away).items()
-            )
-        loss = loss + anchor * sum((theta[k] - mean[k]).square().sum() for k in names)
-    gradients = torch.autograd.grad(loss, list(theta.values()))
-    assert max(float(g.abs().max()) for g in gradients) <= 1e-9
-
-
 def test_float32_is_enough_for_the_defaults() -> None:
     clients = posteriors(random_blocks, count=4)
     for solver, limits in (("pcg", {}), ("cg", {"iterations": 500})):
@@ -283,20 +220,6 @@ def test_float32_is_enough_for_the_defaults() -> None:
         assert {v.dtype for v in got.params.values()} == {torch.float32}
         assert apart(got, want) <= 1e-4
         assert got.iterations < 100
-
-
-@pytest.mark.parametrize("factor", [1e-25, 1e-14, 1e-7, 1e7, 1e15])
-@pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "closed-form"])
-def test_the_curvatures_scale_does_not_matter(solver: str, factor: float) -> None:
-    """Confident clients' Fishers are tiny; float32 must not lose their squares."""
-    make = diagonals if solver == "closed-form" else random_blocks
-    clients = [as_float32(c) for c in posteriors(make)]
-    scaled = [replace(c, curvature=c.curvature.scaled(factor)) for c in clients]
-    options: dict[str, Any] = {"anchor": 0.5, "iterations": 300}
-    want = fedfisher(clients, solver=solver, **options)
-    got = fedfisher(scaled, solver=solver, **options)
-    assert apart(got, want.params) <= 1e-4
-    assert apart(got, fedavg(clients)) > 0.01  # so that staying there is no success
 
 
 def test_the_paper_solvers_use_no_regularisation_unless_told() -> None:
@@ -349,15 +272,6 @@ def test_least_squares_clients_merge_into_the_pooled_solution(
             assert relative(params["b"], want[:, 4]) <= 1e-9
 
 
-def test_a_client_that_is_sure_of_a_direction_decides_it() -> None:
-    sure = {"w": torch.tensor([0.0, 5.0])}, Diagonal({"w": torch.tensor([1.0, 0.0])})
-    other = {"w": torch.tensor([3.0, 1.0])}, Diagonal({"w": torch.tensor([0.0, 1.0])})
-    clients = [LocalPosterior(*sure, 10), LocalPosterior(*other, 30)]
-    for solver in ("cg", "closed-form", "gd"):
-        got = fedfisher(clients, solver=solver, **PLAIN).params["w"]
-        torch.testing.assert_close(got, torch.tensor([0.0, 1.0]), atol=1e-5, rtol=0)
-
-
 # --- the closed form ------------------------------------------------------------------
 
 
@@ -403,20 +317,6 @@ def test_only_diagonals_have_a_closed_form(make: Make) -> None:
             merge(clients)
 
 
-def test_blocks_of_diagonals_have_one() -> None:
-    clients = posteriors(diagonals)
-    split = [
-        replace(
-            c,
-            curvature=BlockDiagonal(
-                [Diagonal({k: e}) for k, e in c.curvature.entries.items()]
-            ),
-        )  # type: ignore[attr-defined]
-        for c in clients
-    ]
-    assert apart(fisher_merge(split), fisher_merge(clients)) <= 1e-12
-
-
 # --- the paper's Adam -----------------------------------------------------------------
 
 
@@ -443,17 +343,6 @@ def test_adam_follows_the_papers_formulas(make: Make) -> None:
     assert relative(flat({k: got.params[k] for k in names}), theta) <= 1e-12
 
 
-def test_adam_reaches_a_solution() -> None:
-    clients = posteriors(within_a_subspace)
-    got = fedfisher(clients, solver="adam", iterations=3000)
-    assert got.residuals[-1] <= 1e-3
-    rows = within_a_subspace(1).to_dense()
-    nearest = fedfisher(clients, iterations=500, tolerance=1e-11, **CG).params
-    away = flat(got.params) - flat(nearest)
-    assert float((rows @ away).norm()) <= 1e-2  # some solution, not the nearest
-    assert len(got.residuals) == 3001
-
-
 def test_the_best_scored_iterate_is_kept() -> None:
     clients = posteriors(random_blocks)
     scores, seen = iter([0.1, 0.7, 0.7, 0.3]), []
@@ -472,19 +361,12 @@ def test_the_best_scored_iterate_is_kept() -> None:
     assert len(got.residuals) == 451
 
 
-def test_adam_without_a_score_ends_at_its_last_iterate() -> None:
-    clients = posteriors(diagonals)
-    last = fedfisher(clients, solver="adam", iterations=50)
-    unscored = fedfisher(clients, solver="adam", iterations=50, score=lambda p: 1.0)
-    assert apart(unscored, last.params) == 0
-
-
 # --- every solver ---------------------------------------------------------------------
 
 
 def shortened(solver: str) -> dict[str, Any]:
     """Few steps; for CG all that count, since where it stops depends on rounding."""
-    if solver == "cg":
+    if solver in ("pcg", "cg"):
         return {"solver": solver, "iterations": 100, "tolerance": 1e-9}
     return {"solver": solver, "iterations": 300}
 
@@ -495,18 +377,12 @@ def test_identical_clients_keep_their_model_bit_for_bit(
 ) -> None:
     clients = [as_float32(c) for c in posteriors(make)]
     same = [replace(c, params=clients[0].params) for c in clients]
-    got = fedfisher(same, **shortened(solver))
-    for name, tensor in clients[0].params.items():
-        assert torch.equal(got.params[name], tensor)
-    assert set(got.residuals) == {0.0}
-
-
-@every_solver
-def test_one_client_keeps_its_model(solver: str, make: Make) -> None:
-    client = as_float32(posteriors(make, count=1)[0])
-    got = fedfisher([client], **shortened(solver))
-    assert all(torch.equal(got.params[k], v) for k, v in client.params.items())
-    assert got.shares == [1.0]
+    for count in (1, 3):
+        got = fedfisher(same[:count], **shortened(solver))
+        for name, tensor in clients[0].params.items():
+            assert torch.equal(got.params[name], tensor)
+        assert set(got.residuals) == {0.0}
+        assert not got.unsolved
 
 
 @every_solver
@@ -614,19 +490,6 @@ def test_residuals_are_those_of_the_iterates() -> None:
         assert got.residuals == pytest.approx(curve[: steps + 1])
 
 
-def test_balance_makes_the_shares_those_of_the_examples() -> None:
-    clients = posteriors(random_blocks)
-    got = fedfisher(clients, **(PLAIN | {"balance": 1.0}))
-    assert got.shares == pytest.approx([10 / 60, 20 / 60, 30 / 60])
-
-
-def test_the_result_keeps_the_clients_dtypes() -> None:
-    for solver in SOLVERS:
-        clients = [as_float32(c) for c in posteriors(diagonals)]
-        got = fedfisher(clients, solver=solver)
-        assert {v.dtype for v in got.params.values()} == {torch.float32}
-
-
 def test_progress_is_told_layer_by_layer() -> None:
     clients = posteriors(random_blocks)
     told: list[str] = []
@@ -646,50 +509,100 @@ def test_progress_is_told_layer_by_layer() -> None:
 # --- errors ---------------------------------------------------------------------------
 
 
-def test_an_unknown_solver_comes_with_the_known_ones() -> None:
-    known = ", ".join(SOLVERS)
-    with pytest.raises(
-        UnknownNameError, match=f"unknown solver 'newton'; known: {known}"
-    ):
-        fedfisher(posteriors(diagonals), solver="newton")
+def scored(params: Tensors) -> float:
+    return 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("anchor", -0.1),
-        ("anchor", math.nan),
-        ("shrink", -0.1),
-        ("shrink", 1.1),
-        ("damping", -0.1),
-        ("damping", 1.1),
-        ("balance", -0.1),
-        ("balance", 1.1),
-        ("iterations", 0),
-        ("tolerance", -1.0),
-        ("tolerance", 1.1),
-        ("lr", -0.1),
-        ("lr", math.nan),
-    ],
-)
-def test_a_number_out_of_range_is_named(name: str, value: float) -> None:
-    keywords: dict[str, Any] = {name: value}
-    with pytest.raises(ConfigurationError, match=rf"^{name} must be .*, got {value}"):
-        fedfisher(posteriors(diagonals), **keywords)
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "solver": (
+        lambda: fedfisher(posteriors(diagonals), solver="newton"),
+        UnknownNameError,
+        f"unknown solver 'newton'; known: {', '.join(SOLVERS)}",
+    ),
+    **{
+        f"{name}={value}": (
+            lambda name=name, value=value: merge_options(**{name: value}),
+            ConfigurationError,
+            f"^{name} must be ",
+        )
+        for name, values in {
+            "anchor": (-0.1, math.nan),
+            "shrink": (-0.1, 1.1),
+            "damping": (-0.1, 1.1),
+            "balance": (-0.1, 1.1),
+            "robust": (-0.1,),
+            "max_share": (0.49, 1.1, math.nan),
+            "outlier": (0.9, math.nan, "1.5"),
+            "trust": (-0.1,),
+            "iterations": (0,),
+            "tolerance": (-1.0, 1.1),
+            "lr": (-0.1, math.nan),
+        }.items()
+        for value in values
+    },
+    **{
+        f"score with {solver}": (
+            lambda solver=solver: fedfisher(
+                posteriors(diagonals), solver=solver, score=scored
+            ),
+            ConfigurationError,
+            f"score .*'{solver}'",
+        )
+        for solver in ("pcg", "cg", "gd", "closed-form")
+    },
+    **{
+        f"{merge.__name__} of none": (
+            lambda merge=merge: merge([]),
+            ParamsError,
+            "no posterior",
+        )
+        for merge in (fedfisher, fisher_merge, fedavg, regmean)
+    },
+    "no examples": (
+        lambda: LocalPosterior({"w": ONE}, Diagonal({"w": ONE}), 0),
+        ConfigurationError,
+        "num_examples must be > 0",
+    ),
+    "no number of examples": (
+        lambda: LocalPosterior({"w": ONE}, Diagonal({"w": ONE}), math.nan),
+        ConfigurationError,
+        "num_examples must be > 0",
+    ),
+    "no such parameter": (
+        lambda: LocalPosterior({"v": ONE}, Diagonal({"w": ONE}), 1),
+        ParamsError,
+        r"'w' as \(1,\).* no such key",
+    ),
+    "another shape": (
+        lambda: LocalPosterior({"w": ONE[None]}, Diagonal({"w": ONE}), 1),
+        ParamsError,
+        r"'w' as \(1,\).* have \(1, 1\)",
+    ),
+    "other parameters": (
+        lambda: fedfisher(
+            [
+                LocalPosterior(
+                    {"w": ONE, "b": ONE}, Diagonal(dict.fromkeys(own, ONE)), 1
+                )
+                for own in (dict.fromkeys("wb", ONE), {"w": ONE})
+            ]
+        ),
+        StructureError,
+        r"curvature 1 covers other.*\['b'\]",
+    ),
+    "off_diagonal": (
+        lambda: regmean(posteriors(random_kronecker), off_diagonal=1.1),
+        ConfigurationError,
+        "off_diagonal must be",
+    ),
+}
 
 
-@pytest.mark.parametrize("solver", ["cg", "gd", "closed-form"])
-def test_only_adam_takes_a_score(solver: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"score is for .*'adam', not '{solver}'"
-    ):
-        fedfisher(posteriors(diagonals), solver=solver, score=lambda params: 0.0)
-
-
-def test_there_must_be_clients() -> None:
-    for merge in (fedfisher, fisher_merge, fedavg):
-        with pytest.raises(ParamsError, match="there is no posterior to merge"):
-            merge([])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name: str) -> None:
+    call, error, culprit = MISTAKES[name]
+    with pytest.raises(error, match=culprit):
+        call()
 
 
 def test_clients_must_have_one_layout() -> None:
@@ -732,9 +645,10 @@ def eigen(seed: int) -> EigenKronecker:
         (random_blocks, "Kronecker.A", (0, 1, 1), "conv.weight"),
         (random_blocks, "Kronecker.G", (0, 1, 1), "conv.weight"),
         (eigen, "EigenKronecker.S", (0, 1, 1), "'w', 'b'"),
+        (eigen, "EigenKronecker.U", (0, 1, 1), "'w', 'b'"),
         (KINDS["dense"], "Dense", (2, 2), "'w', 'b'"),
     ],
-    ids=["diagonal", "A", "G", "S", "dense"],
+    ids=["diagonal", "A", "G", "S", "U", "dense"],
 )
 def test_a_curvature_that_is_none_is_refused(
     make: Make, part: str, index: tuple[int, ...], name: str
@@ -747,18 +661,14 @@ def test_a_curvature_that_is_none_is_refused(
         (index, math.inf, "holds NaN or infinity"),
         (off_diagonal, math.nan, "holds NaN or infinity"),
     ):
+        if part == "EigenKronecker.U" and value == -1e-3:
+            continue  # a basis has any sign
         curvature = spoiled(second.curvature, part, at, value)
         odd = replace(second, curvature=curvature)
         lazy = replace(second, curvature=WeightedSum([curvature], [1.0]))
         for wrong in (odd, lazy):
             with pytest.raises(ParamsError, match=f"posterior 1:.*{name}.*{text}"):
                 fedfisher([first, wrong, third])
-
-
-def test_what_is_to_be_summed_is_checked_too() -> None:
-    negative = Diagonal({"w": -torch.ones(1)})
-    with pytest.raises(ParamsError, match=r"'w'.*negative on a diagonal"):
-        DiagonalSums.of(LocalPosterior({"w": torch.ones(1)}, negative, 1))
 
 
 def test_a_negative_pair_of_factors_does_not_hide_its_signs() -> None:
@@ -769,13 +679,6 @@ def test_a_negative_pair_of_factors_does_not_hide_its_signs() -> None:
     assert torch.equal(both.to_dense(), k.to_dense())
     with pytest.raises(ParamsError, match=r"posterior 1:.*'w'.*negative"):
         fedfisher([first, replace(second, curvature=both)])
-
-
-def test_a_basis_that_holds_nan_is_refused() -> None:
-    first, second, _ = posteriors(eigen)
-    odd = spoiled(second.curvature, "EigenKronecker.U", (0, 1, 1), math.nan)
-    with pytest.raises(ParamsError, match=r"posterior 1:.*'w', 'b'.*NaN"):
-        fedfisher([first, replace(second, curvature=odd)])
 
 
 @all_kinds
@@ -790,13 +693,6 @@ def test_dtypes_must_be_the_same(make: Make) -> None:
             merge([*clients[:2], mixed])
 
 
-def test_clients_curvatures_must_cover_the_same() -> None:
-    first, second, _ = posteriors(diagonals)
-    part = Diagonal({"w": second.curvature.diagonal()["w"]})
-    with pytest.raises(StructureError, match=r"curvature 1 covers other.*\['b'\]"):
-        fedfisher([first, replace(second, curvature=part)])
-
-
 def test_clients_with_other_structures_still_merge() -> None:
     """One client's K-FAC and another's diagonal of the same layer."""
     shapes = {"w": (4, 3), "b": (4,)}
@@ -808,64 +704,6 @@ def test_clients_with_other_structures_still_merge() -> None:
     clients = [posteriors(make, count=1, seed=i)[0] for i, make in enumerate(makes)]
     got = fedfisher(clients, iterations=300, tolerance=1e-11, **CG)
     assert apart(got, solved_densely(clients)) <= 1e-7
-
-
-def five_layers(seed: int, odd: int | None = None) -> BlockDiagonal:
-    """Return K-FAC of five layers with biases, one of them with a diagonal instead."""
-    layers = range(5)
-    names = [(f"{i}.weight", f"{i}.bias") for i in layers]
-    kfac: list[Curvature] = [
-        random_kronecker(10 * seed + i, w, (4, 3), bias=b, rank=5)
-        for i, (w, b) in zip(layers, names, strict=True)
-    ]
-    if odd is None:
-        return BlockDiagonal(kfac)
-    w, b = names.pop(odd)
-    kfac.pop(odd)
-    return BlockDiagonal([*kfac, random_diagonal(seed, **{w: (4, 3), b: (4,)})])
-
-
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("solver", ["cg", "gd"])
-def test_a_client_of_another_structure_changes_its_layer_alone(
-    solver: str, who: int
-) -> None:
-    clients = posteriors(five_layers)
-    want = fedfisher(clients, solver=solver, iterations=7).params
-    clients[who] = replace(clients[who], curvature=five_layers(who + 1, odd=2))
-    got = fedfisher(clients, solver=solver, iterations=7).params
-    apart_by_name = {k: not torch.equal(got[k], want[k]) for k in want}
-    assert [k for k, differs in apart_by_name.items() if differs] == [
-        "2.weight",
-        "2.bias",
-    ]
-    options = {"anchor": 0.1, "balance": 1.0}
-    exact = fedfisher(clients, iterations=500, tolerance=1e-12, **(CG | options))
-    assert apart(exact, solved_densely(clients, **options)) <= 1e-7
-
-
-# --- posteriors -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [0, -1, math.nan, math.inf])
-def test_a_posterior_needs_examples(count: float) -> None:
-    with pytest.raises(ConfigurationError, match="num_examples must be > 0"):
-        LocalPosterior({"w": torch.ones(2)}, Diagonal({"w": torch.ones(2)}), count)
-
-
-def test_a_posteriors_curvature_must_fit_its_params() -> None:
-    curvature = Diagonal({"w": torch.ones(2)})
-    with pytest.raises(ParamsError, match=r"covers 'w' as \(2,\).* no such key"):
-        LocalPosterior({"v": torch.ones(2)}, curvature, 1)
-    with pytest.raises(ParamsError, match=r"covers 'w' as \(2,\).* have \(2, 1\)"):
-        LocalPosterior({"w": torch.ones(2, 1)}, curvature, 1)
-
-
-def test_fedavg_is_the_weighted_mean() -> None:
-    clients = posteriors(random_blocks)
-    for name, got in fedavg(clients).items():
-        want = sum(c.num_examples * c.params[name] for c in clients) / 60
-        torch.testing.assert_close(got, want)
 
 
 # --- the solvers by themselves --------------------------------------------------------
@@ -918,20 +756,6 @@ def test_a_diagonals_small_entries_count_and_its_zeros_stay_at_the_mean(solver) 
     assert not merged.unsolved
 
 
-def test_gradient_descent_that_diverges_stays_at_the_mean(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module = sys.modules[largest_eigenvalue.__module__]
-    monkeypatch.setattr(
-        module, "largest_eigenvalue", lambda *a: largest_eigenvalue(*a) / 4
-    )
-    clients = posteriors(lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)))
-    got = fedfisher(clients, solver="gd", iterations=3)
-    assert set(got.unsolved) == {"w", "b"}
-    mean = fedavg(clients)
-    assert all(torch.equal(got.params[k], mean[k]) for k in mean)
-
-
 def test_gradient_descent_ends_at_the_tolerance() -> None:
     diagonals = torch.tensor([0.5, 1.0]), torch.tensor([1.0, 0.5])
     clients = [
@@ -941,8 +765,3 @@ def test_gradient_descent_ends_at_the_tolerance() -> None:
     got = fedfisher(clients, solver="gd", iterations=2000, tolerance=1e-2)
     assert 0 < got.iterations < 2000
     assert got.residuals[-1] <= 1e-2 < got.residuals[-2]
-
-
-def test_the_residual_is_that_of_all_layers_of_which_some_end_early() -> None:
-    later = math.hypot(0.3, 2) / 5, math.hypot(0.3, 1) / 5
-    assert _relative([[3.0, 0.3], [4.0, 2.0, 1.0]]) == pytest.approx([1, *later])

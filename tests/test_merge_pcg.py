@@ -23,7 +23,6 @@ from flwr_fisher.curvature import (
     BlockDiagonal,
     Curvature,
     Dense,
-    Diagonal,
     EigenKronecker,
     Kronecker,
     WeightedSum,
@@ -193,22 +192,6 @@ def test_other_mixtures_are_divided_by_their_diagonals() -> None:
     assert torch.allclose(got["w"], want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_merges_as_well(dtype: torch.dtype) -> None:
-    clients = posteriors(LAYERS["kfac"])
-    half = [
-        type(c)(
-            {k: v.to(dtype) for k, v in c.params.items()},
-            c.curvature.to(dtype=dtype),
-            c.num_examples,
-        )
-        for c in clients
-    ]
-    got, want = fedfisher(half).params, fedfisher(clients).params
-    assert all(got[k].dtype == dtype for k in want)
-    assert max(relative(got[k].double(), want[k]) for k in want) <= 0.05
-
-
 @pytest.mark.parametrize("solver", ["pcg", "cg"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_solved_in_single(dtype: torch.dtype, solver: str) -> None:
@@ -226,35 +209,6 @@ def test_half_precision_is_solved_in_single(dtype: torch.dtype, solver: str) -> 
     mean = fedavg(single)["w"]
     step = want.params["w"] - mean
     assert relative(got.params["w"].float() - mean, step) <= 0.02
-
-
-def test_an_ekfac_that_was_shrunk_is_a_sum_of_layers() -> None:
-    """Its preconditioner is that of all its terms, not the diagonal's."""
-    clients = [random_eigen(seed, bias="b") for seed in range(3)]
-    total = WeightedSum([c.regularised(shrink=0.3) for c in clients], [0.2, 0.3, 0.5])
-    weights, terms = zip(*total.flat(), strict=True)
-    assert len(terms) > len(clients)
-    assert all(isinstance(term, EigenKronecker) for term in terms)
-    got = matrix_of(preconditioner(total, 0.1), total)
-    want = matrix_of(preconditioner(WeightedSum(terms, weights), 0.1), total)
-    assert relative(got, want) <= 1e-12
-    assert relative(got, torch.diag(got.diagonal())) > 0.1
-
-
-def test_a_layer_without_curvature_stays_at_the_mean() -> None:
-    nothing = Kronecker(
-        "w", torch.Size([2, 2]), torch.zeros(1, 2, 2), torch.eye(2)[None]
-    )
-    clients = posteriors(lambda seed: nothing.to(dtype=torch.float64))
-    mean = sum(c.num_examples * c.params["w"] for c in clients) / 60
-    assert torch.allclose(fedfisher(clients).params["w"], mean)
-
-
-def test_a_diagonal_is_divided_by_as_with_conjugate_gradients() -> None:
-    clients = posteriors(lambda seed: Diagonal({"w": randn(seed, 3).double().square()}))
-    options = {"anchor": 0.1, "balance": 1.0, "robust": 0.5}
-    pcg, cg = (fedfisher(clients, solver=s, **options).params for s in ("pcg", "cg"))
-    assert torch.equal(pcg["w"], cg["w"])
 
 
 def test_no_more_than_one_layers_system_is_held(

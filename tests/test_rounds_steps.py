@@ -111,13 +111,6 @@ def test_scaffold_reaches_it_with_two_clients_a_round() -> None:
     assert relative(scaffold(CLIENTS, cohorts)["w"], optimum(CLIENTS)) <= 1e-6
 
 
-def test_scaffold_with_identical_clients_is_gradient_descent() -> None:
-    same, w = [quadratic(1, float(n)) for n in (1, 2, 3)], ZERO
-    for _ in range(4):
-        w = local(same[0], w)
-    assert relative(scaffold(same, [[0, 1, 2]] * 4)["w"], w["w"]) <= 1e-12
-
-
 def test_a_control_variate_is_the_mean_gradient_along_the_way() -> None:
     client, w, seen = quadratic(1), ZERO, []
     own, c = {"w": randn(7, D, dtype=torch.float64)}, {"w": randn(8, D).double()}
@@ -324,18 +317,6 @@ def test_on_different_hessians_it_is_their_harmonic_mean(
     inverses = [c.weight * torch.linalg.inv(c.A) for c in CLIENTS]
     want = params["w"] - torch.stack(inverses).sum(0) @ g["w"] / sum(WEIGHTS)
     assert relative(got["w"], want) <= 1e-8
-
-
-@SOLVE
-def test_rounds_reach_the_optimum(
-    solve: Callable[[Quadratic, Tensors], Tensors],
-) -> None:
-    params = ZERO
-    for _ in range(40):
-        g = weighted_mean([c.gradient(params) for c in CLIENTS], WEIGHTS)
-        directions = [solve(c, g) for c in CLIENTS]
-        params = newton_step(params, directions, WEIGHTS, lr=0.5)
-    assert relative(params["w"], optimum(CLIENTS)) <= 1e-6
 
 
 def test_a_models_own_newton_step() -> None:

@@ -228,21 +228,6 @@ def test_some_coordinates_are_entries_of_it(case: tuple[nn.Module, Tensor]) -> N
     assert relative(got, by_hand(features, model, x)[:, places]) < 1e-5
 
 
-@pytest.mark.parametrize("num_features", [1, 2, 30])
-def test_few_coordinates_of_convolutions(num_features: int) -> None:
-    """So few that entries are gathered instead of forming a layer's gradient."""
-    model = seeded(
-        lambda: conv(
-            nn.Conv2d(2, 16, 2, groups=2), nn.Tanh(), nn.Conv2d(16, 40, 2), width=40
-        )
-    )
-    for seed in range(5):
-        features = TangentFeatures(model, num_features, seed=seed)
-        places = coordinates(features, TangentFeatures(model, ALL).num_features)
-        want = by_hand(features, model, IMAGES)[:, places]
-        assert relative(features(IMAGES), want) < 1e-5
-
-
 def test_a_log_softmax_behind_the_head_has_no_part() -> None:
     body = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)]
     model = seeded(lambda: nn.Sequential(*body))
@@ -295,18 +280,6 @@ def test_without_gradients_and_in_inference_mode() -> None:
     assert not TangentFeatures(seeded(dropout), 20)(x).requires_grad
 
 
-def test_linear_layers_need_no_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("the slow path")
-
-    monkeypatch.setattr(tangent_engine.Jacobians, "gradients", refuse)
-    for name in ("conv and linear", "dilation and stride", "groups", "over time"):
-        make, x = CASES[name]
-        TangentFeatures(seeded(make), ALL)(x)
-    with pytest.raises(AssertionError, match="slow"):
-        TangentFeatures(seeded(Words), ALL)(TOKENS)
-
-
 def test_half_precision_gives_single() -> None:
     model = seeded(dropout).bfloat16()
     features = TangentFeatures(model, ALL)
@@ -325,13 +298,6 @@ def test_a_head_with_a_parametrisation() -> None:
 
 
 # --- what is drawn --------------------------------------------------------------------
-
-
-def test_every_coordinate_once_if_there_are_no_more() -> None:
-    model = seeded(dropout)
-    features = TangentFeatures(model, 10**6)
-    assert features.num_features == 3 * 5 + 5 + 5 + 1
-    assert torch.equal(coordinates(features, 26), torch.arange(26))
 
 
 def test_coordinates_are_drawn_evenly() -> None:
@@ -381,14 +347,6 @@ def test_the_digest_is_of_all_else() -> None:
     assert TangentFeatures(wider, 10**6).digest == TangentFeatures(wider, ALL).digest
 
 
-def test_the_same_seed_gives_the_same_features() -> None:
-    model = seeded(small_net)
-    x = CASES["conv and linear"][1]
-    twice = [TangentFeatures(model, 30, seed=2)(x) for _ in range(2)]
-    assert torch.equal(*twice)
-    assert not torch.equal(twice[0], TangentFeatures(model, 30, seed=3)(x))
-
-
 # --- what is left alone ---------------------------------------------------------------
 
 
@@ -422,14 +380,6 @@ def test_values_are_those_at_construction() -> None:
     assert not torch.equal(TangentFeatures(model, 20)(VECTORS), want)
 
 
-def test_a_copy_works_alone() -> None:
-    features = TangentFeatures(seeded(dropout), 20)
-    want = features(VECTORS)
-    twin = copy.deepcopy(features)
-    del features
-    assert torch.equal(twin(VECTORS), want)
-
-
 # --- the head -------------------------------------------------------------------------
 
 
@@ -453,16 +403,6 @@ class Twice(nn.Module):
         return self.fc(x) + self.fc(-x)
 
 
-class Alias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.classifier = nn.Linear(3, 3), nn.Linear(3, 5)
-        self.head = self.classifier
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.fc(x).tanh())
-
-
 def test_the_head_is_found_or_named() -> None:
     found = TangentFeatures(small_net(), 10)
     assert (found.head, found.num_classes, found.seed) == ("7", 3, 0)
@@ -478,18 +418,6 @@ def test_a_head_in_the_middle_is_the_end() -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Flatten(0)))
     features = TangentFeatures(model, ALL, head="0")
     assert torch.equal(features(VECTORS)[:, :3], VECTORS)
-
-
-def test_a_head_with_two_names_is_replaced_under_both() -> None:
-    model = seeded(Alias)
-    features = TangentFeatures(model, ALL)
-    assert features.head == "classifier"
-    assert features(VECTORS).shape == (5, 9 + 3 + 3 + 1)
-
-
-def test_a_frozen_head_counts_all_the_same() -> None:
-    model = freeze(seeded(dropout), "3.weight", "3.bias")
-    assert TangentFeatures(model, ALL).num_features == 26
 
 
 def test_heads_that_cannot_be() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nets import IMAGES, VECTORS, freeze, with_statistics
 from oracles import randn, seeded
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flwr_fisher.errors import CheckpointError, ParamsError, UnknownNameError
@@ -57,12 +57,6 @@ def test_predictions_are_features_times_weights() -> None:
     assert torch.allclose(got, z @ weight, rtol=1e-5)
     by_hand = [sum(float(z[0, j] * weight[j, c]) for j in range(P)) for c in range(C)]
     assert torch.allclose(got[0], torch.tensor(by_hand), rtol=1e-4, atol=1e-5)
-
-
-def test_what_it_says_of_itself() -> None:
-    model = tct()
-    assert (model.num_features, model.num_classes) == (P, C)
-    assert (model.head, model.seed) == ("2", 7)
 
 
 def test_another_layer_as_head() -> None:
@@ -143,20 +137,6 @@ def test_what_it_is_made_of_is_left_alone() -> None:
 # --- tensors and files ----------------------------------------------------------------
 
 
-def test_tensors_are_the_networks_and_the_regressions() -> None:
-    tensors = tct().to_tensors()
-    own = shared_state(seeded(net))
-    assert list(tensors)[: len(own)] == list(own)
-    extra = {"tct/weight", "tct/mean", "tct/std", "tct/seed", "tct/head"}
-    assert tensors.keys() - own.keys() == extra
-    assert tensors["tct/seed"].dtype == torch.int64
-    assert tensors["tct/seed"].shape == ()
-    assert tensors["tct/head"].dtype == torch.uint8
-    assert bytes(tensors["tct/head"].tolist()) == b"2"
-    assert TCTModel.is_in(tensors)
-    assert not TCTModel.is_in(own)
-
-
 @pytest.mark.parametrize(
     ("make", "x"),
     [(net, VECTORS), (normed, IMAGES), (lambda: nn.Linear(3, C), VECTORS)],
@@ -190,13 +170,6 @@ def test_buffers_travel_and_frozen_parameters_stay() -> None:
     other[1].running_mean.zero_()
     assert torch.equal(TCTModel.from_tensors(other, tensors)(IMAGES), model(IMAGES))
     assert not other[1].running_mean.any()
-
-
-def test_a_file_is_plain_safetensors(saved: Path) -> None:
-    tensors = load_file(saved)
-    assert tensors.keys() == tct().to_tensors().keys()
-    again = TCTModel.from_tensors(seeded(net, 2), tensors)
-    assert torch.equal(again(VECTORS), tct()(VECTORS))
 
 
 # --- mistakes -------------------------------------------------------------------------
