@@ -4,7 +4,7 @@
 
 MNIST over 100 clients of some 600 images (``dirichlet-client``, alpha = 0.5), LeNet,
 ten epochs of SGD, one round; three seeds. What is protected is a client with all that
-it has, delta = 0.001. One round of FedAvg (`SecureFedAvg(privacy=...)`) and of
+it has, delta = 0.001. One round of FedAvg (`FedAvg(privacy=...)`) and of
 FedFisher (`FedFisherOneShot(structure="diagonal", aggregate="sums", privacy=...)`) on
 the same clients; every client counts once. Noise is that of a sum without shares; with
 secure sums and `honest=0.5` its variance is twice that. For each epsilon the clipping

@@ -3,7 +3,7 @@
     python benchmarks/secure_sums.py [--clients 10 1000] [--parameters 44000 1000000]
 
 One round of FedAvg over clients that have nothing to train, in one process, each with
-its own arrays: ``SecureFedAvg`` on the Message API, and Flower's legacy
+its own arrays: ``FedAvg`` on the Message API, and Flower's legacy
 ``SecAggPlusWorkflow`` with ``secaggplus_mod``, with as many neighbours and the same
 threshold. A client's seconds are those in its ``ClientApp``; the server's are all
 others, with the serialisation of every message both ways. Bytes are what a client
@@ -34,13 +34,13 @@ from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
 from flwr.server import LegacyContext, ServerConfig
-from flwr.server.strategy import FedAvg
+from flwr.server.strategy import FedAvg as FlowersFedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from harness.page import CACHE, blocks, opening, write_page
 from harness.tables import head, row
 
 from flwr_fisher.client import SecureSumsMod, identify
-from flwr_fisher.strategies import SecureFedAvg, SecureSums
+from flwr_fisher.strategies import FedAvg, SecureSums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import serialized_bytes
 
@@ -88,7 +88,7 @@ def ours(clients: int, parameters: int, neighbours: int) -> tuple[Timed, float]:
 
         app.query()(identify)
         timed = Timed(app)
-        strategy = SecureFedAvg(
+        strategy = FedAvg(
             secure=SecureSums(threshold=THRESHOLD, neighbours=neighbours),
             fraction_evaluate=0.0,
             min_train_nodes=clients,
@@ -111,7 +111,7 @@ def flowers(clients: int, parameters: int, neighbours: int) -> tuple[Timed, floa
 
     app = ClientApp(lambda c: Client(c).to_client(), mods=[secaggplus_mod])
     timed = Timed(app)
-    strategy = FedAvg(
+    strategy = FlowersFedAvg(
         fraction_evaluate=0.0,
         min_fit_clients=clients,
         min_available_clients=clients,

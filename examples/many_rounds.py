@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from flwr_fisher.client import (
     FisherClient,
@@ -30,7 +30,7 @@ from flwr_fisher.errors import RoundError
 from flwr_fisher.measures import EvaluateFn, MeasuredGrid, combine, costs
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import plot_rounds
-from flwr_fisher.strategies import FAGH, FedFish, Repeatable, Scaffold
+from flwr_fisher.strategies import FAGH, FedAvg, FedFish, Scaffold
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.testing import LocalGrid
 
@@ -93,9 +93,9 @@ def grid_of(task: Task, folder: str) -> LocalGrid:
 # -------------
 #
 # This library's strategies choose a round's clients by ``seed`` and round alone.
-# Flower's choose by node ids, which differ in every run.
-# :class:`~flwr_fisher.strategies.Repeatable` gives its FedAvg the same cohorts as the
-# others have, so that no method is lucky in whom it asks.
+# Flower's choose by node ids, which differ in every run. With this library's
+# :class:`~flwr_fisher.strategies.FedAvg` all methods have the same cohorts, and none is
+# lucky in whom it asks.
 
 
 def strategy_of(method: str, lr: float, seed: int) -> Strategy:
@@ -107,7 +107,7 @@ def strategy_of(method: str, lr: float, seed: int) -> Strategy:
         return Scaffold(seed=seed, **asked)
     if method == "FAGH":
         return FAGH(lr=lr, rho=1.0, probe="momentum", seed=seed, **asked)
-    return Repeatable(FedAvg(**asked), seed=seed)
+    return FedAvg(seed=seed, **asked)
 
 
 # %%

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Context
-from flwr.serverapp.strategy import FedAvg
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +23,7 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.measures import accuracies
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import plot_accuracies, plot_labels
-from flwr_fisher.strategies import FedFisherOneShot, Repeatable
+from flwr_fisher.strategies import FedAvg, FedFisherOneShot
 from flwr_fisher.tasks import label_histogram, partition_indices
 from flwr_fisher.testing import LocalGrid
 
@@ -114,16 +113,16 @@ app = make_client_app(client_fn)
 #
 # :class:`~flwr_fisher.testing.LocalGrid` takes the place of Flower's network: it runs
 # the app for virtual clients, one after the other, in this process. Both strategies
-# begin with the same model. :class:`~flwr_fisher.strategies.Repeatable` gives Flower's
-# own strategies this library's seeds. So FedAvg's clients train exactly as FedFisher's
-# do, and the two differ in nothing but the merge.
+# begin with the same model. This library's :class:`~flwr_fisher.strategies.FedAvg` has
+# FedFisher's seeds. So FedAvg's clients train exactly as FedFisher's do, and the two
+# differ in nothing but the merge.
 
 torch.manual_seed(0)
 start = ArrayRecord(shared_state(Net()))
 grid = LocalGrid(app, num_supernodes=CLIENTS)
 
 fedfisher = FedFisherOneShot().start(grid, start)
-fedavg = Repeatable(FedAvg(fraction_evaluate=0.0)).start(grid, start, num_rounds=1)
+fedavg = FedAvg(fraction_evaluate=0.0).start(grid, start, num_rounds=1)
 
 # %%
 # What came of it

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, MetricRecord
-from flwr.serverapp.strategy import FedAvg
 
 from flwr_fisher.client import (
     ClientState,
@@ -53,8 +52,8 @@ from flwr_fisher.report import plot_rounds
 from flwr_fisher.strategies import (
     CurvatureStrategy,
     Exchange,
+    FedAvg,
     Membership,
-    Repeatable,
     ServerState,
     Step,
     Upload,
@@ -201,7 +200,7 @@ half = {"fraction_train": 0.5, "fraction_evaluate": 0.0}
 histories = {}
 for name, strategy in {
     "FedDyn": FedDyn(trained=trained, alpha=0.1, **half),
-    "FedAvg": Repeatable(FedAvg(**half)),
+    "FedAvg": FedAvg(**half),
 }.items():
     result = strategy.start(grid, start, num_rounds=ROUNDS, evaluate_fn=evaluate_fn)
     histories[name] = result.evaluate_metrics_serverapp

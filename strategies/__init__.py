@@ -13,13 +13,13 @@ from flwr_fisher.strategies.baselines import (
     AFL,
     DONE,
     GIANT,
+    FedAvg,
     FedExP,
     FedGA,
     FedPM,
-    Repeatable,
     Scaffold,
-    SecureFedAvg,
 )
+from flwr_fisher.strategies.exchanges.tct_regression import Regression
 from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
 from flwr_fisher.strategies.fedfisher import FedFisherOneShot
@@ -34,6 +34,7 @@ __all__ = [
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",
+    "FedAvg",
     "FedExP",
     "FedFish",
     "FedFisherOneShot",
@@ -42,9 +43,8 @@ __all__ = [
     "Membership",
     "Policy",
     "Privacy",
-    "Repeatable",
+    "Regression",
     "Scaffold",
-    "SecureFedAvg",
     "SecureSums",
     "ServerState",
     "Step",

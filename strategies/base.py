@@ -145,7 +145,7 @@ class CurvatureStrategy(FedAvg):
                 "window out"
             )
         self.seed, self.policy = seed, Policy() if policy is None else policy
-        self.cohort = Cohort(seed, allow_foreign="never")
+        self.cohort = Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
         self._opened: OpenExchange[Any] | None = None

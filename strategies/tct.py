@@ -1,24 +1,19 @@
-"""TCT: any strategy first, and then a convex problem on its network's features.
+"""TCT: FedAvg first, and then a convex problem on its network's features."""
 
-Long: half of it is the docstring of a strategy with two stages and their options.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from flwr.app import ConfigRecord
-from flwr.serverapp.strategy import FedAvg, Strategy
 
 from flwr_fisher.errors import (
     CheckpointError,
     ConfigurationError,
-    check_known,
     check_whole,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.randomness import derive_seed, seed_of_clients
+from flwr_fisher.randomness import derive_seed
 from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -30,11 +25,10 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.membership import Membership
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.baselines.repeatable import Repeatable
-from flwr_fisher.strategies.baselines.secure_fedavg import SecureFedAvg
-from flwr_fisher.strategies.exchanges.tct_first_stage import FirstStage
+from flwr_fisher.strategies.baselines.fedavg import mean_model
 from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,
+    Regression,
     agree_on_rate,
     average,
     network,
@@ -43,7 +37,7 @@ from flwr_fisher.strategies.exchanges.tct_regression import (
     standardise_features,
 )
 from flwr_fisher.tangent import check_lr
-from flwr_fisher.wire import named_options
+from flwr_fisher.wire import VectorUpload, named_options
 from flwr_fisher.wire.tangent_sums import read_eigenvalues, read_moment_sums
 from flwr_fisher.wire.tangent_upload import (
     KEYS,
@@ -53,16 +47,14 @@ from flwr_fisher.wire.tangent_upload import (
     read_spectrum,
 )
 
-_SOLVERS, _DTYPES = ("closed-form", "steps"), ("float32", "float16")
-
 
 class TCT(CurvatureStrategy):
     r"""Train, convexify, train (Yu, Wei, Karimireddy, Ma & Jordan, NeurIPS 2022).
 
     *TCT: Convexifying Federated Learning using Bootstrapped Neural Tangent Kernels.*
 
-    **Stage 1**, `stage1_rounds` rounds: any strategy trains the network to
-    :math:`\theta`. **Convexify**, one round with every client that is connected: the
+    **Stage 1**, `stage1_rounds` rounds: FedAvg trains the network to :math:`\theta`.
+    **Convexify**, one round with every client that is connected: the
     network's last layer gives way to a fresh one with a single output :math:`f_1`, and
     clients agree on the mean and deviation of each of the p features
     :math:`\phi(x) = \partial f_1(x) / \partial \theta` over all their examples.
@@ -83,12 +75,9 @@ class TCT(CurvatureStrategy):
 
     Parameters
     ----------
-    stage1 : Strategy, optional
-        Any Flower strategy whose rounds have one exchange: Flower's own, also in
-        :class:`Repeatable`, or :class:`Scaffold`, …. It samples clients and evaluates
-        by its own keywords. Default: Flower's ``FedAvg`` with those given here.
     stage1_rounds : int, default 20
-        The paper's is 100. With 0, `initial_arrays` are the network: pre-trained.
+        The paper's is 100. With 0, `initial_arrays` are the network: those of any
+        strategy's earlier run, or of pre-training.
     num_features : int, default 20000
         p, the paper's is 100 000; all, where the network has fewer parameters.
     local_steps : int, default 500
@@ -97,29 +86,19 @@ class TCT(CurvatureStrategy):
         :math:`\eta`. Default: 5 / p, the paper's, but no more than
         :math:`1 / \lambda_\max`, of the largest eigenvalue that
         :math:`Z_i Z_i^\top / n_i` has at any client.
-    head : str, optional
-        The name of the layer to replace, an ``nn.Linear``. Default: the last one.
-    solver : "closed-form" | "steps", default "closed-form"
-        How clients take the M steps. One by one takes M passes over the features in
-        place of three, and has no bound on a client's examples.
-    control_variates : bool, default True
-        Without them stage 2 is FedAvg, or with ``local_steps=1`` gradient descent.
-    standardise : bool, default True
-        Whether features are standardised. (Without it, a larger `lr` is called for.)
-    feature_dtype : "float32" | "float16", default "float32"
-        In which clients store features; float16 halves their disks' share.
+    regression : Regression, optional
+        Which features, and how clients take the steps.
     **kwargs
-        :class:`CurvatureStrategy`'s, for stage 2: FedAvg's sampling keywords and
-        ``seed``, which also determines features. With `secure`, which needs ``bits=64``
-        here, `stage1` must take secure sums itself, as its default then does.
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``, which
+        also determines features. `secure` needs ``bits=64`` here.
 
     Raises
     ------
     ConfigurationError
-        If an argument is out of range, `stage1` has several exchanges a round, or
-        there are too few rounds. Before stage 2, if `lr` is 2 / λ_max or more for half
-        of the clients, naming them and the largest that is safe: with
-        ``checkpoint_dir``, resume with another `lr`, and nothing is asked again.
+        If an argument is out of range, or there are too few rounds. Before stage 2, if
+        `lr` is 2 / λ_max or more for half of the clients, naming them and the largest
+        that is safe: with ``checkpoint_dir``, resume with another `lr`, and nothing is
+        asked again.
 
     Notes
     -----
@@ -137,33 +116,31 @@ class TCT(CurvatureStrategy):
     Clients that evaluate in stage 2 report their `loss_fn` of the regression's scores,
     which are no logits: look at ``accuracy``. ``CurvatureResult.details`` is :math:`c`.
 
-    Resumed, stage 2 and stages of this library's strategies continue bit for bit.
-    Flower's strategies that keep state of their own (FedAdam, …) start it anew when
-    resumed inside stage 1; a warning says so.
+    Resumed, either stage continues bit for bit.
 
     Examples
     --------
     ::
 
-        strategy = TCT(stage1=Scaffold(fraction_train=0.4), fraction_train=0.4)
-        result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=50)
+        start = ArrayRecord(shared_state(model))
+        result = TCT(fraction_train=0.4).start(grid, start, num_rounds=50)
         tensors = result.arrays.to_torch_state_dict()
         TCTModel.from_tensors(model, tensors).save("tct.safetensors")
+
+    After another strategy than FedAvg::
+
+        trained = Scaffold(fraction_train=0.4).start(grid, start, num_rounds=20).arrays
+        result = TCT(stage1_rounds=0).start(grid, trained, num_rounds=30)
     """
 
     def __init__(
         self,
         *,
-        stage1: Strategy | None = None,
         stage1_rounds: int = 20,
         num_features: int = 20_000,
         local_steps: int = 500,
         lr: float | None = None,
-        head: str | None = None,
-        solver: str = "closed-form",
-        control_variates: bool = True,
-        standardise: bool = True,
-        feature_dtype: str = "float32",
+        regression: Regression | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -172,31 +149,23 @@ class TCT(CurvatureStrategy):
         check_whole("local_steps", local_steps, 1)
         if lr is not None:
             check_lr(lr, 0.0)
-        check_known("solver", solver, _SOLVERS)
-        check_known("feature_dtype", feature_dtype, _DTYPES)
+        if not isinstance(regression, Regression | None):
+            raise ConfigurationError(
+                f"regression must be Regression(...), got {regression!r}"
+            )
         if self.fraction_train == 0.0:
             raise ConfigurationError(
                 "fraction_train must be > 0: TCT has no stage 2 without training"
             )
-        self.stage1_rounds, self.num_features = stage1_rounds, num_features
-        self.local_steps, self.lr, self.head = local_steps, lr, head
-        self.solver, self.feature_dtype = solver, feature_dtype
-        self._features_seed = derive_seed(self.seed, "features")  # clients know it, too
-        self.control_variates, self.standardise = control_variates, standardise
-        if stage1 is None:
-            same = {name: getattr(self, name) for name in signature(FedAvg).parameters}
-            if self.secure is None:
-                stage1 = Repeatable(FedAvg(**same), seed=self.seed)
-            else:
-                stage1 = SecureFedAvg(secure=self.secure, seed=self.seed, **same)
         if self.secure is not None and self.secure.bits != 64:
             raise ConfigurationError(
                 f"secure=SecureSums(bits={self.secure.bits}): the squares of TCT's "
                 "features span more decades than 32 bits hold; pass SecureSums(bits=64)"
             )
-        self.stage1 = FirstStage(
-            stage1, self.cohort, self.weighted_by_key, self.policy, self.waiting
-        )
+        self.stage1_rounds, self.num_features = stage1_rounds, num_features
+        self.local_steps, self.lr = local_steps, lr
+        self.regression = regression or Regression()
+        self._features_seed = derive_seed(self.seed, "features")  # clients know it, too
 
     def check_rounds(self, num_rounds: int) -> None:
         """Refuse too few rounds for a stage 2."""
@@ -226,49 +195,44 @@ class TCT(CurvatureStrategy):
         """Return whether a run can go on without a round: not the convexifying one."""
         return server_round != self.stage1_rounds + 1
 
-    def absences(self) -> dict[str, Any]:
-        """Return which clients sit out, in each stage."""
-        return {**super().absences(), "stage1": self.stage1.absences()}
-
-    def recall_absences(self, record: Mapping[str, Any]) -> None:
-        """Take them up."""
-        super().recall_absences(record)
-        self.stage1.recall_absences(record.get("stage1", {}))
-
-    def check_secure(self) -> None:
-        """Refuse a first stage whose uploads the server would see."""
-        self.stage1.check_secure()
-
     def initial_groups(self) -> Groups:
         """Name the run: clients keep their state under its number."""
-        own = {MEMBERSHIP: Membership.new().to_tensors()}
-        return {**own, **self.stage1.initial_groups()}
+        return {MEMBERSHIP: Membership.new().to_tensors()}
 
-    # What a round asks, and what comes of it
-
-    def exchanges(self, server_round: int) -> Sequence[Exchange[TangentUpload]]:
-        """Ask for features' moments and largest eigenvalue, or for a step."""
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
+        """Ask for a model, for features' moments and eigenvalues, or for a step."""
         if server_round <= self.stage1_rounds:
-            raise ConfigurationError(
-                f"round {server_round} of TCT is stage 1's, which it hands on to "
-                f"{self.stage1.name}: use this library's `start`"
-            )
-        config = self._features()
-        if server_round > self.stage1_rounds + 1:
-            config |= {"job": "tct-step", "local-steps": self.local_steps}
-            mean = Summed[TangentUpload](weighted=True)
-            read, step = read_local_weight, self._average
-            return [Exchange(config, read, step, send, network, summed=mean)]
+            return [self._training()]
+        if server_round == self.stage1_rounds + 1:
+            return self._convexifying()
+        config = self._features() | {"job": "tct-step", "local-steps": self.local_steps}
+        mean = Summed[TangentUpload](weighted=True)
+        read, step = read_local_weight, self._average
+        return [Exchange(config, read, step, send, network, summed=mean)]
+
+    def _training(self) -> Exchange[VectorUpload]:
+        """Ask the sampled clients to train, if they could do stage 2, too."""
+        # Without one client for stage 2, stage 1 would be in vain.
+        check = {"check": "tct-check", "local-steps": self.local_steps}
+        return Exchange(
+            self._features() | check,
+            VectorUpload.reader(params=True),
+            _mean_model,
+            summed=Summed(weighted=True),
+        )
+
+    def _convexifying(self) -> Sequence[Exchange[TangentUpload]]:
+        """Ask everyone: all features count, and all eigenvalues."""
+        config, options = self._features(), self.regression
         if self.secure is not None:
             config["aggregate"] = "sums"
-        # Everyone's features count, and everyone's eigenvalues.
         moments = Exchange(
             config | {"job": "tct-moments"},
             read_moments(self.num_features),
             partial(
                 standardise_features,
                 seed=self._features_seed,
-                standardise=self.standardise,
+                standardise=options.standardise,
             ),
             send,
             network,
@@ -278,7 +242,7 @@ class TCT(CurvatureStrategy):
         spectrum = Exchange(
             config | {"job": "tct-spectrum"},
             read_spectrum(),
-            partial(agree_on_rate, lr=self.lr, control=self.control_variates),
+            partial(agree_on_rate, lr=self.lr, control=options.control_variates),
             send,
             network,
             everyone=True,
@@ -290,9 +254,9 @@ class TCT(CurvatureStrategy):
         """Return what says which features are meant, and how they are used."""
         return {
             "num-features": self.num_features,
-            "head": self.head or "",
-            "solver": self.solver,
-            "feature-dtype": self.feature_dtype,
+            "head": self.regression.head or "",
+            "solver": self.regression.solver,
+            "feature-dtype": self.regression.feature_dtype,
             "features-seed": self._features_seed,
         }
 
@@ -300,52 +264,36 @@ class TCT(CurvatureStrategy):
         connected = self.cohort.connected
         return average(state, uploads, connected, local_steps=self.local_steps)
 
-    # The stages
-
     def train_round(
         self, driver: Driver, server_round: int, config: ConfigRecord
     ) -> None:
-        """Do a round of the stage that it belongs to."""
-        # Without one client for stage 2, stage 1 would be in vain.
-        first = server_round <= self.stage1_rounds and self.stage1.is_flowers
-        self.cohort.allow_foreign = "if_mixed" if first else "never"
-        if server_round > self.stage1_rounds:
-            name = "convexifying" if server_round == self.stage1_rounds + 1 else "2"
-            logger.info("TCT: stage %s", name)
-            super().train_round(driver, server_round, config)
-            return
-        logger.info(
-            "TCT: stage 1, round %s of %s of %s",
-            server_round,
-            self.stage1_rounds,
-            self.stage1.name,
-        )
-        seed = seed_of_clients(self.seed)
-        options = self._features() | {"check": "tct-check", "seed": seed}
-        options["local-steps"] = self.local_steps
-        joined = ConfigRecord({**config, **named_options(options)})
-        self.stage1.train(driver, server_round, joined)
+        """Say which stage a round belongs to, and do it."""
+        after = server_round - self.stage1_rounds
+        stage = f"1, round {server_round} of {self.stage1_rounds}"
+        if after > 0:
+            stage = "convexifying" if after == 1 else "2"
+        logger.info("TCT: stage %s", stage)
+        super().train_round(driver, server_round, config)
 
     def evaluate_round(
         self, driver: Driver, server_round: int, config: ConfigRecord
     ) -> None:
-        """Have clients evaluate, as the stage's strategy does."""
+        """Have clients evaluate the network, or the regression."""
         if server_round > self.stage1_rounds:
             job = named_options({"job": "tct-evaluate"})
             config = ConfigRecord({**config, **job})
-            super().evaluate_round(driver, server_round, config)
-            return
-        seed = named_options({"seed": seed_of_clients(self.seed)})
-        seeded = ConfigRecord({**config, **seed})
-        self.stage1.evaluate(driver, server_round, seeded)
+        super().evaluate_round(driver, server_round, config)
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings; `lr` is agreed on as the run goes."""
         return {
             "stage1_rounds": self.stage1_rounds,
-            **self._features(),
+            "num_features": self.num_features,
             "local_steps": self.local_steps,
-            "control_variates": self.control_variates,
-            "standardise": self.standardise,
-            **self.stage1.options(),
+            **asdict(self.regression),
         }
+
+
+def _mean_model(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    """Take FedAvg's mean; the metrics say which stage it is."""
+    return replace(mean_model(state, uploads), metrics={"stage": 1})

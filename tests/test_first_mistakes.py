@@ -3,7 +3,6 @@
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from flwr.serverapp.strategy import FedProx
 from torch import nn
 from torch.utils.data import TensorDataset
 from virtual import ask, metrics_of, tiny_app, tiny_arrays, tiny_client, tiny_model
@@ -23,7 +22,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FAGH, TCT, FedFisherOneShot, Repeatable
+from flwr_fisher.strategies import FAGH, TCT, FedFisherOneShot
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
@@ -123,15 +122,13 @@ def test_a_batch_where_a_loader_is_wanted():
         (lambda: TCT(stage1_rounds=True), "stage1_rounds must be an integer"),
         (lambda: TCT(local_steps="5"), "local_steps must be an integer, got '5'"),
         (lambda: TCT(lr="0.1"), "lr must be a number, got '0.1'"),
-        (lambda: TCT(stage1=FedProx), r"an instance of a Flower Strategy, such as Fed"),
+        (lambda: TCT(regression="steps"), r"regression must be Regression\(\.\.\.\)"),
         (lambda: FAGH(lr="1"), "lr must be a number, got '1'"),
         (lambda: FAGH(rho="a"), "rho must be a number"),
         (lambda: FAGH(betas=0.9), "betas must be two numbers"),
         (lambda: FAGH(betas=("a", 1)), "betas must be two numbers"),
         (lambda: FAGH(seed="a"), "seed must be an integer, got 'a'"),
         (lambda: FAGH(fraction_train="0.5"), "fraction_train must be a number"),
-        (lambda: Repeatable(FedProx), "an instance of a Flower Strategy"),
-        (lambda: Repeatable(FedProx(), seed=1.5), "seed must be an integer"),
     ],
 )
 def test_arguments_of_another_type_are_named(make, text):

@@ -156,8 +156,8 @@ def test_enough_replies_are_of_those_who_evaluate() -> None:
     assert "loss" in result.evaluate_metrics_clientapp[1]
 
 
-def test_stage_1_of_flowers_own_leaves_it_out_too(caplog) -> None:
-    strategy = TCT(stage1=FedAvg(), stage1_rounds=1, num_features=8, local_steps=2)
+def test_both_stages_of_tct_leave_it_out(caplog) -> None:
+    strategy = TCT(stage1_rounds=1, num_features=8, local_steps=2)
     result = strategy.start(
         LocalGrid(without_valloader(0), 3), tiny_arrays(), num_rounds=3
     )

@@ -25,9 +25,9 @@ from flwr_fisher.merge import contribution, private_sums
 from flwr_fisher.merge.private_sums import _PRODUCT, VECTORS
 from flwr_fisher.secure.privacy import with_noise
 from flwr_fisher.strategies import (
+    FedAvg,
     FedFisherOneShot,
     Privacy,
-    SecureFedAvg,
     SecureSums,
 )
 from flwr_fisher.strategies.exchanges.private_sums import _read
@@ -62,7 +62,7 @@ def stepping_app(folder: Path, step: float, **options: Any) -> ClientApp:
     return app
 
 
-def change(strategy: SecureFedAvg, app: ClientApp, clients: int) -> torch.Tensor:
+def change(strategy: FedAvg, app: ClientApp, clients: int) -> torch.Tensor:
     """Return by how much a round changes the model, as one vector."""
     start, new = tiny_arrays().to_torch_state_dict(), merged(strategy, app, clients)
     assert all(
@@ -107,7 +107,7 @@ def test_what_is_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="releases"):
         privacy.epsilon(0, 1e-5)
     with pytest.raises(ConfigurationError, match="privacy must be"):
-        SecureFedAvg(privacy=1.0)
+        FedAvg(privacy=1.0, secure=SecureSums())
     for other in ({"structure": "kfac"}, {"aggregate": "parts"}):
         with pytest.raises(ConfigurationError, match="privacy= needs"):
             FedFisherOneShot(**{"structure": "diagonal", **other, "privacy": privacy})
@@ -131,7 +131,7 @@ def test_noise_is_normal_and_new_each_time() -> None:
 
 def test_clients_noise_adds_up_to_the_noise_that_was_asked_for(tmp_path: Path) -> None:
     privacy = Privacy(noise_multiplier=2.0, clipping_norm=0.5, honest=0.8)
-    strategy = SecureFedAvg(fraction_evaluate=0.0, privacy=privacy)
+    strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
     app = stepping_app(tmp_path, 0.0)
     seen = torch.cat([change(strategy, app, clients=5) for _ in range(12)])
     # Of the sum: z C / sqrt(honest), since all are.
@@ -158,7 +158,7 @@ def test_the_servers_noise_is_that_of_the_sum(tmp_path: Path) -> None:
 def test_steps_are_clipped_and_count_once(tmp_path: Path) -> None:
     """Client i moves each number by 10 i, and weighs 1 + 10 i."""
     privacy = Privacy(noise_multiplier=QUIET, clipping_norm=0.3)
-    strategy = SecureFedAvg(fraction_evaluate=0.0, privacy=privacy)
+    strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
     moved = change(strategy, stepping_app(tmp_path, 10.0), clients=4)
     expected = 0.3 / math.sqrt(len(moved)) * 3 / 4  # client 0 has not moved
     assert float((moved - expected).abs().max()) < 1e-6
@@ -166,7 +166,7 @@ def test_steps_are_clipped_and_count_once(tmp_path: Path) -> None:
 
 def test_steps_that_are_short_are_left_as_they_are(tmp_path: Path) -> None:
     privacy = Privacy(noise_multiplier=QUIET, clipping_norm=1e3)
-    strategy = SecureFedAvg(fraction_evaluate=0.0, privacy=privacy)
+    strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
     moved = change(strategy, stepping_app(tmp_path, 0.5), clients=4)
     assert float((moved - 0.5 * 6 / 4).abs().max()) < 1e-4
 
@@ -234,11 +234,11 @@ def test_exponents_tell_nothing() -> None:
 def test_a_client_may_ask_for_noise(tmp_path: Path) -> None:
     app = stepping_app(tmp_path, 1.0, min_noise=0.5)
     for privacy in (None, Privacy(noise_multiplier=0.5, clipping_norm=1.0)):
-        strategy = SecureFedAvg(fraction_evaluate=0.0, privacy=privacy)
+        strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
         with pytest.raises(RoundError, match=r"SecureSumsMod\(min_noise"):
             merged(strategy, app)
     enough = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
-    merged(SecureFedAvg(fraction_evaluate=0.0, privacy=enough), app)
+    merged(FedAvg(fraction_evaluate=0.0, privacy=enough, secure=SecureSums()), app)
 
 
 def test_a_sum_with_too_little_noise_is_not_opened(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ from flwr_fisher.strategies import (
     FAGH,
     GIANT,
     CurvatureStrategy,
+    FedAvg,
     FedFish,
     FedFisherOneShot,
     FedGA,
     Scaffold,
-    SecureFedAvg,
     SecureSums,
     Waiting,
 )
@@ -129,7 +129,7 @@ def test_fedavg_of_anybodys_clients(tmp_path: Path) -> None:
         return Message(content, reply_to=message)
 
     app.query()(identify)
-    result = merged(SecureFedAvg(fraction_evaluate=0.0), app, clients=3)
+    result = merged(FedAvg(fraction_evaluate=0.0, secure=SecureSums()), app, clients=3)
     start = tiny_arrays().to_torch_state_dict()
     for name, value in start.items():
         mean = value.double() + (0 * 1 + 1 * 2 + 2 * 3) / 6
@@ -263,7 +263,7 @@ def test_what_is_no_sum_is_refused_before_anybody_trains() -> None:
             merged(strategy, app)
     assert not app.trained
     with pytest.raises(ConfigurationError, match="window"):
-        SecureFedAvg(waiting=Waiting(window=10))
+        FedAvg(waiting=Waiting(window=10), secure=SecureSums())
     with pytest.raises(ConfigurationError, match="packed uploads"):
         FedFish(secure=SecureSums(), codec="small")
     with pytest.raises(ConfigurationError, match="secure must be SecureSums"):

@@ -1,10 +1,9 @@
 """TCT as a strategy: two stages, their optimum, and what survives a crash."""
 
 import logging
-import random
 import re
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import virtual
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
@@ -24,7 +22,6 @@ from virtual import (
     change_array,
     close,
     drop_array,
-    fail,
     same_bits,
     set_array,
     tiny_arrays,
@@ -39,20 +36,7 @@ from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import derive_seed, seed_of_clients
-from flwr_fisher.server import flower_rounds
-from flwr_fisher.strategies import (
-    DONE,
-    FAGH,
-    GIANT,
-    TCT,
-    CurvatureResult,
-    FedExP,
-    FedFisherOneShot,
-    FedGA,
-    Repeatable,
-    Scaffold,
-    Waiting,
-)
+from flwr_fisher.strategies import TCT, CurvatureResult, FedAvg, Regression, Scaffold
 from flwr_fisher.tangent import (
     Spectrum,
     TangentFeatures,
@@ -82,7 +66,9 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def tct(**options: Any) -> TCT:
     own: dict[str, Any] = {"stage1_rounds": STAGE1, "num_features": 20}
     own |= {"local_steps": 30, "fraction_evaluate": 0.0}
-    return TCT(**{**own, **options})
+    names = {field.name for field in fields(Regression)} & options.keys()
+    regression = Regression(**{name: options.pop(name) for name in names})
+    return TCT(regression=regression, **{**own, **options})
 
 
 def client_app(
@@ -193,15 +179,23 @@ def test_features_are_the_seeds() -> None:
 
 def test_the_networks_of_stage_1_and_of_the_result_are_one() -> None:
     result = plain()
-    alone = Repeatable(FedAvg(fraction_evaluate=0.0)).start(
+    alone = FedAvg(fraction_evaluate=0.0).start(
         LocalGrid(client_app(), CLIENTS), tiny_arrays(), num_rounds=STAGE1
     )
     network = arrays_to_tensors(result.arrays)
-    # Flower's loop makes it a float, which clients truncate.
-    assert network.pop("1.num_batches_tracked").dtype == torch.int64
     for key, value in arrays_to_tensors(alone.arrays).items():
-        if key in network:
-            assert torch.equal(network[key], value), key
+        assert torch.equal(network[key], value), key
+
+
+def test_a_run_of_another_strategy_goes_on_in_stage_2() -> None:
+    other = Scaffold(fraction_evaluate=0.0).start(
+        LocalGrid(client_app(), CLIENTS), tiny_arrays(), num_rounds=STAGE1
+    )
+    grid = LocalGrid(client_app(), CLIENTS)
+    result = tct(stage1_rounds=0).start(grid, other.arrays, num_rounds=3)
+    network = arrays_to_tensors(result.arrays)
+    for key, value in arrays_to_tensors(other.arrays).items():
+        assert torch.equal(network[key], value), key
 
 
 def test_pre_trained_weights_need_no_stage_1() -> None:
@@ -235,7 +229,7 @@ def test_metrics_show_the_stages(caplog: pytest.LogCaptureFixture) -> None:
         for w in (torch.zeros(20, CLASSES), weight_of(plain(num_rounds=4)))
     ]
     assert metric(result, "train_loss")[2:] == pytest.approx(loss)
-    assert "stage 1, round 2 of 2 of FedAvg" in caplog.text
+    assert "stage 1, round 2 of 2" in caplog.text
     assert "stage convexifying" in caplog.text
     assert f"stage 2 begins with lr {lr[0]:g}" in caplog.text
 
@@ -495,39 +489,13 @@ def larger(which: int, factor: float) -> Callable[[int, FisherClient], None]:
     return change
 
 
-# Stage 1 is anybody's
+# Stage 1
 
 
-@pytest.mark.parametrize(
-    "stage1",
-    [
-        lambda: FedAvg(fraction_evaluate=0.0),
-        lambda: FedProx(fraction_evaluate=0.0, proximal_mu=0.5),
-        lambda: Repeatable(FedAdam(fraction_evaluate=0.0), seed=2),
-        lambda: Scaffold(fraction_evaluate=0.0),
-        lambda: FedExP(fraction_evaluate=0.0),
-        lambda: FAGH(fraction_evaluate=0.0, probe="momentum"),
-        lambda: FedFisherOneShot(fraction_evaluate=0.0, codec="lossless"),
-    ],
-)
-def test_stage_1_is_the_strategy_that_is_handed_in(
-    stage1: Callable[[], Strategy],
-) -> None:
-    result = run(tct(stage1=stage1()))
-    network = arrays_to_tensors(result.arrays)
-    grid = LocalGrid(client_app(), CLIENTS)
-    expected = stage1().start(grid, tiny_arrays(), num_rounds=2)
-    for key, value in arrays_to_tensors(expected.arrays).items():
-        if network[key].is_floating_point():
-            torch.testing.assert_close(network[key], value.to(network[key].dtype))
-    assert metric(result, "stage") == [1, 1, 2, 2, 2]
-
-
-def test_stage_1_evaluates_on_its_own_clients_and_stage_2_on_its() -> None:
+def test_clients_evaluate_the_network_and_then_the_regression() -> None:
     app = Watched(client_app())
-    first = Repeatable(FedAvg(fraction_evaluate=0.4, min_evaluate_nodes=1))
-    result = run(tct(stage1=first, fraction_evaluate=1.0), app)
-    assert sorted(r for r, _ in app.evaluated) == [1, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    result = run(tct(fraction_evaluate=1.0), app)
+    assert sorted(r for r, _ in app.evaluated) == sorted([1, 2, 3, 4, 5] * CLIENTS)
     scores = result.evaluate_metrics_clientapp
     assert sorted(scores) == [1, 2, 3, 4, 5]
     model = TCTModel.from_tensors(tiny_model(), arrays_to_tensors(result.arrays))
@@ -536,31 +504,6 @@ def test_stage_1_evaluates_on_its_own_clients_and_stage_2_on_its() -> None:
         x, y = tiny_data(i).tensors
         right, total = right + int((model(x).argmax(1) == y).sum()), total + len(y)
     assert scores[ROUNDS]["accuracy"] == pytest.approx(right / total)
-
-
-def test_without_clients_stage_1_is_not_evaluated_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Flower's own sampling would wait for them for ever."""
-    monkeypatch.setattr(flower_rounds, "TO_EVALUATE", 1.0)
-
-    class Leaves(LocalGrid):
-        """All but one are away for a while when the first round has been trained."""
-
-        away = 0.0
-
-        def get_node_ids(self) -> list[int]:
-            nodes = list(super().get_node_ids())
-            if not self.away and len(app.trained) == CLIENTS:
-                self.away = time.monotonic() + 2.5
-            return nodes[:1] if time.monotonic() < self.away else nodes
-
-    app = Watched(client_app())
-    strategy = tct(stage1=FedAvg())
-    result = strategy.start(Leaves(app, CLIENTS), tiny_arrays(), num_rounds=ROUNDS)
-    assert "no client evaluates: 1 nodes are connected after 1 s" in caplog.text
-    assert sorted(result.evaluate_metrics_clientapp) == [2]
-    assert metric(result, "stage") == [1, 1, 2, 2, 2]
 
 
 def test_clients_may_evaluate_on_training_data_but_not_personalise(
@@ -608,16 +551,6 @@ def test_a_bad_reply_in_stage_1_is_left_out_by_name(
         torch.testing.assert_close(a, b)
 
 
-def test_a_stage_1_that_aggregates_nothing_ends_with_every_reason() -> None:
-    with pytest.raises(RoundError) as caught:
-        run(tct(), Watched(client_app(), dict.fromkeys(range(CLIENTS), fail)))
-    said = str(caught.value)
-    assert "FedAvg aggregated nothing in stage 1" in said
-    for i in range(CLIENTS):
-        assert f"partition-{i}" in said
-    assert said.count("out of cheese") == 1  # one mistake of all is told once
-
-
 # Arguments
 
 
@@ -633,22 +566,11 @@ def test_a_stage_1_that_aggregates_nothing_ends_with_every_reason() -> None:
         ({"feature_dtype": "int8"}, r"unknown feature_dtype 'int8'"),
         ({"fraction_train": 0.0}, r"^fraction_train must be > 0"),
         ({"fraction_train": 2.0}, r"^fraction_train must be in"),
-        ({"stage1": FedAvg}, r"^stage1 must be an instance of a Flower Strategy"),
-        ({"stage1": GIANT()}, r"^a round of GIANT has more than one exchange"),
-        ({"stage1": DONE()}, r"^a round of DONE has"),
-        ({"stage1": Repeatable(FedGA())}, r"^a round of FedGA has"),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         tct(**options)
-
-
-def test_another_tct_cannot_be_stage_1() -> None:
-    with pytest.raises(ConfigurationError, match="TCT"):
-        tct(stage1=tct())
-    with pytest.raises(ConfigurationError, match="TCT"):
-        tct(stage1=tct(stage1_rounds=0))
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])
@@ -666,11 +588,10 @@ def test_a_tct_model_is_nothing_to_start_from() -> None:
         tct().start(grid, result.arrays, num_rounds=5)
 
 
-@pytest.mark.parametrize("server_round", [1, 3])
-def test_other_loops_than_start_are_refused(server_round: int) -> None:
+def test_other_loops_than_start_are_refused() -> None:
     grid = LocalGrid(client_app(), CLIENTS)
     with pytest.raises(ConfigurationError, match="use this library's `start`"):
-        tct().configure_train(server_round, tiny_arrays(), ConfigRecord(), grid)
+        tct().configure_train(STAGE1 + 1, tiny_arrays(), ConfigRecord(), grid)
 
 
 def test_a_head_that_is_none_is_named_in_the_first_round() -> None:
@@ -751,8 +672,8 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     run(tct(), num_rounds=4, checkpoint_dir=tmp_path / "run")
     for options, said in (
         ({"local_steps": 7}, "local_steps: 30 -> 7"),
-        ({"num_features": 7}, "num-features: 20 -> 7"),
-        ({"stage1": FedProx()}, "stage1: 'FedAvg' -> 'FedProx'"),
+        ({"num_features": 7}, "num_features: 20 -> 7"),
+        ({"solver": "steps"}, "solver: 'closed-form' -> 'steps'"),
         ({"stage1_rounds": 1}, "stage1_rounds: 2 -> 1"),
     ):
         with pytest.raises(CheckpointError, match=said):
@@ -767,7 +688,7 @@ def test_too_many_examples_are_refused_by_name_in_the_first_round(
 ) -> None:
     app = Watched(client_app())
     with pytest.raises(RoundError, match=r"partition-2: .* 12 examples.*'steps'"):
-        run(tct(stage1=Scaffold(min_train_nodes=3)), app)
+        run(tct(min_train_nodes=3), app)
     assert {server_round for server_round, _ in app.trained} == {1}
     with pytest.raises(RoundError, match=r"partition-2: .* 12 examples.*'steps'"):
         run(tct(stage1_rounds=0, min_train_nodes=3), num_rounds=2)
@@ -1092,37 +1013,22 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
 
 
 def whole_run(app: Watched, where: Path | None = None, **options: Any) -> Any:
-    own = {k: options.pop(k) for k in ("stage1", "solver") if k in options}
-    strategy = tct(fraction_train=0.75, fraction_evaluate=0.5, **own)
+    strategy = tct(fraction_train=0.75, fraction_evaluate=0.5)
     return run(strategy, app, 4, num_rounds=6, checkpoint_dir=where, **options)
 
 
-def first(stage1: Callable[..., Strategy] | None) -> dict[str, Any]:
-    sampling = {"fraction_train": 0.75, "fraction_evaluate": 0.5}
-    return {} if stage1 is None else {"stage1": stage1(**sampling)}
-
-
 @cache
-def uninterrupted(stage1: Callable[..., Strategy] | None) -> CurvatureResult:
-    return whole_run(Watched(client_app()), **first(stage1))
+def uninterrupted() -> CurvatureResult:
+    return whole_run(Watched(client_app()))
 
 
 ASKED = [3, 3, 8, 3, 3, 3]  # requests to train, by round
 
 
-@pytest.mark.parametrize(
-    ("asked", "stage1"),
-    [
-        *((asked, None) for asked in (2, 8, 12, 22)),
-        *((asked, Scaffold) for asked in (4, 11)),
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, asked: int, stage1: Callable[..., Strategy] | None
-) -> None:
+@pytest.mark.parametrize("asked", [2, 4, 8, 12, 22])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
     """Stopped anywhere, once a client had saved and was not yet heard of."""
-
-    expected = uninterrupted(stage1)
+    expected = uninterrupted()
     app = Watched(client_app())
 
     def die(content: RecordDict) -> None:
@@ -1131,9 +1037,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
     app.tamper = dict.fromkeys(range(4), die)
     with pytest.raises(KeyboardInterrupt):
-        whole_run(app, tmp_path / "run", **first(stage1))
+        whole_run(app, tmp_path / "run")
     again = Watched(client_app())
-    resumed = whole_run(again, tmp_path / "run", resume=True, **first(stage1))
+    resumed = whole_run(again, tmp_path / "run", resume=True)
     assert same_bits(resumed.arrays, expected.arrays)
     assert resumed.train_metrics_clientapp == expected.train_metrics_clientapp
     assert resumed.evaluate_metrics_clientapp == expected.evaluate_metrics_clientapp
@@ -1150,78 +1056,3 @@ def test_a_lost_cache_changes_no_bit(tmp_path: Path, counted: list[int]) -> None
     resumed = run(tct(), checkpoint_dir=where, resume=True)
     assert sorted(counted) == [8, 10, 12]
     assert same_bits(resumed.arrays, plain().arrays)
-
-
-def test_strategies_that_forget_say_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = Watched(client_app())
-
-    def die(content: RecordDict) -> None:
-        if app.trained[-1][0] == 2:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(CLIENTS), die)
-    for strategy, says in ((FedAdam, True), (FedProx, False)):
-        where = tmp_path / strategy.__name__
-        first = partial(strategy, fraction_evaluate=0.0)
-        with pytest.raises(KeyboardInterrupt):
-            run(tct(stage1=first()), app, checkpoint_dir=where)
-        assert "starts anew" not in caplog.text
-        run(tct(stage1=first()), checkpoint_dir=where, resume=True)
-        assert (f"what {strategy.__name__} keeps" in caplog.text) == says
-        caplog.clear()
-
-
-# What stops a first stage of Flower's
-
-
-@pytest.mark.parametrize("strategy", [FedAdam, Repeatable])
-def test_the_clients_that_flowers_strategy_sampled_are_asked_when_resumed(
-    tmp_path: Path, strategy: Any
-) -> None:
-    """It samples by the global ``random``; whom it asked is on disk."""
-
-    def first() -> TCT:
-        own = {"fraction_train": 0.4, "fraction_evaluate": 0.0}
-        plain = FedAvg(**own) if strategy is Repeatable else strategy(**own)
-        return tct(stage1=Repeatable(plain) if strategy is Repeatable else plain)
-
-    for seed in range(4):
-        where = tmp_path / f"{seed}"
-        app = Watched(client_app())
-
-        def die(content: RecordDict, app: Watched = app) -> None:
-            if len(app.trained) == 2:
-                raise KeyboardInterrupt
-
-        app.tamper = dict.fromkeys(range(6), die)
-        random.seed(seed)
-        with pytest.raises(KeyboardInterrupt):
-            run(first(), app, clients=6, checkpoint_dir=where)
-        cohort = sorted(p for _, p in app.trained)
-        random.seed(seed + 100)
-        again = Watched(client_app())
-        run(first(), again, clients=6, checkpoint_dir=where, resume=True)
-        asked = [p for number, p in again.trained if number == 1]
-        assert len(asked) == 1
-        assert sorted([*asked, app.trained[0][1]]) == cohort
-
-
-def test_a_first_stage_of_flowers_waits_no_longer_for_nodes_than_it_may() -> None:
-    strategy = tct(stage1=FedAvg(min_available_nodes=9))
-    grid = LocalGrid(client_app(), CLIENTS)
-    grid.num_supernodes = 9  # as if six were still to come
-    with pytest.raises(RoundError, match=r"3 nodes are connected after 1 s, and 9"):
-        strategy.start(grid, tiny_arrays(), num_rounds=ROUNDS, timeout=1)
-
-
-def test_a_window_needs_a_first_stage_that_knows_it() -> None:
-    with pytest.raises(ConfigurationError, match="stage1=FedAvg samples its own clie"):
-        tct(waiting=Waiting(window=60))
-    tct(stage1=Scaffold(), waiting=Waiting(window=60))
-
-
-def test_a_first_stage_that_asks_nobody_is_told() -> None:
-    with pytest.raises(RoundError, match="FedAvg aggregated nothing in stage 1"):
-        run(tct(stage1=FedAvg(fraction_train=0.0)))

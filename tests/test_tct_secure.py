@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 import virtual
-from flwr.serverapp.strategy import FedAdam, FedProx
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual import LIFTED, Watched, tiny_app, tiny_arrays
+from virtual import LIFTED, tiny_app, tiny_arrays
 
 from flwr_fisher.client import LocalSGD, SecureSumsMod
 from flwr_fisher.errors import ConfigurationError, RoundError, WireError
 from flwr_fisher.strategies import (
     TCT,
     CurvatureResult,
-    SecureFedAvg,
+    Regression,
     SecureSums,
 )
 from flwr_fisher.tangent import combine_moments, feature_moments
@@ -51,7 +50,9 @@ def run(strategy: TCT, app: Any = None, rounds: int = 4) -> CurvatureResult:
     return strategy.start(grid, tiny_arrays(), num_rounds=rounds)
 
 
-@pytest.mark.parametrize("options", [{}, {"control_variates": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"regression": Regression(control_variates=False)}]
+)
 def test_the_model_is_that_of_plain_sums(options: dict[str, Any]) -> None:
     plain = run(tct(lr=0.05, **options))
     secure = run(tct(lr=0.05, secure=SECURE, **options))
@@ -98,15 +99,9 @@ def test_clients_that_reply_to_sums_alone_reply() -> None:
     run(tct(secure=SECURE), app)
 
 
-def test_a_first_stage_that_shows_uploads_is_refused() -> None:
-    app = Watched()
-    for stage1 in (FedProx(), FedAdam()):
-        with pytest.raises(ConfigurationError, match=type(stage1).__name__):
-            run(tct(stage1=stage1, secure=SECURE), app)
-    assert not app.trained
+def test_features_sums_need_more_than_32_bits() -> None:
     with pytest.raises(ConfigurationError, match="bits=64"):
         tct(secure=SecureSums())
-    run(tct(stage1=SecureFedAvg(secure=SECURE), secure=SECURE), app)
 
 
 # What travels

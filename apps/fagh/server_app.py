@@ -3,12 +3,11 @@
 import time
 from typing import Any
 
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
 from my_data import on_server
 
-from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.errors import UnknownNameError
 from flwr_fisher.measures import MeasuredGrid, combine, costs
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
@@ -16,10 +15,11 @@ from flwr_fisher.strategies import (
     DONE,
     FAGH,
     GIANT,
+    CurvatureStrategy,
+    FedAvg,
     FedExP,
     FedGA,
     FedPM,
-    Repeatable,
     Scaffold,
     wait_for_nodes,
 )
@@ -33,7 +33,9 @@ METHODS = (
 app = ServerApp()
 
 
-def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
+def make_strategy(
+    config: dict[str, Any], clients: int
+) -> tuple[CurvatureStrategy, int]:
     """Return the method, and what a round of it costs a client, in gradients.
 
     A local epoch is one gradient; with a Hessian-vector product it is two. FedPM's two
@@ -43,8 +45,6 @@ def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
     lr, seed = float(config["server-lr"]), int(config["seed"])
     sampled = {"fraction_evaluate": 0.0, **cohort_from_run_config(config, clients)}
     ours = {"seed": seed, **sampled}
-    if config["checkpoint-dir"] and config["method"] in ("fedavg", "fedprox"):
-        raise ConfigurationError("checkpoint-dir: Flower's own methods keep nothing")
     match config["method"]:
         case "fagh":
             probe, rho = str(config["probe"]), float(config["rho"])
@@ -67,11 +67,8 @@ def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
             alpha = float(config["done-alpha"])
             done = DONE(lr=lr, alpha=alpha, iterations=iterations, **ours)
             return done, 1 + 2 * (iterations - 1)
-        case "fedavg":
-            return Repeatable(FedAvg(**sampled), seed=seed), epochs
-        case "fedprox":
-            fedprox = FedProx(proximal_mu=float(config["proximal-mu"]), **sampled)
-            return Repeatable(fedprox, seed=seed), epochs
+        case "fedavg" | "fedprox":
+            return FedAvg(**ours), epochs
     raise UnknownNameError("method", config["method"], METHODS)
 
 
@@ -79,9 +76,9 @@ def make_strategy(config: dict[str, Any], clients: int) -> tuple[Strategy, int]:
 def main(grid: Grid, context: Context) -> None:
     """Run the method and write its report."""
     config, began = dict(context.run_config), time.monotonic()
-    kept: dict[str, Any] = {}
-    if where := str(config["checkpoint-dir"]):
-        kept = {"checkpoint_dir": where, "resume": True}
+    where = str(config["checkpoint-dir"]) or None
+    proximal = {"proximal-mu": float(config["proximal-mu"])}
+    train = ConfigRecord(proximal if config["method"] == "fedprox" else {})
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
     clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
     task = on_server(context, clients)
@@ -91,11 +88,13 @@ def main(grid: Grid, context: Context) -> None:
         measured,
         ArrayRecord(shared_state(task.make_model())),
         num_rounds=int(config["num-rounds"]),
+        train_config=train,
         evaluate_fn=combine(
             evaluate_on_test(task, every=int(config["evaluate-every"])),
             costs(measured, gradients),
         ),
-        **kept,
+        checkpoint_dir=where,
+        resume=where is not None,
     )
     report_rounds(
         path,

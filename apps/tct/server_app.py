@@ -8,7 +8,7 @@ from my_data import on_server
 
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
-from flwr_fisher.strategies import TCT, wait_for_nodes
+from flwr_fisher.strategies import TCT, Regression, wait_for_nodes
 from flwr_fisher.tasks import cohort_from_run_config
 
 app = ServerApp()
@@ -25,11 +25,13 @@ def main(grid: Grid, context: Context) -> None:
         num_features=int(config["num-features"]),
         local_steps=int(config["local-steps"]),
         lr=float(config["stage2-lr"]) or None,
-        head=str(config["head"]) or None,
-        solver=str(config["solver"]),
-        control_variates=bool(config["control-variates"]),
-        standardise=bool(config["standardise"]),
-        feature_dtype=str(config["feature-dtype"]),
+        regression=Regression(
+            head=str(config["head"]) or None,
+            solver=str(config["solver"]),
+            control_variates=bool(config["control-variates"]),
+            standardise=bool(config["standardise"]),
+            feature_dtype=str(config["feature-dtype"]),
+        ),
         seed=int(config["seed"]),
         fraction_evaluate=0.0,
         **cohort_from_run_config(config, clients),

@@ -52,11 +52,11 @@ class Cohort(NodeNames):
     ----------
     seed : int
         The strategy's.
-    allow_foreign : "always" | "if_mixed" | "never", default "always"
+    allow_foreign : bool, default True
         As for :class:`NodeNames`.
     """
 
-    def __init__(self, seed: int, allow_foreign: str = "always") -> None:
+    def __init__(self, seed: int, allow_foreign: bool = True) -> None:
         super().__init__(allow_foreign)
         self.seed = seed
         self.connected = 0  # how many nodes were, when last sampled from

@@ -13,7 +13,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.printable import listed
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import Door, EvaluationDoor, abstains
-from flwr_fisher.server.exchange import Exchange, ServerState, Uploads
+from flwr_fisher.server.exchange import Exchange, Uploads
 from flwr_fisher.server.gather import Gathering
 from flwr_fisher.server.journal import ExchangeJournal
 from flwr_fisher.server.mailbox import collect
@@ -77,15 +77,8 @@ class Driver:
         self.server_round = run.server_round  # under way
         self._late: Late | None = None  # of the last exchange
 
-    def train(
-        self,
-        method: Method,
-        server_round: int,
-        config: ConfigRecord,
-        *,
-        scope: str | None = None,
-    ) -> Uploads[Any]:
-        """Do a round's exchanges; return the last one's uploads.
+    def train(self, method: Method, server_round: int, config: ConfigRecord) -> None:
+        """Do a round's exchanges.
 
         Uploads that an interrupted run admitted are taken from disk, and their clients
         are not asked again.
@@ -98,9 +91,6 @@ class Driver:
             The round.
         config : ConfigRecord
             The caller's, for the clients.
-        scope : str, optional
-            Of a strategy that runs within another: where its groups of tensors are in
-            the run's state.
 
         Raises
         ------
@@ -110,13 +100,13 @@ class Driver:
             If an upload on disk is of another version of this library.
         """
         if method.fraction_train == 0.0:  # FedAvg's way to evaluate without training
-            return []
-        uploads: Uploads[Any] = []
+            return
+        uploads: Uploads[Any]
         for index, exchange in enumerate(_exchanges(method, server_round), start=1):
             # The uploads of the last exchange go before those of this one come.
             uploads = []
             self.run.forget_uploads()
-            state = self._state(scope)
+            state = self.run.state
             opened = OpenExchange(method, exchange, state, server_round)
             kept = self.run.kept(server_round, index)
             gathering = Gathering(self.grid, opened, kept, config, self.timeout)
@@ -141,10 +131,7 @@ class Driver:
                 nodes = self._nodes(method.cohort)  # of uploads from disk, other ones
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
-            if scope is not None:
-                step = replace(step, state=self.run.state.with_inner(scope, step.state))
             self.run.stepped(server_round, step, uploads, metrics)
-        return uploads
 
     def evaluate(
         self,
@@ -224,6 +211,3 @@ class Driver:
         connected, mailbox = list(self.grid.get_node_ids()), cohort.mailbox(self.grid)
         nodes = cohort.learn(mailbox, connected, self.timeout)
         return {cohort.name(node): node for node in nodes}
-
-    def _state(self, scope: str | None) -> ServerState:
-        return self.run.state if scope is None else self.run.state.inner(scope)

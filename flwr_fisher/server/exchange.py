@@ -52,21 +52,6 @@ class ServerState:
         """Return a group of tensors; an empty one if there is none of that name."""
         return self.groups.get(name, {})
 
-    def inner(self, scope: str) -> "ServerState":
-        """Return the state of a strategy that runs within another, by its scope."""
-        start = f"{scope}."
-        mine = {k: v for k, v in self.groups.items() if k.startswith(start)}
-        return ServerState(
-            self.params, {k.removeprefix(start): v for k, v in mine.items()}
-        )
-
-    def with_inner(self, scope: str, inner: "ServerState") -> "ServerState":
-        """Return this state with the inner strategy's parameters and groups in it."""
-        start = f"{scope}."
-        others = {k: v for k, v in self.groups.items() if not k.startswith(start)}
-        own = {f"{start}{k}": v for k, v in inner.groups.items()}
-        return ServerState(inner.params, others | own)
-
     def to_tensors(self) -> dict[str, Tensor]:
         """Return all by name: parameters, and ``groups/<group>/<name>``."""
         tensors = dict(self.params)

@@ -121,9 +121,8 @@ class NodeNames:
 
     Parameters
     ----------
-    allow_foreign : "always" | "if_mixed" | "never", default "always"
-        Whether nodes may take part whose ClientApp is not of this library: any, or
-        beside at least one that is, or none. Each of this library's tells its version
+    allow_foreign : bool, default True
+        Whether nodes may take part whose ClientApp is not of this library. Each of this library's tells its version
         when it is asked; an app that knows no query, or answers without, is foreign.
 
     Attributes
@@ -136,7 +135,7 @@ class NodeNames:
         Nodes whose ClientApp is foreign, and what to do about it.
     """
 
-    def __init__(self, allow_foreign: str = "always") -> None:
+    def __init__(self, allow_foreign: bool = True) -> None:
         self.allow_foreign = allow_foreign
         self._known: dict[int, Identity] = {}
         self._registered: dict[int, str] = {}  # of the nodes that were asked, or ""
@@ -246,8 +245,7 @@ class NodeNames:
         before, self.refused = self.refused, {}
         self._refuse_doubles(nodes)
         foreign = [node for node in nodes if node in self.foreign]
-        mixed = self.allow_foreign == "if_mixed" and len(foreign) < len(nodes)
-        if self.allow_foreign != "always" and not mixed:
+        if not self.allow_foreign:
             self.refused |= {node: self.foreign[node] for node in foreign}
         by_reason: dict[str, list[str]] = {}  # mostly all of a run's nodes
         for node in self.refused.keys() - before.keys():

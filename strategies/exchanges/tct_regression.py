@@ -1,11 +1,12 @@
 """TCT's second stage: what is sent to clients, and what uploads make of the state."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, check_known
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.printable import listed
@@ -25,6 +26,43 @@ from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload, bytes_of
 MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"
 _LR, _DIGEST, _LARGEST = "lr", "digest", "largest-eigenvalue"
 _RATE = 5.0  # of the paper's eta = 5e-5 for 100 000 features
+
+_SOLVERS, _DTYPES = ("closed-form", "steps"), ("float32", "float16")
+
+
+@dataclass(frozen=True)
+class Regression:
+    """What :class:`TCT`'s second stage regresses on, and how its steps are taken.
+
+    Parameters
+    ----------
+    head : str, optional
+        The name of the layer to replace, an ``nn.Linear``. Default: the last one.
+    solver : "closed-form" | "steps", default "closed-form"
+        How clients take the M steps. One by one takes M passes over the features in
+        place of three, and has no bound on a client's examples.
+    control_variates : bool, default True
+        Without them stage 2 is FedAvg, or with ``local_steps=1`` gradient descent.
+    standardise : bool, default True
+        Whether features are standardised. (Without it, a larger `lr` is called for.)
+    feature_dtype : "float32" | "float16", default "float32"
+        In which clients store features; float16 halves their disks' share.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is none of those.
+    """
+
+    head: str | None = None
+    solver: str = "closed-form"
+    control_variates: bool = True
+    standardise: bool = True
+    feature_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_known("solver", self.solver, _SOLVERS)
+        check_known("feature_dtype", self.feature_dtype, _DTYPES)
 
 
 def network(state: ServerState) -> Params:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from flwr.serverapp.strategy import FedAvg, FedProx, Strategy
+from harness.repeatable import Repeatable
 
 from flwr_fisher.strategies import (
     DONE,
@@ -15,7 +16,6 @@ from flwr_fisher.strategies import (
     FedExP,
     FedGA,
     FedPM,
-    Repeatable,
     Scaffold,
 )
 

@@ -14,13 +14,14 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from harness.clients import CHOICE, Batch, grid_of, scores
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
+from harness.repeatable import Repeatable
 from torch import Tensor, nn
 
 from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import RoundError
 from flwr_fisher.measures import MeasuredGrid, costs
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import TCT, Repeatable, Scaffold
+from flwr_fisher.strategies import TCT, Regression, Scaffold
 from flwr_fisher.tangent import TangentFeatures, TCTModel
 from flwr_fisher.wire import arrays_to_tensors
 from studies.tct.splits import CIFAR, CONVEX, EVERY, SPLITS, world
@@ -31,12 +32,16 @@ LAST = 5  # rounds whose mean accuracy decides
 
 AVG, SCAFFOLD, TCT_ = "FedAvg", "SCAFFOLD", "TCT"
 # What stage 2 goes without, as the keywords that say so.
+_UNCORRECTED = Regression(control_variates=False)
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "TCT, features not standardised": {"standardise": False},
-    "TCT, stage 2 by FedAvg (no control variates)": {"control_variates": False},
-    "TCT, stage 2 by FedAvg, 10 steps": {"control_variates": False, "local_steps": 10},
+    "TCT, features not standardised": {"regression": Regression(standardise=False)},
+    "TCT, stage 2 by FedAvg (no control variates)": {"regression": _UNCORRECTED},
+    "TCT, stage 2 by FedAvg, 10 steps": {
+        "regression": _UNCORRECTED,
+        "local_steps": 10,
+    },
     "TCT, stage 2 by gradient descent (one step a round)": {
-        "control_variates": False,
+        "regression": _UNCORRECTED,
         "local_steps": 1,
     },
 }

@@ -1,0 +1,91 @@
+"""FedAvg: the mean of the clients' models, plain or over a secure sum."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.params import weighted_mean
+from flwr_fisher.server.exchange import (
+    Exchange,
+    ServerState,
+    Step,
+    Summed,
+    Uploads,
+    weights_of,
+)
+from flwr_fisher.server.noise import Privacy, check_privacy, settings_of
+from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.wire import VectorUpload
+
+
+class FedAvg(CurvatureStrategy):
+    """FedAvg (McMahan et al., AISTATS 2017), to compare with and to begin with.
+
+    The mean is that of Flower's ``FedAvg``; runs repeat, survive a crash and check what
+    arrives, as all of this library's do. With `secure` the server sees the mean and no
+    client's model: Flower's own secure aggregation is of its legacy API.
+
+    Parameters
+    ----------
+    privacy : Privacy, optional
+        With `secure`: make it DP-FedAvg (McMahan, Ramage, Talwar & Zhang, ICLR 2018).
+        Each client's step is clipped, counts once, and has a share of the noise.
+        Without secure sums Flower's ``DifferentialPrivacyServerSideFixedClipping``
+        does the same.
+    **kwargs
+        :class:`CurvatureStrategy`'s: Flower's FedAvg's sampling keywords, ``seed`` and
+        ``secure``.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument is out of range, or `privacy` has no `secure` beside it.
+
+    Notes
+    -----
+    FedProx (Li et al., MLSys 2020) is FedAvg of clients that train another way: start
+    it with ``train_config=ConfigRecord({"proximal-mu": 0.1})``, which is what Flower's
+    sends, and what :class:`~flwr_fisher.client.LocalSGD` follows.
+
+    Examples
+    --------
+    ::
+
+        app = make_client_app(client_fn, mods=[SecureSumsMod()])  # on the clients
+        strategy = FedAvg(fraction_train=0.5, secure=SecureSums())
+        result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=10)
+    """
+
+    def __init__(self, *, privacy: Privacy | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.privacy = check_privacy(privacy)
+        if self.privacy is not None and self.secure is None:
+            raise ConfigurationError(
+                "privacy= needs secure=SecureSums(): clients add their noise to a sum"
+            )
+
+    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+        """Ask the sampled clients to train."""
+        read = VectorUpload.reader(params=True)
+        if self.privacy is None:
+            mean = Summed[VectorUpload](weighted=True)
+            return [Exchange({}, read, mean_model, summed=mean)]
+        steps = Summed[VectorUpload](weighted=True, privacy=self.privacy)
+        return [Exchange({}, read, _add, summed=steps)]
+
+    def settings(self) -> dict[str, Any]:
+        """Return this strategy's own settings."""
+        return settings_of(self.privacy)
+
+
+def mean_model(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    """Take the mean of the clients' models, and carry on all groups of tensors."""
+    trained = [upload.payload.params for upload in uploads]
+    return Step(ServerState(weighted_mean(trained, weights_of(uploads)), state.groups))
+
+
+def _add(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    """Add the mean of the clients' steps, whose integers are zero."""
+    (summed,) = uploads
+    step = summed.payload.params
+    return Step(ServerState({k: v + step[k] for k, v in state.params.items()}))
