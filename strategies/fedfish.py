@@ -181,16 +181,15 @@ class FedFish(CurvatureStrategy):
 
     def _options(self) -> dict[str, str | int | float]:
         options: dict[str, str | int | float] = {
-            "structure": "diagonal",
-            "expectation": "empirical-batch",
-            "fisher-source": self.fisher_source,
-            "fisher-reduction": self.reduction,
+            "job": "fedfish",
+            "source": self.fisher_source,
+            "reduction": self.reduction,
             "upload": self.upload,
         }
         if self.power != 1:
-            options["fisher-power"] = self.power
+            options["power"] = self.power
         if self.balance:
-            options["fisher-balance"] = self.balance
+            options["balance"] = self.balance
         if self.upload == "product":
             return options
         if self.secure is not None:

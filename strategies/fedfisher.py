@@ -279,7 +279,7 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.privacy is not None:
             return [private_exchange(self.privacy, self._options(), self._merge_sums)]
         if self.aggregate == "sums":
-            options = self._options() | {"aggregate": self.aggregate}
+            options = self._options() | {"job": "diagonal-sums"}
             read, step = SumsUpload.from_arrays, self._step_from_sums
             summed = Summed(weighted=False, read=SumsUpload.total)
             return [

@@ -128,7 +128,7 @@ def test_the_fisher_is_limited_as_server_and_client_want(
         heard.update(options)
         return fisher(*args, **options)
 
-    monkeypatch.setattr("flwr_fisher.client.fisher_options.fisher", told)
+    monkeypatch.setattr("flwr_fisher.client.jobs.train.fisher", told)
     limits = {"max-passes": 2, "max-positions": 3}
     limits |= {} if asked is None else {"examples": asked}
     ask(tiny_client(limits=ClientLimits(max_examples=cap)), config=KFAC | limits)
@@ -374,15 +374,15 @@ def test_a_weight_that_is_none_is_named(told: Any) -> None:
         ask(tiny_client(train_fn=train_fn), config=KFAC)
 
 
-@pytest.mark.parametrize("aggregate", ["parts", "sums"])
-def test_a_weight_need_be_no_integer(aggregate: str) -> None:
+@pytest.mark.parametrize("job", ["train", "diagonal-sums"])
+def test_a_weight_need_be_no_integer(job: str) -> None:
     def train_fn(*args: Any) -> dict[str, Any]:
         return {"train_loss": 1.0, "num-examples": 0.5}
 
-    config = {"structure": "diagonal", "aggregate": aggregate}
+    config = {"structure": "diagonal", "job": job}
     reply = ask(tiny_client(train_fn=train_fn), config=config)
     assert metrics_of(reply)["num-examples"] == 0.5
-    if aggregate == "sums":
+    if job == "diagonal-sums":
         like = arrays_to_tensors(tiny_arrays())
         (record,) = reply.content.array_records.values()
         assert SumsUpload.from_arrays(record, like).sums.num_examples == 0.5

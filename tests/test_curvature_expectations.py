@@ -8,7 +8,7 @@ from oracles import dense_fisher
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from flwr_fisher.client.last_epoch import SquaredGradients
+from flwr_fisher.client.jobs.fedfish import SquaredGradients
 from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
 from flwr_fisher.curvature.estimate.pieces import backward_plan, worth_keeping

@@ -88,9 +88,9 @@ def client_of(form, holding=2, **options):
 CONFIGS = {
     **{structure: {"structure": structure} for structure in STRUCTURES},
     "few": {"structure": "kfac", "examples": 5},
-    "batches": {"structure": "diagonal", "expectation": "empirical-batch"},
-    "last-epoch": {"structure": "diagonal", "fisher-source": "last-epoch"},
-    "sum": {"structure": "diagonal", "fisher-reduction": "sum"},
+    "batches": {"job": "fedfish"},
+    "last-epoch": {"job": "fedfish", "source": "last-epoch"},
+    "sum": {"job": "fedfish", "reduction": "sum"},
     "plain": {"report-local": True},
 }
 
@@ -98,7 +98,7 @@ CONFIGS = {
 @pytest.mark.parametrize("form", NEW)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_training_and_curvature_are_the_same_bits(form, config):
-    if config.get("fisher-source") == "last-epoch":
+    if config.get("source") == "last-epoch":
         options = {"train_fn": LocalSGD(lr=0.1, epochs=2)}
     else:
         options = {}
@@ -267,10 +267,10 @@ def test_a_stream_without_a_length_is_counted():
     """One that begins anew each time; its count and its curvature are all examples'."""
     client = tiny_client(2)
     client.problem.trainloader = DataLoader(Stream(), batch_size=4)
-    reply = ask(client, config={"structure": "diagonal", "fisher-reduction": "sum"})
+    reply = ask(client, config={"job": "fedfish", "reduction": "sum"})
     assert metrics_of(reply)["num-examples"] == 12
     other = tiny_client(2)
-    wanted = ask(other, config={"structure": "diagonal", "fisher-reduction": "sum"})
+    wanted = ask(other, config={"job": "fedfish", "reduction": "sum"})
     (one,), (two,) = (m.content.array_records.values() for m in (reply, wanted))
     assert same_bits(one, two)
 

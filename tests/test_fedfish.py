@@ -61,7 +61,7 @@ from flwr_fisher.wire import (
 
 Tensors = dict[str, Tensor]
 MOMENTUM = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
-ASKS = {"structure": "diagonal", "expectation": "empirical-batch"}
+ASKS = {"job": "fedfish"}
 FISHER = f"{PREFIX}diagonal/"
 
 
@@ -314,7 +314,7 @@ def assert_close(got: Tensors, expected: Mapping[str, Tensor]) -> None:
 @pytest.mark.parametrize("batch_size", [4, 10, 1])
 def test_the_extra_pass_is_algorithm_2(batch_size: int, reduction: str) -> None:
     client, loader = net_client(batch_size, epochs=2, momentum=0.9)
-    params, fisher = fisher_of(client, **{"fisher-reduction": reduction})
+    params, fisher = fisher_of(client, reduction=reduction)
     model, _, _ = trained_in_a_loop(loader, 2, 0.1, momentum=0.9)
     assert_close(params, model.state_dict())
     total = {k: torch.zeros_like(v) for k, v in params.items()}
@@ -340,7 +340,7 @@ def test_the_last_epoch_squares_what_training_saw(
 ) -> None:
     """Of the batch loss alone, whatever else the step is made of."""
     client, loader = net_client(**training)
-    asked = {"fisher-source": "last-epoch", "fisher-reduction": reduction}
+    asked = {"source": "last-epoch", "reduction": reduction}
     params, fisher = fisher_of(client, **asked, **{"proximal-mu": mu})
     model, squares, batches = trained_in_a_loop(loader, lr=0.1, mu=mu, **training)
     assert_close(params, model.state_dict())
@@ -354,10 +354,10 @@ def test_the_last_epoch_costs_no_further_backward_pass() -> None:
         client, loader = net_client(epochs=2)
         passes: list[Tensor] = []
         client.problem.model[2].bias.register_hook(passes.append)
-        fisher_of(client, **{"fisher-source": source})
+        fisher_of(client, source=source)
         counts[source] = len(passes)
     assert counts["last-epoch"] == 2 * len(loader)
-    assert counts["extra-pass"] == 3 * len(loader) + 1  # of a few examples, before
+    assert counts["extra-pass"] == 3 * len(loader)
 
 
 def test_the_last_epoch_needs_local_sgd_and_says_so_before_training() -> None:
@@ -369,7 +369,7 @@ def test_the_last_epoch_needs_local_sgd_and_says_so_before_training() -> None:
 
     client = tiny_client(train_fn=mine)
     with pytest.raises(ClientError, match=r"'last-epoch'.* train_fn=LocalSGD.*'extra-"):
-        ask(client, config=ASKS | {"fisher-source": "last-epoch"})
+        ask(client, config=ASKS | {"source": "last-epoch"})
     app = client.as_client_app()
     with pytest.raises(RoundError, match=r"'last-epoch'.* train_fn=LocalSGD"):
         run(fedfish(fisher_source="last-epoch"), app)
@@ -665,9 +665,9 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, name: str) -> None:
         ({"server_lr": 0.5}, "server-lr: 0.02 -> 0.5"),
         (
             {"fisher_source": "last-epoch"},
-            "fisher-source: 'extra-pass' -> 'last-epoch'",
+            "source: 'extra-pass' -> 'last-epoch'",
         ),
-        ({"reduction": "mean"}, "fisher-reduction: 'sum' -> 'mean'"),
+        ({"reduction": "mean"}, "reduction: 'sum' -> 'mean'"),
         ({"upload": "product"}, "upload: 'fisher' -> 'product'"),
         ({"codec": "fedavg"}, "codec: 'lossless' -> "),
         (
@@ -888,7 +888,7 @@ def test_the_summary_tells_the_settings(caplog: pytest.LogCaptureFixture) -> Non
         products(reduction="mean").summary()
     text = " ".join(record.getMessage() for record in caplog.records)
     text = text.replace(" \t├──> ", " ")
-    for setting in ("fisher-source=extra-pass", "fisher-reduction=mean"):
+    for setting in ("source=extra-pass", "reduction=mean"):
         assert f"client-{setting}," in text
     assert "client-upload=product, server=Adam, server-lr=0.01," in text
 
@@ -910,8 +910,7 @@ def test_a_fisher_of_nothing_has_no_size_to_be_divided_by() -> None:
         return {}
 
     client = FisherClient(model, DataLoader(data, 2), train_fn=sure, device="cpu")
-    config = {"structure": "diagonal", "expectation": "empirical-batch"}
-    config |= {"fisher-power": 0.5, "fisher-balance": 1.0}
+    config = ASKS | {"power": 0.5, "balance": 1.0}
     reply = ask(client, ArrayRecord(model.state_dict()), config)
     fishers = f"{PREFIX}diagonal"
     found = [v for k, v in tensors_of(reply).items() if k.startswith(fishers)]

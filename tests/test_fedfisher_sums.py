@@ -172,7 +172,7 @@ def test_the_log_says_how_large_the_largest_reply_is(
 ) -> None:
     told: list[list[str]] = []
     sizes: list[int] = []
-    monkeypatch.setattr("flwr_fisher.client.dry_run.tell_once", told.append)
+    monkeypatch.setattr("flwr_fisher.client.trial.log_once", told.append)
 
     class Weighing(LocalGrid):
         def pull_messages(self, message_ids):
@@ -183,7 +183,7 @@ def test_the_log_says_how_large_the_largest_reply_is(
 
     strategy = FedFisherOneShot(aggregate="sums", iterations=1, **EXACT)
     strategy.start(Weighing(app_of(tmp_path), 3), tiny_arrays())
-    words = " ".join(told[0]).split("upload at most ")[1].split()
+    words = " ".join(told[0]).split("upload about ")[1].split()
     assert words[1] == "kB,"
     assert float(words[0]) * 1e3 == pytest.approx(max(sizes), rel=0.03)
 

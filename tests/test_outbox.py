@@ -356,8 +356,6 @@ def test_a_training_that_does_not_fit_starts_anew(
 def test_a_crash_in_the_fisher_costs_no_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flwr_fisher.client import fisher_options
-
     epochs: list[int] = []
     loop = LocalSGD(
         lr=0.1, epochs=3, on_epoch=lambda number, loss: epochs.append(number)
@@ -368,7 +366,7 @@ def test_a_crash_in_the_fisher_costs_no_epoch(
         raise KilledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(fisher_options, "fisher", dies)
+        patched.setattr("flwr_fisher.client.jobs.train.fisher", dies)
         with pytest.raises(KilledError):
             ask(client(tmp_path, train_fn=loop), config=config)
     reply = ask(client(tmp_path, train_fn=loop), config=config)

@@ -37,6 +37,7 @@ from flwr_fisher.client import (
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
+    DataError,
     RoundError,
     StructureError,
 )
@@ -50,6 +51,7 @@ from flwr_fisher.strategies import (
     Scaffold,
 )
 from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import PREFIX
 
 __all__ = ["clock"]
 
@@ -274,6 +276,26 @@ def test_what_would_fail_after_a_training_by_hand_fails_before() -> None:
     masks = [(x, torch.zeros(len(x), 3)) for x, _ in loader]
     with pytest.raises(StructureError, match="a label for each output"):
         check_fisher(*asked(structure="kfac"), model, masks)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_examples": 8}])
+def test_batches_that_come_once_are_checked_without_being_read(options: Any) -> None:
+    """They could not be counted, which `fisher_arrays` is told and a check need not."""
+    message, context = asked(structure="kfac")
+    batches = (batch for batch in tiny_client().problem.trainloader)
+    check_fisher(message, context, tiny_model(), batches, **options)
+    arrays = fisher_arrays(message, context, tiny_model(), batches, num_examples=8)
+    assert any(key.startswith(PREFIX) for key in arrays)
+    with pytest.raises(DataError, match="reads the loader twice"):
+        check_fisher(*asked(structure="ekfac"), tiny_model(), batches, **options)
+
+
+@pytest.mark.parametrize("call", [fisher_arrays, check_fisher])
+def test_fedfishs_last_epoch_is_none_of_a_training_by_hand(call: Any) -> None:
+    loader = tiny_client().problem.trainloader
+    with pytest.raises(ClientError, match="needs a FisherClient") as caught:
+        call(*asked(job="fedfish", source="last-epoch"), tiny_model(), loader)
+    assert "not your own, before fisher_arrays" in str(caught.value)
 
 
 # Servers of Flower's older kind

@@ -90,7 +90,6 @@ from flwr_fisher.errors import (
     ParamsError,
     RoundError,
     StructureError,
-    UnknownNameError,
     WireError,
 )
 from flwr_fisher.merge import (
@@ -447,7 +446,7 @@ def test_a_client_uploads_its_summands() -> None:
     client = tiny_client(1)  # ten examples
     asked = {"structure": "diagonal", "seed": 3}
     parts = tensors_of(ask(client, config=asked))
-    reply = ask(tiny_client(1), config=asked | {"aggregate": "sums"})
+    reply = ask(tiny_client(1), config=asked | {"job": "diagonal-sums"})
     sums = tensors_of(reply)
     assert float(sums["sums/num-examples"]) == 10
     for name in LIKE:
@@ -471,11 +470,6 @@ def test_a_client_uploads_its_summands() -> None:
             "and 'packed'",
         ),
         (
-            {"structure": "diagonal", "aggregate": "mean"},
-            UnknownNameError,
-            "unknown aggregate 'mean'; known: parts, sums",
-        ),
-        (
             {"structure": "diagonal", "codec": "lossless", "codec-version": 2},
             ConfigurationError,
             "version 2 of the upload format",
@@ -489,7 +483,7 @@ def test_a_client_refuses_before_training_what_it_cannot_upload(
         raise AssertionError("it trained")
 
     with pytest.raises(error, match=text):
-        ask(tiny_client(train_fn=train_fn), config={"aggregate": "sums"} | config)
+        ask(tiny_client(train_fn=train_fn), config={"job": "diagonal-sums"} | config)
 
 
 def with_entry(value: float) -> Callable[[Any], Any]:
@@ -787,11 +781,14 @@ def test_clients_count_by_their_examples() -> None:
 
 
 def test_clients_are_asked_for_sums_and_only_then() -> None:
-    for strategy, asked in ((sums(), "sums"), (FedFisherOneShot(**PARTS), None)):
+    for strategy, asked in (
+        (sums(), "diagonal-sums"),
+        (FedFisherOneShot(**PARTS), None),
+    ):
         app = Watched()
         run(strategy, app, 2)
         trained = [c for c in app.configs if "structure" in c]
-        assert {c.get("aggregate") for c in trained} == {asked}
+        assert {c.get("job") for c in trained} == {asked}
         assert {c["codec"] for c in trained} == {"lossless"}
 
 

@@ -33,10 +33,10 @@ from flwr_fisher import files
 from flwr_fisher.client import (
     FisherClient,
     LocalSGD,
-    fisher_options,
     losses,
     make_client_app,
 )
+from flwr_fisher.client.jobs import train
 from flwr_fisher.client.kept_training import KeptTraining
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.errors import RoundError
@@ -75,7 +75,7 @@ POINTS: dict[str, tuple[str, object, str, str]] = {
     "within an epoch": ("client", losses.F, "cross_entropy", "before"),
     "before an epoch is kept": ("client", KeptTraining, "save", "before"),
     "when an epoch is kept": ("client", KeptTraining, "save", "after"),
-    "before the Fisher": ("client", fisher_options, "fisher", "before"),
+    "before the Fisher": ("client", train, "fisher", "before"),
     "before a client keeps its upload": ("client", Outbox, "keep", "before"),
     "when a client has kept its upload": ("client", Outbox, "keep", "after"),
 }

@@ -1,19 +1,18 @@
 """For a plain ``ClientApp``: the curvature that a strategy wants to have uploaded."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
-from flwr_fisher.client.dry_run import dry_run
-from flwr_fisher.client.fisher_options import FisherOptions
+from flwr_fisher.client.jobs.train import TrainedUpload, uploads_of
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.client.store import partition_of
 from flwr_fisher.client.training import Loader
+from flwr_fisher.client.trial import try_upload
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.pairs import BatchFn
 from flwr_fisher.errors import ClientError
@@ -78,20 +77,15 @@ def fisher_arrays(
             content = RecordDict({"arrays": arrays, "metrics": metrics})
             return Message(content, reply_to=message)
     """
-    problem, request, options = _read(
-        message,
-        context,
-        model,
-        trainloader,
-        num_examples,
-        likelihood=likelihood,
-        limits=ClientLimits(max_examples=max_examples),
-        batch_fn=batch_fn,
-    )
+    own = {"likelihood": likelihood, "batch_fn": batch_fn}
+    problem = _problem(model, trainloader, max_examples, **own)
+    if num_examples is None:
+        num_examples = problem.count_examples(partition_of(context))
+    request, upload = _read(message, context, problem, num_examples)
     with seeded(request.seed):
-        _, curvature = options.train(problem, request.config)
+        _, curvature = upload.train(problem, request.config)
     params = problem.state_like(request.params)
-    return options.arrays(request.params, params, curvature, request.num_examples)
+    return upload.arrays(request.params, params, curvature, num_examples)
 
 
 def check_fisher(
@@ -101,17 +95,19 @@ def check_fisher(
     trainloader: Loader,
     *,
     likelihood: str | Likelihood = "categorical",
+    num_examples: int | None = None,
     max_examples: int | None = None,
     batch_fn: BatchFn | None = None,
 ) -> None:
     """Raise before the training what :func:`fisher_arrays` would raise after it.
 
-    It takes the Fisher of a few examples, and packs it; model, loader and random
-    numbers are left as they were. A :class:`FisherClient` does so by itself.
+    It takes the Fisher of a few examples with a copy of the model, and packs it; the
+    loader is not iterated. A :class:`FisherClient` does so by itself.
 
     Parameters
     ----------
-    message, context, model, trainloader, likelihood, max_examples, batch_fn
+    message, context, model, trainloader, likelihood, num_examples, max_examples, \
+    batch_fn
         As for :func:`fisher_arrays`; the model has the arrays of the message.
 
     Raises
@@ -128,45 +124,46 @@ def check_fisher(
         train_for_hours(model, trainloader)
         arrays = fisher_arrays(message, context, model, trainloader)
     """
-    problem, request, options = _read(
-        message,
-        context,
+    own = {"likelihood": likelihood, "batch_fn": batch_fn}
+    problem = _problem(model, trainloader, max_examples, **own)
+    try_upload(problem, *_read(message, context, problem, num_examples or 1))
+
+
+class _OwnTraining:
+    """In place of a training loop: the app has trained."""
+
+    def __call__(self, *arguments: Any) -> dict[str, float]:
+        return {}
+
+    def __repr__(self) -> str:
+        return "your own, before fisher_arrays"
+
+
+def _problem(
+    model: nn.Module, trainloader: Loader, max_examples: int | None, **own: Any
+) -> LocalProblem:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return LocalProblem(
         model,
         trainloader,
-        likelihood=likelihood,
+        train_fn=_OwnTraining(),
+        device=device,
         limits=ClientLimits(max_examples=max_examples),
-        batch_fn=batch_fn,
+        **own,
     )
-    dry_run(problem, request, options)
 
 
 def _read(
-    message: Message,
-    context: Context,
-    model: nn.Module,
-    trainloader: Loader,
-    num_examples: int | None = None,
-    **own: Any,
-) -> tuple[LocalProblem, Request, FisherOptions]:
+    message: Message, context: Context, problem: LocalProblem, num_examples: int
+) -> tuple[Request, TrainedUpload]:
     """Read the request for a model whose training is not ours."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    problem = LocalProblem(model, trainloader, train_fn=_trained, device=device, **own)
-    if num_examples is None:
-        num_examples = problem.count_examples(partition_of(context))
-    request = Request.of(message, context, device, num_examples)
-    if (job := request.options.get("job", "train")) != "train":
+    request = Request.of(message, context, problem.device, num_examples)
+    job = str(request.options.get("job", "train"))
+    if (kind := uploads_of(job)) is None:
         raise ClientError(
             f"the strategy asks for the job {job!r:.80}, and fisher_arrays is for "
             "training alone: give your model, loader and training function to "
             "FisherClient(model, trainloader, train_fn=...)"
         )
     problem.check_layout(request.params)
-    options = FisherOptions.of(request.options, request.params, problem.train_fn)
-    return problem, request, options
-
-
-def _trained(
-    model: nn.Module, loader: Any, device: torch.device, config: Mapping[str, Any]
-) -> dict[str, float]:
-    """Do nothing: the caller has trained."""
-    return {}
+    return request, kind.of(problem, request)

@@ -76,8 +76,6 @@ class LocalProblem:
         each call of :meth:`train` has its own.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch of any other form.
-    first_batch : Any
-        Of a loader that had to be read to be counted; None for any other.
     evaluate_fn : Callable, optional
         Scores in place of the built-in loop.
 
@@ -102,7 +100,6 @@ class LocalProblem:
     state_bytes: int = STATE_BYTES
     checkpoint: TrainingCheckpoint = field(default_factory=TrainingCheckpoint)
     batch_fn: BatchFn | None = None
-    first_batch: Any = field(default=None, repr=False)
     evaluate_fn: EvaluateFn | None = None
 
     def __post_init__(self) -> None:
@@ -258,17 +255,14 @@ class LocalProblem:
         return n
 
     def _read_to_count(self) -> int:
-        loader, n = self.trainloader, 0
+        loader = self.trainloader
         if isinstance(loader, Iterator) and type(loader).__module__ in _READ_ONCE:
             raise DataError(
                 f"the trainloader is a {type(loader).__name__}, which can be read once,"
                 " and a client reads it several times, to count, to train and for the "
                 "curvature: pass a DataLoader, or a list of batches"
             )
-        for batch in self.train_pairs:
-            self.first_batch = batch if not n else self.first_batch
-            n += len(as_pair(batch)[1])
-        return n
+        return sum(len(as_pair(batch)[1]) for batch in self.train_pairs)
 
     def load(self, params: Params) -> None:
         """Put the server's parameters into the model.

@@ -70,6 +70,9 @@ def like_loader(
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers if num_workers is None else num_workers,
     }
+    if options["num_workers"]:
+        options["worker_init_fn"] = loader.worker_init_fn
+        options["multiprocessing_context"] = loader.multiprocessing_context
     if loader.batch_sampler is None:  # the data set gives batches by itself
         return DataLoader(loader.dataset, sampler=batches, batch_size=None, **options)
     return DataLoader(loader.dataset, batch_sampler=batches, **options)

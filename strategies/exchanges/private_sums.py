@@ -43,7 +43,7 @@ def private_exchange(
         return merge(state, private_sums(mean, state.params, privacy.clipping_norm))
 
     asked: dict[str, ConfigRecordValues] = dict(options)
-    asked |= {"aggregate": "private-sums", "clipping-norm": privacy.clipping_norm}
+    asked |= {"job": "diagonal-sums", "clipping-norm": privacy.clipping_norm}
     unit = replace(privacy, clipping_norm=1.0)
     summed = Summed[Any](weighted=True, read=_CONTRIBUTION, privacy=unit)
     return Exchange(

@@ -16,8 +16,10 @@ Job = Callable[[LocalProblem, Request], Reply]
 _FILES = {
     "train": {
         "afl": "afl",
+        "diagonal-sums": "diagonal_sums",
         "direction": "direction",
         "displaced": "displaced",
+        "fedfish": "fedfish",
         "fedpm": "fedpm",
         "gradient": "gradient",
         "kfac-product": "kfac_sums",

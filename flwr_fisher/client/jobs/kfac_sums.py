@@ -6,18 +6,17 @@ with whatever vectors the server's conjugate gradients need.
 
 import json
 from dataclasses import dataclass
-from functools import partial
 
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.client.dry_run import dry_run
-from flwr_fisher.client.fisher_options import FisherOptions
 from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.jobs.train import FisherOptions
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.store import ClientStore
+from flwr_fisher.client.trial import Batch, try_upload
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ClientError
 from flwr_fisher.merge import balanced, partial_traces
@@ -77,6 +76,34 @@ class _Kept:
         return Reply({_COUNT: self.num_examples}, upload.to_arrays())
 
 
+@dataclass(frozen=True)
+class _Largest:
+    """The largest upload, of a client that has room for what it keeps."""
+
+    fisher: FisherOptions
+    store: ClientStore
+    codec = None
+
+    @property
+    def structure(self) -> str | None:
+        return self.fisher.structure
+
+    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
+        return self.fisher.tried(problem, batch)
+
+    def arrays(
+        self,
+        start: Params,
+        params: dict[str, Tensor],
+        curvature: Curvature | None,
+        num_examples: float,
+    ) -> ArrayRecord:
+        assert curvature is not None
+        _Kept(params, curvature, num_examples).check_room(self.store)
+        product = select(params, curvature.shapes)
+        return FisherProduct(product, partial_traces(curvature)).to_arrays()
+
+
 def _store(problem: LocalProblem, request: Request) -> ClientStore:
     run, limit = request.count("run"), problem.state_bytes
     return ClientStore(problem.state_dir, run, request.client, max_bytes=limit)
@@ -88,12 +115,12 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
 
     ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
     """
-    options = FisherOptions.of(request.options, request.params, problem.train_fn)
-    store = _store(problem, request)
-    dry_run(problem, request, options, partial(_with_traces, store))
-    metrics, curvature = options.train(problem, request.config)
-    if curvature is None:
+    options = FisherOptions.of(problem, request)
+    if options.structure is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
+    try_upload(problem, request, _Largest(options, _store(problem, request)))
+    metrics, curvature = options.train(problem, request.config)
+    assert curvature is not None
     params = problem.state_like(request.params)
     count = request.weight(metrics)
     wanted = {
@@ -104,15 +131,6 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     kept.save(problem, request)
     upload = VectorUpload({}, params)
     return Reply({**metrics, _COUNT: count}, upload.to_arrays())
-
-
-def _with_traces(
-    store: ClientStore, params: Params, curvature: Curvature
-) -> ArrayRecord:
-    """Pack the largest upload, of a client that has room for what it keeps."""
-    _Kept({**params}, curvature, 1).check_room(store)
-    product = select(params, curvature.shapes)
-    return FisherProduct(product, partial_traces(curvature)).to_arrays()
 
 
 @register_job("kfac-traces")

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.first_examples import first_examples
 from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import (
@@ -18,7 +17,7 @@ from flwr_fisher.client.jobs.tct_features import (
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.client.undisturbed import undisturbed
+from flwr_fisher.client.trial import Batch, on_few_examples
 from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params
@@ -35,7 +34,6 @@ from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_su
 from flwr_fisher.wire.tangent_upload import TangentUpload, bytes_of, text_from
 
 _CONTROL = "tct-control"
-_FEW = 4  # examples that are looked at before there are features
 
 
 @register_job("tct-check")
@@ -54,12 +52,14 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
         If there is no such head, or the model has no features.
     """
     local_steps(problem, request.options)
-    features = ClientFeatures(problem, 0, 0, request.options)
-    features.check_room(request.num_examples)
-    with undisturbed(problem.model, problem.trainloader):
-        if (few := first_examples(problem, _FEW)) is not None:
-            ((inputs, labels),) = labelled_pairs([few])
-            features.check_classes(Examples(inputs, labels, ""))
+    ClientFeatures(problem, 0, 0, request.options).check_room(request.num_examples)
+
+    def check(problem: LocalProblem, batch: Batch) -> None:
+        ((inputs, labels),) = labelled_pairs([batch])
+        features = ClientFeatures(problem, 0, 0, request.options)
+        features.check_classes(Examples(inputs, labels, ""))
+
+    on_few_examples(problem, check)
     return Reply({})
 
 

@@ -1,36 +1,248 @@
-"""Training, and the Fisher after it: what the server's config asks for."""
+"""Training and the Fisher after it, as FedFisher asks for it; without one, FedAvg's."""
 
-from flwr_fisher.client.dry_run import dry_run
-from flwr_fisher.client.fisher_options import FisherOptions
-from flwr_fisher.client.jobs import register_job
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.client.jobs import get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
+from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.trial import Batch, TriedUpload, try_upload
+from flwr_fisher.curvature import TOLERANCE, Curvature, check_options, fisher
+from flwr_fisher.errors import ClientError, DataError
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params
+from flwr_fisher.progress import count_of, watching
+from flwr_fisher.wire import Codec, FisherUpload, resolve, tensors_to_arrays
+
+_OF_PAPER = (None, "kfac", "diagonal")
 
 
-@register_job("train")
-def train_job(problem: LocalProblem, request: Request) -> Reply:
-    """Train from the parameters that arrived, then compute what the config asks for.
+class TrainedUpload(TriedUpload, Protocol):
+    """What a job uploads of a model that it trains."""
 
-    Without ``structure`` the reply is an ordinary one. ``report-local`` adds
-    ``local-loss`` and ``local-accuracy``. What the reply needs is tried on a few
-    examples first, so that nothing is trained in vain.
+    @classmethod
+    def of(cls, problem: LocalProblem, request: Request) -> "TrainedUpload":
+        """Read the server's options; raise what they show to be impossible."""
 
-    Raises
-    ------
-    ClientError
-        If there is no such upload.
-    FlwrFisherError
-        As :func:`~flwr_fisher.client.dry_run.dry_run`.
+    def train(
+        self, problem: LocalProblem, config: Mapping[str, Any]
+    ) -> tuple[dict[str, float], Curvature | None]:
+        """Run the client's loop; return its metrics, and the curvature."""
+
+
+Upload = TypeVar("Upload", bound=type[TrainedUpload])
+_UPLOADS: dict[str, type[TrainedUpload]] = {}
+
+
+def training_job(name: str) -> Callable[[Upload], Upload]:
+    """Return a decorator that makes an upload a job: try it, train, upload it.
+
+    ``report-local`` among the options adds ``local-loss`` and ``local-accuracy`` to the
+    metrics.
+
+    Parameters
+    ----------
+    name : str
+        As of :func:`register_job`.
     """
-    options = FisherOptions.of(request.options, request.params, problem.train_fn)
-    dry_run(problem, request, options)
-    metrics, curvature = options.train(problem, request.config)
+
+    def register(upload: Upload) -> Upload:
+        def job(problem: LocalProblem, request: Request) -> Reply:
+            return _trained(problem, request, upload.of(problem, request))
+
+        job.__module__, job.__qualname__ = upload.__module__, upload.__qualname__
+        register_job(name)(job)
+        _UPLOADS[name] = upload
+        return upload
+
+    return register
+
+
+def uploads_of(name: str) -> type[TrainedUpload] | None:
+    """Return what a job uploads after training; None, if it does anything else."""
+    get_job(name)
+    return _UPLOADS.get(name)
+
+
+def _trained(problem: LocalProblem, request: Request, upload: TrainedUpload) -> Reply:
+    try_upload(problem, request, upload)
+    metrics, curvature = upload.train(problem, request.config)
     params = problem.state_like(request.params)
     count = request.weight(metrics)
-    arrays = options.arrays(request.params, params, curvature, count)
+    arrays = upload.arrays(request.params, params, curvature, count)
     if request.options.get("report-local"):
         metrics |= local_scores(problem, request.client)
     logger.info("Partition %s: trained on %g examples", request.client, count)
     return Reply(metrics, arrays)
+
+
+def client_fisher(
+    problem: LocalProblem,
+    loader: Iterable[Any] | None = None,
+    *,
+    structure: str,
+    examples: int | None = None,
+    **options: Any,
+) -> Curvature:
+    """Return the Fisher of a client's model on its data, within its limits.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        The client's.
+    loader : Iterable, optional
+        Other data, a few batches to try.
+    structure : str
+        As of :func:`flwr_fisher.curvature.fisher`.
+    examples : int, optional
+        How many the server asks for at most.
+    **options
+        Of :func:`flwr_fisher.curvature.fisher`.
+    """
+    most, count = problem.limits.examples(examples), count_of(problem.trainloader)
+    total = most if count is None else min(count, most or count)
+    passes = 2 if structure == "ekfac" else 1
+    with watching("curvature", None if total is None else passes * total):
+        return fisher(
+            problem.model,
+            problem.train_pairs if loader is None else loader,
+            structure=structure,
+            examples=most,
+            likelihood=problem.likelihood,
+            seed=int(torch.randint(2**62, ())),
+            **options,
+        )
+
+
+@training_job("train")
+@dataclass(frozen=True)
+class FisherOptions:
+    """The trained model, and its Fisher if the server asks for one.
+
+    Parameters
+    ----------
+    structure : str | None
+        Of the curvature; ``None``: an ordinary reply without one.
+    expectation, tolerance, examples, max_passes, max_positions, weight_sharing
+        As for :func:`flwr_fisher.curvature.fisher`.
+    codec : Codec
+        How it is packed.
+    """
+
+    structure: str | None
+    expectation: str
+    tolerance: float
+    examples: int | None
+    max_passes: int | None
+    max_positions: int | None
+    weight_sharing: str
+    codec: Codec
+
+    @classmethod
+    def of(cls, problem: LocalProblem, request: Request) -> "FisherOptions":
+        """Read the server's options.
+
+        Raises
+        ------
+        ConfigurationError
+            If a name is unknown, a number out of range, or a codec's budget too small
+            for the parameters that arrived.
+        ClientError
+            If the combination is none that this client can give.
+        DataError
+            If the loader can be read once only, and is to be read twice.
+        """
+        options = request.options
+        structure = options.get("structure")
+        wanted = cls(
+            None if structure is None else str(structure),
+            str(options.get("expectation", "exact")),
+            real_number(options, "tolerance", TOLERANCE),
+            options.get("examples"),
+            options.get("max-passes"),
+            options.get("max-positions"),
+            str(options.get("weight-sharing", "expand")),
+            codec_of(request),
+        )
+        wanted._check()
+        if structure == "ekfac" and isinstance(problem.trainloader, Iterator):
+            raise DataError(
+                "structure='ekfac' reads the loader twice; pass one that can be"
+            )
+        return wanted
+
+    def _check(self) -> None:
+        check_options(
+            [] if self.structure is None else [self.structure],
+            expectation=self.expectation,
+            tolerance=self.tolerance,
+            weight_sharing=self.weight_sharing,
+            counts={
+                "examples": self.examples,
+                "max_passes": self.max_passes,
+                "max_positions": self.max_positions,
+            },
+        )
+        if self.codec.scheme == "paper" and self.structure not in _OF_PAPER:
+            raise ClientError(
+                f"codec='paper' has no form for structure={self.structure!r}, only for "
+                "'kfac' and 'diagonal'"
+            )
+
+    def train(
+        self, problem: LocalProblem, config: Mapping[str, Any]
+    ) -> tuple[dict[str, float], Curvature | None]:
+        """Run the client's loop; return its metrics, and the Fisher if there is one."""
+        metrics = problem.train(config)
+        return metrics, None if self.structure is None else self._fisher(problem)
+
+    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
+        """Return a batch's Fisher: the basis of E-KFAC, and one pass an example."""
+        few = replace(
+            self,
+            structure="kfac" if self.structure == "ekfac" else self.structure,
+            max_passes=1 if self.expectation == "exact" else None,
+        )
+        return few._fisher(problem, [batch])
+
+    def _fisher(
+        self, problem: LocalProblem, loader: Iterable[Any] | None = None
+    ) -> Curvature:
+        assert self.structure is not None
+        return client_fisher(
+            problem,
+            loader,
+            structure=self.structure,
+            expectation=self.expectation,
+            tolerance=self.tolerance,
+            examples=self.examples,
+            max_passes=self.max_passes,
+            max_positions=self.max_positions,
+            weight_sharing=self.weight_sharing,
+        )
+
+    def arrays(
+        self,
+        start: Params,
+        params: dict[str, Tensor],
+        curvature: Curvature | None,
+        num_examples: float,
+    ) -> ArrayRecord:
+        """Return parameters and Fisher, packed."""
+        if curvature is None:
+            return tensors_to_arrays(params)
+        with watching("packing", unit="steps"):
+            return FisherUpload(params, curvature).to_arrays(self.codec)
+
+
+def codec_of(request: Request) -> Codec:
+    """Return the codec that the server asks for, sized for its parameters."""
+    real_number(request.options, "codec-budget", 1.0)
+    return resolve(Codec.from_options(request.options), request.params)

@@ -1,8 +1,8 @@
-"""Curvature is tried on a few examples before training, and that changes nothing."""
+"""What a client is to upload is tried before it trains, and that changes nothing."""
 
 import logging
 import random
-from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,11 +22,8 @@ from torch.utils.data import (
 from virtual import ask, metrics_of, same_bits, tiny_client, tiny_data, tiny_model
 
 from flwr_fisher.client import FisherClient, LocalSGD, Request
-from flwr_fisher.client.dry_run import dry_run
-from flwr_fisher.client.first_examples import first_examples
-from flwr_fisher.client.fisher_options import FisherOptions
 from flwr_fisher.client.jobs import train
-from flwr_fisher.client.outline import outline
+from flwr_fisher.client.trial import on_few_examples, try_upload, upload_summary
 from flwr_fisher.curvature import STRUCTURES, Likelihood, fisher
 from flwr_fisher.errors import (
     ClientError,
@@ -150,7 +147,7 @@ FAILURES = {
     "label-range": (
         {
             "loader": with_inputs(lambda x: x, torch.full((12,), 7)),
-            "config": {"expectation": "empirical-batch", "structure": "diagonal"},
+            "config": {"job": "fedfish"},
         },
         DataError,
         r"label 7 is outside \[0, 3\)",
@@ -263,11 +260,20 @@ def test_few_examples_of_little_use_are_no_reason_to_fail(structure, codec, kind
 
 
 def test_many_labels_cost_one_pass_an_example():
-    model, passes = nn.Linear(3, 200), []
-    model.bias.register_hook(passes.append)
+    passes = []
+
+    class Counted(nn.Linear):
+        def forward(self, x):
+            outputs = super().forward(x)
+            if outputs.requires_grad:
+                outputs.register_hook(lambda gradient: passes.append(1))
+            return outputs
+
     with pytest.raises(Trained):
-        ask_untrained(model, config={"structure": "diagonal", "tolerance": 0.0})
-    assert len(passes) < 10
+        ask_untrained(
+            Counted(3, 200), config={"structure": "diagonal", "tolerance": 0.0}
+        )
+    assert 0 < len(passes) < 10
 
 
 def test_a_model_of_one_batch_size_is_tried_on_a_whole_batch():
@@ -275,43 +281,39 @@ def test_a_model_of_one_batch_size_is_tried_on_a_whole_batch():
         def forward(self, x):
             return super().forward(x.reshape(6, 3))
 
-    config = {"structure": "diagonal", "expectation": "empirical-batch"}
     with pytest.raises(Trained):
-        ask_untrained(Fixed(3, 3), DataLoader(tiny_data(2), 6), config)
+        ask_untrained(Fixed(3, 3), DataLoader(tiny_data(2), 6), {"job": "fedfish"})
+
+
+def test_a_model_that_cannot_be_copied_is_trained(caplog):
+    class Locked(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise TypeError("a lock")
+
+    with pytest.raises(Trained), caplog.at_level(logging.INFO):
+        ask_untrained(Locked(3, 3))
+    assert "Nothing can be tried before training: TypeError('a lock')" in caplog.text
 
 
 # --- and it changes nothing
 
 
 class Noisy(Dataset):
-    """Draws from every generator, also from its own, and opens its file late."""
+    """Draws from every generator, and opens its file on first use."""
 
     def __init__(self):
-        self.data = tiny_data(4)
-        self.transform = Transform()
-        self.file = None
+        self.data, self.file = tiny_data(4), None
+        self.opened = 0
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, i):
-        self.file = object() if self.file is None else self.file
+        if self.file is None:
+            self.file, self.opened = object(), self.opened + 1
         x, y = self.data[i]
         noise = random.random() + np.random.rand() + torch.rand(3)  # noqa: NPY002
-        return self.transform(x + noise), y
-
-
-class Transform(nn.Module):  # as torchvision's are
-    def __init__(self):
-        super().__init__()
-        self.of_torch = torch.Generator().manual_seed(1)
-        self.of_numpy = np.random.default_rng(2)
-        self.old = np.random.RandomState(3)
-        self.of_python = random.Random(4)
-
-    def forward(self, x):
-        x = x * torch.rand(3, generator=self.of_torch) + self.of_numpy.random()
-        return x + self.old.rand() + self.of_python.random()
+        return x + noise, y
 
 
 class OwnSampler(Sampler):
@@ -361,8 +363,9 @@ LOADERS = {
 CONFIGS = {
     "kfac": {"structure": "kfac", "expectation": "sampled"},
     "diagonal": {"structure": "diagonal", "report-local": True},
-    "batches": {"structure": "diagonal", "expectation": "empirical-batch"},
-    "last-epoch": {"structure": "diagonal", "fisher-source": "last-epoch"},
+    "batches": {"job": "fedfish", "reduction": "sum"},
+    "last-epoch": {"job": "fedfish", "source": "last-epoch"},
+    "sums": {"job": "diagonal-sums", "structure": "diagonal"},
     "few": {"structure": "kfac", "examples": 3},
 }
 
@@ -409,7 +412,7 @@ def reply_of(loader, config, train_fn=None):
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_results_are_the_same_bits_with_and_without(make, config, monkeypatch):
     tried, counted = reply_of(make(), config), []
-    monkeypatch.setattr(train, "dry_run", lambda *arguments: counted.append(1))
+    monkeypatch.setattr(train, "try_upload", lambda *arguments: counted.append(1))
     untried = reply_of(make(), config)
     assert counted
     assert same_bits(tried[0], untried[0])
@@ -417,37 +420,56 @@ def test_results_are_the_same_bits_with_and_without(make, config, monkeypatch):
 
 
 def test_the_test_above_would_see_a_difference(monkeypatch):
-    """Without anything that puts things back."""
+    """If it were the user's own model that is tried."""
     config, make = CONFIGS["kfac"], LOADERS["own"]
     wanted = reply_of(make(), config)
-    monkeypatch.setattr(
-        "flwr_fisher.client.dry_run.undisturbed", lambda *arguments: nullcontext()
-    )
+    own = SimpleNamespace(deepcopy=lambda model: model)
+    monkeypatch.setattr("flwr_fisher.client.trial.copy", own)
     assert not same_bits(reply_of(make(), config)[0], wanted[0])
 
 
-def test_generators_are_as_they_were():
-    loader = LOADERS["own"]()
+def tried(loader, structure="kfac"):
     problem = FisherClient(awkward_model(), loader, device="cpu").problem
-    before = [torch.get_rng_state(), loader.generator.get_state()]
+    request = Request(shared_state(problem.model), options={"structure": structure})
+    try_upload(problem, request, train.FisherOptions.of(problem, request))
+    return problem
+
+
+def test_model_loader_and_generators_are_as_they_were():
+    loader = DataLoader(tiny_data(4), 4, shuffle=True, generator=seeded_generator())
+    parts = [loader, loader.sampler, loader.batch_sampler, loader.dataset]
+    before = [dict(vars(part)) for part in parts]
+    numbers = [torch.get_rng_state(), loader.generator.get_state()]
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    arrays = shared_state(problem.model)
-    options = FisherOptions.of({"structure": "kfac"}, arrays, problem.train_fn)
-    dry_run(problem, Request(arrays), options)
+    model = tried(loader).model
+    for part, own in zip(parts, before, strict=True):
+        assert vars(part).keys() == own.keys()
+        assert all(vars(part)[name] is value for name, value in own.items())
     after = [torch.get_rng_state(), loader.generator.get_state()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(numbers, after, strict=True))
     assert random.getstate() == python
     assert str(np.random.get_state()) == str(numpy)  # noqa: NPY002
-    assert loader.dataset.file is None
-    assert problem.model[3].last == 0.0
-    assert problem.model[3].calls == 0
-    assert all(p.grad is None for p in problem.model.parameters())
+    assert (model[3].last, model[3].calls) == (0.0, 0)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_file_that_a_data_set_opens_late_is_opened_once():
+    loader = DataLoader(Noisy(), 4)
+    reply_of(loader, {"structure": "kfac"})
+    assert loader.dataset.opened == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_with_workers_a_file_is_opened_in_a_worker():
+    data = tried(DataLoader(Noisy(), 4, num_workers=1)).trainloader.dataset
+    assert data.file is None
 
 
 def test_it_is_done_once_a_request_and_only_for_curvature(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "flwr_fisher.client.dry_run.first_examples",
+        "flwr_fisher.client.trial.on_few_examples",
         lambda *arguments: seen.append(1),
     )
     ask(tiny_client(2))
@@ -460,9 +482,9 @@ def test_it_is_done_once_a_request_and_only_for_curvature(monkeypatch):
 
 
 def examples_of(loader, count=3):
-    return first_examples(
-        FisherClient(tiny_model(), loader, device="cpu").problem, count
-    )
+    problem = FisherClient(tiny_model(), loader, device="cpu").problem
+    x, y = on_few_examples(problem, lambda copied, batch: batch)
+    return x[:count], y[:count]
 
 
 def rows(positions):
@@ -516,18 +538,34 @@ def test_a_stream_keeps_its_first_batch(caplog):
     assert "The data are a stream: no batch is tried before training" in caplog.text
 
 
-def test_what_cannot_be_read_here_is_left_to_training(caplog):
-    class InWorkers(Dataset):
-        def __len__(self):
-            return 8
+def prepare(worker):
+    torch.utils.data.get_worker_info().dataset.data = tiny_data(2)
 
-        def __getitem__(self, i):
-            assert torch.utils.data.get_worker_info()
-            return tiny_data(2)[i]
 
+class InWorkers(Dataset):
+    """What can be read once it is prepared, as workers are."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return self.data[i]
+
+
+def test_what_cannot_be_read_is_left_to_training(caplog):
     with pytest.raises(Trained), caplog.at_level(logging.INFO):
-        ask_untrained(loader=DataLoader(InWorkers(), 4, num_workers=1))
-    assert "No example can be tried before training" in caplog.text
+        ask_untrained(loader=DataLoader(InWorkers(), 4))
+    assert "Nothing can be tried before training: AttributeError" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"examples": 3}])
+def test_workers_are_prepared_as_the_loaders_are(options):
+    loader = DataLoader(InWorkers(), 4, num_workers=1, worker_init_fn=prepare)
+    config = {"structure": "diagonal", **options}
+    client = FisherClient(tiny_model(), loader, device="cpu")
+    assert metrics_of(ask(client, config=config))["num-examples"] == 8
+    assert torch.equal(examples_of(loader)[0], tiny_data(2).tensors[0][:3])
 
 
 # --- what is told
@@ -535,7 +573,7 @@ def test_what_cannot_be_read_here_is_left_to_training(caplog):
 
 def described(model, inputs, structure="kfac", **options):
     F = fisher(model, [inputs], structure=structure, max_passes=1, **options)
-    return outline(model, F, structure, "upload 1 MB")
+    return upload_summary(model, F, structure, "upload 1 MB")
 
 
 def test_the_log_says_once_which_layer_has_which_curvature(caplog):
@@ -564,9 +602,9 @@ def test_size_without_packing_is_about_that_of_the_upload(monkeypatch):
     client, problem = tiny_client(2), tiny_client(2).problem
     arrays = shared_state(problem.model)
     told = []
-    monkeypatch.setattr("flwr_fisher.client.dry_run.tell_once", told.append)
+    monkeypatch.setattr("flwr_fisher.client.trial.log_once", told.append)
     for limit in (10**9, 0):
-        monkeypatch.setattr("flwr_fisher.client.dry_run._ENTRIES", limit)
+        monkeypatch.setattr("flwr_fisher.client.trial._ENTRIES", limit)
         ask(client, ArrayRecord(arrays), {"structure": "kfac"})
     ratios = [float(lines[-1].split(", ")[-1].split()[0]) for lines in told]
     assert ratios[0] == pytest.approx(ratios[1], rel=0.2)

@@ -1,0 +1,202 @@
+"""FedFish's client: squared batch gradients after training, or while it goes on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+
+from flwr_fisher.client.jobs.train import client_fisher, codec_of, training_job
+from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Request
+from flwr_fisher.client.training import LocalSGD
+from flwr_fisher.client.trial import Batch
+from flwr_fisher.curvature import Curvature, Diagonal
+from flwr_fisher.curvature.sums import Sums
+from flwr_fisher.errors import ClientError, check_known, check_range
+from flwr_fisher.params import Params, select, subtract, trainable_names
+from flwr_fisher.progress import watching
+from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, VectorUpload
+
+_SOURCES = ("extra-pass", "last-epoch")
+_REDUCTIONS = ("mean", "sum")
+_UPLOADS = ("fisher", "product", "summands")
+
+
+@training_job("fedfish")
+@dataclass(frozen=True)
+class FedFishOptions:
+    """The trained model with its Fisher of squared batch gradients, or products.
+
+    Parameters
+    ----------
+    source : "extra-pass" | "last-epoch"
+        Where the Fisher is taken.
+    reduction : "mean" | "sum"
+        Of squared batch gradients.
+    power : float
+        That each entry of the Fisher is taken to, in [0, 1].
+    balance : float
+        The power of its trace that it is then divided by, in [0, 1].
+    upload : "fisher" | "product" | "summands"
+        Parameters and Fisher, or each step times its Fisher, or all three.
+    packed_by : Codec
+        What packs parameters and Fisher.
+    """
+
+    source: str
+    reduction: str
+    power: float
+    balance: float
+    upload: str
+    packed_by: Codec
+    structure = "diagonal"
+
+    @classmethod
+    def of(cls, problem: LocalProblem, request: Request) -> "FedFishOptions":
+        """Read the server's options.
+
+        Raises
+        ------
+        ConfigurationError
+            If a name is unknown, a number out of range, or a codec's budget too small
+            for the parameters that arrived.
+        ClientError
+            If gradients are to be squared in a loop that is none of this library's.
+        """
+        options = request.options
+        wanted = cls(
+            str(options.get("source", "extra-pass")),
+            str(options.get("reduction", "mean")),
+            real_number(options, "power", 1.0),
+            real_number(options, "balance", 0.0),
+            str(options.get("upload", "fisher")),
+            codec_of(request),
+        )
+        check_known("source", wanted.source, _SOURCES)
+        check_known("reduction", wanted.reduction, _REDUCTIONS)
+        check_range("power", wanted.power, 0, 1)
+        check_range("balance", wanted.balance, 0, 1)
+        check_known("upload", wanted.upload, _UPLOADS)
+        if wanted.source == "last-epoch" and not isinstance(problem.train_fn, LocalSGD):
+            raise ClientError(
+                "source='last-epoch' squares gradients while training, so it needs a "
+                f"FisherClient with train_fn=LocalSGD(...), not {problem.train_fn!r}: "
+                "use one, or ask for FedFish(fisher_source='extra-pass')"
+            )
+        return wanted
+
+    @property
+    def codec(self) -> Codec | None:
+        """What packs the upload, if it is a model with its Fisher."""
+        return self.packed_by if self.upload == "fisher" else None
+
+    def train(
+        self, problem: LocalProblem, config: Mapping[str, Any]
+    ) -> tuple[dict[str, float], Curvature | None]:
+        """Run the client's loop; return its metrics, and the Fisher."""
+        if self.source == "extra-pass":
+            metrics = problem.train(config)
+            return metrics, self._reduced(_fisher(problem), problem)
+        loop = problem.train_fn
+        assert isinstance(loop, LocalSGD)
+        squares = SquaredGradients(problem.model, loop.epochs)
+        metrics = problem.train(config, on_gradients=squares)
+        return metrics, self._reduced(squares.curvature(), problem)
+
+    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
+        """Return a batch's Fisher; of the last epoch, the loop's first step tells."""
+        if self.source == "last-epoch":
+            trained = problem.trained()
+            return Diagonal({name: torch.ones_like(p) for name, p in trained.items()})
+        mean = replace(self, reduction="mean")  # a loader may have to be read for a sum
+        return mean._reduced(_fisher(problem, [batch]), problem)
+
+    def _reduced(self, curvature: Curvature, problem: LocalProblem) -> Curvature:
+        """Return it as a sum over batches, to a power, and balanced, as asked for."""
+        if self.reduction == "sum" and self.balance < 1:  # which takes out any factor
+            curvature = curvature.scaled(_batches_of(problem.trainloader))
+        if self.power != 1:
+            entries = curvature.diagonal()
+            curvature = Diagonal({k: v**self.power for k, v in entries.items()})
+        if self.balance and (trace := curvature.trace()):
+            curvature = curvature.scaled(trace**-self.balance)
+        return curvature
+
+    def arrays(
+        self,
+        start: Params,
+        params: dict[str, Tensor],
+        curvature: Curvature | None,
+        num_examples: float,
+    ) -> ArrayRecord:
+        """Return the model with its Fisher, or the step times its Fisher."""
+        assert curvature is not None
+        if self.upload == "fisher":
+            with watching("packing", unit="steps"):
+                return FisherUpload(params, curvature).to_arrays(self.packed_by)
+        before, after = (select(each, curvature.shapes) for each in (start, params))
+        product = curvature.matvec(subtract(before, after))
+        if self.upload == "summands":
+            vectors = {"product": product, "fisher": curvature.diagonal()}
+            return VectorUpload(vectors, params).to_arrays()
+        buffers = {k: v for k, v in params.items() if k not in product}
+        return ProductUpload(product, buffers).to_arrays()
+
+
+class SquaredGradients:
+    r"""The mean of the squared batch gradients that it is shown.
+
+    FedFish, Appendix A.5.1: taken over the last local epoch, at parameters that still
+    move, instead of in another pass at the end.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its trainable parameters' ``grad`` is read at each call of the last epoch.
+    epochs : int
+        How many there are.
+    """
+
+    def __init__(self, model: nn.Module, epochs: int) -> None:
+        self._parameters = {n: model.get_parameter(n) for n in trainable_names(model)}
+        self._sums = Sums({})
+        self._count, self._epochs = 0, epochs
+
+    def __call__(self, epoch: int, step: int) -> None:
+        """Add the gradients as they are now, in the last epoch."""
+        if epoch < self._epochs:
+            return
+        if not self._count:
+            self._sums = Sums(self._parameters)
+        self._sums.add_squares(p.grad for p in self._parameters.values())
+        self._count += 1
+
+    def curvature(self) -> Diagonal:
+        """Return the mean over the calls."""
+        return Diagonal(self._sums.mean(self._count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it has seen so far."""
+        return {"sums": self._sums.totals, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._count = state["count"]
+        self._sums = Sums(self._parameters if self._count else {})
+        self._sums.totals = dict(state["sums"])
+
+
+def _fisher(problem: LocalProblem, loader: list[Any] | None = None) -> Curvature:
+    kind = "empirical-batch"
+    return client_fisher(problem, loader, structure="diagonal", expectation=kind)
+
+
+def _batches_of(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return sum(1 for _ in loader)

@@ -1,0 +1,329 @@
+"""What a request asks for, tried on a few examples before hours go into training.
+
+A copy of the model is tried, and the loader is not iterated: its workers, its sampler
+and its generators are not asked for anything, and so what follows is what it would have
+been. The data set is read as ever: a file that it opens on first use stays open.
+
+Long: what is read, what is tried and what the log says of it stand together.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from textwrap import wrap
+from typing import Any, Protocol, TypeVar
+
+import torch
+from flwr.app import ArrayRecord, MetricRecord
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.request import Request
+from flwr_fisher.client.training import score
+from flwr_fisher.curvature import Curvature
+from flwr_fisher.curvature.batches import device_of, inputs_and_labels
+from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.subset import like_loader, sampler_of
+from flwr_fisher.errors import (
+    ClientError,
+    DataError,
+    FlwrFisherError,
+    StructureError,
+)
+from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params, check_finite
+from flwr_fisher.randomness import seeded
+from flwr_fisher.wire import Codec, fedavg_bytes, reply_bytes
+
+_FEW = 4  # examples
+_ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
+_COLUMNS, _NAMED = 100, 6  # signs of a line; layers whose names are all told
+_KINDS = {
+    "Kronecker": "K-FAC",
+    "EigenKronecker": "E-KFAC",
+    "Dense": "dense blocks",
+    "Diagonal": "diagonal",
+}
+_logged: set[str] = set()
+
+Batch = tuple[Tensor, Any]
+Result = TypeVar("Result")
+
+
+class TriedUpload(Protocol):
+    """What a job uploads of a trained model: a curvature, packed."""
+
+    @property
+    def structure(self) -> str | None:
+        """Of the curvature; None: there is none, and parameters alone are uploaded."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """What packs parameters and curvature; None where packing takes no time."""
+
+    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
+        """Return the curvature of one batch, as cheaply as tells what may fail."""
+
+    def arrays(
+        self,
+        start: Params,
+        params: dict[str, Tensor],
+        curvature: Curvature | None,
+        num_examples: float,
+    ) -> ArrayRecord:
+        """Return what is uploaded, from parameters before and after training."""
+
+
+def try_upload(problem: LocalProblem, request: Request, upload: TriedUpload) -> None:
+    """Take the curvature of a few examples at the parameters that arrived; pack it.
+
+    Whatever the client could not compute or upload after its training is raised now, by
+    the same errors, where examples can be had: see :func:`on_few_examples`. What would
+    take long to pack is not packed: that its codec can, is known without. What has
+    which structure is told to the log, once a process.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        Its model holds the request's parameters.
+    request : Request
+        The server's.
+    upload : TriedUpload
+        What it asks for; without a structure, nothing is tried.
+
+    Raises
+    ------
+    FlwrFisherError
+        As whatever is tried does; a :class:`DataError` or :class:`ClientError` if the
+        model's outputs are not finite.
+    """
+    if upload.structure is None:
+        return
+    device_of(problem.model, None)
+
+    def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
+        _check_outputs(problem, batch[0])
+        curvature = upload.tried(problem, batch)
+        if request.options.get("report-local"):
+            score(problem.model, [batch], problem.device, problem.loss)
+        size = _size(problem, request, upload, curvature)
+        return upload_summary(problem.model, curvature, upload.structure, size)
+
+    if (lines := on_few_examples(problem, attempt)) is not None:
+        log_once(lines)
+
+
+def on_few_examples(
+    problem: LocalProblem, attempt: Callable[[LocalProblem, Batch], Result]
+) -> Result | None:
+    """Return what an attempt makes of a copy of the model and a few training examples.
+
+    They come straight from a data set with positions, collated as the loader does it
+    (in a worker, if it has workers), or from a list of batches. A model may want
+    batches of the size that it is trained on: where four examples fail, a whole batch
+    is tried.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        The client's, which stays as it is.
+    attempt : Callable[[LocalProblem, Batch], Result]
+        Gets a problem with a copy of the model, and inputs and labels.
+
+    Returns
+    -------
+    Result | None
+        None, with a line in the log, of a stream, whose batches may come only once; of
+        a model that cannot be copied; and where reading fails, since what it fails of
+        may be that it is done here.
+
+    Raises
+    ------
+    DataError
+        If a batch has a form that this library does not read.
+    """
+    with seeded(0):
+        for count in (_FEW, None):
+            try:
+                batch = _batch(problem, count)
+                copied = replace(problem, model=copy.deepcopy(problem.model))
+            except FlwrFisherError:
+                raise
+            except Exception as error:
+                logger.info("Nothing can be tried before training: %r", error)
+                return None
+            if batch is None:
+                logger.info("The data are a stream: no batch is tried before training")
+                return None
+            try:
+                return attempt(copied, batch)
+            except FlwrFisherError:
+                raise
+            except Exception:
+                if count is None:
+                    raise
+    return None
+
+
+# Examples
+
+
+def _batch(problem: LocalProblem, count: int | None) -> Batch | None:
+    """Return some training examples, by default a batch of them; None of a stream."""
+    loader: Any = problem.trainloader
+    if isinstance(loader, (list, tuple)) and loader:
+        batch = loader[0]
+    elif type(loader).__iter__ is not DataLoader.__iter__ or isinstance(
+        loader.dataset, IterableDataset
+    ):
+        return None
+    else:
+        workers = min(loader.num_workers, 1)
+        batch = next(iter(like_loader(loader, [_positions(loader, count)], workers)))
+    inputs, labels = inputs_and_labels(problem.train_pairs.pair(batch))
+    n = len(inputs)
+    if isinstance(labels, Tensor) and labels.dim() and len(labels) == n:
+        labels = labels[:count]
+    return inputs[:count], labels
+
+
+def _positions(loader: DataLoader[Any], count: int | None) -> Any:
+    """Return positions in the data set such as a batch of the loader's has."""
+    batches: Any = sampler_of(loader)
+    if isinstance(batches, Sequence):
+        first = batches[0]
+        return list(first)[:count] if isinstance(first, Sequence) else first
+    if (sampler := getattr(batches, "sampler", None)) is not None:
+        size = batches.batch_size if count is None else count
+        return _of_sampler(sampler, loader.dataset, size)
+    if loader.batch_sampler is None:  # each position is that of a whole batch
+        return _of_sampler(batches, loader.dataset, 1)[0]
+    size = getattr(batches, "batch_size", None) or 1 if count is None else count
+    return _of_sampler(None, loader.dataset, size)
+
+
+def _of_sampler(sampler: Any, dataset: Any, count: int) -> list[Any]:
+    """Return some positions that a sampler may give, without asking it for any."""
+    positions = getattr(sampler, "indices", sampler)  # of a SubsetRandomSampler
+    if isinstance(sampler, WeightedRandomSampler):
+        positions = torch.as_tensor(sampler.weights).nonzero().flatten().tolist()
+    if not isinstance(positions, Sequence):
+        positions = range(len(dataset))
+    return list(positions[:count])
+
+
+# What is tried
+
+
+def _check_outputs(problem: LocalProblem, inputs: Tensor) -> None:
+    model = problem.model
+    with evaluating(model), torch.no_grad():
+        outputs = model(inputs.to(problem.device))
+    if not isinstance(outputs, Tensor):
+        raise StructureError(
+            f"the model returns a {type(outputs).__name__}, and a curvature is of one "
+            "tensor of outputs: wrap the model in one that returns it"
+        )
+    if outputs.isfinite().all():
+        return
+    if not inputs.isfinite().all():
+        raise DataError(
+            "the inputs of the first training examples hold NaN or infinity, and the "
+            "model's outputs of them, too: clean the data"
+        )
+    raise ClientError(
+        "the model's outputs of the first training examples hold NaN or infinity at "
+        "the parameters that the server sent: look at them, and at the inputs' scale"
+    )
+
+
+def _size(
+    problem: LocalProblem,
+    request: Request,
+    upload: TriedUpload,
+    curvature: Curvature,
+) -> str:
+    """Return an upload's size in words, without packing what takes long."""
+    params, codec = problem.state_like(request.params), upload.codec
+    tensors = {f"tensor {i}": t for i, t in enumerate(curvature.tensors())}
+    check_finite(tensors, "the curvature of a few examples")
+    plain, about = fedavg_bytes(request.params), "about"
+    if codec is None or not _takes_long(list(tensors.values())):
+        count = max(request.num_examples, 1)
+        arrays = upload.arrays(request.params, params, curvature, count)
+        size = reply_bytes(arrays, MetricRecord())
+    elif codec.scheme == "lossless":
+        size = fedavg_bytes({**params, **tensors})
+    else:
+        size, about = int(codec.budget * plain), "at most"
+    amount = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
+    return f"upload {about} {amount}, {size / plain:.2f} of FedAvg's"
+
+
+def _takes_long(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are many, or matrices large, to decompose."""
+    entries = sum(t.numel() for t in tensors)
+    cubes = sum(t.numel() * t.shape[-1] for t in tensors if t.dim() > 1)
+    return entries > _ENTRIES or cubes > _CUBES
+
+
+# What the log says
+
+
+def upload_summary(
+    model: nn.Module, curvature: Curvature, structure: str | None, size: str
+) -> list[str]:
+    """Return lines that say which layers have which curvature, and what is uploaded.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its frozen parameters are told, too.
+    curvature : Curvature
+        Of a few examples.
+    structure : str
+        What was asked for: E-KFAC is tried as K-FAC.
+    size : str
+        The upload's, in words.
+
+    Examples
+    --------
+    >>> from flwr_fisher.curvature import fisher
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    >>> F = fisher(model, [torch.randn(4, 2)])
+    >>> upload_summary(model, F, "kfac", "upload 1.0 kB")
+    ['curvature: K-FAC of 0, 2; diagonal of 1 (2 tensors); upload 1.0 kB']
+    """
+    groups: dict[str, list[str]] = {}
+    for block in curvature.blocks():
+        kind = _KINDS.get(block.kind, block.kind)
+        kind = "E-KFAC" if structure == "ekfac" and kind == "K-FAC" else kind
+        groups.setdefault(kind, []).extend(block.shapes)
+    parts = [
+        f"{kind} of {_layers(names)}"
+        + (f" ({len(names)} tensors)" if kind == "diagonal" else "")
+        for kind, names in groups.items()
+    ]
+    if frozen := [n for n, p in model.named_parameters() if not p.requires_grad]:
+        parts.append(f"frozen: {_layers(frozen)}")
+    text = "; ".join(["curvature: " + parts[0], *parts[1:], size])
+    return wrap(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def log_once(lines: Iterable[str]) -> None:
+    """Log lines, unless this process has."""
+    text = "\n".join(lines)
+    if text not in _logged:
+        _logged.add(text)
+        for line in text.splitlines():
+            logger.info("%s", line)
+
+
+def _layers(parameters: Iterable[str]) -> str:
+    """Return the names of the layers that parameters are of; of many, two."""
+    own = dict.fromkeys(name.rpartition(".")[0] or name for name in parameters)
+    names = list(own)
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    return f"{len(names)} layers, {names[0]} … {names[-1]}"
