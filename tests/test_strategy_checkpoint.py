@@ -15,6 +15,7 @@ from virtual import (
     Watched,
     drop_array,
     fail,
+    kill,
     node_of,
     opened,
     same_bits,
@@ -24,6 +25,7 @@ from virtual import (
 
 from flwr_fisher.errors import CheckpointError, RoundError
 from flwr_fisher.server.identity import Identity
+from flwr_fisher.server.journal import Journal
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
 from flwr_fisher.testing import LocalGrid
 
@@ -43,6 +45,7 @@ def start(
     num_rounds: int = ROUNDS,
     evaluate_fn: Callable[..., MetricRecord | None] | None = evaluate,
     resume: bool = False,
+    reopen: bool = False,
     train_config: ConfigRecord | None = None,
     **options: Any,
 ) -> CurvatureResult:
@@ -55,6 +58,7 @@ def start(
         evaluate_fn=evaluate_fn,
         checkpoint_dir=where,
         resume=resume,
+        reopen=reopen,
     )
 
 
@@ -105,33 +109,20 @@ def files(where: Path) -> set[str]:
 # Stopped, and resumed
 
 
+@pytest.mark.parametrize("resume", [False, True])
 def test_checkpoints_do_not_change_the_result(
-    tmp_path: Path, uninterrupted: CurvatureResult
+    tmp_path: Path, uninterrupted: CurvatureResult, resume: bool
 ) -> None:
-    assert_same_result(start(where=tmp_path / "new" / "run"), uninterrupted)
+    """Nor does it to go on with a run that has not begun."""
+    where = tmp_path / "new" / "run"
+    assert_same_result(start(where=where, resume=resume), uninterrupted)
 
 
-@pytest.mark.parametrize("done", [1, 2])
-def test_killed_after_a_round(
-    tmp_path: Path, uninterrupted: CurvatureResult, done: int
-) -> None:
-    app = killing_app(asked=done * CLIENTS)
-    with pytest.raises(KeyboardInterrupt):
-        start(app, tmp_path)
-    assert len(app.trained) == done * CLIENTS + 1
-    again = Watched()
-    result = start(again, tmp_path, resume=True)
-    assert_same_result(result, uninterrupted)
-    assert sorted(again.trained) == ALL[done * CLIENTS :]
-    assert [upload.client for upload in result.uploads] == [
-        upload.client for upload in uninterrupted.uploads
-    ]
-
-
-@pytest.mark.parametrize("asked", [1, 3, 6, 11])
+@pytest.mark.parametrize("asked", [1, 3, CLIENTS, 6, 2 * CLIENTS, 11])
 def test_killed_while_uploads_arrive(
     tmp_path: Path, uninterrupted: CurvatureResult, asked: int
 ) -> None:
+    """Or right after a round."""
     app = killing_app(asked)
     with pytest.raises(KeyboardInterrupt):
         start(app, tmp_path)
@@ -141,8 +132,11 @@ def test_killed_while_uploads_arrive(
     kept = {path.stem for path in folder.glob("*.safetensors")}
     assert kept == {f"partition-{p}" for n, p in accepted if n == server_round}
     again = Watched()
-    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
+    result = start(again, tmp_path, resume=True)
+    assert_same_result(result, uninterrupted)
     assert sorted(again.trained + accepted) == ALL
+    names = [[upload.client for upload in r.uploads] for r in (result, uninterrupted)]
+    assert names[0] == names[1]
 
 
 def test_killed_twice(tmp_path: Path, uninterrupted: CurvatureResult) -> None:
@@ -156,12 +150,16 @@ def test_killed_twice(tmp_path: Path, uninterrupted: CurvatureResult) -> None:
     assert sorted(accepted + last.trained) == ALL
 
 
-@pytest.mark.parametrize("stop", [SystemExit, OSError])
+@pytest.mark.parametrize("stop", [SystemExit, OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("before", [0, 2])
 def test_killed_after_the_step_and_before_the_round_is_written(
-    tmp_path: Path, uninterrupted: CurvatureResult, stop: type[BaseException]
+    tmp_path: Path,
+    uninterrupted: CurvatureResult,
+    stop: type[BaseException],
+    before: int,
 ) -> None:
     def dies(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        if server_round == 2:
+        if server_round == before:
             raise stop
         return evaluate(server_round, arrays)
 
@@ -169,18 +167,7 @@ def test_killed_after_the_step_and_before_the_round_is_written(
         start(where=tmp_path, evaluate_fn=dies)
     again = Watched()
     assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
-    assert sorted(again.trained) == ALL[2 * CLIENTS :]
-
-
-def test_killed_before_the_first_round(
-    tmp_path: Path, uninterrupted: CurvatureResult
-) -> None:
-    def dies(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        start(where=tmp_path, evaluate_fn=dies)
-    assert_same_result(start(where=tmp_path, resume=True), uninterrupted)
+    assert sorted(again.trained) == ALL[before * CLIENTS :]
 
 
 def test_what_was_never_trained_is_evaluated_where_it_began(tmp_path: Path) -> None:
@@ -308,12 +295,6 @@ def test_when_all_is_done_the_result_is_returned(
     assert result.uploads == []
 
 
-def test_resume_of_nothing_is_a_start(
-    tmp_path: Path, uninterrupted: CurvatureResult
-) -> None:
-    assert_same_result(start(where=tmp_path, resume=True), uninterrupted)
-
-
 def test_metrics_keep_their_types(tmp_path: Path) -> None:
     def odd(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         return MetricRecord(
@@ -343,19 +324,6 @@ def test_a_round_on_disk_is_the_model(tmp_path: Path) -> None:
     with safe_open(tmp_path / "round-0001.safetensors", "pt") as file:
         for key, array in result.arrays.items():
             assert torch.equal(file.get_tensor(key), torch.tensor(array.numpy()))
-
-
-def test_leftovers_of_a_crash_are_ignored(
-    tmp_path: Path, uninterrupted: CurvatureResult
-) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        start(killing_app(CLIENTS + 2), tmp_path)
-    (tmp_path / "round-0002.partial").write_bytes(b"half a file")
-    folder = tmp_path / "uploads-0002" / "exchange-1"
-    (folder / "partition-3.partial").write_bytes(b"half a file")
-    (tmp_path / "notes.txt").write_text("mine")
-    assert_same_result(start(where=tmp_path, resume=True), uninterrupted)
-    assert (tmp_path / "notes.txt").exists()
 
 
 def test_a_resume_knows_who_answered_the_first_of_two_exchanges(
@@ -474,6 +442,33 @@ def test_the_last_of_many_exchanges_is_opened_again(
         assert again.configs[-1]["iteration"] == 9
         assert again.trained == [(1, 3)]
         assert "num-missing" not in metrics
+
+
+@pytest.mark.parametrize("again", [{}, {"reopen": True}], ids=["resumed", "reopened"])
+@pytest.mark.parametrize("dies", ["when it has asked", "when the state is written"])
+def test_a_server_dies_while_a_round_is_opened_again(
+    tmp_path: Path, dies: str, again: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(Watched(tamper={3: fail}), tmp_path, num_rounds=1)
+    options: dict[str, Any] = {"where": tmp_path, "num_rounds": 1, "resume": True}
+    app, append = Watched(), Journal.append
+    if dies == "when it has asked":
+        app.tamper[3] = kill
+    else:
+
+        def before_its_line(self: Journal, event: str, **content: Any) -> None:
+            if event == "finished" and content["round"] == 1:
+                raise KeyboardInterrupt
+            append(self, event, **content)
+
+        monkeypatch.setattr(Journal, "append", before_its_line)
+    with pytest.raises(KeyboardInterrupt):
+        start(app, reopen=True, **options)
+    monkeypatch.undo()
+    last = Watched()
+    result = start(last, **options, **again)
+    assert same_bits(result.arrays, start(num_rounds=1).arrays)
+    assert len(last.trained) == (dies == "when it has asked")
 
 
 # What is refused

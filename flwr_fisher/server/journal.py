@@ -182,7 +182,7 @@ class Journal:
             for key, exchange in self._exchanges.items()
             if (self.path / exchange.folder).is_dir()
         }
-        rounds = sorted(n for n in self.finished if self._state(n).exists())
+        rounds = self.rounds()
         if rounds:
             self._prune(rounds[-1])
         return rounds
@@ -190,11 +190,7 @@ class Journal:
     def _check_whole(self, path: Path) -> None:
         """See that the journal tells of all that is in the folder."""
         if not self._end and (path / _FORMER).exists():
-            raise CheckpointError(
-                f"{path / _FORMER} is of an earlier format, and this version reads "
-                f"{FORMAT!r}: go on with the version of flwr-fisher that began the "
-                f"run, or {_ELSEWHERE}"
-            )
+            raise _other_format(path / _FORMER, "up to '5'")
         matches = (_STATE.fullmatch(name) for name in os.listdir(path))
         states = {int(match[1]) for match in matches if match}
         last = max(self.finished, default=-1)
@@ -216,11 +212,7 @@ class Journal:
         try:
             event: Event = json.loads(text)
             if first and event.get("format") != FORMAT:
-                raise CheckpointError(
-                    f"{where} has format {event.get('format')!r}, and this version "
-                    f"reads {FORMAT!r}: go on with the version of flwr-fisher that "
-                    f"began the run, or {_ELSEWHERE}"
-                )
+                raise _other_format(where, repr(event.get("format")))
             if event.pop("digest") != digest_of(event):
                 raise ValueError("its content has changed since it was written")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -241,9 +233,7 @@ class Journal:
     def _write_line(self, file: Path, line: Event) -> None:
         text = f"{json.dumps({**line, 'digest': digest_of(line)})}\n"
         with _writing(file):
-            if (
-                not self._end
-            ):  # the first line makes the file: it is whole, or not there
+            if not self._end:  # so that a journal has its first line, or is not there
                 save_text(file, text)
             else:
                 with file.open("r+b") as lines:
@@ -264,10 +254,16 @@ class Journal:
                 self.finished[last] = event
                 own = {k: e for k, e in self._exchanges.items() if k[0] >= last}
                 self._exchanges = own
-            case _:
+            case kind:
+                if kind == "opened":  # perhaps again; the round is under way
+                    self.finished.pop(event["round"], None)
                 self.exchange(event["round"], event["exchange"]).apply(event)
 
     # Rounds
+
+    def rounds(self) -> list[int]:
+        """Return the finished rounds whose states are there, in order."""
+        return sorted(n for n in self.finished if self._state(n).exists())
 
     def finish(
         self,
@@ -302,10 +298,9 @@ class Journal:
         CheckpointError
             Naming the file, if it is not the one that the journal says.
         """
-        earlier = [n for n in self.finished if n < server_round]
-        out = _ELSEWHERE
-        if earlier and self._state(max(earlier)).exists():
-            out = f"delete it to go on after round {max(earlier)}"
+        earlier, out = [n for n in self.rounds() if n < server_round], _ELSEWHERE
+        if earlier:
+            out = f"delete it to go on after round {earlier[-1]}"
         return self.read(self._state(server_round), self.finished[server_round], out)
 
     def _state(self, server_round: int) -> Path:
@@ -344,6 +339,8 @@ class Journal:
             has begun, whose uploads start from this one's model.
         """
         if under_way := self.last_exchange(server_round + 1):
+            if self._state(server_round + 1).exists():
+                return False  # it was finished, and then opened by a server that died
             record = under_way.record
             if record is None or record.clients is not None:
                 raise CheckpointError(
@@ -353,15 +350,15 @@ class Journal:
                 )
             under_way.note(replace(record, opened=time.time()))
             return False
-        last, start = self.last_exchange(server_round), self._state(server_round - 1)
-        if last is None or not start.exists():
+        last = self.last_exchange(server_round)
+        if last is None or server_round - 1 not in self.rounds():
             raise CheckpointError(
                 f"{self.path} has a run up to round {server_round}, whose uploads and "
                 "start are not there any more: it cannot be opened again"
             )
+        self._tell_left_behind(last)
         if last.record is not None:
             last.note(replace(last.record, opened=time.time(), closed=None))
-        self._tell_left_behind(last)
         return True
 
     def _tell_left_behind(self, last: "ExchangeJournal") -> None:
@@ -657,6 +654,13 @@ class FolderLock:
             return self._holder.read_text().strip()
         except OSError:
             return "it has not told its name yet"
+
+
+def _other_format(where: object, written: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} has format {written}, and this version reads {FORMAT!r}: go on with "
+        f"the version of flwr-fisher that began the run, or {_ELSEWHERE}"
+    )
 
 
 @contextmanager
