@@ -43,8 +43,7 @@ from flwr_fisher.merge import (
     private_sums,
 )
 from flwr_fisher.params import clipped, subtract
-from flwr_fisher.secure.privacy import Privacy
-from flwr_fisher.server.noise import noised
+from flwr_fisher.server.privacy import Privacy, noised
 from flwr_fisher.wire import VectorUpload
 
 SEEDS, CLIENTS, DELTA = 3, 100, 1e-3

@@ -39,8 +39,9 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from harness.page import CACHE, blocks, opening, write_page
 from harness.tables import head, row
 
-from flwr_fisher.client import SecureSumsMod, identify
-from flwr_fisher.strategies import FedAvg, SecureSums
+from flwr_fisher.client import identify
+from flwr_fisher.secure import SecureSums, SecureSumsMod
+from flwr_fisher.strategies import FedAvg
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import serialized_bytes
 

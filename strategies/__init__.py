@@ -3,10 +3,9 @@
 from flwr_fisher.server.cohort import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
 from flwr_fisher.server.membership import Membership, lost_states
-from flwr_fisher.server.noise import Privacy
 from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.server.run import CurvatureResult
-from flwr_fisher.server.secure_options import SecureSums
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.baselines import (
@@ -45,7 +44,6 @@ __all__ = [
     "Privacy",
     "Regression",
     "Scaffold",
-    "SecureSums",
     "ServerState",
     "Step",
     "Upload",

@@ -32,13 +32,11 @@ from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import EvaluationDoor
 from flwr_fisher.server.driver import TO_EVALUATE, Driver
-from flwr_fisher.server.exchange import Exchange, Groups, ServerState
+from flwr_fisher.server.exchange import Exchange, Groups, Secure, ServerState
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.open_exchange import OpenExchange, requests
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.run import CurvatureResult, Run
-from flwr_fisher.server.secure_options import SecureSums
-from flwr_fisher.server.secure_sums import check_summed
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors, named_options, tensors_to_arrays
 
@@ -92,9 +90,9 @@ class CurvatureStrategy(FedAvg):
         When a round ends, and for how many clients it waits; see
         :class:`~flwr_fisher.strategies.Waiting`. By default until all have replied, or
         the `timeout` of :meth:`start`.
-    secure : SecureSums, optional
+    secure : flwr_fisher.secure.SecureSums, optional
         Let the server see sums over clients, and no client's upload; see
-        :class:`~flwr_fisher.strategies.SecureSums`. `policy` does nothing then.
+        :class:`~flwr_fisher.secure.SecureSums`. `policy` does nothing then.
     **kwargs
         ``FedAvg``'s keywords: ``fraction_train``, ``min_train_nodes``,
         ``weighted_by_key``, …. ``min_train_nodes`` is also how many usable replies a
@@ -112,7 +110,7 @@ class CurvatureStrategy(FedAvg):
         seed: int = 0,
         policy: Policy | None = None,
         waiting: Waiting | None = None,
-        secure: SecureSums | None = None,
+        secure: Secure | None = None,
         **kwargs: Any,
     ) -> None:
         if unknown := sorted(kwargs.keys() - signature(FedAvg).parameters.keys()):
@@ -129,7 +127,7 @@ class CurvatureStrategy(FedAvg):
             raise ConfigurationError(f"policy must be a Policy, got {policy!r}")
         if not isinstance(waiting, Waiting | None):
             raise ConfigurationError(f"waiting must be a Waiting, got {waiting!r}")
-        if not isinstance(secure, SecureSums | None):
+        if not isinstance(secure, Secure | None):
             raise ConfigurationError(f"secure must be SecureSums(), got {secure!r}")
         super().__init__(**kwargs)
         self.secure = secure
@@ -187,7 +185,8 @@ class CurvatureStrategy(FedAvg):
         ConfigurationError
             Saying so.
         """
-        check_summed(self.exchanges(1), type(self).__name__)
+        if self.secure is not None:
+            self.secure.check(self.exchanges(1), type(self).__name__)
 
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds beside parameters; by default nothing."""
@@ -218,7 +217,7 @@ class CurvatureStrategy(FedAvg):
             "weighted_by_key": self.weighted_by_key,
             "waiting.over_selection": self.waiting.over_selection,
             **{f"policy.{name}": n for name, n in asdict(self.policy).items()},
-            **({} if self.secure is None else {"secure": asdict(self.secure)}),
+            **({} if self.secure is None else {"secure": self.secure.settings()}),
             **self.settings(),
         }
 
@@ -486,11 +485,11 @@ class CurvatureStrategy(FedAvg):
         )
 
     def _only_exchange(self, server_round: int) -> Exchange[Any]:
-        exchange, *others = self.exchanges(server_round)
+        exchange, *others = exchanges = self.exchanges(server_round)
         if others or self.secure is not None:
-            # Of a secure sum: the keys, the shares, and four for each of the others.
-            count = 1 + len(others)
-            count = count if self.secure is None else 2 + 4 * count
+            if self.secure is not None:
+                exchanges = self.secure.secured(exchanges, seed="", weighted_by="")
+            count = len(exchanges)
             raise ConfigurationError(
                 f"a round of {type(self).__name__} has {count} exchanges, "
                 "and configure_train and aggregate_train know one: use this library's "

@@ -38,7 +38,7 @@ from flwr_fisher.server.exchange import (
     Summed,
     Uploads,
 )
-from flwr_fisher.server.noise import Privacy, check_privacy, settings_of
+from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, initial_groups
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange

@@ -30,7 +30,8 @@ from virtual import (
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError, WireError
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import AFL, SecureSums
+from flwr_fisher.secure import SecureSums
+from flwr_fisher.strategies import AFL
 from flwr_fisher.tangent import HeadSums, closed_form_head, head_sums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import HeadUpload, arrays_to_tensors

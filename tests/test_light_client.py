@@ -21,7 +21,7 @@ BEYOND = {
     "report": {"matplotlib", "rich"},
     "curvature": {"nngeometry"},  # one engine, asked for by name
     "callbacks": {"mlflow", "wandb"},
-    "secure": {"opacus"},  # the accountant
+    "server": {"opacus"},  # the accountant
     "merge": {"scipy"},  # linear assignment
 }
 

@@ -12,8 +12,7 @@ from flwr.clientapp import ClientApp
 from test_secure_sums import merged, secure_app, stage_of
 from virtual import LIFTED, tiny_arrays
 
-from flwr_fisher.client import SecureSumsMod, identify
-from flwr_fisher.client.summand import Summand
+from flwr_fisher.client import identify
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -23,12 +22,13 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.merge import contribution, private_sums
 from flwr_fisher.merge.private_sums import _PRODUCT, VECTORS
-from flwr_fisher.secure.privacy import with_noise
+from flwr_fisher.secure import SecureSums, SecureSumsMod
+from flwr_fisher.secure.contribution import Contribution
+from flwr_fisher.server.privacy import with_noise
 from flwr_fisher.strategies import (
     FedAvg,
     FedFisherOneShot,
     Privacy,
-    SecureSums,
 )
 from flwr_fisher.strategies.exchanges.private_sums import _read
 from flwr_fisher.testing import LocalGrid
@@ -224,7 +224,7 @@ def test_private_sums_merge_alike_with_the_servers_noise_and_with_the_clients(
 def test_exponents_tell_nothing() -> None:
     sent = {"w": torch.zeros(3)}
     small, large = (
-        Summand({"w": torch.full((3,), size)}).bounded(sent, 1.0, 0.1)
+        Contribution({"w": torch.full((3,), size)}).bounded(sent, 1.0, 0.1)
         for size in (0.0, 1e6)
     )
     assert small.exponents() == large.exponents()

@@ -9,20 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError, RoundError
-from flwr_fisher.secure import (
-    Aggregator,
+from flwr_fisher.secure import Aggregator, Participant, keys
+from flwr_fisher.secure.aggregator import Sealed, added
+from flwr_fisher.secure.fixed_point import (
+    LEVELS,
+    LOWEST,
     FixedPoint,
-    Participant,
+    Words,
     exponents_of,
     highest,
-    keys,
-    neighbourhoods,
-    threshold_of,
     unary,
 )
-from flwr_fisher.secure.aggregator import Sealed, added
-from flwr_fisher.secure.fixed_point import LEVELS, LOWEST, Words
-from flwr_fisher.secure.graph import degree_for
+from flwr_fisher.secure.graph import degree_for, neighbourhoods, threshold_of
 from flwr_fisher.secure.masks import noise
 
 
@@ -51,7 +49,9 @@ class Federation:
         }
         self.server = server = server.shared(sealed)
         for n in sealed:
-            self.clients[n].receive(server.letters_for(n), server.commitments_for(n))
+            self.clients[n].receive(
+                server.sealed_shares_for(n), server.commitments_for(n)
+            )
 
     def mask(
         self, words: Mapping[int, Words], index: int = 0, absent: Sequence[int] = ()
@@ -267,7 +267,7 @@ def test_a_share_that_is_wrong_is_named_and_does_no_harm(caplog) -> None:
     assert "from partition-11" in caplog.text
 
 
-def test_letters_are_for_one_reader() -> None:
+def test_sealed_shares_are_for_one_reader() -> None:
     federation = Federation(3)
     server = federation.server
     sealed = {
@@ -275,9 +275,9 @@ def test_letters_are_for_one_reader() -> None:
         for n, client in federation.clients.items()
     }
     client = federation.clients[10]
-    right = {n: sealed[n].letters[10] for n in (11, 12)}
+    right = {n: sealed[n].shares[10] for n in (11, 12)}
     commitments = {n: sealed[n].commitments[10] for n in (11, 12)}
-    own = {11: sealed[10].letters[11], 12: right[12]}  # sent back to its sender
+    own = {11: sealed[10].shares[11], 12: right[12]}  # sent back to its sender
     with pytest.raises(ClientError, match="from 11 is not for 10"):
         client.receive(own, commitments)
     with pytest.raises(ClientError, match=r"from 11: .*sealed with another key"):

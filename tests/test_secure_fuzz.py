@@ -11,20 +11,20 @@ from fuzz_wire import spoil_array
 from test_secure_sums import client_of, merged, stage_of
 from virtual import LIFTED, tiny_arrays
 
-from flwr_fisher.client import SecureSumsMod, make_client_app
+from flwr_fisher.client import make_client_app
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
 from flwr_fisher.params import shared_state
+from flwr_fisher.secure import SecureSums, SecureSumsMod
+from flwr_fisher.secure.payload import SecureUpload
 from flwr_fisher.strategies import (
     CurvatureStrategy,
     FedFisherOneShot,
     Privacy,
-    SecureSums,
 )
 from flwr_fisher.strategies.exchanges.private_sums import _read
 from flwr_fisher.tangent import feature_moments
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import FisherProduct, arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.secure_upload import SecureUpload
 from flwr_fisher.wire.tangent_sums import (
     eigenvalue_bin,
     moment_sums,

@@ -1,5 +1,7 @@
 """Secure sums as strategies take them: the model of plain sums, and no summand seen."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +18,11 @@ from virtual import LIFTED, Watched, tiny_app, tiny_arrays, tiny_client
 from flwr_fisher.client import (
     FisherClient,
     LocalSGD,
-    SecureSumsMod,
     identify,
     make_client_app,
 )
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
-from flwr_fisher.secure import Participant
+from flwr_fisher.secure import Participant, SecureSums, SecureSumsMod
 from flwr_fisher.secure.identity import Trusted, signature
 from flwr_fisher.strategies import (
     FAGH,
@@ -32,7 +33,6 @@ from flwr_fisher.strategies import (
     FedFisherOneShot,
     FedGA,
     Scaffold,
-    SecureSums,
     Waiting,
 )
 from flwr_fisher.testing import LocalGrid
@@ -182,7 +182,7 @@ def test_no_number_of_a_client_leaves_it(tmp_path: Path) -> None:
 
 PARTS = {
     "keys": ("session", "keys", "signature"),
-    "shares": ("letters", "commitments"),
+    "shares": ("sealed-shares", "commitments"),
     "exponents": ("words", "layout"),
     "values": ("words", "layout"),
     "open": ("shares",),
@@ -234,6 +234,21 @@ def test_too_few_end_the_round_and_are_named(tmp_path: Path) -> None:
 
 
 # What is refused
+
+
+def test_a_client_without_the_mod_says_so() -> None:
+    with pytest.raises(RoundError, match=r"mods=\[SecureSumsMod\(\)\]"):
+        merged(FedAvg(secure=SecureSums()), tiny_app())
+
+
+def test_the_extra_is_named_where_it_is_missing() -> None:
+    code = "import sys, flwr_fisher.client, flwr_fisher.strategies\n"
+    code += "sys.modules['cryptography'] = None\nimport flwr_fisher.secure"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "MissingExtraError" in done.stderr
+    assert 'pip install "flwr-fisher[secure]"' in done.stderr
 
 
 def test_clients_hide_among_enough(tmp_path: Path) -> None:
@@ -292,7 +307,7 @@ def test_an_exchange_of_anothers_keys_is_told(tmp_path: Path, caplog) -> None:
 
 SPOILT = {
     "keys": ("keys", "secure/keys", "public key"),
-    "shares": ("shares", "secure/letters", "other arrays than most"),
+    "shares": ("shares", "secure/sealed-shares", "other arrays than most"),
     "wrong": ("open", "secure/shares", "not the share of"),
 }
 

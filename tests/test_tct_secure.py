@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual import LIFTED, tiny_app, tiny_arrays
 
-from flwr_fisher.client import LocalSGD, SecureSumsMod
+from flwr_fisher.client import LocalSGD
 from flwr_fisher.errors import ConfigurationError, RoundError, WireError
+from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import (
     TCT,
     CurvatureResult,
     Regression,
-    SecureSums,
 )
 from flwr_fisher.tangent import combine_moments, feature_moments
 from flwr_fisher.testing import LocalGrid
@@ -46,7 +46,7 @@ def tct(**options: Any) -> TCT:
 
 
 def run(strategy: TCT, app: Any = None, rounds: int = 4) -> CurvatureResult:
-    grid = LocalGrid(tiny_app() if app is None else app, 4)
+    grid = LocalGrid(tiny_app(mods=[SecureSumsMod()]) if app is None else app, 4)
     return strategy.start(grid, tiny_arrays(), num_rounds=rounds)
 
 

@@ -6,6 +6,7 @@ from flwr.app import Context
 from my_data import on_node
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.secure import SecureSumsMod
 
 logger = logging.getLogger("flwr")
 
@@ -31,4 +32,4 @@ def client_fn(context: Context) -> FisherClient:
     return FisherClient(data.model, loader, train_fn=train)
 
 
-app = make_client_app(client_fn)
+app = make_client_app(client_fn, mods=[SecureSumsMod()])

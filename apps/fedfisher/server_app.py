@@ -8,12 +8,8 @@ from my_data import on_server
 
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
-from flwr_fisher.strategies import (
-    FedFisherOneShot,
-    SecureSums,
-    Waiting,
-    wait_for_nodes,
-)
+from flwr_fisher.secure import SecureSums
+from flwr_fisher.strategies import FedFisherOneShot, Waiting, wait_for_nodes
 
 app = ServerApp()
 

@@ -9,7 +9,6 @@ from flwr_fisher.client.messages import identify
 from flwr_fisher.client.plain_client_app import check_fisher, fisher_arrays
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.secure_sums import SecureSumsMod
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import (
     EvaluateFn,
@@ -29,7 +28,6 @@ __all__ = [
     "LocalSGD",
     "Reply",
     "Request",
-    "SecureSumsMod",
     "TrainFn",
     "TrainingCheckpoint",
     "check_fisher",

@@ -1,7 +1,7 @@
 """Flower's side of a client: messages in, a job done, messages out."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from flwr.clientapp.typing import Mod
 from torch import nn
 
 from flwr_fisher.client.feature_cache import CACHE_BYTES
-from flwr_fisher.client.jobs import get_job
+from flwr_fisher.client.jobs import Job, get_job
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import Loss
 from flwr_fisher.client.messages import (
@@ -31,7 +31,6 @@ from flwr_fisher.client.messages import (
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request, config_of
-from flwr_fisher.client.secure_sums import SecureSumsMod
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
@@ -42,7 +41,6 @@ from flwr_fisher.randomness import seeded
 # Arrays of a request, each of which takes time to read: strategies send parameters, one
 # group like them and a few facts; jobs of users' own may want more.
 _MOST_GROUPS, _MOST_ARRAYS = 8, 1000
-_SUMS = SecureSumsMod()
 
 
 class FisherClient:
@@ -170,21 +168,16 @@ class FisherClient:
         """
         num_examples = self.problem.count_examples(partition_of(context))
         request = self._read(message, context, num_examples)
+        names = [request.options.get("check"), request.options.get("job", "train")]
+        jobs = [get_job(str(name)) for name in names if name is not None]
         self.problem.load(request.params)
         outbox = Outbox.of(self.problem, request)
         with outbox.held(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:
-                reply = self._do(outbox.problem(self.problem), request)
+                reply = _do(jobs, outbox.problem(self.problem), request)
                 outbox.keep(reply)
         metrics = {"num-examples": num_examples, **reply.metrics}
         return _message(message, MetricRecord({**metrics}), reply.arrays)
-
-    def _do(self, problem: LocalProblem, request: Request) -> Reply:
-        names = [request.options.get("check"), request.options.get("job", "train")]
-        for job in [get_job(str(name)) for name in names if name is not None]:
-            with seeded(request.seed):
-                reply = job(problem, request)
-        return reply
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``.
@@ -234,8 +227,8 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         Called for every message; ``context.node_config["partition-id"]`` says which
         part of the data is the node's.
     mods : list[Mod], optional
-        Flower's client mods, for training only. Without a :class:`SecureSumsMod` among
-        them, clients take part in the secure sums that a server asks for.
+        Flower's client mods, for training only. Those of clients that are to take part
+        in secure sums have a :class:`~flwr_fisher.secure.SecureSumsMod`.
 
     Examples
     --------
@@ -248,7 +241,6 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         app = make_client_app(client_fn)
     """
     app, own = MessageApp(), mods or []
-    own = own if any(isinstance(m, SecureSumsMod) for m in own) else [_SUMS, *own]
 
     @app.train(mods=[answered, addressed, *own])
     def train(message: Message, context: Context) -> Message:
@@ -269,6 +261,14 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
         return identify(message, context)
 
     return app
+
+
+def _do(jobs: Sequence[Job], problem: LocalProblem, request: Request) -> Reply:
+    """Do jobs one after another; return the last one's reply."""
+    for job in jobs:
+        with seeded(request.seed):
+            reply = job(problem, request)
+    return reply
 
 
 def _time_left(message: Message) -> float:

@@ -1,22 +1,18 @@
-"""Sums of clients' tensors that nobody can look into: SecAgg+'s mathematics.
+"""Sums of clients' tensors that nobody can look into, for those who need them.
 
-Bonawitz et al. (CCS 2017), with the sparse graph of Bell et al. (CCS 2020). Nothing
-here knows a message: :class:`Participant` is one client, :class:`Aggregator` the
-server.
+A strategy is given ``secure=SecureSums()``, a client ``mods=[SecureSumsMod()]``. The
+protocol is SecAgg+ (Bell et al., CCS 2020): :class:`Participant` is one client of it,
+:class:`Aggregator` the server. It needs ``pip install "flwr-fisher[secure]"``.
 """
 
-from flwr_fisher.secure.aggregator import Aggregator
-from flwr_fisher.secure.fixed_point import FixedPoint, exponents_of, highest, unary
-from flwr_fisher.secure.graph import neighbourhoods, threshold_of
-from flwr_fisher.secure.participant import Participant
+from flwr_fisher.extras import extra
 
-__all__ = [
-    "Aggregator",
-    "FixedPoint",
-    "Participant",
-    "exponents_of",
-    "highest",
-    "neighbourhoods",
-    "threshold_of",
-    "unary",
-]
+with extra("secure"):
+    import cryptography  # noqa: F401
+
+from flwr_fisher.secure.aggregator import Aggregator
+from flwr_fisher.secure.mod import SecureSumsMod
+from flwr_fisher.secure.participant import Participant
+from flwr_fisher.secure.sums import SecureSums
+
+__all__ = ["Aggregator", "Participant", "SecureSums", "SecureSumsMod"]

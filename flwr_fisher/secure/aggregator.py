@@ -19,13 +19,13 @@ class Sealed:
 
     Parameters
     ----------
-    letters : Mapping[int, bytes]
+    shares : Mapping[int, bytes]
         By neighbour, sealed.
     commitments : Mapping[int, Sequence[tuple[bytes, bytes]]]
         By neighbour, itself included: for each sum, of both shares.
     """
 
-    letters: Mapping[int, bytes]
+    shares: Mapping[int, bytes]
     commitments: Mapping[int, Sequence[Pair]]
 
 
@@ -81,10 +81,10 @@ class Aggregator:
         """Return those of a neighbourhood that take part, itself included."""
         return [n for n in self.neighbourhoods[number] if n in self.sealed]
 
-    def letters_for(self, number: int) -> dict[int, bytes]:
+    def sealed_shares_for(self, number: int) -> dict[int, bytes]:
         """Return what a client's neighbours have sent to it."""
         others = [n for n in self.peers(number) if n != number]
-        return {n: self.sealed[n].letters[number] for n in others}
+        return {n: self.sealed[n].shares[number] for n in others}
 
     def commitments_for(self, number: int) -> dict[int, Sequence[Pair]]:
         """Return what they have committed to in it."""

@@ -110,7 +110,7 @@ class Participant:
         sealed = {
             number: keys.seal(
                 self._channel_to(number),
-                _letter(self.number, number) + b"".join(a + b for a, b in mine[number]),
+                _header(self.number, number) + b"".join(a + b for a, b in mine[number]),
             )
             for number in order
             if number != self.number
@@ -177,7 +177,7 @@ class Participant:
         self.shares = received
 
     def _shares_in(self, text: bytes, sender: int) -> list[Pair]:
-        head = _letter(sender, self.number)
+        head = _header(sender, self.number)
         body = text.removeprefix(head)
         if not text.startswith(head) or len(body) != len(self.own) * 2 * keys.SHARE:
             raise ClientError(f"what came from {sender} is not for {self.number}")
@@ -312,8 +312,8 @@ def commitments_of(shares: Sequence[Pair]) -> list[Pair]:
     return [(keys.commitment(a), keys.commitment(b)) for a, b in shares]
 
 
-def _letter(sender: int, receiver: int) -> bytes:
-    """Return what says from whom and to whom: a letter sent back is not an answer."""
+def _header(sender: int, receiver: int) -> bytes:
+    """Return what says from whom and to whom: what is sent back is not an answer."""
     return b"%d to %d: " % (sender, receiver)
 
 

@@ -13,7 +13,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.printable import listed
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import Door, EvaluationDoor, abstains
-from flwr_fisher.server.exchange import Exchange, Uploads
+from flwr_fisher.server.exchange import Exchange, Secure, Uploads
 from flwr_fisher.server.gather import Gathering
 from flwr_fisher.server.journal import ExchangeJournal
 from flwr_fisher.server.mailbox import collect
@@ -21,8 +21,6 @@ from flwr_fisher.server.open_exchange import OpenExchange, Sampling, new_admissi
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.receive import Late
 from flwr_fisher.server.run import Run
-from flwr_fisher.server.secure_options import SecureSums
-from flwr_fisher.server.secure_sums import secured
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 
@@ -32,7 +30,7 @@ TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
 class Method(Sampling, Protocol):
     """A strategy, as far as the server knows it."""
 
-    secure: SecureSums | None
+    secure: Secure | None
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return what a round asks of its clients, one request after another."""
@@ -51,9 +49,8 @@ def _exchanges(method: Method, server_round: int) -> Sequence[Exchange[Any]]:
     exchanges = method.exchanges(server_round)
     if method.secure is None:
         return exchanges
-    return secured(
+    return method.secure.secured(
         exchanges,
-        method.secure,
         seed=f"{method.seed}/{server_round}",
         weighted_by=method.weighted_by_key,
     )

@@ -1,8 +1,11 @@
-"""What a strategy hands from one step to the next: frozen values, in and out."""
+"""What a strategy hands from one step to the next: frozen values, in and out.
+
+Long: a half of it is docstrings.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.app.typing import ConfigRecordValues
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params, weighted_mean
-from flwr_fisher.secure.privacy import Privacy
+from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (
     Payload,
     join_groups,
@@ -264,3 +267,26 @@ class Exchange(Generic[P]):
         """
         groups = {**self.send(state), **(own or {})}
         return tensors_to_arrays({**self.start(state), **join_groups(groups)})
+
+
+@runtime_checkable
+class Secure(Protocol):
+    """What a strategy's ``secure=`` does: it has sums taken that nobody looks into.
+
+    :class:`flwr_fisher.secure.SecureSums` is one.
+    """
+
+    @property
+    def bits(self) -> int:
+        """How many bits a summed number has."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common, as JSON holds it."""
+
+    def check(self, exchanges: Sequence[Exchange[Any]], who: str) -> None:
+        """Raise :class:`ConfigurationError` unless sums can take uploads' place."""
+
+    def secured(
+        self, exchanges: Sequence[Exchange[Any]], *, seed: str, weighted_by: str
+    ) -> Sequence[Exchange[Any]]:
+        """Return exchanges in the place of a round's, which show sums alone."""

@@ -122,8 +122,9 @@ class NodeNames:
     Parameters
     ----------
     allow_foreign : bool, default True
-        Whether nodes may take part whose ClientApp is not of this library. Each of this library's tells its version
-        when it is asked; an app that knows no query, or answers without, is foreign.
+        Whether nodes may take part whose ClientApp is not of this library. Each of this
+        library's tells its version when it is asked; an app that knows no query, or
+        answers without, is foreign.
 
     Attributes
     ----------

@@ -1,12 +1,13 @@
 """Checks of one tensor that arrived; each failure is a ``WireError`` with its key."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.errors import WireError
 
+_SLACK = 4096  # bytes that one array's headers may take, or its exponent's words
 _ROUNDING = 1e-5  # of sums in float32
 _SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
 
@@ -107,3 +108,13 @@ def _is_psd(matrix: Tensor, dtype: torch.dtype) -> bool:
     room = max(_ROUNDING, torch.finfo(matrix.dtype).eps) * matrix.shape[-1]
     correlations.diagonal(dim1=-2, dim2=-1).add_(room)
     return not torch.linalg.cholesky_ex(correlations).info.any()
+
+
+def contribution_bytes(like: Mapping[str, Tensor]) -> int:
+    """Return how many bytes a client may add to a sum: its K-FAC's, in float64."""
+    entries = 0
+    for value in like.values():
+        rows = value.shape[0] if value.dim() else 1
+        columns = value.numel() // max(rows, 1)
+        entries += 3 * value.numel() + rows**2 + (columns + 1) ** 2
+    return 8 * entries + _SLACK * (len(like) + 1)

@@ -18,12 +18,11 @@ from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.checks import check_layout, contribution_bytes
 from flwr_fisher.wire.displacement import norm64
 from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors, trace_name
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.read_curvature import tensors_to_curvature
-from flwr_fisher.wire.secure_upload import summand_bytes
 
 PRODUCT = "product/"
 _PRODUCT = PRODUCT.removesuffix("/")
@@ -94,7 +93,7 @@ class FisherProduct(Payload):
             diagonal.
         """
         tensors = arrays_to_tensors(
-            record, limit=summand_bytes(like), most=4 * len(like)
+            record, limit=contribution_bytes(like), most=4 * len(like)
         )
         parts = {k: v for k, v in tensors.items() if not k.startswith(PRODUCT)}
         for key in parts:
@@ -116,7 +115,9 @@ class FisherProduct(Payload):
             Naming the key that is unexpected, unreadable, of another shape or dtype, or
             not finite.
         """
-        tensors = arrays_to_tensors(record, limit=summand_bytes(like), most=len(like))
+        tensors = arrays_to_tensors(
+            record, limit=contribution_bytes(like), most=len(like)
+        )
         return cls(_products(tensors, like, {}))
 
 

@@ -13,7 +13,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
     weights_of,
 )
-from flwr_fisher.server.noise import Privacy, check_privacy, settings_of
+from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import VectorUpload
 
@@ -23,7 +23,9 @@ class FedAvg(CurvatureStrategy):
 
     The mean is that of Flower's ``FedAvg``; runs repeat, survive a crash and check what
     arrives, as all of this library's do. With `secure` the server sees the mean and no
-    client's model: Flower's own secure aggregation is of its legacy API.
+    client's model, of clients of any kind whose ``ClientApp`` has a
+    :class:`~flwr_fisher.secure.SecureSumsMod`. (Flower's own secure aggregation is of
+    its legacy API.)
 
     Parameters
     ----------

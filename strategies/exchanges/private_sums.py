@@ -12,7 +12,7 @@ from flwr_fisher.merge import DiagonalSums, private_sums
 from flwr_fisher.merge.private_sums import VECTORS
 from flwr_fisher.params import Params, clipped
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
-from flwr_fisher.server.noise import Privacy, noised
+from flwr_fisher.server.privacy import Privacy, noised
 from flwr_fisher.server.running_sums import MeanSums
 from flwr_fisher.wire import VectorUpload
 

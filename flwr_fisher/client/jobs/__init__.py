@@ -35,6 +35,7 @@ _FILES = {
     },
     "evaluate": {"evaluate": "evaluate", "tct-evaluate": "tct"},
 }
+_SECURE = "secure-sums"  # answered by a mod
 _JOBS: dict[str, dict[str, Job]] = {kind: {} for kind in _FILES}
 
 
@@ -91,8 +92,15 @@ def get_job(name: str, kind: str = "train") -> Job:
     ------
     UnknownNameError
         If there is none of that name, with those that there are.
+    ConfigurationError
+        If it is a mod's, and the client has none.
     """
     files, jobs = _FILES[kind], _JOBS[kind]
+    if name == _SECURE:
+        raise ConfigurationError(
+            "the server asks for secure sums, and this client has no mod for them: "
+            "make_client_app(client_fn, mods=[SecureSumsMod()]), of flwr_fisher.secure"
+        )
     check_known("job", name, sorted(files.keys() | jobs))
     if name not in jobs:
         import_module(f"{__name__}.{files[name]}")

@@ -11,17 +11,16 @@ from torch import Tensor
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, clipped
-from flwr_fisher.secure import FixedPoint, exponents_of
-from flwr_fisher.secure.fixed_point import Words
-from flwr_fisher.secure.privacy import exponent_for, with_noise
+from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponents_of
+from flwr_fisher.secure.payload import Layout, is_description
+from flwr_fisher.server.privacy import exponent_for, with_noise
 from flwr_fisher.wire import arrays_to_tensors
-from flwr_fisher.wire.secure_upload import Layout, is_description
 
-NUM_EXAMPLES = "num-examples"  # the weight, among the summands
+NUM_EXAMPLES = "num-examples"  # the weight, among what is summed
 
 
 @dataclass(frozen=True)
-class Summand:
+class Contribution:
     """A reply's tensors, of which all but descriptions are summed.
 
     Parameters
@@ -39,7 +38,7 @@ class Summand:
     bound: int | None = None
 
     @classmethod
-    def of(cls, reply: Message, weighted_by: str, weighted: bool) -> "Summand":
+    def of(cls, reply: Message, weighted_by: str, weighted: bool) -> "Contribution":
         """Take what a reply holds; its metrics go nowhere but into the log.
 
         Raises
@@ -72,7 +71,7 @@ class Summand:
             raise ClientError(f"the reply's metrics have no positive '{weighted_by}'")
         return cls(tensors, float(weight))
 
-    def bounded(self, sent: Params, norm: float, deviation: float) -> "Summand":
+    def bounded(self, sent: Params, norm: float, deviation: float) -> "Contribution":
         """Return what it adds to what was sent, clipped and with noise, of weight 1.
 
         Parameters
@@ -101,7 +100,7 @@ class Summand:
             else (value if value.dtype == torch.uint8 else torch.zeros_like(value))
             for name, value in self.tensors.items()
         }
-        return Summand(tensors, 1.0, exponent_for(norm, deviation))
+        return Contribution(tensors, 1.0, exponent_for(norm, deviation))
 
     def entries(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is summed: float64, weighted."""

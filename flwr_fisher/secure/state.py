@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.params import Params
-from flwr_fisher.secure import Aggregator
-from flwr_fisher.secure.aggregator import Sealed
+from flwr_fisher.secure.aggregator import Aggregator, Sealed
 from flwr_fisher.secure.keys import DIGEST, PUBLIC
 from flwr_fisher.secure.participant import Pair
+from flwr_fisher.secure.payload import SecureUpload
 from flwr_fisher.server.exchange import ServerState, Uploads
-from flwr_fisher.wire.secure_upload import SecureUpload
 
 GROUP = "secure"  # of a state's tensors, and of those that are sent to clients' mods
 _WRAP = 2**64  # clients' numbers are unsigned, and tensors' integers are not
@@ -36,11 +35,11 @@ class SecureState:
     present : Sequence[int]
         Who has replied to the last request.
     exponents : Sequence[int]
-        Of the summands' tensors, once they are known.
+        Of the contributions' tensors, once they are known.
     words : Tensor
         The sum under masks, until it is opened.
     descriptions : Mapping[str, Tensor]
-        What all clients say of their summands: texts, by their keys.
+        What all clients say of their contributions: texts, by their keys.
     """
 
     aggregator: Aggregator
@@ -109,12 +108,10 @@ class SecureState:
             "exponents": list(self.exponents),
         }
         sealed = list(known.sealed.items())
-        letters = [
-            letter for n, own in sealed for _, letter in sorted(own.letters.items())
-        ]
+        texts = [text for _, own in sealed for _, text in sorted(own.shares.items())]
         digests = [
             b"".join(a + b for a, b in pairs)
-            for n, own in sealed
+            for _, own in sealed
             for _, pairs in sorted(own.commitments.items())
         ]
         return {
@@ -122,7 +119,7 @@ class SecureState:
             "public": rows_of([b"".join(known.public[n]) for n in numbers]),
             "sessions": torch.stack([self.sessions[n] for n in numbers]),
             "signatures": rows_of([self.signatures[n] for n in numbers]),
-            "letters": rows_of(letters),
+            "sealed": rows_of(texts),
             "commitments": rows_of(digests),
             "words": self.words,
             **{f"descriptions/{name}": v for name, v in self.descriptions.items()},
@@ -161,11 +158,11 @@ def signed(numbers: Sequence[int]) -> Tensor:
 def _read_sealed(
     known: Aggregator, sharers: Sequence[int], tensors: Params
 ) -> dict[int, Sealed]:
-    letters, digests = iter(tensors["letters"]), iter(tensors["commitments"])
+    texts, digests = iter(tensors["sealed"]), iter(tensors["commitments"])
     sealed = {}
     for sharer in sharers:
         around = known.neighbourhoods[sharer]
-        own = {n: next(letters).numpy().tobytes() for n in around if n != sharer}
+        own = {n: next(texts).numpy().tobytes() for n in around if n != sharer}
         sealed[sharer] = Sealed(own, {n: pairs_in(next(digests)) for n in around})
     return sealed
 

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 
 from flwr_fisher.client.store import ClientStore
-from flwr_fisher.client.summand import Summand
 from flwr_fisher.errors import ClientError
-from flwr_fisher.secure import Participant
+from flwr_fisher.secure.contribution import Contribution
+from flwr_fisher.secure.participant import Participant
 
 _NAME = "secure-sum"
 
@@ -21,21 +21,21 @@ class SumMemory:
         Where.
     participant : Participant
         Its secrets.
-    summand : Summand
+    contribution : Contribution
         What it adds to the sum under way.
     index : int
-        The sum that told how large the summand is; -1: there is none.
+        The sum that told how large the contribution is; -1: there is none.
     """
 
     store: ClientStore
     participant: Participant
-    summand: Summand
+    contribution: Contribution
     index: int = -1
 
     @classmethod
     def new(cls, store: ClientStore, client: int, sums: int) -> "SumMemory":
         """Draw the secrets of as many sums."""
-        return cls(store, Participant.new(client, sums), Summand({}))
+        return cls(store, Participant.new(client, sums), Contribution({}))
 
     @classmethod
     def load(cls, store: ClientStore, index: int) -> "SumMemory":
@@ -62,7 +62,7 @@ class SumMemory:
         return cls(
             store,
             participant,
-            Summand(tensors, note["weight"], note["bound"]),
+            Contribution(tensors, note["weight"], note["bound"]),
             int(note["index"]),
         )
 
@@ -71,11 +71,11 @@ class SumMemory:
         note = json.dumps(
             {
                 "participant": self.participant.to_json(),
-                "weight": self.summand.weight,
-                "bound": self.summand.bound,
+                "weight": self.contribution.weight,
+                "bound": self.contribution.bound,
                 "index": self.index,
             }
         )
-        tensors = self.summand.tensors
+        tensors = self.contribution.tensors
         self.store.check_room(sum(value.nbytes for value in tensors.values()))
         self.store.save(_NAME, 0, tensors, note=note)

@@ -1,7 +1,7 @@
 """The server's half of a secure sum: each exchange becomes a few, and sees sums alone.
 
 An exchange whose uploads a step adds up is replaced by these, in which nobody but a
-client itself sees its summand:
+client itself sees its contribution:
 
 ``keys``, ``shares``
     once a round: public keys, and shares of the secrets behind them, passed on sealed;
@@ -9,7 +9,7 @@ client itself sees its summand:
     clients do what the exchange asks of them, keep it, and tell under masks how large
     it is; then what opens the sum;
 ``values``, ``open``
-    the summands in fixed point, under masks, and what opens their sum.
+    the contributions in fixed point, under masks, and what opens their sum.
 
 Then the exchange's own step takes the sum for one client's upload. Who leaves after the
 shares is left out of the sums that follow, and cannot come back in that round: no sum
@@ -17,65 +17,113 @@ is ever asked for again of fewer clients.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, check_range, check_whole
 from flwr_fisher.params import Params
-from flwr_fisher.secure.privacy import Privacy
-from flwr_fisher.server import secure_steps as steps
+from flwr_fisher.secure import steps
+from flwr_fisher.secure.fixed_point import word_type
+from flwr_fisher.secure.graph import degree_for
+from flwr_fisher.secure.payload import SecureUpload, WordSums
+from flwr_fisher.secure.state import GROUP, SecureState, rows_of, signed
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
-from flwr_fisher.server.running_sums import WordSums
-from flwr_fisher.server.secure_options import SecureSums
-from flwr_fisher.server.secure_state import GROUP, SecureState, rows_of, signed
-from flwr_fisher.wire.secure_upload import SecureUpload
+from flwr_fisher.server.privacy import Privacy
 
+JOB = "secure-sums"  # what a client without the mod refuses
 _Send = Callable[[SecureState, int], dict[str, Tensor]]
 _Take = Callable[[ServerState, Uploads[SecureUpload]], Step]
 
 
-def check_summed(exchanges: Sequence[Exchange[Any]], who: str) -> None:
-    """Raise :class:`ConfigurationError` unless sums can take the uploads' place."""
-    if any(exchange.summed is None for exchange in exchanges):
-        raise ConfigurationError(
-            f"a round of {who}, as it is set up, takes more than sums of its clients' "
-            "uploads: leave secure= out"
-        )
+@dataclass(frozen=True, kw_only=True)
+class SecureSums:
+    """That the server sees sums over clients, and no client's upload.
 
-
-def secured(
-    exchanges: Sequence[Exchange[Any]],
-    secure: SecureSums,
-    *,
-    seed: str,
-    weighted_by: str,
-) -> list[Exchange[SecureUpload]]:
-    """Return the exchanges of a round as secure sums.
+    SecAgg+ (Bell et al., CCS 2020): each client's contribution is hidden by masks that
+    it agrees on with its neighbours, which cancel in the sum. What a malicious server
+    can still do, and what stops it, is told in docs/secure-sums.md. Clients take part
+    by :class:`SecureSumsMod`.
 
     Parameters
     ----------
-    exchanges : Sequence[Exchange]
-        The round's, each of which has a ``summed``.
-    secure : SecureSums
-        How.
-    seed : str
-        Of who is whose neighbour.
-    weighted_by : str
-        The metric that weights clients.
+    bits : 32 | 64, default 32
+        Of a word. The sum of a tensor whose largest entry is below ``2**e`` is off by
+        at most ``clients / 2 * 2**-(bits - 1 - ceil(log2(clients + 1)) - e)``.
+    threshold : float, default 0.55
+        The share of a client's neighbours, more than a half, that must still be there
+        to open what it has masked. The rest may leave. Two thirds are for servers that
+        may tell clients different things.
+    neighbours : int, optional
+        With how many others each client shares its secrets. Default: with all, up to 40
+        clients; then as many as make it unlikely that a fifth of all clients, who leave
+        or are in league with the server, are too many of one's neighbours.
+
+    Raises
+    ------
+    ConfigurationError
+        If a value is out of range.
+
+    Examples
+    --------
+    ::
+
+        strategy = FedFisherOneShot(aggregate="sums", secure=SecureSums())
     """
-    stages = _Stages(secure, weighted_by)
-    first = exchanges[0]
-    replaced = [
-        stages.keys(first, 2 * len(exchanges), seed),
-        stages.stage("shares", 0, steps.take_shares, _neighbours),
-    ]
-    for place, exchange in enumerate(exchanges):
-        replaced += stages.of(exchange, 2 * place, exchange is exchanges[-1])
-    return replaced
+
+    bits: int = 32
+    threshold: float = 0.55
+    neighbours: int | None = None
+
+    def __post_init__(self) -> None:
+        word_type(self.bits)
+        check_range("threshold", self.threshold, 0.5, 1)
+        if self.neighbours is not None:
+            check_whole("neighbours", self.neighbours, 2)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common."""
+        return asdict(self)
+
+    def degree(self, clients: int) -> int:
+        """Return with how many others a client of so many shares its secrets."""
+        if self.neighbours is None:
+            return degree_for(clients, self.threshold)
+        return min(self.neighbours, clients - 1)
+
+    def check(self, exchanges: Sequence[Exchange[Any]], who: str) -> None:
+        """Raise :class:`ConfigurationError` unless sums can take uploads' place."""
+        if any(exchange.summed is None for exchange in exchanges):
+            raise ConfigurationError(
+                f"a round of {who}, as it is set up, takes more than sums of its "
+                "clients' uploads: leave secure= out"
+            )
+
+    def secured(
+        self, exchanges: Sequence[Exchange[Any]], *, seed: str, weighted_by: str
+    ) -> list[Exchange[SecureUpload]]:
+        """Return the exchanges of a round as secure sums.
+
+        Parameters
+        ----------
+        exchanges : Sequence[Exchange]
+            The round's, each of which has a ``summed``.
+        seed : str
+            Of who is whose neighbour.
+        weighted_by : str
+            The metric that weights clients.
+        """
+        stages = _Stages(self, weighted_by)
+        replaced = [
+            stages.keys(exchanges[0], 2 * len(exchanges), seed),
+            stages.stage("shares", 0, steps.take_shares, _neighbours),
+        ]
+        for place, exchange in enumerate(exchanges):
+            replaced += stages.of(exchange, 2 * place, exchange is exchanges[-1])
+        return replaced
 
 
 @dataclass(frozen=True)
@@ -92,7 +140,9 @@ class _Stages:
         return Exchange(
             self._options("keys", 0) | {"secure-sums": sums},
             SecureUpload.from_arrays,
-            partial(steps.take_keys, self.secure, sums, seed),
+            partial(
+                steps.take_keys, self.secure.degree, self.secure.threshold, sums, seed
+            ),
             start=_nothing,
             everyone=first.everyone,
             require_same_parameters=first.require_same_parameters,
@@ -104,7 +154,9 @@ class _Stages:
     ) -> list[Exchange[SecureUpload]]:
         """Ask for the exponents and the values, and open both sums."""
         assert exchange.summed is not None
+        own_job = exchange.options.get("job", "train")
         asked = {**exchange.options, **self._options("exponents", index)}
+        asked["secure-job"] = own_job
         if exchange.summed.weighted:
             asked["secure-weighted"] = True
         privacy = exchange.summed.privacy
@@ -117,14 +169,14 @@ class _Stages:
             start=exchange.start,
             asks=_present,
             send_each=_each(
-                partial(_bounds, privacy, _letters if index == 0 else _no_more)
+                partial(_bounds, privacy, _sealed_shares if index == 0 else _no_more)
             ),
             fold=of_exponents,
-            part=f"how large summand {1 + index // 2} is",
+            part=f"how large contribution {1 + index // 2} is",
         )
         values = index + 1
         take_words = partial(steps.take_words, values, of_values, privacy)
-        taken = partial(steps.open_values, values, self.secure, exchange, last)
+        taken = partial(steps.open_values, values, self.secure.bits, exchange, last)
         return [
             exponents,
             self.stage("open", index, partial(steps.open_exponents, index), _sets),
@@ -151,6 +203,7 @@ class _Stages:
 
     def _options(self, stage: str, index: int) -> dict[str, str | int | float]:
         return {
+            "job": JOB,
             "secure": stage,
             "secure-sum": index,
             "secure-weight": self.weighted_by,
@@ -190,7 +243,7 @@ def _each(send: _Send) -> Callable[[ServerState], Callable[[int], Groups]]:
 def _bounds(
     privacy: Privacy | None, send: _Send, known: SecureState, number: int
 ) -> dict[str, Tensor]:
-    """Return also how far a summand is clipped, and what noise it is to have."""
+    """Return also how far a contribution is clipped, and what noise it is to have."""
     sent = send(known, number)
     if privacy is None:
         return sent
@@ -213,13 +266,13 @@ def _neighbours(known: SecureState, number: int) -> dict[str, Tensor]:
     }
 
 
-def _letters(known: SecureState, number: int) -> dict[str, Tensor]:
-    letters = known.aggregator.letters_for(number)
+def _sealed_shares(known: SecureState, number: int) -> dict[str, Tensor]:
+    sealed = known.aggregator.sealed_shares_for(number)
     commitments = known.aggregator.commitments_for(number)
     rows = [b"".join(a + b for a, b in pairs) for pairs in commitments.values()]
     return {
-        "senders": signed(list(letters)),
-        "letters": rows_of(list(letters.values())),
+        "senders": signed(list(sealed)),
+        "sealed-shares": rows_of(list(sealed.values())),
         "commitments": rows_of(rows),
     }
 

@@ -1,7 +1,7 @@
 """What the server makes of the replies to each stage of a secure sum."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,36 +12,35 @@ from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.secure import Aggregator, FixedPoint, highest, neighbourhoods
-from flwr_fisher.secure.aggregator import Sealed
-from flwr_fisher.secure.fixed_point import LEVELS, Words
-from flwr_fisher.secure.graph import threshold_of
+from flwr_fisher.secure.aggregator import Aggregator, Sealed
+from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
+from flwr_fisher.secure.graph import neighbourhoods, threshold_of
 from flwr_fisher.secure.keys import PUBLIC, SHARE, check_public
-from flwr_fisher.secure.privacy import Privacy
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
-from flwr_fisher.server.running_sums import WordSums
-from flwr_fisher.server.secure_options import SecureSums
-from flwr_fisher.server.secure_state import (
+from flwr_fisher.secure.payload import (
+    LAYOUT,
+    SHARES,
+    SecureUpload,
+    WordSums,
+    read_layout,
+    sizes_in,
+)
+from flwr_fisher.secure.state import (
     SecureState,
     cut,
     pairs_in,
     without,
 )
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import tensors_to_arrays
-from flwr_fisher.wire.secure_upload import (
-    LAYOUT,
-    SHARES,
-    SecureUpload,
-    read_layout,
-    sizes_in,
-)
 
-NUM_EXAMPLES = "num-examples"  # the weight, among the summands
+NUM_EXAMPLES = "num-examples"  # the weight, among what is summed
 _FEWEST = 2
 
 
 def take_keys(
-    secure: SecureSums,
+    degree: Callable[[int], int],
+    threshold: float,
     sums: int,
     seed: str,
     state: ServerState,
@@ -72,12 +71,12 @@ def take_keys(
     usable = [upload for upload in uploads if upload.number in public]
     numbers = sorted(public)
     drawn = random.Random(seed).getrandbits(62)
-    around = neighbourhoods(numbers, secure.degree(len(numbers)), drawn)
+    around = neighbourhoods(numbers, degree(len(numbers)), drawn)
     aggregator = Aggregator(
         {upload.number: upload.client for upload in usable},
         {number: public[number] for number in numbers},
         dict(zip(numbers, around, strict=True)),
-        threshold_of(len(around[0]), secure.threshold),
+        threshold_of(len(around[0]), threshold),
     )
     sessions = {
         upload.number: upload.payload.part("secure/session").reshape(8)
@@ -119,11 +118,11 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
     for upload in uploads:
         around = known.aggregator.neighbourhoods[upload.number]
         others = [n for n in around if n != upload.number]
-        letters = upload.payload.part("secure/letters")
+        rows = upload.payload.part("secure/sealed-shares")
         digests = upload.payload.part("secure/commitments")
         pairs = [pairs_in(row) for row in digests]
-        fits = len(letters) == len(others) and len(digests) == len(around)
-        if not fits or any(len(own) != sums for own in pairs):
+        fits = len(rows) == len(others) and len(digests) == len(around)
+        if not fits or any(len(row) != sums for row in pairs):
             logger.warning(
                 "aggregate_train: rejected %s: its shares are not one for each of %s "
                 "neighbours and %s sums",
@@ -132,11 +131,9 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
                 sums,
             )
             continue
-        rows = [row.numpy().tobytes() for row in letters]
-        own_letters = dict(zip(others, rows, strict=True))
-        sealed[upload.number] = Sealed(
-            own_letters, dict(zip(around, pairs, strict=True))
-        )
+        texts = [row.numpy().tobytes() for row in rows]
+        own = dict(zip(others, texts, strict=True))
+        sealed[upload.number] = Sealed(own, dict(zip(around, pairs, strict=True)))
     aggregator = known.aggregator.shared(sealed)
     new = known.after(uploads, aggregator=aggregator, present=sorted(sealed))
     return Step(new.into(state), is_part=True)
@@ -183,7 +180,7 @@ def _tell_gone(known: SecureState, index: int, uploads: Uploads[SecureUpload]) -
 def open_exponents(
     index: int, state: ServerState, uploads: Uploads[SecureUpload]
 ) -> Step:
-    """Learn how large the summands' tensors are.
+    """Learn how large the contributions' tensors are.
 
     Raises
     ------
@@ -201,7 +198,7 @@ def open_exponents(
 
 def open_values(
     index: int,
-    secure: SecureSums,
+    bits: int,
     exchange: Exchange[Any],
     last: bool,
     state: ServerState,
@@ -216,7 +213,7 @@ def open_values(
     """
     known = SecureState.of(state)
     words = _opened(index, known, uploads)
-    entries, dtypes = _entries(secure, known, words)
+    entries, dtypes = _entries(bits, known, words)
     assert exchange.summed is not None
     weight = 1.0
     if exchange.summed.weighted:
@@ -244,14 +241,14 @@ def open_values(
 
 
 def _entries(
-    secure: SecureSums, known: SecureState, words: Words
+    bits: int, known: SecureState, words: Words
 ) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
     """Return the real numbers that a sum stands for, and the dtypes of an upload's."""
     layout = read_layout(known.descriptions[LAYOUT])
     sizes = sizes_in(layout)
     if sum(sizes) != len(words):
         raise RoundError(f"{len(words)} words for {sum(sizes)} entries")
-    fixed = FixedPoint(secure.bits, len(known.aggregator.public))
+    fixed = FixedPoint(bits, len(known.aggregator.public))
     parts = np.split(words, np.cumsum(sizes)[:-1])
     rows = zip(layout, parts, known.exponents, strict=True)
     entries = {

@@ -2,7 +2,7 @@
 
 ``secure/session``, ``secure/keys``
     the client's own number for the sum, 8 bytes; its public keys, a row each;
-``secure/letters``, ``secure/commitments``
+``secure/sealed-shares``, ``secure/commitments``
     a row for each neighbour: sealed shares, and digests of them;
 ``secure/words``, ``secure/layout``
     masked residues, uint32 or uint64, of all tensors one after another, and which those
@@ -10,23 +10,25 @@
 ``secure/shares``
     a row for each neighbour: what opens the sum.
 
-Bytes under keys of the summand's own that end in ``format`` or ``digest`` are sent as
-they are: they describe it, and are equal for all clients.
+Bytes under keys of the contribution's own that end in ``format`` or ``digest`` are sent
+as they are: they describe it, and are equal for all clients.
 """
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
+from flwr_fisher.secure.fixed_point import Words
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.checks import contribution_bytes
 from flwr_fisher.wire.payload import Payload
 
 SECURE = "secure/"
@@ -35,11 +37,10 @@ SHARES = f"{SECURE}shares"
 _SUMMED = f"{SECURE}summed"  # of an upload whose words were added up: type and number
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
-"""Key, dtype and shape of each tensor of a summand."""
+"""Key, dtype and shape of each tensor of a contribution."""
 
 _DESCRIPTION = 4096  # bytes
-_TEXT = 2**20  # bytes of all that is said of a summand
-_SLACK = 4096  # bytes that one array's headers, or its exponent's words, may take
+_TEXT = 2**20  # bytes of all that is said of a contribution
 _FIXED = 2**24  # bytes of keys and shares, of some thousands of neighbours
 _WORD = {torch.uint32, torch.uint64}
 
@@ -62,7 +63,7 @@ class SecureUpload(Payload):
     tensors: dict[str, Tensor]
 
     def layout(self) -> tuple[str, ...]:
-        """Return what clients must share: shapes, and what is said of the summand."""
+        """Return what clients must share: shapes, and texts about its contribution."""
         return tuple(
             f"{name} {_content(name, value)}"
             for name, value in sorted(self.tensors.items())
@@ -87,7 +88,7 @@ class SecureUpload(Payload):
         return SecureUpload({**kept, _SUMMED: _text(f"{words.dtype} {len(words)}")})
 
     def texts(self) -> dict[str, Tensor]:
-        """Return what is said of the summand in keys of its own."""
+        """Return what is said of the contribution in keys of its own."""
         return {k: v for k, v in self.tensors.items() if not k.startswith(SECURE)}
 
     def to_arrays(self) -> ArrayRecord:
@@ -104,7 +105,7 @@ class SecureUpload(Payload):
             Naming the key that is none, unreadable or of another dtype, or the largest
             array, if all together are much larger than the model's curvatures.
         """
-        limit = _FIXED + 6 * summand_bytes(like)
+        limit = _FIXED + 6 * contribution_bytes(like)
         tensors = arrays_to_tensors(record, limit=limit, most=len(like) + 4)
         said = 0
         for key, value in tensors.items():
@@ -122,8 +123,34 @@ class SecureUpload(Payload):
         return cls(tensors)
 
 
+class WordSums:
+    """The masked words of all uploads of one layout, modulo 2**bits.
+
+    Uploads whose layout is another than most clients' are left out when all have come:
+    each layout has a sum of its own.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, ...], Words] = {}
+
+    def __call__(self, payload: SecureUpload, weight: float) -> SecureUpload:
+        """Add an upload's words; return the rest."""
+        words: Words = payload.part(WORDS).numpy()
+        rest = payload.without_words()
+        total = self._totals.get(rest.layout())
+        if total is None:
+            self._totals[rest.layout()] = words.copy()
+        else:
+            np.add(total, words, out=total)
+        return rest
+
+    def of(self, payload: SecureUpload) -> Words:
+        """Return the sum over all uploads of one's layout."""
+        return self._totals[payload.layout()]
+
+
 def is_description(name: str, value: Tensor) -> bool:
-    """Return whether bytes of a summand describe it, and may be sent as they are."""
+    """Return whether bytes of a contribution describe it: they are sent as they are."""
     return name.endswith(("format", "digest")) and value.numel() <= _DESCRIPTION
 
 
@@ -166,13 +193,3 @@ def _content(name: str, value: Tensor) -> str:
     # How many neighbours are left differs from one client to another.
     shape = "" if name == SHARES else str(tuple(value.shape))
     return f"{value.dtype} {shape}"
-
-
-def summand_bytes(like: Mapping[str, Tensor]) -> int:
-    """Return how many bytes a summand of a model may have: its K-FAC's, in float64."""
-    entries = 0
-    for value in like.values():
-        rows = value.shape[0] if value.dim() else 1
-        columns = value.numel() // max(rows, 1)
-        entries += 3 * value.numel() + rows**2 + (columns + 1) ** 2
-    return 8 * entries + _SLACK * (len(like) + 1)

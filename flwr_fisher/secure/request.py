@@ -11,22 +11,22 @@ from torch import Tensor
 
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.store import partition_of
-from flwr_fisher.client.summand import NUM_EXAMPLES, Summand
 from flwr_fisher.errors import ClientError
+from flwr_fisher.secure.contribution import NUM_EXAMPLES, Contribution
 from flwr_fisher.secure.fixed_point import Words
+from flwr_fisher.secure.payload import (
+    LAYOUT,
+    SECURE,
+    WORDS,
+    SecureUpload,
+    layout_text,
+)
 from flwr_fisher.wire import (
     arrays_to_tensors,
     join_groups,
     named_options,
     split_groups,
     tensors_to_arrays,
-)
-from flwr_fisher.wire.secure_upload import (
-    LAYOUT,
-    SECURE,
-    WORDS,
-    SecureUpload,
-    layout_text,
 )
 
 _GROUP = "secure"  # of the tensors that are for the mod alone
@@ -79,7 +79,7 @@ class SumRequest:
         return self.tensor("session", torch.uint8, 8).numpy().tobytes()
 
     def bounds(self) -> tuple[float, float]:
-        """Return how far a summand is clipped, and its noise's standard deviation."""
+        """Return the norm that is clipped to, and the noise's standard deviation."""
         if "bounds" not in self.sent:
             return math.inf, 0.0
         norm, deviation = self.tensor("bounds", torch.float64, 2).tolist()
@@ -89,10 +89,12 @@ class SumRequest:
         """Return the request as it would be without a secure sum."""
         arrays = tensors_to_arrays({**self.params, **join_groups(self.groups)})
         (own,) = named_options({"secure": None})
+        (job,) = named_options({"job": None})
         content = RecordDict()
         for name, record in self.message.content.items():
             if isinstance(record, ConfigRecord):
                 kept = {k: v for k, v in record.items() if not k.startswith(own)}
+                kept[job] = str(self.options.get("secure-job", "train"))
                 content[name] = ConfigRecord(kept)
             else:
                 content[name] = arrays
@@ -106,19 +108,18 @@ class SumRequest:
         content = RecordDict({"arrays": arrays, "metrics": metrics})
         return Message(content, reply_to=self.message)
 
-    def reply_words(self, words: Words, summand: Summand) -> Message:
+    def reply_words(self, words: Words, contribution: Contribution) -> Message:
         """Return masked words, and of which tensors they are."""
         own = {
             WORDS: torch.from_numpy(words),
-            LAYOUT: layout_text(summand.layout()),
+            LAYOUT: layout_text(contribution.layout()),
         }
-        return self.reply({**summand.descriptions(), **own})
+        return self.reply({**contribution.descriptions(), **own})
 
     def reply_rows(self, **parts: Sequence[bytes]) -> Message:
         """Return an answer of matrices of bytes, whose rows have one length."""
-        return self.reply(
-            {f"{SECURE}{name}": _rows(rows) for name, rows in parts.items()}
-        )
+        named = {k.replace("_", "-"): _rows(rows) for k, rows in parts.items()}
+        return self.reply({f"{SECURE}{k}": rows for k, rows in named.items()})
 
 
 def _rows(rows: Sequence[bytes]) -> Tensor:

@@ -11,17 +11,23 @@ against that, too, needs discrete Gaussians (Kairouz, Liu & Steinke 2021).
 """
 
 import math
-import secrets
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import check_positive, check_range, check_whole
+from flwr_fisher.errors import (
+    ConfigurationError,
+    check_positive,
+    check_range,
+    check_whole,
+)
 from flwr_fisher.extras import extra
-from flwr_fisher.secure.masks import noise
+from flwr_fisher.params import Params
 
 _BEYOND = 10.0  # standard deviations; noise is cut there, which happens once in 1e23
 
@@ -118,10 +124,28 @@ def exponent_for(most: float, deviation: float) -> int:
     return math.frexp(most + _BEYOND * deviation)[1]
 
 
+def noised(mean: Params, privacy: Privacy, clients: int) -> dict[str, Tensor]:
+    """Return the mean of contributions of norm 1 at most, with a sum's noise."""
+    return with_noise(mean, privacy.noise_multiplier / clients)
+
+
+def check_privacy(privacy: object) -> Privacy | None:
+    """Return it, or raise :class:`ConfigurationError` if it is another thing."""
+    if not isinstance(privacy, Privacy | None):
+        raise ConfigurationError(f"privacy must be Privacy(...), got {privacy!r}")
+    return privacy
+
+
+def settings_of(privacy: Privacy | None) -> dict[str, Any]:
+    """Return a strategy's settings of that name."""
+    if privacy is None:
+        return {}
+    return {f"privacy.{name}": value for name, value in asdict(privacy).items()}
+
+
 def _gaussian(count: int) -> Tensor:
-    """Return standard normal numbers, from the masks' stream under a new key."""
-    words = noise(secrets.token_bytes(32), 2 * count).astype(np.uint64)
-    bits = (words[::2] << np.uint64(21)) ^ words[1::2]  # the lowest 53 are uniform
-    units = (bits & np.uint64(2**53 - 1)).astype(np.float64) + 0.5
+    """Return standard normal numbers, of the system's own randomness."""
+    words = np.frombuffer(os.urandom(8 * count), np.uint64)
+    units = (words >> np.uint64(11)).astype(np.float64) + 0.5
     normal: Tensor = torch.special.ndtri(torch.from_numpy(units * 2.0**-53))
     return normal.clamp(-_BEYOND, _BEYOND)

@@ -13,13 +13,14 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.request import config_of
 from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, ClientStore
-from flwr_fisher.client.sum_memory import SumMemory
-from flwr_fisher.client.sum_request import SumRequest
-from flwr_fisher.client.summand import Summand
 from flwr_fisher.errors import ClientError, check_range, check_whole
-from flwr_fisher.secure import FixedPoint, Participant
+from flwr_fisher.secure.contribution import Contribution
+from flwr_fisher.secure.fixed_point import FixedPoint
 from flwr_fisher.secure.identity import SIGNATURE, UNSIGNED, Trusted, signature
 from flwr_fisher.secure.keys import DIGEST, PUBLIC
+from flwr_fisher.secure.memory import SumMemory
+from flwr_fisher.secure.participant import Participant
+from flwr_fisher.secure.request import SumRequest
 
 _MOST_SUMS = 10_000
 
@@ -28,14 +29,17 @@ _MOST_SUMS = 10_000
 class SecureSumsMod:
     r"""Takes part in sums that the server cannot look into, and refuses others.
 
-    :func:`make_client_app` has one. Around another ``ClientApp`` it serves strategies
-    whose uploads are averaged, such as FedAvg::
+    A client that is to take part has one among its mods::
 
-        app = ClientApp(client_fn, mods=[SecureSumsMod()])
+        app = make_client_app(client_fn, mods=[SecureSumsMod()])
 
-    It answers a sum's own requests, and masks the reply of those that want a summand:
-    no number of it, and no metric, leaves this machine as it is. What it has masked,
-    and for whom it was opened, stays on its disk: nothing is masked in two ways.
+    Around another ``ClientApp`` it serves strategies whose uploads are averaged, such
+    as :class:`~flwr_fisher.strategies.FedAvg`.
+
+    It answers a sum's own requests, and masks the reply of those that want a
+    contribution: no number of it, and no metric, leaves this machine as it is. What it
+    has masked, and for whom it was opened, stays on its disk: nothing is masked in two
+    ways.
 
     Parameters
     ----------
@@ -57,8 +61,8 @@ class SecureSumsMod:
         adds :math:`z / \sqrt{h M}` (:class:`~flwr_fisher.strategies.Privacy`), and who
         adds z is safe whatever the others do.
     state_dir : Path | str, optional
-        Where secrets and summands are kept until the sum is open, readable by this user
-        alone. Default: as for :class:`FisherClient`.
+        Where secrets and contributions are kept until the sum is open, readable by this
+        user alone. Default: as for :class:`FisherClient`.
     state_bytes : int, default 4 GiB
         How much they may take; those of old runs go first.
 
@@ -91,7 +95,7 @@ class SecureSumsMod:
         Raises
         ------
         ClientError
-            If the server asks for what would show this client's summand.
+            If the server asks for what would show this client's contribution.
         """
         options = config_of(message)[0]
         stage = options.get("secure")
@@ -160,12 +164,12 @@ def _shares(
         signatures = request.rows("signatures", len(numbers), SIGNATURE)
         signers = dict(zip(numbers, signatures, strict=True))
         Trusted.of(mod.trusted).check(public, signers)
-    letters, commitments = participant.share(public, threshold)
+    shares, commitments = participant.share(public, threshold)
     memory.save()
     order = sorted(numbers)
     digests = [b"".join(a + b for a, b in commitments[n]) for n in order]
-    sealed = [letters[n] for n in order if n != participant.number]
-    return request.reply_rows(letters=sealed, commitments=digests)
+    sealed = [shares[n] for n in order if n != participant.number]
+    return request.reply_rows(sealed_shares=sealed, commitments=digests)
 
 
 def _exponents(
@@ -174,7 +178,7 @@ def _exponents(
     memory: SumMemory,
     call_next: ClientAppCallable,
 ) -> Message:
-    """Have the summand computed, keep it, and send how large it is, masked."""
+    """Have the contribution computed, keep it, and send how large it is, masked."""
     if "senders" in request.sent:
         _receive(request, memory.participant)
     if memory.index != request.index:
@@ -182,7 +186,7 @@ def _exponents(
         reply = call_next(request.inner(), request.context)
         if reply.has_error():
             return reply
-        summand = Summand.of(reply, request.weighted_by, weighted)
+        own = Contribution.of(reply, request.weighted_by, weighted)
         norm, deviation = request.bounds()
         least = mod.min_noise * norm if mod.min_noise else 0.0
         if not (norm > 0 and deviation >= least):
@@ -193,20 +197,20 @@ def _exponents(
                 "to the strategy that asks for it"
             )
         if norm < math.inf:
-            summand = summand.bounded(request.params, norm, deviation)
-        memory = replace(memory, summand=summand, index=request.index)
-    words = memory.participant.exponents(request.index, memory.summand.exponents())
+            own = own.bounded(request.params, norm, deviation)
+        memory = replace(memory, contribution=own, index=request.index)
+    words = memory.participant.exponents(request.index, memory.contribution.exponents())
     memory.save()
-    return request.reply_words(words, memory.summand)
+    return request.reply_words(words, memory.contribution)
 
 
 def _receive(request: SumRequest, participant: Participant) -> None:
     """Open what the neighbours have sent."""
     senders = request.numbers("senders")
-    letters = request.sent.get("letters", torch.empty(0, 0))
-    if len(letters) != len(senders):
-        raise ClientError(f"{len(letters)} letters of {len(senders)} senders")
-    sealed = request.rows("letters", *letters.shape) if senders else []
+    texts = request.sent.get("sealed-shares", torch.empty(0, 0))
+    if len(texts) != len(senders):
+        raise ClientError(f"{len(texts)} sealed shares of {len(senders)} senders")
+    sealed = request.rows("sealed-shares", *texts.shape) if senders else []
     width = 2 * DIGEST * len(participant.own)
     commitments = {}
     rows = request.rows("commitments", len(senders), width)
@@ -219,20 +223,20 @@ def _receive(request: SumRequest, participant: Participant) -> None:
 def _values(
     mod: SecureSumsMod, request: SumRequest, memory: SumMemory, call_next: object
 ) -> Message:
-    """Send the summand, masked."""
+    """Send the contribution, masked."""
     if memory.index != request.index - 1:
         raise ClientError(
             f"sum {request.index} is of what sum {request.index - 1} told the size of, "
-            "and this client has no such summand"
+            "and this client has no such contribution"
         )
-    count = len(memory.summand.layout())
+    count = len(memory.contribution.layout())
     exponents = request.tensor("exponents", torch.int64, count).tolist()
     clients = int(request.tensor("clients", torch.int64))
     fixed = FixedPoint(int(request.tensor("bits", torch.int64)), clients)
-    words = memory.summand.words(fixed, exponents)
+    words = memory.contribution.words(fixed, exponents)
     masked = memory.participant.mask(request.index, words)
     memory.save()
-    return request.reply_words(masked, memory.summand)
+    return request.reply_words(masked, memory.contribution)
 
 
 def _open(
@@ -242,8 +246,8 @@ def _open(
     survivors, dropped = request.numbers("survivors"), request.numbers("dropped")
     _check_enough(mod, survivors)
     shares = memory.participant.open(request.index, survivors, dropped)
-    if memory.index == request.index - 1:  # the summand is in the sum
-        memory = replace(memory, summand=Summand({}), index=-1)
+    if memory.index == request.index - 1:  # the contribution is in the sum
+        memory = replace(memory, contribution=Contribution({}), index=-1)
     memory.save()
     return request.reply_rows(shares=[shares[n] for n in (*survivors, *dropped)])
 
