@@ -19,6 +19,7 @@ from virtual import (
     ask,
     close,
     fail,
+    killing_app,
     same_bits,
     set_metric,
     tiny_arrays,
@@ -321,17 +322,6 @@ def test_it_descends() -> None:
 # Resuming
 
 CLIENTS, ROUNDS = 4, 4
-
-
-def killing_app(asked: int) -> Watched:
-    app = Watched()
-
-    def tamper(content: Any) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(CLIENTS), tamper)
-    return app
 
 
 def tiny_run(strategy: FAGH, app: ClientApp | None = None, **options: Any) -> Any:

@@ -24,6 +24,7 @@ from virtual import (
     change_array,
     close,
     fail,
+    killing_app,
     same_bits,
     tensors_of,
     tiny_app,
@@ -599,18 +600,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 CLIENTS, ROUNDS = 4, 3
 
 
-def killing_app(asked: int) -> Watched:
-    """An app that stops the process when `asked` clients have trained."""
-    app = Watched()
-
-    def tamper(content: RecordDict) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(CLIENTS), tamper)
-    return app
-
-
 def assert_same(left: CurvatureResult, right: CurvatureResult) -> None:
     """Bit for bit."""
     assert same_bits(left.arrays, right.arrays)
@@ -628,7 +617,7 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, name: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             run(
                 make(),
-                killing_app(asked),
+                killing_app(asked, CLIENTS),
                 CLIENTS,
                 num_rounds=ROUNDS,
                 checkpoint_dir=where,

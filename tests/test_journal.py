@@ -279,6 +279,18 @@ def test_what_is_not_ours_is_left_alone(run: Path, expected: CurvatureResult) ->
     assert (run / UPLOADS / "notes.txt").exists()
 
 
+def test_what_a_killed_server_did_not_delete_any_more_goes(
+    whole: Path, stopped: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.copy(stopped / "round-0000.safetensors", run)
+    shutil.copytree(run / UPLOADS, run / "uploads-0001" / "exchange-1")
+    start(run, resume=True)
+    left = {path.name for path in run.iterdir()} - {"lock", "journal.jsonl"}
+    assert left == {"round-0001.safetensors", "round-0002.safetensors", "uploads-0002"}
+
+
 def test_what_a_killed_server_left_half_written_goes(run: Path) -> None:
     left = [run / "round-0002.77.partial", run / UPLOADS / "partition-1.77.partial"]
     theirs = [run / "mine.partial", run / "notes" / "round.77.partial"]

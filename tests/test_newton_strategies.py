@@ -22,6 +22,7 @@ from virtual import (
     close,
     drop_array,
     fail,
+    killing_app,
     node_of,
     same_bits,
     set_array,
@@ -230,24 +231,13 @@ def test_flowers_hooks_refuse_two_exchanges(newton: Make) -> None:
         strategy.aggregate_train(1, [])
 
 
-def killing_app(asked: int) -> Watched:
-    app = Watched()
-
-    def tamper(content: RecordDict) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(CLIENTS), tamper)
-    return app
-
-
 @pytest.mark.parametrize("asked", [1, 5, 9])
 def test_a_killed_run_goes_on_bit_for_bit(
     tmp_path: Path, newton: Make, asked: int
 ) -> None:
     whole = plain(newton)
     with pytest.raises(KeyboardInterrupt):
-        run(newton(), killing_app(asked), checkpoint_dir=tmp_path)
+        run(newton(), killing_app(asked, CLIENTS), checkpoint_dir=tmp_path)
     again = Watched()
     resumed = run(newton(), again, checkpoint_dir=tmp_path, resume=True)
     assert same_bits(resumed.arrays, whole.arrays)

@@ -16,6 +16,8 @@ from virtual import (
     drop_array,
     fail,
     kill,
+    kill_after,
+    killing_app,
     node_of,
     opened,
     same_bits,
@@ -81,22 +83,6 @@ def assert_same_result(left: CurvatureResult, right: CurvatureResult) -> None:
     assert left.train_metrics_clientapp == right.train_metrics_clientapp
     assert left.evaluate_metrics_serverapp == right.evaluate_metrics_serverapp
     assert left.evaluate_metrics_clientapp == right.evaluate_metrics_clientapp
-
-
-def kill_after(asked: int, app: Watched) -> Tamper:
-    """Stop the process when one more client has trained than was `asked` for."""
-
-    def tamper(content: RecordDict) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    return tamper
-
-
-def killing_app(asked: int) -> Watched:
-    app = Watched()
-    app.tamper = dict.fromkeys(range(CLIENTS), kill_after(asked, app))
-    return app
 
 
 ALWAYS = {"journal.jsonl", "lock"}

@@ -18,7 +18,6 @@ from test_strategy_checkpoint import (
     ALL,
     CLIENTS,
     assert_same_result,
-    killing_app,
     start,
 )
 
@@ -69,6 +68,7 @@ from virtual import (
     close,
     drop_array,
     fail,
+    killing_app,
     node_of,
     opened,
     same_bits,

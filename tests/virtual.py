@@ -242,6 +242,23 @@ def kill(content: RecordDict) -> None:
     raise KeyboardInterrupt
 
 
+def kill_after(asked: int, app: Watched) -> Tamper:
+    """Stop the process when one more client has trained than was `asked` for."""
+
+    def tamper(content: RecordDict) -> None:
+        if len(app.trained) > asked:
+            raise KeyboardInterrupt
+
+    return tamper
+
+
+def killing_app(asked: int, clients: int = 4) -> Watched:
+    """An app that stops the process when it has trained for that many clients."""
+    app = Watched()
+    app.tamper = dict.fromkeys(range(clients), kill_after(asked, app))
+    return app
+
+
 def opened(where: Path) -> Journal:
     """The journal of a run that nobody is at work with."""
     journal = Journal(where)

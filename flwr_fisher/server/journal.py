@@ -155,8 +155,7 @@ class Journal:
             name: value.item() if isinstance(value, np.generic) else value
             for name, value in options.items()
         }
-        if self.path is not None:
-            self.run, self._end = secrets.token_hex(8), 0
+        self.run, self._end = secrets.token_hex(8) if self.path else "", 0
         self.append("begun", format=FORMAT, options=plain)
 
     def load(self) -> list[int]:
@@ -363,13 +362,8 @@ class Journal:
 
     def _tell_left_behind(self, last: "ExchangeJournal") -> None:
         """Tell who missed an exchange before the last one, which alone opens again."""
-        missing = {
-            name
-            for (server_round, index), exchange in self._exchanges.items()
-            if server_round == last.server_round and index < last.index
-            if exchange.record is not None
-            for name in exchange.record.missing
-        }
+        earlier = (self.exchange(last.server_round, n) for n in range(1, last.index))
+        missing = {name for e in earlier if e.record for name in e.record.missing}
         if missing:
             logger.warning(
                 "reopen: round %s is opened at the last of its exchanges, without %s, "
