@@ -6,13 +6,13 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
-from flwr_fisher.client.jobs.train import TrainedUpload, uploads_of
+from flwr_fisher.client.jobs.train import packed, uploads_of
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.client.store import partition_of
 from flwr_fisher.client.training import Loader
-from flwr_fisher.client.trial import try_upload
+from flwr_fisher.client.trial import TrainedUpload, try_upload
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.pairs import BatchFn
 from flwr_fisher.errors import ClientError
@@ -84,8 +84,7 @@ def fisher_arrays(
     request, upload = _read(message, context, problem, num_examples)
     with seeded(request.seed):
         _, curvature = upload.train(problem, request.config)
-    params = problem.state_like(request.params)
-    return upload.arrays(request.params, params, curvature, num_examples)
+    return packed(upload, problem, request, curvature, num_examples)
 
 
 def check_fisher(

@@ -8,10 +8,10 @@ Long: what is read, what is tried and what the log says of it stand together.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
@@ -51,31 +51,54 @@ Batch = tuple[Tensor, Any]
 Result = TypeVar("Result")
 
 
-class TriedUpload(Protocol):
-    """What a job uploads of a trained model: a curvature, packed."""
+@dataclass(frozen=True)
+class Trained:
+    """What a client has after training.
+
+    Parameters
+    ----------
+    start, params : Mapping[str, Tensor]
+        Parameters and buffers before and after it.
+    curvature : Curvature
+        Of the trained ones.
+    num_examples : float
+        The client's weight.
+    """
+
+    start: Params
+    params: dict[str, Tensor]
+    curvature: Curvature
+    num_examples: float
+
+
+class TrainedUpload(Protocol):
+    """What a job uploads of a model that it trains, as the server's options say."""
 
     @property
     def structure(self) -> str | None:
         """Of the curvature; None: there is none, and parameters alone are uploaded."""
 
     @property
-    def codec(self) -> Codec | None:
-        """What packs parameters and curvature; None where packing takes no time."""
+    def codec(self) -> Codec:
+        """What packs the upload."""
+
+    @classmethod
+    def of(cls, problem: LocalProblem, request: Request) -> "TrainedUpload":
+        """Read the server's options; raise what they show to be impossible."""
+
+    def train(
+        self, problem: LocalProblem, config: Mapping[str, Any]
+    ) -> tuple[dict[str, float], Curvature | None]:
+        """Run the client's loop; return its metrics, and the curvature."""
 
     def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return the curvature of one batch, as cheaply as tells what may fail."""
 
-    def arrays(
-        self,
-        start: Params,
-        params: dict[str, Tensor],
-        curvature: Curvature | None,
-        num_examples: float,
-    ) -> ArrayRecord:
-        """Return what is uploaded, from parameters before and after training."""
+    def arrays(self, trained: Trained) -> ArrayRecord:
+        """Return what is uploaded."""
 
 
-def try_upload(problem: LocalProblem, request: Request, upload: TriedUpload) -> None:
+def try_upload(problem: LocalProblem, request: Request, upload: TrainedUpload) -> None:
     """Take the curvature of a few examples at the parameters that arrived; pack it.
 
     Whatever the client could not compute or upload after its training is raised now, by
@@ -89,7 +112,7 @@ def try_upload(problem: LocalProblem, request: Request, upload: TriedUpload) -> 
         Its model holds the request's parameters.
     request : Request
         The server's.
-    upload : TriedUpload
+    upload : TrainedUpload
         What it asks for; without a structure, nothing is tried.
 
     Raises
@@ -189,28 +212,21 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch | None:
 
 
 def _positions(loader: DataLoader[Any], count: int | None) -> Any:
-    """Return positions in the data set such as a batch of the loader's has."""
+    """Return positions that a batch may have, without asking the sampler for any."""
     batches: Any = sampler_of(loader)
     if isinstance(batches, Sequence):
         first = batches[0]
         return list(first)[:count] if isinstance(first, Sequence) else first
-    if (sampler := getattr(batches, "sampler", None)) is not None:
-        size = batches.batch_size if count is None else count
-        return _of_sampler(sampler, loader.dataset, size)
-    if loader.batch_sampler is None:  # each position is that of a whole batch
-        return _of_sampler(batches, loader.dataset, 1)[0]
-    size = getattr(batches, "batch_size", None) or 1 if count is None else count
-    return _of_sampler(None, loader.dataset, size)
-
-
-def _of_sampler(sampler: Any, dataset: Any, count: int) -> list[Any]:
-    """Return some positions that a sampler may give, without asking it for any."""
+    sampler = getattr(batches, "sampler", batches)
     positions = getattr(sampler, "indices", sampler)  # of a SubsetRandomSampler
     if isinstance(sampler, WeightedRandomSampler):
         positions = torch.as_tensor(sampler.weights).nonzero().flatten().tolist()
     if not isinstance(positions, Sequence):
-        positions = range(len(dataset))
-    return list(positions[:count])
+        positions = range(len(cast(Sized, loader.dataset)))
+    if loader.batch_sampler is None and sampler is batches:
+        return positions[0]  # that of a whole batch
+    size = getattr(batches, "batch_size", None) or 1
+    return list(positions[: size if count is None else count])
 
 
 # What is tried
@@ -239,24 +255,18 @@ def _check_outputs(problem: LocalProblem, inputs: Tensor) -> None:
 
 
 def _size(
-    problem: LocalProblem,
-    request: Request,
-    upload: TriedUpload,
-    curvature: Curvature,
+    problem: LocalProblem, request: Request, upload: TrainedUpload, found: Curvature
 ) -> str:
     """Return an upload's size in words, without packing what takes long."""
-    params, codec = problem.state_like(request.params), upload.codec
-    tensors = {f"tensor {i}": t for i, t in enumerate(curvature.tensors())}
+    tensors = {f"tensor {i}": t for i, t in enumerate(found.tensors())}
     check_finite(tensors, "the curvature of a few examples")
-    plain, about = fedavg_bytes(request.params), "about"
-    if codec is None or not _takes_long(list(tensors.values())):
-        count = max(request.num_examples, 1)
-        arrays = upload.arrays(request.params, params, curvature, count)
-        size = reply_bytes(arrays, MetricRecord())
-    elif codec.scheme == "lossless":
-        size = fedavg_bytes({**params, **tensors})
-    else:
+    plain, codec = fedavg_bytes(request.params), upload.codec
+    if codec.scheme != "lossless" and _takes_long(list(tensors.values())):
         size, about = int(codec.budget * plain), "at most"
+    else:
+        params, count = problem.state_like(request.params), max(request.num_examples, 1)
+        arrays = upload.arrays(Trained(request.params, params, found, count))
+        size, about = reply_bytes(arrays, MetricRecord()), "about"
     amount = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
     return f"upload {about} {amount}, {size / plain:.2f} of FedAvg's"
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.client.jobs.train import client_fisher, codec_of, training_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.client.training import LocalSGD
-from flwr_fisher.client.trial import Batch
+from flwr_fisher.client.trial import Batch, Trained
 from flwr_fisher.curvature import Curvature, Diagonal
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import ClientError, check_known, check_range
-from flwr_fisher.params import Params, select, subtract, trainable_names
+from flwr_fisher.params import select, subtract, trainable_names
 from flwr_fisher.progress import watching
 from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, VectorUpload
 
@@ -43,7 +43,7 @@ class FedFishOptions:
         The power of its trace that it is then divided by, in [0, 1].
     upload : "fisher" | "product" | "summands"
         Parameters and Fisher, or each step times its Fisher, or all three.
-    packed_by : Codec
+    codec : Codec
         What packs parameters and Fisher.
     """
 
@@ -52,7 +52,7 @@ class FedFishOptions:
     power: float
     balance: float
     upload: str
-    packed_by: Codec
+    codec: Codec
     structure = "diagonal"
 
     @classmethod
@@ -89,11 +89,6 @@ class FedFishOptions:
             )
         return wanted
 
-    @property
-    def codec(self) -> Codec | None:
-        """What packs the upload, if it is a model with its Fisher."""
-        return self.packed_by if self.upload == "fisher" else None
-
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
     ) -> tuple[dict[str, float], Curvature | None]:
@@ -126,20 +121,15 @@ class FedFishOptions:
             curvature = curvature.scaled(trace**-self.balance)
         return curvature
 
-    def arrays(
-        self,
-        start: Params,
-        params: dict[str, Tensor],
-        curvature: Curvature | None,
-        num_examples: float,
-    ) -> ArrayRecord:
+    def arrays(self, trained: Trained) -> ArrayRecord:
         """Return the model with its Fisher, or the step times its Fisher."""
-        assert curvature is not None
+        params, curvature = trained.params, trained.curvature
         if self.upload == "fisher":
             with watching("packing", unit="steps"):
-                return FisherUpload(params, curvature).to_arrays(self.packed_by)
-        before, after = (select(each, curvature.shapes) for each in (start, params))
-        product = curvature.matvec(subtract(before, after))
+                return FisherUpload(params, curvature).to_arrays(self.codec)
+        names = curvature.shapes
+        step = subtract(select(trained.start, names), select(params, names))
+        product = curvature.matvec(step)
         if self.upload == "summands":
             vectors = {"product": product, "fisher": curvature.diagonal()}
             return VectorUpload(vectors, params).to_arrays()

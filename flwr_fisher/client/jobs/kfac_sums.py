@@ -16,7 +16,7 @@ from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.store import ClientStore
-from flwr_fisher.client.trial import Batch, try_upload
+from flwr_fisher.client.trial import Trained, try_upload
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ClientError
 from flwr_fisher.merge import balanced, partial_traces
@@ -77,29 +77,14 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Largest:
+class _Largest(FisherOptions):
     """The largest upload, of a client that has room for what it keeps."""
 
-    fisher: FisherOptions
     store: ClientStore
-    codec = None
 
-    @property
-    def structure(self) -> str | None:
-        return self.fisher.structure
-
-    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        return self.fisher.tried(problem, batch)
-
-    def arrays(
-        self,
-        start: Params,
-        params: dict[str, Tensor],
-        curvature: Curvature | None,
-        num_examples: float,
-    ) -> ArrayRecord:
-        assert curvature is not None
-        _Kept(params, curvature, num_examples).check_room(self.store)
+    def arrays(self, trained: Trained) -> ArrayRecord:
+        params, curvature = trained.params, trained.curvature
+        _Kept(params, curvature, trained.num_examples).check_room(self.store)
         product = select(params, curvature.shapes)
         return FisherProduct(product, partial_traces(curvature)).to_arrays()
 
@@ -118,7 +103,8 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     options = FisherOptions.of(problem, request)
     if options.structure is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
-    try_upload(problem, request, _Largest(options, _store(problem, request)))
+    largest = _Largest(**vars(options), store=_store(problem, request))
+    try_upload(problem, request, largest)
     metrics, curvature = options.train(problem, request.config)
     assert curvature is not None
     params = problem.state_like(request.params)

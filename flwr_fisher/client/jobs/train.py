@@ -2,39 +2,24 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord
-from torch import Tensor
 
 from flwr_fisher.client.jobs import get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.trial import Batch, TriedUpload, try_upload
+from flwr_fisher.client.trial import Batch, Trained, TrainedUpload, try_upload
 from flwr_fisher.curvature import TOLERANCE, Curvature, check_options, fisher
 from flwr_fisher.errors import ClientError, DataError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params
 from flwr_fisher.progress import count_of, watching
 from flwr_fisher.wire import Codec, FisherUpload, resolve, tensors_to_arrays
 
 _OF_PAPER = (None, "kfac", "diagonal")
-
-
-class TrainedUpload(TriedUpload, Protocol):
-    """What a job uploads of a model that it trains."""
-
-    @classmethod
-    def of(cls, problem: LocalProblem, request: Request) -> "TrainedUpload":
-        """Read the server's options; raise what they show to be impossible."""
-
-    def train(
-        self, problem: LocalProblem, config: Mapping[str, Any]
-    ) -> tuple[dict[str, float], Curvature | None]:
-        """Run the client's loop; return its metrics, and the curvature."""
 
 
 Upload = TypeVar("Upload", bound=type[TrainedUpload])
@@ -74,13 +59,26 @@ def uploads_of(name: str) -> type[TrainedUpload] | None:
 def _trained(problem: LocalProblem, request: Request, upload: TrainedUpload) -> Reply:
     try_upload(problem, request, upload)
     metrics, curvature = upload.train(problem, request.config)
-    params = problem.state_like(request.params)
     count = request.weight(metrics)
-    arrays = upload.arrays(request.params, params, curvature, count)
+    arrays = packed(upload, problem, request, curvature, count)
     if request.options.get("report-local"):
         metrics |= local_scores(problem, request.client)
     logger.info("Partition %s: trained on %g examples", request.client, count)
     return Reply(metrics, arrays)
+
+
+def packed(
+    upload: TrainedUpload,
+    problem: LocalProblem,
+    request: Request,
+    curvature: Curvature | None,
+    count: float,
+) -> ArrayRecord:
+    """Return what is uploaded of a problem's trained model, of weight `count`."""
+    params = problem.state_like(request.params)
+    if curvature is None:
+        return tensors_to_arrays(params)
+    return upload.arrays(Trained(request.params, params, curvature, count))
 
 
 def client_fisher(
@@ -228,18 +226,11 @@ class FisherOptions:
             weight_sharing=self.weight_sharing,
         )
 
-    def arrays(
-        self,
-        start: Params,
-        params: dict[str, Tensor],
-        curvature: Curvature | None,
-        num_examples: float,
-    ) -> ArrayRecord:
+    def arrays(self, trained: Trained) -> ArrayRecord:
         """Return parameters and Fisher, packed."""
-        if curvature is None:
-            return tensors_to_arrays(params)
         with watching("packing", unit="steps"):
-            return FisherUpload(params, curvature).to_arrays(self.codec)
+            upload = FisherUpload(trained.params, trained.curvature)
+            return upload.to_arrays(self.codec)
 
 
 def codec_of(request: Request) -> Codec:
