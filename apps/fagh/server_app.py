@@ -77,8 +77,9 @@ def main(grid: Grid, context: Context) -> None:
     """Run the method and write its report."""
     config, began = dict(context.run_config), time.monotonic()
     where = str(config["checkpoint-dir"]) or None
-    proximal = {"proximal-mu": float(config["proximal-mu"])}
-    train = ConfigRecord(proximal if config["method"] == "fedprox" else {})
+    train = ConfigRecord()
+    if config["method"] == "fedprox":
+        train["proximal-mu"] = float(config["proximal-mu"])
     path = resolve_output_dir(str(config["output-dir"]), context.run_id)
     clients = len(wait_for_nodes(grid, int(config["min-nodes"])))
     task = on_server(context, clients)
