@@ -347,10 +347,20 @@ def test_parts_that_are_not_where_they_are_said_to_be() -> None:
     assert one_shot().start(LocalGrid(app, 2), tiny_arrays()).uploads
 
 
-def test_a_client_fn_of_a_cid_is_deprecated_as_in_flower(caplog) -> None:
-    def client_fn(cid: str) -> Any:
-        return Older(int(cid)).to_client()
+@pytest.mark.parametrize("annotation", [None, str, "str"])
+def test_a_client_fn_of_a_cid_is_deprecated_as_in_flower(annotation, caplog) -> None:
+    """A text is what ``from __future__ import annotations`` makes of an annotation."""
 
+    def client_fn(number: Any) -> Any:
+        return Older(int(number)).to_client()
+
+    if annotation is None:
+
+        def client_fn(cid):
+            return Older(int(cid)).to_client()
+
+    else:
+        client_fn.__annotations__["number"] = annotation
     app = client_app(client_fn, model="net", trainloader="trainloader", device="cpu")
     assert "DEPRECATED FEATURE: a client_fn of `cid`" in caplog.text
     merged = one_shot().start(LocalGrid(app, 2), tiny_arrays()).arrays

@@ -16,7 +16,7 @@ from virtual import tiny_app, tiny_arrays, tiny_client, tiny_data, tiny_model
 
 import flwr_fisher
 from flwr_fisher import log_lines
-from flwr_fisher.client import FisherClient, make_client_app, mods
+from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.failures import Failures
 from flwr_fisher.strategies import TCT, FedExP, FedFisherOneShot, Waiting
@@ -33,7 +33,7 @@ def narrow(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch):
-    monkeypatch.setattr(mods, "_failures", Failures())
+    monkeypatch.setattr("flwr_fisher.client.messages._failures", Failures())
 
 
 def messages(caplog, level: int = logging.INFO) -> list[str]:

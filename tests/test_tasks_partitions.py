@@ -185,6 +185,20 @@ def test_the_partitioner_works_in_flower_s_own_federated_dataset_form() -> None:
     assert partitioner.num_partitions == 3
 
 
+@pytest.mark.parametrize("name", ["dirichlet-client", "by-document"])
+def test_labels_are_read_without_the_images(name: str) -> None:
+    from datasets import Dataset, Features, Image, Value
+
+    broken = {"bytes": b"no image", "path": None}
+    rows = {"image": [broken] * 60, "label": [0, 1, 2] * 20}
+    features = Features({"image": Image(), "label": Value("int64")})
+    partitioner = make_partitioner(name, num_partitions=2, alpha=5.0)
+    partitioner.dataset = Dataset.from_dict(rows, features)
+    with pytest.raises(Exception, match="image"):
+        partitioner.dataset[0]
+    assert sum(len(partitioner.load_partition(i)) for i in range(2)) == 60
+
+
 # --- errors
 
 

@@ -83,8 +83,9 @@ def _part(client: Any, part: Part) -> Any:
 def _of_context(client_fn: Callable[..., Any]) -> Callable[[Context], Any]:
     """Return a `client_fn` of a context; one of a ``cid`` is deprecated."""
     parameters: list[Parameter] = list(signature(client_fn).parameters.values())
+    # Under `from __future__ import annotations` they are texts.
     if not parameters or not (
-        parameters[0].name == "cid" or parameters[0].annotation is str
+        parameters[0].name == "cid" or parameters[0].annotation in (str, "str")
     ):
         return client_fn
     logger.warning(

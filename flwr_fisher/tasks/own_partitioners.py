@@ -65,7 +65,9 @@ class _ColumnPartitioner(Partitioner):  # type: ignore[misc,unused-ignore]
 
     @cached_property
     def _parts(self) -> Parts:
-        values = np.asarray(self.dataset[:][self._partition_by])
+        # Alone: rows would have their images decoded, too.
+        name = self._partition_by
+        values = np.asarray(self.dataset.select_columns(name)[:][name])
         return self._split(values, np.random.default_rng(self._seed))
 
     @abstractmethod
