@@ -33,9 +33,10 @@ from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import EvaluationDoor
 from flwr_fisher.server.driver import TO_EVALUATE, Driver
 from flwr_fisher.server.exchange import Exchange, Groups, Secure, ServerState
+from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
-from flwr_fisher.server.open_exchange import OpenExchange, requests
 from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.round import Round, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors, named_options, tensors_to_arrays
@@ -146,7 +147,7 @@ class CurvatureStrategy(FedAvg):
         self.cohort = Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
-        self._opened: OpenExchange[Any] | None = None
+        self._under_way: Round[Any] | None = None
         self._requested = {"train": Requested(), "evaluate": Requested()}
 
     # What a subclass says
@@ -192,13 +193,15 @@ class CurvatureStrategy(FedAvg):
         """Return what a new run's state holds beside parameters; by default nothing."""
         return {}
 
-    def absences(self) -> dict[str, Any]:
-        """Return which clients sit out, as JSON holds it."""
-        return self.cohort.absences()
+    def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
+        """Return what clients that train in a round are sent of `start`'s config."""
+        return config
 
-    def recall_absences(self, record: Mapping[str, Any]) -> None:
-        """Take up what :meth:`absences` returned when the last round ended."""
-        self.cohort.recall_absences(record)
+    def evaluation_config(
+        self, server_round: int, config: ConfigRecord
+    ) -> ConfigRecord:
+        """Return what clients that evaluate a round are sent of `start`'s config."""
+        return config
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings, for the log and for :meth:`options`."""
@@ -317,27 +320,14 @@ class CurvatureStrategy(FedAvg):
         )
         try:
             self.check(run.state)
-            self.recall_absences(run.absences)
-            driver = Driver(grid, run, timeout)
-            if evaluate_fn and run.server_round == 0:
-                run.evaluated(0, evaluate_fn(0, run.arrays()))
-                run.finish(0)
-            if run.id is not None:
-                own = ConfigRecord({**own, **named_options({"run": run.id})})
-            ended = bool(run.server_round) and run.tell(callbacks)
-            for server_round in range(run.server_round + 1, num_rounds + 1):
-                if ended:
-                    break
-                logger.info("")
-                logger.info("[ROUND %s/%s]", server_round, num_rounds)
-                self._try_round(driver, server_round, own)
-                self.evaluate_round(
-                    driver, server_round, evaluate_config or ConfigRecord()
-                )
-                if evaluate_fn:
-                    run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
-                run.finish(server_round, self.absences())
-                ended = run.tell(callbacks)
+            self.cohort.recall_absences(run.absences)
+            Driver(self, grid, run, timeout).rounds(
+                num_rounds,
+                own,
+                evaluate_config or ConfigRecord(),
+                evaluate_fn,
+                callbacks,
+            )
         finally:
             run.release()
         logger.info("")
@@ -355,39 +345,6 @@ class CurvatureStrategy(FedAvg):
                     name,
                 )
 
-    def _try_round(
-        self, driver: Driver, server_round: int, config: ConfigRecord
-    ) -> None:
-        """Do a round; where it fails, raise or skip it, as `waiting` says."""
-        before = driver.run.state
-        try:
-            self.train_round(driver, server_round, config)
-        except RoundError as error:
-            skip = self.waiting.on_failed_round == "skip"
-            if not (skip and self.may_skip(server_round)):
-                raise
-            driver.run.failed(server_round, before, error)
-
-    def train_round(
-        self, driver: Driver, server_round: int, config: ConfigRecord
-    ) -> None:
-        """Have the driver do a round's exchanges."""
-        driver.train(self, server_round, config)
-
-    def evaluate_round(
-        self, driver: Driver, server_round: int, config: ConfigRecord
-    ) -> None:
-        """Have the driver ask clients to evaluate what the round made."""
-        driver.evaluate(
-            self,
-            self.cohort,
-            server_round,
-            config,
-            self.weighted_by_key,
-            self.policy,
-            self.waiting,
-        )
-
     # Flower's own hooks, for loops other than `start`; they know one exchange a round.
 
     def configure_train(
@@ -400,12 +357,9 @@ class CurvatureStrategy(FedAvg):
         groups = self.initial_groups() if self._state is None else self._state.groups
         state = ServerState(arrays_to_tensors(arrays), groups)
         self.check(state)
-        opened = OpenExchange(self, exchange, state, server_round)
-        sample = opened.sample(grid, self.timeout)
-        nodes = opened.require_same_parameters(grid, sample.nodes, [], self.timeout)
-        opened.admission.check_enough(self.min_train_nodes, len(nodes))
-        self._opened = opened
-        messages = opened.messages(config, nodes)
+        where = grid, Journal(None).exchange(server_round, 1), self.timeout
+        self._under_way = Round(self, exchange, state, server_round, config, *where)
+        _, messages = self._under_way.open()
         self._requested["train"] = Requested(messages)
         return messages
 
@@ -416,17 +370,17 @@ class CurvatureStrategy(FedAvg):
         if self.fraction_train == 0.0:
             return None, None
         self._only_exchange(server_round)
-        opened, self._opened = self._opened, None
-        if opened is None or opened.server_round != server_round:
+        under_way, self._under_way = self._under_way, None
+        if under_way is None or under_way.server_round != server_round:
             raise ConfigurationError(
                 f"aggregate_train of round {server_round} needs configure_train of "
                 "the same round before it"
             )
         for message in replies:
-            opened.admission.take(self._requested["train"].reply(message))
-        finished = opened.finish()
-        self._state = finished.step.state
-        metrics = {**finished.metrics, **finished.step.metrics}
+            under_way.door.take(self._requested["train"].reply(message))
+        outcome = under_way.step()
+        self._state = outcome.step.state
+        metrics = {**outcome.metrics, **outcome.step.metrics}
         return tensors_to_arrays(self._state.params), MetricRecord(metrics)
 
     def configure_evaluate(

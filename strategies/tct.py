@@ -14,7 +14,6 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import derive_seed
-from flwr_fisher.server.driver import Driver
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -264,25 +263,23 @@ class TCT(CurvatureStrategy):
         connected = self.cohort.connected
         return average(state, uploads, connected, local_steps=self.local_steps)
 
-    def train_round(
-        self, driver: Driver, server_round: int, config: ConfigRecord
-    ) -> None:
-        """Say which stage a round belongs to, and do it."""
+    def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
+        """Log which stage a round belongs to."""
         after = server_round - self.stage1_rounds
         stage = f"1, round {server_round} of {self.stage1_rounds}"
         if after > 0:
             stage = "convexifying" if after == 1 else "2"
         logger.info("TCT: stage %s", stage)
-        super().train_round(driver, server_round, config)
+        return config
 
-    def evaluate_round(
-        self, driver: Driver, server_round: int, config: ConfigRecord
-    ) -> None:
+    def evaluation_config(
+        self, server_round: int, config: ConfigRecord
+    ) -> ConfigRecord:
         """Have clients evaluate the network, or the regression."""
         if server_round > self.stage1_rounds:
             job = named_options({"job": "tct-evaluate"})
             config = ConfigRecord({**config, **job})
-        super().evaluate_round(driver, server_round, config)
+        return config
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings; `lr` is agreed on as the run goes."""

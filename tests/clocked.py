@@ -13,14 +13,7 @@ from flwr.clientapp import ClientApp
 from virtual import Clock
 
 from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode, NodeInfo
-from flwr_fisher.server import (
-    cohort,
-    gather,
-    identity,
-    journal,
-    mailbox,
-    receive,
-)
+from flwr_fisher.server import cohort, identity, journal, mailbox, round
 from flwr_fisher.testing import LocalGrid
 
 GONE = Error(ErrorCode.NODE_UNAVAILABLE, "Node unavailable")
@@ -154,7 +147,7 @@ class FullClock(Clock):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FullClock:
     stopped = FullClock()
-    timed = cohort, gather, identity, mailbox, receive
+    timed = cohort, identity, mailbox, round
     for module in timed:
         monkeypatch.setattr(module, "time", stopped)
     monkeypatch.setattr(journal, "time", SimpleNamespace(time=stopped.time))

@@ -47,7 +47,7 @@ from virtual import (
 from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.server import cohort, gather, mailbox, receive
+from flwr_fisher.server import cohort, mailbox, round
 from flwr_fisher.server import identity as identity_module
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.strategies import CurvatureStrategy, FedFish, FedFisherOneShot
@@ -367,7 +367,7 @@ class Silent(LocalGrid):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     stopped = Clock()
-    for module in (cohort, gather, identity_module, mailbox, receive):
+    for module in (cohort, identity_module, mailbox, round):
         monkeypatch.setattr(module, "time", stopped)
     return stopped
 

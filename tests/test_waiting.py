@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord
 from virtual import Watched, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
-from flwr_fisher.server.receive import Late
+from flwr_fisher.server.round import LateReplies
 from flwr_fisher.strategies import (
     TCT,
     CurvatureResult,
@@ -257,17 +257,17 @@ def test_who_is_never_waited_for_sits_out_in_the_end(clock: FullClock) -> None:
 def test_rounds_that_are_over_hold_no_model(clock: FullClock) -> None:
     """A client that hangs is due for hours; its rounds' parameters are not kept."""
     alive: list[Any] = []
-    made = Late.__init__
+    made = LateReplies.__init__
 
-    def tracked(self: Late, *args: Any, **kwargs: Any) -> None:
+    def tracked(self: LateReplies, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        assert self.admission is not None
-        alive.append(weakref.ref(self.admission))
+        assert self.door is not None
+        alive.append(weakref.ref(self.door))
 
     grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 3)
     strategy = FedFisherOneShot(**options_of(waiting=Waiting(enough_fraction=0.6)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Late, "__init__", tracked)
+        patch.setattr(LateReplies, "__init__", tracked)
         strategy.start(grid, tiny_arrays(), num_rounds=6, timeout=9000)
     assert len(strategy.cohort.mailbox(grid)._due) == 3  # rounds 1, 2 and 4
     gc.collect()

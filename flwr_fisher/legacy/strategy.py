@@ -20,7 +20,6 @@ from flwr_fisher.legacy.lists import (
 from flwr_fisher.legacy.parameters import arrays_of
 from flwr_fisher.legacy.returned import numbers
 from flwr_fisher.params import shared_state
-from flwr_fisher.server.driver import Driver
 from flwr_fisher.strategies import TCT, CurvatureStrategy
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -82,17 +81,15 @@ class _PerRound(CurvatureStrategy):
 
     older: Older
 
-    def train_round(
-        self, driver: Driver, server_round: int, config: ConfigRecord
-    ) -> None:
+    def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
         own = _joined(config, self.older.on_fit_config_fn, server_round)
-        super().train_round(driver, server_round, own)
+        return super().round_config(server_round, own)
 
-    def evaluate_round(
-        self, driver: Driver, server_round: int, config: ConfigRecord
-    ) -> None:
+    def evaluation_config(
+        self, server_round: int, config: ConfigRecord
+    ) -> ConfigRecord:
         own = _joined(config, self.older.on_evaluate_config_fn, server_round)
-        super().evaluate_round(driver, server_round, own)
+        return super().evaluation_config(server_round, own)
 
 
 def as_legacy(

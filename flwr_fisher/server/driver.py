@@ -1,39 +1,54 @@
-"""A run's rounds, start to end: ask, collect, admit, step, keep."""
+"""A run's rounds, one after another: train, evaluate, write down, tell."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from flwr.app import ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
 
+from flwr_fisher.callbacks import Callback
+from flwr_fisher.errors import RoundError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.printable import listed
-from flwr_fisher.server.cohort import Cohort
-from flwr_fisher.server.door import Door, EvaluationDoor, abstains
+from flwr_fisher.server.door import EvaluationDoor, abstains
 from flwr_fisher.server.exchange import Exchange, Secure, Uploads
-from flwr_fisher.server.gather import Gathering
-from flwr_fisher.server.journal import ExchangeJournal
 from flwr_fisher.server.mailbox import collect
-from flwr_fisher.server.open_exchange import OpenExchange, Sampling, new_admission
-from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.receive import Late
+from flwr_fisher.server.round import LateReplies, Method, Round, door_of
 from flwr_fisher.server.run import Run
-from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 
 TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-class Method(Sampling, Protocol):
+class Strategy(Method, Protocol):
     """A strategy, as far as the server knows it."""
 
     secure: Secure | None
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Return what a round asks of its clients, one request after another."""
+
+    def may_skip(self, server_round: int) -> bool:
+        """Return whether the run can go on without a round."""
+
+    def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
+        """Return what clients that train are sent of the caller's."""
+
+    def evaluation_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
+        """Return what clients that evaluate are sent of the caller's."""
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the requests to evaluate."""
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the replies to them."""
 
 
 @runtime_checkable
@@ -44,23 +59,13 @@ class _Listener(Protocol):
         """Learn their metrics, by node."""
 
 
-def _exchanges(method: Method, server_round: int) -> Sequence[Exchange[Any]]:
-    """Return what a round asks, as secure sums where the strategy wants them."""
-    exchanges = method.exchanges(server_round)
-    if method.secure is None:
-        return exchanges
-    return method.secure.secured(
-        exchanges,
-        seed=f"{method.seed}/{server_round}",
-        weighted_by=method.weighted_by_key,
-    )
-
-
 class Driver:
     """Does rounds of a strategy on a grid, and keeps them in a run.
 
     Parameters
     ----------
+    strategy : Strategy
+        Says what a round asks, and what it makes of the uploads.
     grid : Grid
         Reaches the clients.
     run : Run
@@ -69,25 +74,63 @@ class Driver:
         Seconds to wait for the replies of an exchange, and for nodes to connect.
     """
 
-    def __init__(self, grid: Grid, run: Run, timeout: float) -> None:
+    def __init__(
+        self, strategy: Strategy, grid: Grid, run: Run, timeout: float
+    ) -> None:
+        self.strategy, self.cohort = strategy, strategy.cohort
         self.grid, self.run, self.timeout = grid, run, timeout
         self.server_round = run.server_round  # under way
-        self._late: Late | None = None  # of the last exchange
+        self._late: LateReplies | None = None  # of the last exchange
 
-    def train(self, method: Method, server_round: int, config: ConfigRecord) -> None:
+    def rounds(
+        self,
+        num_rounds: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: Evaluate | None,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        """Do the rounds that are left, up to `num_rounds` or until a callback ends it.
+
+        Raises
+        ------
+        RoundError
+            If a round fails that is not to be skipped.
+        CallbackError
+            If a callback failed, when its round is finished.
+        """
+        run, strategy = self.run, self.strategy
+        if evaluate_fn and run.server_round == 0:
+            run.evaluated(0, evaluate_fn(0, run.arrays()))
+            run.finish(0)
+        if run.id is not None:
+            named = named_options({"run": run.id})
+            train_config = ConfigRecord({**train_config, **named})
+        ended = bool(run.server_round) and run.tell(callbacks)
+        for server_round in range(run.server_round + 1, num_rounds + 1):
+            if ended:
+                break
+            logger.info("")
+            logger.info("[ROUND %s/%s]", server_round, num_rounds)
+            self.server_round, before = server_round, run.state
+            try:
+                self.train(strategy.round_config(server_round, train_config))
+            except RoundError as error:
+                skip = strategy.waiting.on_failed_round == "skip"
+                if not (skip and strategy.may_skip(server_round)):
+                    raise
+                run.failed(server_round, before, error)
+            self.evaluate(strategy.evaluation_config(server_round, evaluate_config))
+            if evaluate_fn:
+                run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
+            run.finish(server_round, self.cohort.absences())
+            ended = run.tell(callbacks)
+
+    def train(self, config: ConfigRecord) -> None:
         """Do a round's exchanges.
 
         Uploads that an interrupted run admitted are taken from disk, and their clients
         are not asked again.
-
-        Parameters
-        ----------
-        method : Method
-            The strategy.
-        server_round : int
-            The round.
-        config : ConfigRecord
-            The caller's, for the clients.
 
         Raises
         ------
@@ -96,71 +139,94 @@ class Driver:
         CheckpointError
             If an upload on disk is of another version of this library.
         """
-        if method.fraction_train == 0.0:  # FedAvg's way to evaluate without training
+        if self.strategy.fraction_train == 0.0:  # FedAvg's way to evaluate alone
             return
         uploads: Uploads[Any]
-        for index, exchange in enumerate(_exchanges(method, server_round), start=1):
+        for index, exchange in enumerate(self._exchanges(), start=1):
             # The uploads of the last exchange go before those of this one come.
             uploads = []
             self.run.forget_uploads()
-            state = self.run.state
-            opened = OpenExchange(method, exchange, state, server_round)
-            kept = self.run.kept(server_round, index)
-            gathering = Gathering(self.grid, opened, kept, config, self.timeout)
-            # It must not hold this exchange's uploads until the last late reply.
-            alone = replace(exchange, fold=None)  # the sum is not to change any more
-            admission = partial(new_admission, method, alone, state.params)
-            late = self.late(method.cohort, admission, kept, server_round)
-            gathering.run(late)
-            try:
-                finished = opened.finish()
-            finally:
-                for client, reason in opened.admission.withdrawn.items():
-                    kept.set_aside(client, reason)
-            uploads, step = finished.uploads, finished.step
-            clients = [upload.client for upload in uploads]
-            done = opened.admission
-            out = done.missing, done.rejected.reasons
-            kept.close(clients, *out, method.cohort.absences())
-            metrics = finished.metrics
-            del opened, gathering, finished, done  # which hold them, too
+            journal = self.run.kept(self.server_round, index)
+            under_way = Round(
+                self.strategy,
+                exchange,
+                self.run.state,
+                self.server_round,
+                config,
+                self.grid,
+                journal,
+                self.timeout,
+            )
+            under_way.gather(self._late_replies(under_way))
+            outcome = under_way.step()
+            under_way.close(outcome.uploads)
+            uploads, step, metrics = outcome.uploads, outcome.step, outcome.metrics
+            del under_way, outcome  # which hold the uploads, too
             if isinstance(self.grid, _Listener):
-                nodes = self._nodes(method.cohort)  # of uploads from disk, other ones
+                nodes = self._nodes()  # of uploads from disk, other ones
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
-            self.run.stepped(server_round, step, uploads, metrics)
+            self.run.stepped(self.server_round, step, uploads, metrics)
 
-    def evaluate(
-        self,
-        strategy: Strategy,
-        cohort: Cohort,
-        server_round: int,
-        config: ConfigRecord,
-        weighted_by_key: str,
-        policy: Policy,
-        waiting: Waiting,
-        grid: Grid | None = None,
-    ) -> None:
+    def _exchanges(self) -> Sequence[Exchange[Any]]:
+        """Return what a round asks, as secure sums where the strategy wants them."""
+        strategy = self.strategy
+        exchanges = strategy.exchanges(self.server_round)
+        if strategy.secure is None:
+            return exchanges
+        return strategy.secure.secured(
+            exchanges,
+            seed=f"{strategy.seed}/{self.server_round}",
+            weighted_by=strategy.weighted_by_key,
+        )
+
+    def _late_replies(self, under_way: Round[Any]) -> LateReplies:
+        """Return what takes the replies that come when an exchange is over."""
+        if self._late is not None:
+            self._late.forget()
+        # It must not hold this exchange's uploads until the last late reply, and its
+        # sum is not to change any more.
+        alone = replace(under_way.exchange, fold=None)
+        self._late = LateReplies(
+            self.cohort,
+            partial(door_of, self.strategy, alone, under_way.state.params),
+            under_way.journal,
+            self.server_round,
+            self._count_late,
+        )
+        return self._late
+
+    def _count_late(self) -> int:
+        self.run.count_late(self.server_round)
+        return self.server_round
+
+    def _nodes(self) -> dict[str, int]:
+        """Return the nodes that are connected, by their clients' names."""
+        connected, cohort = list(self.grid.get_node_ids()), self.cohort
+        nodes = cohort.learn(cohort.mailbox(self.grid), connected, self.timeout)
+        return {cohort.name(node): node for node in nodes}
+
+    def evaluate(self, config: ConfigRecord) -> None:
         """Have clients evaluate the run's parameters, as the strategy says.
 
-        Who has nothing to evaluate on says so, and is not asked again. `grid` is what
-        the strategy samples from, by default the run's.
+        Who has nothing to evaluate on says so, and is not asked again.
         """
-        self.server_round = server_round
+        strategy, cohort, server_round = self.strategy, self.cohort, self.server_round
         config = ConfigRecord({**config, **named_options({"may-abstain": True})})
         messages = [
             message
             for message in strategy.configure_evaluate(
-                server_round, self.run.arrays(), config, grid or self.grid
+                server_round, self.run.arrays(), config, self.grid
             )
             if message.metadata.dst_node_id not in cohort.abstaining
         ]
         due = {message.metadata.dst_node_id for message in messages}
         num_asked, new = len(due), set[int]()  # who abstains, and did not before
-        door = EvaluationDoor(cohort, weighted_by_key, policy)
+        door = EvaluationDoor(cohort, strategy.weighted_by_key, strategy.policy)
 
         def enough() -> bool:
-            return len(door.admitted) >= max(waiting.enough(num_asked - len(new)), 1)
+            wanted = strategy.waiting.enough(num_asked - len(new))
+            return len(door.admitted) >= max(wanted, 1)
 
         for reply in collect(
             cohort.mailbox(self.grid), messages, self.timeout, enough=enough
@@ -184,27 +250,3 @@ class Driver:
         door.log_missing()
         metrics = door.average(server_round, strategy.aggregate_evaluate)
         self.run.client_evaluated(server_round, metrics)
-
-    def late(
-        self,
-        cohort: Cohort,
-        admission: Callable[[], Door[Any]],
-        kept: ExchangeJournal,
-        server_round: int,
-    ) -> Late:
-        """Return what takes the replies that come when a round's exchange is over."""
-        self.server_round = server_round
-        if self._late is not None:
-            self._late.forget()
-        self._late = Late(cohort, admission, kept, server_round, self._count_late)
-        return self._late
-
-    def _count_late(self) -> int:
-        self.run.count_late(self.server_round)
-        return self.server_round
-
-    def _nodes(self, cohort: Cohort) -> dict[str, int]:
-        """Return the nodes that are connected, by their clients' names."""
-        connected, mailbox = list(self.grid.get_node_ids()), cohort.mailbox(self.grid)
-        nodes = cohort.learn(mailbox, connected, self.timeout)
-        return {cohort.name(node): node for node in nodes}

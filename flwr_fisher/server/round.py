@@ -1,0 +1,549 @@
+"""A round under way: asks clients, waits for them, admits replies, takes the step.
+
+Long: one object does all of it, since each depends on what the others have seen.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app.message_type import MessageType
+from flwr.serverapp import Grid
+
+from flwr_fisher.errors import (
+    CheckpointError,
+    ParamsError,
+    RoundError,
+    StructureError,
+)
+from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params
+from flwr_fisher.printable import listed
+from flwr_fisher.randomness import seed_of_clients
+from flwr_fisher.server.cohort import Cohort, Sample
+from flwr_fisher.server.door import TRAIN, Door
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
+from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
+from flwr_fisher.server.mailbox import Receive, Reply, collect
+from flwr_fisher.server.policy import Policy
+from flwr_fisher.server.waiting import Waiting
+from flwr_fisher.wire import Payload, named_options
+
+P = TypeVar("P", bound=Payload)
+
+_AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
+_AT_ONCE = 4  # uploads that are held, where they are added up as they come
+# What a step raises that cannot work with what it is given.
+_STEP_ERRORS = (
+    ParamsError,
+    StructureError,
+    ArithmeticError,
+    torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+)
+MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
+
+
+class Method(Protocol):
+    """A strategy, as far as a round knows it: FedAvg's settings, and this library's."""
+
+    seed: int
+    cohort: Cohort
+    policy: Policy
+    waiting: Waiting
+    fraction_train: float
+    min_train_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MetricsAggregator
+
+
+def requests(
+    method: Method,
+    server_round: int,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    nodes: Iterable[int],
+    message_type: str = MessageType.TRAIN,
+) -> list[Message]:
+    """Return the messages that ask nodes; the caller's records are left as they are."""
+    seed = named_options({"seed": seed_of_clients(method.seed)})
+    sent = {**config, "server-round": server_round, **seed}
+    content = RecordDict({method.arrayrecord_key: arrays})
+    content[method.configrecord_key] = ConfigRecord(sent)
+    return [
+        Message(content, node, message_type, group_id=str(server_round))
+        for node in nodes
+    ]
+
+
+def door_of(method: Method, exchange: Exchange[P], like: Params) -> Door[P]:
+    """Return what admits an exchange's replies.
+
+    Parameters
+    ----------
+    method : Method
+        The strategy.
+    exchange : Exchange
+        What it asks.
+    like : Mapping[str, Tensor]
+        The run's parameters.
+    """
+    policy = method.policy
+    if exchange.fold is not None:  # what is added at once cannot be weighed against
+        policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
+    return Door(
+        method.cohort,
+        exchange.read,
+        like,
+        method.weighted_by_key,
+        policy,
+        fold=exchange.fold,
+        quiet=bool(exchange.part),
+    )
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[P]):
+    """What became of a round: the step, its uploads, the clients' metrics."""
+
+    step: Step
+    uploads: Uploads[P]
+    metrics: MetricRecord
+
+
+@dataclass
+class _Asked:
+    """A node that was asked: how often, when last, and since when it is known dead."""
+
+    times: int
+    since: float
+    died: float | None = None
+
+
+class Round(Generic[P]):
+    """One exchange of a round.
+
+    Parameters
+    ----------
+    method : Method
+        The strategy.
+    exchange : Exchange
+        What it asks.
+    state : ServerState
+        Where the run stands.
+    server_round : int
+        The round.
+    config : ConfigRecord
+        The caller's, for the clients.
+    grid : Grid
+        Reaches the clients.
+    journal : ExchangeJournal
+        What is known of the exchange, in all lives of the run.
+    timeout : float
+        Seconds to wait for nodes to connect, and for replies where there is no
+        collection window.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        exchange: Exchange[P],
+        state: ServerState,
+        server_round: int,
+        config: ConfigRecord,
+        grid: Grid,
+        journal: ExchangeJournal,
+        timeout: float,
+    ) -> None:
+        self.method, self.exchange, self.state = method, exchange, state
+        self.server_round, self.config = server_round, exchange.configure(config)
+        self.grid, self.journal, self.timeout = grid, journal, timeout
+        self.cohort, self.waiting = method.cohort, method.waiting
+        self.needed = method.min_train_nodes
+        self.door = door_of(method, exchange, state.params)
+        self._sampled: set[str] | None = None  # names; None: whoever comes
+        self._asked: dict[int, _Asked] = {}
+        self._due: set[int] = set()  # nodes that have not replied
+
+    # Ask
+
+    def open(self) -> tuple[ExchangeRecord, list[Message]]:
+        """Sample clients, write down whom, and return the requests to them, too.
+
+        Raises
+        ------
+        RoundError
+            If too few nodes are connected when the time is up, or too few of them train
+            the same parameters.
+        """
+        sample = self.sample()
+        names = [self.cohort.name(node) for node in sample.nodes]
+        record = self.journal.open(names, sample.wanted, self.cohort.connected)
+        self.door.expected = len(names)
+        new = self.door.without_done(sample.nodes)  # who has left an upload on disk?
+        nodes = self._matching(new)
+        self.door.check_enough(self.needed, len(nodes))
+        return record, self._ask(nodes)
+
+    def sample(self) -> Sample:
+        """Return whom to ask."""
+        method, cohort = self.method, self.cohort
+        if self.exchange.asks is not None:
+            numbers = self.exchange.asks(self.state)
+            minimum = min(self.needed, len(numbers))
+            ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
+            nodes = [node for node in ready if cohort.identity(node).number in numbers]
+            part = self.exchange.part and f"secure sum, {self.exchange.part}: "
+            logger.info("configure_train: %sasking %s nodes", part, len(nodes))
+            return Sample(nodes, len(nodes))
+        sample = cohort.sample(
+            self.grid,
+            fraction=1.0 if self.exchange.everyone else method.fraction_train,
+            minimum=method.min_train_nodes,
+            available=method.min_available_nodes,
+            server_round=self.server_round,
+            purpose="train",
+            timeout=self.timeout,
+            waiting=method.waiting,
+        )
+        logger.info("configure_train: Sampled %s nodes", len(sample.nodes))
+        return sample
+
+    def _matching(self, nodes: list[int]) -> list[int]:
+        """Reject those nodes whose uploads could not be merged; return the rest."""
+        if not self.exchange.require_same_parameters or not nodes:
+            return nodes
+        everyone, like = [*self._asked, *nodes], self.state.params
+        mismatched = self.cohort.mismatched(self.grid, everyone, like, self.timeout)
+        for node in mismatched.keys() & set(nodes):
+            self.door.reject(node, mismatched[node], "configure_train")
+        return [node for node in nodes if node not in mismatched]
+
+    def _ask(self, nodes: list[int]) -> list[Message]:
+        for node in nodes:
+            times = self._asked[node].times if node in self._asked else 0
+            self._asked[node] = _Asked(times + 1, time.monotonic())
+        self._due |= set(nodes)
+        return self.messages(nodes)
+
+    def messages(self, nodes: Iterable[int]) -> list[Message]:
+        """Return the requests to some of the nodes."""
+        exchange, ask = self.exchange, (self.method, self.server_round)
+        if exchange.send_each is None:
+            arrays = exchange.arrays(self.state)
+            return requests(*ask, arrays, self.config, nodes)
+        own, messages = exchange.send_each(self.state), list[Message]()
+        for node in nodes:
+            groups = own(self.cohort.identity(node).number)
+            arrays = exchange.arrays(self.state, groups)
+            messages += requests(*ask, arrays, self.config, [node])
+        return messages
+
+    # Wait and admit
+
+    def gather(self, late: Receive) -> None:
+        """Admit what an interrupted run left, then ask, and take replies as they come.
+
+        Parameters
+        ----------
+        late : Callable[[Reply], object]
+            Called with a reply that comes when the exchange is over.
+
+        Raises
+        ------
+        RoundError
+            If too few clients are connected when the time is up.
+        CheckpointError
+            If it was begun with a collection window, and there is none now.
+        """
+        record, messages = self.journal.record, list[Message]()
+        self._restore(record)
+        if record is not None and record.closed is not None:
+            lost = set(record.closed) - {u.client for u in self.door.admitted}
+            if not lost:
+                self.cohort.recall_absences(record.absences)
+                return
+            record = self.journal.reopen(lost)
+        if record is not None:
+            self._log_newcomers(record)
+        elif self.waiting.window is not None:
+            record = self.journal.open(None, 0, 0)
+        else:
+            record, messages = self.open()
+        if record.clients is None:
+            timeout = self._window() - (time.time() - record.opened)
+            logger.info("configure_train: the window closes in %.0f s", timeout)
+            enough = self.waiting.enough_in_window
+        else:
+            self._sampled, timeout = set(record.clients), self.timeout
+            enough = self.waiting.enough(record.wanted)
+        if timeout > 0:
+            self._receive(messages, timeout, max(enough, self.needed), late)
+        self._mark_absent()
+
+    def _restore(self, record: ExchangeRecord | None) -> None:
+        """Admit uploads that an interrupted run left, whoever is connected now.
+
+        An upload that turned out to be bad stays where it is, and its client rejected.
+        Of an exchange that was closed, those count of which its step was made.
+        """
+        door, rejected, closed = self.door, self.journal.all_set_aside, None
+        if record is not None:
+            door.expected = len(record.clients or ())
+            self.cohort.connected, closed = record.connected, record.closed
+        if record is not None and closed is not None:
+            rejected = {**record.rejected, **rejected}
+            door.missing |= record.missing
+        for name, reason in rejected.items():
+            door.rejected.add(name, reason, stage=TRAIN)
+        for client, arrays, metrics in self.journal.uploads():
+            if closed is not None and client.name not in closed:
+                continue
+            self.cohort.recall(client)
+            try:
+                door.admit(client, arrays, metrics)
+            except Exception as error:  # admitted once, by another version perhaps
+                door.reject_saved(client, error)
+                self.journal.set_aside(client.name, door.rejected.reasons[client.name])
+
+    def _window(self) -> float:
+        """Return how long the collection window is open."""
+        if self.waiting.window is None:
+            raise CheckpointError(
+                f"round {self.server_round} was begun with a collection window: resume "
+                "it with Waiting(window=...)"
+            )
+        return self.waiting.window
+
+    def _receive(
+        self, messages: list[Message], timeout: float, enough: float, late: Receive
+    ) -> None:
+        """Take replies as they arrive, and keep each that is admitted."""
+        door, cohort, silent = self.door, self.cohort, list[int]()
+        deadline = time.monotonic() + timeout
+
+        def are_enough() -> bool:
+            return len(door.admitted) >= enough
+
+        for reply in collect(
+            cohort.mailbox(self.grid),
+            messages,
+            timeout,
+            late=late,
+            enough=are_enough,
+            newcomers=self._newcomers,
+            at_once=_AT_ONCE if door.fold is not None else None,
+        ):
+            self._due.discard(reply.node)
+            client = cohort.identity(reply.node)
+            if door.has(client):
+                continue  # it has come back under another node's id
+            if not reply.of_link:
+                cohort.replied(reply.node)
+            elif not reply.of_the_dead:
+                silent.append(reply.node)
+            if (records := door.take(reply)) is not None:
+                self.journal.save(client, *records)
+        if are_enough():
+            door.mark_missing(self._due, "not waited for, since enough have replied")
+            cohort.passed_over(self._due, self.server_round)
+        else:
+            silent += self._due
+            if time.monotonic() > deadline:
+                door.mark_missing(silent, f"none within {timeout:.0f} s")
+            cohort.missed(silent, self.server_round)
+        door.log_missing()
+
+    # Who comes, and who does not
+
+    def _connected(self) -> list[int]:
+        """Return the nodes that can be asked."""
+        nodes = list(self.grid.get_node_ids())
+        return self.cohort.learn(self.cohort.mailbox(self.grid), nodes, self.timeout)
+
+    def _newcomers(self) -> list[Message] | None:
+        """Return the messages to those who have connected and were not asked yet."""
+        left, identity = self._left(), self.cohort.identity
+        if self._sampled is not None and not left:
+            return None
+        nodes = self._connected()
+        if self._sampled is not None:
+            new = [node for node in nodes if identity(node).names & left]
+            new = self._matching(sorted(new, key=self.cohort.order))
+        else:  # nobody knows yet what most train: the uploads themselves tell
+            self.cohort.connected = len(nodes)
+            nodes = self.door.without_done(nodes)
+            new = [node for node in nodes if self._may_be_asked(node)]
+            new.sort(key=self.cohort.order)
+            self.door.expected += len(new) - len(self._asked.keys() & new)
+        return self._ask(new)
+
+    def _may_be_asked(self, node: int) -> bool:
+        """Return whether to ask a node of a window, at first or once more.
+
+        A node that died is asked when it is back, later each time. A node that was
+        restarted may have lost the request, and nobody would know: so who is silent is
+        asked again, too, where clients hand over what they have finished.
+        """
+        if (asked := self._asked.get(node)) is None:
+            return True
+        now, factor = time.monotonic(), 1 << (asked.times - 1)
+        if node in self._due:
+            on_disk = self.journal.on_disk
+            return on_disk and now > asked.since + factor * _AGAIN_IF_SILENT
+        asked.died = now if asked.died is None else asked.died
+        return now > asked.died + factor * _AGAIN_IF_DEAD
+
+    def _left(self) -> set[str]:
+        """Return the names of those who were to be asked, and have not been yet."""
+        if not self._sampled:
+            return set()
+        names = {name for n in self._asked for name in self.cohort.identity(n).names}
+        return self._sampled - names - self.door.done()
+
+    def _log_newcomers(self, record: ExchangeRecord) -> None:
+        """Log who was not there when all that were there were asked."""
+        if record.clients is None or record.connected > len(record.clients):
+            return
+        known = {*record.clients, *self.door.done()}
+        nodes = self._connected()
+        if new := [n for n in nodes if not self.cohort.identity(n).names & known]:
+            logger.warning(
+                "configure_train: not asked, since round %s began without them: %s; "
+                "one that begins with Waiting(window=...) takes whoever comes",
+                self.server_round,
+                listed(map(self.cohort.name, new)),
+            )
+
+    def _mark_absent(self) -> None:
+        """Note who was to be asked, and could not be."""
+        for name in sorted(self._left()):
+            reason = "it did not connect"
+            if name.startswith("node-"):
+                reason += (
+                    " under this id; give nodes a partition-id, or register them, to "
+                    "know them again"
+                )
+            self.door.missing[name] = reason
+
+    # Step
+
+    def step(self) -> Outcome[P]:
+        """Take the step, and see that it led somewhere.
+
+        An upload with which no step can be taken, not even by itself, is withdrawn.
+
+        Raises
+        ------
+        RoundError
+            If there are too few uploads, or the step made a parameter that is not
+            finite, and no upload alone is to blame.
+        """
+        try:
+            while True:
+                uploads = self.door.uploads(self.needed)
+                try:
+                    step = self._try_step(uploads)
+                    break
+                except _STEP_ERRORS as error:
+                    if not self._withdraw_culprits(uploads):
+                        raise RoundError(
+                            f"the step failed: {error}; the round is not finished, and "
+                            "its uploads are kept where there is a checkpoint_dir"
+                        ) from error
+        finally:
+            for client, reason in self.door.withdrawn.items():
+                self.journal.set_aside(client, reason)
+        return Outcome(
+            step, uploads, self.door.metrics(self.method.train_metrics_aggr_fn)
+        )
+
+    def _try_step(self, uploads: Uploads[P]) -> Step:
+        step = self.exchange.step(self.state, uploads)
+        for name, value in step.state.params.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise ParamsError(
+                    f"it made '{name}' NaN or infinite out of finite uploads"
+                )
+        return step
+
+    def _withdraw_culprits(self, uploads: Uploads[P]) -> bool:
+        """Withdraw the uploads with which a step fails that takes nothing else."""
+        culprits: list[tuple[Upload[P], Exception]] = []
+        for upload in uploads:
+            try:
+                self._try_step([upload])
+            except _STEP_ERRORS as failure:
+                culprits.append((upload, failure))
+        if len(culprits) == len(uploads):
+            return False  # the step itself fails, whatever it is given
+        for upload, reason in culprits:
+            self.door.withdraw(upload, reason)
+        return bool(culprits)
+
+    def close(self, uploads: Uploads[P]) -> None:
+        """Write down of whose uploads the step was: when resumed, it is the same."""
+        self.journal.close(
+            [upload.client for upload in uploads],
+            self.door.missing,
+            self.door.rejected.reasons,
+            self.cohort.absences(),
+        )
+
+
+@dataclass
+class LateReplies:
+    """Takes the replies that come when their exchange is over.
+
+    They are counted. Where the run is kept and the round is still the last one, they
+    are admitted to the journal, for when the round is opened again.
+
+    Parameters
+    ----------
+    cohort : Cohort
+        Knows the clients.
+    door : Callable[[], Door], optional
+        Makes what admits them; holds the round's parameters, and none of its uploads.
+    journal : ExchangeJournal
+        Where they go.
+    server_round : int
+        Their round.
+    count : Callable[[], int]
+        Counts one; returns the round that is under way.
+    """
+
+    cohort: Cohort
+    door: Callable[[], Door[Any]] | None
+    journal: ExchangeJournal
+    server_round: int
+    count: Callable[[], int]
+
+    def __call__(self, reply: Reply) -> None:
+        """Take one."""
+        if reply.of_link:
+            return
+        self.cohort.replied(reply.node)
+        client = self.cohort.identity(reply.node)
+        current = self.count() == self.server_round
+        new_door = self.door if current and self.journal.on_disk else None
+        logger.warning(
+            "%s: late: the reply of %s to round %s came after its end%s",
+            TRAIN,
+            self.cohort.name(reply.node),
+            self.server_round,
+            "; it is kept for when that is opened again" if new_door else "",
+        )
+        if new_door is None or self.journal.has(client):
+            return  # what was admitted is not replaced
+        if (records := new_door().take(reply)) is not None:
+            self.journal.save(client, *records)
+
+    def forget(self) -> None:
+        """Admit no more: another exchange has begun. Only count."""
+        self.door = None
