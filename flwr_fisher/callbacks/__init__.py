@@ -4,10 +4,8 @@
 """
 
 from flwr_fisher.callbacks.base import Callback, History, call, history_of
-from flwr_fisher.callbacks.best_model import BestModel
-from flwr_fisher.callbacks.csv_file import CSVFile
-from flwr_fisher.callbacks.early_stopping import EarlyStopping
-from flwr_fisher.callbacks.trackers import MLflow, TensorBoard, WandB
+from flwr_fisher.callbacks.trackers import CSVFile, MLflow, TensorBoard, WandB
+from flwr_fisher.callbacks.watching import BestModel, EarlyStopping
 
 __all__ = [
     "BestModel",

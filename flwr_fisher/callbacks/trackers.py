@@ -1,5 +1,7 @@
-"""Experiment trackers, each only where it is installed."""
+"""Callbacks that write all metrics: a table, and trackers where they are installed."""
 
+import csv
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from flwr.app import ArrayRecord
 
 from flwr_fisher.callbacks.base import History
 from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.files import save_text
 
 _ODD = re.compile(r"[^\w\-. /:]")  # a client names its metrics as it likes
 
@@ -131,3 +134,37 @@ class WandB(_Tracker):
 
 def _missing(package: str) -> ConfigurationError:
     return ConfigurationError(f"'{package}' is not installed: pip install {package}")
+
+
+class CSVFile:
+    """Writes all metrics after each round: a row a round, a column a metric.
+
+    The file is written anew each time, whole or not at all, so it has each round once,
+    whatever crashes; a metric that comes later has empty fields before. A list is
+    written with semicolons.
+
+    Parameters
+    ----------
+    path : str | Path
+        The file; its folder is made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def on_round_end(
+        self, server_round: int, arrays: ArrayRecord, history: History
+    ) -> None:
+        """Write the table."""
+        names = sorted({name for record in history.values() for name in record})
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["round", *names])
+        for number, record in sorted(history.items()):
+            writer.writerow([number, *(_field(record.get(name)) for name in names)])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        save_text(self.path, text.getvalue())
+
+
+def _field(value: object) -> object:
+    return ";".join(map(str, value)) if isinstance(value, list) else value
