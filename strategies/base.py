@@ -6,7 +6,7 @@ Long: a third of it is the docstrings of what a strategy says, and of `start`.
 import textwrap
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from inspect import signature
@@ -39,7 +39,7 @@ from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import Round, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.wire import arrays_to_tensors, named_options, tensors_to_arrays
+from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 _RANGES: dict[str, tuple[int, ...]] = {
     "fraction_train": (0, 1),

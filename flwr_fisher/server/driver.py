@@ -37,7 +37,9 @@ class Strategy(Method, Protocol):
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
         """Return what clients that train are sent of the caller's."""
 
-    def evaluation_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
+    def evaluation_config(
+        self, server_round: int, config: ConfigRecord
+    ) -> ConfigRecord:
         """Return what clients that evaluate are sent of the caller's."""
 
     def configure_evaluate(
