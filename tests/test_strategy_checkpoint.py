@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clocked import FullClock, clock
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from safetensors import safe_open
 from virtual import (
@@ -31,6 +32,7 @@ from flwr_fisher.server.journal import Journal
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
 from flwr_fisher.testing import LocalGrid
 
+__all__ = ["clock"]  # a fixture
 CLIENTS, ROUNDS = 4, 3
 ALL = [(n, p) for n in range(1, ROUNDS + 1) for p in range(CLIENTS)]
 
@@ -390,7 +392,7 @@ def test_what_only_its_own_step_was_made_of_is_asked_for_again(tmp_path: Path) -
 
 @pytest.mark.parametrize("lost", [1, 11])
 def test_the_last_of_many_exchanges_is_opened_again(
-    tmp_path: Path, lost: int, caplog: pytest.LogCaptureFixture
+    clock: FullClock, tmp_path: Path, lost: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who missed the first one cannot join the others, which the log tells."""
 
@@ -411,8 +413,8 @@ def test_the_last_of_many_exchanges_is_opened_again(
         strategy = FedFisherOneShot(
             aggregate="sums", iterations=9, fraction_evaluate=0.0
         )
-        where = {"checkpoint_dir": tmp_path, "timeout": 1}
-        return strategy.start(grid, tiny_arrays(), **where, **options)
+        options |= {"checkpoint_dir": tmp_path, "timeout": 60}
+        return strategy.start(grid, tiny_arrays(), **options)
 
     app = Watched()
     first = run(Loses(app, 4))
@@ -455,6 +457,15 @@ def test_a_server_dies_while_a_round_is_opened_again(
     result = start(last, **options, **again)
     assert same_bits(result.arrays, start(num_rounds=1).arrays)
     assert len(last.trained) == (dies == "when it has asked")
+
+
+def test_a_round_that_cannot_be_opened_again_stays(tmp_path: Path) -> None:
+    first = start(where=tmp_path, num_rounds=1)
+    spoil(tmp_path / "round-0000.safetensors")
+    options: dict[str, Any] = {"where": tmp_path, "num_rounds": 1, "resume": True}
+    with pytest.raises(CheckpointError, match=r"round-0000\.safetensors is damaged"):
+        start(reopen=True, **options)
+    assert same_bits(start(**options).arrays, first.arrays)
 
 
 # What is refused

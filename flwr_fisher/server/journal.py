@@ -355,6 +355,7 @@ class Journal:
                 f"{self.path} has a run up to round {server_round}, whose uploads and "
                 "start are not there any more: it cannot be opened again"
             )
+        self.load_state(server_round - 1)  # is whole: then this round is given up
         self._tell_left_behind(last)
         if last.record is not None:
             last.note(replace(last.record, opened=time.time(), closed=None))
