@@ -55,11 +55,6 @@ def test_bytes_are_scaled_and_normalised() -> None:
     assert y.tolist() == [3]
 
 
-def test_floats_are_normalised_but_not_scaled() -> None:
-    one = Images(torch.full((1, 1, 1, 1), 0.75), torch.tensor([0]), (0.5,), (0.5,))
-    assert one[0][0].item() == 0.5
-
-
 def test_a_batch_holds_what_single_reads_give_in_the_order_asked() -> None:
     some = images(channels=3)
     x, y = some[[4, 1, 1]]
@@ -84,7 +79,7 @@ def test_subset_keeps_order_and_copies() -> None:
     [
         ({"data": torch.zeros(6, 2, 2)}, r"\[n, C, H, W\]"),
         ({"data": torch.zeros(6, 1, 2, 2, dtype=torch.float64)}, "float64"),
-        ({"targets": torch.zeros(5, dtype=torch.int64)}, "6 images"),
+        ({"targets": torch.zeros(5, dtype=torch.int64)}, r"int64 \[5\]"),
         ({"targets": torch.zeros(6)}, "int64"),
         ({"mean": (0.5, 0.5)}, "1 channels"),
     ],
@@ -112,29 +107,21 @@ def test_data_whose_splits_do_not_fit_are_refused() -> None:
 
 
 def test_digits() -> None:
+    from sklearn.datasets import load_digits
+
     data = load_dataset("digits")
     assert (len(data.train), len(data.test)) == (1437, 360)
     assert data.shape == (1, 8, 8)
     assert data.num_classes == 10
-    assert data.class_names == tuple("0123456789")
+    assert load_dataset("digits") is data  # loaded once
+    both = torch.cat([data.train.data, data.test.data]).flatten(1) * 16
+    found = sorted(map(tuple, both.to(torch.int64).tolist()))
+    assert found == sorted(map(tuple, load_digits().data.astype(int).tolist()))
     # Stratified: a tenth of each split, nearly, is each digit.
     assert data.test.targets.bincount().min() >= 34
     x, _ = data.train[list(range(1437))]
     assert abs(float(x.mean())) < 1e-3
     assert abs(float(x.std()) - 1) < 1e-3
-
-
-def test_digits_splits_share_no_example() -> None:
-    from sklearn.datasets import load_digits
-
-    data = load_dataset("digits")
-    both = torch.cat([data.train.data, data.test.data]).flatten(1) * 16
-    found = sorted(map(tuple, both.to(torch.int64).tolist()))
-    assert found == sorted(map(tuple, load_digits().data.astype(int).tolist()))
-
-
-def test_a_data_set_is_loaded_once() -> None:
-    assert load_dataset("digits") is load_dataset("digits")
 
 
 @pytest.mark.parametrize("name", ["minst", "imagefolder:", "hf:", "hf"])
@@ -161,7 +148,7 @@ def test_importing_tasks_is_cheap() -> None:
 @pytest.mark.skipif(not MNIST_DIR.is_dir(), reason="MNIST is not in ../shared/data")
 def test_mnist() -> None:
     data = load_dataset("mnist", MNIST_DIR)
-    assert repr(data) == "ImageData(60000 + 10000 images, 1x28x28, 10 classes)"
+    assert repr(data) == "ImageData(60000 + 10000 of shape 1x28x28, 10 classes)"
     assert data.train.data.dtype == torch.uint8
     assert data.test.targets.bincount()[:3].tolist() == [980, 1135, 1032]
     x, _ = data.train[list(range(60000))]
@@ -285,7 +272,7 @@ def test_svhn_has_numbers_for_names(
         savemat(tmp_path / f"{split}_32x32.mat", content)
     data = load_dataset("svhn", tmp_path)
     assert torch.equal(data.train.data, torch.from_numpy(pixels))
-    assert data.class_names == ("0", "1", "2")
+    assert data.class_names == tuple("0123456789")
     assert data.test.targets.tolist() == [2, 0, 1]
 
 
@@ -321,26 +308,18 @@ def test_image_folder(tmp_path: Path, relative: bool) -> None:
     write_folders(tmp_path / "mine")
     name = "mine" if relative else str(tmp_path / "mine")
     data = load_dataset(f"imagefolder:{name}", tmp_path if relative else None)
-    assert repr(data) == "ImageData(4 + 4 images, 3x32x32, 2 classes)"
+    assert repr(data) == "ImageData(4 + 4 of shape 3x32x32, 2 classes)"
     assert data.class_names == ("ant", "bee")
     assert data.train.targets.tolist() == [0, 0, 1, 1]
     assert data.train.data[:, 0, 0, 0].tolist() == [0, 0, 100, 100]
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_image_folder_without_a_split_names_it(tmp_path: Path, split: str) -> None:
-    write_folders(tmp_path)
-    (tmp_path / split).rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=f"{tmp_path / split} is missing"):
-        load_dataset(f"imagefolder:{tmp_path}")
-
-
 @pytest.mark.parametrize(
     ("wrong", "holds"),
     [
-        (lambda root: (root / "train").rename(root / "val"), "holds test, val"),
-        (lambda root: root.rename(root.parent / "elsewhere"), "there is no "),
-        (lambda root: [p.rename(p.parent / "x" / p.name) for p in _flat(root)], "test"),
+        (lambda root: (root / "train").rename(root / "val"), "test.*val"),
+        (lambda root: root.rename(root.parent / "elsewhere"), "nothing"),
+        (lambda root: (root / "train" / "cow").mkdir(), "cow"),
     ],
 )
 def test_a_wrong_image_folder_shows_the_layout(tmp_path: Path, wrong, holds) -> None:
@@ -352,27 +331,10 @@ def test_a_wrong_image_folder_shows_the_layout(tmp_path: Path, wrong, holds) -> 
     assert "<dir>/train/<class>/<image files>" in str(raised.value)
 
 
-def _flat(root: Path) -> list[Path]:
-    """Have images where their classes' folders should be."""
-    for split in ("train", "test"):
-        for folder in list((root / split).iterdir()):
-            for file in folder.iterdir():
-                file.rename(root / split / f"{folder.name}-{file.name}")
-            folder.rmdir()
-    return []
-
-
 def test_image_folder_with_other_classes_in_test(tmp_path: Path) -> None:
     write_folders(tmp_path)
     (tmp_path / "test" / "bee").rename(tmp_path / "test" / "wasp")
     with pytest.raises(DataError, match=r"same classes.*: bee, wasp"):
-        load_dataset(f"imagefolder:{tmp_path}")
-
-
-def test_image_folder_with_an_empty_class(tmp_path: Path) -> None:
-    write_folders(tmp_path)
-    (tmp_path / "train" / "cow").mkdir()
-    with pytest.raises(DataError, match="cow"):
         load_dataset(f"imagefolder:{tmp_path}")
 
 
@@ -414,10 +376,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_hub_images_of_one_size_keep_it(hub: Path) -> None:
     from datasets import ClassLabel, Value
 
+    coarse = [1, 0, 1], ClassLabel(names=["a", "b"])
     labels = [1, 0, 1], ClassLabel(names=["no", "yes"])
     columns = {"pic": pictures(6, 6, 6), "text": (["x"] * 3, Value("string"))}
-    data = load_dataset(write_hub(hub, {**columns, "answer": labels}), hub / "cache")
-    assert repr(data) == "ImageData(3 + 3 images, 1x6x7, 2 classes)"
+    columns |= {"coarse_label": coarse, "fine_label": labels}
+    data = load_dataset(write_hub(hub, columns), hub / "cache")
+    assert repr(data) == "ImageData(3 + 3 of shape 1x6x7, 2 classes)"
     assert data.class_names == ("no", "yes")
     assert data.train.targets.tolist() == [1, 0, 1]
     assert int(data.test.data.min()) == int(data.test.data.max()) == 7
@@ -429,21 +393,8 @@ def test_hub_images_of_different_sizes_are_resized(hub: Path) -> None:
     labels = [2, 0], Value("int64")
     columns = {"image": pictures(6, 9, channels=3), "label": labels}
     data = load_dataset(write_hub(hub, columns), hub / "cache")
-    assert repr(data) == "ImageData(2 + 2 images, 3x32x32, 3 classes)"
+    assert repr(data) == "ImageData(2 + 2 of shape 3x32x32, 3 classes)"
     assert int(data.test.data.min()) == int(data.test.data.max()) == 7
-
-
-def test_hub_fine_labels_are_preferred(hub: Path) -> None:
-    from datasets import ClassLabel
-
-    two, three = ClassLabel(names=["a", "b"]), ClassLabel(names=["x", "y", "z"])
-    columns = {
-        "img": pictures(4, 4),
-        "coarse_label": ([0, 1], two),
-        "fine_label": ([2, 0], three),
-    }
-    data = load_dataset(write_hub(hub, columns), hub / "cache")
-    assert data.class_names == ("x", "y", "z")
 
 
 def test_hub_columns_that_are_not_clear_are_named(hub: Path) -> None:
@@ -462,8 +413,5 @@ def test_hub_without_a_test_split(hub: Path) -> None:
     name = write_hub(hub, columns, splits=("train",))
     with pytest.raises(DataError, match=r"hf:.*'test' is not present"):
         load_dataset(name, hub / "cache")
-
-
-def test_hub_that_cannot_be_reached(hub: Path) -> None:
     with pytest.raises(DataError, match=f"hf:{hub}/nothing"):
         load_dataset(f"hf:{hub}/nothing", hub / "cache")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.tasks import Task
-from flwr_fisher.tasks.images import ImageData, Images
+from flwr_fisher.tasks.examples import ImageData, Images
 
 TARGET = 0  # the class that a backdoor's trigger calls for
 SIDE = 4  # of the trigger, in pixels

@@ -11,16 +11,10 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
 from flwr_fisher.extras import extra
-from flwr_fisher.tasks.images import ImageData, Images
+from flwr_fisher.tasks.examples import ImageData, Images, TextData
 from flwr_fisher.tasks.kinds import KINDS
 from flwr_fisher.tasks.language import load_language
-from flwr_fisher.tasks.sources import (
-    load_hub,
-    load_image_folder,
-    name_classes,
-    stack_images,
-)
-from flwr_fisher.tasks.texts import TextData
+from flwr_fisher.tasks.pictures import load_hub, load_image_folder, stack_images
 
 DEFAULT_DATA_DIR = Path("~/.cache/flwr-fisher")
 
@@ -80,7 +74,7 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData | T
     Examples
     --------
     >>> load_dataset("digits")
-    ImageData(1437 + 360 images, 1x8x8, 10 classes)
+    ImageData(1437 + 360 of shape 1x8x8, 10 classes)
     """
     root = None if data_dir is None else Path(data_dir).expanduser()
     if root is not None and not root.is_absolute():
@@ -136,9 +130,8 @@ def _load_torchvision(name: str, root: Path) -> ImageData:
         Images(data, targets - skip, kind.mean, kind.std)
         for data, targets in (_tensors(class_name, raw) for raw in raws)
     )
-    # SVHN and GTSRB have no names.
-    names = getattr(raws[0], "classes", ())[skip:]
-    return ImageData(train, test, name_classes(names, train.targets))
+    names = getattr(raws[0], "classes", ())[skip:] or range(kind.num_classes)
+    return ImageData(train, test, tuple(map(str, names)))
 
 
 def _open(name: str, root: Path, train: bool) -> Any:

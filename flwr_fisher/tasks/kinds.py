@@ -27,40 +27,33 @@ class Kind:
     mean: Channels
     std: Channels
 
-
-def _numbered(count: int) -> tuple[str, ...]:
-    return tuple(map(str, range(count)))
-
-
-def _grey(side: int, classes: int, mean: float = 0.5, std: float = 0.5) -> Kind:
-    return Kind((1, side, side), _numbered(classes), (mean,), (std,))
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.class_names)
 
 
-def _rgb(names: tuple[str, ...], mean: Channels, std: Channels) -> Kind:
-    return Kind((3, 32, 32), names, mean, std)
+def _kind(side: int, classes: int | str, mean: Channels, std: Channels) -> Kind:
+    names = classes.split() if isinstance(classes, str) else map(str, range(classes))
+    return Kind((len(mean), side, side), tuple(names), mean, std)
 
 
-_HALF = (0.5, 0.5, 0.5)
-_CIFAR10_NAMES = (
-    *("airplane", "automobile", "bird", "cat", "deer"),
-    *("dog", "frog", "horse", "ship", "truck"),
-)
+_GREY, _RGB = (0.5,), (0.5, 0.5, 0.5)
+_CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 # The published mean and standard deviation of each channel; those of digits are of its
 # training split. EMNIST's letters are labelled from 0 here.
 KINDS: dict[str, Kind] = {
-    "digits": _grey(8, 10, 0.3054, 0.3761),
-    "mnist": _grey(28, 10, 0.1307, 0.3081),
-    "fashionmnist": _grey(28, 10, 0.2860, 0.3530),
-    "emnist": _grey(28, 47),
-    "emnist-balanced": _grey(28, 47),
-    "emnist-digits": _grey(28, 10),
-    "emnist-letters": _grey(28, 26),
-    "svhn": _rgb(_numbered(10), (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
-    "cifar10": _rgb(_CIFAR10_NAMES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": _rgb(
-        _numbered(100), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-    ),
-    "gtsrb": _rgb(_numbered(43), _HALF, _HALF),
+    "digits": _kind(8, 10, (0.3054,), (0.3761,)),
+    "mnist": _kind(28, 10, (0.1307,), (0.3081,)),
+    "fashionmnist": _kind(28, 10, (0.2860,), (0.3530,)),
+    "emnist": _kind(28, 47, _GREY, _GREY),
+    "emnist-balanced": _kind(28, 47, _GREY, _GREY),
+    "emnist-digits": _kind(28, 10, _GREY, _GREY),
+    "emnist-letters": _kind(28, 26, _GREY, _GREY),
+    "svhn": _kind(32, 10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+    "cifar10": _kind(32, _CIFAR10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": _kind(32, 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "gtsrb": _kind(32, 43, _RGB, _RGB),
 }
 """Of the data sets that are known without reading them."""
 
@@ -98,19 +91,16 @@ def kind_of(dataset: str) -> Kind:
         )
     channels, height, width = (int(size) for size in match.groups()[:3])
     classes = match[4]
-    names = _numbered(int(classes)) if classes.isdecimal() else _names(classes)
+    names = tuple(name.strip() for name in classes.split(","))
+    if classes.isdecimal():
+        names = tuple(map(str, range(int(classes))))
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigurationError(
+            f"classes '{classes}': a name is empty, or there twice"
+        )
     if 0 in (channels, height, width, len(names)):
         raise ConfigurationError(
             f"dataset '{dataset}': sizes and classes are at least 1"
         )
     half = (0.5,) * channels
     return Kind((channels, height, width), names, half, half)
-
-
-def _names(classes: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in classes.split(","))
-    if "" in names or len(set(names)) < len(names):
-        raise ConfigurationError(
-            f"classes '{classes}': a name is empty, or there twice"
-        )
-    return names

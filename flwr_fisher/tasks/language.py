@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import DataError
-from flwr_fisher.tasks.texts import Sequences, TextData, encode
+from flwr_fisher.tasks.examples import Sequences, TextData, encode
 
 
 def load_language() -> TextData:

@@ -8,13 +8,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.tasks.examples import Examples
-from flwr_fisher.tasks.images import ImageData
+from flwr_fisher.tasks.examples import Examples, ImageData
 from flwr_fisher.tasks.kinds import kind_of
+from flwr_fisher.tasks.load import task_from_run_config
 from flwr_fisher.tasks.models import make_model
 from flwr_fisher.tasks.own_data import load_own
 from flwr_fisher.tasks.partitions import balanced_subset
-from flwr_fisher.tasks.run_config import task_from_run_config
 from flwr_fisher.tasks.task import Task, batches
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError
 from flwr_fisher.extras import extra
-from flwr_fisher.tasks.images import Images
+from flwr_fisher.tasks.examples import Images
 from flwr_fisher.tasks.kinds import Kind
-from flwr_fisher.tasks.sources import image_and_label, open_folder, stack_images
+from flwr_fisher.tasks.pictures import open_folder, stack_images, stack_rows
 
 _FORMS = (
     "a folder with a folder of images for each class, an .npz file with arrays x and "
@@ -132,7 +132,7 @@ def _read_folders(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
     raw = open_folder(path)
     labels = [(numbers | names)[name] for name in raw.classes]
     samples = ((picture, labels[label]) for picture, label in raw)
-    return stack_images(samples, len(raw), _mode(kind), _size(kind))
+    return stack_images(samples, len(raw), *_form(kind))
 
 
 def _read_saved(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -146,21 +146,15 @@ def _read_saved(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
         if "train" not in saved:
             raise DataError(f"{path} has no split 'train', but {', '.join(saved)}")
         saved = saved["train"]
-    image, label = image_and_label(str(path), saved.features)
-    samples = ((row[image], row[label]) for row in saved)
-    return stack_images(samples, len(saved), _mode(kind), _size(kind))
+    return stack_rows(str(path), saved, *_form(kind))
 
 
-def _mode(kind: Kind) -> str:
-    """Return Pillow's name of the colour space."""
-    if kind.shape[0] not in _MODES:
+def _form(kind: Kind) -> tuple[str, tuple[int, int]]:
+    """Return Pillow's name of the colour space, width and height."""
+    channels, height, width = kind.shape
+    if channels not in _MODES:
         raise DataError(
             f"pictures have one or three channels, and the data set's images "
-            f"{kind.shape[0]}: pass them as an .npz file"
+            f"{channels}: pass them as an .npz file"
         )
-    return _MODES[kind.shape[0]]
-
-
-def _size(kind: Kind) -> tuple[int, int]:
-    _, height, width = kind.shape
-    return width, height
+    return _MODES[channels], (width, height)

@@ -1,113 +1,130 @@
-"""Partitioners by name: flwr-datasets' own, and FedFisher's."""
+"""Partitioners that flwr-datasets lacks, in its form: FedFisher's, and documents."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-from flwr_fisher.errors import ConfigurationError, UnknownNameError, check_positive
-from flwr_fisher.extras import extra
+import numpy as np
+from datasets import Dataset
+from flwr_datasets.partitioner import Partitioner
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
+from flwr_fisher.errors import ConfigurationError
 
-
-PARTITIONS = (
-    "iid",
-    "dirichlet-client",
-    "dirichlet-class",
-    "classes-per-client",
-    "shards",
-    "by-document",
-)
-"""The names that :func:`make_partitioner` knows."""
+Parts = list[NDArray[np.int64]]  # for each client, its rows
+Split = Callable[[NDArray[Any], int, np.random.Generator], Parts]
 
 
-def make_partitioner(
-    name: str,
-    *,
-    num_partitions: int,
-    alpha: float = 0.1,
-    classes_per_client: int = 2,
-    shards_per_client: int = 2,
-    seed: int = 0,
-) -> "Partitioner":
-    """Make one of flwr-datasets' partitioners, or ours, for a column ``label``.
-
-    - ``iid``: equal parts; the caller shuffles the rows first.
-    - ``dirichlet-client``: each client draws class proportions (FedFisher).
-    - ``dirichlet-class``: each class draws client proportions (FAGH, TCT).
-    - ``classes-per-client``: each client has a fixed number of classes (TCT).
-    - ``shards``: rows sorted by label are cut into shards, dealt to clients (FAGH).
-    - ``by-document``: for a text, whose labels are its documents. Each is at one
-      client, and clients have about as many examples.
+class ColumnPartitioner(Partitioner):  # type: ignore[misc,unused-ignore]
+    """Partition by the values of a column, once, when a part is first needed.
 
     Parameters
     ----------
-    name : str
-        One of :data:`PARTITIONS`.
+    split : Callable
+        Of all rows' values, the number of clients and a generator: every client's rows.
     num_partitions : int
         The number of clients.
-    alpha : float
-        Concentration of the two Dirichlet partitions, above zero.
-    classes_per_client : int
-        How many classes a client has, in ``classes-per-client``.
-    shards_per_client : int
-        How many shards a client has, in ``shards``.
+    partition_by : str
+        The column that decides.
     seed : int
-        Seed of the draws, from 0 up.
+        Seed of all draws.
+    """
 
-    Returns
-    -------
-    Partitioner
-        To be given a ``datasets.Dataset`` with a column ``label``.
+    def __init__(
+        self, split: Split, num_partitions: int, partition_by: str, seed: int = 42
+    ) -> None:
+        super().__init__()
+        self._split, self._num_partitions = split, num_partitions
+        self._partition_by, self._seed = partition_by, seed
+
+    @property
+    def num_partitions(self) -> int:
+        """The number of clients."""
+        return self._num_partitions
+
+    def load_partition(self, partition_id: int) -> Dataset:
+        """Load one client's examples."""
+        return self.dataset.select(self._parts[partition_id])
+
+    @cached_property
+    def _parts(self) -> Parts:
+        # Alone: rows would have their images decoded, too.
+        name = self._partition_by
+        values = np.asarray(self.dataset.select_columns(name)[:][name])
+        rng = np.random.default_rng(self._seed)
+        return self._split(values, self._num_partitions, rng)
+
+
+def client_shares(
+    num_partitions: int, num_classes: int, alpha: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    r"""Draw what share of every class each client gets, ``[M, C]``.
+
+    Client :math:`i` draws class proportions :math:`q_i \sim \mathrm{Dir}(\alpha
+    \mathbf{1}_C)`; of class :math:`c` it gets :math:`q_{ic} / \sum_j q_{jc}`.
+
+    Examples
+    --------
+    >>> shares = client_shares(3, 2, 0.1, np.random.default_rng(0))
+    >>> shares.sum(axis=0).round(6).tolist()
+    [1.0, 1.0]
+    """
+    # A Dirichlet draw is a normalised row of gamma draws. In logarithms, because a
+    # small alpha makes whole columns underflow: if g ~ Gamma(a + 1) and u ~ U(0, 1),
+    # then g·u^(1/a) ~ Gamma(a), and -log u is exponential.
+    size = (num_partitions, num_classes)
+    log_q = np.log(rng.gamma(alpha + 1, size=size)) - rng.exponential(size=size) / alpha
+    log_q -= np.logaddexp.reduce(log_q, axis=1, keepdims=True)
+    shares: NDArray[np.float64] = np.exp(log_q - np.logaddexp.reduce(log_q, axis=0))
+    return shares
+
+
+def dirichlet_client(
+    values: NDArray[Any], clients: int, rng: np.random.Generator, *, alpha: float
+) -> Parts:
+    """Split by class mixtures that the clients draw from a Dirichlet distribution.
+
+    This is how FedFisher (Jhunjhunwala et al., 2024) makes its clients, in its released
+    code. In :class:`flwr_datasets.partitioner.DirichletPartitioner` each class draws
+    its distribution over clients. Every example goes to exactly one client; clients
+    differ in size, and at a small `alpha` some may be nearly empty. A client's examples
+    are in random order.
+    """
+    classes = np.unique(values)
+    shares = client_shares(clients, len(classes), alpha, rng)
+    pieces: list[list[NDArray[np.int64]]] = [[] for _ in shares]
+    for label, column in zip(classes, shares.T, strict=True):
+        members = rng.permutation(np.flatnonzero(values == label))
+        ends = (np.cumsum(column)[:-1] * len(members)).astype(np.int64)
+        for piece, part in zip(pieces, np.split(members, ends), strict=True):
+            piece.append(part)
+    return [rng.permutation(np.concatenate(piece)) for piece in pieces]
+
+
+def by_document(values: NDArray[Any], clients: int, rng: np.random.Generator) -> Parts:
+    """Give every document to one client, so that clients have about as much text.
+
+    :class:`flwr_datasets.partitioner.GroupedNaturalIdPartitioner` gives them as many
+    documents. Documents are dealt out from the largest to the smallest, each to the
+    client that has least so far; among those of about the same size (within a factor of
+    two) chance decides which comes first. A client's examples keep their order.
 
     Raises
     ------
-    UnknownNameError
-        If the name is not known.
     ConfigurationError
-        If a number is out of range.
+        If there are more clients than documents.
     """
-    if name not in PARTITIONS:
-        raise UnknownNameError("partition", name, PARTITIONS)
-    counts = {
-        "num_partitions": num_partitions,
-        "classes_per_client": classes_per_client,
-        "shards_per_client": shards_per_client,
-    }
-    for argument, value in counts.items():
-        if value < 1:
-            raise ConfigurationError(f"{argument} must be ≥ 1, not {value}")
-    check_positive("alpha", alpha)
-    if seed < 0:
-        raise ConfigurationError(f"seed must be ≥ 0, not {seed}")
-    maker = _makers(alpha, classes_per_client, shards_per_client)[name]
-    if name == "iid":
-        return maker(num_partitions=num_partitions)
-    return maker(num_partitions=num_partitions, partition_by="label", seed=seed)
-
-
-def _makers(alpha: float, classes: int, shards: int) -> dict[str, Callable[..., Any]]:
-    with extra("tasks"):
-        from flwr_datasets import partitioner as flower
-
-    from flwr_fisher.tasks import own_partitioners as own
-
-    # float: their partitioner refuses other number types. Size 0: it would else
-    # redraw, which changes the distribution; small clients are our own error.
-    alpha = float(alpha)
-    return {
-        "iid": flower.IidPartitioner,
-        "dirichlet-client": partial(own.DirichletClientPartitioner, alpha=alpha),
-        "dirichlet-class": partial(
-            flower.DirichletPartitioner, alpha=alpha, min_partition_size=0
-        ),
-        # With at least as many clients as classes, this mode uses every class.
-        "classes-per-client": partial(
-            flower.PathologicalPartitioner,
-            num_classes_per_partition=classes,
-            class_assignment_mode="first-deterministic",
-        ),
-        "shards": partial(flower.ShardPartitioner, num_shards_per_partition=shards),
-        "by-document": own.ByDocumentPartitioner,
-    }
+    names, sizes = np.unique(values, return_counts=True)
+    if len(names) < clients:
+        raise ConfigurationError(
+            f"{len(names)} documents are not enough for {clients} clients, each "
+            "document being at one: use fewer clients"
+        )
+    parts: list[list[int]] = [[] for _ in range(clients)]
+    held = [0] * clients
+    order = rng.permutation(len(sizes))
+    for document in sorted(order, key=lambda d: -int(sizes[d]).bit_length()):
+        least = held.index(min(held))
+        parts[least].append(int(document))
+        held[least] += int(sizes[document])
+    return [np.flatnonzero(np.isin(values, names[part])) for part in parts]

@@ -1,25 +1,39 @@
 """Shares of a training set: which client holds which examples."""
 
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, DataError
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    UnknownNameError,
+    check_positive,
+    check_whole,
+)
 from flwr_fisher.extras import extra
-from flwr_fisher.tasks.partitioners import make_partitioner
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
 
+PARTITIONS = (
+    "iid",
+    "dirichlet-client",
+    "dirichlet-class",
+    "classes-per-client",
+    "shards",
+    "by-document",
+)
+"""The names that :func:`make_partitioner` knows."""
 
 _MIN_EXAMPLES = 2
 
 
-def partition_indices(
-    targets: Tensor,
+def make_partitioner(
     name: str,
     *,
     num_partitions: int,
@@ -27,6 +41,76 @@ def partition_indices(
     classes_per_client: int = 2,
     shards_per_client: int = 2,
     seed: int = 0,
+) -> "Partitioner":
+    """Make one of flwr-datasets' partitioners, or ours, for a column ``label``.
+
+    - ``iid``: equal parts; the caller shuffles the rows first.
+    - ``dirichlet-client``: each client draws class proportions (FedFisher).
+    - ``dirichlet-class``: each class draws client proportions (FAGH, TCT).
+    - ``classes-per-client``: each client has a fixed number of classes (TCT).
+    - ``shards``: rows sorted by label are cut into shards, dealt to clients (FAGH).
+    - ``by-document``: for a text, whose labels are its documents. Each is at one
+      client, and clients have about as many examples.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`PARTITIONS`.
+    num_partitions : int
+        The number of clients.
+    alpha : float
+        Concentration of the two Dirichlet partitions, above zero.
+    classes_per_client, shards_per_client : int
+        How many a client has, in the partitions of these names.
+    seed : int
+        Seed of the draws, from 0 up.
+
+    Raises
+    ------
+    UnknownNameError
+        If the name is not known.
+    ConfigurationError
+        If a number is out of range.
+    """
+    if name not in PARTITIONS:
+        raise UnknownNameError("partition", name, PARTITIONS)
+    check_whole("num_partitions", num_partitions, 1)
+    check_whole("classes_per_client", classes_per_client, 1)
+    check_whole("shards_per_client", shards_per_client, 1)
+    check_whole("seed", seed, 0)
+    check_positive("alpha", alpha)
+    with extra("tasks"):
+        from flwr_datasets import partitioner as flower
+
+    from flwr_fisher.tasks import partitioners as own
+
+    # float: their partitioner refuses other number types. Size 0: it would else
+    # redraw, which changes the distribution; small clients are our own error.
+    alpha, ours = float(alpha), own.ColumnPartitioner
+    makers: dict[str, Callable[..., Partitioner]] = {
+        "dirichlet-client": partial(ours, partial(own.dirichlet_client, alpha=alpha)),
+        "dirichlet-class": partial(
+            flower.DirichletPartitioner, alpha=alpha, min_partition_size=0
+        ),
+        # With at least as many clients as classes, this mode uses every class.
+        "classes-per-client": partial(
+            flower.PathologicalPartitioner,
+            num_classes_per_partition=classes_per_client,
+            class_assignment_mode="first-deterministic",
+        ),
+        "shards": partial(
+            flower.ShardPartitioner, num_shards_per_partition=shards_per_client
+        ),
+        "by-document": partial(ours, own.by_document),
+    }
+    if name == "iid":
+        return flower.IidPartitioner(num_partitions)
+    by = {"num_partitions": num_partitions, "partition_by": "label", "seed": seed}
+    return makers[name](**by)
+
+
+def partition_indices(
+    targets: Tensor, name: str, *, num_partitions: int, seed: int = 0, **options: Any
 ) -> list[list[int]]:
     """Share out examples among clients, as a function of the arguments alone.
 
@@ -37,19 +121,8 @@ def partition_indices(
     ----------
     targets : Tensor
         The examples' labels, int64 ``[n]``; for a text, their documents.
-    name : str
-        One of ``flwr_fisher.tasks.PARTITIONS``, explained in
-        :func:`~flwr_fisher.tasks.make_partitioner`.
-    num_partitions : int
-        The number of clients.
-    alpha : float
-        Concentration of the two Dirichlet partitions.
-    classes_per_client : int
-        How many classes a client has, in ``classes-per-client``.
-    shards_per_client : int
-        How many shards a client has, in ``shards``.
-    seed : int
-        Seed of all draws.
+    name, num_partitions, seed, **options
+        As for :func:`make_partitioner`.
 
     Returns
     -------
@@ -77,20 +150,17 @@ def partition_indices(
     ([4, 4], [0, 1, 2, 3, 4, 5, 6, 7])
     """
     partitioner = make_partitioner(
-        name,
-        num_partitions=num_partitions,
-        alpha=alpha,
-        classes_per_client=classes_per_client,
-        shards_per_client=shards_per_client,
-        seed=seed,
+        name, num_partitions=num_partitions, seed=seed, **options
     )
     num_classes = len(set(targets.tolist()))
-    if name == "classes-per-client" and classes_per_client > num_classes:
+    if (wanted := options.get("classes_per_client", 2)) > num_classes and (
+        name == "classes-per-client"
+    ):
         raise ConfigurationError(
             f"classes_per_client must be ≤ {num_classes}, the number of classes,"
-            f" not {classes_per_client}"
+            f" not {wanted}"
         )
-    setting = f"partition {name!r} (alpha {alpha}, seed {seed})"
+    setting = f"partition {name!r} (alpha {options.get('alpha', 0.1)}, seed {seed})"
     # First, because the partitioners fail on this in as many ways as there are.
     if len(targets) < _MIN_EXAMPLES * num_partitions:
         raise _too_few(setting, f"{len(targets)} examples for {num_partitions} clients")
@@ -146,21 +216,7 @@ def _too_few(setting: str, what: str) -> DataError:
 def label_histogram(
     targets: Tensor, parts: Sequence[Sequence[int]], num_classes: int
 ) -> Tensor:
-    """Count every client's examples of every class.
-
-    Parameters
-    ----------
-    targets : Tensor
-        All labels, int64 ``[n]``.
-    parts : Sequence[Sequence[int]]
-        For each client, the positions of its examples.
-    num_classes : int
-        The number of classes, C.
-
-    Returns
-    -------
-    Tensor
-        Counts, int64 ``[clients, C]``.
+    """Count every client's examples of every class, int64 ``[clients, classes]``.
 
     Examples
     --------

@@ -7,11 +7,15 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.tasks.examples import Examples
-from flwr_fisher.tasks.images import ImageData, Images
+from flwr_fisher.tasks.examples import (
+    Examples,
+    ImageData,
+    Images,
+    Sequences,
+    TextData,
+)
 from flwr_fisher.tasks.models import make_model
 from flwr_fisher.tasks.partitions import label_histogram
-from flwr_fisher.tasks.texts import Sequences, TextData
 
 Loader = DataLoader[tuple[Tensor, Tensor]]
 

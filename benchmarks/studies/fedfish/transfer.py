@@ -18,8 +18,8 @@ from flwr_fisher.errors import RoundError
 from flwr_fisher.measures import MeasuredGrid, Personalisation
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import make_model
+from flwr_fisher.tasks.examples import VOCABULARY
 from flwr_fisher.tasks.language import cut, load_language
-from flwr_fisher.tasks.texts import VOCABULARY
 from studies.fedfish.runs import Job, batches
 from studies.fedfish.strategies import make_strategy
 

@@ -1,6 +1,6 @@
-"""A user's own images: from folders of files, or from the Hugging Face Hub."""
+"""Pictures: from folders of files, from the Hugging Face Hub, from a node's disk."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import DataError
 from flwr_fisher.extras import extra
-from flwr_fisher.tasks.images import ImageData, Images
+from flwr_fisher.tasks.examples import ImageData, Images
 
 _SIZE = (32, 32)
 
@@ -58,43 +58,34 @@ def stack_images(
     return data, targets
 
 
-def name_classes(names: Sequence[Any] | None, targets: Tensor) -> tuple[str, ...]:
-    """Name classes by their numbers where they have no names.
-
-    Parameters
-    ----------
-    names : Sequence[Any] | None
-        The classes' names, if there are any.
-    targets : Tensor
-        Labels in which the last class occurs.
-
-    Returns
-    -------
-    tuple[str, ...]
-        One name a class.
-    """
-    return tuple(map(str, names or range(int(targets.max()) + 1)))
+def stack_rows(
+    name: str, rows: Any, mode: str, size: tuple[int, int] | None
+) -> tuple[Tensor, Tensor]:
+    """Stack the images of a ``datasets.Dataset``, whose columns are told by type."""
+    image, label = image_and_label(name, rows.features)
+    samples = ((row[image], row[label]) for row in rows)
+    return stack_images(samples, len(rows), mode, size)
 
 
 def load_image_folder(root: Path) -> ImageData:
     """Read ``train/<class>/…`` and ``test/<class>/…`` as 32×32 colour images.
 
-    Parameters
-    ----------
-    root : Path
-        The directory that holds ``train`` and ``test``.
-
-    Returns
-    -------
-    ImageData
-        The images; classes are numbered in the order of their folders' names.
+    Classes are numbered in the order of their folders' names.
 
     Raises
     ------
     DataError
         If a folder is missing, a class is empty, or the splits' classes differ.
     """
-    train, test = (_open_split(root, split) for split in ("train", "test"))
+    holds = sorted(path.name for path in root.iterdir()) if root.is_dir() else "nothing"
+    try:
+        train, test = (open_folder(root / split) for split in ("train", "test"))
+    except DataError as error:
+        raise DataError(
+            f"{error}; imagefolder:<dir> reads <dir>/train/<class>/<image files> and "
+            "<dir>/test/<class>/<image files>, the same classes in both, and "
+            f"{root} holds {holds}"
+        ) from error
     if train.classes != test.classes:
         only = sorted(set(train.classes) ^ set(test.classes))
         raise DataError(
@@ -107,22 +98,8 @@ def load_image_folder(root: Path) -> ImageData:
     return ImageData(first, second, tuple(train.classes))
 
 
-def _open_split(root: Path, split: str) -> Any:
-    if not (root / split).is_dir():
-        raise DataError(f"the image folder {root / split} is missing; {_layout(root)}")
-    try:
-        return open_folder(root / split)
-    except DataError as error:
-        raise DataError(f"{error}; {_layout(root)}") from error
-
-
 def open_folder(folder: Path) -> Any:
     """Open a folder of class folders, as torchvision's ``ImageFolder``.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder.
 
     Raises
     ------
@@ -135,18 +112,6 @@ def open_folder(folder: Path) -> Any:
         return ImageFolder(folder)
     except FileNotFoundError as error:
         raise DataError(f"{folder} is not a folder of classes: {error}") from error
-
-
-def _layout(root: Path) -> str:
-    """Return what a folder of images is to hold, and what it does."""
-    holds = f"there is no {root}"
-    if root.is_dir():
-        names = sorted(path.name for path in root.iterdir()) or ["nothing"]
-        holds = f"{root} holds {', '.join(names[:8])}" + " …" * (len(names) > 8)
-    return (
-        "imagefolder:<dir> reads <dir>/train/<class>/<image files> and "
-        f"<dir>/test/<class>/<image files>, the same classes in both, and {holds}"
-    )
 
 
 def load_hub(name: str, cache_dir: Path | None) -> ImageData:
@@ -172,46 +137,35 @@ def load_hub(name: str, cache_dir: Path | None) -> ImageData:
     DataError
         If it cannot be loaded, lacks a split, or its columns cannot be told apart.
     """
-    train, test = _hub_splits(name, cache_dir)
-    image, label = image_and_label(f"hf:{name}", train.features)
-    mode = "L" if train[0][image].mode in ("1", "L") else "RGB"
-
-    def read(split: Any, size: tuple[int, int] | None) -> Images:
-        samples = ((row[image], row[label]) for row in split)
-        return _images(stack_images(samples, len(split), mode, size))
-
-    try:
-        pair = read(train, None), read(test, train[0][image].size)
-    except _SizesDifferError:
-        pair = read(train, _SIZE), read(test, _SIZE)
-    names = getattr(train.features[label], "names", None)
-    return ImageData(*pair, name_classes(names, pair[0].targets))
-
-
-def _hub_splits(name: str, cache_dir: Path | None) -> tuple[Any, Any]:
     with extra("tasks"):
         from flwr_datasets import FederatedDataset
 
     where = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
     hub = FederatedDataset(dataset=name, partitioners={}, shuffle=False, **where)
     try:
-        return hub.load_split("train"), hub.load_split("test")
+        splits = [hub.load_split(split) for split in ("train", "test")]
     except (ValueError, OSError, RuntimeError) as error:
         raise DataError(
             f"data set 'hf:{name}' cannot be loaded with a train and a test split"
             f" from {cache_dir or 'the default cache'} or the Hub: {error}"
         ) from error
+    features = splits[0].features
+    image, label = image_and_label(f"hf:{name}", features)
+    first = splits[0][0][image]
+    mode = "L" if first.mode in ("1", "L") else "RGB"
+    try:
+        read = [stack_rows(name, split, mode, None) for split in splits]
+        if read[0][0].shape[1:] != read[1][0].shape[1:]:
+            raise _SizesDifferError
+    except _SizesDifferError:
+        read = [stack_rows(name, split, mode, _SIZE) for split in splits]
+    train, test = map(_images, read)
+    names = getattr(features[label], "names", None) or range(int(read[0][1].max()) + 1)
+    return ImageData(train, test, tuple(map(str, names)))
 
 
 def image_and_label(name: str, features: Any) -> tuple[str, str]:
     """Find the image column and the label column of a data set.
-
-    Parameters
-    ----------
-    name : str
-        Of the data set, for an error.
-    features : Features
-        Its columns' types by name.
 
     Raises
     ------
