@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_strategy_contract as contract
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context
 from oracles import randn
 from test_secure_sums import secure_app
+from test_strategy_contract import Row
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
@@ -36,7 +36,7 @@ from flwr_fisher.tangent import HeadSums, closed_form_head, head_sums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import HeadUpload, arrays_to_tensors
 
-ROW = contract.Row(AFL, {})
+ROW = Row(AFL, {})
 TASK = {"job": "afl", "head": ""}
 N, WIDTH, CLASSES = 90, 7, 3
 
@@ -180,29 +180,6 @@ def test_the_head_is_set_and_nothing_else() -> None:
     assert result.details.count == 8 + 10 + 12
 
 
-def test_any_split_of_the_same_data_gives_the_same_model() -> None:
-    x, y = data()
-
-    def app(parts: list[list[int]]) -> Any:
-        def client_fn(context: Context) -> FisherClient:
-            own = parts[int(context.node_config["partition-id"])]
-            loader = DataLoader(TensorDataset(x[own], y[own]), batch_size=32)
-            return FisherClient(backbone(), loader, device="cpu")
-
-        return make_client_app(client_fn)
-
-    few: dict[str, Any] = {"min_train_nodes": 1, "min_available_nodes": 1}
-    models = []
-    for name in ("one client", "equal", "by class", "one example"):
-        grid = LocalGrid(app(SPLITS[name]), len(SPLITS[name]))
-        start = ArrayRecord(shared_state(backbone()))
-        result = ROW(policy=LIFTED, **few).start(grid, start)
-        models.append(arrays_to_tensors(result.arrays))
-    for model in models[1:]:
-        for key, value in models[0].items():
-            torch.testing.assert_close(model[key], value, rtol=1e-6, atol=1e-8)
-
-
 def test_a_secure_sum_gives_the_same_head(tmp_path: Path) -> None:
     app = secure_app(tmp_path)
     plain = run(app, ridge=0.01)
@@ -210,41 +187,6 @@ def test_a_secure_sum_gives_the_same_head(tmp_path: Path) -> None:
     for key, value in arrays_to_tensors(plain.arrays).items():
         other = arrays_to_tensors(secure.arrays)[key]
         torch.testing.assert_close(other, value, rtol=1e-5, atol=1e-6)
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    whole = run()
-    grid = LocalGrid(tiny_app(), 3)
-    strategy = ROW(policy=LIFTED)
-    kept: dict[str, Any] = {"checkpoint_dir": tmp_path}
-    strategy.start(grid, tiny_arrays(), **kept)
-    again = ROW(policy=LIFTED).start(grid, tiny_arrays(), **kept, resume=True)
-    assert contract.same_bits(whole.arrays, again.arrays)
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match="ridge"):
-        AFL(ridge=-1.0)
-
-
-SHARED = [
-    "test_node_ids_and_the_order_of_replies_do_not_matter",
-    "test_good_clients_leave_nothing_out",
-    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
-    "test_the_callers_records_are_left_as_they_were",
-    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
-    "test_records_travel_under_the_keys_that_were_asked_for",
-    "test_the_hooks_do_by_hand_what_start_does",
-    "test_flowers_own_loop_gives_the_same",
-    "test_arguments_out_of_range_are_named",
-]
-globals().update({name: getattr(contract, name) for name in SHARED})
-clock = contract.clock
-
-
-@pytest.fixture
-def row() -> contract.Row:
-    return ROW
 
 
 # What arrives

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
 
-STRUCTURES = ("kfac", "diagonal", "block", "ekfac")
-
 
 def after_conv(norm: nn.Module, size: int = 2) -> nn.Module:
     return headed(

@@ -63,8 +63,6 @@ from flwr_fisher.curvature import (
 # Every class, so that only rounding separates it from the oracles.
 fisher = partial(curvature.fisher, tolerance=0)
 
-TOLERANCE = 1e-5
-
 
 # --- layers with a Kronecker form -----------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Strategy
 from oracles import cut, flat, randn, relative, rng, seeded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,9 +17,7 @@ from virtual import (
     ask,
     close,
     fail,
-    killing_app,
     same_bits,
-    set_metric,
     tiny_arrays,
     tiny_client,
 )
@@ -29,7 +25,6 @@ from virtual import (
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import (
-    CheckpointError,
     ClientError,
     ConfigurationError,
     UnknownNameError,
@@ -42,7 +37,6 @@ from flwr_fisher.wire import SERVER, arrays_to_tensors
 
 Tensors = dict[str, Tensor]
 PROBES = ("first", "random", "momentum", "none")
-NAN = float("nan")
 
 
 def net() -> nn.Module:
@@ -172,12 +166,6 @@ def test_a_dropped_clients_weight_leaves_the_sum(probe: str) -> None:
     assert result.train_metrics_clientapp[2]["num-rejected"] == 1
 
 
-def test_weights_are_the_clients_own() -> None:
-    app = Watched(app_of(), {0: set_metric("num-examples", 700)})
-    heavy = run(fagh(), app)
-    assert not close(heavy.arrays, run(fagh()).arrays, 1e-3)
-
-
 def test_the_first_coordinate_is_the_clients_whatever_the_servers_order() -> None:
     start = shared_state(net())
     turned = ArrayRecord({k: start[k] for k in reversed(start)})
@@ -188,18 +176,6 @@ def test_the_first_coordinate_is_the_clients_whatever_the_servers_order() -> Non
 
 
 # Probes
-
-
-def test_a_random_probe_depends_on_the_seed_alone() -> None:
-    results = [run(fagh(probe="random"), num_rounds=2) for _ in range(2)]
-    assert same_bits(results[0].arrays, results[1].arrays)
-    other = run(fagh(probe="random", seed=1), num_rounds=2)
-    assert not close(results[0].arrays, other.arrays, 1e-6)
-
-
-def test_a_random_probes_tensors_are_drawn_apart() -> None:
-    probe = random_probe({name: torch.zeros(4) for name in "ab"}, 0)
-    assert not torch.allclose(probe["a"], probe["b"])
 
 
 def test_a_random_probe_has_length_one_and_no_order() -> None:
@@ -311,94 +287,7 @@ def test_nothing_to_descend_is_no_error() -> None:
     assert result.train_metrics_clientapp[3]["gradient-norm"] == 0
 
 
-def test_it_descends() -> None:
-    strategy = fagh(probe="momentum", lr=0.2, rho=0.2)
-    history = run(strategy, num_rounds=25).train_metrics_clientapp
-    losses = [float(history[n]["train_loss"]) for n in (1, 10, 25)]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[2] < 0.9 * losses[0]
-
-
-# Resuming
-
-CLIENTS, ROUNDS = 4, 4
-
-
-def tiny_run(strategy: FAGH, app: ClientApp | None = None, **options: Any) -> Any:
-    grid = LocalGrid(Watched() if app is None else app, CLIENTS)
-    return strategy.start(grid, tiny_arrays(), num_rounds=ROUNDS, **options)
-
-
-@pytest.mark.parametrize("probe", PROBES)
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, probe: str) -> None:
-    whole = tiny_run(fagh(probe=probe))
-    later = 2 * CLIENTS + 3
-    for asked in (2, CLIENTS, later) if probe == "first" else (later,):
-        where = tmp_path / str(asked)
-        with pytest.raises(KeyboardInterrupt):
-            tiny_run(fagh(probe=probe), killing_app(asked), checkpoint_dir=where)
-        again = Watched()
-        resumed = tiny_run(fagh(probe=probe), again, checkpoint_dir=where, resume=True)
-        assert same_bits(resumed.arrays, whole.arrays)
-        assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
-        assert len(again.trained) == ROUNDS * CLIENTS - asked
-
-
-@pytest.mark.parametrize(
-    ("options", "change"),
-    [
-        ({"rho": 0.1}, "rho: 0.5 -> 0.1"),
-        ({"lr": 1.0}, "lr: 0.3 -> 1.0"),
-        ({"betas": (0.9, 0.9)}, "betas: [0.9, 0.99] -> [0.9, 0.9]"),
-        ({"probe": "random"}, "probe: 'first' -> 'random'"),
-        ({"epsilon": 0.0}, "epsilon: 1e-06 -> 0.0"),
-    ],
-)
-def test_another_runs_options_are_refused_by_name(
-    tmp_path: Path, options: dict[str, Any], change: str
-) -> None:
-    run(fagh(), checkpoint_dir=tmp_path)
-    with pytest.raises(CheckpointError, match=re.escape(change)):
-        run(fagh(**options), checkpoint_dir=tmp_path, resume=True, num_rounds=2)
-
-
-# Flower's hooks
-
-
-@pytest.mark.parametrize("probe", PROBES)
-def test_flowers_own_loop_gives_the_same(probe: str) -> None:
-    ours = run(fagh(probe=probe), num_rounds=3)
-    theirs = Strategy.start(
-        fagh(probe=probe),
-        LocalGrid(app_of(), 3),
-        ArrayRecord(shared_state(net())),
-        num_rounds=3,
-    )
-    assert same_bits(ours.arrays, theirs.arrays)
-    assert ours.train_metrics_clientapp == theirs.train_metrics_clientapp
-
-
 # Arguments, and a server that asks for what cannot be
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"lr": -0.1}, "lr must be >= 0 and finite, got -0.1"),
-        ({"lr": float("inf")}, "lr must be >= 0 and finite, got inf"),
-        ({"rho": 0.0}, "rho must be > 0 and finite, got 0.0"),
-        ({"rho": NAN}, "rho must be > 0 and finite, got nan"),
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1)"),
-        ({"betas": (-0.1, 0.9)}, "betas must be two numbers in [0, 1)"),
-        ({"betas": (0.9,)}, "betas must be two numbers in [0, 1)"),
-        ({"epsilon": 2}, "epsilon must be in [0, 1], got 2"),
-    ],
-)
-def test_what_is_out_of_range_is_named_when_it_is_made(
-    options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(text)):
-        FAGH(**options)
 
 
 def test_an_unknown_probe_lists_the_known() -> None:
@@ -442,13 +331,6 @@ def test_a_probe_that_does_not_fit_is_an_error_that_says_so(
     with pytest.raises(ClientError, match=re.escape(text)):
         ask(tiny_client(), with_probe(change), config)
     ask(tiny_client(), with_probe(lambda probe: probe), config)
-
-
-def test_the_summary_tells_the_settings(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="flwr"):
-        fagh(probe="momentum").summary()
-    assert "probe=momentum" in caplog.text
-    assert "betas=[0.9," in caplog.text
 
 
 def test_details_are_the_direction() -> None:

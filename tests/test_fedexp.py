@@ -1,11 +1,9 @@
 """FedExP as a strategy: a round by hand, its two results, and what it owes users."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import test_strategy_contract as contract
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.clientapp import ClientApp
@@ -16,10 +14,7 @@ from virtual import (
     Watched,
     change_array,
     close,
-    drop_array,
-    fail,
     same_bits,
-    set_array,
     tiny_app,
     tiny_arrays,
     tiny_model,
@@ -33,36 +28,6 @@ from flwr_fisher.strategies import CurvatureResult, FedExP
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
-SHARED = [
-    "test_identical_clients_get_their_model",
-    "test_one_client_gets_its_model",
-    "test_node_ids_and_the_order_of_replies_do_not_matter",
-    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
-    "test_weights_may_come_from_another_metric",
-    "test_good_clients_leave_nothing_out",
-    "test_too_few_usable_replies_end_the_round_with_every_reason",
-    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
-    "test_the_callers_records_are_left_as_they_were",
-    "test_configure_train_leaves_the_callers_records_too",
-    "test_records_travel_under_the_keys_that_were_asked_for",
-    "test_nodes_without_a_partition_go_by_their_id",
-    "test_the_hooks_do_by_hand_what_start_does",
-    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
-    "test_flowers_own_loop_gives_the_same",
-    "test_the_result_has_uploads_and_weighted_metrics",
-]
-globals().update({name: getattr(contract, name) for name in SHARED})
-clock = contract.clock
-ROWS = {
-    "last": contract.Row(FedExP, {}),
-    "last-two": contract.Row(FedExP, {"average_last_two": True}),
-}
-
-
-@pytest.fixture(params=ROWS)
-def row(request: pytest.FixtureRequest) -> contract.Row:
-    return ROWS[request.param]
-
 
 def run(
     app: ClientApp | None = None, clients: int = 3, *, num_rounds: int = 1, **own: Any
@@ -71,27 +36,6 @@ def run(
     strategy = FedExP(fraction_evaluate=0.0, **own)
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     return strategy.start(grid, tiny_arrays(), num_rounds, **begin)
-
-
-@pytest.mark.parametrize(
-    ("tamper", "field"),
-    [
-        (drop_array("3.bias"), "3.bias"),
-        (set_array("9.bias", [1.0]), "9.bias"),
-        (change_array("0.weight", lambda a: a.T), "0.weight"),
-        (change_array("0.weight", lambda a: a.astype("f8")), "0.weight"),
-        (change_array("0.weight", lambda a: a * float("nan")), "0.weight"),
-        (fail, "error"),
-    ],
-)
-def test_a_bad_reply_is_named_and_tolerated(
-    tamper: Any, field: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    result = run(Watched(tamper={2: tamper}), 4)
-    assert result.train_metrics_clientapp[1]["num-rejected"] == 1
-    assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
-    assert f"'{field}'" in caplog.text
-    assert "left out partition-2" in caplog.text
 
 
 # A round by hand
@@ -179,25 +123,6 @@ def test_their_mean_is_reported_and_training_goes_on_from_the_last() -> None:
         assert lr == alone.train_metrics_clientapp[n]["server-lr"]
 
 
-@pytest.mark.parametrize("average_last_two", [False, True])
-@pytest.mark.parametrize("asked", [1, 4, 6])
-def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, asked: int, average_last_two: bool
-) -> None:
-    own: dict[str, Any] = {"average_last_two": average_last_two, "num_rounds": 3}
-    app = Watched()
-
-    def die(content: Any) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(3), die)
-    with pytest.raises(KeyboardInterrupt):
-        run(app, checkpoint_dir=tmp_path, **own)
-    resumed = run(checkpoint_dir=tmp_path, resume=True, **own)
-    assert same_bits(resumed.arrays, run(**own).arrays)
-
-
 # Which entries are trained
 
 
@@ -220,14 +145,3 @@ def test_names_that_the_model_lacks_are_refused_before_training() -> None:
     with pytest.raises(ConfigurationError, match=r"trained: the model has no \['x'\]"):
         run(app, trained=["x", "0.weight"])
     assert not app.trained
-
-
-def test_an_epsilon_out_of_range_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"^epsilon must be"):
-        FedExP(epsilon=-1)
-
-
-def test_extrapolation_is_further_than_fedavg() -> None:
-    result = run(epsilon=0.0, num_rounds=2)
-    assert any(m["server-lr"] > 1 for m in result.train_metrics_clientapp.values())
-    assert not close(result.arrays, run(epsilon=1e6, num_rounds=2).arrays, 1e-4)

@@ -22,7 +22,6 @@ from virtual import (
     Watched,
     ask,
     change_array,
-    close,
     fail,
     killing_app,
     same_bits,
@@ -219,14 +218,6 @@ def test_equal_fishers_give_fedavg_bit_for_bit(value: float) -> None:
         torch.testing.assert_close(got[key], theirs[key], rtol=1e-6, atol=1e-7)
     zeros = result.train_metrics_clientapp[1]["num-zero-fishers"]
     assert zeros == (4 if value == 0 else 0)
-
-
-def test_fishers_make_a_difference() -> None:
-    ours = run(fedfish()).arrays
-    theirs = FedAvg(fraction_evaluate=0.0).start(
-        LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1
-    )
-    assert not close(ours, theirs.arrays, 1e-2)
 
 
 def test_batch_norm_statistics_are_averaged_by_examples() -> None:
@@ -555,35 +546,6 @@ def test_a_client_that_returns_zeros_is_tolerated() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_examples_and_fishers_both_weigh() -> None:
-    """Three clients' pseudo-gradient, entry by entry in Python's floats."""
-    result = run(fedfish())
-    start = arrays_to_tensors(tiny_arrays())["0.weight"]
-    n = [upload.num_examples for upload in result.uploads]
-    theta = [upload.payload.params["0.weight"] for upload in result.uploads]
-    fisher = [u.payload.curvature.diagonal()["0.weight"] for u in result.uploads]
-    assert n == [8, 10, 12]
-    for i, j in ((0, 0), (1, 2), (3, 1)):
-        w = [k * float(f[i, j]) for k, f in zip(n, fisher, strict=True)]
-        away = [float(start[i, j]) - float(t[i, j]) for t in theta]
-        g = sum(x * y for x, y in zip(w, away, strict=True)) / sum(w)
-        assert float(result.details["0.weight"][i, j]) == pytest.approx(g, rel=1e-6)
-        after = arrays_to_tensors(result.arrays)["0.weight"][i, j]
-        assert float(after) == pytest.approx(float(start[i, j]) - g, rel=1e-5)
-
-
-def test_some_clients_train_in_a_round() -> None:
-    app = Watched(tiny_app())
-    result = run(fedfish(fraction_train=0.5), app, 6, num_rounds=3)
-    by_round = {n: sorted(p for m, p in app.trained if m == n) for n in (1, 2, 3)}
-    assert {len(partitions) for partitions in by_round.values()} == {3}
-    assert len({tuple(partitions) for partitions in by_round.values()}) > 1
-    first = run(fedfish(fraction_train=0.5), None, 6)
-    picked = run(fedfish(), tiny_app(by_round[1]), 3)
-    assert same_bits(first.arrays, picked.arrays)
-    assert [u.client for u in result.uploads] == [f"partition-{p}" for p in by_round[3]]
-
-
 # Stopped, and resumed
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -684,21 +646,6 @@ def test_another_runs_options_are_refused_by_name(
 
 
 # Flower's hooks
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_hooks_do_what_start_does(name: str) -> None:
-    make = partial(fedfish, **OPTIMIZERS[name])
-    expected = run(make(), None, CLIENTS, num_rounds=ROUNDS)
-    strategy, grid = make(), LocalGrid(tiny_app(), CLIENTS)
-    arrays: ArrayRecord | None = tiny_arrays()
-    for number in range(1, ROUNDS + 1):
-        assert arrays is not None
-        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
-        replies = grid.send_and_receive(messages)
-        arrays, metrics = strategy.aggregate_train(number, replies)
-        assert metrics == expected.train_metrics_clientapp[number]
-    assert same_bits(arrays, expected.arrays)
 
 
 # Arguments
@@ -870,16 +817,6 @@ def test_it_trains_a_transformer(server: str) -> None:
     losses = [float(history[n]["loss"]) for n in range(4)]
     assert losses == sorted(losses, reverse=True), losses
     assert losses[3] < losses[0] - 1, losses
-
-
-def test_the_summary_tells_the_settings(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="flwr"):
-        products(reduction="mean").summary()
-    text = " ".join(record.getMessage() for record in caplog.records)
-    text = text.replace(" \t├──> ", " ")
-    for setting in ("source=extra-pass", "reduction=mean"):
-        assert f"client-{setting}," in text
-    assert "client-upload=product, server=Adam, server-lr=0.01," in text
 
 
 def test_products_have_no_posterior() -> None:

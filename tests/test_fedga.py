@@ -1,15 +1,12 @@
 """FedGA as a strategy: against a loop written out, and what it owes users."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import test_strategy_contract as contract
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from virtual import (
@@ -28,31 +25,12 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.errors import ClientError, ConfigurationError
+from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state, trainable_names, weighted_mean
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.strategies import CurvatureResult, FedGA
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
-
-SHARED = [
-    "test_identical_clients_get_their_model",
-    "test_one_client_gets_its_model",
-    "test_node_ids_and_the_order_of_replies_do_not_matter",
-    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
-    "test_weights_may_come_from_another_metric",
-    "test_the_model_is_not_the_start_and_each_round_goes_on",
-    "test_good_clients_leave_nothing_out",
-    "test_nodes_without_a_partition_go_by_their_id",
-    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
-]
-globals().update({name: getattr(contract, name) for name in SHARED})
-ROW = contract.Row(FedGA, {"beta": 0.3})
-
-
-@pytest.fixture
-def row() -> contract.Row:
-    return ROW
 
 
 def run(
@@ -151,16 +129,6 @@ def test_beta_zero_is_fedavg_also_for_clients_that_shuffle() -> None:
     assert all(torch.equal(got[key], value) for key, value in mean.items())
 
 
-def test_beta_zero_is_flowers_fedavg() -> None:
-    ours = arrays_to_tensors(run(beta=0.0).arrays)
-    theirs = FedAvg(fraction_evaluate=0.0).start(
-        LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1
-    )
-    for key, value in arrays_to_tensors(theirs.arrays).items():
-        if "num_batches" not in key:
-            torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-7)
-
-
 # Replies
 
 
@@ -212,36 +180,4 @@ def test_any_loop_will_do_and_what_it_returns_is_checked() -> None:
 # Stopped, and resumed
 
 
-@pytest.mark.parametrize("asked", [1, 4, 11])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
-    """Stopped in the first exchange, between them, in the second, between rounds."""
-    app = Watched()
-
-    def die(content: Any) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(3), die)
-    with pytest.raises(KeyboardInterrupt):
-        run(app, num_rounds=2, checkpoint_dir=tmp_path)
-    again, whole = Watched(), run(num_rounds=2)
-    resumed = run(again, num_rounds=2, checkpoint_dir=tmp_path, resume=True)
-    assert same_bits(resumed.arrays, whole.arrays)
-    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
-    assert len(again.trained) == 12 - asked
-
-
 # Arguments
-
-
-def test_a_beta_out_of_range_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"^beta must be"):
-        FedGA(beta=-1)
-
-
-def test_flowers_own_loop_is_refused_with_the_way_out() -> None:
-    strategy = FedGA(fraction_evaluate=0.0)
-    with pytest.raises(ConfigurationError, match="2 exchanges"):
-        strategy.configure_train(
-            1, tiny_arrays(), ConfigRecord(), LocalGrid(tiny_app(), 3)
-        )

@@ -4,17 +4,16 @@ import logging
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import nets
 import pytest
-import test_strategy_contract as contract
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context
 from flwr.clientapp import ClientApp
 from oracles import randn, seeded
+from test_strategy_contract import Row
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
@@ -22,7 +21,6 @@ from virtual import (
     Watched,
     ask,
     change_array,
-    close,
     same_bits,
     set_array,
     tensors_of,
@@ -33,13 +31,13 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.errors import CheckpointError, ClientError, ConfigurationError
+from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import CurvatureResult, FedPM
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, arrays_to_tensors
 
-ROW = contract.Row(FedPM, {"damping": 0.5})
+ROW = Row(FedPM, {"damping": 0.5})
 TASK = {"job": "fedpm", "damping": 0.5}
 plain_sgd = partial(LocalSGD, lr=0.1, momentum=0.0)
 
@@ -55,50 +53,6 @@ def run(
     begin = {k: own.pop(k) for k in keys if k in own}
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     return ROW(**own).start(grid, start or tiny_arrays(), **begin)
-
-
-# What every strategy owes its users, but for three tests of the contract that ask plain
-# clients for what FedPM's give in another way: theirs are below.
-
-SHARED = [
-    "test_node_ids_and_the_order_of_replies_do_not_matter",
-    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
-    "test_weights_may_come_from_another_metric",
-    "test_the_model_is_not_the_start_and_each_round_goes_on",
-    "test_good_clients_leave_nothing_out",
-    "test_too_few_usable_replies_end_the_round_with_every_reason",
-    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
-    "test_the_callers_records_are_left_as_they_were",
-    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
-    "test_configure_train_leaves_the_callers_records_too",
-    "test_records_travel_under_the_keys_that_were_asked_for",
-    "test_sampling_depends_on_seed_and_round_not_on_node_ids",
-    "test_nodes_without_a_partition_go_by_their_id",
-    "test_the_hooks_do_by_hand_what_start_does",
-    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
-    "test_flowers_own_loop_gives_the_same",
-    "test_the_result_has_uploads_and_weighted_metrics",
-    "test_arguments_out_of_range_are_named",
-    "test_an_argument_that_does_not_exist_is_a_type_error",
-    "test_silence_is_a_reason_too",
-    "test_the_round_waits_for_nodes",
-    "test_the_wait_for_nodes_ends",
-    "test_the_minimum_is_a_floor_of_the_sample",
-    "test_start_samples_as_the_hooks_do",
-    "test_evaluation_can_be_left_out",
-    "test_without_training_the_start_is_evaluated_as_with_fedavg",
-    "test_nodes_that_claim_one_partition_are_not_asked",
-    "test_metrics_can_be_aggregated_in_the_users_way",
-    "test_no_rounds_return_the_start",
-    "test_an_odd_evaluation_costs_a_warning_and_not_the_round",
-]
-globals().update({name: getattr(contract, name) for name in SHARED})
-clock = contract.clock
-
-
-@pytest.fixture
-def row() -> contract.Row:
-    return ROW
 
 
 @pytest.mark.parametrize("clients", [1, 3])
@@ -133,10 +87,7 @@ def asymmetric(array: Any) -> Any:
     return array
 
 
-# It leaves out a batch norm's curvature, which is not asked for here.
-NOT_HERE = "half of the extras"
 BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
-    **{k: v for k, v in contract.BAD_REPLIES.items() if k != NOT_HERE},
     "a layer less": (drop_a_layer, PREFIX),
     "a layer more": (set_array(f"{PREFIX}kfac/1.weight/A", [[[1.0]]]), PREFIX),
     "asymmetric": (change_array(A, asymmetric), A),
@@ -263,18 +214,6 @@ def test_rounds_are_the_loop_written_out() -> None:
     for key, value in arrays_to_tensors(result.arrays).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
     assert result.train_metrics_clientapp[3]["mixing-norm"] > 1e-3
-
-
-def test_details_are_the_way_from_fedavgs_mean() -> None:
-    result = run(net_app(), start=ArrayRecord(shared_state(net())))
-    trained = [upload.payload.params for upload in result.uploads]
-    total = sum(upload.num_examples for upload in result.uploads)
-    for key, value in arrays_to_tensors(result.arrays).items():
-        mean = sum(
-            u.num_examples / total * p[key].double()
-            for u, p in zip(result.uploads, trained, strict=True)
-        )
-        torch.testing.assert_close(mean + result.details[key], value.double())
 
 
 def test_a_learning_rate_of_the_servers_is_taken() -> None:
@@ -454,43 +393,4 @@ def test_what_a_client_must_be(
         ask(client, start, TASK | config)
 
 
-@pytest.mark.parametrize("name", ["damping", "mixing_damping"])
-@pytest.mark.parametrize("value", [0, -0.1, float("nan"), float("inf")])
-def test_damping_out_of_range_is_named(name: str, value: float) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{name} must be > 0"):
-        FedPM(**{name: value})
-
-
 # Stopped, and resumed
-
-
-@pytest.mark.parametrize("asked", [1, 3, 5])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
-    app = Watched()
-
-    def die(content: Any) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(3), die)
-    with pytest.raises(KeyboardInterrupt):
-        run(app, num_rounds=2, checkpoint_dir=tmp_path)
-    again, whole = Watched(), run(num_rounds=2)
-    resumed = run(again, num_rounds=2, checkpoint_dir=tmp_path, resume=True)
-    assert same_bits(resumed.arrays, whole.arrays)
-    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
-    assert all(torch.equal(whole.details[k], v) for k, v in resumed.details.items())
-    assert len(again.trained) == 6 - asked
-
-
-def test_other_options_are_refused(tmp_path: Path) -> None:
-    run(checkpoint_dir=tmp_path)
-    with pytest.raises(CheckpointError, match=r"mixing_damping: 0.001 -> 0.01"):
-        run(checkpoint_dir=tmp_path, resume=True, mixing_damping=0.01)
-
-
-def test_it_learns() -> None:
-    result = run(net_app(), start=ArrayRecord(shared_state(net())), num_rounds=6)
-    losses = [m["train_loss"] for m in result.train_metrics_clientapp.values()]
-    assert losses[-1] < 0.8 * losses[0]
-    assert not close(result.arrays, ArrayRecord(shared_state(net())), 1e-2)

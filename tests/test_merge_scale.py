@@ -8,7 +8,6 @@ import torch
 from oracles import (
     CURVATURES,
     posteriors,
-    randn,
     random_blocks,
     random_diagonal,
     random_kronecker,
@@ -41,7 +40,7 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.server.exchange import ServerState, Upload
 from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.wire import CODECS, FisherUpload
+from flwr_fisher.wire import FisherUpload
 
 Clients = list[LocalPosterior]
 KINDS = [
@@ -286,20 +285,6 @@ def test_a_power_of_two_changes_no_digit(kind: str, root: float) -> None:
     wide = client.curvature.to(dtype=torch.float64).to_dense()
     assert torch.equal(got.to(dtype=torch.float64).to_dense() * 2.0**exponent, wide)
     assert 1e-12 <= got.trace() <= 1e12
-
-
-def packed(size: float) -> Clients:
-    """Return clients with both factors of that size, as the codec packs them."""
-    found = []
-    for i in range(3):
-        k = random_kronecker(i, "w", (48, 40), rank=60)
-        params = {"w": randn(i, 48, 40)}
-        factors = [(f * size).float() for f in (k.A, k.G)]
-        F = Kronecker("w", torch.Size((48, 40)), *factors)
-        record = FisherUpload(params, F).to_arrays(CODECS["fedavg"])
-        read = FisherUpload.from_arrays(record, params, CODECS["fedavg"])
-        found.append(read.posterior(10))
-    return found
 
 
 # Sums

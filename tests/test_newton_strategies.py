@@ -1,15 +1,13 @@
 """GIANT and DONE against dense Newton steps; what all that send derivatives owe."""
 
-import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from oracles import randn, relative
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from virtual import (
     close,
     drop_array,
     fail,
-    killing_app,
     node_of,
     same_bits,
     set_array,
@@ -34,9 +31,7 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import (
-    CheckpointError,
     ClientError,
-    ConfigurationError,
     RoundError,
     UnknownNameError,
 )
@@ -222,71 +217,7 @@ def test_a_client_that_fails_once_is_asked_again(newton: Make) -> None:
     assert not close(result.arrays, run(newton(), num_rounds=1).arrays, 1e-4)
 
 
-def test_flowers_hooks_refuse_two_exchanges(newton: Make) -> None:
-    strategy, grid = newton(), LocalGrid(tiny_app(), CLIENTS)
-    text = "has 2 exchanges, and configure_train and aggregate_train know one"
-    with pytest.raises(ConfigurationError, match=text):
-        strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid)
-    with pytest.raises(ConfigurationError, match=text):
-        strategy.aggregate_train(1, [])
-
-
-@pytest.mark.parametrize("asked", [1, 5, 9])
-def test_a_killed_run_goes_on_bit_for_bit(
-    tmp_path: Path, newton: Make, asked: int
-) -> None:
-    whole = plain(newton)
-    with pytest.raises(KeyboardInterrupt):
-        run(newton(), killing_app(asked, CLIENTS), checkpoint_dir=tmp_path)
-    again = Watched()
-    resumed = run(newton(), again, checkpoint_dir=tmp_path, resume=True)
-    assert same_bits(resumed.arrays, whole.arrays)
-    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
-    assert len(again.trained) == 2 * 2 * CLIENTS - asked
-
-
-@pytest.mark.parametrize(
-    ("options", "change"),
-    [
-        ({"lr": 1.0}, "lr: 0.5 -> 1.0"),
-        ({"iterations": 4}, "iterations: 3 -> 4"),
-        ({"alpha": 0.2}, "alpha: 0.1 -> 0.2"),
-    ],
-)
-def test_another_runs_options_are_refused_by_name(
-    tmp_path: Path, options: dict[str, Any], change: str
-) -> None:
-    run(NEWTON["done"](), num_rounds=1, checkpoint_dir=tmp_path)
-    with pytest.raises(CheckpointError, match=re.escape(change)):
-        run(NEWTON["done"](**options), checkpoint_dir=tmp_path, resume=True)
-
-
 # What every strategy that sends derivatives owes
-
-
-def test_node_ids_and_the_order_of_replies_do_not_matter(make: Make) -> None:
-    first, *others = [run(make(), seed=seed) for seed in (1, 2, 3)]
-    assert not close(first.arrays, tiny_arrays(), 1e-3)
-    for other in others:
-        assert same_bits(first.arrays, other.arrays)
-        assert first.train_metrics_clientapp == other.train_metrics_clientapp
-
-
-def scaled_weights(*factors: float) -> Watched:
-    def scale(factor: float) -> Tamper:
-        def tamper(content: RecordDict) -> None:
-            metrics = content.metric_records["metrics"]
-            metrics["num-examples"] = metrics["num-examples"] * factor
-
-        return tamper
-
-    return Watched(tamper={i: scale(factor) for i, factor in enumerate(factors)})
-
-
-def test_the_scale_of_weights_does_not_matter_but_their_ratio_does(make: Make) -> None:
-    expected = plain(make).arrays
-    assert same_bits(expected, run(make(), scaled_weights(4, 4, 4)).arrays)
-    assert not close(expected, run(make(), scaled_weights(1, 1, 20)).arrays, 1e-3)
 
 
 def first_of(names: tuple[str, ...], then: Callable[[str], Tamper]) -> Tamper:
@@ -359,14 +290,6 @@ def test_too_few_usable_replies_end_the_round(make: Make) -> None:
         run(make(), app)
 
 
-def test_the_callers_records_are_left_as_they_were(make: Make) -> None:
-    arrays, config = tiny_arrays(), ConfigRecord({"job": "nonsense", "seed": 9})
-    result = run(make(), arrays=arrays, train_config=config)
-    assert dict(config) == {"job": "nonsense", "seed": 9}
-    assert same_bits(arrays, tiny_arrays())
-    assert same_bits(result.arrays, run(make()).arrays)
-
-
 def test_buffers_stay(make: Make) -> None:
     before = arrays_to_tensors(tiny_arrays())
     after = arrays_to_tensors(run(make()).arrays)
@@ -391,29 +314,6 @@ def test_frozen_parameters_stay(make: Make) -> None:
 # Arguments, and a server that asks for what cannot be
 
 
-@pytest.mark.parametrize("kind", [GIANT, DONE])
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"lr": -0.1}, "lr must be >= 0 and finite, got -0.1"),
-        ({"lr": NAN}, "lr must be >= 0 and finite, got nan"),
-        ({"iterations": 0}, "iterations must be >= 1, got 0"),
-        ({"fraction_train": 2}, "fraction_train must be in [0, 1]"),
-    ],
-)
-def test_what_is_out_of_range_is_named(
-    kind: Make, options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(text)):
-        kind(**options)
-
-
-@pytest.mark.parametrize("alpha", [0.0, -1.0, NAN, float("inf")])
-def test_dones_alpha_is_positive(alpha: float) -> None:
-    with pytest.raises(ConfigurationError, match="alpha must be > 0 and finite"):
-        DONE(alpha=alpha)
-
-
 def test_a_client_names_what_it_was_not_sent() -> None:
     with pytest.raises(ClientError, match="the server sent no 'gradient'"):
         ask(tiny_client(), config={"job": "direction"})
@@ -427,9 +327,3 @@ def test_a_client_names_what_it_was_not_sent() -> None:
     )
     with pytest.raises(ClientError, match="that the server sent lacks the keys"):
         ask(tiny_client(), part, {"job": "direction"})
-
-
-def test_the_summary_tells_the_solver(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="flwr"):
-        DONE(alpha=0.01).summary()
-    assert "solver=done, iterations=10, alpha=0.01" in caplog.text

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_strategy_contract as contract
 import torch
 import torch.nn.functional as F
 import virtual
@@ -34,13 +33,12 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
-from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import CurvatureResult, Policy, Scaffold
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Roster, arrays_to_tensors
 
-ROW = contract.Row(Scaffold, {})
 # What a policy takes is missing in c, and moves the optimum.
 NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
 plain_sgd = partial(LocalSGD, momentum=0.0)
@@ -66,41 +64,6 @@ def run(
 ) -> CurvatureResult:
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     return strategy.start(grid, tiny_arrays(), **options)
-
-
-# What every strategy owes its users
-
-SHARED = [
-    "test_identical_clients_get_their_model",
-    "test_one_client_gets_its_model",
-    "test_node_ids_and_the_order_of_replies_do_not_matter",
-    "test_the_scale_of_weights_does_not_matter_but_their_ratio_does",
-    "test_weights_may_come_from_another_metric",
-    "test_good_clients_leave_nothing_out",
-    "test_too_few_usable_replies_end_the_round_with_every_reason",
-    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
-    "test_the_callers_records_are_left_as_they_were",
-    "test_the_callers_config_cannot_change_what_the_strategy_asks_for",
-    "test_configure_train_leaves_the_callers_records_too",
-    "test_records_travel_under_the_keys_that_were_asked_for",
-    "test_nodes_without_a_partition_go_by_their_id",
-    "test_the_hooks_do_by_hand_what_start_does",
-    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
-    "test_flowers_own_loop_gives_the_same",
-    "test_the_result_has_uploads_and_weighted_metrics",
-]
-globals().update({name: getattr(contract, name) for name in SHARED})
-clock = contract.clock
-
-
-@pytest.fixture
-def row() -> contract.Row:
-    return ROW
-
-
-def test_a_server_lr_out_of_range_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"^server_lr must be"):
-        Scaffold(server_lr=-1)
 
 
 def test_the_server_goes_as_far_as_its_lr_says() -> None:
@@ -217,11 +180,6 @@ def test_it_reaches_the_optimum(fraction: float) -> None:
     rounds = 40 if fraction == 1 else 60
     ours = on_lines(scaffold(fraction_train=fraction), rounds)
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-3)
-
-
-def test_without_limits_it_is_the_optimum_itself() -> None:
-    exact = on_lines(scaffold(policy=NO_LIMITS), 80)
-    torch.testing.assert_close(exact, optimum(), rtol=0, atol=1e-5)
 
 
 def test_fedavg_does_not_reach_it() -> None:
@@ -399,12 +357,6 @@ def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path: Path) -> 
             start(app, tmp_path / "run", resume=resume)
     resumed = start(Watched(), tmp_path / "run", resume=True)
     assert same_bits(resumed.arrays, whole.arrays)
-
-
-def test_other_options_are_refused(tmp_path: Path) -> None:
-    run(scaffold(), checkpoint_dir=tmp_path / "run")
-    with pytest.raises(Exception, match=r"server_lr: 1.0 -> 0.5"):
-        run(scaffold(server_lr=0.5), checkpoint_dir=tmp_path / "run", resume=True)
 
 
 # What a client must be

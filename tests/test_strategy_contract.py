@@ -1,18 +1,19 @@
 """What every strategy owes its users.
 
-``STRATEGIES`` are those that pass all of it; the test files of the others name what
-they pass as ``SHARED``.
+``STRATEGIES`` has a row for each; a row names the tests that it need not pass.
 """
 
 import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import virtual
 from flwr.app import (
     Array,
     ArrayRecord,
@@ -34,6 +35,7 @@ from virtual import (
     drop_array,
     drop_extras,
     fail,
+    killing_app,
     node_of,
     same_bits,
     set_array,
@@ -45,12 +47,29 @@ from virtual import (
 )
 
 from flwr_fisher.client import LocalSGD, make_client_app
-from flwr_fisher.errors import ConfigurationError, RoundError, UnknownNameError
+from flwr_fisher.errors import (
+    CheckpointError,
+    ConfigurationError,
+    RoundError,
+    UnknownNameError,
+)
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server import cohort, mailbox, round
 from flwr_fisher.server import identity as identity_module
 from flwr_fisher.server.run import CurvatureResult
-from flwr_fisher.strategies import CurvatureStrategy, FedFish, FedFisherOneShot
+from flwr_fisher.strategies import (
+    AFL,
+    DONE,
+    FAGH,
+    GIANT,
+    CurvatureStrategy,
+    FedExP,
+    FedFish,
+    FedFisherOneShot,
+    FedGA,
+    FedPM,
+    Scaffold,
+)
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, arrays_to_tensors
 
@@ -65,34 +84,145 @@ class Row:
         Makes it; takes the shared base's keywords.
     own : dict
         Its own arguments.
+    lacks : frozenset[str]
+        The names of the tests that it need not pass.
+    plain_sgd : bool
+        Whether its clients train without momentum.
+    extras : bool
+        Whether its clients upload the diagonals or factors of a Fisher, too.
     """
 
     make: Callable[..., CurvatureStrategy]
     own: dict[str, Any]
+    lacks: frozenset[str] = frozenset()
+    plain_sgd: bool = False
+    extras: bool = False
 
     def __call__(self, **options: Any) -> CurvatureStrategy:
         return self.make(**{"fraction_evaluate": 0.0, **self.own, **options})
 
 
+# Where no model is uploaded, of which the new one is some mean.
+OF_MODELS = {
+    "test_identical_clients_get_their_model",
+    "test_one_client_gets_its_model",
+    "test_all_bad_replies_at_once_spoil_nothing",
+    "test_too_few_usable_replies_end_the_round_with_every_reason",
+    "test_a_users_own_keys_reach_the_training_loop_untouched",
+    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
+}
+# Where a round asks twice, which Flower's hooks do not know.
+OF_ONE_EXCHANGE = {
+    "test_all_bad_replies_at_once_spoil_nothing",
+    "test_too_few_usable_replies_end_the_round_with_every_reason",
+    "test_the_callers_records_are_left_as_they_were",
+    "test_configure_train_leaves_the_callers_records_too",
+    "test_the_hooks_do_by_hand_what_start_does",
+    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
+    "test_flowers_own_loop_gives_the_same",
+    "test_the_result_has_uploads_and_weighted_metrics",
+}
+GOES_ON = "test_the_model_is_not_the_start_and_each_round_goes_on"  # with no state
+USERS_KEYS = "test_a_users_own_keys_reach_the_training_loop_untouched"
+RATIO = "test_the_scale_of_weights_does_not_matter_but_their_ratio_does"
+FISHERS_KEYS = "test_the_callers_config_cannot_change_what_the_strategy_asks_for"
+FEDPMS_OWN = {
+    "test_identical_clients_get_their_model",
+    "test_one_client_gets_its_model",
+    USERS_KEYS,
+}
+# What the base class does alone is tried with a few.
+OF_THE_BASE = {
+    "test_silence_is_a_reason_too",
+    "test_the_round_waits_for_nodes",
+    "test_the_wait_for_nodes_ends",
+    "test_sampling_depends_on_seed_and_round_not_on_node_ids",
+    "test_the_minimum_is_a_floor_of_the_sample",
+    "test_start_samples_as_the_hooks_do",
+    "test_evaluation_can_be_left_out",
+    "test_without_training_the_start_is_evaluated_as_with_fedavg",
+    "test_nodes_that_claim_one_partition_are_not_asked",
+    "test_metrics_can_be_aggregated_in_the_users_way",
+    "test_no_rounds_return_the_start",
+    "test_arguments_out_of_range_are_named",
+    "test_an_argument_that_does_not_exist_is_a_type_error",
+    "test_an_odd_evaluation_costs_a_warning_and_not_the_round",
+}
+FEW = ("fedfisher-kfac", "fedfish", "fedpm")
 # Lossless, so that what comes back is exact and has keys to tamper with. A structure
 # or a solver more has the same rounds: one each that reads twice, and that scores.
 PLAIN = {"codec": "lossless"}
+FEDFISHER = partial(Row, FedFisherOneShot, extras=True)
 STRATEGIES = {
-    "fedfisher-kfac": Row(FedFisherOneShot, PLAIN),
-    "fedfisher-ekfac": Row(FedFisherOneShot, PLAIN | {"structure": "ekfac"}),
-    "fedfisher-adam": Row(
-        FedFisherOneShot, PLAIN | {"solver": "adam", "iterations": 30}
-    ),
-    "fedfish": Row(FedFish, PLAIN),
+    "fedfisher-kfac": FEDFISHER(PLAIN),
+    "fedfisher-ekfac": FEDFISHER(PLAIN | {"structure": "ekfac"}),
+    "fedfisher-adam": FEDFISHER(PLAIN | {"solver": "adam", "iterations": 30}),
+    "fedfish": Row(FedFish, PLAIN, extras=True),
     "fedfish-last-epoch": Row(
-        FedFish, PLAIN | {"fisher_source": "last-epoch", "reduction": "mean"}
+        FedFish,
+        PLAIN | {"fisher_source": "last-epoch", "reduction": "mean"},
+        extras=True,
+    ),
+    "fedga": Row(FedGA, {"beta": 0.3}, frozenset(OF_ONE_EXCHANGE)),
+    "fedexp": Row(FedExP, {}, frozenset({FISHERS_KEYS})),
+    "fedexp-last-two": Row(
+        FedExP, {"average_last_two": True}, frozenset({FISHERS_KEYS, GOES_ON})
+    ),
+    # Its clients' steps are none of SGD's: the first two are in its own file.
+    "fedpm": Row(
+        FedPM,
+        {"damping": 0.5},
+        frozenset(FEDPMS_OWN),
+        plain_sgd=True,
+    ),
+    "scaffold": Row(Scaffold, {}, frozenset({GOES_ON, USERS_KEYS}), plain_sgd=True),
+    **{
+        f"fagh-{probe}": Row(
+            FAGH,
+            {"lr": 0.3, "rho": 0.5, "probe": probe},
+            frozenset(OF_MODELS | {GOES_ON}),
+        )
+        for probe in ("first", "random", "momentum", "none")
+    },
+    "giant": Row(
+        GIANT, {"lr": 0.5, "iterations": 3}, frozenset(OF_MODELS | OF_ONE_EXCHANGE)
+    ),
+    "done": Row(
+        DONE,
+        {"lr": 0.5, "iterations": 3, "alpha": 0.1},
+        frozenset(OF_MODELS | OF_ONE_EXCHANGE),
+    ),
+    "afl": Row(
+        AFL,
+        {},
+        frozenset(
+            OF_MODELS
+            | {GOES_ON, RATIO, "test_the_result_has_uploads_and_weighted_metrics"}
+        ),
     ),
 }
 
 
-@pytest.fixture(params=STRATEGIES)
-def row(request: pytest.FixtureRequest) -> Row:
-    return STRATEGIES[request.param]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with every row that does not lack it."""
+    if "row" in metafunc.fixturenames:
+        name = metafunc.function.__name__
+        some = FEW if name in OF_THE_BASE else STRATEGIES
+        rows = [key for key in some if name not in STRATEGIES[key].lacks]
+        metafunc.parametrize("row", rows, indirect=True)
+
+
+@pytest.fixture
+def row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Row:
+    return of_name(request.param, monkeypatch)
+
+
+def of_name(name: str, monkeypatch: pytest.MonkeyPatch) -> Row:
+    """Return a row, whose clients train as it needs from now on."""
+    found = STRATEGIES[name]
+    if found.plain_sgd:
+        monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
+    return found
 
 
 def run(
@@ -308,14 +438,19 @@ def test_half_the_clients_with_one_metric_more_lose_it_and_nothing_else() -> Non
 def test_all_bad_replies_at_once_spoil_nothing(
     row: Row, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spoiled = {3 + i: tamper for i, (tamper, _) in enumerate(BAD_REPLIES.values())}
+    bad = [
+        (tamper, field)
+        for case, (tamper, field) in BAD_REPLIES.items()
+        if row.extras or (field != PREFIX and case != "half of the extras")
+    ]
+    spoiled = {3 + i: tamper for i, (tamper, _) in enumerate(bad)}
     app = Watched(tiny_app([0, 1, 2, *[0] * len(spoiled)]), spoiled)
     grid = LocalGrid(app, 3 + len(spoiled))
     result = row().start(grid, tiny_arrays())
     assert same_bits(result.arrays, plain(row).arrays)
     said = left_out(caplog)
     assert len(said) == len(spoiled)
-    for partition, (_, field) in enumerate(BAD_REPLIES.values(), start=3):
+    for partition, (_, field) in enumerate(bad, start=3):
         start = f"left out partition-{partition}: node {node_of(grid, partition)}: "
         assert any(f"{start}'{field}" in text for text in said), start
 
@@ -629,6 +764,58 @@ def test_nodes_that_claim_one_partition_are_not_asked(row: Row) -> None:
         run(row(), Mute(tells(**{"partition-id": 1})), timeout=1)
 
 
+# Stopped, and resumed
+
+
+@pytest.mark.parametrize("asked", [1, 4])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    row: Row, asked: int, tmp_path: Path
+) -> None:
+    """Stopped within an exchange, and in the next exchange or round."""
+    with pytest.raises(KeyboardInterrupt):
+        run(row(), killing_app(asked, 3), num_rounds=2, checkpoint_dir=tmp_path)
+    again = Watched()
+    resumed = run(row(), again, num_rounds=2, checkpoint_dir=tmp_path, resume=True)
+    whole = plain(row, num_rounds=2)
+    assert same_bits(resumed.arrays, whole.arrays)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert len(again.trained) == 2 * 3 * len(row().exchanges(1)) - asked
+
+
+CHANGED: list[tuple[str, dict[str, Any], str]] = [
+    ("fedga", {"beta": 0.5}, "beta: 0.3 -> 0.5"),
+    ("fedexp", {"epsilon": 0.5}, "epsilon: 0.001 -> 0.5"),
+    ("fedpm", {"damping": 0.1}, "damping: 0.5 -> 0.1"),
+    ("fedpm", {"mixing_damping": 0.01}, "mixing_damping: 0.001 -> 0.01"),
+    ("scaffold", {"server_lr": 0.5}, "server_lr: 1.0 -> 0.5"),
+    ("fagh-first", {"rho": 0.1}, "rho: 0.5 -> 0.1"),
+    ("fagh-first", {"lr": 1.0}, "lr: 0.3 -> 1.0"),
+    ("fagh-first", {"betas": (0.9, 0.9)}, "betas: [0.9, 0.99] -> [0.9, 0.9]"),
+    ("fagh-first", {"probe": "random"}, "probe: 'first' -> 'random'"),
+    ("fagh-first", {"epsilon": 0.0}, "epsilon: 1e-06 -> 0.0"),
+    ("giant", {"iterations": 4}, "iterations: 3 -> 4"),
+    ("done", {"lr": 1.0}, "lr: 0.5 -> 1.0"),
+    ("done", {"alpha": 0.2}, "alpha: 0.1 -> 0.2"),
+    ("afl", {"ridge": 0.5}, "ridge: "),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "change"), CHANGED)
+def test_another_runs_options_are_refused_by_name(
+    name: str,
+    options: dict[str, Any],
+    change: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row, app = of_name(name, monkeypatch), Watched()
+    run(row(), checkpoint_dir=tmp_path)
+    again = row(**options)
+    with pytest.raises(CheckpointError, match=re.escape(change)):
+        run(again, app, checkpoint_dir=tmp_path, resume=True, num_rounds=2)
+    assert not app.trained
+
+
 # Other loops than `start`
 
 
@@ -686,6 +873,17 @@ def test_flowers_own_loop_gives_the_same(row: Row) -> None:
     assert sorted(ours.evaluate_metrics_clientapp) == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["fedga", "giant", "done"])
+def test_flowers_hooks_refuse_two_exchanges(name: str) -> None:
+    strategy, grid = STRATEGIES[name](), LocalGrid(tiny_app(), 3)
+    for hook in (
+        lambda: strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid),
+        lambda: strategy.aggregate_train(1, []),
+    ):
+        with pytest.raises(ConfigurationError, match="2 exchanges"):
+            hook()
+
+
 def test_metrics_can_be_aggregated_in_the_users_way(row: Row) -> None:
     heard: list[tuple[int, str]] = []
 
@@ -725,16 +923,53 @@ WRONG_BASE = {
     "min_evaluate_nodes": (-1,),
     "min_available_nodes": (0,),
 }
-WRONG_FEDFISHER = {
-    "anchor": (-1e-9, NAN),
-    "shrink": (-0.1, 1.5),
-    "damping": (-0.1, 1.5),
-    "balance": (-0.1, 1.5),
-    "iterations": (0, -5),
-    "examples": (0, NAN),
-    "max_passes": (0,),
-    "max_positions": (-1,),
+INF = float("inf")
+WRONG: dict[type[CurvatureStrategy], dict[str, tuple[Any, ...]]] = {
+    FedFisherOneShot: {
+        "anchor": (-1e-9, NAN),
+        "shrink": (-0.1, 1.5),
+        "damping": (-0.1, 1.5),
+        "balance": (-0.1, 1.5),
+        "iterations": (0, -5),
+        "examples": (0, NAN),
+        "max_passes": (0,),
+        "max_positions": (-1,),
+        "outlier": (0.9,),
+        "max_share": (0.49, 1.1),
+    },
+    FedGA: {"beta": (-1,)},
+    FedExP: {"epsilon": (-1,)},
+    FedPM: {
+        "damping": (0, -0.1, NAN, INF),
+        "mixing_damping": (0, -0.1, NAN, INF),
+    },
+    Scaffold: {"server_lr": (-1,)},
+    FAGH: {
+        "lr": (-0.1, INF),
+        "rho": (0.0, NAN),
+        "betas": ((0.9, 1.0), (-0.1, 0.9), (0.9,)),
+        "epsilon": (2,),
+    },
+    GIANT: {"lr": (-0.1, NAN), "iterations": (0,)},
+    DONE: {"lr": (-0.1, NAN), "iterations": (0,), "alpha": (0.0, -1.0, NAN, INF)},
+    AFL: {"ridge": (-1.0,)},
 }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (kind, name, value)
+        for kind, wrong in WRONG.items()
+        for name, values in wrong.items()
+        for value in values
+    ],
+)
+def test_a_strategys_own_arguments_out_of_range_are_named(
+    kind: type[CurvatureStrategy], name: str, value: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
+        kind(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -743,14 +978,6 @@ WRONG_FEDFISHER = {
 def test_arguments_out_of_range_are_named(row: Row, name: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
         row(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [(k, v) for k, values in WRONG_FEDFISHER.items() for v in values]
-)
-def test_fedfishers_arguments_out_of_range_are_named(name: str, value: float) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
-        FedFisherOneShot(**{name: value})
 
 
 @pytest.mark.parametrize(
