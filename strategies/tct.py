@@ -235,7 +235,7 @@ class TCT(CurvatureStrategy):
             ),
             send,
             network,
-            everyone=True,
+            clients="all",
             summed=Summed(weighted=False, read=read_moment_sums(self.num_features)),
         )
         spectrum = Exchange(
@@ -244,7 +244,7 @@ class TCT(CurvatureStrategy):
             partial(agree_on_rate, lr=self.lr, control=options.control_variates),
             send,
             network,
-            everyone=True,
+            clients="all",
             summed=Summed(weighted=False, read=read_eigenvalues),
         )
         return [moments, spectrum]

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, check_range, check_whole
@@ -34,6 +35,7 @@ from flwr_fisher.secure.state import GROUP, SecureState, rows_of, signed
 from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
 from flwr_fisher.server.privacy import Privacy
 
+_PART = "secure sum"  # what the log calls these exchanges
 JOB = "secure-sums"  # what a client without the mod refuses
 _Send = Callable[[SecureState, int], dict[str, Tensor]]
 _Take = Callable[[ServerState, Uploads[SecureUpload]], Step]
@@ -127,6 +129,21 @@ class SecureSums:
 
 
 @dataclass(frozen=True)
+class _Stage(Exchange[SecureUpload]):
+    """An exchange of a secure sum, in which each client may be sent its own groups."""
+
+    send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None
+    part: str = ""  # what the log calls it
+
+    def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
+        """Return what makes a client's record, by the client's number."""
+        if self.send_each is None:
+            return super().records(state)
+        own = self.send_each(state)
+        return lambda number: self.arrays(state, own(number))
+
+
+@dataclass(frozen=True)
 class _Stages:
     """Makes the exchanges of each stage."""
 
@@ -137,16 +154,16 @@ class _Stages:
         self, first: Exchange[Any], sums: int, seed: str
     ) -> Exchange[SecureUpload]:
         """Ask for public keys: of whom, as the round's first exchange says."""
-        return Exchange(
+        return _Stage(
             self._options("keys", 0) | {"secure-sums": sums},
             SecureUpload.from_arrays,
             partial(
                 steps.take_keys, self.secure.degree, self.secure.threshold, sums, seed
             ),
             start=_nothing,
-            everyone=first.everyone,
+            clients=first.clients,
             require_same_parameters=first.require_same_parameters,
-            part="keys",
+            part=f"{_PART}, keys",
         )
 
     def of(
@@ -161,18 +178,18 @@ class _Stages:
             asked["secure-weighted"] = True
         privacy = exchange.summed.privacy
         of_exponents, of_values = WordSums(), WordSums()
-        exponents = Exchange(
+        exponents = _Stage(
             asked,
             SecureUpload.from_arrays,
             partial(steps.take_words, index, of_exponents, privacy),
             send=exchange.send,
             start=exchange.start,
-            asks=_present,
+            clients=_present,
             send_each=_each(
                 partial(_bounds, privacy, _sealed_shares if index == 0 else _no_more)
             ),
             fold=of_exponents,
-            part=f"how large contribution {1 + index // 2} is",
+            part=f"{_PART}, how large contribution {1 + index // 2} is",
         )
         values = index + 1
         take_words = partial(steps.take_words, values, of_values, privacy)
@@ -191,14 +208,14 @@ class _Stages:
         self, stage: str, index: int, step: _Take, send: _Send
     ) -> Exchange[SecureUpload]:
         """Ask those who are present, and send each its own."""
-        return Exchange(
+        return _Stage(
             self._options(stage, index),
             SecureUpload.from_arrays,
             step,
             start=_nothing,
-            asks=_present,
+            clients=_present,
             send_each=_each(send),
-            part=stage,
+            part=f"{_PART}, {stage}",
         )
 
     def _options(self, stage: str, index: int) -> dict[str, str | int | float]:

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, check_known
 from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (
@@ -24,6 +24,7 @@ from flwr_fisher.wire import (
 P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
 _GROUPS = "groups/"
+_CLIENTS = ("sampled", "all")
 _LIBRARYS = ("query", "report-local", "run", "seed")  # options that it gives itself
 
 
@@ -198,28 +199,23 @@ class Exchange(Generic[P]):
         What is sent beside the parameters, in named groups.
     start : Callable[[ServerState], Params]
         The parameters and buffers that are sent out, where they are not the state's.
-    everyone : bool, default False
-        Ask every connected client instead of the strategy's fraction.
+    clients : "sampled" | "all" | Callable[[ServerState], Collection[int]]
+        Who is asked: by default the strategy's fraction of those that are connected, or
+        all of these, or those with the numbers that are returned.
     require_same_parameters : bool, default False
         Leave out those that train other parameters than most, before they train.
     summed : Summed, optional
         How a secure sum may take the uploads' place; None: it cannot.
-    asks : Callable[[ServerState], Collection[int]], optional
-        Of the clients, by their numbers, those that are asked; they are not sampled.
     fold : Callable[[P, float], P], optional
         Adds an admitted upload to a sum, by its weight, and returns the rest, which is
         what the step is given: no more than one upload is held. It begins anew with
         each exchange.
-    part : str, default ""
-        Which part it is of a larger one; the log does not tell of each reply then.
-    send_each : Callable[[ServerState], Callable[[int], Mapping[str, …]]], optional
-        Makes what is sent to a client alone, by its number, in named groups.
 
     Raises
     ------
     ConfigurationError
         If an option has a name that the library gives itself, or a value that a
-        ``ConfigRecord`` cannot hold.
+        ``ConfigRecord`` cannot hold, or `clients` is another word.
     """
 
     options: Mapping[str, ConfigRecordValues]
@@ -227,15 +223,14 @@ class Exchange(Generic[P]):
     step: Callable[[ServerState, Uploads[P]], Step]
     send: Callable[[ServerState], Groups] = lambda state: {}
     start: Callable[[ServerState], Params] = lambda state: state.params
-    everyone: bool = False
+    clients: str | Callable[[ServerState], Collection[int]] = "sampled"
     require_same_parameters: bool = False
     summed: Summed[P] | None = None
-    asks: Callable[[ServerState], Collection[int]] | None = None
-    send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None
     fold: Callable[[P, float], P] | None = None
-    part: str = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.clients, str):
+            check_known("clients", self.clients, _CLIENTS)
         for name, value in self.options.items():
             if name in _LIBRARYS:
                 raise ConfigurationError(
@@ -254,6 +249,19 @@ class Exchange(Generic[P]):
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's entries, and the options."""
         return ConfigRecord({**base, **named_options(self.options)})
+
+    @property
+    def part(self) -> str:
+        """Of what larger one it is a part, of which alone the log tells."""
+        return ""
+
+    def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
+        """Return what makes the record that a client is sent, by the client's number.
+
+        Here it is the same for all.
+        """
+        record = self.arrays(state)
+        return lambda number: record
 
     def arrays(self, state: ServerState, own: Groups | None = None) -> ArrayRecord:
         """Return the record that is sent out: parameters, and the groups beside.

@@ -194,17 +194,17 @@ class Round(Generic[P]):
     def sample(self) -> Sample:
         """Return whom to ask."""
         method, cohort = self.method, self.cohort
-        if self.exchange.asks is not None:
-            numbers = self.exchange.asks(self.state)
+        if not isinstance(self.exchange.clients, str):
+            numbers = self.exchange.clients(self.state)
             minimum = min(self.needed, len(numbers))
             ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
-            part = self.exchange.part and f"secure sum, {self.exchange.part}: "
+            part = self.exchange.part and f"{self.exchange.part}: "
             logger.info("configure_train: %sasking %s nodes", part, len(nodes))
             return Sample(nodes, len(nodes))
         sample = cohort.sample(
             self.grid,
-            fraction=1.0 if self.exchange.everyone else method.fraction_train,
+            fraction=1.0 if self.exchange.clients == "all" else method.fraction_train,
             minimum=method.min_train_nodes,
             available=method.min_available_nodes,
             server_round=self.server_round,
@@ -230,20 +230,22 @@ class Round(Generic[P]):
             times = self._asked[node].times if node in self._asked else 0
             self._asked[node] = _Asked(times + 1, time.monotonic())
         self._due |= set(nodes)
-        return self.messages(nodes)
+        return self.messages(nodes) if nodes else []
 
     def messages(self, nodes: Iterable[int]) -> list[Message]:
         """Return the requests to some of the nodes."""
-        exchange, ask = self.exchange, (self.method, self.server_round)
-        if exchange.send_each is None:
-            arrays = exchange.arrays(self.state)
-            return requests(*ask, arrays, self.config, nodes)
-        own, messages = exchange.send_each(self.state), list[Message]()
-        for node in nodes:
-            groups = own(self.cohort.identity(node).number)
-            arrays = exchange.arrays(self.state, groups)
-            messages += requests(*ask, arrays, self.config, [node])
-        return messages
+        record_for, identity = self.exchange.records(self.state), self.cohort.identity
+        return [
+            message
+            for node in nodes
+            for message in requests(
+                self.method,
+                self.server_round,
+                record_for(identity(node).number),
+                self.config,
+                [node],
+            )
+        ]
 
     # Wait and admit
 

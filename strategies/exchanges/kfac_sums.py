@@ -87,7 +87,7 @@ class KfacSums:
             FisherProduct.with_traces,
             partial(self._begin, of_traces),
             send=_run,
-            asks=_present,
+            clients=_present,
             summed=mean,
             fold=None if self.held else of_traces,
         )
@@ -102,7 +102,7 @@ class KfacSums:
             FisherProduct.from_arrays,
             partial(self._advance, iteration, sums),
             send=_direction,
-            asks=_present,
+            clients=_present,
             summed=Summed(weighted=True),
             fold=None if self.held else sums,
         )
