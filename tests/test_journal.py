@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,24 @@ def test_a_journal_that_ends_anywhere_goes_on_from_there(
     else:
         with pytest.raises(CheckpointError, match=r"journal\.jsonl is gone or cut off"):
             start(run, resume=True)
+
+
+def test_any_change_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    """And no other exception comes of it."""
+    run, rng = tmp_path / "run", random.Random(0)
+    shutil.copytree(FORMAT_6, run)
+    whole, events = (run / "journal.jsonl").read_bytes(), lines_of(run)
+    for _ in range(500):
+        start, length = rng.randrange(len(whole)), rng.choice((0, 1, 1, 200))
+        new = rng.randbytes(rng.choice((0, 1, 1, 50)))
+        changed = whole[:start] + new + whole[start + length :]
+        (run / "journal.jsonl").write_bytes(changed)
+        read = Journal(run)
+        with suppress(CheckpointError):
+            assert read.load() in ([0], [0, 1])
+            lines = [json.loads(line) for line in changed.split(b"\n")[:-1]]
+            assert lines == events[: len(lines)]
+        read.release()
 
 
 def test_without_its_opening_nobody_who_has_replied_is_asked_again(

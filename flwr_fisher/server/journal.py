@@ -212,7 +212,8 @@ class Journal:
             event: Event = json.loads(text)
             if first and event.get("format") != FORMAT:
                 raise _other_format(where, repr(event.get("format")))
-            if event.pop("digest") != digest_of(event):
+            del event["digest"]
+            if _line(event).encode() != text + b"\n":
                 raise ValueError("its content has changed since it was written")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{where} is damaged: {error}; {out}") from error
@@ -230,7 +231,7 @@ class Journal:
         self._apply(line)
 
     def _write_line(self, file: Path, line: Event) -> None:
-        text = f"{json.dumps({**line, 'digest': digest_of(line)})}\n"
+        text = _line(line)
         with _writing(file):
             if not self._end:  # so that a journal has its first line, or is not there
                 save_text(file, text)
@@ -241,7 +242,7 @@ class Journal:
                     lines.write(text.encode())
                     lines.flush()
                     os.fsync(lines.fileno())
-        self._end += len(text.encode())
+        self._end += len(text)  # ASCII, as JSON is written
 
     def _apply(self, event: Event) -> None:
         """Know what an event tells: as it happens, and as it is read back."""
@@ -649,6 +650,11 @@ class FolderLock:
             return self._holder.read_text().strip()
         except OSError:
             return "it has not told its name yet"
+
+
+def _line(event: Event) -> str:
+    """Return an event as the journal has it."""
+    return f"{json.dumps({**event, 'digest': digest_of(event)})}\n"
 
 
 def _other_format(where: object, written: str) -> CheckpointError:
