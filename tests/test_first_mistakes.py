@@ -31,36 +31,25 @@ from flwr_fisher.wire.packing import pack_params, unpack_params
 
 
 @pytest.mark.parametrize(
-    ("returned", "text"),
+    ("loop", "returned", "text"),
     [
-        (None, "train_fn must return a dict of metrics"),
-        (0.5, "train_fn must return a dict of metrics"),
-        ({"loss": "low"}, "train_fn returned 'loss': 'low'"),
-        ({1: 0.5}, "train_fn returned 1"),
+        ("train_fn", None, "train_fn must return a dict of metrics"),
+        ("train_fn", 0.5, "train_fn must return a dict of metrics"),
+        ("train_fn", {"loss": "low"}, "train_fn returned 'loss': 'low'"),
+        ("train_fn", {1: 0.5}, "train_fn returned 1"),
+        ("evaluate_fn", None, "evaluate_fn must return a dict of metrics"),
+        ("evaluate_fn", {"loss": 1.0}, r"no 'num-examples'.*\['loss'\]"),
     ],
 )
-def test_what_train_fn_must_return(returned, text):
-    client = tiny_client(train_fn=lambda *arguments: returned)
+def test_what_a_loop_must_return(loop, returned, text):
+    client = tiny_client(**{loop: lambda *arguments: returned})
     with pytest.raises(ClientError, match=text):
-        ask(client)
+        ask(client, kind=loop.removesuffix("_fn"))
 
 
 def test_a_metric_may_be_a_tensor_of_one_number():
     client = tiny_client(train_fn=lambda *arguments: {"loss": torch.tensor(0.5)})
     assert metrics_of(ask(client))["loss"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("returned", "text"),
-    [
-        (None, "evaluate_fn must return a dict of metrics"),
-        ({"loss": 1.0}, r"returned no 'num-examples'.*add it to \['loss'\]"),
-    ],
-)
-def test_what_evaluate_fn_must_return(returned, text):
-    client = tiny_client(evaluate_fn=lambda *arguments: returned)
-    with pytest.raises(ClientError, match=text):
-        ask(client, kind="evaluate")
 
 
 def test_an_evaluate_fn_gets_the_held_out_data_and_the_config():
@@ -70,17 +59,6 @@ def test_an_evaluate_fn_gets_the_held_out_data_and_the_config():
     client = tiny_client(evaluate_fn=score)
     metrics = metrics_of(ask(client, config={"lr": 0.5}, kind="evaluate"))
     assert dict(metrics) == {"num-examples": 8, "twice": 1.0}
-
-
-def test_initial_arrays_that_are_a_state_dict():
-    grid = LocalGrid(tiny_app(), 3)
-    with pytest.raises(ConfigurationError, match=r"wrap it, ArrayRecord\(\.\.\.\)"):
-        FedFisherOneShot().start(grid, nn.Linear(2, 2).state_dict())
-
-
-def test_a_keyword_of_start_given_to_the_constructor():
-    with pytest.raises(TypeError, match=r"^FedFisherOneShot.*'num_rounds'"):
-        FedFisherOneShot(num_rounds=3)
 
 
 def test_an_exception_in_a_client_is_logged_with_its_traceback(caplog):
@@ -93,14 +71,6 @@ def test_an_exception_in_a_client_is_logged_with_its_traceback(caplog):
     assert "in broken" in caplog.text
 
 
-def test_a_model_where_its_parameters_are_wanted():
-    F = Diagonal({"w": torch.ones(2)})
-    with pytest.raises(ConfigurationError, match=r"shared_state\(model\)"):
-        LocalPosterior(nn.Linear(2, 2), F, 1)
-    with pytest.raises(ConfigurationError, match="a Curvature"):
-        LocalPosterior({"w": torch.ones(2)}, {"w": torch.ones(2)}, 1)
-
-
 def test_parameters_that_require_gradients_or_are_not_finite():
     F = Diagonal({"w": torch.ones(2)})
     good = LocalPosterior({"w": nn.Parameter(torch.ones(2))}, F, 1)
@@ -110,9 +80,89 @@ def test_parameters_that_require_gradients_or_are_not_finite():
         fedfisher([good, bad])
 
 
-def test_a_batch_where_a_loader_is_wanted():
-    with pytest.raises(DataError, match=r"pass \[inputs\]"):
-        fisher(nn.Linear(2, 2), torch.randn(3, 2))
+def wrapped(name):
+    inner = nn.Linear(3, 2)
+    LocalProblem(nn.ModuleDict({name: inner}), []).check_layout(shared_state(inner))
+
+
+W, DATA = {"w": torch.ones(2)}, TensorDataset(torch.zeros(4, 3), torch.zeros(4).long())
+MISTAKES = {
+    "a state dict": (
+        lambda: FedFisherOneShot().start(
+            LocalGrid(tiny_app(), 3), nn.Linear(2, 2).state_dict()
+        ),
+        ConfigurationError,
+        r"wrap it, ArrayRecord\(\.\.\.\)",
+    ),
+    "start's keyword": (
+        lambda: FedFisherOneShot(num_rounds=3),
+        TypeError,
+        r"^FedFisherOneShot.*'num_rounds'",
+    ),
+    "a model for its parameters": (
+        lambda: LocalPosterior(nn.Linear(2, 2), Diagonal(W), 1),
+        ConfigurationError,
+        r"shared_state\(model\)",
+    ),
+    "tensors for a curvature": (
+        lambda: LocalPosterior(W, W, 1),
+        ConfigurationError,
+        "a Curvature",
+    ),
+    "a batch for a loader": (
+        lambda: fisher(nn.Linear(2, 2), torch.randn(3, 2)),
+        DataError,
+        r"pass \[inputs\]",
+    ),
+    "a model for a path": (
+        lambda: TCTModel.load(nn.Linear(2, 2), "tct.safetensors"),
+        ParamsError,
+        r"load\(path, model\) takes a module",
+    ),
+    "a data set to train on": (
+        lambda: FisherClient(nn.Linear(3, 2), DATA),
+        ConfigurationError,
+        "trainloader is a TensorDataset.*Data",
+    ),
+    "a data set to score on": (
+        lambda: FisherClient(nn.Linear(3, 2), [], DATA),
+        ConfigurationError,
+        "valloader is a TensorDataset.*Data",
+    ),
+    "a class for a model": (
+        lambda: FisherClient(nn.Linear, []),
+        ConfigurationError,
+        r"model must be an nn.Module.*Net\(\)",
+    ),
+    "a parallel model": (
+        lambda: wrapped("module"),
+        ClientError,
+        "'module.weight'.*in module",
+    ),
+    "a compiled model": (
+        lambda: wrapped("_orig_mod"),
+        ClientError,
+        "'_orig_mod.weight'.*in _orig_mod",
+    ),
+    "a reply without a Fisher": (
+        lambda: from_container(tensors_to_arrays(W), limit=10**6, count=1),
+        WireError,
+        r"got 'w': .* which fisher_arrays\(\.\.\.\)",
+    ),
+    "another dtype": (
+        lambda: unpack_params(
+            pack_params(torch.zeros(3, 2).half(), 16), torch.zeros(3, 2), field="w"
+        ),
+        WireError,
+        "12 bytes, expected 24 .* torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "text"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_told_with_the_way_out(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -193,11 +243,6 @@ def test_a_run_is_not_resumed_with_another_model(tmp_path):
         )
 
 
-def test_a_tct_model_is_loaded_into_a_module(tmp_path):
-    with pytest.raises(ParamsError, match=r"load\(path, model\) takes a module"):
-        TCTModel.load(nn.Linear(2, 2), tmp_path / "tct.safetensors")
-
-
 class Unused(nn.Module):
     """Its last linear layer is for something else."""
 
@@ -235,27 +280,6 @@ def test_features_that_are_no_numbers_lead_to_the_inputs():
         )
 
 
-@pytest.mark.parametrize("which", ["trainloader", "valloader"])
-def test_a_data_set_is_no_loader(which: str) -> None:
-    data = TensorDataset(torch.zeros(4, 3), torch.zeros(4).long())
-    loaders = {"trainloader": [(torch.zeros(4, 3), torch.zeros(4).long())]}
-    with pytest.raises(ConfigurationError, match=rf"{which} is a TensorDataset.*Data"):
-        FisherClient(nn.Linear(3, 2), **{**loaders, which: data})
-
-
-def test_a_class_is_no_model() -> None:
-    with pytest.raises(ConfigurationError, match=r"model must be an nn.Module.*Net()"):
-        FisherClient(nn.Linear, [])
-
-
-@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
-def test_a_wrapped_model_is_told(wrapper: str) -> None:
-    inner = nn.Linear(3, 2)
-    problem = LocalProblem(nn.ModuleDict({wrapper: inner}), [])
-    with pytest.raises(ClientError, match=f"'{wrapper}.weight'.*in {wrapper}"):
-        problem.check_layout(shared_state(inner))
-
-
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
@@ -270,16 +294,3 @@ def test_a_keyword_may_be_close_to_one(name: str, meant: str | None) -> None:
         FedFisherOneShot(**{name: 1})
     told = str(e.value).partition("did you mean ")[2]
     assert told == (f"{meant} for {name}?" if meant else "")
-
-
-def test_a_reply_without_a_fisher_names_what_returns_one() -> None:
-    like = {"w": torch.zeros(3)}
-    with pytest.raises(WireError, match=r"got 'w': .* which fisher_arrays\(\.\.\.\)"):
-        from_container(tensors_to_arrays(like), limit=10**6, count=1)
-
-
-def test_another_dtype_is_told_by_its_bytes() -> None:
-    like = torch.zeros(3, 2)
-    half = pack_params(like.half(), 16)
-    with pytest.raises(WireError, match=r"12 bytes, expected 24 .* torch.float32"):
-        unpack_params(half, like, field="w")
