@@ -135,7 +135,7 @@ class _OwnTraining:
         return {}
 
     def __repr__(self) -> str:
-        return "your own, before fisher_arrays"
+        return "your own training, before fisher_arrays"
 
 
 def _problem(

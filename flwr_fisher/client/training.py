@@ -17,6 +17,7 @@ from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.pairs import Pairs, labelled_pairs
 from flwr_fisher.errors import (
+    ClientError,
     ConfigurationError,
     DataError,
     check_positive,
@@ -233,6 +234,22 @@ class LocalSGD:
             for group in optimizer.param_groups:
                 group["lr"] = _not_negative(config, "lr", self.lr)
         return optimizer
+
+
+def local_sgd(train_fn: TrainFn, why: str) -> LocalSGD:
+    """Return a loop that is :class:`LocalSGD`.
+
+    Raises
+    ------
+    ClientError
+        For any other, with why it has to be.
+    """
+    if not isinstance(train_fn, LocalSGD):
+        raise ClientError(
+            f"{why}, so it needs train_fn=LocalSGD(...) of a FisherClient, not "
+            f"{train_fn!r}"
+        )
+    return train_fn
 
 
 def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float:

@@ -1,7 +1,7 @@
 """What a client measures: a model on its data, before and after making it its own."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
 
 _SETS = ("validation", "train")
+Load = Callable[[LocalProblem, Params], LocalProblem | None]
 _FEWEST = 4  # examples, so that fine-tuning on a quarter of them is possible
 
 
@@ -37,42 +38,6 @@ def local_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
     """Return ``local-loss`` and ``local-accuracy`` on the client's training data."""
     scores = _training_scores(problem, partition)
     return {f"local-{key}": scores[key] for key in scores if key != "num-examples"}
-
-
-def _abstains(problem: LocalProblem, options: Mapping[str, Any]) -> bool:
-    """Return whether there is nothing to evaluate on, and the server takes that."""
-    on_validation = options.get("evaluate-on", "validation") == "validation"
-    on_validation = on_validation and "personalise-fraction" not in options
-    nothing = problem.valloader is None and problem.evaluate_fn is None
-    return on_validation and nothing and options.get("may-abstain") is True
-
-
-def _check_evaluation(problem: LocalProblem, options: Mapping[str, Any]) -> None:
-    """Refuse what the server asks for and this client cannot do.
-
-    Raises
-    ------
-    ClientError
-        Naming what is missing, or asked for beyond the client's ``max_epochs``.
-    ConfigurationError
-        If a value is out of range.
-    """
-    if "personalise-fraction" in options:
-        fraction, epochs = _personalise_options(problem, options)
-        if not 0 < fraction <= 0.5:
-            raise ConfigurationError(
-                f"personalise-fraction must be in (0, 0.5], got {fraction}"
-            )
-        _batch_size(_map_style(problem.trainloader))
-        _with_epochs(problem.train_fn, epochs)
-        return
-    check_known("evaluate-on", options.get("evaluate-on", "validation"), _SETS)
-    scores = problem.valloader is not None or problem.evaluate_fn is not None
-    if options.get("evaluate-on") != "train" and not scores:
-        raise ClientError(
-            "this client has no valloader to evaluate on: pass one to FisherClient,"
-            " or fraction_evaluate=0.0 to the strategy"
-        )
 
 
 @register_job("evaluate", kind="evaluate")
@@ -99,7 +64,7 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
 def evaluation(
     problem: LocalProblem,
     request: Request,
-    load: Callable[[LocalProblem, Params], LocalProblem | None],
+    load: Load,
 ) -> Reply:
     """Score what `load` makes of the parameters; without data, say so.
 
@@ -112,17 +77,24 @@ def evaluation(
     load : Callable[[LocalProblem, Params], LocalProblem | None]
         Puts parameters into the problem's model, or returns a problem with another.
     """
-    if _abstains(problem, request.options):
-        return Reply({"num-examples": 0})
-    _check_evaluation(problem, request.options)
+    options = request.options
+    if "personalise-fraction" in options:
+        return Reply(_personalised(problem, request, load))
+    where = options.get("evaluate-on", "validation")
+    check_known("evaluate-on", where, _SETS)
+    nothing = problem.valloader is None and problem.evaluate_fn is None
+    if where == "validation" and nothing:
+        if options.get("may-abstain") is True:
+            return Reply({"num-examples": 0})
+        raise ClientError(
+            "this client has no valloader to evaluate on: pass one to FisherClient,"
+            " or fraction_evaluate=0.0 to the strategy"
+        )
     problem = load(problem, request.params) or problem
-    if "personalise-fraction" in request.options:
-        return Reply(_personalised(problem, request))
-    if request.options.get("evaluate-on") == "train":
+    if where == "train":
         return Reply(_training_scores(problem, request.client))
-    if problem.evaluate_fn is not None:
+    if problem.val_pairs is None or problem.evaluate_fn is not None:
         return Reply(problem.evaluate(request.config))
-    assert problem.val_pairs is not None  # _check_evaluation has seen to it
     return Reply(_scores(problem, problem.val_pairs))
 
 
@@ -140,19 +112,36 @@ def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
         return _scores(problem, problem.train_pairs)
 
 
-def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
-    """Fine-tune on a part of one half of the data; score before and after."""
+def _personalised(
+    problem: LocalProblem, request: Request, load: Load
+) -> dict[str, float]:
+    """Fine-tune on a part of one half of the data; score before and after.
+
+    Raises
+    ------
+    ClientError
+        If the data cannot be split, or the loop trained for another number of epochs;
+        before parameters are loaded.
+    ConfigurationError
+        If the fraction is out of range.
+    """
     options = request.options
-    fraction, epochs = _personalise_options(problem, options)
+    epochs = problem.limits.epochs(options, "personalise-epochs", 1)
+    fraction = real_number(options, "personalise-fraction", 0.0)
+    if not 0 < fraction <= 0.5:
+        raise ConfigurationError(
+            f"personalise-fraction must be in (0, 0.5], got {fraction}"
+        )
     loader = _map_style(problem.trainloader)
+    size, train_fn = _batch_size(loader), _with_epochs(problem.train_fn, epochs)
+    problem = load(problem, request.params) or problem
     seed = whole_number(options, "seed", 0)
     tune, test = _halves(loader, fraction, seed, request.client)
     unseen = Pairs(_part(loader, test), problem.batch_fn)
     # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
-    drops = getattr(sampler_of(loader), "drop_last", False)
-    order = SubsetRandomSampler(tune)
-    mine = _part(loader, order, drop_last=drops and len(tune) >= _batch_size(loader))
-    model, train_fn = problem.model, _with_epochs(problem.train_fn, epochs)
+    drops = getattr(sampler_of(loader), "drop_last", False) and len(tune) >= size
+    mine = _part(loader, SubsetRandomSampler(tune), drop_last=drops)
+    model = problem.model
     start = {k: v.clone() for k, v in model.state_dict().items()}
     training = model.training
     before = _scores(problem, unseen)
@@ -235,10 +224,3 @@ def _with_epochs(train_fn: TrainFn, epochs: int) -> TrainFn:
     other = {name: value for name, value in plain.items() if name in names}
     changed: TrainFn = dataclasses.replace(fn, epochs=epochs, **other)
     return changed
-
-
-def _personalise_options(
-    problem: LocalProblem, options: Mapping[str, Any]
-) -> tuple[float, int]:
-    epochs = problem.limits.epochs(options, "personalise-epochs", 1)
-    return real_number(options, "personalise-fraction", 0.0), epochs

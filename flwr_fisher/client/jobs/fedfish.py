@@ -12,11 +12,11 @@ from flwr_fisher.client.jobs.train import client_fisher, codec_of, training_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
-from flwr_fisher.client.training import LocalSGD
+from flwr_fisher.client.training import local_sgd
 from flwr_fisher.client.trial import Batch, Trained
 from flwr_fisher.curvature import Curvature, Diagonal
 from flwr_fisher.curvature.sums import Sums
-from flwr_fisher.errors import ClientError, check_known, check_range
+from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.params import select, subtract, trainable_names
 from flwr_fisher.progress import watching
 from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, VectorUpload
@@ -24,6 +24,7 @@ from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, VectorUpload
 _SOURCES = ("extra-pass", "last-epoch")
 _REDUCTIONS = ("mean", "sum")
 _UPLOADS = ("fisher", "product", "summands")
+_SQUARES = "FedFish(fisher_source='last-epoch') squares gradients while training"
 
 
 @training_job("fedfish")
@@ -81,12 +82,8 @@ class FedFishOptions:
         check_range("power", wanted.power, 0, 1)
         check_range("balance", wanted.balance, 0, 1)
         check_known("upload", wanted.upload, _UPLOADS)
-        if wanted.source == "last-epoch" and not isinstance(problem.train_fn, LocalSGD):
-            raise ClientError(
-                "source='last-epoch' squares gradients while training, so it needs a "
-                f"FisherClient with train_fn=LocalSGD(...), not {problem.train_fn!r}: "
-                "use one, or ask for FedFish(fisher_source='extra-pass')"
-            )
+        if wanted.source == "last-epoch":
+            local_sgd(problem.train_fn, _SQUARES)
         return wanted
 
     def train(
@@ -96,9 +93,8 @@ class FedFishOptions:
         if self.source == "extra-pass":
             metrics = problem.train(config)
             return metrics, self._reduced(_fisher(problem), problem)
-        loop = problem.train_fn
-        assert isinstance(loop, LocalSGD)
-        squares = SquaredGradients(problem.model, loop.epochs)
+        epochs = local_sgd(problem.train_fn, _SQUARES).epochs
+        squares = SquaredGradients(problem.model, epochs)
         metrics = problem.train(config, on_gradients=squares)
         return metrics, self._reduced(squares.curvature(), problem)
 

@@ -4,7 +4,7 @@ from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.training import LocalSGD
+from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import InputCovariance, input_covariances
 from flwr_fisher.errors import ClientError
 from flwr_fisher.randomness import seeded
@@ -27,11 +27,7 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
     ConfigurationError
         If the strategy's ``damping`` is out of range.
     """
-    if not isinstance(problem.train_fn, LocalSGD):
-        raise ClientError(
-            "FedPM preconditions every local step, so it needs train_fn=LocalSGD(...), "
-            f"not {problem.train_fn!r}"
-        )
+    local_sgd(problem.train_fn, "FedPM preconditions every local step")
     damping = real_number(request.options, "damping", 0.0)
     parameters = problem.trained()
     if not (before := _covariances(problem)):

@@ -10,7 +10,7 @@ from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.client.training import LocalSGD, TrainFn
+from flwr_fisher.client.training import TrainFn, local_sgd
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import Params, subtract
 from flwr_fisher.rounds import scaffold_control
@@ -74,18 +74,14 @@ class _Correction:
 
 
 def _rate_of_plain_sgd(train_fn: TrainFn, config: Mapping[str, Any]) -> float:
-    if not isinstance(train_fn, LocalSGD):
-        raise ClientError(
-            "SCAFFOLD corrects every local step, so it needs train_fn=LocalSGD(...), "
-            f"not {train_fn!r}"
-        )
+    loop = local_sgd(train_fn, "SCAFFOLD corrects every local step")
     for name, plain in (("optimizer", None), ("scheduler", None), ("momentum", 0)):
-        if (given := getattr(train_fn, name)) != plain:
+        if (given := getattr(loop, name)) != plain:
             raise ClientError(
                 "SCAFFOLD takes the mean gradient from how far plain SGD went, so it "
                 f"needs LocalSGD({name}={plain}), not {given!r}"
             )
-    lr = real_number(config, "lr", train_fn.lr)
+    lr = real_number(config, "lr", loop.lr)
     if not 0 < lr < float("inf"):
         raise ClientError(f"SCAFFOLD divides by the learning rate, which is {lr}")
     return lr

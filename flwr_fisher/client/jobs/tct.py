@@ -11,8 +11,6 @@ from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import (
     ClientFeatures,
     Examples,
-    Regression,
-    local_steps,
 )
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
@@ -33,7 +31,7 @@ from flwr_fisher.tangent import (
 from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_sums
 from flwr_fisher.wire.tangent_upload import TangentUpload, bytes_of, text_from
 
-_CONTROL = "tct-control"
+_CONTROL, _STEPS = "tct-control", 500
 
 
 @register_job("tct-check")
@@ -51,7 +49,7 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
     ConfigurationError, StructureError
         If there is no such head, or the model has no features.
     """
-    local_steps(problem, request.options)
+    problem.limits.steps(request.options, "local-steps", _STEPS)
     ClientFeatures(problem, 0, 0, request.options).check_room(request.num_examples)
 
     def check(problem: LocalProblem, batch: Batch) -> None:
@@ -139,7 +137,7 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     mine, sent = _features(problem, request), request.facts
     shape = mine.tangent.num_features, mine.tangent.num_classes
     weight, lr = request.fact("weight", shape), float(request.fact("lr"))
-    steps = local_steps(problem, request.options)
+    steps = problem.limits.steps(request.options, "local-steps", _STEPS)
     control, state = None, None
     if "control" in sent:
         control = request.fact("control", shape)
@@ -150,9 +148,13 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     residual = tct_residual(regression.features, targets, weight)
     loss = float(residual.square().sum()) / (2 * len(residual))
 
+    rates: dict[str, Any] = {"lr": lr, "local_steps": steps}
+    Z, spectrum = regression.features, regression.spectrum
+
     def step(h: Tensor | None) -> Tensor:
-        rates = {"lr": lr, "local_steps": steps}
-        return _stepped(mine, regression, targets, weight, h, residual, rates)
+        if spectrum is None or mine.solver == "steps":
+            return tct_steps(Z, targets, weight, h, **rates)
+        return tct_update(Z, targets, weight, h, spectrum, residual=residual, **rates)
 
     lost = False
     if control is None or state is None:
@@ -188,22 +190,6 @@ def _reply(
 ) -> Reply:
     upload = TangentUpload(tensors, mine.tangent.digest)
     return Reply(metrics or {}, upload.to_arrays())
-
-
-def _stepped(
-    mine: ClientFeatures,
-    regression: Regression,
-    targets: Tensor,
-    weight: Tensor,
-    h: Tensor | None,
-    residual: Tensor,
-    rates: dict[str, Any],
-) -> Tensor:
-    Z = regression.features
-    if regression.spectrum is None or mine.solver == "steps":
-        return tct_steps(Z, targets, weight, h, **rates)
-    spectrum = regression.spectrum
-    return tct_update(Z, targets, weight, h, spectrum, residual=residual, **rates)
 
 
 def _features(problem: LocalProblem, request: Request) -> ClientFeatures:

@@ -278,17 +278,6 @@ class ClientFeatures:
         return content_key(kind, facts, self.examples.digest, values, statistics or {})
 
 
-def local_steps(problem: LocalProblem, options: Mapping[str, Any]) -> int:
-    """Return how many steps a round of the second stage has.
-
-    Raises
-    ------
-    ClientError
-        If there are more than this client does.
-    """
-    return problem.limits.steps(options, "local-steps", 500)
-
-
 def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:
     if not problem.has_classes:
         raise ClientError(
