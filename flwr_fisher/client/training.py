@@ -1,4 +1,7 @@
-"""Local training and scoring: the loops that a client runs unless it brings its own."""
+"""Local training and scoring: the loops that a client runs unless it brings its own.
+
+Long: all that LocalSGD can do is described here, and done in one loop.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
