@@ -119,24 +119,12 @@ def one_shot(**options: Any) -> FedFisherOneShot:
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
 def test_a_numpy_client_uploads_what_ours_does(structure: str) -> None:
     """It trains alike, so the merge is alike."""
+    apps = older_app(wrapped=structure == "kfac"), tiny_app()
     merged = [
         one_shot(structure=structure).start(LocalGrid(app, 3), tiny_arrays()).arrays
-        for app in (older_app(), tiny_app())
+        for app in apps
     ]
     assert close(*merged)
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_a_client_fn_may_return_either_kind(wrapped: bool) -> None:
-    grid = LocalGrid(older_app(wrapped=wrapped), 2)
-    assert len(one_shot().start(grid, tiny_arrays()).uploads) == 2
-
-
-def test_other_strategies_train_it_too() -> None:
-    for strategy in (FedFish(fraction_evaluate=0.0), FedAvg(fraction_evaluate=0.0)):
-        arrays = strategy.start(LocalGrid(older_app(), 2), tiny_arrays(), 1).arrays
-        expected = strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays(), 1).arrays
-        assert close(arrays, expected)
 
 
 def test_fit_gets_the_users_config_and_the_servers_arrays() -> None:
@@ -207,15 +195,6 @@ def test_a_valloader_goes_before_its_evaluate() -> None:
     assert metrics_of(ask(client, kind="evaluate")) == theirs
 
 
-def test_on_training_data_the_built_in_loop_scores() -> None:
-    config = {"evaluate-on": "train"}
-    mine, theirs = (
-        metrics_of(ask(client, config=config, kind="evaluate"))
-        for client in (ours(Older()), tiny_client())
-    )
-    assert mine == theirs
-
-
 def test_without_an_evaluate_of_its_own_there_is_none() -> None:
     class Mute(Older):
         evaluate = NumPyClient.evaluate
@@ -266,37 +245,37 @@ class Returns(Older):
         return self.change(super().fit(parameters, config))
 
 
-WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+# By what is returned, the error and what it names.
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "trainable ones": (
         lambda r: ([a for i, a in enumerate(r[0]) if i not in (4, 5, 6)], *r[1:]),
-        r"what Returns.fit returned: 6 arrays, not 9, '0.weight', '0.bias', "
-        r"'1.weight', …: they fit another order, pass order='parameters'",
+        ParamsError,
+        r"Returns.fit returned: 6 arrays, not 9 .*order='parameters'",
     ),
     "one too few": (
         lambda r: (r[0][:-1], *r[1:]),
-        r"8 arrays, not 9, .*: the model has 9 'state', 6 'parameters', 6 'trainable'",
+        ParamsError,
+        r"8 arrays, not 9 .*'state': 9",
     ),
     "another shape": (
         lambda r: ([r[0][0].T, *r[0][1:]], *r[1:]),
-        r"array 0 has shape \(3, 4\), and '0.weight' has \(4, 3\)",
+        ParamsError,
+        r"array 0 .*'0.weight'",
     ),
     "no numbers": (
         lambda r: ([np.full((4, 3), "a"), *r[0][1:]], *r[1:]),
-        "array 0, '0.weight', is no tensor",
+        ParamsError,
+        "array 0, '0.weight'",
     ),
-    "two things": (
-        lambda r: r[:2],
-        r"fit must return \(a list of arrays, .*got \('list', 'int'\)",
-    ),
-    "nothing": (lambda r: None, "got NoneType"),
-    "no examples": (lambda r: (r[0], 0, {}), "fit returned 0 examples"),
+    "two things": (lambda r: r[:2], ClientError, r"fit must .*\['list', 8\]"),
+    "nothing": (lambda r: None, ClientError, "NoneType"),
+    "no examples": (lambda r: (r[0], 0, {}), ClientError, r"\['list', 0, 'dict'\]"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_fit_returns_is_checked(case: str) -> None:
-    change, text = WRONG[case]
-    error = ClientError if text.startswith(("fit", "got")) else ParamsError
+    change, error, text = WRONG[case]
     with pytest.raises(error, match=text):
         ask(ours(Returns(change)))
 
@@ -483,7 +462,6 @@ def test_configs_and_scores_by_round() -> None:
     assert history.metrics_distributed == {"x": [(1, 4.0), (2, 4.0)]}
     weighted = (0 * 1 + 1 * 2 + 2 * 3) / 6
     assert history.losses_distributed == [(n, pytest.approx(weighted)) for n in (1, 2)]
-    assert history.lines()[0].startswith("losses distributed: [(1, 1.33")
 
 
 def test_a_server_fn_run_is_kept_and_resumed(tmp_path) -> None:
@@ -499,19 +477,15 @@ def test_a_server_fn_run_is_kept_and_resumed(tmp_path) -> None:
 
 def test_components_without_a_server_end_with_a_summary(caplog) -> None:
     caplog.set_level("INFO", logger="flwr")
-    strategy = as_legacy(FedFish, model=tiny_model(), fraction_evaluate=0.0)
-    run(ServerAppComponents(strategy=strategy))
-    assert "Run finished 1 round(s)" in caplog.text
-    assert "metrics distributed fit: {" in caplog.text
 
-
-def test_a_client_manager_of_ones_own_is_not_used(caplog) -> None:
     class Picky(SimpleClientManager):
         pass
 
     strategy = as_legacy(FedFish, model=tiny_model(), fraction_evaluate=0.0)
     run(ServerAppComponents(strategy=strategy, client_manager=Picky()))
     assert "Picky is not used" in caplog.text
+    assert "Run finished 1 round(s)" in caplog.text
+    assert "metrics distributed fit: {" in caplog.text
 
 
 def test_flowers_own_server_is_understood_and_one_derived_from_it_is_not() -> None:
@@ -533,8 +507,6 @@ def test_settings_without_a_counterpart_are_refused() -> None:
     from flwr.server.strategy import FedAvg as OlderFedAvg
 
     model = tiny_model()
-    with pytest.raises(ConfigurationError, match="say how many clients a round needs"):
-        as_legacy(FedFish, model=model, accept_failures=False)
     with pytest.raises(ConfigurationError, match="TCT's model is more"):
         as_legacy(TCT, model=model, evaluate_fn=lambda *arguments: None)
     for other in (OlderFedAvg, FedFish(), FedAvg):

@@ -5,9 +5,8 @@ This room goes when Flower drops them. No other imports it; it imports none of t
 """
 
 from flwr_fisher.legacy.client_app import client_app
-from flwr_fisher.legacy.history import History
 from flwr_fisher.legacy.numpy_client import from_numpy_client
-from flwr_fisher.legacy.server import Server, server_app
+from flwr_fisher.legacy.server import History, Server, server_app
 from flwr_fisher.legacy.strategy import as_legacy
 
 __all__ = [

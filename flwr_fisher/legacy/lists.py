@@ -6,6 +6,7 @@ before it, in the same order, so two that have the same length are the same list
 """
 
 from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from flwr_fisher.params import trainable_names
 
 NDArray = npt.NDArray[Any]
 Order = str | Sequence[str]
-
-_SHOWN = 3  # names in an error
 
 
 def names_of(model: nn.Module, order: Order) -> list[str]:
@@ -105,17 +104,22 @@ def from_list(
     ParamsError
         Naming the place and the shapes that differ, and what to do.
     """
+    some = f"'{names[0]}', …" if names else "none"
     if len(arrays) != len(names):
-        raise ParamsError(_other_length(model, names, arrays, what))
-    state = model.state_dict()
-    tensors = {}
+        orders = {order: len(own) for order, own in _orders(model).items()}
+        fits = order_of(model, arrays)
+        raise ParamsError(
+            f"{what}: {len(arrays)} arrays, not {len(names)} ({some}); the model has "
+            f"{orders}: pass order={fits or 'one of these, or names'!r}"
+        )
+    state, tensors = model.state_dict(), {}
     for place, (name, array) in enumerate(zip(names, arrays, strict=True)):
         own = state[name]
         if np.shape(array) != tuple(own.shape):
             raise ParamsError(
                 f"{what}: array {place} has shape {np.shape(array)}, and '{name}' has "
                 f"{tuple(own.shape)}: the list is to be in the order of the model's "
-                f"entries, {_some(names)}; say which other one it is, order=[names, …]"
+                f"entries, {some}; say which other one it is, order=[names, …]"
             )
         try:
             tensors[name] = torch.tensor(np.asarray(array)).to(own.dtype)
@@ -134,16 +138,22 @@ def _orders(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def _other_length(
-    model: nn.Module, names: Sequence[str], arrays: Sequence[NDArray], what: str
-) -> str:
-    text = f"{what}: {len(arrays)} arrays, not {len(names)}, {_some(names)}"
-    if (order := order_of(model, arrays)) is not None:
-        return f"{text}: they fit another order, pass order='{order}'"
-    lengths = ", ".join(f"{len(own)} '{o}'" for o, own in _orders(model).items())
-    return f"{text}: the model has {lengths}; pass one of these as order=, or names"
+def arrays_of(parameters: Any) -> list[NDArray]:
+    """Return Flower's older ``Parameters``, or a list of arrays, as a list of arrays.
 
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return f"{shown}, …" if len(names) > _SHOWN else shown
+    Raises
+    ------
+    ParamsError
+        If it is neither.
+    """
+    tensors = getattr(parameters, "tensors", None)
+    if isinstance(tensors, list):
+        if (kind := getattr(parameters, "tensor_type", "")) != "numpy.ndarray":
+            raise ParamsError(f"initial_parameters are {kind!r}, not 'numpy.ndarray'")
+        return [np.load(BytesIO(data), allow_pickle=False) for data in tensors]
+    if isinstance(parameters, Sequence):
+        return [np.asarray(array) for array in parameters]
+    raise ParamsError(
+        "initial_parameters must be Parameters or a list of arrays, got "
+        f"{type(parameters).__name__}"
+    )

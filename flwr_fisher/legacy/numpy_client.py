@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Protocol
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,28 +11,13 @@ from torch import nn
 from flwr_fisher.client import EvaluateFn, FisherClient
 from flwr_fisher.errors import ClientError
 from flwr_fisher.legacy.lists import (
-    NDArray,
     Order,
     from_list,
     names_of,
     order_of,
     to_list,
 )
-from flwr_fisher.legacy.returned import checked, numbers
-
-
-class NumPyClientLike(Protocol):
-    """What is used of Flower's ``NumPyClient``, which may leave it one day."""
-
-    def fit(
-        self, parameters: list[NDArray], config: dict[str, Any]
-    ) -> tuple[list[NDArray], int, dict[str, Any]]:
-        """Train; return arrays, the number of examples and metrics."""
-
-    def evaluate(
-        self, parameters: list[NDArray], config: dict[str, Any]
-    ) -> tuple[float, int, dict[str, Any]]:
-        """Score; return the loss, the number of examples and metrics."""
+from flwr_fisher.log_lines import logger
 
 
 def from_numpy_client(
@@ -106,7 +91,7 @@ def from_numpy_client(
 class _Fit:
     """A ``train_fn`` that has the client's `fit` train."""
 
-    client: NumPyClientLike
+    client: Any
     order: Order | None
 
     def __call__(
@@ -118,7 +103,7 @@ class _Fit:
     ) -> dict[str, float]:
         names = _names(self.client, model, self.order)
         returned = self.client.fit(to_list(model, names), dict(config))
-        arrays, count, metrics = checked(returned, list, "fit", "a list of arrays")
+        arrays, count, metrics = _checked(returned, list, "fit", "a list of arrays")
         what = f"what {type(self.client).__name__}.fit returned"
         model.load_state_dict(from_list(model, names, arrays, what), strict=False)
         model.to(device)
@@ -133,7 +118,7 @@ class _Fit:
 class _Evaluate:
     """An ``evaluate_fn`` that has the client's `evaluate` score."""
 
-    client: NumPyClientLike
+    client: Any
     model: nn.Module
     order: Order | None
 
@@ -151,7 +136,7 @@ class _Evaluate:
             )
         names = _names(self.client, model, self.order)
         returned = self.client.evaluate(to_list(model, names), dict(config))
-        loss, count, metrics = checked(returned, Real, "evaluate", "the loss")
+        loss, count, metrics = _checked(returned, Real, "evaluate", "the loss")
         own = numbers(metrics, "evaluate")
         return {**own, "loss": float(loss), "num-examples": count}
 
@@ -174,3 +159,40 @@ def _names(client: Any, model: nn.Module, order: Order | None) -> list[str]:
         return names_of(model, known)
     from_list(model, every, arrays, f"{type(client).__name__}.get_parameters")
     return every
+
+
+def numbers(metrics: Mapping[str, Any], source: str) -> dict[str, float]:
+    """Return the metrics that are numbers: others cannot travel among metrics.
+
+    Examples
+    --------
+    >>> numbers({"accuracy": 0.5, "straggler": True, "host": "a"}, "fit")
+    {'accuracy': 0.5, 'straggler': 1}
+    """
+    kept: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Integral | bool):
+            kept[name] = int(value)
+        elif isinstance(value, Real):
+            kept[name] = float(value)
+    if texts := sorted(metrics.keys() - kept.keys()):
+        logger.info("%s returned %s, which are no numbers: left out", source, texts)
+    return kept
+
+
+def _checked(
+    returned: Any, first: type, method: str, what: str
+) -> tuple[Any, int, dict[str, Any]]:
+    """Return the three things that a method of a ``NumPyClient`` returns."""
+    match returned:
+        case (one, Integral() as count, dict() as metrics) if isinstance(one, first):
+            if int(count) > 0:
+                return one, int(count), metrics
+    shown = [
+        part if isinstance(part, Integral) else type(part).__name__
+        for part in (returned if isinstance(returned, tuple | list) else [returned])
+    ]
+    raise ClientError(
+        f"{method} must return ({what}, number of examples above 0, dict of metrics), "
+        f"got {shown}"
+    )

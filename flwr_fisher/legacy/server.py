@@ -1,17 +1,59 @@
 """A `server_fn` as an app of Flower's Message API."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import Context
+from flwr.app import Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Result
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.legacy.history import History
 from flwr_fisher.legacy.strategy import Older
 from flwr_fisher.log_lines import logger
 from flwr_fisher.strategies import CurvatureResult, CurvatureStrategy
+
+Metrics = dict[str, list[tuple[int, Any]]]
+
+
+@dataclass
+class History:
+    """What an older server returns: losses and metrics by round.
+
+    Examples
+    --------
+    >>> result = Result(evaluate_metrics_serverapp={1: MetricRecord({"loss": 0.5})})
+    >>> History.of(result).losses_centralized
+    [(1, 0.5)]
+    """
+
+    losses_distributed: list[tuple[int, Any]]
+    losses_centralized: list[tuple[int, Any]]
+    metrics_distributed_fit: Metrics
+    metrics_distributed: Metrics
+    metrics_centralized: Metrics
+
+    @classmethod
+    def of(cls, result: Result) -> "History":
+        """Sort a result's metrics."""
+        distributed = _by_name(result.evaluate_metrics_clientapp)
+        centralized = _by_name(result.evaluate_metrics_serverapp)
+        return cls(
+            distributed.pop("loss", []),
+            centralized.pop("loss", []),
+            _by_name(result.train_metrics_clientapp),
+            distributed,
+            centralized,
+        )
+
+
+def _by_name(rounds: Mapping[int, MetricRecord]) -> Metrics:
+    metrics: Metrics = {}
+    for server_round, record in rounds.items():
+        for name, value in record.items():
+            metrics.setdefault(name, []).append((server_round, value))
+    return metrics
 
 
 class Server:
@@ -106,8 +148,9 @@ def server_app(server_fn: Callable[[Context], Any]) -> ServerApp:
         )
         logger.info("[SUMMARY]")
         logger.info("Run finished %s round(s) in %.2fs", rounds, seconds)
-        for line in history.lines():
-            logger.info("\t%s", line)
+        for name, values in vars(history).items():
+            if values:
+                logger.info("\t%s: %s", name.replace("_", " "), values)
 
     return app
 

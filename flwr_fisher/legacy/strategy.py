@@ -12,13 +12,13 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.legacy.lists import (
     NDArray,
     Order,
+    arrays_of,
     from_list,
     names_of,
     order_of,
     to_list,
 )
-from flwr_fisher.legacy.parameters import arrays_of
-from flwr_fisher.legacy.returned import numbers
+from flwr_fisher.legacy.numpy_client import numbers
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import TCT, CurvatureStrategy
 from flwr_fisher.wire import arrays_to_tensors
@@ -103,8 +103,6 @@ def as_legacy(
     on_evaluate_config_fn: ConfigFn | None = None,
     fit_metrics_aggregation_fn: AggregateFn | None = None,
     evaluate_metrics_aggregation_fn: AggregateFn | None = None,
-    accept_failures: bool = True,
-    inplace: bool = True,
     checkpoint_dir: Any = None,
     resume: bool = False,
     reopen: bool = False,
@@ -134,8 +132,6 @@ def as_legacy(
         What a round's clients get as their config.
     fit_metrics_aggregation_fn, evaluate_metrics_aggregation_fn : Callable, optional
         Of ``[(num_examples, metrics), …]``. Default: Flower's weighted mean.
-    accept_failures, inplace : bool
-        `inplace` has no meaning here; ``accept_failures=False`` is refused.
     checkpoint_dir, resume, reopen
         As for :meth:`CurvatureStrategy.start`.
     **options
@@ -162,11 +158,6 @@ def as_legacy(
         raise ConfigurationError(
             "as_legacy is for the classes of flwr_fisher.strategies, such as "
             f"FedFisherOneShot, with their settings as keywords, not for {strategy!r}"
-        )
-    if not accept_failures:
-        raise ConfigurationError(
-            "accept_failures=False has no counterpart: say how many clients a round "
-            "needs, min_fit_clients=..."
         )
     if evaluate_fn is not None and issubclass(strategy, TCT):
         raise ConfigurationError(
