@@ -357,24 +357,23 @@ def test_what_is_told_is_on_the_disk_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of power leaves no line without its file: each is synced in that order."""
-    synced: list[str] = []
-
-    def fsync(file: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{file}"))
-
-    monkeypatch.setattr(journal.os, "fsync", fsync)
+    synced: list[int] = []
+    monkeypatch.setattr(
+        journal.os, "fsync", lambda f: synced.append(os.fstat(f).st_ino)
+    )
     run = Journal(tmp_path)
-    run.load()
     run.begin({})
-    whose, arrays = Identity(1, "", 0), ArrayRecord({"w": torch.zeros(2)})
-    run.exchange(1, 1).open(["partition-0"], 1, 1)
+    exchange = run.exchange(1, 1)
+    exchange.open(["partition-0"], 1, 1)
     synced.clear()
-    run.exchange(1, 1).save(whose, arrays, MetricRecord({"num-examples": 3}))
-    folder = tmp_path / "uploads-0001" / "exchange-1"
-    (file, place, line) = synced
-    assert file.startswith(f"{folder}/partition-0.")
-    assert (place, line) == (str(folder), str(tmp_path / "journal.jsonl"))
+    arrays, metrics = ArrayRecord({"w": torch.zeros(2)}), MetricRecord({"loss": 3})
+    exchange.save(Identity(1, "", 0), arrays, metrics)
+    run.finish(1, {"w": torch.zeros(2)}, {}, {})
     run.release()
+    folder, line = tmp_path / exchange.folder, tmp_path / "journal.jsonl"
+    order = [folder / "partition-0.safetensors", folder, line]
+    order += [tmp_path / "round-0001.safetensors", tmp_path, line]
+    assert synced == [path.stat().st_ino for path in order]
 
 
 def test_a_folder_may_be_the_homes(
