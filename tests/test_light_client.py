@@ -76,7 +76,7 @@ def epsilon():
 def matching():
     import torch
     from flwr_fisher.merge.matching import match
-    from flwr_fisher.merge.units import chain_of
+    from flwr_fisher.merge.matching import chain_of
     layers = {"a.weight": torch.ones(2, 1), "b.weight": torch.ones(1, 2)}
     match(layers, layers, chain_of(layers))
 """

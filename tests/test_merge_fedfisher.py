@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -754,6 +755,20 @@ def test_a_diagonals_small_entries_count_and_its_zeros_stay_at_the_mean(solver) 
     merged = fedfisher(clients, **{**PLAIN, "solver": solver, "max_share": 1.0})
     torch.testing.assert_close(merged.params["w"], torch.tensor([0.5, 0.75, 0.5]))
     assert not merged.unsolved
+
+
+def test_gradient_descent_that_diverges_stays_at_the_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules[largest_eigenvalue.__module__]
+    monkeypatch.setattr(
+        module, "largest_eigenvalue", lambda *a: largest_eigenvalue(*a) / 4
+    )
+    clients = posteriors(lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)))
+    got = fedfisher(clients, solver="gd", iterations=3)
+    assert set(got.unsolved) == {"w", "b"}
+    mean = fedavg(clients)
+    assert all(torch.equal(got.params[k], mean[k]) for k in mean)
 
 
 def test_gradient_descent_ends_at_the_tolerance() -> None:

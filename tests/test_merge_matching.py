@@ -20,8 +20,7 @@ from flwr_fisher.merge import (
     fedfisher,
     matched,
 )
-from flwr_fisher.merge.matching import match
-from flwr_fisher.merge.units import chain_of, renumbered, renumbered_posterior
+from flwr_fisher.merge.matching import chain_of, match, renumbered, renumbered_posterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.tasks import make_model

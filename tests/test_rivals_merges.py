@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.curvature import BlockDiagonal, Kronecker, fisher
 from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
 from flwr_fisher.merge import LocalPosterior, fedavg
-from flwr_fisher.merge.units import chain_of, renumbered
+from flwr_fisher.merge.matching import chain_of, renumbered
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import random_stream
 

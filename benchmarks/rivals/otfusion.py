@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.extras import extra
+from flwr_fisher.merge.matching import Layer, Order, chain_of, inputs_of, renumbered
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.merge.units import Layer, Order, chain_of, inputs_of, renumbered
 from flwr_fisher.params import Params, weighted_mean
 
 
@@ -25,7 +25,7 @@ def otfusion(posteriors: Sequence[LocalPosterior]) -> dict[str, Tensor]:
     ----------
     posteriors : Sequence[LocalPosterior]
         Of networks whose layers follow one another
-        (``flwr_fisher.merge.units.chain_of``); curvatures are not used.
+        (``flwr_fisher.merge.matching.chain_of``); curvatures are not used.
 
     Raises
     ------

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flwr_fisher.errors import check_positive, check_whole
 from flwr_fisher.extras import extra
+from flwr_fisher.merge.matching import Layer, chain_of, inputs_of
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.merge.units import Layer, chain_of, inputs_of
 from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.randomness import random_stream
 
@@ -44,7 +44,7 @@ def pfnm(
     ----------
     posteriors : Sequence[LocalPosterior]
         Of networks whose layers follow one another
-        (``flwr_fisher.merge.units.chain_of``); curvatures are not used.
+        (``flwr_fisher.merge.matching.chain_of``); curvatures are not used.
     sigma, sigma0 : float, default 1
         Variances of a client's unit around the global one, and of that around 0: the
         released code's, which the FedFisher paper keeps, as `gamma`.
