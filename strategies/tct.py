@@ -101,7 +101,7 @@ class TCT(CurvatureStrategy):
 
     Notes
     -----
-    Clients keep features (``FisherClient(cache_bytes=...)`` bounds them) and control
+    Clients keep features (``FisherClient(state_bytes=...)`` bounds them) and control
     variates on their disks. Those that are absent in some rounds, or lose their
     state, are treated as by :class:`Scaffold`. A client that was not there, or failed,
     when features were standardised can join later: its features are standardised as

@@ -1,7 +1,12 @@
 """A client's crash: what it has finished, and its last epoch, are on its disk."""
 
+import os
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_d
 
 from flwr_fisher.client import (
     ClientLimits,
+    FisherClient,
     LocalProblem,
     LocalSGD,
     Reply,
@@ -23,9 +29,9 @@ from flwr_fisher.client import (
     TrainingCheckpoint,
     register_job,
 )
-from flwr_fisher.client.kept_training import generators_of
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.outbox import Outbox
-from flwr_fisher.client.store import ClientStore
+from flwr_fisher.client.training_checkpoint import generators_of
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import tensors_to_arrays
@@ -38,19 +44,32 @@ def files(where: Path) -> list[str]:
     return sorted(path.name for path in where.rglob("*.safetensors"))
 
 
+class Seen:
+    """What trainings did; not among what their results depend on."""
+
+    def __init__(self) -> None:
+        self.trainings, self.epochs = 0, list[int]()
+        self.running, self.go_on = threading.Event(), threading.Event()
+
+
+SEEN = Seen()
+
+
 class Counted(LocalSGD):
     """Counts how often it trains."""
 
-    trainings = 0
-
     def __call__(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
-        Counted.trainings += 1
+        SEEN.trainings += 1
         return super().__call__(*args, checkpoint=checkpoint, **kwargs)
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    Counted.trainings = 0
+    SEEN.__init__()  # type: ignore[misc]
+
+
+def disk_of(root: Path, **options: Any) -> ClientDisk:
+    return ClientDisk(root, "uploads", 0, "1", **options)
 
 
 def client(where: Path, **options: Any) -> Any:
@@ -70,7 +89,7 @@ def test_a_finished_upload_is_handed_over_when_asked_again(tmp_path: Path) -> No
     config = {"run": RUN, "structure": "kfac", "server-round": 1}
     first = ask(client(tmp_path), config=config)
     again = ask(client(tmp_path), config=config)
-    assert Counted.trainings == 1
+    assert SEEN.trainings == 1
     assert same_bits(arrays_of(again), arrays_of(first))
     assert dict(metrics_of(again)) == dict(metrics_of(first))
 
@@ -78,7 +97,7 @@ def test_a_finished_upload_is_handed_over_when_asked_again(tmp_path: Path) -> No
 def test_a_server_that_keeps_nothing_has_clients_keep_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         ask(client(tmp_path), config={"structure": "kfac"})
-    assert Counted.trainings == 2
+    assert SEEN.trainings == 2
     assert files(tmp_path) == []
 
 
@@ -101,7 +120,7 @@ def test_another_request_is_trained_for(
     config = {"run": RUN, "structure": "kfac", "server-round": 1}
     ask(client(tmp_path), config=config)
     ask(client(tmp_path), config=config | change, **options)
-    assert Counted.trainings == 2
+    assert SEEN.trainings == 2
 
 
 def test_other_data_or_another_loop_are_trained_with(tmp_path: Path) -> None:
@@ -109,7 +128,7 @@ def test_other_data_or_another_loop_are_trained_with(tmp_path: Path) -> None:
     ask(client(tmp_path), config=config)
     ask(client(tmp_path, train_fn=Counted(lr=0.1, epochs=2)), config=config)
     ask(tiny_client(1, train_fn=Counted(lr=0.1), state_dir=tmp_path), config=config)
-    assert Counted.trainings == 3
+    assert SEEN.trainings == 3
 
 
 def test_the_next_request_replaces_the_last_ones_upload(tmp_path: Path) -> None:
@@ -128,7 +147,7 @@ def test_a_damaged_upload_is_made_again(
     data[-1] ^= 1
     path.write_bytes(data)
     again = ask(client(tmp_path), config=config)
-    assert Counted.trainings == 2
+    assert SEEN.trainings == 2
     assert same_bits(arrays_of(again), arrays_of(first))
     assert f"{path} is damaged, and treated as lost" in caplog.text
 
@@ -148,13 +167,13 @@ def test_an_upload_that_is_too_large_for_the_clients_limit_is_not_kept(
 ) -> None:
     small = client(tmp_path, state_bytes=100)
     assert ask(small, config={"run": RUN, "server-round": 1}).has_content()
-    assert "This upload is not kept: the state of run" in caplog.text
+    assert "This upload is not kept: the upload of run" in caplog.text
     assert files(tmp_path) == []
 
 
 def test_a_training_stays_where_its_upload_is_too_large(tmp_path: Path) -> None:
     """Asked again, the client need not train again."""
-    outbox = Outbox(ClientStore(tmp_path, 1, 0, max_bytes=10**5), 1, "x")
+    outbox = Outbox(disk_of(tmp_path, limit=10**5), 1, "x")
     outbox.training().save({"epoch": 3})
     large = ArrayRecord({"w": Array(np.zeros(10**5, np.float32))})
     outbox.keep(Reply({"num-examples": 8}, large))
@@ -176,7 +195,7 @@ def test_old_runs_go_when_there_are_too_many(tmp_path: Path) -> None:
     for run in range(20):
         ask(one, config={"run": f"{run:x}", "server-round": 1})
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.*")) < 30_000
-    assert (tmp_path / "uploads" / f"{19:x}").exists()
+    assert (tmp_path / "uploads" / "partition-0" / f"{19:x}").exists()
 
 
 # A training under way
@@ -234,7 +253,7 @@ def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
 ) -> None:
     options = {"epochs": 5, **LOOPS[loop]}
     config = {"proximal-mu": 0.5} if loop == "proximal" else {}
-    store = ClientStore(tmp_path, 1, 0)
+    disk = disk_of(tmp_path)
 
     def train(model: nn.Module, checkpoint: Any, **more: Any) -> Mapping[str, float]:
         torch.manual_seed(7)
@@ -244,11 +263,11 @@ def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
     whole, stopped, resumed = net(), net(), net()
     expected = train(whole, None)
     with pytest.raises(KilledError):
-        train(stopped, TrainingCheckpoint(store, 1, "x"), on_epoch=dies_after(epoch))
+        train(stopped, TrainingCheckpoint(disk, 1, "x"), on_epoch=dies_after(epoch))
     seen: list[int] = []
     metrics = train(
         resumed,
-        TrainingCheckpoint(store, 1, "x"),
+        TrainingCheckpoint(disk, 1, "x"),
         on_epoch=lambda number, loss: seen.append(number),
     )
     assert seen == list(range(epoch + 1, 6))
@@ -296,18 +315,18 @@ def test_each_training_of_a_job_is_kept_apart(tmp_path: Path, training: int) -> 
 
 
 def test_another_requests_training_is_not_gone_on_with(tmp_path: Path) -> None:
-    store = ClientStore(tmp_path, 1, 0)
-    TrainingCheckpoint(store, 1, "this").save({"epoch": 1})
-    assert TrainingCheckpoint(store, 1, "that").load() is None
-    assert TrainingCheckpoint(store, 1, "this").load() == {"epoch": 1}
+    disk = disk_of(tmp_path)
+    TrainingCheckpoint(disk, 1, "this").save({"epoch": 1})
+    assert TrainingCheckpoint(disk, 1, "that").load() is None
+    assert TrainingCheckpoint(disk, 1, "this").load() == {"epoch": 1}
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
 def test_a_damaged_training_starts_anew(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = ClientStore(tmp_path, 1, 0)
-    checkpoint = TrainingCheckpoint(store, 1, "x")
+    disk = disk_of(tmp_path)
+    checkpoint = TrainingCheckpoint(disk, 1, "x")
     checkpoint.save({"epoch": 1})
     (path,) = tmp_path.rglob("training-*.safetensors")
     data = bytearray(path.read_bytes())
@@ -317,7 +336,8 @@ def test_a_damaged_training_starts_anew(
         data[-20] ^= 4
         path.write_bytes(data)
     else:
-        store.save("training", 1, {"data": torch.arange(9).to(torch.uint8)}, note="x")
+        data = torch.arange(9).to(torch.uint8)
+        disk.save("training", {"data": data}, step=1, note="x")
     assert checkpoint.load() is None
     assert re.search("is damaged, and treated as lost|starts anew", caplog.text)
 
@@ -326,11 +346,11 @@ def test_a_damaged_training_starts_anew(
 def test_a_training_that_does_not_fit_starts_anew(
     tmp_path: Path, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = ClientStore(tmp_path, 1, 0)
+    disk = disk_of(tmp_path)
 
     def train(model: nn.Module, kept: bool, **more: Any) -> Mapping[str, float]:
         torch.manual_seed(7)
-        checkpoint = TrainingCheckpoint(store, 1, "x") if kept else None
+        checkpoint = TrainingCheckpoint(disk, 1, "x") if kept else None
         loader = loader_of(more.pop("kind", "shuffled"))
         return LocalSGD(epochs=3, **more)(model, loader, CPU, {}, checkpoint=checkpoint)
 
@@ -379,20 +399,18 @@ def test_a_crash_in_the_fisher_costs_no_epoch(
 def test_a_train_fn_of_ones_own_saves_itself_through_its_checkpoint(
     tmp_path: Path,
 ) -> None:
-    done: list[int] = []
-
     def train_fn(
         model: Any, loader: Any, device: Any, config: Any, *, checkpoint: Any
     ) -> dict[str, float]:
         saved = checkpoint.load() or {"epoch": 0, "model": model.state_dict()}
         model.load_state_dict(saved["model"])
         for epoch in range(saved["epoch"] + 1, 4):
-            done.append(epoch)
+            SEEN.epochs.append(epoch)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter += torch.randn_like(parameter)
             checkpoint.save({"epoch": epoch, "model": model.state_dict()})
-            if done == [1, 2]:
+            if SEEN.epochs == [1, 2]:
                 raise KilledError
         return {}
 
@@ -400,8 +418,8 @@ def test_a_train_fn_of_ones_own_saves_itself_through_its_checkpoint(
     with pytest.raises(KilledError):
         ask(client(tmp_path, train_fn=train_fn), config=config)
     reply = ask(client(tmp_path, train_fn=train_fn), config=config)
-    assert done == [1, 2, 3]
-    done[:] = [0]
+    assert SEEN.epochs == [1, 2, 3]
+    SEEN.epochs = [0]
     whole = ask(client(tmp_path / "b", train_fn=train_fn), config=config)
     assert same_bits(arrays_of(reply), arrays_of(whole))
 
@@ -424,44 +442,205 @@ def test_a_train_fn_without_the_keyword_starts_anew(tmp_path: Path) -> None:
 
 def test_the_process_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
     """Two lives of a client at the same request: one trains, the other hands over."""
-    import threading
-
-    config = {"run": RUN, "server-round": 1}
-    replies, trainings = list[Any](), list[int]()
-    running, go_on = threading.Event(), threading.Event()
+    config, replies = {"run": RUN, "server-round": 1}, list[Any]()
 
     def slow(model: Any, loader: Any, device: Any, config: Any) -> dict[str, float]:
-        trainings.append(1)
-        running.set()
-        go_on.wait(30)
+        SEEN.trainings += 1
+        SEEN.running.set()
+        SEEN.go_on.wait(30)
         return {"mine": 1.0}
 
-    def work(**options: Any) -> None:
-        replies.append(ask(client(tmp_path, **options), config=config))
+    def work() -> None:
+        replies.append(ask(client(tmp_path, train_fn=slow), config=config))
 
-    first = threading.Thread(target=work, kwargs={"train_fn": slow})
+    first, second = threading.Thread(target=work), threading.Thread(target=work)
     first.start()
-    assert running.wait(30)
-    second = threading.Thread(target=work, kwargs={"train_fn": slow})
+    assert SEEN.running.wait(30)
     second.start()
-    go_on.set()
+    SEEN.go_on.set()
     first.join(60)
     second.join(60)
     assert [metrics_of(reply)["mine"] for reply in replies] == [1.0, 1.0]
-    assert len(trainings) == 1
+    assert SEEN.trainings == 1
 
 
 def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
     tmp_path: Path,
 ) -> None:
-    store = ClientStore(tmp_path / "uploads", int(RUN, 16), 0)
-    outbox = Outbox(store, 1, "")
+    disk = disk_of(tmp_path)
+    outbox = Outbox(disk, 1, "")
     with (
-        store.lock(),
+        disk.lock(),
         pytest.raises(ClientError, match=r"has held .*lock for 0 s.*: end it"),
         outbox.held(0.2),
     ):
         raise AssertionError("two at once")
+
+
+# Which trainings are the same
+
+
+def train_by(model: Any, loader: Any, device: Any, config: Any, **how: Any) -> Any:
+    SEEN.trainings += 1
+    return {"mine": float(how.get("epochs", 0))}
+
+
+def train_otherwise(model: Any, loader: Any, device: Any, config: Any) -> Any:
+    SEEN.trainings += 1
+    return {"mine": -1.0}
+
+
+class Loop:
+    """A loop that is an object."""
+
+    scale = 1.0
+
+    def __init__(self, epochs: int = 1, **more: Any) -> None:
+        self._epochs, self.more = epochs, more
+
+    def __call__(self, model: Any, loader: Any, device: Any, config: Any) -> Any:
+        SEEN.trainings += 1
+        return {"mine": float(self._epochs)}
+
+
+class OtherLoop(Loop):
+    """The same attributes, and other code."""
+
+    scale = 2.0
+
+
+def closed_over(epochs: Any) -> Any:
+    def train(model: Any, loader: Any, device: Any, config: Any) -> Any:
+        SEEN.trainings += 1
+        return {"mine": float(len(str(epochs)))}
+
+    return train
+
+
+def compiled(source: str) -> Any:
+    """The function of a module that was edited between two lives."""
+    space: dict[str, Any] = {"__name__": "edited"}
+    exec(source, space)
+    return space["train"]
+
+
+EDITED = """
+EPOCHS, TABLE = {epochs}, {{"lr": 0.1}}
+def helper(): return {constant}
+def train(model, loader, device, config): return {{"mine": EPOCHS + helper()}}
+"""
+LOSSES = (nn.CrossEntropyLoss(torch.ones(3)), nn.CrossEntropyLoss(torch.ones(3) * 2))
+adam = partial(torch.optim.Adam, lr=0.01)
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "keywords of a partial": (
+        partial(train_by, epochs=30),
+        partial(train_by, epochs=1),
+    ),
+    "the function in a partial": (partial(train_by), partial(train_otherwise)),
+    "a partial in a partial": (
+        partial(partial(train_by, epochs=2), device="cpu"),
+        partial(partial(train_by, epochs=3), device="cpu"),
+    ),
+    "a function": (train_by, train_otherwise),
+    "attributes": (Loop(30), Loop(1)),
+    "attributes within": (Loop(at=[{"lr": 0.1}]), Loop(at=[{"lr": 0.2}])),
+    "a class": (Loop(), OtherLoop()),
+    "a method's object": (Loop(30).__call__, Loop(1).__call__),
+    "a closure": (closed_over(30), closed_over(1)),
+    "a constant looked up": (
+        compiled(EDITED.format(epochs=30, constant=0)),
+        compiled(EDITED.format(epochs=1, constant=0)),
+    ),
+    "a function looked up": (
+        compiled(EDITED.format(epochs=1, constant=0)),
+        compiled(EDITED.format(epochs=1, constant=1)),
+    ),
+    "options": (LocalSGD(lr=0.1), LocalSGD(lr=0.2)),
+    "a loss": (LocalSGD(loss_fn=LOSSES[0]), LocalSGD(loss_fn=LOSSES[1])),
+    "an optimiser": (
+        LocalSGD(optimizer=adam),
+        LocalSGD(optimizer=partial(torch.optim.Adam, lr=0.02)),
+    ),
+    "an optimiser's function": (
+        LocalSGD(optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
+        LocalSGD(optimizer=lambda p: torch.optim.Adam(p, lr=0.02)),
+    ),
+}
+
+
+def digest_of(one: FisherClient) -> str:
+    return Outbox.of(one.problem, Request({}, options={"run": RUN})).digest
+
+
+@pytest.mark.parametrize("what", PAIRS)
+def test_another_training_is_told_apart_and_the_same_is_known_again(
+    tmp_path: Path, what: str
+) -> None:
+    one, other = (client(tmp_path, train_fn=train_fn) for train_fn in PAIRS[what])
+    again = client(tmp_path, train_fn=deepcopy(PAIRS[what][0]))
+    assert digest_of(one) == digest_of(again) != digest_of(other) != ""
+
+
+def test_the_reply_of_another_partial_is_not_handed_over(tmp_path: Path) -> None:
+    config = {"run": RUN, "server-round": 1}
+    for epochs in (30, 1, 1):
+        loop = partial(train_by, epochs=epochs)
+        reply = ask(client(tmp_path, train_fn=loop), config=config)
+        assert metrics_of(reply)["mine"] == epochs
+    assert SEEN.trainings == 2
+
+
+@pytest.mark.parametrize(
+    "unknown", [threading.Lock(), (n for n in range(3)), sys.stderr]
+)
+def test_what_cannot_be_told_apart_is_never_taken_for_the_same(
+    tmp_path: Path, unknown: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"run": RUN, "server-round": 1}
+    for _ in range(2):
+        ask(client(tmp_path, train_fn=Loop(at=unknown)), config=config)
+    assert SEEN.trainings == 2
+    assert "train_fn cannot be told from another one" in caplog.text
+    assert files(tmp_path) == []
+
+
+def test_settings_of_ones_own_say_what_a_training_depends_on(tmp_path: Path) -> None:
+    class Settled(Loop):
+        def settings(self) -> dict[str, Any]:
+            return {"epochs": self._epochs}
+
+    one, same, other = (
+        client(tmp_path, train_fn=Settled(epochs, at=threading.Lock()))
+        for epochs in (30, 30, 1)
+    )
+    assert digest_of(one) == digest_of(same) != digest_of(other) != ""
+
+
+def test_another_process_describes_the_same(tmp_path: Path) -> None:
+    """Also where texts are hashed otherwise, and sets have another order."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from functools import partial\n"
+        "import torch\n"
+        "from flwr_fisher.client import LocalSGD\n"
+        "from flwr_fisher.client.described import described\n"
+        "KINDS = {'a', 'b', 'c', 'd'}\n"
+        "def train(*a, m): return m in {'x', 'y', 'z'} or KINDS\n"
+        "loss = torch.nn.CrossEntropyLoss(torch.ones(3))\n"
+        "sgd = LocalSGD(loss_fn=loss, optimizer=partial(torch.optim.Adam, lr=0.1))\n"
+        "print(described([partial(train, m={'k', 'l', 'm'}), sgd], 'train_fn'))\n"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -470,17 +649,19 @@ def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
         {"likelihood": "gaussian"},
         {"loss_fn": nn.functional.nll_loss},
         {"limits": ClientLimits(max_examples=5)},
+        {"batch_fn": lambda batch: batch},
     ],
 )
 def test_another_client_of_the_same_data_hands_over_nothing(
     tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    config = {"run": RUN, "structure": "diagonal", "server-round": 1}
-    ask(client(tmp_path), config=config)
-    first, second = client(tmp_path), client(tmp_path, **other)
-    request = Request({}, options={"run": RUN})
-    digests = {Outbox.of(c.problem, request).digest for c in (first, second)}
-    assert len(digests) == 2
+    assert digest_of(client(tmp_path)) != digest_of(client(tmp_path, **other)) != ""
+
+
+def test_another_layer_makes_another_upload(tmp_path: Path) -> None:
+    tanh = client(tmp_path)
+    tanh.problem.model[2] = nn.Tanh()
+    assert digest_of(client(tmp_path)) != digest_of(tanh) != ""
 
 
 def test_frozen_layers_make_another_upload(tmp_path: Path) -> None:
@@ -489,14 +670,14 @@ def test_frozen_layers_make_another_upload(tmp_path: Path) -> None:
     frozen = client(tmp_path)
     frozen.problem.model[0].requires_grad_(False)
     ask(frozen, config=config)
-    assert Counted.trainings == 2
+    assert SEEN.trainings == 2
 
 
 def test_a_training_larger_than_the_clients_limit_is_not_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = ClientStore(tmp_path, 1, 0, max_bytes=100)
-    TrainingCheckpoint(store, 1, "x").save({"w": torch.zeros(1000)})
+    disk = disk_of(tmp_path, limit=100)
+    TrainingCheckpoint(disk, 1, "x").save({"w": torch.zeros(1000)})
     assert "This training is not kept" in caplog.text
     assert files(tmp_path) == []
 
@@ -512,16 +693,16 @@ def test_params_of_a_model_are_what_they_were(tmp_path: Path) -> None:
     """The checkpoint holds frozen parameters and buffers, too."""
     model = net()
     model[0].requires_grad_(False)
-    store = ClientStore(tmp_path, 1, 0)
+    disk = disk_of(tmp_path)
     loader = DataLoader(TensorDataset(*tiny_data(2).tensors), batch_size=4)
     with pytest.raises(KilledError):
         LocalSGD(epochs=2, on_epoch=dies_after(1))(
-            model, loader, CPU, {}, checkpoint=TrainingCheckpoint(store, 1, "x")
+            model, loader, CPU, {}, checkpoint=TrainingCheckpoint(disk, 1, "x")
         )
     other = net()
     other[0].requires_grad_(False)
     LocalSGD(epochs=1)(
-        other, loader, CPU, {}, checkpoint=TrainingCheckpoint(store, 1, "x")
+        other, loader, CPU, {}, checkpoint=TrainingCheckpoint(disk, 1, "x")
     )
     for key, value in shared_state(model).items():
         assert torch.equal(value, other.state_dict()[key])

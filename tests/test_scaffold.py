@@ -14,7 +14,7 @@ import virtual
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
@@ -33,6 +33,7 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import CurvatureResult, Policy, Scaffold
@@ -51,8 +52,8 @@ def _own_home_and_no_momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def state_files() -> list[Path]:
-    root = Path("~/.cache/flwr-fisher/state").expanduser()
-    return sorted(p for p in root.rglob("*.*") if root / "uploads" not in p.parents)
+    root = Path("~/.cache/flwr-fisher/state/state").expanduser()
+    return sorted(root.rglob("*.*"))
 
 
 def scaffold(**options: Any) -> Scaffold:
@@ -193,10 +194,10 @@ def test_fedavg_does_not_reach_it() -> None:
 
 def own_controls() -> dict[int, dict[str, Tensor]]:
     """Each client's newest control variate, from its disk."""
-    newest = {p.parent: p for p in state_files()}
+    newest = {p.parents[1].name: p for p in state_files()}
     return {
-        int(folder.name.removeprefix("partition-")): load_file(path)
-        for folder, path in newest.items()
+        int(client.removeprefix("partition-")): load_file(path)
+        for client, path in newest.items()
     }
 
 
@@ -246,13 +247,11 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(
     where = Path("~/checkpoints").expanduser()
     run(scaffold(), num_rounds=2, checkpoint_dir=where)
     assert "from zero" not in caplog.text
-    root = state_files()[0].parents[1]
-    gone, damaged, other = (
-        root / f"partition-{i}" / "control-000002.safetensors" for i in range(3)
-    )
+    gone, damaged, other = (p for p in state_files() if "000002" in p.name)
     gone.unlink()
     damaged.write_bytes(damaged.read_bytes()[:-3])
-    save_file({"w": torch.ones(1)}, other)
+    disk = ClientDisk(other.parents[3], "state", 2, other.parent.name)
+    disk.save("control", {"w": torch.ones(1)}, step=2)
     result = run(scaffold(), num_rounds=3, checkpoint_dir=where, resume=True)
     assert result.train_metrics_clientapp[2]["num-lost-states"] == 0
     assert result.train_metrics_clientapp[3]["num-lost-states"] == 3
@@ -273,7 +272,7 @@ def test_the_state_is_on_the_clients_disk_and_not_in_its_context() -> None:
 
     run(scaffold(), Spy(), num_rounds=3)
     assert all(not context.state for context in contexts)
-    kept = [f"{p.parent.name}/{p.name}" for p in state_files()]
+    kept = [f"{p.parents[1].name}/{p.name}" for p in state_files()]
     assert kept == [
         f"partition-{i}/control-{step:06d}.safetensors"
         for i in range(3)
@@ -285,7 +284,7 @@ def test_two_runs_share_no_state() -> None:
     first = run(scaffold(), num_rounds=2)
     again = run(scaffold(), num_rounds=2)
     assert same_bits(first.arrays, again.arrays)
-    assert len({p.parents[1] for p in state_files()}) == 2
+    assert len({p.parent.name for p in state_files()}) == 2
 
 
 def test_a_client_may_keep_its_state_elsewhere(tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def test_a_server_that_hands_out_keys_of_its_own_is_found_out(tmp_path: Path) ->
 def test_a_lost_state_is_told_and_costs_one_client(tmp_path: Path, caplog) -> None:
     def loses(message: Message, context: Context, now: str) -> None:
         if now == "shares" and context.node_config["partition-id"] == 1:
-            for path in (tmp_path / "secure").glob("*/partition-1/*.safetensors"):
+            for path in (tmp_path / "secure").glob("partition-1/*/*.safetensors"):
                 path.unlink()
 
     strategy = STRATEGIES["fedfisher"](secure=SecureSums(), min_train_nodes=2)

@@ -696,7 +696,7 @@ def test_too_many_examples_are_refused_by_name_in_the_first_round(
 
 def test_steps_need_no_spectrum(few: None) -> None:
     stepped = run(tct(solver="steps", lr=0.05))
-    assert [p.name.split(".")[1] for p in cached()] == [
+    assert [p.name.split("-")[0] for p in cached()] == [
         *("features", "spectrum"),
         *("features", "spectrum"),
         *("features", "steepest"),
@@ -722,7 +722,7 @@ def test_the_largest_eigenvalue_needs_no_matrix(shape: tuple[int, int]) -> None:
 
 
 def test_a_cache_that_is_too_small_is_named_before_training() -> None:
-    app = Watched(client_app(cache_bytes=500))
+    app = Watched(client_app(state_bytes=500))
     with pytest.raises(RoundError, match=r"20 features of 12 .*float16"):
         run(tct(), app)
     assert {server_round for server_round, _ in app.trained} == {1}
@@ -924,7 +924,7 @@ def test_features_are_computed_once_a_client_and_run(
     assert sorted(counted) == [8, 10, 12]
     run(tct(), num_rounds=9, checkpoint_dir=tmp_path / "run", resume=True)
     assert sorted(counted) == [8, 10, 12]
-    names = [path.name.split(".")[1] for path in cached()]
+    names = [path.name.split("-")[0] for path in cached()]
     assert names == ["features", "spectrum"] * CLIENTS
 
 
@@ -962,13 +962,14 @@ def test_what_changes_is_computed_again(
 
 def test_features_take_no_more_room_than_the_bound(counted: list[int]) -> None:
     # One client's: 12 examples of 20 features, and their spectrum.
-    app = client_app(cache_bytes=12 * (20 * 4 + 8) + 8 * 12 * 13 + 400)
+    app = client_app(state_bytes=12 * (20 * 4 + 8) + 8 * 12 * 13 + 400)
     for _ in range(3):
         run(tct(), app)
     assert len(cached()) <= 2 * 3 * CLIENTS
     sizes: dict[Path, int] = {}
     for path in cached():
-        sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
+        client = path.parents[1]
+        sizes[client] = sizes.get(client, 0) + path.stat().st_size
     assert max(sizes.values()) < 12 * (20 * 4 + 8) + 8 * 12 * 13 + 1000
     assert len(counted) == 3 * CLIENTS
 
@@ -997,7 +998,7 @@ def test_a_corrupt_file_is_named_and_made_again(
         data[:64] = b"\xff" * 64
     path.write_bytes(data)
     resumed = run(tct(), checkpoint_dir=where, resume=True)
-    assert f"{path} is damaged, and is made again" in caplog.text
+    assert f"{path} is damaged, and treated as lost" in caplog.text
     assert path.exists()
     assert same_bits(resumed.arrays, plain().arrays)
 

@@ -37,8 +37,8 @@ from flwr_fisher.client import (
     make_client_app,
 )
 from flwr_fisher.client.jobs import train
-from flwr_fisher.client.kept_training import KeptTraining
 from flwr_fisher.client.outbox import Outbox
+from flwr_fisher.client.training_checkpoint import KeptTraining
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.server.journal import ExchangeJournal, Journal

@@ -1,6 +1,5 @@
 """The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
 
-from flwr_fisher.client.checkpoint import TrainingCheckpoint
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
 from flwr_fisher.client.jobs import Job, register_job
 from flwr_fisher.client.limits import ClientLimits
@@ -16,6 +15,7 @@ from flwr_fisher.client.training import (
     TrainFn,
     score,
 )
+from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 
 __all__ = [
     "ClientFn",

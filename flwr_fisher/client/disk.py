@@ -1,39 +1,342 @@
-"""A client's files: which were used last, and which go first when there are too many.
+"""What a client keeps on its own disk from one request to the next.
 
-Other clients, in other processes, write and delete beside: a file may be gone at any
-time, which is no error here.
+Flower's ``Context.state`` ends with the app's run and crosses process boundaries on
+every call; tensors of a model's size do not belong there. Other clients, in other
+processes, write and delete beside: a file may be gone at any time, which is no error.
+
+Long: the one mechanism for all of it, with its docstrings.
 """
 
+import json
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
-from flwr_fisher.files import ASIDE
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-SUFFIX = ".safetensors"
+from flwr_fisher.errors import ClientError, ConfigurationError, check_whole
+from flwr_fisher.files import ASIDE, save_tensors
+from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params
+
+DEFAULT_STATE_DIR = Path("~/.cache/flwr-fisher/state")
+STATE_BYTES = 4 * 2**30
+_LOCK, _SUFFIX = "lock", ".safetensors"
+# What is called otherwise is not ours, and stays.
+_NAME, _KEY = re.compile(r"[a-z]+(-[a-z]+)*"), re.compile(r"[0-9a-f]{1,32}")
+_FILE = re.compile(
+    rf"{_LOCK}|{_NAME.pattern}-\d{{6,}}(\.\d+{re.escape(ASIDE)}|{re.escape(_SUFFIX)})"
+)
 _STALE = 3600  # seconds after which nobody is still writing a file
 _BLOCK = 4096  # bytes of a disk that the smallest file takes
 _MOST = 1000  # entries, all of which are looked at whenever one is written
 
-Entry = TypeVar("Entry")
+
+class Kept(NamedTuple):
+    """What was saved: tensors, and a note beside them."""
+
+    tensors: dict[str, Tensor]
+    note: str
 
 
-def use(path: Path) -> None:
+@dataclass(frozen=True)
+class ClientDisk:
+    """One entry among what a client keeps: tensors by name and step.
+
+    They are files ``<root>/<namespace>/partition-<client>/<key>/<name>-<step>``, which
+    this user alone can read. A crash leaves whole files. One whose checksum fails is
+    named in the log, and as good as not there. What is read is mapped into memory, not
+    copied.
+
+    Nothing tells that a run has ended, and a server can name as many as it likes: where
+    the entries of a namespace take more than `limit` together, or are more than 1000,
+    those that were not used for longest go first, and never the one just written.
+
+    Parameters
+    ----------
+    root : Path
+        Made if it does not exist.
+    namespace : str
+        What kind of thing it is: small letters and hyphens.
+    client : int
+        Whose it is.
+    key : str
+        Of what it is, a run or a digest, as 1 to 32 hexadecimal digits.
+    limit : int, default 4 GiB
+        How many bytes this client's entries of this namespace may take.
+    owner : str, default "FisherClient"
+        Who has the keywords ``state_dir`` and ``state_bytes``, for errors.
+
+    Raises
+    ------
+    ConfigurationError
+        If one of them is of another form.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> disk = ClientDisk(Path(tempfile.mkdtemp()), "state", client=0, key="7")
+    >>> disk.save("control", {"w": torch.ones(2)}, step=1)
+    >>> disk.load("control", step=1).tensors
+    {'w': tensor([1., 1.])}
+    >>> disk.load("control", step=2) is None
+    True
+    """
+
+    root: Path
+    namespace: str
+    client: int
+    key: str
+    limit: int = STATE_BYTES
+    owner: str = "FisherClient"
+
+    def __post_init__(self) -> None:
+        check_whole("client", self.client)
+        check_whole("limit", self.limit, 1)
+        for form, value in ((_NAME, self.namespace), (_KEY, self.key)):
+            if not form.fullmatch(value):
+                raise ConfigurationError(f"a client keeps nothing under {value!r:.80}")
+
+    @property
+    def path(self) -> Path:
+        """The entry's folder."""
+        return self._client_folder / self.key
+
+    @property
+    def _client_folder(self) -> Path:
+        root = Path(self.root).expanduser()
+        return root / self.namespace / f"partition-{self.client}"
+
+    def at(self, key: str) -> "ClientDisk":
+        """Return another entry of the same kind."""
+        return replace(self, key=key)
+
+    def check_room(self, num_bytes: int, what: str, instead: str = "") -> None:
+        """Refuse what would never fit, before it is computed.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How much it takes.
+        what : str
+            What it is, for the error.
+        instead : str
+            Other ways out than a higher limit.
+
+        Raises
+        ------
+        ClientError
+            Saying how much it is, and what can be done.
+        """
+        if num_bytes > self.limit:
+            raise ClientError(
+                f"{what}: {num_bytes} bytes on this client's disk, which keeps at most "
+                f"{self.limit}: {instead}pass {self.owner}(state_bytes={num_bytes}) or "
+                "more"
+            )
+
+    def load(self, name: str, step: int = 0) -> Kept | None:
+        """Return what was saved; None if it is gone, or damaged, which is logged."""
+        path = self._file(name, step)
+        try:
+            kept = _read(path)
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            logger.warning("%s is damaged, and treated as lost: %s", path, error)
+            return None
+        _use(path)
+        return kept
+
+    def save(
+        self,
+        name: str,
+        tensors: Params,
+        *,
+        step: int = 0,
+        keep: Collection[int] = (),
+        note: str = "",
+        durable: bool = True,
+    ) -> None:
+        """Write tensors, and delete those of the same name of other steps.
+
+        A step may be asked for twice, when a round failed or its server was stopped: so
+        what it began with must stay in place, by `keep`.
+
+        Parameters
+        ----------
+        name : str
+            What they are.
+        tensors : Mapping[str, Tensor]
+            The tensors, on any device.
+        step : int
+            In which step they were made.
+        keep : Collection[int]
+            The steps whose tensors stay, too.
+        note : str
+            What is to be known beside them.
+        durable : bool, default True
+            Whether they must survive a loss of power.
+
+        Raises
+        ------
+        ClientError
+            If the disk refuses.
+        """
+        path = self._file(name, step)
+        held = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+        # safetensors sorts keys; their order matters to a dense curvature.
+        texts = {"note": note, "keys": json.dumps(list(held))}
+        texts["checksum"] = str(_checksum(held, texts))
+        for tries_left in (2, 1, 0):
+            try:
+                self._make_folder()
+                _sweep(self.path)
+                save_tensors(path, held, texts, durable=durable)
+                break
+            except (SafetensorError, OSError) as error:
+                # Another process of this client may have deleted the folder.
+                if not tries_left:
+                    raise self._refused(error) from error
+        _use(path)
+        self.drop(name, keep={step, *keep})
+        self._make_room()
+
+    def made_once(
+        self, name: str, make: Callable[[], Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Return what was saved, made first where it is not there.
+
+        Raises
+        ------
+        ClientError
+            If the disk refuses.
+        """
+        kept = self.load(name)
+        if kept is None:
+            self.save(name, make())
+            try:
+                kept = _read(self._file(name, 0))
+            except (SafetensorError, OSError, ValueError, KeyError) as error:
+                raise self._refused(error) from error
+        return kept.tensors
+
+    def drop(self, name: str = "", keep: Collection[int] = ()) -> None:
+        """Delete what is kept of a name, or of all, but for some steps."""
+        kept = {self._file(name, step) for step in keep}
+        for path in _listed(self.path):
+            own = _FILE.fullmatch(path.name) and path.suffix == _SUFFIX
+            if own and path not in kept and name in ("", path.name.rpartition("-")[0]):
+                _delete(path)
+        if not name:
+            with suppress(OSError):  # others' files are in it, or others were faster
+                self.path.rmdir()
+
+    def lock(self) -> FileLock:
+        """Return a lock on the entry, for a ``with``.
+
+        A process that holds it may have been left over by another life of the server.
+
+        Raises
+        ------
+        OSError
+            If the disk refuses.
+        """
+        self._make_folder()
+        return FileLock(self.path / _LOCK)
+
+    def _file(self, name: str, step: int) -> Path:
+        return self.path / f"{name}-{step:06d}{_SUFFIX}"
+
+    def _refused(self, error: Exception) -> ClientError:
+        return ClientError(
+            f"cannot keep this client's {self.namespace} in {self.path}: {error}; pass "
+            f"{self.owner}(state_dir=...) another place"
+        )
+
+    def _make_folder(self) -> None:
+        space = self._client_folder.parent
+        space.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def _make_room(self) -> None:
+        """Delete the oldest entries until the others are within the limits."""
+        entries = self._entries()
+        sizes = {
+            folder: sum(max(_BLOCK, _stat(path, "st_size")) for path in paths)
+            for folder, paths in entries.items()
+        }
+        used = {
+            folder: max(_stat(path, "st_atime_ns") for path in paths)
+            for folder, paths in entries.items()
+        }
+        total, count = sum(sizes.values()), len(sizes)
+        for folder in sorted(sizes.keys() - {self.path}, key=used.__getitem__):
+            if total <= self.limit and count <= _MOST:
+                break
+            total, count = total - sizes[folder], count - 1
+            for path in entries[folder]:
+                _delete(path)
+            with suppress(OSError):  # others' files are in it, or others were faster
+                folder.rmdir()
+
+    def _entries(self) -> dict[Path, list[Path]]:
+        """Return this client's files of this namespace, by the entry's folder."""
+        entries = {}
+        for folder in _listed(self._client_folder):
+            if _KEY.fullmatch(folder.name) and not folder.is_symlink():
+                own = [p for p in _listed(folder) if _FILE.fullmatch(p.name)]
+                entries.update({folder: own} if own else {})
+        return entries
+
+
+def _read(path: Path) -> Kept:
+    with safe_open(path, "pt") as file:
+        texts = file.metadata() or {}
+        checksum = texts.pop("checksum")
+        tensors = {key: file.get_tensor(key) for key in json.loads(texts["keys"])}
+    if str(_checksum(tensors, texts)) != checksum:
+        raise ValueError("its checksum does not hold")
+    return Kept(tensors, texts["note"])
+
+
+def _checksum(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> int:
+    """Return a CRC of texts, and of names, dtypes, shapes and entries.
+
+    Features are read in every round: a cryptographic digest would take five times as
+    long, and against whoever may write here it does not help.
+    """
+    checksum = zlib.crc32(json.dumps(texts, sort_keys=True).encode())
+    for key, value in tensors.items():
+        layout = f"{key}/{value.dtype}/{tuple(value.shape)}"
+        checksum = zlib.crc32(layout.encode(), checksum)
+        entries = value.reshape(-1).view(torch.uint8).numpy().data
+        checksum = zlib.crc32(entries, checksum)
+    return checksum
+
+
+def _use(path: Path) -> None:
     """Note when a file was last used: in its time of access, which outlives us."""
     with suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
-def delete(path: Path) -> None:
+def _delete(path: Path) -> None:
     """Delete a file; one that is gone, or may not be deleted, is no error."""
     with suppress(OSError):
         path.unlink()
 
 
-def files_in(folder: Path) -> list[Path]:
+def _listed(folder: Path) -> list[Path]:
     """Return what is in a folder, sorted; nothing if it is not there."""
     try:
         return sorted(folder.iterdir())
@@ -41,48 +344,12 @@ def files_in(folder: Path) -> list[Path]:
         return []
 
 
-def sweep(folder: Path) -> None:
+def _sweep(folder: Path) -> None:
     """Delete what a crash left half written; others may be writing just now."""
-    for path in files_in(folder):
+    for path in _listed(folder):
         old = time.time_ns() - _stat(path, "st_mtime_ns") > _STALE * 10**9
         if path.name.endswith(ASIDE) and old:
-            delete(path)
-
-
-def to_drop(
-    entries: Mapping[Entry, Sequence[Path]], newest: Entry, max_bytes: int
-) -> list[Entry]:
-    """Return the entries to delete so that the others are within a bound, and few.
-
-    Parameters
-    ----------
-    entries : Mapping[Entry, Sequence[Path]]
-        Each entry's files, which go together.
-    newest : Entry
-        The one that stays in any case.
-    max_bytes : int
-        What all may take; a file takes 4 KiB at least. There may be 1000 of them.
-
-    Returns
-    -------
-    list[Entry]
-        The least recently used first.
-    """
-    sizes = {
-        entry: sum(max(_BLOCK, _stat(path, "st_size")) for path in paths)
-        for entry, paths in entries.items()
-    }
-    used = {
-        entry: max(_stat(path, "st_atime_ns") for path in paths)
-        for entry, paths in entries.items()
-    }
-    total, dropped = sum(sizes.values()), list[Entry]()
-    for entry in sorted(sizes.keys() - {newest}, key=used.__getitem__):
-        if total <= max_bytes and len(sizes) - len(dropped) <= _MOST:
-            break
-        dropped.append(entry)
-        total -= sizes[entry]
-    return dropped
+            _delete(path)
 
 
 def _stat(path: Path, what: str) -> int:

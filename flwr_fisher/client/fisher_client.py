@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from torch import nn
 
-from flwr_fisher.client.feature_cache import CACHE_BYTES
+from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.jobs import Job, get_job
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import Loss
@@ -30,8 +30,7 @@ from flwr_fisher.client.messages import (
 )
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request, config_of
-from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, partition_of
+from flwr_fisher.client.request import Reply, Request, config_of, partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.pairs import BatchFn
@@ -94,16 +93,13 @@ class FisherClient:
         Where this client keeps what it needs from one round to the next (control
         variates, TCT's features), and, for a server with checkpoints, its last upload
         and the last epoch of a training under way.
-    cache_bytes : int, default 4 GiB
-        How much its features may take there, of all runs; those that were not used for
-        longest go first.
     limits : ClientLimits, optional
         How much work the server may ask for in one request.
     state_bytes : int, default 4 GiB
-        How much the control variates of SCAFFOLD and TCT may take in `state_dir`, of
-        all runs of this client, of which it keeps at most 1000; and as much again
-        uploads, and trainings under way, that a crash would lose. Those of the runs
-        that were not used for longest go first: nothing tells that a run has ended.
+        How much each of these may take in `state_dir`, of all runs of this client, of
+        which it keeps at most 1000: control variates and other states of methods; TCT's
+        features; uploads, and trainings under way, that a crash would lose. What was
+        not used for longest goes first: nothing tells that a run has ended.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)``, two tensors, of a batch of any other form, for all
         that this library reads; a `train_fn` of your own is given batches as they are.
@@ -130,7 +126,6 @@ class FisherClient:
         likelihood: str | Likelihood = "categorical",
         device: torch.device | str | None = None,
         state_dir: Path | str | None = None,
-        cache_bytes: int = CACHE_BYTES,
         limits: ClientLimits | None = None,
         state_bytes: int = STATE_BYTES,
         batch_fn: BatchFn | None = None,
@@ -145,7 +140,6 @@ class FisherClient:
             likelihood,
             torch.device(default if device is None else device),
             Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
-            cache_bytes,
             limits or ClientLimits(),
             state_bytes,
             batch_fn=batch_fn,

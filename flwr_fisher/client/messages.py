@@ -5,7 +5,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_fisher import __version__
-from flwr_fisher.client.store import partition_of
+from flwr_fisher.client.request import partition_of
 from flwr_fisher.errors import ClientError
 from flwr_fisher.failures import Failures
 from flwr_fisher.flower_internals import ErrorCode

@@ -8,24 +8,26 @@ a finished training is of the data as they were.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 
 from flwr_fisher import __version__
-from flwr_fisher.client.checkpoint import TrainingCheckpoint
+from flwr_fisher.client.described import UndescribedError, described
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.store import ClientStore
+from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.errors import ClientError
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
-_FOLDER, _NAME = "uploads", "upload"
+_NAME = "upload"
 _RUN = re.compile("[0-9a-f]{1,16}")  # a run's name
 
 
@@ -35,7 +37,7 @@ class Outbox:
 
     Parameters
     ----------
-    store : ClientStore | None
+    disk : ClientDisk | None
         Where; None if the run is not kept.
     step : int
         The round.
@@ -43,13 +45,16 @@ class Outbox:
         Of all that the reply depends on and that is known here.
     """
 
-    store: ClientStore | None
-    step: int
-    digest: str
+    disk: ClientDisk | None
+    step: int = 0
+    digest: str = ""
 
     @classmethod
     def of(cls, problem: LocalProblem, request: Request) -> "Outbox":
         """Find what is kept of a request.
+
+        Nothing is where the client cannot tell its training from others, which a
+        warning says.
 
         Raises
         ------
@@ -58,13 +63,16 @@ class Outbox:
         """
         run = request.options.get("run")
         if run is None:
-            return cls(None, 0, "")
+            return cls(None)
         if not _RUN.fullmatch(str(run)):
             raise ClientError(f"the server's name for the run is {str(run)!r:.80}")
-        root = problem.state_dir / _FOLDER
-        number = int(str(run), 16)
-        store = ClientStore(root, number, request.client, max_bytes=problem.state_bytes)
-        return cls(store, request.server_round, _digest(problem, request))
+        try:
+            digest = _digest(problem, request)
+        except UndescribedError as error:
+            logger.warning("A crash costs this client its training: %s", error)
+            return cls(None)
+        disk = problem.disk("uploads", request.client, str(run))
+        return cls(disk, request.server_round, digest)
 
     @contextmanager
     def held(self, timeout: float) -> Iterator[None]:
@@ -83,9 +91,9 @@ class Outbox:
             If it is then still at work.
         """
         lock: FileLock | None = None
-        if self.store is not None:
+        if self.disk is not None:
             with suppress(OSError):  # the training goes on without, and is not kept
-                lock = self.store.lock()
+                lock = self.disk.lock()
                 _acquire(lock, timeout)
         try:
             yield
@@ -95,16 +103,14 @@ class Outbox:
 
     def reply(self) -> Reply | None:
         """Return the reply that is kept; None if there is none to this request."""
-        if self.store is None:
+        kept = None if self.disk is None else self.disk.load(_NAME, self.step)
+        if kept is None:
             return None
-        saved = self.store.load_noted(_NAME, self.step)
-        if saved is None:
-            return None
-        tensors, note = saved[0], json.loads(saved[1])
+        note = json.loads(kept.note)
         if note["digest"] != self.digest:
             return None
         logger.info("Handing over what was finished for this request before")
-        arrays = tensors_to_arrays(tensors) if note["has-arrays"] else None
+        arrays = tensors_to_arrays(kept.tensors) if note["has-arrays"] else None
         return Reply(note["metrics"], arrays)
 
     def keep(self, reply: Reply) -> None:
@@ -112,7 +118,7 @@ class Outbox:
 
         A disk that refuses, or is too small, costs a warning.
         """
-        if self.store is None:
+        if self.disk is None:
             return
         arrays = reply.arrays
         tensors = {} if arrays is None else arrays_to_tensors(arrays)
@@ -121,9 +127,10 @@ class Outbox:
             "metrics": dict(reply.metrics),
             "has-arrays": arrays is not None,
         }
+        num_bytes = sum(t.nbytes for t in tensors.values())
         try:
-            self.store.check_room(sum(t.nbytes for t in tensors.values()))
-            self.store.save(_NAME, self.step, tensors, note=json.dumps(note))
+            self.disk.check_room(num_bytes, f"the upload of run {self.disk.key}")
+            self.disk.save(_NAME, tensors, step=self.step, note=json.dumps(note))
         except ClientError as error:
             logger.warning("This upload is not kept: %s", error)
             return  # its training, which may be, makes it again
@@ -131,7 +138,7 @@ class Outbox:
 
     def training(self) -> TrainingCheckpoint:
         """Return where the request's training is kept while it lasts."""
-        return TrainingCheckpoint(self.store, note=self.digest)
+        return TrainingCheckpoint(self.disk, note=self.digest)
 
     def problem(self, problem: LocalProblem) -> LocalProblem:
         """Return the problem, whose training is kept here."""
@@ -153,36 +160,32 @@ def _acquire(lock: FileLock, timeout: float) -> None:
 
 
 def _digest(problem: LocalProblem, request: Request) -> str:
-    """Return a digest of the request, and of what the reply depends on beside it."""
+    """Return a digest of the request, and of what the reply depends on beside it.
+
+    Raises
+    ------
+    UndescribedError
+        If that cannot be told.
+    """
+    own = {
+        "train_fn": problem.train_fn,
+        "loss_fn": problem.loss_fn,
+        "likelihood": problem.likelihood,
+        "batch_fn": problem.batch_fn,
+        "max_examples": problem.limits.max_examples,
+        "trained": list(problem.trained()),
+        "layers": {n: type(layer) for n, layer in problem.model.named_modules()},
+    }
     facts = {
-        "version": __version__,
+        "versions": [__version__, torch.__version__, sys.version],
         "client": request.client,
         "seed": request.seed,
         "num-examples": request.num_examples,
-        "train_fn": _described(problem.train_fn),
-        "loss_fn": _described(problem.loss_fn),
-        "likelihood": _described(problem.likelihood),
-        "max_examples": problem.limits.max_examples,
-        "trained": list(problem.trained()),
-        "options": _texts(request.options),
-        "config": _texts(request.config),
+        "options": described(dict(request.options), "the server's options"),
+        "config": described(dict(request.config), "the server's config"),
+        **{name: described(value, name) for name, value in own.items()},
     }
-    if problem.batch_fn is not None:
-        facts["batch_fn"] = _described(problem.batch_fn)
     tensors = dict(request.params)
     for name, group in request.groups.items():
         tensors |= {f"{name}/{key}": value for key, value in group.items()}
     return digest_of({**facts, "names": list(tensors)}, tensors)
-
-
-def _texts(config: Mapping[str, Any]) -> dict[str, str]:
-    return {name: repr(value) for name, value in config.items()}
-
-
-def _described(option: object) -> str:
-    """Return what tells one function, or object, from others in every process."""
-    if option is None or isinstance(option, str):
-        return repr(option)
-    settings = getattr(option, "settings", None)
-    own = settings() if callable(settings) else {}
-    return f"{getattr(option, '__qualname__', type(option).__qualname__)} {own}"

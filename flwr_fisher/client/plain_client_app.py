@@ -9,8 +9,7 @@ from torch import nn
 from flwr_fisher.client.jobs.train import packed, uploads_of
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Request
-from flwr_fisher.client.store import partition_of
+from flwr_fisher.client.request import Request, partition_of
 from flwr_fisher.client.training import Loader
 from flwr_fisher.client.trial import TrainedUpload, try_upload
 from flwr_fisher.curvature import Likelihood

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from flwr_fisher.client.checkpoint import TrainingCheckpoint
-from flwr_fisher.client.feature_cache import CACHE_BYTES
+from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
-from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.training import (
     EvaluateFn,
     Loader,
     LocalSGD,
     TrainFn,
 )
+from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.pairs import BatchFn, Pairs, as_pair
@@ -31,7 +30,6 @@ from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
     DataError,
-    check_range,
     check_whole,
 )
 from flwr_fisher.params import Params, select, trainable_names
@@ -64,13 +62,11 @@ class LocalProblem:
         Where the model is.
     state_dir : Path
         What is kept from one round to the next.
-    cache_bytes : int
-        How much of that features may take.
     limits : ClientLimits
         How much work the server may ask for.
     state_bytes : int
-        How much control variates may take on disk, of all runs; and uploads that the
-        server may not have yet.
+        How much each kind of that may take, of all runs: states of methods, features,
+        and uploads that the server may not have yet.
     checkpoint : TrainingCheckpoint
         Where a training under way is kept, for loops that have a keyword of this name;
         each call of :meth:`train` has its own.
@@ -95,7 +91,6 @@ class LocalProblem:
     likelihood: str | Likelihood = "categorical"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_dir: Path = DEFAULT_STATE_DIR
-    cache_bytes: int = CACHE_BYTES
     limits: ClientLimits = field(default_factory=ClientLimits)
     state_bytes: int = STATE_BYTES
     checkpoint: TrainingCheckpoint = field(default_factory=TrainingCheckpoint)
@@ -115,8 +110,21 @@ class LocalProblem:
                     f"{name} is a {type(loader).__name__}, which gives examples, and "
                     f"batches are read: DataLoader({name}, batch_size=32), say"
                 )
-        check_range("cache_bytes", self.cache_bytes, 1)
         check_whole("state_bytes", self.state_bytes, 1)
+
+    def disk(self, namespace: str, client: int, key: str) -> ClientDisk:
+        """Return where the client keeps something from one request to the next.
+
+        Parameters
+        ----------
+        namespace : str
+            What kind of thing it is; each may take ``state_bytes``.
+        client : int
+            The request's.
+        key : str
+            Of which run, or of what, as hexadecimal digits.
+        """
+        return ClientDisk(self.state_dir, namespace, client, key, self.state_bytes)
 
     @property
     def train_pairs(self) -> Pairs:

@@ -9,7 +9,6 @@ from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor
 
 from flwr_fisher.client.limits import whole_number
-from flwr_fisher.client.store import partition_of
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed
@@ -198,3 +197,23 @@ def config_of(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the server's options in a message's ``ConfigRecord``, and all else."""
     records = message.content.config_records.values()
     return split_config({k: v for record in records for k, v in record.items()})
+
+
+def partition_of(context: Context) -> int:
+    """Return what a client is known by in every run: its partition, or its node.
+
+    Raises
+    ------
+    ClientError
+        If its ``partition-id`` is no integer.
+    """
+    told = context.node_config.get("partition-id", context.node_id)
+    try:
+        if isinstance(told, float) and not told.is_integer():
+            raise ValueError
+        return int(told)
+    except ValueError:
+        raise ClientError(
+            f"the node's partition-id is {told!r:.80}, and must be an integer: start "
+            "it with --node-config 'partition-id=0', say, or without one"
+        ) from None

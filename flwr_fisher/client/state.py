@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
-from flwr_fisher.client.store import ClientStore
 from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.wire import Roster
 
+STATE = "state"  # the namespace of what methods keep of a run
 _FIT = re.compile(r"[a-z]+(-[a-z]+)*")
 
 
@@ -31,7 +32,7 @@ class ClientState:
 
     Parameters
     ----------
-    store : ClientStore
+    disk : ClientDisk
         Where it is kept.
     like : Mapping[str, Tensor]
         Gives its keys, shapes, dtypes and devices: ``problem.trained()``, say, or with
@@ -54,7 +55,7 @@ class ClientState:
         return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
     """
 
-    store: ClientStore
+    disk: ClientDisk
     like: Params
     name: str
     last_step: int | None
@@ -80,12 +81,12 @@ class ClientState:
             raise ConfigurationError(
                 f"a state's name is of small letters and hyphens, not {name!r}"
             )
-        run, limit = request.count("run"), problem.state_bytes
-        store = ClientStore(problem.state_dir, run, request.client, max_bytes=limit)
+        disk = problem.disk(STATE, request.client, f"{request.count('run'):x}")
         # That of the last step stays until the server has had this one's.
-        store.check_room(2 * sum(v.nbytes for v in like.values()))
+        num_bytes = 2 * sum(v.nbytes for v in like.values())
+        disk.check_room(num_bytes, f"the state of run {disk.key}")
         last_step = Roster.from_tensors(request.facts).steps.get(request.client)
-        return cls(store, like, name, last_step, request.count("steps") + 1)
+        return cls(disk, like, name, last_step, request.count("steps") + 1)
 
     def load(self, first: Params | None = None) -> tuple[dict[str, Tensor], bool]:
         """Return it, and whether it was lost: then it is `first`, and the log says so.
@@ -115,7 +116,7 @@ class ClientState:
                 "The state '%s' of step %s is not in %s: it is lost, and begins anew",
                 self.name,
                 self.last_step,
-                self.store.path,
+                self.disk.path,
             )
         return self._begins(first), self.last_step is not None
 
@@ -125,10 +126,11 @@ class ClientState:
         return {key: first[key].detach().clone() for key in self.like}
 
     def _saved(self, step: int) -> dict[str, Tensor] | None:
-        tensors = self.store.load(self.name, step)
-        if tensors is None:
+        kept = self.disk.load(self.name, step)
+        if kept is None:
             return None
-        what = f"the state of step {step} in {self.store.path}"
+        tensors = kept.tensors
+        what = f"the state of step {step} in {self.disk.path}"
         try:
             check_same_layout(self.like, tensors, what)
         except ParamsError as error:
@@ -148,4 +150,4 @@ class ClientState:
         """
         check_same_layout(self.like, tensors, f"the state '{self.name}'")
         kept = [] if self.last_step is None else [self.last_step]
-        self.store.save(self.name, self.next_step, tensors, keep=kept)
+        self.disk.save(self.name, tensors, step=self.next_step, keep=kept)

@@ -4,7 +4,7 @@ Long: all that LocalSGD can do is described here, and done in one loop.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from flwr_fisher.client.checkpoint import TrainingCheckpoint
-from flwr_fisher.client.kept_training import KeptTraining, generators_of, has_state
 from flwr_fisher.client.losses import Loss, cross_entropy
+from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.pairs import Pairs, labelled_pairs
 from flwr_fisher.errors import (
@@ -169,11 +168,11 @@ class LocalSGD:
                 "model": model,
                 "optimizer": optimizer,
                 "scaler": scaler,
-                **({} if schedule is None else {"schedule": schedule}),
-                **({} if average is None else {"average": average}),
-                **({"gradients": on_gradients} if has_state(on_gradients) else {}),
+                "schedule": schedule,
+                "average": average,
+                "gradients": on_gradients,
             },
-            generators_of(loader),
+            loader,
         )
         progress, pace = Progress("training"), ""
         begin, step, mean = kept.load()
@@ -216,9 +215,9 @@ class LocalSGD:
             update_bn(Pairs(loader), model, device)
         return {"train_loss": mean}
 
-    def settings(self) -> dict[str, str]:
-        """Return what a training depends on, as texts that hold in every process."""
-        return {field.name: _text(getattr(self, field.name)) for field in fields(self)}
+    def settings(self) -> dict[str, Any]:
+        """Return what a training depends on: all options but `on_epoch`."""
+        return {k: v for k, v in vars(self).items() if k != "on_epoch"}
 
     def _optimizer(
         self, trained: list[nn.Parameter], config: Mapping[str, Any]
@@ -264,13 +263,6 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
 
 # Of SGD: what is not given.
 _DEFAULTS = (LocalSGD.lr, LocalSGD.momentum, LocalSGD.weight_decay)
-
-
-def _text(value: object) -> str:
-    """Return a setting as a text without addresses in memory."""
-    if isinstance(value, partial):
-        return f"{_text(value.func)}{value.args}{value.keywords}"
-    return str(getattr(value, "__qualname__", value))
 
 
 class _Proximal:

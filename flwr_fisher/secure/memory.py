@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from flwr_fisher.client.store import ClientStore
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import ClientError
 from flwr_fisher.secure.contribution import Contribution
 from flwr_fisher.secure.participant import Participant
@@ -17,7 +17,7 @@ class SumMemory:
 
     Parameters
     ----------
-    store : ClientStore
+    disk : ClientDisk
         Where.
     participant : Participant
         Its secrets.
@@ -27,18 +27,18 @@ class SumMemory:
         The sum that told how large the contribution is; -1: there is none.
     """
 
-    store: ClientStore
+    disk: ClientDisk
     participant: Participant
     contribution: Contribution
     index: int = -1
 
     @classmethod
-    def new(cls, store: ClientStore, client: int, sums: int) -> "SumMemory":
+    def new(cls, disk: ClientDisk, client: int, sums: int) -> "SumMemory":
         """Draw the secrets of as many sums."""
-        return cls(store, Participant.new(client, sums), Contribution({}))
+        return cls(disk, Participant.new(client, sums), Contribution({}))
 
     @classmethod
-    def load(cls, store: ClientStore, index: int) -> "SumMemory":
+    def load(cls, disk: ClientDisk, index: int) -> "SumMemory":
         """Find what was kept, for a sum of those that it is of.
 
         Raises
@@ -46,13 +46,13 @@ class SumMemory:
         ClientError
             If there is nothing, or it has no secrets for that sum.
         """
-        saved = store.load_noted(_NAME, 0)
-        if saved is None:
+        kept = disk.load(_NAME)
+        if kept is None:
             raise ClientError(
-                f"the secrets of this secure sum are not in {store.path}: it goes on "
+                f"the secrets of this secure sum are not in {disk.path}: it goes on "
                 "without this client"
             )
-        tensors, note = saved[0], json.loads(saved[1])
+        tensors, note = kept.tensors, json.loads(kept.note)
         participant = Participant.from_json(note["participant"])
         if index >= len(participant.own):
             raise ClientError(
@@ -60,7 +60,7 @@ class SumMemory:
                 f"for {len(participant.own)}"
             )
         return cls(
-            store,
+            disk,
             participant,
             Contribution(tensors, note["weight"], note["bound"]),
             int(note["index"]),
@@ -77,5 +77,6 @@ class SumMemory:
             }
         )
         tensors = self.contribution.tensors
-        self.store.check_room(sum(value.nbytes for value in tensors.values()))
-        self.store.save(_NAME, 0, tensors, note=note)
+        num_bytes = sum(value.nbytes for value in tensors.values())
+        self.disk.check_room(num_bytes, "what this client adds to a sum")
+        self.disk.save(_NAME, tensors, note=note)

@@ -10,9 +10,9 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
+from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.request import config_of
-from flwr_fisher.client.store import DEFAULT_STATE_DIR, STATE_BYTES, ClientStore
 from flwr_fisher.errors import ClientError, check_range, check_whole
 from flwr_fisher.secure.contribution import Contribution
 from flwr_fisher.secure.fixed_point import FixedPoint
@@ -114,22 +114,20 @@ class SecureSumsMod:
                 f"unknown stage of a secure sum {str(stage)!r:.40}: install the same "
                 "flwr-fisher on both sides"
             )
-        store = self.store(request.session(), request.client)
-        memory = SumMemory.load(store, request.index)
+        disk = self.disk(request.session(), request.client)
+        memory = SumMemory.load(disk, request.index)
         return _STAGES[stage](self, request, memory, call_next)
 
-    def store(self, session: bytes, client: int) -> ClientStore:
+    def disk(self, session: bytes, client: int) -> ClientDisk:
         """Return where the secrets of one session are."""
-        root = Path(self.state_dir).expanduser() / "secure"
-        try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ClientError(
-                f"cannot keep the secrets of a sum in {root}: {error}; pass "
-                "SecureSumsMod(state_dir=...) another place"
-            ) from error
-        run = int.from_bytes(session, "big")
-        return ClientStore(root, run, client, max_bytes=self.state_bytes)
+        return ClientDisk(
+            Path(self.state_dir),
+            "secure",
+            client,
+            session.hex(),
+            self.state_bytes,
+            owner=type(self).__name__,
+        )
 
 
 # The stages
@@ -141,7 +139,7 @@ def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
     if not 1 <= sums <= _MOST_SUMS:
         raise ClientError(f"the server asks for the keys of {sums} sums")
     session = secrets.token_bytes(8)
-    memory = SumMemory.new(mod.store(session, request.client), request.client, sums)
+    memory = SumMemory.new(mod.disk(session, request.client), request.client, sums)
     memory.save()
     public, signed = memory.participant.public(), UNSIGNED
     if mod.identity is not None:

@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from flwr_fisher.client.limits import whole_number
-from flwr_fisher.client.store import partition_of
+from flwr_fisher.client.request import partition_of
 from flwr_fisher.errors import ClientError
 from flwr_fisher.secure.contribution import NUM_EXAMPLES, Contribution
 from flwr_fisher.secure.fixed_point import Words

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import register_job
 from flwr_fisher.client.jobs.train import FisherOptions
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.store import ClientStore
+from flwr_fisher.client.state import STATE
 from flwr_fisher.client.trial import Trained, try_upload
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ClientError
@@ -44,25 +45,26 @@ class _Kept:
         params = {f"{_PARAMS}{name}": value for name, value in self.params.items()}
         return {**params, **curvature_to_tensors(self.curvature)}
 
-    def check_room(self, store: ClientStore) -> None:
-        store.check_room(sum(value.nbytes for value in self.tensors().values()))
+    def check_room(self, disk: ClientDisk) -> None:
+        num_bytes = sum(value.nbytes for value in self.tensors().values())
+        disk.check_room(num_bytes, f"the model and Fisher of run {disk.key}")
 
     def save(self, problem: LocalProblem, request: Request) -> None:
-        tensors, store = self.tensors(), _store(problem, request)
-        self.check_room(store)
+        disk = _disk(problem, request)
+        self.check_room(disk)
         note = json.dumps({_COUNT: self.num_examples})
-        store.save(_NAME, request.server_round, tensors, note=note)
+        disk.save(_NAME, self.tensors(), step=request.server_round, note=note)
 
     @classmethod
     def load(cls, problem: LocalProblem, request: Request) -> "_Kept":
-        store = _store(problem, request)
-        saved = store.load_noted(_NAME, request.server_round)
-        if saved is None:
+        disk = _disk(problem, request)
+        kept = disk.load(_NAME, request.server_round)
+        if kept is None:
             raise ClientError(
                 f"round {request.server_round}'s model and Fisher are not in "
-                f"{store.path}: this client did not train for it, or has lost them"
+                f"{disk.path}: this client did not train for it, or has lost them"
             )
-        tensors, note = {k: v.to(problem.device) for k, v in saved[0].items()}, saved[1]
+        tensors = {k: v.to(problem.device) for k, v in kept.tensors.items()}
         params = {
             key.removeprefix(_PARAMS): value
             for key, value in tensors.items()
@@ -70,7 +72,7 @@ class _Kept:
         }
         parts = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
         curvature = tensors_to_curvature(parts, params)
-        return cls(params, curvature, json.loads(note)[_COUNT])
+        return cls(params, curvature, json.loads(kept.note)[_COUNT])
 
     def reply(self, upload: FisherProduct) -> Reply:
         return Reply({_COUNT: self.num_examples}, upload.to_arrays())
@@ -80,18 +82,17 @@ class _Kept:
 class _Largest(FisherOptions):
     """The largest upload, of a client that has room for what it keeps."""
 
-    store: ClientStore
+    disk: ClientDisk
 
     def arrays(self, trained: Trained) -> ArrayRecord:
         params, curvature = trained.params, trained.curvature
-        _Kept(params, curvature, trained.num_examples).check_room(self.store)
+        _Kept(params, curvature, trained.num_examples).check_room(self.disk)
         product = select(params, curvature.shapes)
         return FisherProduct(product, partial_traces(curvature)).to_arrays()
 
 
-def _store(problem: LocalProblem, request: Request) -> ClientStore:
-    run, limit = request.count("run"), problem.state_bytes
-    return ClientStore(problem.state_dir, run, request.client, max_bytes=limit)
+def _disk(problem: LocalProblem, request: Request) -> ClientDisk:
+    return problem.disk(STATE, request.client, f"{request.count('run'):x}")
 
 
 @register_job("kfac-train")
@@ -103,7 +104,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     options = FisherOptions.of(problem, request)
     if options.structure is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
-    largest = _Largest(**vars(options), store=_store(problem, request))
+    largest = _Largest(**vars(options), disk=_disk(problem, request))
     try_upload(problem, request, largest)
     metrics, curvature = options.train(problem, request.config)
     assert curvature is not None

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.feature_cache import FeatureCache, content_key
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import ClientError, DataError, check_known
+from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import derive_seed, seeded
@@ -26,6 +27,7 @@ from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")
+_FEATURES = "features"
 _AT_ONCE = 512  # examples whose features are where the model is
 
 
@@ -163,9 +165,6 @@ class ClientFeatures:
         check_known("feature-dtype", stored, _DTYPES)
         self.dtype = _DTYPES[stored]
         self.tangent = _tangent(problem, options)
-        self.cache = FeatureCache(
-            problem.state_dir, partition, max_bytes=problem.cache_bytes
-        )
 
     @cached_property
     def examples(self) -> Examples:
@@ -195,32 +194,36 @@ class ClientFeatures:
         squared = 0 if n > MOST_EXAMPLES else 8 * n * (n + 1)
         wide = self.tangent.num_features * self.dtype.itemsize
         what = f"{self.tangent.num_features} features of {n} examples"
-        self.cache.check_room(n * (wide + 8) + squared, what)
+        instead = (
+            "ask for fewer features (num_features), for feature_dtype='float16', or "
+        )
+        room = n * (wide + 8) + squared
+        self._disk("0").check_room(room, what, instead)
 
     def raw(self) -> Tensor:
         """Return features ``[n, p]`` in float32, and keep them until standardised."""
-        key = self._key("raw")
-        if (found := self.cache.load(key, "features")) is not None:
-            return found["features"]
-        features = self._computed()
-        return self.cache.store(key, "features", {"features": features})["features"]
+        disk = self._disk(self._key("raw"))
+        return disk.made_once(_FEATURES, lambda: {_FEATURES: self._computed()})[
+            _FEATURES
+        ]
 
     def regression(self, mean: Tensor, std: Tensor) -> Regression:
         """Return the problem in features of mean 0 and deviation 1 over all clients."""
         statistics = {"mean": mean.float().cpu(), "std": std.float().cpu()}
-        key = self._key(str(self.dtype), statistics)
-        found = self.cache.load(key, "features") or self._standardised(key, statistics)
+        disk = self._disk(self._key(str(self.dtype), statistics))
+        kept = disk.load(_FEATURES)
+        made = self._standardised(disk, statistics) if kept is None else kept.tensors
         device = self.problem.device
-        features = found["features"].to(device)
-        spectrum, largest = self._spectrum(key, features)
-        return Regression(features, found["labels"].to(device), spectrum, largest)
+        features = made[_FEATURES].to(device)
+        spectrum, largest = self._spectrum(disk, features)
+        return Regression(features, made["labels"].to(device), spectrum, largest)
 
     def _standardised(
-        self, key: str, statistics: Mapping[str, Tensor]
+        self, disk: ClientDisk, statistics: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        raw = self._key("raw")
-        found = self.cache.load(raw, "features")
-        features = self._computed() if found is None else found["features"]
+        raw = self._disk(self._key("raw"))
+        kept = raw.load(_FEATURES)
+        features = self._computed() if kept is None else kept.tensors[_FEATURES]
         scaled = features.sub(statistics["mean"]).div_(statistics["std"])
         stored = scaled.to(self.dtype)
         if not stored.isfinite().all():
@@ -228,25 +231,28 @@ class ClientFeatures:
                 f"standardised features of partition {self.partition} do not fit into "
                 f"{self.dtype}: ask for feature_dtype='float32'"
             )
-        held = {"features": stored, "labels": self.examples.labels}
-        kept = self.cache.store(key, "features", held)
-        self.cache.drop(raw)
-        return kept
+        held = {_FEATURES: stored, "labels": self.examples.labels}
+        made = disk.made_once(_FEATURES, lambda: held)
+        raw.drop()
+        return made
 
-    def _spectrum(self, key: str, features: Tensor) -> tuple[Spectrum | None, float]:
-        """Return the spectrum from the cache; for steps alone, maybe less than all."""
-        device = features.device
+    def _spectrum(
+        self, disk: ClientDisk, features: Tensor
+    ) -> tuple[Spectrum | None, float]:
+        """Return the spectrum from the disk; for steps alone, maybe less than all."""
         if self.solver == "steps" and len(features) > MOST_EXAMPLES:
-            found = self.cache.load(key, "steepest")
-            if found is None:
+
+            def steepest() -> dict[str, Tensor]:
                 largest = torch.tensor(largest_gram_eigenvalue(features)).double()
-                found = self.cache.store(key, "steepest", {"largest": largest})
-            return None, float(found["largest"])
-        found = self.cache.load(key, "spectrum")
-        if found is None:
+                return {"largest": largest}
+
+            return None, float(disk.made_once("steepest", steepest)["largest"])
+
+        def decomposed() -> dict[str, Tensor]:
             made = gram_spectrum(features)
-            parts = {"values": made.eigenvalues, "vectors": made.eigenvectors}
-            found = self.cache.store(key, "spectrum", parts)
+            return {"values": made.eigenvalues, "vectors": made.eigenvectors}
+
+        found, device = disk.made_once("spectrum", decomposed), features.device
         spectrum = Spectrum(found["values"].to(device), found["vectors"].to(device))
         return spectrum, spectrum.largest
 
@@ -274,8 +280,14 @@ class ClientFeatures:
     def _key(self, kind: str, statistics: Mapping[str, Tensor] | None = None) -> str:
         model = self.problem.model
         values = dict(model.named_parameters()) | dict(model.named_buffers())
-        facts = f"{self.run}/{self.tangent.digest}/{model!r}"
-        return content_key(kind, facts, self.examples.digest, values, statistics or {})
+        own = [self.run, self.tangent.digest, repr(model), self.examples.digest]
+        parts = [values, dict(statistics or {})]
+        facts = [kind, own, [list(part) for part in parts]]
+        tensors = [value for part in parts for value in part.values()]
+        return digest_of(facts, {f"{i}": value for i, value in enumerate(tensors)})[:32]
+
+    def _disk(self, key: str) -> ClientDisk:
+        return self.problem.disk("features", self.partition, key)
 
 
 def _tangent(problem: LocalProblem, options: Mapping[str, Any]) -> TangentFeatures:

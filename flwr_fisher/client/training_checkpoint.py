@@ -1,0 +1,223 @@
+"""A training under way on the client's disk, so that a crash costs an epoch at most."""
+
+import io
+import pickle
+import random
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+
+from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.errors import ClientError
+from flwr_fisher.log_lines import logger
+
+_NAME = "training"
+
+
+class TrainingCheckpoint:
+    """Lets a training loop go on where it was when its process ended.
+
+    A `train_fn` that has a keyword of this name, ``checkpoint``, is given one. Where
+    the server keeps no checkpoints either, nothing is kept: :meth:`load` returns None.
+
+    Parameters
+    ----------
+    disk : ClientDisk, optional
+        Where it is kept, if anywhere.
+    step : int, default 1
+        Which of a request's trainings it is of.
+    note : str
+        What it must be of: another request's is not loaded.
+
+    Examples
+    --------
+    >>> def train_fn(model, loader, device, config, *, checkpoint):
+    ...     saved = checkpoint.load() or {"epoch": 0, "model": model.state_dict()}
+    ...     model.load_state_dict(saved["model"])
+    ...     for epoch in range(saved["epoch"] + 1, 4):
+    ...         ...  # train for an epoch
+    ...         checkpoint.save({"epoch": epoch, "model": model.state_dict()})
+    ...     return {}
+    >>> train_fn(torch.nn.Linear(1, 1), [], None, {}, checkpoint=TrainingCheckpoint())
+    {}
+    """
+
+    def __init__(
+        self, disk: ClientDisk | None = None, step: int = 1, note: str = ""
+    ) -> None:
+        self._disk, self._step, self._note = disk, step, note
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is saved can be loaded again."""
+        return self._disk is not None
+
+    def load(self) -> dict[str, Any] | None:
+        """Return what was saved last, with the random numbers as they were then.
+
+        None where nothing was saved, or it is damaged or another request's.
+        """
+        if self._disk is None:
+            return None
+        kept = self._disk.load(_NAME, self._step)
+        if kept is None or kept.note != self._note:
+            return None
+        try:
+            data = io.BytesIO(kept.tensors["data"].numpy().tobytes())
+            content = torch.load(data, weights_only=True)
+            _set_random(content["random"])
+            return dict(content["state"])
+        except (pickle.UnpicklingError, RuntimeError, KeyError, ValueError) as error:
+            logger.warning("A training cannot go on, and starts anew: %s", error)
+            return None
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Keep a state, and the random numbers' with it.
+
+        A disk that refuses costs a warning.
+
+        Parameters
+        ----------
+        state : Mapping[str, Any]
+            Tensors, numbers and texts, and dicts, lists and tuples of them: what
+            ``torch.load(weights_only=True)`` reads.
+        """
+        if self._disk is None:
+            return
+        data = io.BytesIO()
+        try:
+            torch.save({"state": dict(state), "random": _random_states()}, data)
+            tensors = {"data": torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
+            self._disk.check_room(tensors["data"].nbytes, "a training under way")
+            self._disk.save(
+                _NAME,
+                tensors,
+                step=self._step,
+                keep=range(1, self._step),  # a job that begins anew runs these, too
+                note=self._note,
+                # A killed process loses nothing that the system was given to write.
+                durable=False,
+            )
+        except (
+            ClientError,
+            pickle.PicklingError,
+            AttributeError,
+            TypeError,
+        ) as error:
+            logger.warning("This training is not kept: %s", error)
+
+    def next(self) -> "TrainingCheckpoint":
+        """Return that of the request's next training."""
+        return TrainingCheckpoint(self._disk, self._step + 1, self._note)
+
+    def done(self) -> None:
+        """Forget the request's trainings: what came of them is kept."""
+        if self._disk is not None:
+            self._disk.drop(_NAME)
+
+
+class KeptTraining:
+    """What LocalSGD must have back to go on after an epoch, bit for bit.
+
+    Parameters
+    ----------
+    checkpoint : TrainingCheckpoint
+        Where it is kept.
+    parts : Mapping[str, Any]
+        Model, optimiser and whatever else; only those with a ``state_dict`` are kept.
+    loader : object
+        Whose own generators are kept, too.
+    """
+
+    def __init__(
+        self, checkpoint: TrainingCheckpoint, parts: Mapping[str, Any], loader: object
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.parts = {n: p for n, p in parts.items() if hasattr(p, "load_state_dict")}
+        self.generators = generators_of(loader)
+
+    def load(self) -> tuple[int, int, float]:
+        """Put all back; return the last epoch and step, and the epoch's mean loss."""
+        fresh = _random_states()
+        if (saved := self.checkpoint.load()) is None:
+            return 0, 0, 0.0
+        before = deepcopy(self._states())
+        try:
+            self._put_back(saved)
+        except Exception as error:  # of another loader, optimiser or torch
+            logger.warning(
+                "The training that was kept does not fit this one, which starts anew: "
+                "%s: %s",
+                type(error).__name__,
+                error,
+            )
+            self._put_back(before)
+            _set_random(fresh)
+            return 0, 0, 0.0
+        return saved["epoch"], saved["step"], saved["mean"]
+
+    def save(self, epoch: int, step: int, mean: float) -> None:
+        """Keep all, after an epoch."""
+        if self.checkpoint.is_kept:
+            numbers = {"epoch": epoch, "step": step, "mean": mean}
+            self.checkpoint.save({**self._states(), **numbers})
+
+    def _states(self) -> dict[str, Any]:
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        generators = [generator.get_state() for generator in self.generators]
+        return {**states, "kinds": self._kinds(), "generators": generators}
+
+    def _kinds(self) -> dict[str, str]:
+        return {name: type(part).__name__ for name, part in self.parts.items()}
+
+    def _put_back(self, states: Mapping[str, Any]) -> None:
+        if states["kinds"] != self._kinds():
+            raise ValueError(f"it was of {states['kinds']}, and is of {self._kinds()}")
+        pairs = list(zip(self.generators, states["generators"], strict=True))
+        for name, part in self.parts.items():
+            part.load_state_dict(states[name])
+        for generator, state in pairs:
+            generator.set_state(state)
+
+
+def generators_of(loader: object) -> list[torch.Generator]:
+    """Return a loader's own generators of random numbers, each once.
+
+    Examples
+    --------
+    >>> own = torch.Generator()
+    >>> loader = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=own)
+    >>> generators_of(loader) == [own]
+    True
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    owners = (loader, batches, *samplers)
+    own = [getattr(owner, "generator", None) for owner in owners]
+    return list(dict.fromkeys(g for g in own if isinstance(g, torch.Generator)))
+
+
+def _random_states() -> dict[str, Any]:
+    """Return the states of the random numbers that a request's seed sets."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "python": random.getstate(),
+        "numpy": (str(name), [int(k) for k in keys], *map(float, rest)),
+    }
+
+
+def _set_random(states: Mapping[str, Any]) -> None:
+    """Put back what :func:`_random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    random.setstate(states["python"])
+    name, keys, position, has_gauss, gauss = states["numpy"]
+    numpy = (name, np.array(keys, np.uint32), int(position), int(has_gauss), gauss)
+    np.random.set_state(numpy)  # noqa: NPY002

@@ -1,0 +1,373 @@
+"""What a client keeps on its disk: found again, whole, and no more than may be."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.errors import ClientError, ConfigurationError
+
+KB = 1024
+
+
+def disk(
+    root: Path, key: str = "a", *, client: int = 0, kind: str = "state", **options: Any
+) -> ClientDisk:
+    return ClientDisk(root, kind, client, key, **options)
+
+
+def kilobytes(count: float, value: float = 1.0) -> dict[str, Tensor]:
+    return {"z": torch.full((int(count * KB) // 4,), value)}
+
+
+def entries(root: Path, client: int = 0) -> list[str]:
+    return sorted(p.name for p in root.glob(f"state/partition-{client}/*"))
+
+
+def files(root: Path) -> list[str]:
+    return sorted(path.name for path in root.rglob("*.*"))
+
+
+# What is saved is found again
+
+
+def test_what_is_saved_is_read_again_whole(tmp_path: Path) -> None:
+    tensors = {
+        "strided": torch.arange(12.0).view(3, 4).T,
+        "half": torch.randn(3, 4).half(),
+        "double": torch.randn(2, 2).double(),
+        "labels": torch.arange(3),
+        "yes": torch.tensor([True, False]),
+        "none": torch.zeros(0, 4),
+        "a scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+    }
+    disk(tmp_path).save("features", tensors, note="said")
+    kept = disk(tmp_path).load("features")
+    assert kept is not None
+    assert kept.note == "said"
+    assert list(kept.tensors) == list(tensors)  # their order counts, too
+    for name, value in tensors.items():
+        assert kept.tensors[name].dtype == value.dtype
+        assert torch.equal(kept.tensors[name], value)
+
+
+def test_entries_names_and_clients_are_apart(tmp_path: Path) -> None:
+    disk(tmp_path).save("control", kilobytes(1))
+    assert disk(tmp_path).load("control", 1) is None
+    assert disk(tmp_path).load("other") is None
+    for other in ({"key": "b"}, {"client": 1}, {"kind": "uploads"}):
+        assert disk(tmp_path, **other).load("control") is None
+
+
+def test_what_is_not_there_is_made_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def make() -> dict[str, Tensor]:
+        calls.append(1)
+        return kilobytes(1)
+
+    for _ in range(2):
+        assert torch.equal(
+            disk(tmp_path).made_once("features", make)["z"], kilobytes(1)["z"]
+        )
+    assert len(calls) == 1
+
+
+def test_a_step_replaces_all_but_those_that_are_to_stay(tmp_path: Path) -> None:
+    mine = disk(tmp_path)
+    for step in range(1, 5):
+        mine.save("control", kilobytes(1), step=step, keep=[step - 1])
+    mine.save("tct-control", kilobytes(1))
+    found = ["control-000003", "control-000004", "tct-control-000000"]
+    assert files(tmp_path) == [f"{name}.safetensors" for name in found]
+    mine.drop("control")
+    assert files(tmp_path) == ["tct-control-000000.safetensors"]
+    mine.drop()
+    assert entries(tmp_path) == []
+
+
+def test_what_is_read_is_a_map_of_the_file(tmp_path: Path) -> None:
+    disk(tmp_path).save("features", kilobytes(64))
+    kept = disk(tmp_path).load("features")
+    assert kept is not None
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert str(tmp_path) in maps.read_text()
+    # The reader's own copy of it: what it does to that reaches no one else, and what
+    # others do to the file does not reach it.
+    kept.tensors["z"].zero_()
+    again = disk(tmp_path).load("features")
+    assert again is not None
+    disk(tmp_path).save("features", kilobytes(64, 2))
+    disk(tmp_path).drop()
+    assert bool((again.tensors["z"] == 1).all())
+
+
+def test_only_its_user_can_read_it(tmp_path: Path) -> None:
+    disk(tmp_path / "new").save("control", kilobytes(1))
+    assert (tmp_path / "new" / "state").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"key": key} for key in ("", "../..", "-1", "FF", "a b", "a" * 33, "0x1")),
+        *({"kind": kind} for kind in ("", "..", "a/b", "State")),
+        *({"client": client} for client in (1.5, None, "0/..")),
+        *({"limit": limit} for limit in (0, -1, 1.5, None)),
+    ],
+)
+def test_what_names_no_folder_is_refused(tmp_path: Path, other: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        disk(tmp_path, **other)
+
+
+# Damage
+
+
+def truncate(data: bytes) -> bytes:
+    return data[:-7]
+
+
+def flip_a_bit(data: bytes) -> bytes:
+    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+
+
+def garble_the_header(data: bytes) -> bytes:
+    return b"\xff" * 200 + data[200:]
+
+
+def reshape_in_the_header(data: bytes) -> bytes:
+    assert b'"shape":[256]' in data
+    return data.replace(b'"shape":[256]', b'"shape":[4,64]'[:13])
+
+
+def rename_in_the_header(data: bytes) -> bytes:
+    return data.replace(b'"z":', b'"y":')
+
+
+def change_the_note(data: bytes) -> bytes:
+    assert b"said" in data
+    return data.replace(b"said", b"sais")
+
+
+def empty(data: bytes) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        flip_a_bit,
+        garble_the_header,
+        reshape_in_the_header,
+        rename_in_the_header,
+        change_the_note,
+        empty,
+        None,
+    ],
+)
+def test_damage_is_named_and_as_good_as_not_there(
+    tmp_path: Path,
+    damage: Callable[[bytes], bytes] | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine = disk(tmp_path)
+    mine.save("features", kilobytes(1), note="said")
+    (path,) = mine.path.iterdir()
+    if damage is None:
+        save_file(kilobytes(1), path)  # another's, without a checksum
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    assert mine.load("features") is None
+    assert f"{path} is damaged, and treated as lost" in caplog.text
+    made = mine.made_once("features", lambda: kilobytes(1))
+    assert torch.equal(made["z"], kilobytes(1)["z"])
+
+
+@pytest.mark.parametrize("where", ["save_file", "replace", "fsync"])
+def test_a_crash_while_writing_leaves_what_was_there(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = disk(tmp_path)
+    mine.save("control", kilobytes(1), step=1)
+
+    def crash(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def half(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"\x08")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "save_file":
+            patch.setattr("flwr_fisher.files.save_file", half)
+        elif where == "replace":
+            patch.setattr(Path, "replace", crash)
+        else:
+            patch.setattr(os, "fsync", crash)
+        with pytest.raises(KeyboardInterrupt):
+            mine.save("control", kilobytes(2), step=2)
+    assert mine.load("control", 1) is not None
+    assert mine.load("control", 2) is None
+    (aside,) = mine.path.glob("*.partial")
+    # Somebody else might still be writing it; nobody is after an hour.
+    aside.rename(aside := mine.path / "control-000002.1.partial")
+    mine.save("control", kilobytes(1), step=3)
+    assert aside.exists()
+    os.utime(aside, (0, 0))
+    mine.save("control", kilobytes(1), step=3)
+    assert not aside.exists()
+
+
+def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("in the way")
+    mine = disk(tmp_path, owner="Mine")
+    assert mine.load("control") is None
+    with pytest.raises(ClientError, match=r"cannot keep .*state.*Mine\(state_dir="):
+        mine.save("control", kilobytes(1))
+
+
+# The limit
+
+
+def test_the_least_recently_used_goes_first_and_reading_is_use(tmp_path: Path) -> None:
+    def mine(key: str) -> ClientDisk:
+        return disk(tmp_path, key, limit=35 * KB)
+
+    for key in "abc":
+        mine(key).save("control", kilobytes(10))
+    assert mine("a").load("control") is not None
+    mine("d").save("control", kilobytes(10))
+    assert entries(tmp_path) == list("acd")
+    assert mine("c").load("control") is not None
+    mine("e").save("control", kilobytes(20))
+    assert entries(tmp_path) == list("ce")
+    # What is larger than the limit stays alone.
+    mine("f").save("control", kilobytes(50))
+    assert entries(tmp_path) == ["f"]
+
+
+def test_an_entrys_files_go_together(tmp_path: Path) -> None:
+    one, other = (disk(tmp_path, key, limit=25 * KB) for key in "ab")
+    one.save("features", kilobytes(10))
+    other.save("features", kilobytes(5))
+    one.save("spectrum", kilobytes(5))
+    assert len(files(tmp_path)) == 3
+    other.save("spectrum", kilobytes(10))
+    assert entries(tmp_path) == ["b"]
+    assert len(files(tmp_path)) == 2
+
+
+def test_half_written_files_of_old_entries_go_too(tmp_path: Path) -> None:
+    old, new = disk(tmp_path, "a"), disk(tmp_path, "b", limit=20 * KB)
+    old.path.mkdir(parents=True)
+    (old.path / "control-000001.123.partial").write_bytes(bytes(50 * KB))
+    new.save("control", kilobytes(10))
+    assert entries(tmp_path) == ["b"]
+
+
+def test_small_entries_are_not_without_number_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flwr_fisher.client.disk._MOST", 5)
+    for key in range(9):
+        disk(tmp_path, f"{key}").save("control", kilobytes(1))
+    assert entries(tmp_path) == list("45678")
+
+
+def test_other_clients_and_kinds_have_limits_of_their_own(tmp_path: Path) -> None:
+    others = [
+        disk(tmp_path, client=1),
+        disk(tmp_path, client=2),
+        disk(tmp_path, kind="uploads"),
+    ]
+    for other in others:
+        other.save("control", kilobytes(10))
+    for key in range(9):
+        disk(tmp_path, f"{key}", limit=20 * KB).save("control", kilobytes(10))
+    assert entries(tmp_path) == ["8"]
+    assert all(other.load("control") is not None for other in others)
+
+
+def test_only_our_own_files_are_deleted(tmp_path: Path) -> None:
+    mine, away = tmp_path / "state" / "partition-0", tmp_path / "away"
+    others = [
+        mine / "1" / "notes.txt",
+        mine / "1" / "control-1.safetensors",
+        mine / "1" / "model.safetensors",
+        mine / "mine" / "control-000001.safetensors",
+        tmp_path / "state" / "partition-00" / "1" / "control-000001.safetensors",
+        away / "control-000001.safetensors",
+    ]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(50 * KB))
+    (mine / "a").symlink_to(away)
+    (mine / "b").mkdir()
+    (mine / "b" / "control-000001.safetensors").symlink_to(others[-1])
+    for key in range(1, 9):
+        disk(tmp_path, f"{key}", limit=20 * KB).save("control", kilobytes(10))
+    assert all(path.exists() for path in others)
+    assert not (mine / "1" / "control-000000.safetensors").exists()
+    assert not (mine / "2").exists()
+
+
+def test_what_never_fits_is_refused_with_ways_out(tmp_path: Path) -> None:
+    mine = disk(tmp_path, limit=100, owner="Mine")
+    mine.check_room(100, "nine features")
+    with pytest.raises(ClientError) as caught:
+        mine.check_room(101, "nine features", "ask for fewer, or ")
+    for part in ("nine features", "at most 100", "fewer, or", "Mine(state_bytes=101)"):
+        assert part in str(caught.value)
+
+
+# Others beside
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_clients_do_not_get_in_each_others_way(tmp_path: Path, same: bool) -> None:
+    """They make, and delete, entries all the time; two may be one client's."""
+    errors: list[Exception] = []
+
+    def work(number: int) -> None:
+        try:
+            for step in range(60 * number, 60 * number + 60):
+                client = 0 if same else number
+                mine = disk(tmp_path, f"{step % 7}", client=client, limit=10 * KB)
+                mine.save("control", kilobytes(1), step=step)
+                assert same or mine.load("control", step) is not None
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_files_that_vanish_while_they_are_counted_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = disk(tmp_path, "a"), disk(tmp_path, "b", limit=15 * KB)
+    first.save("control", kilobytes(10))
+    found = ClientDisk._entries
+
+    def late(self: ClientDisk) -> dict[Path, list[Path]]:
+        entries = found(self)
+        (first.path / "control-000000.safetensors").unlink()
+        return entries
+
+    monkeypatch.setattr(ClientDisk, "_entries", late)
+    second.save("control", kilobytes(10))
+    assert second.load("control") is not None
