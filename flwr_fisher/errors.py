@@ -5,10 +5,9 @@ way out. Where a built-in exception means the same, the class derives from it to
 that callers who catch ``ValueError`` keep working.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
-
-from flwr_fisher.printable import printable
 
 __all__ = [
     "CallbackError",
@@ -27,7 +26,12 @@ __all__ = [
     "check_number",
     "check_range",
     "check_whole",
+    "extra",
+    "listed",
+    "printable",
 ]
+
+_MOST, _NAMES = 80, 5  # signs of a text from outside, and names, that are shown
 
 
 class FlwrFisherError(Exception):
@@ -204,3 +208,63 @@ def check_range(
     if not low <= value <= high:
         span = f">= {low}" if high == float("inf") else f"in [{low}, {high}]"
         raise ConfigurationError(f"{name} must be {span}, got {value}")
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Import in a ``with`` what the bare library does not bring.
+
+    Parameters
+    ----------
+    name : str
+        Of the extra in ``pip install "flwr-fisher[…]"``.
+
+    Raises
+    ------
+    MissingExtraError
+        Naming the package that is not there, and the extra.
+
+    Examples
+    --------
+    >>> with extra("tasks"):
+    ...     import math
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name).partition(".")[0], name) from error
+
+
+def printable(value: object, most: int = _MOST) -> str:
+    r"""Return an untrusted value as text on one line, of at most `most` signs.
+
+    What a client names or says may be megabytes, and may hold line breaks or a
+    terminal's control characters.
+
+    Examples
+    --------
+    >>> printable((2, 3)), printable("a\nb\x1b[2J"), len(printable("x" * 10**6))
+    ('(2, 3)', 'a\\nb\\x1b[2J', 80)
+    >>> printable("it's")
+    "it's"
+    """
+    try:
+        # Cut before and after: an escaped sign is up to ten signs long.
+        text = str(value)[: most + 1]
+    except ValueError:  # an integer with more digits than Python prints
+        return "…"
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return some of many names in words, partition-2 before partition-10.
+
+    Examples
+    --------
+    >>> listed(["a", "b"]), listed([f"partition-{i}" for i in range(7)])[-20:]
+    ('a, b', 'rtition-4 and 2 more')
+    """
+    first = sorted(names, key=lambda name: (len(name), name))
+    more = len(first) - _NAMES
+    return ", ".join(first[:_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -17,21 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"flwr", "ray", "datasets", "flwr_datasets", "nngeometry"}
 
 # Each room with the rooms that it may import, besides itself.
-GROUND = {"errors", "params", "printable", "randomness", "files"}
-GROUND |= {"extras", "log_lines", "progress", "failures"}
+GROUND = {"errors", "files", "log_lines", "params", "progress", "randomness"}
 MATHS_ROOMS = ("curvature", "merge", "rounds", "tangent")
 MATHS = GROUND | {*MATHS_ROOMS}
 FLOWERS = {"flower_internals"}
 ALLOWED = {
     "": set(),  # flwr_fisher/__init__.py itself
-    "errors": {"printable"},
-    "extras": {"errors"},
-    "failures": {"errors", "log_lines", "printable"},
+    "errors": set(),
     "files": set(),
     "flower_internals": set(),
-    "log_lines": set(),
+    "log_lines": {"errors"},
     "params": {"errors"},
-    "printable": set(),
     "progress": {"log_lines"},
     "randomness": set(),
     "curvature": GROUND,
@@ -45,7 +41,7 @@ ALLOWED = {
     "measures": MATHS | FLOWERS | {"wire", "server"},
     "strategies": MATHS | {"wire", "callbacks", "server", "measures"},
     "testing": GROUND | FLOWERS,
-    "tasks": {"errors", "extras", "params"},
+    "tasks": {"errors", "params"},
     # A wing: nothing in front imports it.
     "secure": GROUND | FLOWERS | {"wire", "client", "server"},
     # What Flower will drop, translated at the door.
@@ -61,9 +57,9 @@ CURVATURE = {
 FORBIDDEN = {
     "": HEAVY | {"torch", "numpy", "torchvision"},
     "errors": HEAVY | {"torch"},
-    **dict.fromkeys(("failures", "log_lines", "progress"), HEAVY | {"torch"}),
+    **dict.fromkeys(("log_lines", "progress"), HEAVY | {"torch"}),
     **dict.fromkeys(
-        ("extras", "files", "params", "printable", "randomness", *MATHS_ROOMS),
+        ("files", "params", "randomness", *MATHS_ROOMS),
         HEAVY,
     ),
 }

@@ -10,8 +10,7 @@ import pytest
 from bare import hidden, write_sitecustomize
 from test_layers import ROOT, sources
 
-from flwr_fisher.errors import MissingExtraError
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import MissingExtraError, extra
 
 # What each room may import of others' packages, beside Python's own; torch brings
 # filelock, and flwr cryptography.

@@ -18,7 +18,7 @@ import flwr_fisher
 from flwr_fisher import log_lines
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ClientError, RoundError
-from flwr_fisher.failures import Failures
+from flwr_fisher.log_lines import Failures
 from flwr_fisher.strategies import TCT, FedExP, FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
 

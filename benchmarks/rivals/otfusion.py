@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import extra
 from flwr_fisher.merge.matching import Layer, Order, chain_of, inputs_of, renumbered
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, weighted_mean

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import check_positive, check_whole
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import check_positive, check_whole, extra
 from flwr_fisher.merge.matching import Layer, chain_of, inputs_of
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, weighted_mean

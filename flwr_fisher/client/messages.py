@@ -7,8 +7,8 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr_fisher import __version__
 from flwr_fisher.client.request import partition_of
 from flwr_fisher.errors import ClientError
-from flwr_fisher.failures import Failures
 from flwr_fisher.flower_internals import ErrorCode
+from flwr_fisher.log_lines import Failures
 from flwr_fisher.wire import LIBRARY
 
 _failures = Failures()  # of all clients in this process

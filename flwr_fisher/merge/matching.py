@@ -17,8 +17,7 @@ from torch import Tensor
 from flwr_fisher.curvature import BlockDiagonal, Curvature
 from flwr_fisher.curvature.operators.layer import LayerCurvature
 from flwr_fisher.curvature.operators.plain import Diagonal
-from flwr_fisher.errors import StructureError
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import StructureError, extra
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import Params, layout_of, weighted_mean
 

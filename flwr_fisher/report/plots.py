@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import extra
 from flwr_fisher.report.style import BEST, GRID, INK, QUIET, figure, save
 from flwr_fisher.strategies import Upload
 from flwr_fisher.tasks import Task

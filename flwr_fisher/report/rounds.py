@@ -7,7 +7,7 @@ from typing import Any
 
 from flwr.serverapp.strategy import Result
 
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import extra
 from flwr_fisher.log_lines import logger
 from flwr_fisher.report.style import GRID, INK, QUIET, RUNS, panels, save
 

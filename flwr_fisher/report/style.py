@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import extra
 
 with extra("report"):
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from flwr.app import RecordDict
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher import log_lines
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import extra
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.strategies import CurvatureResult

@@ -5,7 +5,7 @@ protocol is SecAgg+ (Bell et al., CCS 2020): :class:`Participant` is one client 
 :class:`Aggregator` the server. It needs ``pip install "flwr-fisher[secure]"``.
 """
 
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import extra
 
 with extra("secure"):
     import cryptography  # noqa: F401

@@ -14,10 +14,9 @@ from typing import Any
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from flwr_fisher.errors import ClientError, RoundError, check_whole
+from flwr_fisher.errors import ClientError, RoundError, check_whole, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.printable import listed
 from flwr_fisher.server.identity import NodeNames
 from flwr_fisher.server.mailbox import Mailbox, Reply, query
 from flwr_fisher.server.waiting import Waiting

@@ -14,10 +14,9 @@ from typing import Generic, TypeVar
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from flwr_fisher.errors import FlwrFisherError, RoundError, WireError
+from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, printable
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.printable import listed, printable
 from flwr_fisher.server.exchange import Upload
 from flwr_fisher.server.identity import Identity, NodeNames
 from flwr_fisher.server.mailbox import Reply

@@ -9,9 +9,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_fisher.callbacks import Callback
-from flwr_fisher.errors import RoundError
+from flwr_fisher.errors import RoundError, listed
 from flwr_fisher.log_lines import logger
-from flwr_fisher.printable import listed
 from flwr_fisher.server.door import EvaluationDoor, abstains
 from flwr_fisher.server.exchange import Exchange, Secure, Uploads
 from flwr_fisher.server.mailbox import collect

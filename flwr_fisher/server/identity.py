@@ -11,8 +11,8 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from flwr_fisher.errors import listed, printable
 from flwr_fisher.log_lines import logger
-from flwr_fisher.printable import listed, printable
 from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, Reply, query
 from flwr_fisher.wire.answer import Answer
 

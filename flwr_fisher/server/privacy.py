@@ -25,8 +25,8 @@ from flwr_fisher.errors import (
     check_positive,
     check_range,
     check_whole,
+    extra,
 )
-from flwr_fisher.extras import extra
 from flwr_fisher.params import Params
 
 _BEYOND = 10.0  # standard deviations; noise is cut there, which happens once in 1e23

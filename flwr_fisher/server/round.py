@@ -19,10 +19,10 @@ from flwr_fisher.errors import (
     ParamsError,
     RoundError,
     StructureError,
+    listed,
 )
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.printable import listed
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.door import TRAIN, Door

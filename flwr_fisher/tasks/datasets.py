@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError, extra
 from flwr_fisher.tasks.examples import ImageData, Images, TextData
 from flwr_fisher.tasks.kinds import KINDS
 from flwr_fisher.tasks.language import load_language

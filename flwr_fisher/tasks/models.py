@@ -9,8 +9,7 @@ from math import prod
 import torch
 from torch import nn
 
-from flwr_fisher.errors import ConfigurationError, UnknownNameError
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import ConfigurationError, UnknownNameError, extra
 from flwr_fisher.tasks.transformer import Transformer
 
 Shape = tuple[int, ...]

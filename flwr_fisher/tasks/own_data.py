@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, DataError
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import ConfigurationError, DataError, extra
 from flwr_fisher.tasks.examples import Images
 from flwr_fisher.tasks.kinds import Kind
 from flwr_fisher.tasks.pictures import open_folder, stack_images, stack_rows

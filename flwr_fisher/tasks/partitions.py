@@ -14,8 +14,8 @@ from flwr_fisher.errors import (
     UnknownNameError,
     check_positive,
     check_whole,
+    extra,
 )
-from flwr_fisher.extras import extra
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import DataError
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import DataError, extra
 from flwr_fisher.tasks.examples import ImageData, Images
 
 _SIZE = (32, 32)

@@ -9,7 +9,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.failures import Failures
 from flwr_fisher.flower_internals import (
     ErrorCode,
     Run,
@@ -17,6 +16,7 @@ from flwr_fisher.flower_internals import (
     round_trip,
     set_message_id,
 )
+from flwr_fisher.log_lines import Failures
 
 _RUN_ID = 1
 

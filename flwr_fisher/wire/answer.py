@@ -5,7 +5,7 @@ from typing import Self
 
 from flwr.app import Message, RecordDict
 
-from flwr_fisher.printable import printable
+from flwr_fisher.errors import printable
 from flwr_fisher.wire.options import LIBRARY
 
 _LARGEST_ID = 2**63

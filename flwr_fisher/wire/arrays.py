@@ -19,9 +19,8 @@ from flwr.app import Array, ArrayRecord
 from numpy.lib import format as npy
 from torch import Tensor
 
-from flwr_fisher.errors import WireError
+from flwr_fisher.errors import WireError, printable
 from flwr_fisher.params import Params
-from flwr_fisher.printable import printable
 
 _STYPE = "numpy.ndarray"
 # `np.save` needs less than 512 bytes for the longest of shapes. Python's parser reads

@@ -9,8 +9,8 @@ from flwr_fisher.errors import (
     WireError,
     check_known,
     check_range,
+    printable,
 )
-from flwr_fisher.printable import printable
 
 FORMAT_VERSION = 1
 _SCHEMES = ("auto", "packed", "lossless", "paper")

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import WireError
+from flwr_fisher.errors import WireError, printable
 from flwr_fisher.params import DeferredParams, Params
-from flwr_fisher.printable import printable
 
 PARAMETERS = "parameters"
 _SMALL = 0.01

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from flwr_fisher.errors import ConfigurationError, check_known
+from flwr_fisher.errors import ConfigurationError, check_known, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.printable import listed
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Uploads, weights_of
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.tangent import (

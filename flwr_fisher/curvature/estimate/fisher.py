@@ -25,8 +25,7 @@ from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.pairs import unwrapped
 from flwr_fisher.curvature.subset import at_most
-from flwr_fisher.errors import ConfigurationError, DataError
-from flwr_fisher.extras import extra
+from flwr_fisher.errors import ConfigurationError, DataError, extra
 
 
 class _Options(TypedDict, total=False):
