@@ -31,7 +31,7 @@ from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import EvaluationDoor
-from flwr_fisher.server.driver import TO_EVALUATE, Driver
+from flwr_fisher.server.driver import TO_EVALUATE, Driver, exchanges_of
 from flwr_fisher.server.exchange import Exchange, Groups, Secure, ServerState
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
@@ -62,8 +62,8 @@ def _meant(unknown: Iterable[str], known: Collection[str]) -> str:
         name: _OLDER.get(name) or next(iter(get_close_matches(name, known)), None)
         for name in unknown
     }
-    found = [f"{other} for {name}" for name, other in close.items() if other]
-    return f"; did you mean {', '.join(found)}?" if found else ""
+    meant = [f"{other} for {name}" for name, other in close.items() if other]
+    return f"; did you mean {', '.join(meant)}?" if meant else ""
 
 
 class CurvatureStrategy(FedAvg):
@@ -85,7 +85,7 @@ class CurvatureStrategy(FedAvg):
         Clients are sent another one, derived from it; who must not guess which clients
         a round asks must not guess this one, either: take a large one.
     policy : Policy, optional
-        How far a single client's say may go; see
+        What limits a single client's influence; see
         :class:`~flwr_fisher.strategies.Policy` for the defaults.
     waiting : Waiting, optional
         When a round ends, and for how many clients it waits; see
@@ -124,10 +124,11 @@ class CurvatureStrategy(FedAvg):
         for name in kwargs.keys() & _RANGES.keys():
             check_range(name, kwargs[name], *_RANGES[name])
         check_whole("seed", seed)
-        if not isinstance(policy, Policy | None):
-            raise ConfigurationError(f"policy must be a Policy, got {policy!r}")
-        if not isinstance(waiting, Waiting | None):
-            raise ConfigurationError(f"waiting must be a Waiting, got {waiting!r}")
+        options = ("policy", policy, Policy), ("waiting", waiting, Waiting)
+        for name, value, kind in options:
+            if not isinstance(value, kind | None):
+                text = f"{name} must be a {kind.__name__}, got {value!r}"
+                raise ConfigurationError(text)
         if not isinstance(secure, Secure | None):
             raise ConfigurationError(f"secure must be SecureSums(), got {secure!r}")
         super().__init__(**kwargs)
@@ -273,7 +274,7 @@ class CurvatureStrategy(FedAvg):
             window that closed with too few opens again.
 
         callbacks : Sequence[Callback], optional
-            Are told of each round when it is finished, and can end the run
+            Are called after each round that is finished, and can end the run
             (:mod:`flwr_fisher.callbacks`).
 
         Returns
@@ -295,7 +296,7 @@ class CurvatureStrategy(FedAvg):
         check_whole("num_rounds", num_rounds, 0)
         check_range("timeout", timeout, 0)
         self.check_rounds(num_rounds)
-        self._tell_unused_hooks()
+        self._log_unused_hooks()
         if self.secure is not None:
             self.check_secure()
             if reopen:
@@ -334,8 +335,8 @@ class CurvatureStrategy(FedAvg):
         logger.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         return run.result()
 
-    def _tell_unused_hooks(self) -> None:
-        """Tell whose subclass overrides what only Flower's own loop would call."""
+    def _log_unused_hooks(self) -> None:
+        """Log where a subclass overrides what only Flower's own loop would call."""
         for name in ("configure_train", "aggregate_train"):
             if not getattr(type(self), name).__module__.startswith("flwr_fisher."):
                 logger.warning(
@@ -439,13 +440,10 @@ class CurvatureStrategy(FedAvg):
         )
 
     def _only_exchange(self, server_round: int) -> Exchange[Any]:
-        exchange, *others = exchanges = self.exchanges(server_round)
-        if others or self.secure is not None:
-            if self.secure is not None:
-                exchanges = self.secure.secured(exchanges, seed="", weighted_by="")
-            count = len(exchanges)
+        exchange, *others = exchanges_of(self, server_round)
+        if others:
             raise ConfigurationError(
-                f"a round of {type(self).__name__} has {count} exchanges, "
+                f"a round of {type(self).__name__} has {1 + len(others)} exchanges, "
                 "and configure_train and aggregate_train know one: use this library's "
                 "`start`"
             )

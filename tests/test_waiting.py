@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context, Message
 from virtual import Watched, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
@@ -110,6 +110,26 @@ def test_evaluation_ends_at_enough(clock: FullClock) -> None:
     result = strategy.start(grid, tiny_arrays(), timeout=50)
     assert clock.now < 20
     assert result.evaluate_metrics_clientapp[1]
+
+
+def test_an_evaluation_that_is_of_no_use_is_not_one_of_enough(
+    clock: FullClock,
+) -> None:
+    class Liar(Watched):
+        def __call__(self, message: Message, context: Context) -> Message:
+            reply = super().__call__(message, context)
+            liar = context.node_config["partition-id"] == 2
+            if liar and message.metadata.message_type == "evaluate":
+                for record in reply.content.metric_records.values():
+                    record["num-examples"] = -1
+            return reply
+
+    slow = Behaviour(seconds=lambda times: 1.0 if times == 0 else 5.0)
+    app = Liar(tiny_app())
+    grid = ClockedGrid(app, {1: slow}, clock, 3)
+    strategy = FedFisherOneShot(waiting=Waiting(enough_fraction=0.6))
+    strategy.start(grid, tiny_arrays(), timeout=50)
+    assert sorted(p for _, p in app.evaluated) == [0, 1, 2]
 
 
 def test_evaluation_without_clients_costs_the_run_nothing(

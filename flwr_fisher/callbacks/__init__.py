@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on: tables, trackers, best model, early end.
+"""What is called after each round: tables, trackers, the best model, an early end.
 
 ``strategy.start(..., callbacks=[...])`` calls each after every round.
 """

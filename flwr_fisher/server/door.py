@@ -1,4 +1,4 @@
-"""The door: every reply passes it, and whatever fails costs its client its place.
+"""The door that every reply passes: whatever fails costs its client its place.
 
 All replies take the same steps: who sent it, is it within bounds, can it be read, can
 its numbers be, how much of it counts. The log tells of all of them in the same form.
@@ -103,8 +103,8 @@ def comparable(
     Examples
     --------
     >>> own = {"a": {"x": 1}, "b": {"x": 2, "y": 3}, "c": {"y": 4}}
-    >>> kept, odd = comparable({k: MetricRecord(v) for k, v in own.items()})
-    >>> {k: dict(v) for k, v in kept.items()}, odd
+    >>> kept, others = comparable({k: MetricRecord(v) for k, v in own.items()})
+    >>> {k: dict(v) for k, v in kept.items()}, others
     ({'b': {'x': 2, 'y': 3}}, {'a': "reports no 'y'", 'c': "reports no 'x'"})
     """
 

@@ -60,6 +60,18 @@ class _Listener(Protocol):
         """Learn their metrics, by node."""
 
 
+def exchanges_of(strategy: Strategy, server_round: int) -> Sequence[Exchange[Any]]:
+    """Return what a round asks, as secure sums where the strategy wants them."""
+    exchanges = strategy.exchanges(server_round)
+    if strategy.secure is None:
+        return exchanges
+    return strategy.secure.secured(
+        exchanges,
+        seed=f"{strategy.seed}/{server_round}",
+        weighted_by=strategy.weighted_by_key,
+    )
+
+
 class Driver:
     """Does rounds of a strategy on a grid, and keeps them in a run.
 
@@ -143,7 +155,8 @@ class Driver:
         if self.strategy.fraction_train == 0.0:  # FedAvg's way to evaluate alone
             return
         uploads: Uploads[Any]
-        for index, exchange in enumerate(self._exchanges(), start=1):
+        exchanges = exchanges_of(self.strategy, self.server_round)
+        for index, exchange in enumerate(exchanges, start=1):
             # The uploads of the last exchange go before those of this one come.
             uploads = []
             self.run.forget_uploads()
@@ -168,18 +181,6 @@ class Driver:
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
             self.run.stepped(self.server_round, step, uploads, metrics)
-
-    def _exchanges(self) -> Sequence[Exchange[Any]]:
-        """Return what a round asks, as secure sums where the strategy wants them."""
-        strategy = self.strategy
-        exchanges = strategy.exchanges(self.server_round)
-        if strategy.secure is None:
-            return exchanges
-        return strategy.secure.secured(
-            exchanges,
-            seed=f"{strategy.seed}/{self.server_round}",
-            weighted_by=strategy.weighted_by_key,
-        )
 
     def _late_replies(self, under_way: Round[Any]) -> LateReplies:
         """Return what takes the replies that come when an exchange is over."""

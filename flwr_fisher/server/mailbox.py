@@ -177,10 +177,10 @@ class Mailbox:
             return list(self.grid.pull_messages(set(self._due)))
         ids = list(self._due)
         for start in range(0, len(ids), at_once):
-            asked = ids[start : start + at_once]
-            if messages := list(self.grid.pull_messages(set(asked))):
+            some = ids[start : start + at_once]
+            if messages := list(self.grid.pull_messages(set(some))):
                 return messages
-            for id_ in asked:  # the others are asked for first, the next time
+            for id_ in some:  # the others are asked for first, the next time
                 self._due[id_] = self._due.pop(id_)
         return []
 
