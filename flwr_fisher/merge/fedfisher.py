@@ -95,8 +95,8 @@ def fedfisher(
         as the other clients' Fishers have it, whatever it says of its own. Of those
         that stay, :math:`n_i` counts up to this times the median of all, and in a layer
         :math:`w_i \operatorname{tr} F_i`. It costs :math:`M^2` products with a Fisher,
-        20 M for more than 20 clients. A direction that no client's data tells is not
-        measured; how far a client may go there is what bounds on uploads are for.
+        20 M for more than 20 clients. A direction that no client's data determine is
+        not measured; bounds on uploads limit how far a client may go there.
     trust : float, default inf
         A layer's step away from the mean is at most this times :math:`\sqrt{M - 1}`
         times the root of :math:`\sum_i p_i \|\theta_i - \bar\theta\|^2`, for M clients:
@@ -192,13 +192,15 @@ def _merged(
 ) -> MergeResult:
     mean = fedavg(posteriors)
     systems = linear_systems(posteriors, mean, options, device)
-    held = _Held(systems, [posterior.num_examples for posterior in posteriors])
-    merged = solve(mean, held.systems, options, score, progress)
-    return replace(merged, shares=held.shares())
+    counted = _ClientShares(
+        systems, [posterior.num_examples for posterior in posteriors]
+    )
+    merged = solve(mean, counted.systems, options, score, progress)
+    return replace(merged, shares=counted.shares())
 
 
-class _Held:
-    """Sums each client's part of the systems' traces while they are made."""
+class _ClientShares:
+    """Adds up each client's part of the systems' traces while these are made."""
 
     def __init__(self, systems: Systems, examples: Sequence[float]) -> None:
         self.systems = [partial(self._make, make) for make in systems]

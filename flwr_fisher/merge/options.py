@@ -78,6 +78,6 @@ def merge_options(solver: str = "pcg", **options: Any) -> MergeOptions:
 
 
 def check_score(score: object, solver: str) -> None:
-    """Raise :class:`ConfigurationError` if there is a score and nobody to ask it."""
+    """Raise :class:`ConfigurationError` if a solver other than ``adam`` has a score."""
     if score is not None and solver != "adam":
         raise ConfigurationError(f"score is for solver='adam', not '{solver}'")

@@ -72,8 +72,8 @@ def check_posteriors(posteriors: Sequence[LocalPosterior]) -> None:
     """Raise :class:`ParamsError` unless they can be merged.
 
     There must be some, finite, of one layout and one dtype for each parameter and its
-    curvature, and no curvature negative on a diagonal. The values of what is deferred
-    are whoever's who defers them: an upload's are checked when it is read.
+    curvature, and no curvature negative on a diagonal. Deferred
+    values are not looked at here: an upload's were checked when it was read.
     """
     if not posteriors:
         raise ParamsError("there is no posterior to merge")

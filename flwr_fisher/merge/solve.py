@@ -199,7 +199,7 @@ def _is_diagonal(block: LinearSystem) -> bool:
 def _closed_form(
     block: LinearSystem, floor: float
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Divide; a curvature of at most `floor` of the block's largest knows nothing."""
+    """Divide; an entry of at most `floor` times the block's largest counts as 0."""
     if not _is_diagonal(block):
         raise StructureError(
             f"the curvature of {list(block.rhs)} is not diagonal, so it has no closed "

@@ -14,7 +14,7 @@ from flwr_fisher.merge.options import MergeOptions
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import dot, layout_of, shares_of
 
-MAJORITY = 3  # clients, from which on one can be told from the others
+MAJORITY = 3  # so many clients, at least, have a majority without any one of them
 
 
 def layer_weights(

@@ -4,8 +4,8 @@ A Fisher is a sum of rank-one pieces, which the likelihood makes of a model's ou
 Each piece costs a backward pass, which goes only as far as the layers' outputs:
 gradients of weights are never formed for a whole batch. One pass serves every structure
 at once, and K-FAC's input factors are taken once an example. With a tolerance, the
-outputs tell which pieces matter; where examples differ much in how many that are, those
-that need about equally many backward passes are run together, across batches.
+outputs tell which pieces matter. Examples that need about equally many backward passes
+are then run together, across batches.
 
 All other parameters get their exact diagonal from per-example gradients. Those of
 norms, embeddings and what all examples share come from the same pass; those of anything
@@ -170,7 +170,7 @@ class Engine:
         }
 
     def _observe(self, taps: Mapping[str, Tap], columns: Mapping[str, Tensor]) -> None:
-        """Show the input columns to who wants every example's.
+        """Show the input columns to the accumulators that observe every example's.
 
         `columns` are those of all positions, of layers where they are known.
         """

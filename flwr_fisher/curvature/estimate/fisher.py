@@ -1,6 +1,7 @@
 """The Fisher information of a trained model."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -223,29 +224,23 @@ def fisher(
             batches = batches_on(loader, device)
             results = [squared_batch_gradients(model, batches, over_labels.likelihood)]
         else:
-            positions = Positions(max_positions, seed)
-            results = _by_examples(
+            accumulate = partial(
+                Accumulation,
                 model,
-                loader,
-                device,
-                structures,
-                over_labels,
-                max_batch_bytes,
-                positions,
-                weight_sharing,
+                max_batch_bytes=max_batch_bytes,
+                positions=Positions(max_positions, seed),
+                weight_sharing=weight_sharing,
             )
+            results = _by_examples(accumulate, loader, device, structures, over_labels)
     return results[0] if isinstance(structure, str) else tuple(results)
 
 
 def _by_examples(
-    model: nn.Module,
+    accumulate: Callable[..., Accumulation],
     loader: Iterable[Any],
     device: torch.device,
     structures: list[str],
     expectation: Expectation,
-    max_batch_bytes: int | None,
-    positions: Positions,
-    weight_sharing: str,
 ) -> list[Curvature]:
     """Read the loader, twice where E-KFAC needs the eigenbasis of K-FAC first."""
 
@@ -253,15 +248,8 @@ def _by_examples(
         accumulation: Accumulation | None = None
         generator = torch.Generator(device).manual_seed(expectation.seed)
         for batch in batches_on(loader, device):
-            accumulation = accumulation or Accumulation(
-                model,
-                batch[0],
-                wanted,
-                max_batch_bytes,
-                positions,
-                weight_sharing,
-                kfac,
-            )
+            if accumulation is None:
+                accumulation = accumulate(batch[0], wanted, kfac=kfac)
             expectation.add(accumulation.engine, batch, generator)
         if accumulation is None:
             raise DataError("the loader has no examples, so there is no Fisher to take")

@@ -306,7 +306,7 @@ class Group:
     counts: Tensor
 
     def piece(self, index: int) -> Tensor:
-        """Return a pass's ``[len(rows), *outputs]``; zero for who needs no more."""
+        """Return a pass's ``[len(rows), *outputs]``; 0 where an example has no more."""
         chosen = self.order[min(index, len(self.order) - 1)]
         picked = self.columns.pick(chosen)
         needed = index < self.counts

@@ -1,4 +1,4 @@
-"""What a Fisher will be of, told from a first batch."""
+"""Which form each parameter's curvature will have, as a first batch shows."""
 
 from dataclasses import dataclass
 

@@ -150,7 +150,7 @@ def tapped_forward(
             edge = get_gradient_edge(output) if output.requires_grad else None
             taps[name].append(Tap(inputs.detach(), edge))
 
-    def hear(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def on_call(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # Without an input by position there is nothing to record.
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             record(name, args[0], output)
@@ -161,8 +161,8 @@ def tapped_forward(
         if isinstance(layer, SharedParameter):
             copies[layer.name] = copy = layer.copies(len(inputs))
             taps[name].append(Tap(copy, get_gradient_edge(copy)))
-        elif not isinstance(layer, PackedProjection):  # which tell by themselves
-            hook = layer.layer.register_forward_hook(partial(hear, name))
+        elif not isinstance(layer, PackedProjection):  # it calls `record`
+            hook = layer.layer.register_forward_hook(partial(on_call, name))
             handles.append(hook)
     try:
         with layer_by_layer(model, record):

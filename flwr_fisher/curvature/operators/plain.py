@@ -111,7 +111,7 @@ class Dense(Curvature):
         ``…weight`` of two or more dimensions and its ``…bias``) has for all outputs
         the mean of their blocks, and any other parameter its diagonal. This is what
         it is to :meth:`Kronecker.regularised` where the matrix is one layer's
-        :math:`G \otimes A`; of groups it knows nothing.
+        :math:`G \otimes A` without groups.
         """
         matrix = self.matrix.lerp(torch.diag(self.matrix.diagonal()), shrink)
         return Dense(self.shapes, matrix.lerp(self._outputs_apart(matrix), damping))

@@ -1,4 +1,4 @@
-r"""Curvatures whose products a float can hold, whatever their scale is.
+r"""Curvatures of any scale, as a power of two times one whose products a float holds.
 
 float32 ends at 1e38. Factors :math:`A = G = 10^{30} I` are finite, and the entries of
 :math:`G \otimes A` are not; of two factors at 1e-20, the product is 0. So a curvature
