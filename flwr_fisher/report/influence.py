@@ -6,7 +6,7 @@ from typing import Any
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import LocalPosterior, MergeResult, influence
 from flwr_fisher.merge.influence import Scorer
-from flwr_fisher.report.summary import log_table
+from flwr_fisher.report.folder import log_table
 from flwr_fisher.strategies import Upload
 
 MOST_CLIENTS = 20

@@ -13,10 +13,9 @@ from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.errors import check_range
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.params import shared_state
-from flwr_fisher.report.folder import ReportDir
+from flwr_fisher.report.folder import ReportDir, log_summary, reply_sizes
 from flwr_fisher.report.plots import plot_shares
 from flwr_fisher.report.rounds import plot_rounds, points_of, rounds_of
-from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.tasks import Task
 from flwr_fisher.wire import arrays_to_tensors

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, fedavg
-from flwr_fisher.report.folder import ReportDir
+from flwr_fisher.report.folder import ReportDir, log_summary, reply_sizes
 from flwr_fisher.report.influence import influences, log_influences
 from flwr_fisher.report.plots import plot_accuracies, plot_residuals, plot_shares
-from flwr_fisher.report.summary import log_summary, reply_sizes
 from flwr_fisher.strategies import CurvatureResult, Upload
 from flwr_fisher.tasks import Task
 
