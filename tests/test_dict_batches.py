@@ -16,9 +16,8 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import FisherClient, LocalSGD, Request, make_client_app, score
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.client.jobs.tct_features import read_examples
-from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.curvature import (
     STRUCTURES,
     Pairs,
@@ -29,7 +28,6 @@ from flwr_fisher.curvature import (
 )
 from flwr_fisher.errors import DataError
 from flwr_fisher.measures.accuracy import accuracies
-from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FAGH, TCT, FedFish, FedFisherOneShot, FedGA, FedPM
 from flwr_fisher.testing import LocalGrid
 
@@ -280,10 +278,3 @@ def test_a_generator_is_refused_at_once():
     client.problem.trainloader = (batch for batch in DataLoader(tiny_data(2), 4))
     with pytest.raises(DataError, match="a generator, which can be read once"):
         ask(client)
-
-
-def test_batch_fn_tells_kept_uploads_apart():
-    one, other = client_of("named").problem, client_of("odd").problem
-    request = Request(shared_state(one.model), options={"run": "1f"})
-    digests = [Outbox.of(problem, request).digest for problem in (one, other)]
-    assert digests[0] != digests[1]
