@@ -100,112 +100,87 @@ batch_statistics = nn.Sequential(
     nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)
 )
 REAL = torch.rand(12)
-PAPER = {"codec": "paper", "codec-version": FORMAT_VERSION}
+EMPIRICAL = {"expectation": "empirical"}
+PACKED = {"codec": "packed", "codec-version": FORMAT_VERSION}
+
+
+def fails(error, text, **case):
+    return case, error, text
+
+
 FAILURES = {
-    "no-parameters": ({"model": frozen}, ConfigurationError, "no trainable parameter"),
-    "batch-statistics": (
-        {"model": lambda: batch_statistics},
-        StructureError,
-        "layer '1' normalises by the batch's own statistics",
+    "no-parameters": fails(ConfigurationError, "no trainable parameter", model=frozen),
+    "batch-statistics": fails(
+        StructureError, "layer '1' normalises", model=lambda: batch_statistics
     ),
-    "too-large": (
-        {"model": lambda: nn.Linear(3, 12_000), "config": {"structure": "dense"}},
+    "too-large": fails(
         StructureError,
         "needs 9.2 GB",
+        model=lambda: nn.Linear(3, 12_000),
+        config={"structure": "dense"},
     ),
-    "one-class": (
-        {"model": lambda: nn.Linear(3, 1)},
-        StructureError,
-        "at least 2 classes",
+    "one-class": fails(
+        StructureError, "at least 2 classes", model=lambda: nn.Linear(3, 1)
     ),
-    "two-outputs": (
-        {"model": lambda: TwoOutputs(3, 3)},
-        StructureError,
-        "the model returns a tuple",
+    "two-outputs": fails(
+        StructureError, "the model returns a tuple", model=lambda: TwoOutputs(3, 3)
     ),
-    "no-pair": (
-        {"loader": [{"a": REAL, "b": REAL}]},
-        DataError,
-        "none named as such",
-    ),
-    "no-labels": (
-        {
-            "loader": DataLoader(tiny_data(2).tensors[0], 4),
-            "config": {"expectation": "empirical"},
-        },
+    "no-pair": fails(DataError, "none named as such", loader=[{"a": REAL, "b": REAL}]),
+    "no-labels": fails(
         DataError,
         "needs labels",
+        loader=DataLoader(tiny_data(2).tensors[0], 4),
+        config=EMPIRICAL,
     ),
-    "real-labels": (
-        {
-            "loader": with_inputs(lambda x: x, REAL),
-            "config": {"expectation": "empirical"},
-        },
+    "real-labels": fails(
         DataError,
         "give class indices",
+        loader=with_inputs(lambda x: x, REAL),
+        config=EMPIRICAL,
     ),
-    "label-range": (
-        {
-            "loader": with_inputs(lambda x: x, torch.full((12,), 7)),
-            "config": {"job": "fedfish"},
-        },
+    "label-range": fails(
         DataError,
         r"label 7 is outside \[0, 3\)",
+        loader=with_inputs(lambda x: x, torch.full((12,), 7)),
+        config={"job": "fedfish"},
     ),
-    "gaussian": (
-        {"likelihood": "gaussian", "config": {"expectation": "empirical"}},
-        DataError,
-        "do not fit outputs",
+    "gaussian": fails(
+        DataError, "do not fit outputs", likelihood="gaussian", config=EMPIRICAL
     ),
-    "likelihood": (
-        {"likelihood": WrongLikelihood()},
+    "likelihood": fails(
         StructureError,
         "WrongLikelihood.columns gave",
+        likelihood=WrongLikelihood(),
     ),
-    "score": (
-        {"likelihood": WrongLikelihood(), "config": {"expectation": "empirical"}},
-        KeyError,
-        "score",
-    ),
-    "paper": (
-        {
-            "config": {
-                "structure": "ekfac",
-                "codec": "paper",
-                "codec-version": FORMAT_VERSION,
-            }
-        },
-        ClientError,
-        "codec='paper' has no form for structure='ekfac'",
-    ),
-    "nan-inputs": (
-        {"loader": with_inputs(lambda x: x * float("nan"))},
+    "score": fails(KeyError, "score", likelihood=WrongLikelihood(), config=EMPIRICAL),
+    "nan-inputs": fails(
         DataError,
         "the inputs of the first training examples hold NaN",
+        loader=with_inputs(lambda x: x * float("nan")),
     ),
-    "nan-model": (
-        {"model": lambda: NaN(3, 3)},
-        ClientError,
-        "model's outputs of the first training examples hold NaN",
+    "nan-model": fails(
+        ClientError, "outputs of the first .* hold NaN", model=lambda: NaN(3, 3)
     ),
-    "nan-gradient": (
-        {"model": lambda: AtZero(3, 3), "config": {"structure": "diagonal"}},
+    "nan-gradient": fails(
         ParamsError,
         "the curvature of a few examples: .* holds NaN",
+        model=lambda: AtZero(3, 3),
+        config={"structure": "diagonal"},
     ),
-    "report": (
-        {
-            "loader": with_inputs(lambda x: x, REAL),
-            "likelihood": "gaussian",
-            "config": {"report-local": True},
-        },
+    "report": fails(
         DataError,
         "labels of shape",
+        loader=with_inputs(lambda x: x, REAL),
+        likelihood="gaussian",
+        config={"report-local": True},
     ),
-    "ekfac-once": (
-        {"loader": None, "config": {"structure": "ekfac"}},
-        DataError,
-        "reads the loader twice",
+    "paper": fails(
+        ClientError,
+        "codec='paper' has no form for structure='ekfac'",
+        config={"structure": "ekfac", **PACKED, "codec": "paper"},
+    ),
+    "ekfac-once": fails(
+        DataError, "reads the loader twice", loader=None, config={"structure": "ekfac"}
     ),
 }
 
@@ -604,9 +579,7 @@ def test_size_without_packing_is_the_codecs_budget(monkeypatch):
     monkeypatch.setattr("flwr_fisher.client.trial.log_once", told.append)
     for limit in (10**9, 0):
         monkeypatch.setattr("flwr_fisher.client.trial._ENTRIES", limit)
-        config = {"structure": "kfac", "codec": "packed"}
-        config["codec-version"] = FORMAT_VERSION
-        ask(client, ArrayRecord(arrays), config)
+        ask(client, ArrayRecord(arrays), {"structure": "kfac", **PACKED})
     ratios = [float(lines[-1].split(", ")[-1].split()[0]) for lines in told]
     assert 0.3 < ratios[0] <= ratios[1] == 1
 
