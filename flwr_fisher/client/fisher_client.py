@@ -46,17 +46,14 @@ class FisherClient:
     """Trains a model and, where the server asks for it, adds its Fisher information.
 
     In the server's ``ConfigRecord``, keys that begin with ``fisher.`` are for it, and
-    all others for `train_fn`. ``fisher.structure``, ``.expectation``, ``.tolerance``,
-    ``.examples``, ``.max-passes``, ``.max-positions`` and ``.weight-sharing`` say which
-    curvature (:func:`flwr_fisher.curvature.fisher`), ``.codec`` and what begins with it
-    how the reply is packed, ``.aggregate`` whether the server wants parts or summands
-    (``sums``, of a diagonal); for FedFish ``.fisher-source``, ``.fisher-reduction``,
-    ``.fisher-power``, ``.fisher-balance`` and ``.upload``. Without a structure a reply
-    is an ordinary one, as Flower's FedAvg and FedProx want it.
-    ``.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained model
-    on its own training data, which :mod:`flwr_fisher.measures` compares with the
-    server's. ``.job`` asks for something else than training, and ``.check`` for a job
-    to be done before, whose reply counts for nothing but its errors.
+    all others for `train_fn`. ``fisher.job`` says what is asked for, by default to
+    train; a job's file in ``client/jobs/`` says which options it has.
+    ``fisher.structure`` and what else :func:`flwr_fisher.curvature.fisher` takes say
+    which Fisher information is added, and ``fisher.codec`` how the reply is packed;
+    without a structure it is an ordinary one, as Flower's FedAvg and FedProx want it.
+    ``fisher.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained
+    model on its own training data, which :mod:`flwr_fisher.measures` compares with the
+    server's. ``fisher.check`` names a job that is done before; its errors alone count.
     Whatever is random depends on ``fisher.seed``, ``server-round`` and the node's
     ``partition-id`` alone.
 
