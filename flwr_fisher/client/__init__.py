@@ -1,5 +1,6 @@
 """The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
 
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
 from flwr_fisher.client.jobs import Job, register_job
 from flwr_fisher.client.limits import ClientLimits
@@ -18,6 +19,7 @@ from flwr_fisher.client.training import (
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 
 __all__ = [
+    "ClientDisk",
     "ClientFn",
     "ClientLimits",
     "ClientState",
