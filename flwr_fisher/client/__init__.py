@@ -1,6 +1,6 @@
 """The client's half: from a model, data and a loss to a Flower ``ClientApp``."""
 
-from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.client.disk import ClientDisk, Kept
 from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client_app
 from flwr_fisher.client.jobs import Job, register_job
 from flwr_fisher.client.limits import ClientLimits
@@ -26,6 +26,7 @@ __all__ = [
     "EvaluateFn",
     "FisherClient",
     "Job",
+    "Kept",
     "LocalProblem",
     "LocalSGD",
     "Reply",
