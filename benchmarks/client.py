@@ -13,6 +13,7 @@ So every model is measured after one epoch, and the small ones after ten.
 """
 
 import platform
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,12 @@ from harness.timing import medians
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client.training import LocalSGD
-from flwr_fisher.curvature import fisher
-from flwr_fisher.strategies.fedfisher import EXAMPLES, MAX_PASSES, MAX_POSITIONS
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.tasks import load_dataset, make_model
 
 CPU, BATCH = torch.device("cpu"), 64
-BUDGET = {
-    "examples": EXAMPLES,
-    "max_passes": MAX_PASSES,
-    "max_positions": MAX_POSITIONS,
-}
+WANTED = FisherOptions()
+BUDGET = asdict(WANTED)
 # Data, model, images, the share of an epoch that is run, and epochs of training.
 CLIENTS = {
     "LeNet, 12 000 MNIST images": ("mnist", "lenet", 12_000, 1, (1, 10)),
@@ -102,8 +99,9 @@ def main() -> None:
     threads = torch.get_num_threads()
     where = (
         f"Measured on {platform.machine()}, {threads} threads, torch "
-        f"{torch.__version__}; medians of {options.runs} runs. The budget: {EXAMPLES} "
-        f"examples, {MAX_PASSES} passes, {MAX_POSITIONS} positions. In local epochs:"
+        f"{torch.__version__}; medians of {options.runs} runs. The budget: "
+        f"{WANTED.examples} examples, {WANTED.max_passes} passes, "
+        f"{WANTED.max_positions} positions. In local epochs:"
     )
     lines = blocks(opening("A client's Fisher", __doc__), where, table(found))
     write_page("client", lines, found)

@@ -22,17 +22,17 @@ from harness.tables import head, row
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.measures import accuracies
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, MergeOptions
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
 MODELS, SEEDS, CLIENTS, ROUNDS = ("mlp", "lenet-bias"), range(10, 20), 5, 5
-INFINITE = float("inf")
+FAR = MergeOptions(trust=float("inf"))
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},
-    "default, trust inf": {"trust": INFINITE},
-    "CG, 100 iterations, trust inf": {"solver": "cg", "trust": INFINITE},
+    "default, trust inf": {"merge": FAR},
+    "CG, 100 iterations, trust inf": {"solver": "cg", "merge": FAR},
 }
 
 

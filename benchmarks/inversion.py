@@ -20,6 +20,7 @@ secure sum).
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.curvature import Curvature, Kronecker, fisher
+from flwr_fisher.curvature import Curvature, FisherOptions, Kronecker, fisher
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import (
     LocalPosterior,
@@ -54,7 +55,6 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.report.style import save
-from flwr_fisher.strategies.fedfisher import EXAMPLES, MAX_PASSES, MAX_POSITIONS
 from flwr_fisher.tasks import load_dataset, make_model
 from flwr_fisher.wire import curvature_to_tensors
 
@@ -114,15 +114,13 @@ def trained(
 
 def curvature_of(model: nn.Module, images: Tensor, structure: str) -> Curvature:
     """Return what `FedFisherOneShot` asks a client for by default."""
-    positions = MAX_POSITIONS if structure == "kfac" else None
+    wanted = FisherOptions().for_structure(structure)
     torch.manual_seed(0)
     return fisher(
         model,
         DataLoader(TensorDataset(images, torch.zeros(len(images))), batch_size=64),
         structure=structure,
-        examples=EXAMPLES,
-        max_passes=MAX_PASSES,
-        max_positions=positions,
+        **asdict(wanted),
     )
 
 

@@ -1,5 +1,7 @@
 """FedFisher, FedFish, FAGH and TCT, and the methods beside them, as strategies."""
 
+from flwr_fisher.curvature import FisherOptions
+from flwr_fisher.merge import MergeOptions
 from flwr_fisher.server.cohort import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
 from flwr_fisher.server.membership import Membership, lost_states
@@ -23,7 +25,6 @@ from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
 from flwr_fisher.strategies.fedfisher import FedFisherOneShot
 from flwr_fisher.strategies.tct import TCT
-from flwr_fisher.wire.codec import Codec
 
 __all__ = [
     "AFL",
@@ -31,7 +32,6 @@ __all__ = [
     "FAGH",
     "GIANT",
     "TCT",
-    "Codec",
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",
@@ -41,7 +41,9 @@ __all__ = [
     "FedFisherOneShot",
     "FedGA",
     "FedPM",
+    "FisherOptions",
     "Membership",
+    "MergeOptions",
     "Policy",
     "Privacy",
     "Regression",

@@ -6,13 +6,13 @@ Long: a third of it is the docstrings of what a strategy says, and of `start`.
 import textwrap
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from inspect import signature
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.app.message_type import MessageType
@@ -56,10 +56,13 @@ _OLDER |= {"min_available_clients": "min_available_nodes"}
 _OLDER |= {"min_evaluate_clients": "min_evaluate_nodes"}
 
 
-def _meant(unknown: Iterable[str], known: Collection[str]) -> str:
+def _meant(
+    unknown: Iterable[str], known: Collection[str], grouped: Mapping[str, str]
+) -> str:
     """Return what keywords may have been meant, as the end of an error."""
+    other = {**grouped, **_OLDER}
     close = {
-        name: _OLDER.get(name) or next(iter(get_close_matches(name, known)), None)
+        name: other.get(name) or next(iter(get_close_matches(name, known)), None)
         for name in unknown
     }
     meant = [f"{other} for {name}" for name, other in close.items() if other]
@@ -105,6 +108,9 @@ class CurvatureStrategy(FedAvg):
         If an argument is out of range.
     """
 
+    # What an error says of a keyword that is a field of an options object.
+    grouped: ClassVar[Mapping[str, str]] = {}
+
     def __init__(
         self,
         *,
@@ -119,7 +125,7 @@ class CurvatureStrategy(FedAvg):
             known = {*own, *signature(FedAvg).parameters} - {"self", "kwargs"}
             raise TypeError(
                 f"{type(self).__name__}() got unexpected keyword arguments {unknown}"
-                f"{_meant(unknown, known)}"
+                f"{_meant(unknown, known, self.grouped)}"
             )
         for name in kwargs.keys() & _RANGES.keys():
             check_range(name, kwargs[name], *_RANGES[name])
@@ -406,9 +412,7 @@ class CurvatureStrategy(FedAvg):
             return []
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
         kind = MessageType.EVALUATE
-        messages = requests(
-            self, server_round, lambda node: arrays, config, nodes, kind
-        )
+        messages = requests(self, server_round, arrays, config, nodes, kind)
         self._requested["evaluate"] = Requested(messages)
         return messages
 

@@ -63,9 +63,6 @@ class FAGH(CurvatureStrategy):
         the server sends beside the model, twice FedAvg's bytes down; ``random`` in the
         first round. ``none``: H = 0, momentum alone along :math:`G / \rho`, for
         comparison; half the upload.
-    epsilon : float, default 1e-6
-        The cosine of the angle between :math:`u` and V up to which there is no usable
-        curvature.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
 
@@ -101,14 +98,13 @@ class FAGH(CurvatureStrategy):
         rho: float = 0.1,
         betas: tuple[float, float] | None = None,
         probe: str = "first",
-        epsilon: float = 1e-6,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         check_known("probe", probe, _PROBES)
         default = (0.9, 0.0 if probe == "momentum" else 0.99)
         self.betas = default if betas is None else betas
-        self.lr, self.rho, self.probe, self.epsilon = lr, rho, probe, epsilon
+        self.lr, self.rho, self.probe = lr, rho, probe
         self._probe_seed = derive_seed(self.seed, "probe")  # clients know it, too
         # A step of nothing, for its checks.
         fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
@@ -168,7 +164,7 @@ class FAGH(CurvatureStrategy):
         return dot(double(probe), double(product))
 
     def _numbers(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("lr", "rho", "betas", "epsilon")}
+        return {name: getattr(self, name) for name in ("lr", "rho", "betas")}
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

@@ -4,21 +4,22 @@ Long: a third of it is the docstring of a strategy with many options.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from flwr.app import ArrayRecord
 
-from flwr_fisher.curvature import TOLERANCE, check_options
-from flwr_fisher.errors import ConfigurationError, check_known, check_range
+from flwr_fisher.curvature import FisherOptions
+from flwr_fisher.errors import ConfigurationError, check_known
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
     MergeResult,
+    MergeSettings,
     add_sums,
     fedfisher,
     fedfisher_from_sums,
@@ -44,15 +45,15 @@ from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, initial_groups
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     AGGREGATES,
-    LOSSLESS,
+    CODECS,
     Codec,
     FisherUpload,
     SumsUpload,
+    get_codec,
     resolve,
 )
 
-# Of a client's Fisher; measured: benchmarks/results/budget.md
-EXAMPLES, MAX_PASSES, MAX_POSITIONS = 1000, 3, 32
+Options = TypeVar("Options")
 
 
 class FedFisherOneShot(CurvatureStrategy):
@@ -76,44 +77,25 @@ class FedFisherOneShot(CurvatureStrategy):
     structure : "kfac" | "diagonal" | "ekfac" | "block" | "dense", default "kfac"
         What clients upload beside their parameters.
     solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
-        See :func:`flwr_fisher.merge.fedfisher`, as for the next ones.
-    anchor, shrink, damping, balance, robust : float, optional
-        Regularisation of ``pcg`` and ``cg``.
-    max_share : float, optional
-        The most that one client may have of a layer's curvature.
-    outlier : float, default inf
-        Robust merging, with 1.5 for example: at how many times the median distance,
-        which the other clients' Fishers measure, a client is left out, and how many
-        times the median's examples and curvature it may have. Who is left out is
+        See :func:`flwr_fisher.merge.fedfisher`.
+    fisher : FisherOptions, optional
+        How clients take their Fishers: of how many examples, over which labels, …; see
+        :class:`flwr_fisher.curvature.FisherOptions`.
+    merge : MergeOptions, optional
+        How the server merges: regularisation, the clients' weights, robust merging; see
+        :class:`flwr_fisher.merge.MergeOptions`. A client that `outlier` leaves out is
         logged; its ``client-share`` is 0.
-    trust : float, default 1
-        How far a layer may move from the clients' mean, from the second round on: in a
-        few rounds of short training, longer steps lose accuracy now and then.
     matching : bool, default False
         Permute clients' hidden units to one order before they are merged
         (:func:`flwr_fisher.merge.matched`, Git Re-Basin): for clients that did not
         start from one model. Networks whose layers follow one another, and ``kfac``,
         ``ekfac`` or ``diagonal``; needs SciPy, ``pip install "flwr-fisher[matching]"``.
-    iterations : int, optional
-        Of the solver, at most.
-    expectation : str, default "exact"
-        See :func:`flwr_fisher.curvature.fisher`, as for the next ones.
-    tolerance : float, default 1e-3
-        Share of the Fisher that a client may leave out to save time.
-    examples, max_passes, max_positions : int | None, default 1000, 3, 32
-        Of how many examples at most a client takes its Fisher, in how many passes each
-        (with ``exact``), and at how many of a layer's positions (for ``kfac`` and
-        ``ekfac``): as accurate on real images as all of them, at a fraction of the
-        cost. ``None``: all. A client may take fewer examples, as its
-        ``ClientLimits(max_examples=...)`` says.
-    weight_sharing : "expand" | "reduce", default "expand"
-        What ``kfac`` and ``ekfac`` do where a layer has several positions; ``reduce``
-        takes all of them.
-    codec : "auto" | "fedavg" | "small" | "lossless" | Codec, default "auto"
+    codec : "auto" | "fedavg" | "small" | "lossless" | "paper" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
-        or not at all (``lossless``). ``auto`` is ``fedavg``, and ``lossless`` for a
-        model so small that headers outweigh it. ``Codec("fedavg", budget=0.75)`` packs
-        into another share of FedAvg's upload.
+        not at all (``lossless``), or as in the paper's Appendix C. ``auto`` is
+        ``fedavg``, and ``lossless`` for a model so small that headers outweigh it.
+    budget : float, optional
+        The codec's budget in multiples of FedAvg's upload, if not its own.
     aggregate : "parts" | "sums", default "parts"
         ``sums``: only weighted means over clients are used, which `secure` takes so
         that the server sees no client's; without it, it does. For ``kfac`` a round is
@@ -159,28 +141,21 @@ class FedFisherOneShot(CurvatureStrategy):
         result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=1)
     """
 
+    grouped: ClassVar[Mapping[str, str]] = {
+        **{f.name: f"fisher=FisherOptions({f.name}=…)" for f in fields(FisherOptions)},
+        **{f.name: f"merge=MergeOptions({f.name}=…)" for f in fields(MergeOptions)},
+    }
+
     def __init__(
         self,
         *,
         structure: str = "kfac",
         solver: str = "pcg",
-        anchor: float | None = None,
-        shrink: float | None = None,
-        damping: float | None = None,
-        balance: float | None = None,
-        robust: float | None = None,
-        max_share: float | None = None,
-        outlier: float = math.inf,
-        trust: float = TRUST,
+        fisher: FisherOptions | None = None,
+        merge: MergeOptions | None = None,
         matching: bool = False,
-        iterations: int | None = None,
-        expectation: str = "exact",
-        tolerance: float = TOLERANCE,
-        examples: int | None = EXAMPLES,
-        max_passes: int | None = MAX_PASSES,
-        max_positions: int | None = MAX_POSITIONS,
-        weight_sharing: str = "expand",
         codec: str | Codec = "auto",
+        budget: float | None = None,
         aggregate: str = "parts",
         privacy: Privacy | None = None,
         score: Score | None = None,
@@ -191,42 +166,21 @@ class FedFisherOneShot(CurvatureStrategy):
         cuda = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(cuda if device is None else device)
         check_known("aggregate", aggregate, AGGREGATES)
-        self.tolerance, self.codec = tolerance, Codec.of(codec)
-        self.structure, self.expectation, self.score = structure, expectation, score
+        fisher = _given("fisher", fisher, FisherOptions)
+        merge = _given("merge", merge, MergeOptions)
+        self.structure, self.fisher = structure, fisher.for_structure(structure)
+        self.codec, self.score = get_codec(codec, budget), score
         self.aggregate, self.privacy = aggregate, check_privacy(privacy)
         if aggregate == "parts":
             # The merge limits what a client holds of a layer's curvature (`max_share`).
             self.policy = replace(self.policy, max_share=1)
-        self.weight_sharing = weight_sharing
-        expands = weight_sharing == "expand" and structure in ("kfac", "ekfac")
-        self.limits = {
-            "examples": examples,
-            "max_passes": max_passes if expectation == "exact" else None,
-            "max_positions": max_positions if expands else None,
-        }
-        check_options(
-            [structure],
-            expectation=expectation,
-            tolerance=tolerance,
-            weight_sharing=weight_sharing,
-            counts=self.limits,
-        )
-        options: Callable[..., MergeOptions] = merge_options
+        options = asdict(merge)
         if aggregate == "sums":
-            options = partial(sums_options, structure=structure)
-        self.merge = options(
-            solver,
-            anchor=anchor,
-            shrink=shrink,
-            damping=damping,
-            balance=balance,
-            robust=robust,
-            max_share=max_share,
-            outlier=outlier,
-            iterations=iterations,
-        )
-        check_range("trust", trust, 0)
-        self.trust, self.matching = trust, matching
+            self.merge = sums_options(solver, structure=structure, **options)
+        else:
+            self.merge = merge_options(solver, **(options | {"trust": math.inf}))
+        self.trust = TRUST if merge.trust is None else merge.trust
+        self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
             raise ConfigurationError(
                 f"matching=True needs aggregate='parts' and a structure of {RENUMBERED}"
@@ -236,6 +190,8 @@ class FedFisherOneShot(CurvatureStrategy):
             raise ConfigurationError(
                 f"solver='closed-form' needs structure='diagonal', not '{structure}'"
             )
+        if self.codec.scheme == "paper" and structure not in ("kfac", "diagonal"):
+            raise ConfigurationError(f"codec='paper' has no form for '{structure}'")
         if aggregate == "sums":
             self._check_sums()
         if privacy is not None and (aggregate, structure) != ("sums", "diagonal"):
@@ -255,7 +211,7 @@ class FedFisherOneShot(CurvatureStrategy):
             raise ConfigurationError(
                 f"{needs} solver='pcg' for structure='kfac', not '{self.merge.solver}'"
             )
-        if self.codec.name not in ("auto", "lossless"):
+        if self.codec.scheme not in ("auto", "lossless"):
             raise ConfigurationError(
                 f"{needs} codec='lossless', since packed uploads cannot be summed"
             )
@@ -264,7 +220,7 @@ class FedFisherOneShot(CurvatureStrategy):
                 f"{needs} weighted_by_key='num-examples', by which clients weight "
                 f"their summands, not '{self.weighted_by_key}'"
             )
-        self.codec = LOSSLESS
+        self.codec = CODECS["lossless"]
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask every client to train and to add its Fisher."""
@@ -298,10 +254,7 @@ class FedFisherOneShot(CurvatureStrategy):
     def _options(self) -> dict[str, str | int | float]:
         return {
             "structure": self.structure,
-            "expectation": self.expectation,
-            "tolerance": self.tolerance,
-            "weight-sharing": self.weight_sharing,
-            **{k.replace("_", "-"): n for k, n in self.limits.items() if n is not None},
+            **self.fisher.to_options(),
             **self.codec.to_options(),
         }
 
@@ -314,13 +267,13 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.matching:
             check_matching(state.params)
         codec = resolve(self.codec, state.params)
-        if self.codec.name == "auto" and codec == LOSSLESS:
+        if self.codec.scheme == "auto" and codec.scheme == "lossless":
             logger.info(
                 "codec='auto': the model is so small that uploads are sent lossless"
             )
 
     def _step(
-        self, merge: MergeOptions, state: ServerState, uploads: Uploads[FisherUpload]
+        self, merge: MergeSettings, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Merge the uploads."""
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
@@ -364,6 +317,13 @@ class FedFisherOneShot(CurvatureStrategy):
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
         own |= {"matching": True} if self.matching else {}
         return wanted | merge | own
+
+
+def _given(name: str, options: Options | None, kind: type[Options]) -> Options:
+    """Return options as given, or the defaults; refuse anything else."""
+    if isinstance(options, kind | None):
+        return kind() if options is None else options
+    raise ConfigurationError(f"{name} must be {kind.__name__}(...), got {options!r}")
 
 
 def _step(merged: MergeResult) -> Step:

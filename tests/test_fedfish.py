@@ -53,8 +53,8 @@ from flwr_fisher.tasks import Task, Transformer, load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     PREFIX,
-    Codec,
     FisherUpload,
+    ProductUpload,
     arrays_to_tensors,
     serialized_bytes,
 )
@@ -522,6 +522,12 @@ def test_a_client_without_any_fisher_has_no_say_and_is_counted() -> None:
     assert not torch.equal(a["1.running_var"], b["1.running_var"])
 
 
+def test_a_fisher_with_some_zeros_is_not_counted() -> None:
+    some = change_array(f"{FISHER}0.weight", np.zeros_like)
+    result = run(fedfish(), Watched(tamper={1: some}))
+    assert result.train_metrics_clientapp[1]["num-zero-fishers"] == 0
+
+
 def test_a_client_that_returns_zeros_is_tolerated() -> None:
     """A model of zeros is a model; its Fisher of zeros says that it knows nothing."""
 
@@ -658,6 +664,8 @@ def test_another_runs_options_are_refused_by_name(
             {"upload": "product", "server_optimizer": "adam", "codec": "small"},
             "upload='product' has FedAvg's bytes as it is: leave codec out",
         ),
+        ({"codec": "paper", "budget": 0.5}, "takes no budget and bits: name 'fedavg'"),
+        ({"codec": "fedavg", "budget": -1.0}, "budget must be in"),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_made(
@@ -687,7 +695,7 @@ def test_unknown_names_list_the_known(name: str, known: str) -> None:
 def test_a_budget_that_is_too_small_is_refused_before_training() -> None:
     app = Watched()
     with pytest.raises(ConfigurationError, match=r"budget must be >= [\d.]+"):
-        run(FedFish(codec=Codec("fedavg", budget=0.05)), app)
+        run(FedFish(codec="fedavg", budget=0.05), app)
     assert not app.trained
 
 
@@ -809,6 +817,12 @@ def test_it_trains_a_transformer(server: str) -> None:
     losses = [float(history[n]["loss"]) for n in range(4)]
     assert losses == sorted(losses, reverse=True), losses
     assert losses[3] < losses[0] - 1, losses
+
+
+def test_products_have_no_posterior() -> None:
+    result = run(products())
+    assert all(isinstance(u.payload, ProductUpload) for u in result.uploads)
+    assert set(result.details) == set(result.uploads[0].payload.products)
 
 
 def test_a_fisher_of_nothing_has_no_size_to_be_divided_by() -> None:

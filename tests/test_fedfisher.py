@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import (
     FedAvg,
 )
 from torch import Tensor, nn
-from virtual import same_bits, tiny_app, tiny_arrays
+from virtual import fedfisher_with, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.curvature import Diagonal, Kronecker
@@ -78,7 +78,7 @@ def pretrained(task: Task, make: Make, epochs: int) -> nn.Module:
 
 
 def strategy_of(**options: Any) -> FedFisherOneShot:
-    return FedFisherOneShot(**{"fraction_evaluate": 0.0, **options})
+    return fedfisher_with(**{"fraction_evaluate": 0.0, **options})
 
 
 # Accuracy

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from virtual import LIFTED, Watched, tiny_arrays, tiny_client
+from virtual import LIFTED, Watched, fedfisher_with, tiny_arrays, tiny_client
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
@@ -38,7 +38,7 @@ def app_of(folder: Path, lost: dict[str, int] | None = None, **options) -> Clien
 
 
 def merged(app: ClientApp, clients: int = 4, rounds: int = 1, **options):
-    strategy = FedFisherOneShot(**{**EXACT, **options})
+    strategy = fedfisher_with(**{**EXACT, **options})
     return strategy.start(LocalGrid(app, clients), tiny_arrays(), num_rounds=rounds)
 
 
@@ -136,7 +136,7 @@ def test_a_killed_server_ends_with_the_same_bits(tmp_path: Path) -> None:
         grid, run = LocalGrid(app, 4), {"checkpoint_dir": tmp_path / f"run-{stop}"}
 
         def strategy() -> FedFisherOneShot:
-            return FedFisherOneShot(**EXACT, aggregate="sums", iterations=2)
+            return fedfisher_with(**EXACT, aggregate="sums", iterations=2)
 
         with pytest.raises(KeyboardInterrupt):
             strategy().start(grid, tiny_arrays(), **run)
@@ -152,7 +152,7 @@ def test_what_sums_cannot_do_is_refused() -> None:
         ({"codec": "fedavg"}, "codec='lossless'"),
     ):
         with pytest.raises(ConfigurationError, match=reason):
-            FedFisherOneShot(aggregate="sums", **options)
+            fedfisher_with(aggregate="sums", **options)
 
 
 def test_own_loops_weights_count(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_log_says_how_large_the_largest_reply_is(
             sizes.extend(serialized_bytes(reply.content) for reply in trained)
             return replies
 
-    strategy = FedFisherOneShot(aggregate="sums", iterations=1, **EXACT)
+    strategy = fedfisher_with(aggregate="sums", iterations=1, **EXACT)
     strategy.start(Weighing(app_of(tmp_path), 3), tiny_arrays())
     words = " ".join(told[0]).split("upload about ")[1].split()
     assert words[1] == "kB,"

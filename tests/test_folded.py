@@ -6,7 +6,7 @@ import torch
 from flwr.app import Message
 from virtual import LIFTED, tiny_app, tiny_arrays
 
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, MergeOptions
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -26,7 +26,10 @@ class Punctual(LocalGrid):
 
 def merged(grid: LocalGrid) -> dict[str, torch.Tensor]:
     strategy = FedFisherOneShot(
-        aggregate="sums", iterations=1, fraction_evaluate=0.0, policy=LIFTED
+        aggregate="sums",
+        merge=MergeOptions(iterations=1),
+        fraction_evaluate=0.0,
+        policy=LIFTED,
     )
     return arrays_to_tensors(strategy.start(grid, tiny_arrays()).arrays)
 

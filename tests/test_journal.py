@@ -14,7 +14,15 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from safetensors.torch import save
-from virtual import Watched, drop_array, opened, same_bits, tiny_app, tiny_arrays
+from virtual import (
+    Watched,
+    drop_array,
+    fedfisher_with,
+    opened,
+    same_bits,
+    tiny_app,
+    tiny_arrays,
+)
 
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.server import journal
@@ -34,7 +42,7 @@ def start(where: Path | None, app: Any = None, **options: Any) -> CurvatureResul
     run = {"num_rounds": options.pop("num_rounds", 2)}
     if "resume" in options:
         run["resume"] = options.pop("resume")
-    strategy = FedFisherOneShot(fraction_evaluate=0.0, **options)
+    strategy = fedfisher_with(fraction_evaluate=0.0, **options)
     grid = LocalGrid(app or Watched(), CLIENTS)
     return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, **run)
 

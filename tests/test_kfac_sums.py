@@ -17,7 +17,7 @@ from flwr_fisher.curvature.operators.factors import DenseFactor
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import (
     LocalPosterior,
-    MergeOptions,
+    MergeSettings,
     balanced,
     fedavg,
     fedfisher,
@@ -67,7 +67,7 @@ def clients(name: str, count: int = 4) -> list[LocalPosterior]:
     return made
 
 
-def from_sums(posteriors: list[LocalPosterior], options: MergeOptions) -> Params:
+def from_sums(posteriors: list[LocalPosterior], options: MergeSettings) -> Params:
     """Merge as clients and a server would who see sums alone."""
     weights = [p.num_examples for p in posteriors]
     settings = {k: getattr(options, k) for k in ("shrink", "damping", "balance")}

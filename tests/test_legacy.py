@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from virtual import (
     ask,
     close,
+    fedfisher_with,
     metrics_of,
     same_bits,
     tensors_of,
@@ -110,7 +111,7 @@ def older_app(kind: type[Older] = Older, wrapped: bool = True, **options: Any) -
 
 
 def one_shot(**options: Any) -> FedFisherOneShot:
-    return FedFisherOneShot(**{"fraction_evaluate": 0.0} | options)
+    return fedfisher_with(**{"fraction_evaluate": 0.0} | options)
 
 
 # Clients

@@ -15,13 +15,21 @@ from oracles import (
     random_dense,
     random_diagonal,
 )
-from virtual import LIFTED, Tamper, Watched, change_array, close, same_bits, tiny_arrays
+from virtual import (
+    LIFTED,
+    Tamper,
+    Watched,
+    change_array,
+    close,
+    fedfisher_with,
+    same_bits,
+    tiny_arrays,
+)
 
 from flwr_fisher.curvature import Curvature, Diagonal
 from flwr_fisher.curvature.operators.lazy import shared_blocks
-from flwr_fisher.merge import LocalPosterior, MergeOptions, fedfisher, merge_options
+from flwr_fisher.merge import LocalPosterior, MergeSettings, fedfisher, merge_options
 from flwr_fisher.merge.weights import JUDGES, layer_weights, without_outliers
-from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
 Make = Callable[[int], Curvature]
@@ -193,7 +201,7 @@ def test_examples_count_up_to_a_multiple_of_the_median() -> None:
 # --- the cap --------------------------------------------------------------------------
 
 
-def options(**given: float) -> MergeOptions:
+def options(**given: float) -> MergeSettings:
     return merge_options(**{"balance": 0.0, "robust": 0.0, **given})
 
 
@@ -259,7 +267,7 @@ def test_the_strategy_leaves_out_an_outlier_and_logs_who(
     def run(tamper: Tamper, **options: float) -> tuple[ArrayRecord, list[float], str]:
         caplog.clear()
         app = Watched(tamper={3: tamper})
-        strategy = FedFisherOneShot(
+        strategy = fedfisher_with(
             codec="lossless", fraction_evaluate=0.0, policy=LIFTED, **options
         )
         with caplog.at_level("INFO", logger="flwr"):

@@ -26,7 +26,15 @@ from flwr.compat.common.recorddict_compat import (
 from flwr.server import Server, SimpleClientManager
 from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
-from virtual import close, node_of, tiny_app, tiny_arrays, tiny_client, tiny_model
+from virtual import (
+    close,
+    fedfisher_with,
+    node_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_model,
+)
 
 from flwr_fisher.client import (
     LocalSGD,
@@ -91,7 +99,7 @@ class Older(NumPyClient):
 def strategies() -> list[CurvatureStrategy]:
     options: dict[str, Any] = {"fraction_evaluate": 0.0}
     return [
-        FedFisherOneShot(**options),
+        fedfisher_with(**options),
         FedFish(**options),
         FAGH(**options),
         Scaffold(**options),
@@ -221,7 +229,7 @@ def test_a_train_function_by_hand_uploads_what_ours_does(structure: str) -> None
     for options in ({}, {"aggregate": "sums"}):
         if options and structure != "diagonal":
             continue
-        made = FedFisherOneShot(structure=structure, fraction_evaluate=0.0, **options)
+        made = fedfisher_with(structure=structure, fraction_evaluate=0.0, **options)
         results = [
             made.start(LocalGrid(own, 3), tiny_arrays()) for own in (app, tiny_app())
         ]

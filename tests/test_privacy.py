@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from test_secure_sums import merged, secure_app, stage_of
-from virtual import LIFTED, tiny_arrays
+from virtual import LIFTED, fedfisher_with, tiny_arrays
 
 from flwr_fisher.client import identify
 from flwr_fisher.errors import (
@@ -40,7 +40,7 @@ QUIET = 1e-9  # a noise multiplier that leaves the clipping to be seen
 def fisher(**options: Any) -> FedFisherOneShot:
     own: dict[str, Any] = {"structure": "diagonal", "aggregate": "sums"}
     own |= {"fraction_evaluate": 0.0, "solver": "closed-form", "anchor": 1.0}
-    return FedFisherOneShot(**own | options)
+    return fedfisher_with(**own | options)
 
 
 def stepping_app(folder: Path, step: float, **options: Any) -> ClientApp:
@@ -110,7 +110,7 @@ def test_what_is_out_of_range_is_refused() -> None:
         FedAvg(privacy=1.0, secure=SecureSums())
     for other in ({"structure": "kfac"}, {"aggregate": "parts"}):
         with pytest.raises(ConfigurationError, match="privacy= needs"):
-            FedFisherOneShot(**{"structure": "diagonal", **other, "privacy": privacy})
+            fedfisher_with(**{"structure": "diagonal", **other, "privacy": privacy})
     with pytest.raises(ConfigurationError, match="min_noise"):
         SecureSumsMod(min_noise=-1.0)
 

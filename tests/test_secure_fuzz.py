@@ -19,6 +19,7 @@ from flwr_fisher.secure.payload import SecureUpload
 from flwr_fisher.strategies import (
     CurvatureStrategy,
     FedFisherOneShot,
+    MergeOptions,
     Privacy,
 )
 from flwr_fisher.strategies.exchanges.private_sums import _read
@@ -89,7 +90,10 @@ def test_spoiled_replies_are_read_or_refused(
     monkeypatch.setenv("HOME", str(tmp_path))
     like = arrays_to_tensors(tiny_arrays())
     secure = replies_of(FedFisherOneShot(**DIAGONAL, secure=SecureSums()), tmp_path)
-    sums = replies_of(FedFisherOneShot(**PLAIN, iterations=1, policy=LIFTED), tmp_path)
+    sums = replies_of(
+        FedFisherOneShot(**PLAIN, merge=MergeOptions(iterations=1), policy=LIFTED),
+        tmp_path,
+    )
     private = replies_of(
         FedFisherOneShot(**DIAGONAL, privacy=PRIVATE, policy=LIFTED), tmp_path
     )

@@ -32,6 +32,7 @@ from flwr_fisher.strategies import (
     FedFish,
     FedFisherOneShot,
     FedGA,
+    MergeOptions,
     Scaffold,
     Waiting,
 )
@@ -81,7 +82,7 @@ STRATEGIES = {
         structure="diagonal", aggregate="sums", fraction_evaluate=0.0, **o
     ),
     "kfac": lambda **o: FedFisherOneShot(
-        aggregate="sums", iterations=2, fraction_evaluate=0.0, **o
+        aggregate="sums", merge=MergeOptions(iterations=2), fraction_evaluate=0.0, **o
     ),
     "fedfish": lambda **o: FedFish(fraction_evaluate=0.0, **o),
     "fagh": lambda **o: FAGH(fraction_evaluate=0.0, **o),

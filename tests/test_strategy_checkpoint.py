@@ -16,6 +16,7 @@ from virtual import (
     Watched,
     drop_array,
     fail,
+    fedfisher_with,
     kill,
     kill_after,
     killing_app,
@@ -29,7 +30,12 @@ from virtual import (
 from flwr_fisher.errors import CheckpointError, RoundError
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.journal import Journal
-from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, FedGA
+from flwr_fisher.strategies import (
+    CurvatureResult,
+    FedFisherOneShot,
+    FedGA,
+    MergeOptions,
+)
 from flwr_fisher.testing import LocalGrid
 
 __all__ = ["clock"]  # a fixture
@@ -53,7 +59,7 @@ def start(
     train_config: ConfigRecord | None = None,
     **options: Any,
 ) -> CurvatureResult:
-    strategy = FedFisherOneShot(**options)
+    strategy = fedfisher_with(**options)
     return strategy.start(
         LocalGrid(app or Watched(), CLIENTS),
         tiny_arrays(),
@@ -411,7 +417,7 @@ def test_the_last_of_many_exchanges_is_opened_again(
 
     def run(grid: LocalGrid, **options: Any) -> CurvatureResult:
         strategy = FedFisherOneShot(
-            aggregate="sums", iterations=9, fraction_evaluate=0.0
+            aggregate="sums", merge=MergeOptions(iterations=9), fraction_evaluate=0.0
         )
         options |= {"checkpoint_dir": tmp_path, "timeout": 60}
         return strategy.start(grid, tiny_arrays(), **options)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
 from flwr_fisher.server.journal import Journal
-from flwr_fisher.strategies import Policy
+from flwr_fisher.strategies import (
+    FedFisherOneShot,
+    FisherOptions,
+    MergeOptions,
+    Policy,
+)
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     PREFIX,
@@ -37,6 +43,19 @@ USERS = {"lr", "proximal-mu", "server-round", "note"}  # keys; others are a serv
 
 # The server takes what clients say as they say it.
 LIFTED = Policy(max_weight=math.inf, max_share=1, max_distance=math.inf)
+
+OF_FISHER = {field.name for field in fields(FisherOptions)}
+OF_MERGE = {field.name for field in fields(MergeOptions)}
+
+
+def fedfisher_with(**options: Any) -> FedFisherOneShot:
+    """FedFisher by all its options in one table, whichever object holds them."""
+    fisher = {k: options.pop(k) for k in OF_FISHER & options.keys()}
+    merge = {k: options.pop(k) for k in OF_MERGE & options.keys()}
+    return FedFisherOneShot(
+        **options, fisher=FisherOptions(**fisher), merge=MergeOptions(**merge)
+    )
+
 
 Tamper = Callable[[RecordDict], None]
 

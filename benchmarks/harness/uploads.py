@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from flwr_fisher.client.training import Loader, LocalSGD
-from flwr_fisher.curvature import Curvature, fisher
+from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies.fedfisher import EXAMPLES, MAX_PASSES, MAX_POSITIONS
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.wire import PREFIX, curvature_to_tensors, tensors_to_curvature
 from harness.page import CACHE
@@ -165,14 +164,7 @@ def _keep(tensors: dict[str, Tensor], path: Path, client: int) -> None:
 
 def fisher_within_budget(model: nn.Module, loader: Loader, client: int) -> Curvature:
     """Return a client's K-FAC as ``FedFisherOneShot`` asks for it by default."""
-    return fisher(
-        model,
-        loader,
-        seed=client,
-        examples=EXAMPLES,
-        max_passes=MAX_PASSES,
-        max_positions=MAX_POSITIONS,
-    )
+    return fisher(model, loader, seed=client, **asdict(FisherOptions()))
 
 
 def _laid_out(model: nn.Module, loader: Loader) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from flwr_fisher.curvature.estimate.options import (
     STRUCTURES,
     TOLERANCE,
     WEIGHT_SHARINGS,
+    FisherOptions,
     check_options,
 )
 from flwr_fisher.curvature.estimate.plan import FisherPlan, LayerPlan, fisher_plan
@@ -36,6 +37,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "EigenKronecker",
+    "FisherOptions",
     "FisherPlan",
     "InputCovariance",
     "Inverse",

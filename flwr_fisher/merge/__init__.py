@@ -4,7 +4,12 @@ from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge
 from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.matching import matched
-from flwr_fisher.merge.options import SOLVERS, MergeOptions, merge_options
+from flwr_fisher.merge.options import (
+    SOLVERS,
+    MergeOptions,
+    MergeSettings,
+    merge_options,
+)
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.regmean import regmean
@@ -23,6 +28,7 @@ __all__ = [
     "LocalPosterior",
     "MergeOptions",
     "MergeResult",
+    "MergeSettings",
     "add_sums",
     "balanced",
     "contribution",

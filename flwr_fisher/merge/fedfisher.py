@@ -14,7 +14,7 @@ from flwr_fisher.merge.linear_system import (
     Systems,
     linear_systems,
 )
-from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
+from flwr_fisher.merge.options import MergeSettings, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.merge.solvers import Progress, Score
@@ -185,7 +185,7 @@ def fedfisher(
 
 def _merged(
     posteriors: Sequence[LocalPosterior],
-    options: MergeOptions,
+    options: MergeSettings,
     score: Score | None,
     progress: Progress | None,
     device: Device,

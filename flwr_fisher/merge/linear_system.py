@@ -18,7 +18,7 @@ from flwr_fisher.curvature.operators.rescaled import (
     shifted,
     widest_exponent,
 )
-from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.options import MergeSettings
 from flwr_fisher.merge.posterior import LocalPosterior
 from flwr_fisher.merge.weights import layer_weights
 from flwr_fisher.params import (
@@ -109,7 +109,7 @@ Systems = Sequence[Callable[[], LinearSystem]]
 def linear_systems(
     posteriors: Sequence[LocalPosterior],
     mean: Params,
-    options: MergeOptions,
+    options: MergeSettings,
     device: Device = None,
 ) -> Systems:
     """Return what makes each layer's system for the step away from the mean.
@@ -127,7 +127,7 @@ def _system(
     parts: Sequence[Curvature],
     posteriors: Sequence[LocalPosterior],
     mean: Params,
-    options: MergeOptions,
+    options: MergeSettings,
     device: Device,
 ) -> LinearSystem:
     regularised, exponents = [], []

@@ -20,13 +20,67 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": _NONE | _ANY | {"iterations": 2000},
     "gd": _NONE | _ANY | {"iterations": 2000},
 }
+_RANGES: dict[str, tuple[float, ...]] = {
+    "anchor": (0,),
+    "shrink": (0, 1),
+    "damping": (0, 1),
+    "balance": (0, 1),
+    "robust": (0,),
+    "max_share": (0.5, 1),
+    "trust": (0,),
+    "outlier": (1,),
+    "iterations": (1,),
+    "tolerance": (0, 1),
+    "lr": (0,),
+}
 SOLVERS = tuple(_DEFAULTS)
 TRUST = 1.0  # from the second round on
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """The options of :func:`~flwr_fisher.merge.fedfisher`, which describes them."""
+    """How a server merges; :func:`~flwr_fisher.merge.fedfisher` has the formulas.
+
+    Parameters
+    ----------
+    anchor, shrink, damping, balance, robust, max_share : float, optional
+        Regularisation and weights; the solver's own by default.
+    outlier : float, default inf
+        Robust merging, with 1.5 for example: at how many times the median distance,
+        which the other clients' Fishers measure, a client is left out, and how many
+        times the median's examples and curvature it may have.
+    trust : float, optional
+        How far a layer may move from the clients' mean, from the second round on: in a
+        few rounds of short training, longer steps lose accuracy now and then. 1 by
+        default.
+    iterations : int, optional
+        Of the solver, at most.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is out of range.
+    """
+
+    anchor: float | None = None
+    shrink: float | None = None
+    damping: float | None = None
+    balance: float | None = None
+    robust: float | None = None
+    max_share: float | None = None
+    outlier: float = math.inf
+    trust: float | None = None
+    iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, limits in _RANGES.items():
+            if (value := getattr(self, name, None)) is not None:
+                check_range(name, value, *limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings:
+    """The options of :func:`~flwr_fisher.merge.fedfisher`, each with its value."""
 
     solver: str
     anchor: float
@@ -42,20 +96,11 @@ class MergeOptions:
     lr: float = 0.01
 
     def __post_init__(self) -> None:
-        check_range("anchor", self.anchor, 0)
-        check_range("shrink", self.shrink, 0, 1)
-        check_range("damping", self.damping, 0, 1)
-        check_range("balance", self.balance, 0, 1)
-        check_range("robust", self.robust, 0)
-        check_range("max_share", self.max_share, 0.5, 1)
-        check_range("trust", self.trust, 0)
-        check_range("outlier", self.outlier, 1)
-        check_range("iterations", self.iterations, 1)
-        check_range("tolerance", self.tolerance, 0, 1)
-        check_range("lr", self.lr, 0)
+        for name, limits in _RANGES.items():
+            check_range(name, getattr(self, name), *limits)
 
 
-def merge_options(solver: str = "pcg", **options: Any) -> MergeOptions:
+def merge_options(solver: str = "pcg", **options: Any) -> MergeSettings:
     """Fill in the solver's defaults and validate.
 
     Parameters
@@ -63,7 +108,7 @@ def merge_options(solver: str = "pcg", **options: Any) -> MergeOptions:
     solver : str, default "pcg"
         Of :data:`SOLVERS`.
     **options
-        Other fields of :class:`MergeOptions`. None stands for the solver's default, of
+        Other fields of :class:`MergeSettings`. None stands for the solver's default, of
         those that it has: not for that of `tolerance` or `lr`.
 
     Examples
@@ -74,7 +119,7 @@ def merge_options(solver: str = "pcg", **options: Any) -> MergeOptions:
     check_known("solver", solver, SOLVERS)
     default = _DEFAULTS[solver]
     given = {k: default.get(k) if v is None else v for k, v in options.items()}
-    return MergeOptions(solver=solver, **(default | given))
+    return MergeSettings(solver=solver, **(default | given))
 
 
 def check_score(score: object, solver: str) -> None:

@@ -13,7 +13,7 @@ from flwr_fisher.curvature.operators.rescaled import power_of_two
 from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.linear_system import LinearSystem, Systems
-from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.options import MergeSettings
 from flwr_fisher.merge.solvers import (
     Progress,
     Score,
@@ -53,7 +53,7 @@ class MergeResult:
     outliers : dict[int, float]
         The places of the clients that were left out, each with its distance from the
         others in multiples of the median.
-    options : MergeOptions, optional
+    options : MergeSettings, optional
         What the merge was done with.
     mean : dict[str, Tensor], optional
         FedAvg's mean, where only sums over the clients are known.
@@ -65,14 +65,14 @@ class MergeResult:
     shares: list[float] = field(default_factory=list)
     unsolved: list[str] = field(default_factory=list)
     outliers: dict[int, float] = field(default_factory=dict)
-    options: MergeOptions | None = field(default=None, repr=False)
+    options: MergeSettings | None = field(default=None, repr=False)
     mean: dict[str, Tensor] | None = field(default=None, repr=False)
 
 
 def solve(
     mean: Params,
     systems: Systems,
-    options: MergeOptions,
+    options: MergeSettings,
     score: Score | None,
     progress: Progress | None,
 ) -> MergeResult:
@@ -102,7 +102,7 @@ def _moved(mean: Params, delta: Steps) -> dict[str, Tensor]:
 
 
 def _block_by_block(
-    mean: Params, systems: Systems, options: MergeOptions, progress: Progress | None
+    mean: Params, systems: Systems, options: MergeSettings, progress: Progress | None
 ) -> tuple[Steps, list[float]]:
     delta: Steps = {}
     curves = []
@@ -120,7 +120,7 @@ def _block_by_block(
 
 
 def _step(
-    mean: Params, make: Callable[[], LinearSystem], options: MergeOptions
+    mean: Params, make: Callable[[], LinearSystem], options: MergeSettings
 ) -> tuple[Steps, list[float]]:
     """Return a block's step and the residual's norms; the system is gone with it."""
     block = make().normalised()
@@ -143,7 +143,7 @@ def _is_solved(
     block: LinearSystem,
     solution: Params,
     norms: list[float],
-    options: MergeOptions,
+    options: MergeSettings,
 ) -> bool:
     """Whether a solver got anywhere, and not somewhere worse than the mean."""
     if not solution or not all(map(math.isfinite, norms)) or not _is_finite(solution):
@@ -162,7 +162,7 @@ def _is_finite(params: Params) -> bool:
 
 
 def _solved(
-    block: LinearSystem, options: MergeOptions
+    block: LinearSystem, options: MergeSettings
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Return a block's solution, and the residual's norms."""
     if options.solver == "closed-form":
@@ -219,7 +219,7 @@ def _closed_form(
 def _adam(
     mean: Params,
     blocks: list[LinearSystem],
-    options: MergeOptions,
+    options: MergeSettings,
     score: Score | None,
     progress: Progress | None,
 ) -> tuple[Steps, list[float]]:

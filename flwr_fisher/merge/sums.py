@@ -27,7 +27,7 @@ from flwr_fisher.errors import (
     check_positive,
 )
 from flwr_fisher.merge.linear_system import LinearSystem
-from flwr_fisher.merge.options import MergeOptions, check_score, merge_options
+from flwr_fisher.merge.options import MergeSettings, check_score, merge_options
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.merge.solvers import Progress, Score
@@ -214,7 +214,7 @@ def fedfisher_from_sums(
 
 def sums_options(
     solver: str = "pcg", *, structure: str = "diagonal", **options: Any
-) -> MergeOptions:
+) -> MergeSettings:
     """Return :func:`merge_options` for sums, which know no single client.
 
     `shrink` and `damping` do nothing to a diagonal. For ``structure="kfac"`` clients

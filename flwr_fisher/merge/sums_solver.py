@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.solvers import Matvec
-from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.options import MergeSettings
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.solvers import preconditioner
 from flwr_fisher.params import Params, add, dot, norm, scale, select
@@ -67,7 +67,7 @@ class Iterate:
         )
 
 
-def begin(traces: Curvature, pull: Params, options: MergeOptions) -> Iterate:
+def begin(traces: Curvature, pull: Params, options: MergeSettings) -> Iterate:
     r"""Return the start, at the clients' mean.
 
     Parameters
@@ -76,7 +76,7 @@ def begin(traces: Curvature, pull: Params, options: MergeOptions) -> Iterate:
         The sum of the clients' :func:`~flwr_fisher.merge.partial_traces`.
     pull : Mapping[str, Tensor]
         :math:`\sum_i p_i F_i (\theta_i - \bar\theta)`.
-    options : MergeOptions
+    options : MergeSettings
         `anchor` is used.
     """
     solution: dict[str, Tensor] = {}
@@ -97,7 +97,7 @@ def begin(traces: Curvature, pull: Params, options: MergeOptions) -> Iterate:
 
 
 def advanced(
-    traces: Curvature, before: Iterate, product: Params, options: MergeOptions
+    traces: Curvature, before: Iterate, product: Params, options: MergeSettings
 ) -> Iterate:
     r"""Return the iterate after one step along the direction, and where to go next.
 
@@ -180,11 +180,11 @@ class _System:
     inverse: Matvec | None  # an approximate one; None: there is no curvature
 
 
-def _systems(traces: Curvature, options: MergeOptions) -> list[_System]:
+def _systems(traces: Curvature, options: MergeSettings) -> list[_System]:
     return [_system(block.made(), options) for block in traces.blocks()]
 
 
-def _system(block: Curvature, options: MergeOptions) -> _System:
+def _system(block: Curvature, options: MergeSettings) -> _System:
     names, anchor = list(block.shapes), options.anchor
     wide = block.to(dtype=torch.float64)
     trace = _trace(wide)
@@ -235,7 +235,7 @@ def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:
 
 
 def _stepped(
-    system: _System, own: Iterate, product: Params, options: MergeOptions
+    system: _System, own: Iterate, product: Params, options: MergeSettings
 ) -> Iterate:
     """Take one layer's step; where none can be taken, stay and ask for none."""
     zero = {name: torch.zeros_like(value) for name, value in own.direction.items()}

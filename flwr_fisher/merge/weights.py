@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Curvature, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
-from flwr_fisher.merge.options import MergeOptions
+from flwr_fisher.merge.options import MergeSettings
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.params import dot, layout_of, shares_of
 
@@ -21,7 +21,7 @@ def layer_weights(
     examples: Sequence[float],
     traces: Sequence[float],
     rises: Sequence[float],
-    options: MergeOptions,
+    options: MergeSettings,
 ) -> list[float]:
     r"""Return the clients' weights :math:`w_i` in a layer, which add up to 1.
 
@@ -38,7 +38,7 @@ def layer_weights(
         :math:`t_i = \operatorname{tr} F_i`, at any one scale.
     rises : Sequence[float]
         :math:`q_i`, what each client's Fisher expects its loss to rise by at the mean.
-    options : MergeOptions
+    options : MergeSettings
         Of the merge.
     """
     # A client that is certain of everything has no curvature, and nothing to balance.

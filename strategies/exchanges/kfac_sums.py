@@ -16,7 +16,7 @@ from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.merge import MergeOptions, MergeResult
+from flwr_fisher.merge import MergeResult, MergeSettings
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
 from flwr_fisher.params import Params, check_finite
 from flwr_fisher.rounds.updates import double
@@ -51,7 +51,7 @@ class KfacSums:
 
     Parameters
     ----------
-    merge : MergeOptions
+    merge : MergeSettings
         `anchor` and `iterations` are the server's, `shrink`, `damping` and `balance`
         the clients'.
     options : Mapping[str, …]
@@ -61,7 +61,7 @@ class KfacSums:
         Else each is added up as it comes.
     """
 
-    merge: MergeOptions
+    merge: MergeSettings
     options: Mapping[str, ConfigRecordValues]
     held: bool
 

@@ -23,9 +23,10 @@ from flwr_fisher.curvature import fisher
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import make_model
-from studies.codec.accuracy import FULL, KFAC, PAPER, Find, pack, unpack
+from flwr_fisher.wire import FisherUpload, resolve
+from studies.codec.accuracy import FULL, KFAC, PAPER, Find
 
-TIMED = {name: KFAC[name] for name in (FULL, "packed, 0.5", "packed, 0.3", PAPER)}
+TIMED = {name: KFAC[name] for name in (FULL, "packed, 0.5", "packed, 0.25", PAPER)}
 EXAMPLES, RUNS = 12_000, 5
 
 
@@ -83,16 +84,11 @@ def decompositions() -> Iterator[list[float]]:
             setattr(torch.linalg, name, work)
 
 
-def made(arrived: LocalPosterior) -> None:
-    """Make all that an upload stands for, as a merge does."""
-    dict(arrived.params)
-    arrived.curvature.made()
-
-
 def measure(client: Client) -> Find:
     """Return the median seconds of an epoch, and of every codec's two ways."""
-    sent = client.posterior
+    params, curvature = client.posterior.params, client.posterior.curvature
     state = {k: v.clone() for k, v in client.model.state_dict().items()}
+    upload = FisherUpload(params, curvature)
     times: dict[tuple[str, str], list[float]] = {}
     for run in range(RUNS + 1):
         took = {
@@ -101,13 +97,14 @@ def measure(client: Client) -> Find:
             )
         }
         client.model.load_state_dict(state)
-        for name, codec in TIMED.items():
+        for name, asked in TIMED.items():
+            codec = resolve(asked, params)
             with decompositions() as inside:
-                took[name, "encode"] = seconds(lambda c=codec: pack(sent, c))
+                took[name, "encode"] = seconds(lambda c=codec: upload.to_arrays(c))
                 took[name, "decompositions"] = sum(inside)
-            record = pack(sent, codec)
+            record = upload.to_arrays(codec)
             took[name, "decode"] = seconds(
-                lambda r=record, c=codec: made(unpack(r, sent, c))
+                lambda r=record, c=codec: FisherUpload.from_arrays(r, params, c)
             )
         if run:  # the first one warms up
             for key, value in took.items():

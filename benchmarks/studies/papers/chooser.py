@@ -215,7 +215,7 @@ def liars(numbers: Numbers) -> Choice:
     )
     return Choice(
         "One or two of ten clients may lie",
-        "`FedFisherOneShot(outlier=1.5)`",
+        "`FedFisherOneShot(merge=MergeOptions(outlier=1.5))`",
         "lowest mean accuracy over all attacks: "
         + ", ".join(f"{name} {value:.1f}" for name, value in worst.items())
         + f"; the hardest for the robust one: {hardest[0]:.1f} ({hardest[1]})",

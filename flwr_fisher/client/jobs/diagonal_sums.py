@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord
 
-from flwr_fisher.client.jobs.train import FisherOptions, training_job
+from flwr_fisher.client.jobs.train import FisherTraining, training_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
@@ -16,7 +16,7 @@ from flwr_fisher.wire import SumsUpload, VectorUpload
 
 @training_job("diagonal-sums")
 @dataclass(frozen=True)
-class DiagonalSumsOptions(FisherOptions):
+class DiagonalSumsOptions(FisherTraining):
     """What a client adds to sums over clients; for diagonals alone.
 
     Parameters
@@ -30,13 +30,13 @@ class DiagonalSumsOptions(FisherOptions):
 
     @classmethod
     def of(cls, problem: LocalProblem, request: Request) -> "DiagonalSumsOptions":
-        """Read the server's options; errors as of :meth:`FisherOptions.of`."""
-        own = FisherOptions.of(problem, request)
-        if (own.structure, own.codec.name) != ("diagonal", "lossless"):
+        """Read the server's options; errors as of :meth:`FisherTraining.of`."""
+        own = FisherTraining.of(problem, request)
+        if (own.structure, own.codec.scheme) != ("diagonal", "lossless"):
             raise ClientError(
                 "the server asks for sums, which exist for structure='diagonal' and "
                 f"codec='lossless' alone, not for {own.structure!r} and "
-                f"{own.codec.name!r}"
+                f"{own.codec.scheme!r}"
             )
         norm = None
         if "clipping-norm" in request.options:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import register_job
-from flwr_fisher.client.jobs.train import FisherOptions
+from flwr_fisher.client.jobs.train import FisherTraining
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
@@ -79,7 +79,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Largest(FisherOptions):
+class _Largest(FisherTraining):
     """The largest upload, of a client that has room for what it keeps."""
 
     disk: ClientDisk
@@ -101,7 +101,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
 
     ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
     """
-    options = FisherOptions.of(problem, request)
+    options = FisherTraining.of(problem, request)
     if options.structure is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
     largest = _Largest(**vars(options), disk=_disk(problem, request))

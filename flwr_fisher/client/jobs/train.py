@@ -1,7 +1,7 @@
 """Training and the Fisher after it, as FedFisher asks for it; without one, FedAvg's."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +13,14 @@ from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.trial import Batch, Trained, TrainedUpload, try_upload
-from flwr_fisher.curvature import TOLERANCE, Curvature, check_options, fisher
-from flwr_fisher.errors import DataError
+from flwr_fisher.curvature import Curvature, FisherOptions, fisher
+from flwr_fisher.errors import ClientError, DataError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.progress import count_of, watching
 from flwr_fisher.wire import Codec, FisherUpload, resolve, tensors_to_arrays
+
+_OF_PAPER = (None, "kfac", "diagonal")
+
 
 Upload = TypeVar("Upload", bound=type[TrainedUpload])
 _UPLOADS: dict[str, type[TrainedUpload]] = {}
@@ -118,30 +121,25 @@ def client_fisher(
 
 @training_job("train")
 @dataclass(frozen=True)
-class FisherOptions:
+class FisherTraining:
     """The trained model, and its Fisher if the server asks for one.
 
     Parameters
     ----------
     structure : str | None
         Of the curvature; ``None``: an ordinary reply without one.
-    expectation, tolerance, examples, max_passes, max_positions, weight_sharing
-        As for :func:`flwr_fisher.curvature.fisher`.
+    fisher : FisherOptions
+        How it is taken.
     codec : Codec
         How it is packed.
     """
 
     structure: str | None
-    expectation: str
-    tolerance: float
-    examples: int | None
-    max_passes: int | None
-    max_positions: int | None
-    weight_sharing: str
+    fisher: FisherOptions
     codec: Codec
 
     @classmethod
-    def of(cls, problem: LocalProblem, request: Request) -> "FisherOptions":
+    def of(cls, problem: LocalProblem, request: Request) -> "FisherTraining":
         """Read the server's options.
 
         Raises
@@ -158,12 +156,7 @@ class FisherOptions:
         structure = options.get("structure")
         wanted = cls(
             None if structure is None else str(structure),
-            str(options.get("expectation", "exact")),
-            real_number(options, "tolerance", TOLERANCE),
-            options.get("examples"),
-            options.get("max-passes"),
-            options.get("max-positions"),
-            str(options.get("weight-sharing", "expand")),
+            FisherOptions.from_options(options),
             codec_of(request),
         )
         wanted._check()
@@ -174,17 +167,13 @@ class FisherOptions:
         return wanted
 
     def _check(self) -> None:
-        check_options(
-            [] if self.structure is None else [self.structure],
-            expectation=self.expectation,
-            tolerance=self.tolerance,
-            weight_sharing=self.weight_sharing,
-            counts={
-                "examples": self.examples,
-                "max_passes": self.max_passes,
-                "max_positions": self.max_positions,
-            },
-        )
+        if self.structure is not None:
+            self.fisher.check(self.structure)
+        if self.codec.scheme == "paper" and self.structure not in _OF_PAPER:
+            raise ClientError(
+                f"codec='paper' has no form for structure={self.structure!r}, only for "
+                "'kfac' and 'diagonal'"
+            )
 
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
@@ -195,10 +184,11 @@ class FisherOptions:
 
     def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return a batch's Fisher: the basis of E-KFAC, and one pass an example."""
+        passes = 1 if self.fisher.expectation == "exact" else None
         few = replace(
             self,
             structure="kfac" if self.structure == "ekfac" else self.structure,
-            max_passes=1 if self.expectation == "exact" else None,
+            fisher=replace(self.fisher, max_passes=passes),
         )
         return few._fisher(problem, [batch])
 
@@ -206,17 +196,8 @@ class FisherOptions:
         self, problem: LocalProblem, loader: Iterable[Any] | None = None
     ) -> Curvature:
         assert self.structure is not None
-        return client_fisher(
-            problem,
-            loader,
-            structure=self.structure,
-            expectation=self.expectation,
-            tolerance=self.tolerance,
-            examples=self.examples,
-            max_passes=self.max_passes,
-            max_positions=self.max_positions,
-            weight_sharing=self.weight_sharing,
-        )
+        own = asdict(self.fisher)
+        return client_fisher(problem, loader, structure=self.structure, **own)
 
     def arrays(self, trained: Trained) -> ArrayRecord:
         """Return parameters and Fisher, packed."""
@@ -227,6 +208,5 @@ class FisherOptions:
 
 def codec_of(request: Request) -> Codec:
     """Return the codec that the server asks for, sized for its parameters."""
-    if "codec-budget" in request.options:
-        real_number(request.options, "codec-budget", 1.0)
+    real_number(request.options, "codec-budget", 1.0)
     return resolve(Codec.from_options(request.options), request.params)

@@ -1,6 +1,8 @@
-"""Which of a Fisher's options go together."""
+"""How a Fisher is taken: the options that a server sends, and which go together."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range, check_whole
 
@@ -10,7 +12,119 @@ EXPECTATIONS = ("exact", "sampled", "empirical", "empirical-batch")
 ENGINES = ("auto", "nngeometry")
 _NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
 TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
+_COUNTS = ("examples", "max_passes", "max_positions")
 LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has more
+
+
+@dataclass(frozen=True, kw_only=True)
+class FisherOptions:
+    """How a client takes its Fisher: what a server asks for.
+
+    By default a client takes it of few examples, in few passes and at few positions: as
+    accurate on real images as all of them, at a fraction of the cost
+    (benchmarks/results/budget.md).
+
+    Parameters
+    ----------
+    expectation : "exact" | "sampled" | "empirical" | "empirical-batch"
+        Over which labels; ``exact``, all classes, by default. See
+        :func:`flwr_fisher.curvature.fisher`.
+    tolerance : float, default 1e-3
+        Share of the Fisher that a client may leave out to save time.
+    examples : int | None, default 1000
+        Of how many examples at most it is taken; ``None``: all. A client may take
+        fewer, as its ``ClientLimits`` say.
+    max_passes : int | None, default 3
+        In how many backward passes an example, with ``exact``; ``None``: in one for
+        each class that matters.
+    max_positions : int | None, default 32
+        At how many of a layer's positions, for ``kfac`` and ``ekfac``; ``None``: all.
+    weight_sharing : "expand" | "reduce", default "expand"
+        What ``kfac`` and ``ekfac`` do where a layer has several positions; ``reduce``
+        takes all of them.
+
+    Raises
+    ------
+    ConfigurationError
+        If a name is not known, or a number out of range.
+
+    Examples
+    --------
+    >>> FisherOptions(expectation="sampled").for_structure("diagonal").to_options()
+    {'expectation': 'sampled', 'tolerance': 0.001, 'examples': 1000, \
+'weight-sharing': 'expand'}
+    """
+
+    expectation: str = "exact"
+    tolerance: float = TOLERANCE
+    examples: int | None = 1000
+    max_passes: int | None = 3
+    max_positions: int | None = 32
+    weight_sharing: str = "expand"
+
+    def __post_init__(self) -> None:
+        check_known("expectation", self.expectation, EXPECTATIONS)
+        check_known("weight_sharing", self.weight_sharing, WEIGHT_SHARINGS)
+        check_range("tolerance", self.tolerance, 0, 1)
+        for name in _COUNTS:
+            if (count := getattr(self, name)) is not None:
+                check_whole(name, count, 1)
+
+    def for_structure(self, structure: str) -> "FisherOptions":
+        """Return them without the bounds that a structure has nothing to bound of.
+
+        Raises
+        ------
+        ConfigurationError
+            If the structure is not known, or has no such `weight_sharing`.
+        """
+        expands = self.weight_sharing == "expand" and structure in ("kfac", "ekfac")
+        exact = self.expectation == "exact"
+        own = replace(
+            self,
+            max_passes=self.max_passes if exact else None,
+            max_positions=self.max_positions if expands else None,
+        )
+        own.check(structure)
+        return own
+
+    def check(self, structure: str) -> None:
+        """Refuse what does nothing for a structure.
+
+        Raises
+        ------
+        ConfigurationError
+            If the structure is not known, or an option is none of its.
+        """
+        check_options(
+            [structure],
+            expectation=self.expectation,
+            tolerance=self.tolerance,
+            weight_sharing=self.weight_sharing,
+            counts={name: getattr(self, name) for name in _COUNTS},
+        )
+
+    def to_options(self) -> dict[str, str | int | float]:
+        """Return what travels: names with hyphens, and nothing that is None."""
+        fields = asdict(self).items()
+        return {name.replace("_", "-"): v for name, v in fields if v is not None}
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "FisherOptions":
+        """Read what :meth:`to_options` returned; a count that is not there is None.
+
+        Raises
+        ------
+        ConfigurationError
+            If a name is not known, or a number is none or out of range.
+        """
+        counts = {name: options.get(name.replace("_", "-")) for name in _COUNTS}
+        return cls(
+            expectation=str(options.get("expectation", "exact")),
+            tolerance=options.get("tolerance", TOLERANCE),
+            weight_sharing=str(options.get("weight-sharing", "expand")),
+            **counts,
+        )
 
 
 def check_options(
