@@ -248,7 +248,13 @@ REACH = {
     "what every strategy stands on": (50, ["flwr_fisher.strategies.base"]),
     "FedFisher's two halves": (
         110,
-        ["flwr_fisher.strategies.fedfisher", "flwr_fisher.client.fisher_client"],
+        [
+            "flwr_fisher.strategies.fedfisher",
+            "flwr_fisher.client.fisher_client",
+            # Jobs are imported when they are asked for.
+            "flwr_fisher.client.jobs.train",
+            "flwr_fisher.client.jobs.evaluate",
+        ],
     ),
 }
 
