@@ -345,6 +345,13 @@ def test_second_moments_of_any_rank_and_scale_are_no_less(
     check_second_moment("A", torch.zeros_like(moments))
 
 
+def test_second_moments_of_inputs_that_are_hardly_on_are_no_less() -> None:
+    """Rounding to the smallest floats says nothing of a matrix's sign."""
+    rows = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    rows[:, 10:] *= 3e-22  # whose squares float32 can hardly hold
+    check_second_moment("A", (rows.mT @ rows / 5).unsqueeze(0))
+
+
 def test_a_matrix_with_a_negative_eigenvalue_is_no_second_moment() -> None:
     odd = torch.eye(50) - 0.9 * (torch.ones(50, 50) - torch.eye(50))
     scales = torch.logspace(-3, 3, 50)

@@ -103,9 +103,12 @@ def _is_psd(matrix: Tensor, dtype: torch.dtype) -> bool:
     norms = matrix.diagonal(dim1=-2, dim2=-1).to(dtype).sqrt()
     # Where the diagonal is 0, all must be: beside the largest, whatever the scale is.
     unit = torch.where(norms > 0, norms, norms.amax(-1, keepdim=True))
-    unit = torch.where(unit > 0, unit, torch.finfo(dtype).tiny)
+    # Below it, rounding to the smallest numbers there are is more than the room.
+    info = torch.finfo(matrix.dtype)
+    rounding = max(_ROUNDING, info.eps)
+    unit = unit.clamp_min(max((info.tiny * info.eps / rounding) ** 0.5, 1e-150))
     correlations = matrix.to(dtype) / unit.unsqueeze(-1) / unit.unsqueeze(-2)
-    room = max(_ROUNDING, torch.finfo(matrix.dtype).eps) * matrix.shape[-1]
+    room = rounding * matrix.shape[-1]
     correlations.diagonal(dim1=-2, dim2=-1).add_(room)
     return not torch.linalg.cholesky_ex(correlations).info.any()
 
