@@ -43,7 +43,7 @@ from torch import nn
 from flwr_fisher.curvature import fisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FAGH, FedFish, FedFisherOneShot
-from flwr_fisher.wire import FisherUpload, VectorUpload, get_codec, resolve
+from flwr_fisher.wire import Codec, FisherUpload, VectorUpload, resolve
 
 ROOT = Path(__file__).parents[1]
 CLIENTS, ROUNDS, CANNED = 4000, 5, 20
@@ -101,7 +101,7 @@ def reply(strategy: str, seed: int) -> ArrayRecord:
         return VectorUpload({"gradient": params, "hvp": params}).to_arrays()
     structure = "kfac" if strategy == "FedFisherOneShot" else "diagonal"
     curvature = fisher(model, list(x[:8]), structure=structure)
-    codec = resolve(get_codec("auto"), params)
+    codec = resolve(Codec("auto"), params)
     return FisherUpload(params, curvature).to_arrays(codec)
 
 

@@ -25,6 +25,7 @@ from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
 from flwr_fisher.strategies.fedfisher import FedFisherOneShot
 from flwr_fisher.strategies.tct import TCT
+from flwr_fisher.wire.codec import Codec
 
 __all__ = [
     "AFL",
@@ -32,6 +33,7 @@ __all__ = [
     "FAGH",
     "GIANT",
     "TCT",
+    "Codec",
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",

@@ -37,7 +37,6 @@ from flwr_fisher.wire import (
     FisherUpload,
     ProductUpload,
     VectorUpload,
-    get_codec,
     resolve,
 )
 
@@ -86,7 +85,7 @@ class FedFish(CurvatureStrategy):
         1 clients count by their examples alone, and `reduction` changes nothing. With
         the paper's 0 a client counts by its own loss: the worse it fits its data, the
         more. Both defaults were chosen on validation data (``benchmarks/fedfish.py``).
-    codec, budget
+    codec
         As for :class:`FedFisherOneShot`, with ``upload="fisher"``.
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
@@ -123,7 +122,6 @@ class FedFish(CurvatureStrategy):
         power: float = 0.5,
         balance: float = 1.0,
         codec: str | Codec = "auto",
-        budget: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -133,19 +131,19 @@ class FedFish(CurvatureStrategy):
         check_range("server_lr", server_lr, 0)
         check_range("power", power, 0, 1)
         check_range("balance", balance, 0, 1)
-        if self.secure is not None and codec not in ("auto", "lossless"):
+        self.codec = Codec.of(codec)
+        if self.secure is not None and self.codec.name not in ("auto", "lossless"):
             raise ConfigurationError(
                 f"codec={codec!r}: packed uploads cannot be summed under masks; leave "
                 "codec out"
             )
-        self.codec = get_codec(codec, budget)
         if upload == "product":
             if server_optimizer == "sgd":
                 raise ConfigurationError(
                     "upload='product' needs an adaptive server_optimizer, which "
                     "normalises it: 'adam', for example, not 'sgd'"
                 )
-            if self.codec.scheme not in ("auto", "lossless"):
+            if self.codec.name not in ("auto", "lossless"):
                 raise ConfigurationError(
                     "upload='product' has FedAvg's bytes as it is: leave codec out"
                 )

@@ -45,11 +45,10 @@ from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, initial_groups
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     AGGREGATES,
-    CODECS,
+    LOSSLESS,
     Codec,
     FisherUpload,
     SumsUpload,
-    get_codec,
     resolve,
 )
 
@@ -90,12 +89,11 @@ class FedFisherOneShot(CurvatureStrategy):
         (:func:`flwr_fisher.merge.matched`, Git Re-Basin): for clients that did not
         start from one model. Networks whose layers follow one another, and ``kfac``,
         ``ekfac`` or ``diagonal``; needs SciPy, ``pip install "flwr-fisher[matching]"``.
-    codec : "auto" | "fedavg" | "small" | "lossless" | "paper" | Codec, default "auto"
+    codec : "auto" | "fedavg" | "small" | "lossless" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
-        not at all (``lossless``), or as in the paper's Appendix C. ``auto`` is
-        ``fedavg``, and ``lossless`` for a model so small that headers outweigh it.
-    budget : float, optional
-        The codec's budget in multiples of FedAvg's upload, if not its own.
+        or not at all (``lossless``). ``auto`` is ``fedavg``, and ``lossless`` for a
+        model so small that headers outweigh it. ``Codec("fedavg", budget=0.75)`` packs
+        into another share of FedAvg's upload.
     aggregate : "parts" | "sums", default "parts"
         ``sums``: only weighted means over clients are used, which `secure` takes so
         that the server sees no client's; without it, it does. For ``kfac`` a round is
@@ -155,7 +153,6 @@ class FedFisherOneShot(CurvatureStrategy):
         merge: MergeOptions | None = None,
         matching: bool = False,
         codec: str | Codec = "auto",
-        budget: float | None = None,
         aggregate: str = "parts",
         privacy: Privacy | None = None,
         score: Score | None = None,
@@ -169,7 +166,7 @@ class FedFisherOneShot(CurvatureStrategy):
         fisher = _given("fisher", fisher, FisherOptions)
         merge = _given("merge", merge, MergeOptions)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
-        self.codec, self.score = get_codec(codec, budget), score
+        self.codec, self.score = Codec.of(codec), score
         self.aggregate, self.privacy = aggregate, check_privacy(privacy)
         if aggregate == "parts":
             # The merge limits what a client holds of a layer's curvature (`max_share`).
@@ -190,8 +187,6 @@ class FedFisherOneShot(CurvatureStrategy):
             raise ConfigurationError(
                 f"solver='closed-form' needs structure='diagonal', not '{structure}'"
             )
-        if self.codec.scheme == "paper" and structure not in ("kfac", "diagonal"):
-            raise ConfigurationError(f"codec='paper' has no form for '{structure}'")
         if aggregate == "sums":
             self._check_sums()
         if privacy is not None and (aggregate, structure) != ("sums", "diagonal"):
@@ -211,7 +206,7 @@ class FedFisherOneShot(CurvatureStrategy):
             raise ConfigurationError(
                 f"{needs} solver='pcg' for structure='kfac', not '{self.merge.solver}'"
             )
-        if self.codec.scheme not in ("auto", "lossless"):
+        if self.codec.name not in ("auto", "lossless"):
             raise ConfigurationError(
                 f"{needs} codec='lossless', since packed uploads cannot be summed"
             )
@@ -220,7 +215,7 @@ class FedFisherOneShot(CurvatureStrategy):
                 f"{needs} weighted_by_key='num-examples', by which clients weight "
                 f"their summands, not '{self.weighted_by_key}'"
             )
-        self.codec = CODECS["lossless"]
+        self.codec = LOSSLESS
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
         """Ask every client to train and to add its Fisher."""
@@ -267,7 +262,7 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.matching:
             check_matching(state.params)
         codec = resolve(self.codec, state.params)
-        if self.codec.scheme == "auto" and codec.scheme == "lossless":
+        if self.codec.name == "auto" and codec == LOSSLESS:
             logger.info(
                 "codec='auto': the model is so small that uploads are sent lossless"
             )

@@ -41,7 +41,7 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import PREFIX, FisherUpload, get_codec, resolve
+from flwr_fisher.wire import PREFIX, Codec, FisherUpload, resolve
 
 PACKED = "FedFisher, packed"
 CLIENTS, HOSTILE = 6, 2  # and which of them is hostile
@@ -108,7 +108,7 @@ lossless = partial(FedFisherOneShot, codec="lossless")
 VICTIMS: dict[str, Victim] = {
     "FedFisher": Victim(lossless),
     "FedFisher, batch norm": Victim(lossless, normalised=True),
-    PACKED: Victim(partial(FedFisherOneShot, codec="fedavg", budget=4.0)),
+    PACKED: Victim(partial(FedFisherOneShot, codec=Codec(budget=4.0))),
     "FedFisher, E-KFAC": Victim(partial(lossless, structure="ekfac")),
     "FedFisher, diagonal": Victim(partial(lossless, structure="diagonal")),
     "FedFisher, dense": Victim(partial(lossless, structure="dense")),
@@ -327,7 +327,7 @@ def no_records(content: RecordDict) -> None:
 def repacked(attack: Attack) -> Attack:
     """Unpack an upload, change it, and pack it again."""
     like = shared_state(make_model())
-    codec = resolve(get_codec("fedavg", budget=4.0), like)
+    codec = resolve(Codec("fedavg", budget=4.0), like)
 
     def changed(content: RecordDict) -> None:
         (key,) = content.array_records

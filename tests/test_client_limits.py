@@ -174,7 +174,7 @@ NO_NUMBERS: list[tuple[str, Callable[[], ArrayRecord], dict[str, Any]]] = [
     (
         "train",
         tiny_arrays,
-        {"codec": "packed", "codec-version": 1, "codec-budget": "x"},
+        {"codec": "fedavg", "codec-version": 2, "codec-budget": "x"},
     ),
     *[("train", OF_RUN, SCAFFOLD | {"lr": v}) for v in ("x", NAN, INF, -1.0)],
     *[("train", tiny_arrays, {"job": "fedpm", "damping": v}) for v in ("x", NAN)],

@@ -19,8 +19,8 @@ from flwr_fisher.params import (
     weighted_mean,
 )
 from flwr_fisher.wire import (
+    Codec,
     FisherUpload,
-    get_codec,
     resolve,
 )
 
@@ -118,12 +118,9 @@ def test_params_are_made_each_time_and_not_kept() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fedavg", "small"])
-def test_a_packed_upload_stays_packed_until_it_is_merged(
-    codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flwr_fisher.wire.read_fisher._SMALL", 0)
+def test_a_packed_upload_stays_packed_until_it_is_merged(codec: str) -> None:
     sent = upload_of("wide", "kfac")
-    chosen = resolve(get_codec(codec), sent.params)
+    chosen = resolve(Codec(codec), sent.params)
     record = sent.to_arrays(chosen)
     got = FisherUpload.from_arrays(record, sent.params, chosen)
     assert got.curvature.nbytes == 0

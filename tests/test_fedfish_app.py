@@ -72,7 +72,7 @@ def test_everything_can_be_chosen(tmp_path: Path) -> None:
         ({"held_out": 0.0}, "personalisation is of clients that never train"),
         ({"evaluate_every": 0}, "every must be >= 1"),
         ({"upload": "product"}, "needs an adaptive server_optimizer"),
-        ({"codec": "paper", "budget": 0.5}, "name 'fedavg'"),
+        ({"codec": "lossless", "budget": 0.5}, "name 'fedavg'"),
     ],
 )
 def test_mistakes_are_told_before_any_training(

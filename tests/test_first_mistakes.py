@@ -27,7 +27,7 @@ from flwr_fisher.tangent import TCTModel
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import tensors_to_arrays
 from flwr_fisher.wire.container import from_container
-from flwr_fisher.wire.packing import pack_params, unpack_params
+from flwr_fisher.wire.quantise import decode_param, encode_param
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ MISTAKES = {
         r"got 'w': .* which fisher_arrays\(\.\.\.\)",
     ),
     "another dtype": (
-        lambda: unpack_params(
-            pack_params(torch.zeros(3, 2).half(), 16), torch.zeros(3, 2), field="w"
+        lambda: decode_param(
+            encode_param(torch.zeros(3, 2).half(), 16), torch.zeros(3, 2), field="w"
         ),
         WireError,
         "12 bytes, expected 24 .* torch.float32",

@@ -18,8 +18,9 @@ from flwr_fisher.curvature.operators.factors import (
     SymmetricFactor,
 )
 from flwr_fisher.merge import LocalPosterior, fedfisher
-from flwr_fisher.wire.leading_vectors import leading_vectors
-from flwr_fisher.wire.matrix_budget import Matrix, pack_matrices
+from flwr_fisher.wire.budget import _Matrix, _pack_matrices
+from flwr_fisher.wire.matrices import leading_vectors
+from flwr_fisher.wire.quantise import Form
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=40)
 F64 = torch.float64
@@ -245,24 +246,22 @@ def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left: int) -> 
         torch.arange(1, n + 1, dtype=F64) ** -p for n, p in ((640, 0.6), (720, 1.2))
     ]
     matrices = [
-        Matrix(str(i), with_spectrum(s, i).float(), None) for i, s in enumerate(spectra)
+        _Matrix(str(i), with_spectrum(s, i).float(), None, torch.float32)
+        for i, s in enumerate(spectra)
     ]
-    entries = pack_matrices(matrices, left, 6)
+    entries = dict(_pack_matrices(matrices, left))
     spent = sum(len(entries[m.key]) - m.least for m in matrices)
     assert 0.9 * left - 720 <= spent <= left + 2
-    whole = 4
-    for key, entry in entries.items():
-        if entry[0] == whole:
-            continue
-        n = len(spectra[int(key)])
-        rank = int.from_bytes(bytes(entry[10:14].tolist()), "little")
-        share = float(spectra[int(key)][rank] / spectra[int(key)].sum()) / n
-        others = [
-            (int(k), int.from_bytes(bytes(e[10:14].tolist()), "little"))
-            for k, e in entries.items()
-            if k != key and e[0] != whole
-        ]
-        for index, sent in others:  # the next column here is worth no more than theirs
-            spectrum = spectra[index]
-            last = float(spectrum[sent - 1] / spectrum.sum()) / len(spectrum)
+    ranks = {
+        int(key): int.from_bytes(bytes(entry[10:14].tolist()), "little")
+        for key, entry in entries.items()
+        if entry[0] == Form.COLUMNS
+    }
+    for index, rank in ranks.items():
+        spectrum = spectra[index]
+        share = float(spectrum[rank] / spectrum.sum()) / len(spectrum)
+        for other in ranks.keys() - {index}:
+            # The next column here is worth no more than theirs.
+            theirs, sent = spectra[other], ranks[other]
+            last = float(theirs[sent - 1] / theirs.sum()) / len(theirs)
             assert share <= 1.3 * last

@@ -101,7 +101,7 @@ batch_statistics = nn.Sequential(
 )
 REAL = torch.rand(12)
 EMPIRICAL = {"expectation": "empirical"}
-PACKED = {"codec": "packed", "codec-version": FORMAT_VERSION}
+PACKED = {"codec": "fedavg", "codec-version": FORMAT_VERSION}
 
 
 def fails(error, text, **case):
@@ -174,11 +174,6 @@ FAILURES = {
         likelihood="gaussian",
         config={"report-local": True},
     ),
-    "paper": fails(
-        ClientError,
-        "codec='paper' has no form for structure='ekfac'",
-        config={"structure": "ekfac", **PACKED, "codec": "paper"},
-    ),
     "ekfac-once": fails(
         DataError, "reads the loader twice", loader=None, config={"structure": "ekfac"}
     ),
@@ -218,7 +213,7 @@ def test_what_is_fine_is_trained(config):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("codec", ["lossless", "packed"])
+@pytest.mark.parametrize("codec", ["lossless", "fedavg"])
 @pytest.mark.parametrize("kind", ["zero", "one-example", "constant", "typical"])
 def test_few_examples_of_little_use_are_no_reason_to_fail(structure, codec, kind):
     model = nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3))

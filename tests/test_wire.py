@@ -25,7 +25,7 @@ from flwr_fisher.errors import StructureError, WireError
 from flwr_fisher.flower_internals import round_trip
 from flwr_fisher.params import shared_state
 from flwr_fisher.wire import (
-    CODECS,
+    LOSSLESS,
     PREFIX,
     FisherUpload,
     arrays_to_tensors,
@@ -33,7 +33,7 @@ from flwr_fisher.wire import (
     tensors_to_arrays,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.container import text_of
+from flwr_fisher.wire.codec import description_text
 
 Named = dict[str, Tensor]
 
@@ -64,7 +64,7 @@ def upload_of(model: nn.Module, structure: str) -> FisherUpload:
 
 def format_entry() -> Named:
     """What a lossless record says about itself."""
-    return {f"{PREFIX}format": text_of(CODECS["lossless"].describe())}
+    return {f"{PREFIX}format": description_text(LOSSLESS.describe())}
 
 
 def travelled(record: ArrayRecord) -> ArrayRecord:

@@ -4,8 +4,6 @@ import json
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,18 +31,20 @@ from uploads import (
 from flwr_fisher.curvature import Dense, Diagonal, EigenKronecker, Kronecker
 from flwr_fisher.errors import ConfigurationError, WireError
 from flwr_fisher.wire import (
-    CODECS,
+    LOSSLESS,
     Codec,
     FisherUpload,
     curvature_to_tensors,
     fedavg_bytes,
-    get_codec,
     resolve,
-    smallest_budget,
 )
-from flwr_fisher.wire.budget import byte_limit, pack_upload
-from flwr_fisher.wire.matrix_budget import Matrix, _greedy, _ranks
-from flwr_fisher.wire.packing import HEAD, pack_params
+from flwr_fisher.wire.budget import (
+    _greedy,
+    _Matrix,
+    _pack_matrices,
+    byte_limit,
+)
+from flwr_fisher.wire.quantise import HEAD, Form, encode_param
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=60)
 SMALL = ("mlp", "linear", "cnn", "odd")  # a dense matrix of the others is too large
@@ -54,7 +54,6 @@ CASES = [
     for structure in STRUCTURES
     if name in SMALL or structure not in ("dense", "block")
 ]
-PAPER = [(name, s) for name in ("mlp", "cnn", "odd") for s in ("kfac", "diagonal")]
 FORMAT = "curvature/format"
 
 
@@ -69,8 +68,16 @@ def sent_and_read(
 
 def enough(codec: Codec, params: dict[str, Tensor]) -> Codec:
     """Return the codec, with a larger budget if the model needs it."""
-    needed = round(smallest_budget(params, codec) + 5e-4, 3)
-    return replace(codec, budget=max(needed, codec.budget))
+    return Codec(budget=max(needed_for(params), codec.budget))
+
+
+def needed_for(params: dict[str, Tensor]) -> float:
+    """Return the smallest budget, as the refusal of a smaller one names it."""
+    try:
+        resolve(Codec(budget=0.001), params)
+    except ConfigurationError as error:
+        return float(re.findall(r">= ([\d.]+)", str(error))[0])
+    return 0.001
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -102,31 +109,31 @@ def test_an_upload_comes_back_much_as_it_was(
     name: str, structure: str, preset: str
 ) -> None:
     sent = upload_of(name, structure)
-    got = sent_and_read(sent, enough(CODECS[preset], sent.params), structure)
+    got = sent_and_read(sent, enough(Codec(preset), sent.params), structure)
     assert_sound(got, sent.params)
     blocks = [(type(b), set(b.shapes)) for b in sent.curvature.blocks()]
     for block in got.curvature.blocks():
         assert (type(block), set(block.shapes)) in blocks
     assert len(got.curvature.blocks()) == len(blocks)
-    bits = 16 if preset == "fedavg" else 8
+    near = 2**-11 if preset == "fedavg" and needed_for(sent.params) < 1 else 0.2
     for key in LAYOUTS[name].trained:
-        assert relative(got.params[key], sent.params[key]) < 2 / 2 ** (bits - 1), key
+        assert relative(got.params[key], sent.params[key]) < near, key
 
 
 @pytest.mark.parametrize(("name", "structure"), CASES)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 )
-def test_at_16_bits_hardly_anything_is_lost(
+def test_with_a_large_budget_hardly_anything_is_lost(
     name: str, structure: str, dtype: torch.dtype
 ) -> None:
     sent = upload_of(name, structure, dtype, "flat")
     budget = {"block": 400.0, "dense": 400.0}.get(structure, 4.0)
     if name == "linear":  # whose 40 inputs make larger factors than that
         budget *= 2
-    got = sent_and_read(sent, Codec(budget, 16, 16, 16), structure)
+    got = sent_and_read(sent, Codec(budget=budget), structure)
     assert_sound(got, sent.params)
-    near = 2e-4 if dtype.itemsize > 2 else 4 * torch.finfo(dtype).eps
+    near = max(1e-3, 4 * torch.finfo(dtype).eps)
     for key, value in sent.params.items():
         assert relative(got.params[key], value) < near, key
     want = curvature_to_tensors(sent.curvature)
@@ -138,7 +145,7 @@ def test_at_16_bits_hardly_anything_is_lost(
         if "/ekfac/" not in key:  # whose columns come in another order
             assert relative(part, block[1]) < near, key
     if dtype == torch.float32 and name in SMALL:
-        assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 2e-4
+        assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 1e-3
 
 
 def ordered_dense(sent: FisherUpload, got: FisherUpload) -> Tensor:
@@ -151,62 +158,52 @@ def ordered_dense(sent: FisherUpload, got: FisherUpload) -> Tensor:
     return sent.curvature.to_dense()[order][:, order]
 
 
-@pytest.mark.parametrize(("name", "structure"), PAPER)
-def test_the_papers_codec_comes_back_as_well_as_it_can(
-    name: str, structure: str
-) -> None:
-    sent = upload_of(name, structure)
-    got = sent_and_read(sent, resolve(CODECS["paper"], sent.params), structure)
-    assert_sound(got, sent.params)
-    for key, value in sent.params.items():
-        assert relative(got.params[key], value) < 1e-3, key
-    dense = got.curvature.to_dense().double()
-    assert torch.linalg.eigvalsh(dense).min() >= -1e-5 * dense.diagonal().max()
-    if structure == "diagonal":
-        assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 1e-2
-
-
-@pytest.mark.parametrize("structure", ["block", "ekfac", "dense"])
-def test_the_paper_has_no_form_for_other_structures(structure: str) -> None:
-    with pytest.raises(ConfigurationError, match="codec 'paper' has no form for"):
-        upload_of("cnn", structure).to_arrays(CODECS["paper"])
-
-
 @pytest.mark.parametrize("spectrum", ["zero", "huge", "low-rank", "steep"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("budget", [1.0, 400.0])
 def test_no_curvature_is_too_odd(budget: float, structure: str, spectrum: str) -> None:
     for name in SMALL:
         sent = upload_of(name, structure, spectrum=spectrum)
-        got = sent_and_read(sent, enough(Codec(budget), sent.params), structure)
+        got = sent_and_read(sent, enough(Codec(budget=budget), sent.params), structure)
         assert_sound(got, sent.params)
         if spectrum == "zero":
             for key, part in curvature_to_tensors(got.curvature).items():
                 assert "/ekfac/" in key or not part.any(), key
 
 
-@pytest.mark.parametrize("scheme", ["packed", "paper"])
+@pytest.mark.parametrize("spectrum", ["flat", "steep", "low-rank", "zero", "huge"])
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "block"])
+@pytest.mark.parametrize("budget", [1.0, 400.0])
+def test_what_was_read_can_be_sent_again(
+    budget: float, structure: str, spectrum: str
+) -> None:
+    """Rounding makes no honest curvature one that a reader refuses."""
+    for name in ("mlp", "cnn"):
+        sent = upload_of(name, structure, spectrum=spectrum)
+        got = sent_and_read(sent, Codec(budget=budget), structure)
+        assert_sound(sent_and_read(got, LOSSLESS, structure), sent.params)
+        assert_sound(sent_and_read(got, Codec(budget=budget), structure), sent.params)
+
+
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_are_cut_as_well(
-    scheme: str, structure: str, dtype: torch.dtype
-) -> None:
+def test_other_dtypes_are_cut_as_well(structure: str, dtype: torch.dtype) -> None:
     """Float64 and float16 also go where not all matrices are sent whole."""
     sent = upload_of("cnn", structure, dtype)
-    assert_sound(sent_and_read(sent, Codec(scheme=scheme)), sent.params)
+    assert_sound(sent_and_read(sent, Codec("fedavg")), sent.params)
 
 
 def test_buffers_travel_as_they_are() -> None:
     for name in ("odd", "cnn"):
         sent = upload_of(name, "kfac")
-        got = sent_and_read(sent, enough(CODECS["small"], sent.params))
+        got = sent_and_read(sent, enough(Codec("small"), sent.params))
         for key in LAYOUTS[name].buffers:
             assert torch.equal(got.params[key], sent.params[key]), key
 
 
 def test_factors_that_fit_are_within_the_bound_of_their_bits() -> None:
     sent = upload_of("mlp", "kfac", spectrum="flat")
-    got = sent_and_read(sent, Codec(6.0))
+    got = sent_and_read(sent, Codec(budget=0.95))
     for mine, theirs in zip(
         sent.curvature.blocks(), got.curvature.blocks(), strict=True
     ):
@@ -224,7 +221,7 @@ def test_factors_that_fit_are_within_the_bound_of_their_bits() -> None:
 
 def test_e_kfac_keeps_the_columns_that_carry_most() -> None:
     sent = upload_of("wide", "ekfac")
-    got = sent_and_read(sent, Codec(0.8))
+    got = sent_and_read(sent, Codec(budget=0.8))
     (mine,) = [b for b in sent.curvature.blocks() if b.shapes.keys() >= {"0.weight"}]
     (theirs,) = [b for b in got.curvature.blocks() if b.shapes.keys() >= {"0.weight"}]
     assert isinstance(mine, EigenKronecker)
@@ -233,14 +230,14 @@ def test_e_kfac_keeps_the_columns_that_carry_most() -> None:
     assert 0 < kept < theirs.basis_A.shape[-1]
     order = mine.moments.sum(-2).argsort(-1, descending=True)[0, :kept]
     away = theirs.basis_A[0, :, :kept] - mine.basis_A[0][:, order]
-    assert away.norm(dim=0).max() < 150**0.5 / 31 + 0.05
+    assert away.norm(dim=0).max() < 150**0.5 / 127 + 0.05
 
 
 def test_the_order_of_blocks_is_not_that_of_arrival() -> None:
     sent = upload_of("cnn", "kfac")
-    for codec in (CODECS["lossless"], CODECS["fedavg"], CODECS["paper"]):
+    for codec in (LOSSLESS, Codec("fedavg")):
         record = sent.to_arrays(codec)
-        if codec.scheme == "lossless":
+        if codec == LOSSLESS:
             backwards = ArrayRecord({k: record[k] for k in reversed(list(record))})
         else:
             entries = entries_of(record)
@@ -264,8 +261,8 @@ def test_a_reply_weighs_at_most_the_budget(
 ) -> None:
     for spectrum in ("steep", "flat"):
         sent = upload_of(name, structure, spectrum=spectrum)
-        codec = Codec(budget)
-        if smallest_budget(sent.params, codec) > budget:
+        codec = Codec(budget=budget)
+        if needed_for(sent.params) > budget:
             with pytest.raises(ConfigurationError, match="budget must be >="):
                 resolve(codec, sent.params)
             continue
@@ -273,18 +270,11 @@ def test_a_reply_weighs_at_most_the_budget(
         assert reply_bytes(record) <= budget * fedavg_reply_bytes(sent.params)
 
 
-@pytest.mark.parametrize(("name", "structure"), PAPER)
-def test_the_papers_reply_weighs_at_most_fedavgs(name: str, structure: str) -> None:
-    sent = upload_of(name, structure)
-    record = sent.to_arrays(resolve(CODECS["paper"], sent.params))
-    assert reply_bytes(record) <= fedavg_reply_bytes(sent.params)
-
-
 def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget() -> None:
     layout = Layout({"0.weight": (900, 700), "1.weight": (900, 900)})
     sent = FisherUpload(params_of(layout), curvature_of(layout, "kfac"))
     for budget in (0.3, 0.4, 1.0):
-        record = sent.to_arrays(Codec(budget))
+        record = sent.to_arrays(Codec(budget=budget))
         used = reply_bytes(record) / fedavg_reply_bytes(sent.params)
         assert 0.9 * min(budget, 0.75) < used <= budget
 
@@ -297,41 +287,32 @@ def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(
     if (name, structure) not in CASES:
         pytest.skip("too large")
     params = params_of(LAYOUTS[name])
-    for bits in (None, 2, 16):
-        for requested in (0.01, 0.6):
-            codec = enough(Codec(requested, bits), params)
-            for spectrum in ("flat", "zero"):
-                sent = upload_of(name, structure, spectrum=spectrum)
-                assert_sound(sent_and_read(sent, resolve(codec, params)), params)
+    for requested in (0.01, 0.6):
+        codec = enough(Codec(budget=requested), params)
+        for spectrum in ("flat", "zero"):
+            sent = upload_of(name, structure, spectrum=spectrum)
+            assert_sound(sent_and_read(sent, resolve(codec, params)), params)
 
 
-@pytest.mark.parametrize("bits", [None, 2, 7, 16])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_budget_too_small_is_refused_with_the_smallest_that_works(
-    name: str, bits: int | None
-) -> None:
+def test_a_budget_too_small_is_refused_with_the_smallest_that_works(name: str) -> None:
     params = params_of(LAYOUTS[name])
     sent = upload_of(name, "kfac")
     for too_small in (0.001, 0.05, 0.2):
         with pytest.raises(ConfigurationError, match="budget must be >=") as caught:
-            resolve(Codec(too_small, bits), params)
+            resolve(Codec(budget=too_small), params)
         (needed,) = re.findall(r">= ([\d.]+)", str(caught.value))
-        codec = Codec(float(needed), bits)
+        codec = Codec(budget=float(needed))
         assert resolve(codec, params) == codec
         record = sent.to_arrays(codec)
         assert reply_bytes(record) <= float(needed) * fedavg_reply_bytes(params)
         with pytest.raises(ConfigurationError, match="budget must be >="):
-            resolve(Codec(float(needed) - 0.002, bits), params)
+            resolve(Codec(budget=float(needed) - 0.002), params)
 
 
 def test_what_cannot_be_packed_is_refused_without_resolve_too() -> None:
     with pytest.raises(ConfigurationError, match=r"budget must be >= \d"):
-        upload_of("mlp", "kfac").to_arrays(Codec(0.05))
-
-
-def test_the_papers_codec_refuses_what_it_cannot_hold() -> None:
-    with pytest.raises(ConfigurationError, match="use codec='lossless'"):
-        resolve(CODECS["paper"], params_of(LAYOUTS["linear"]))
+        upload_of("mlp", "kfac").to_arrays(Codec("fedavg", budget=0.05))
 
 
 SHAPES = st.one_of(
@@ -361,13 +342,12 @@ def layouts(draw: st.DrawFn) -> Layout:
     layout=layouts(),
     structure=st.sampled_from(["kfac", "diagonal", "ekfac"]),
     budget=st.floats(0.3, 4.0),
-    bits=st.tuples(*[st.none() | st.integers(2, 16)] * 3),
 )
 def test_any_model_fits_or_is_refused(
-    layout: Layout, structure: str, budget: float, bits: tuple[int | None, ...]
+    layout: Layout, structure: str, budget: float
 ) -> None:
     params = params_of(layout)
-    codec = enough(Codec(budget, *bits), params)
+    codec = enough(Codec(budget=budget), params)
     sent = FisherUpload(params, curvature_of(layout, structure))
     record = sent.to_arrays(resolve(codec, params))
     assert reply_bytes(record) <= codec.budget * fedavg_reply_bytes(params)
@@ -378,8 +358,8 @@ def test_any_model_fits_or_is_refused(
 def test_more_budget_is_used() -> None:
     sent = upload_of("wide", "kfac")
     errors = []
-    for budget in (0.4, 0.7, 1.0, 2.0, 4.0):
-        got = sent_and_read(sent, Codec(budget, 8, 8, 8))
+    for budget in (0.35, 0.5, 0.7, 1.0, 2.0):
+        got = sent_and_read(sent, Codec(budget=budget))
         read = curvature_to_tensors(got.curvature)
         parts = curvature_to_tensors(sent.curvature)
         errors.append(max(relative(read[key], v) for key, v in parts.items()))
@@ -406,10 +386,10 @@ def twin(
         counts[owner] += 1
 
 
-def offered(matrix: Matrix, bits: int) -> list[tuple[float, float]]:
+def offered(matrix: _Matrix) -> list[tuple[float, float]]:
     """Each column's share of its matrix's trace a byte, and its bytes."""
-    values, totals = matrix.spectrum(matrix.n)[0].double(), matrix.trace()
-    cost = matrix.groups * (matrix.n * bits / 8 + 4)
+    values, totals = matrix.spectrum(matrix.n)[0].double(), matrix.total
+    cost = matrix.groups * (matrix.n + 4)
     shares = []
     for column in range(matrix.n):
         share = 0.0
@@ -432,144 +412,121 @@ def offered(matrix: Matrix, bits: int) -> list[tuple[float, float]]:
         max_size=4,
     ),
     left=st.integers(0, 800),
-    bits=st.integers(2, 16),
 )
 def test_columns_are_bought_as_the_slow_twin_buys_them(
-    sizes: list[tuple[int, int, str]], left: int, bits: int
+    sizes: list[tuple[int, int, str]], left: int
 ) -> None:
     matrices = [
-        Matrix(str(i), psd(i, groups, n, spectrum), None)
+        _Matrix(str(i), psd(i, groups, n, spectrum), None, torch.float32)
         for i, (groups, n, spectrum) in enumerate(sizes)
     ]
     spectra = {m.key: m.spectrum(m.n) for m in matrices}
-    got = _greedy(matrices, spectra, left, bits)
-    counts, rest = twin([offered(m, bits) for m in matrices], left)
-    assert list(got.values()) == counts
+    counts, rest = twin([offered(m) for m in matrices], left)
+    assert list(_greedy(matrices, spectra, left).values()) == counts
     assert rest >= 0
     # Whole where it is no larger, and all together within what is left.
-    ranks = _ranks(matrices, spectra, left, bits)
-    spent, todo = 0.0, []
-    for m in matrices:
-        if m.key not in ranks:
-            spent += max(0, m.whole(bits))
-            continue
-        todo.append(m)
-        assert ranks[m.key] * m.column(bits) < m.whole(bits) or m.whole(bits) <= 0
-        spent += ranks[m.key] * m.column(bits)
-    assert spent <= max(left, 0)
-    freed = left - sum(max(0, m.whole(bits)) for m in matrices if m.key not in ranks)
-    counts, _ = twin([offered(m, bits) for m in todo], freed)
-    assert [ranks[m.key] for m in todo] == counts
-
-
-def forms_of(sent: FisherUpload, codec: Codec) -> dict[str, tuple[int, ...]]:
-    """Form, bits and sizes of each part."""
-    parts = curvature_to_tensors(sent.curvature)
-    return {
-        key: struct.unpack("<BBIII", bytes(entry[:HEAD].tolist()))
-        for key, entry in pack_upload(
-            sent.params, parts, codec, sent.curvature.shapes
-        ).items()
-        if key in parts
+    entries = {
+        key: (entry[0], rank_of(entry), len(entry))
+        for key, entry in _pack_matrices(matrices, left)
     }
+    assert entries.keys() == {m.key for m in matrices}
+    cut = [m for m in matrices if entries[m.key][0] == Form.COLUMNS]
+    freed = left - sum(m.whole(8) for m in matrices if m not in cut)
+    if cut:
+        counts, _ = twin([offered(m) for m in cut], freed)
+        assert [entries[m.key][1] for m in cut] == counts
+    for m in cut:
+        assert entries[m.key][1] * m.column() < m.whole(8)
+    assert sum(entries[m.key][2] - m.least for m in matrices) <= left
+
+
+def rank_of(entry: Tensor) -> int:
+    return struct.unpack("<BBIII", bytes(entry[:HEAD].tolist()))[4]
+
+
+def forms_of(sent: FisherUpload, codec: Codec) -> set[tuple[int, int]]:
+    """Form and bits of the factors."""
+    entries = entries_of(sent.to_arrays(codec))
+    return {(int(e[0]), int(e[1])) for key, e in entries.items() if "/kfac/" in key}
 
 
 def test_a_matrix_is_sent_whole_where_that_is_smaller() -> None:
     sent = upload_of("wide", "kfac", spectrum="flat")
-    whole, columns = 4, 5
-    assert {head[:2] for head in forms_of(sent, Codec(4.0)).values()} == {(whole, 8)}
-    heads = forms_of(sent, Codec(0.6)).values()
-    assert {head[1] for head in heads} == {6}
-    assert {head[0] for head in heads} == {whole, columns}
-    for form, bits, groups, n, rank in heads:
-        if form == columns:
-            size = rank * (n * bits / 8 + 4)
-            assert size < n * 4 + n * (n + 1) / 2 * bits / 8
-            assert groups == 1
+    assert forms_of(sent, Codec(budget=4.0)) == {(Form.WHOLE, 16)}
+    assert forms_of(sent, Codec(budget=1.0)) == {(Form.WHOLE, 8)}
+    assert forms_of(sent, Codec(budget=0.5)) == {(Form.WHOLE, 8), (Form.COLUMNS, 8)}
 
 
-@pytest.mark.parametrize("bits", range(2, 17))
-def test_bits_that_are_asked_for_are_those_that_travel(bits: int) -> None:
-    sent = upload_of("cnn", "kfac")
-    codec = Codec(8.0, bits, bits, bits)
-    assert {head[1] for head in forms_of(sent, codec).values()} == {bits}
-    entries = entries_of(sent.to_arrays(codec))
-    for key in LAYOUTS["cnn"].trained:
-        count = sent.params[key].numel()
-        assert entries[key][:2].tolist() == [1, bits]
-        blocks = -(-count // 256)
-        assert len(entries[key]) == 2 + 4 * blocks + -(-count * bits // 8), key
+def test_a_diagonal_has_the_bytes_that_are_left() -> None:
+    sent = upload_of("wide", "diagonal")
+    for budget, bits, least, most in (
+        (0.33, 8, 0.1, 0.9),
+        (0.49, 8, 0.6, 0.99),
+        (2, 16, 1, 1),
+    ):
+        entries = entries_of(sent.to_arrays(Codec(budget=budget)))
+        entry = entries["curvature/diagonal/0.weight"]
+        assert entry[1] == bits
+        (fine,) = struct.unpack("<I", bytes(entry[HEAD + 4 : HEAD + 8].tolist()))
+        assert least <= fine / 9000 <= most
 
 
 # --- the codec itself -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["weight_bits", "diagonal_bits", "factor_bits"])
-@pytest.mark.parametrize("bits", [0, 1, 17, -3, 7.5, 8.0, float("nan"), True])
-def test_bits_out_of_range_are_refused(name: str, bits: float) -> None:
-    with pytest.raises(ConfigurationError, match=name):
-        Codec(**{name: bits})
-
-
 @pytest.mark.parametrize("budget", [0, -1, 1e-4, 1e4, float("nan"), float("inf")])
 def test_a_budget_out_of_range_is_refused(budget: float) -> None:
     with pytest.raises(ConfigurationError, match="budget"):
-        Codec(budget)
+        Codec(budget=budget)
 
 
-@pytest.mark.parametrize("scheme", ["auto", "lossless", "paper"])
-@pytest.mark.parametrize("free", [{"budget": 0.5}, {"weight_bits": 8}])
-def test_only_packed_takes_numbers(scheme: str, free: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="takes no budget and bits"):
-        Codec(scheme=scheme, **free)
+def test_lossless_takes_no_budget() -> None:
+    with pytest.raises(ConfigurationError, match="takes no budget"):
+        Codec("lossless", 0.5)
 
 
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="unknown codec 'zip'"):
-        get_codec("zip")
-    with pytest.raises(ConfigurationError, match="unknown codec 'zip'"):
-        Codec(scheme="zip")
+@pytest.mark.parametrize("name", ["zip", "paper", "packed"])
+def test_an_unknown_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"unknown codec '{name}'"):
+        Codec.of(name)
 
 
 @pytest.mark.parametrize(
-    "codec", [*CODECS.values(), Codec(0.37, 5, 6, 7), Codec(2), Codec(1 / 3, None, 2)]
+    "codec", [*map(Codec, ("auto", "lossless", "fedavg", "small")), Codec(budget=1 / 3)]
 )
 def test_a_codec_comes_back_from_a_config(codec: Codec) -> None:
     assert Codec.from_options(codec.to_options()) == codec
-    codec.check_description(json.loads(json.dumps(codec.describe())), field="x")
+    codec.check_description(text(**codec.describe()), field="x")
 
 
 def test_a_server_that_asks_for_no_codec_gets_plain_arrays() -> None:
-    assert Codec.from_options({}) == CODECS["lossless"]
+    assert Codec.from_options({}) == LOSSLESS
 
 
-@pytest.mark.parametrize("version", [0, 2, None, "1"])
+@pytest.mark.parametrize("version", [0, 1, 3, None, "2"])
 def test_a_client_refuses_to_write_another_version(version: object) -> None:
-    config = {**CODECS["fedavg"].to_options(), "codec-version": version}
+    config = {**Codec("fedavg").to_options(), "codec-version": version}
     with pytest.raises(ConfigurationError, match=r"version .* of the upload format"):
         Codec.from_options(config)
 
 
 def test_auto_is_fedavg_where_that_fits() -> None:
-    auto = CODECS["auto"]
-    assert resolve(auto, params_of(LAYOUTS["wide"])) == CODECS["fedavg"]
-    assert resolve(auto, {"w": torch.zeros(2)}) == CODECS["lossless"]
+    auto = Codec("auto")
+    assert resolve(auto, params_of(LAYOUTS["wide"])) == Codec("fedavg")
+    assert resolve(auto, {"w": torch.zeros(2)}) == LOSSLESS
 
 
-def test_another_budget_replaces_the_presets() -> None:
-    assert get_codec("small") == Codec(0.5)
-    assert get_codec("small", 0.7) == Codec(0.7)
-    assert get_codec(Codec(2.0, 9), 0.7) == Codec(0.7, 9)
-    with pytest.raises(ConfigurationError, match="takes no budget"):
-        get_codec("paper", 0.5)
+def test_a_budget_alone_packs() -> None:
+    assert Codec(budget=0.7) == Codec("fedavg", 0.7)
+    assert (Codec("fedavg").budget, Codec("small").budget) == (1.0, 0.5)
 
 
 def test_the_limit_is_the_budget_less_the_metrics_below_one() -> None:
     params = params_of(LAYOUTS["mlp"])
     plain = fedavg_bytes(params)
-    assert byte_limit(params, Codec(1.0)) == plain
-    assert byte_limit(params, Codec(2.0)) == 2 * plain
-    assert byte_limit(params, Codec(0.5)) == int(0.5 * plain - 256)
+    assert byte_limit(params, Codec("fedavg", budget=1.0)) == plain
+    assert byte_limit(params, Codec("fedavg", budget=2.0)) == 2 * plain
+    assert byte_limit(params, Codec("fedavg", budget=0.5)) == int(0.5 * plain - 256)
 
 
 # --- what arrives wrong ---------------------------------------------------------------
@@ -589,11 +546,6 @@ def raw(data: bytes) -> Tensor:
 
 def text(**description: Any) -> Tensor:
     return raw(json.dumps(description).encode())
-
-
-@cache
-def good(scheme: str, structure: str = "kfac") -> FisherUpload:
-    return upload_of("cnn", structure)
 
 
 def changed(
@@ -651,7 +603,9 @@ def columns_of(groups: int, n: int, rank: int) -> Callable[[Tensor], Tensor]:
     def change(_: Tensor) -> Tensor:
         codes = b"\1" * (groups * n * rank)
         norms = struct.pack("<f", 1) * (groups * (rank + 1))
-        return raw(struct.pack("<BBIII", 5, 8, groups, n, rank) + norms + codes)
+        return raw(
+            struct.pack("<BBIII", Form.COLUMNS, 8, groups, n, rank) + norms + codes
+        )
 
     return change
 
@@ -664,8 +618,8 @@ D = "curvature/diagonal/1.weight"
 DENSE = f"curvature/dense/{W},0.bias"
 COUNTER, MEAN = "1.num_batches_tracked", "1.running_mean"
 NAN, INF = float("nan"), float("inf")
-FINE = Codec(1.0)
-WIDE = Codec(20.0)  # all of a dense block fits
+FINE = Codec("fedavg", budget=1.0)
+WIDE = Codec("fedavg", budget=20.0)  # all of a dense block fits
 
 HOSTILE: dict[str, tuple[str, Any, str]] = {
     "no format": (FORMAT, None, "missing"),
@@ -675,23 +629,18 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "format too long": (FORMAT, raw(b" " * 300), "too long"),
     "format of another kind": (FORMAT, raw(b"[1]"), "which format"),
     "format without a version": (FORMAT, text(budget=1.0), "which format"),
-    "older version": (FORMAT, text(version=0), "format version 0, .* reads 1"),
-    "newer version": (FORMAT, text(version=2), "format version 2, .* reads 1"),
+    "older version": (FORMAT, text(version=1), "format version 1, .* reads 2"),
+    "newer version": (FORMAT, text(version=3), "format version 3, .* reads 2"),
     "odd version": (FORMAT, text(version="x"), "format version 'x'"),
     "another budget": (
         FORMAT,
         text(**{**FINE.describe(), "budget": 2.0}),
         "another codec was asked for.*budget",
     ),
-    "another scheme": (
+    "another name": (
         FORMAT,
-        text(**CODECS["paper"].describe()),
-        "another codec was asked for.*scheme",
-    ),
-    "other bits": (
-        FORMAT,
-        text(**{**FINE.describe(), "weight_bits": 3}),
-        "another codec.*weight_bits",
+        text(**LOSSLESS.describe()),
+        "another codec was asked for.*name",
     ),
     "too much said": (FORMAT, text(**FINE.describe(), more=1), "another codec"),
     "missing parameter": (W, None, "missing"),
@@ -708,40 +657,39 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "empty parameter": (W, raw(b""), "0 bytes"),
     "cut head of a parameter": (W, raw(b"\1"), "1 bytes"),
     "unknown form of a parameter": (W, with_byte(0, 9), "form 9"),
-    "form of a part for a parameter": (W, with_byte(0, 2), "form 2"),
-    "coded counter": (
-        COUNTER,
-        with_byte(0, 1),
-        "form 1 for a parameter of torch.int64",
-    ),
+    "form of a part for a parameter": (W, with_head(form=3, bits=8), "form WHOLE for"),
+    "coded counter": (COUNTER, with_head(form=1, bits=16), "form FLOAT for a param"),
+    "coded counter in rows": (COUNTER, with_head(form=2, bits=8), "form ROWS for a"),
     "0 bits": (W, with_byte(1, 0), "codes of 0 bits"),
     "1 bit": (W, with_byte(1, 1), "codes of 1 bits"),
     "17 bits": (W, with_byte(1, 17), "codes of 17 bits"),
     "255 bits": (W, with_byte(1, 255), "codes of 255 bits"),
-    "other bits of a parameter": (W, with_byte(1, 7), "shape"),
-    "NaN scale of a parameter": (W, with_float(2, NAN), "scale"),
-    "infinite scale": (W, with_float(2, INF), "scale"),
-    "negative scale": (W, with_float(2, -1.0), "scale"),
-    "short parameter": (W, lambda e: e[:-1], "shape"),
-    "long parameter": (W, lambda e: torch.cat([e, e[:1]]), "shape"),
+    "floats of 8 bits for a parameter": (W, with_byte(1, 8), "form FLOAT for a param"),
+    "other form of a parameter": (W, with_head(form=2, bits=8), "bytes, expected"),
+    "NaN scale of a parameter": (W, with_float(HEAD, NAN), "scale"),
+    "infinite scale": (W, with_float(HEAD, INF), "scale"),
+    "negative scale": (W, with_float(HEAD, -1.0), "scale"),
+    "NaN parameter": (W, with_byte(-1, 0x7F), "stands for no value"),
+    "short parameter": (W, lambda e: e[:-1], "bytes, expected"),
+    "long parameter": (W, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
     "short counter": (COUNTER, lambda e: e[:-1], "7 bytes, expected 8"),
     "long counter": (COUNTER, lambda e: torch.cat([e, e]), "bytes, expected 8"),
-    "NaN buffer": (MEAN, with_float(2, NAN), "NaN or infinity"),
-    "infinite buffer": (MEAN, with_float(2, -INF), "NaN or infinity"),
-    "raw parameter of another size": (W, with_byte(0, 0), "bytes, expected"),
+    "NaN buffer": (MEAN, with_float(HEAD, NAN), "NaN or infinity"),
+    "infinite buffer": (MEAN, with_float(HEAD, -INF), "NaN or infinity"),
+    "raw parameter of another size": (W, with_head(form=0, bits=0), "bytes, expected"),
     "missing factor A": (A, None, "missing"),
     "missing factor G": (G, None, "missing"),
     "empty part": (A, raw(b""), "of head"),
     "cut head": (A, lambda e: e[: HEAD - 1], "of head"),
-    "head alone": (A, lambda e: e[:HEAD], "of norms"),
+    "head alone": (A, lambda e: e[:HEAD], "0 bytes, expected"),
     "unknown form": (A, with_head(form=77), "unknown form 77"),
-    "form of a diagonal for a factor": (A, with_head(form=2), "form LOG for this part"),
-    "form of a factor for a diagonal": (D, with_head(form=4), "form WHOLE for this"),
-    "basis for a factor": (A, with_head(form=6), "form BASIS for this part"),
+    "form of a diagonal for a factor": (A, with_head(form=1), "form FLOAT for this"),
+    "form of a factor for a diagonal": (D, with_head(form=3), "form WHOLE for this"),
+    "rows for a diagonal": (D, with_head(form=2, bits=8), "form ROWS for this part"),
+    "basis for a factor": (A, with_head(form=5), "form BASIS for this part"),
     "factor of 0 bits": (A, with_head(bits=0), "codes of 0 bits"),
-    "factor of 1 bit": (A, with_head(bits=1), "codes of 1 bits"),
     "factor of 17 bits": (A, with_head(bits=17), "codes of 17 bits"),
-    "factor of other bits": (A, with_head(bits=11), "expected"),
+    "factor of other bits": (A, with_head(bits=4), "expected"),
     "no groups": (A, with_head(a=0), "factors of a weight"),
     "groups that do not divide": (A, with_head(a=3), "factors of a weight"),
     "too many groups": (A, with_head(a=2**32 - 1), "factors of a weight"),
@@ -749,27 +697,30 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "huge n": (A, with_head(b=2**32 - 1), "at most 16384 rows"),
     "n of no rows": (A, with_head(b=0), "expected"),
     "n of a layer without a bias": (A, with_head(b=18), "bytes"),
-    "rank above n": (A, with_head(form=5, c=20), "rank 20 of a matrix with 19 rows"),
-    "huge rank": (A, with_head(form=5, c=2**32 - 1), "rank"),
-    "other rank": (A, with_head(form=5, c=19), "bytes"),
+    "rank above n": (A, with_head(form=4, c=20), "rank 20 of a matrix with 19 rows"),
+    "huge rank": (A, with_head(form=4, c=2**32 - 1), "rank"),
+    "other rank": (A, with_head(form=4, c=19), "bytes"),
     "groups that do not match the other side": (
         GROUPED,
         columns_of(2, 8, 1),
         "does not fit",
     ),
-    "NaN norm": (A, with_float(HEAD, NAN), "norm"),
-    "infinite norm": (A, with_float(HEAD, INF), "norm"),
-    "negative norm": (A, with_float(HEAD, -0.5), "norm"),
+    "NaN norm": (A, with_float(HEAD, NAN), "scale"),
+    "infinite norm": (A, with_float(HEAD, INF), "scale"),
+    "negative norm": (A, with_float(HEAD, -0.5), "scale"),
     "norm that overflows": (A, with_float(HEAD, 3e38), "overflow"),
-    "short factor": (A, lambda e: e[:-1], "bytes of codes, expected"),
-    "long factor": (A, lambda e: torch.cat([e, e[:1]]), "bytes of codes, expected"),
-    "code for nothing": (A, with_byte(-1, 255), "stands for no value"),
+    "short factor": (A, lambda e: e[:-1], "bytes, expected"),
+    "long factor": (A, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
     "diagonal of 1 bit": (D, with_head(bits=1), "codes of 1 bits"),
-    "diagonal of other bits": (D, with_head(bits=3), "shape"),
+    "diagonal of other bits": (D, with_head(bits=8), "bytes, expected"),
+    "diagonal of 4 bits": (D, with_head(bits=4), "codes of 4 bits"),
     "NaN scale of a diagonal": (D, with_float(HEAD, NAN), "scale"),
     "negative scale of a diagonal": (D, with_float(HEAD, -1.0), "scale"),
-    "short diagonal": (D, lambda e: e[:-1], "shape"),
-    "long diagonal": (D, lambda e: torch.cat([e, e[:1]]), "shape"),
+    "code for nothing": (D, with_byte(-1, 0x7C), "stands for no value"),
+    "negative code": (D, with_byte(-1, 0xBC), "must not be negative"),
+    "too many fine values": (D, with_byte(HEAD + 4, 9), "9 values of 8"),
+    "short diagonal": (D, lambda e: e[:-1], "bytes, expected"),
+    "long diagonal": (D, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
     "missing moments": (ES, None, "missing"),
     "missing basis": (EA, None, "missing"),
     "huge moments": (
@@ -777,19 +728,19 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
         with_head(a=1, b=2**32 - 1, c=2**32 - 1),
         "at most 16384 rows",
     ),
-    "factor for a basis": (EA, with_head(form=5), "form COLUMNS for this part"),
+    "factor for a basis": (EA, with_head(form=4), "form COLUMNS for this part"),
     "rank of a basis above n": (EA, with_head(c=20), "rank 20"),
-    "short basis": (EA, lambda e: e[:-1], "bytes of codes"),
+    "short basis": (EA, lambda e: e[:-1], "bytes, expected"),
     "NaN scale of moments": (ES, with_float(HEAD, NAN), "scale"),
     "more than one dense matrix": (DENSE, with_head(a=2), "2 matrices, expected one"),
     "huge dense matrix": (DENSE, with_head(b=2**31), "expected"),
-    "dense matrix of other rank": (DENSE, with_head(form=5, c=2**20), "rank"),
-    "short dense matrix": (DENSE, lambda e: e[:-1], "bytes of codes"),
-    "negative norm of a dense matrix": (DENSE, with_float(HEAD, -1), "norm"),
+    "dense matrix of other rank": (DENSE, with_head(form=4, c=2**20), "rank"),
+    "short dense matrix": (DENSE, lambda e: e[:-1], "bytes, expected"),
+    "negative norm of a dense matrix": (DENSE, with_float(HEAD, -1), "scale"),
 }
 HOSTILE["curvature of a counter"] = (
     f"curvature/diagonal/{COUNTER}",
-    raw(struct.pack("<BBIII", 2, 8, 0, 0, 0) + b"\0" * 9),
+    raw(struct.pack("<BBIII", 1, 8, 0, 0, 0) + b"\0" * 9),
     "dtype torch.int64",
 )
 
@@ -812,61 +763,6 @@ def test_without_any_change_nothing_is_refused(key: str) -> None:
     record = changed(key, lambda entry: entry, codec)
     like = params_of(LAYOUTS["cnn"])
     assert_sound(FisherUpload.from_arrays(record, like, codec), like)
-
-
-PAPERS: dict[str, tuple[str, Any, str]] = {
-    "missing parameter": (W, None, "missing"),
-    "missing factor": (G, None, "missing"),
-    "unknown parameter": ("nope", raw(b""), "unexpected key"),
-    "short parameter": (W, lambda e: e[:-1], "expected"),
-    "long parameter": (W, lambda e: torch.cat([e, e[:1]]), "1 bytes too many"),
-    "NaN scale": (W, with_float(0, NAN), "scale"),
-    "negative scale": (W, with_float(0, -1.0), "scale"),
-    "code for nothing": (
-        W,
-        lambda e: e.index_fill(0, torch.tensor([4, 5]), 255),
-        "code",
-    ),
-    "short counter": (COUNTER, lambda e: e[:-1], "7 bytes"),
-    "negative diagonal": (D, lambda e: torch.cat([e[:4], e[4:] * 0]), "negative"),
-    "cut head": (A, lambda e: e[:11], "no form"),
-    "huge rank": (A, lambda e: torch.cat([e[:8], raw(b"\xff" * 4), e[12:]]), "rank"),
-    "other rank": (
-        A,
-        lambda e: torch.cat([e[:8], raw(b"\0" * 4), e[12:]]),
-        "bytes|scale",
-    ),
-    "huge n": (
-        A,
-        lambda e: torch.cat([e[:4], raw(b"\xff" * 4), e[8:]]),
-        "at most 16384",
-    ),
-    "huge groups": (A, lambda e: torch.cat([raw(b"\xff" * 4), e[4:]]), "factors of"),
-    "overflow": (A, lambda e: overflowing(e), "overflow"),
-    "E-KFAC": (f"curvature/ekfac/{W}/A", raw(b"\0" * 40), "no form of codec 'paper'"),
-    "packed": (FORMAT, text(**FINE.describe()), "another codec"),
-}
-
-
-def overflowing(entry: Tensor) -> Tensor:
-    rank = struct.unpack("<III", bytes(entry[:12].tolist()))[2]
-    n = 19
-    for at in (12, 12 + 4 + n * rank):
-        entry[at : at + 4] = raw(struct.pack("<f", 3e38))
-    return entry
-
-
-@pytest.mark.parametrize("case", PAPERS)
-def test_what_arrives_wrong_of_the_papers_is_refused_by_name(case: str) -> None:
-    key, change, reason = PAPERS[case]
-    like, codec = params_of(LAYOUTS["cnn"]), CODECS["paper"]
-    entries = entries_of(upload_of("cnn", "kfac").to_arrays(codec))
-    new = change(entries[key].clone()) if callable(change) else change
-    entries = {k: v for k, v in entries.items() if k != key}
-    entries |= {} if new is None else {key: new}
-    with pytest.raises(WireError, match=reason) as caught:
-        FisherUpload.from_arrays(container(entries), like, codec)
-    assert caught.value.field in (key, key[:-1] + "A")
 
 
 def packed(data: bytes, **fields: Any) -> ArrayRecord:
@@ -912,12 +808,11 @@ NO_CONTAINER = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["packed", "paper"])
 @pytest.mark.parametrize("case", NO_CONTAINER)
-def test_what_is_no_container_is_refused(case: str, scheme: str) -> None:
-    codec, like = Codec(scheme=scheme), params_of(LAYOUTS["cnn"])
+def test_what_is_no_container_is_refused(case: str) -> None:
+    like = params_of(LAYOUTS["cnn"])
     with pytest.raises(WireError) as caught:
-        FisherUpload.from_arrays(NO_CONTAINER[case], like, codec)
+        FisherUpload.from_arrays(NO_CONTAINER[case], like, FINE)
     assert caught.value.field == "packed"
     assert len(str(caught.value)) < 300
 
@@ -937,7 +832,7 @@ def test_a_record_beyond_the_budget_is_refused_unread() -> None:
     with pytest.raises(WireError, match=f"at most {limit} fit") as caught:
         FisherUpload.from_arrays(record, like, FINE)
     assert caught.value.field == "packed"
-    more = upload_of("cnn", "block").to_arrays(Codec(4.0))
+    more = upload_of("cnn", "block").to_arrays(Codec("fedavg", budget=4.0))
     with pytest.raises(WireError, match="at most"):
         FisherUpload.from_arrays(more, like, FINE)
 
@@ -960,7 +855,7 @@ def test_few_bytes_do_not_become_a_large_matrix() -> None:
         (big, "curvature/dense/a,b", (1, 400_000)),
     ):
         entry = columns_of(*sizes, 0)(torch.empty(0))
-        entries = {k: pack_params(v, 2) for k, v in params.items()}
+        entries = {k: encode_param(v, 4) for k, v in params.items()}
         entries |= {FORMAT: text(**FINE.describe()), key: entry}
         with pytest.raises(WireError) as caught:
             FisherUpload.from_arrays(container(entries), params, FINE)
@@ -971,13 +866,13 @@ def test_dense_matrices_over_the_same_parameters_are_refused_unread() -> None:
     like = {"a": torch.zeros(50), "b": torch.zeros(50), "c": torch.zeros(2000)}
     entry = columns_of(1, 100, 0)(torch.empty(0))
     entries = {f"curvature/dense/{names}": entry.clone() for names in ("a,b", "b,a")}
-    entries |= {k: pack_params(v, 2) for k, v in like.items()}
+    entries |= {k: encode_param(v, 4) for k, v in like.items()}
     entries[FORMAT] = text(**FINE.describe())
     with pytest.raises(WireError, match="more than one block"):
         FisherUpload.from_arrays(container(entries), like, FINE)
 
 
-@pytest.mark.parametrize("codec", [CODECS["lossless"], WIDE])
+@pytest.mark.parametrize("codec", [LOSSLESS, WIDE])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_another_structure_than_was_asked_for_is_refused(
     structure: str, codec: Codec
@@ -1021,4 +916,4 @@ def test_strides_and_gradients_do_not_matter() -> None:
     sent = FisherUpload(params, curvature_of(Layout({"weight": (6, 4)}), "kfac"))
     codec = enough(FINE, params)
     got = sent_and_read(sent, codec)
-    assert relative(got.params["weight"], params["weight"].detach()) < 1e-4
+    assert relative(got.params["weight"], params["weight"].detach()) < 1e-3

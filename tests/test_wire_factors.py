@@ -3,6 +3,7 @@
 import itertools
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -14,23 +15,31 @@ from uploads import SPECTRA, psd
 
 from flwr_fisher.curvature.operators.factors import DenseFactor, LowRankFactor
 from flwr_fisher.errors import WireError
-from flwr_fisher.wire import matrix_codes as factors
+from flwr_fisher.wire import matrices as factors
+from flwr_fisher.wire.matrices import check_part, size_of_matrices
+from flwr_fisher.wire.quantise import HEAD, Form
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=25)
-WIDTHS = range(2, 17)
+WIDTHS = (4, 8, 16)
 SHAPES = [(1, 1), (1, 2), (3, 1), (1, 7), (4, 5), (1, 33)]
 EPS = torch.finfo(torch.float32).eps
+
+
+def read(entry: Tensor, groups: int, n: int, kind: str = "kfac") -> Any:
+    """Check and decode an entry of a layer that has such factors."""
+    like = {"w": torch.empty(groups, n, 1)}
+    return check_part(entry, like, field=f"curvature/{kind}/w/A").make()
 
 
 def whole(matrices: Tensor, bits: int) -> Tensor:
     """Encode and decode, with what holds of every size."""
     groups, n = matrices.shape[:2]
     before = matrices.clone()
-    data = factors.encode_whole(matrices, bits)
+    entry = factors.encode_whole(matrices, bits)
     assert torch.equal(matrices, before)
-    assert data.dtype == torch.uint8
-    assert data.shape == (factors.size_of_whole(groups, n, bits),)
-    return factors.decode_whole(data, groups, n, bits, field="x").to_dense()
+    size = HEAD + size_of_matrices(Form.WHOLE, (groups, n, 0), bits)
+    assert (entry.dtype, len(entry)) == (torch.uint8, size)
+    return read(entry, groups, n).to_dense()
 
 
 def spectrum_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,9 +50,9 @@ def spectrum_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
 def cut(matrices: Tensor, rank: int, bits: int) -> Tensor:
     groups, n = matrices.shape[:2]
     trace = diagonal(matrices).sum(-1)
-    data = factors.encode_columns(*spectrum_of(matrices), trace, rank, bits)
-    assert data.shape == (factors.size_of_columns(groups, n, rank, bits),)
-    got = factors.decode_columns(data, groups, n, rank, bits, field="x")
+    entry = factors.encode_columns(*spectrum_of(matrices), trace, rank, bits)
+    assert len(entry) == HEAD + size_of_matrices(Form.COLUMNS, (groups, n, rank), bits)
+    got = read(entry, groups, n)
     assert got.directions.shape == (groups, n, rank)
     return got.to_dense()
 
@@ -146,19 +155,14 @@ def test_without_columns_a_matrix_is_its_mean_eigenvalue(groups: int) -> None:
 def test_a_basis_comes_back_within_the_bound(bits: int) -> None:
     vectors = torch.linalg.qr(psd(3, 2, 9))[0]
     for rank in (0, 1, 5, 9):
-        data = factors.encode_basis(vectors, rank, bits)
-        assert data.shape == (factors.size_of_basis(2, 9, rank, bits),)
-        got = factors.decode_basis(data, 2, 9, rank, bits, field="x")
-        assert got.shape == (2, 9, rank)
-        away = (got.double() - vectors[..., :rank]).norm(dim=-2)
+        entry = factors.encode_basis(vectors, rank, bits)
+        assert len(entry) == HEAD + size_of_matrices(Form.BASIS, (2, 9, rank), bits)
+        got = read(entry, 2, 9, "ekfac")
+        assert got.shape == (2, 9, 9)
+        assert not got[..., rank:].any()
+        away = (got[..., :rank].double() - vectors[..., :rank]).norm(dim=-2)
         assert (away <= 3 / ((1 << (bits - 1)) - 1) + 1e-6).all()
-        assert rank == 0 or (got.norm(dim=-2) - 1).abs().max() < 1e-6
-
-
-def test_no_rows_and_no_groups_are_no_bytes() -> None:
-    for groups, n in ((1, 0), (0, 3), (0, 0)):
-        nothing = torch.zeros(groups, n, n)
-        assert whole(nothing, 6).shape == (groups, n, n)
+        assert rank == 0 or (got[..., :rank].norm(dim=-2) - 1).abs().max() < 1e-6
 
 
 def test_a_row_of_zeros_stays_one() -> None:
@@ -177,122 +181,105 @@ def test_the_ends_of_float32_come_back() -> None:
         assert got.isfinite().all()
 
 
-def some(groups: int = 1, n: int = 3, bits: int = 6) -> tuple[Tensor, Tensor]:
-    sent = psd(0, groups, n)
+def some(bits: int = 8) -> list[Tensor]:
+    sent = psd(0, 1, 3)
     trace = diagonal(sent).sum(-1)
-    return (
+    return [
         factors.encode_whole(sent, bits),
         factors.encode_columns(*spectrum_of(sent), trace, 2, bits),
-    )
-
-
-def with_norm(data: Tensor, value: float) -> Tensor:
-    changed = data.clone()
-    changed[4:8] = torch.frombuffer(
-        bytearray(struct.pack("<f", value)), dtype=torch.uint8
-    )
-    return changed
-
-
-def decoders(full: Tensor, columns: Tensor) -> list[tuple[Tensor, object]]:
-    return [
-        (full, lambda d: factors.decode_whole(d, 1, 3, 6, field="x")),
-        (columns, lambda d: factors.decode_columns(d, 1, 3, 2, 6, field="x")),
     ]
+
+
+def with_norm(entry: Tensor, value: float) -> Tensor:
+    changed = entry.clone()
+    number = bytearray(struct.pack("<f", value))
+    changed[HEAD + 4 : HEAD + 8] = torch.frombuffer(number, dtype=torch.uint8)
+    return changed
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -1e-45])
 def test_an_impossible_norm_is_refused(value: float) -> None:
-    for data, decode in decoders(*some()):
+    for entry in some():
         with pytest.raises(WireError, match="negative or not finite") as caught:
-            decode(with_norm(data, value))
-        assert caught.value.field == "x"
+            read(with_norm(entry, value), 1, 3)
+        assert caught.value.field == "curvature/kfac/w/A"
 
 
 def test_norms_that_overflow_are_refused() -> None:
-    for data, decode in decoders(*some()):
+    for entry in some():
         with pytest.raises(WireError, match="overflow"):
-            decode(with_norm(data, 3e38))
+            read(with_norm(entry, 3e38), 1, 3)
 
 
 def test_another_number_of_bytes_is_refused() -> None:
-    for data, decode in decoders(*some()):
-        for wrong in (data[:-1], torch.cat([data, data[:1]])):
-            with pytest.raises(WireError, match="bytes of codes, expected"):
-                decode(wrong)
-        with pytest.raises(WireError, match="of norms"):
-            decode(data[:7])
+    for entry in some():
+        for wrong in (entry[:-1], torch.cat([entry, entry[:1]]), entry[: HEAD + 7]):
+            with pytest.raises(WireError, match="bytes, expected"):
+                read(wrong, 1, 3)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_the_code_that_stands_for_nothing_is_refused(bits: int) -> None:
-    data = factors.encode_whole(psd(0, 1, 8), bits)
-    data[-4:] = 255
-    with pytest.raises(WireError, match="stands for no value"):
-        factors.decode_whole(data, 1, 8, bits, field="x")
-
-
-def test_nothing_is_allocated_for_codes_that_did_not_come() -> None:
-    with pytest.raises(WireError, match="expected"):
-        factors.decode_whole(
-            torch.zeros(4 * 10**6, dtype=torch.uint8), 1, 10**6, 8, field="x"
-        )
-    with pytest.raises(WireError, match="expected"):
-        factors.decode_basis(
-            torch.zeros(4, dtype=torch.uint8), 2**30, 2**30, 2**30, 8, field="x"
-        )
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["whole", "columns"])
+def test_matrices_at_the_end_of_a_dtype_are_never_refused(
+    form: str, dtype: torch.dtype
+) -> None:
+    """Rounding must not lift what an honest client has beyond what a reader takes."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    sent = psd(0, 1, 8, "flat")
+    sent = (sent / sent.abs().max() * limit).to(dtype)
+    fitting = factors.within_range(sent, dtype)
+    if form == "whole":
+        entry = factors.encode_whole(fitting, 8)
+    else:
+        wide = fitting.float()
+        trace = diagonal(wide).sum(-1)
+        entry = factors.encode_columns(*spectrum_of(wide), trace, 3, 8)
+    like = {"w": torch.empty(1, 8, 1, dtype=dtype)}
+    made = check_part(entry, like, field="curvature/kfac/w/A").make().to_dense()
+    assert made.isfinite().all()
+    assert made.diagonal(dim1=-2, dim2=-1).max() > limit / 16
 
 
 @SETTINGS
 @given(
     data=st.binary(max_size=120),
-    groups=st.integers(0, 4),
+    groups=st.integers(1, 4),
     n=st.integers(0, 6),
     rank=st.integers(0, 6),
-    bits=st.integers(2, 16),
-    size=st.booleans(),
+    bits=st.sampled_from(WIDTHS),
+    form=st.sampled_from([Form.WHOLE, Form.COLUMNS]),
+    right=st.booleans(),
 )
 def test_any_bytes_are_a_psd_matrix_or_a_wire_error(
-    data: bytes, groups: int, n: int, rank: int, bits: int, size: bool
+    data: bytes, groups: int, n: int, rank: int, bits: int, form: Form, right: bool
 ) -> None:
-    rank = min(rank, n)
-    sizes = (
-        factors.size_of_whole(groups, n, bits),
-        factors.size_of_columns(groups, n, rank, bits),
-    )
-    for kind, wanted in enumerate(sizes):
-        given_ = (data * (wanted // max(len(data), 1) + 1))[:wanted] if size else data
-        given_ = given_.ljust(wanted, b"\0") if size else given_
-        tensor = torch.frombuffer(bytearray(given_ or b"\0"), dtype=torch.uint8)
-        tensor = tensor[: len(given_)]
-        try:
-            if kind == 0:
-                got = factors.decode_whole(tensor, groups, n, bits, field="x")
-                got = got.to_dense()
-            else:
-                columns = factors.decode_columns(
-                    tensor, groups, n, rank, bits, field="x"
-                )
-                got = columns.to_dense()
-        except WireError as error:
-            assert error.field == "x"  # noqa: PT017
-            continue
-        assert got.shape == (groups, n, n)
-        assert torch.equal(got, got.mT)
-        assert (diagonal(got) >= 0).all()
+    sizes = (groups, n, min(rank, n))
+    wanted = size_of_matrices(form, sizes, bits)
+    if right:
+        data = (data * (wanted // max(len(data), 1) + 1))[:wanted].ljust(wanted, b"\0")
+    head = struct.pack("<BBIII", form, bits, *sizes)
+    entry = torch.frombuffer(bytearray(head + data), dtype=torch.uint8)
+    try:
+        got = read(entry, groups, n).to_dense()
+    except WireError as error:
+        assert error.field == "curvature/kfac/w/A"  # noqa: PT017
+        return
+    assert got.shape == (groups, n, n)
+    assert torch.equal(got, got.mT)
+    assert (diagonal(got) >= 0).all()
 
 
-@pytest.mark.parametrize("bits", [3, 8, 12])
+@pytest.mark.parametrize("bits", WIDTHS)
 def test_a_large_matrix_stays_the_codes_that_it_travelled_as(
     monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
     matrices = torch.stack([random_psd(9, 9, seed).float() for seed in range(2)])
     matrices[1, 0] = matrices[1, :, 0] = 0
-    data = factors.encode_whole(matrices, bits)
-    made = factors.decode_whole(data, 2, 9, bits, field="x")
+    entry = factors.encode_whole(matrices, bits)
+    made = read(entry, 2, 9)
     assert isinstance(made, DenseFactor)
-    monkeypatch.setattr("flwr_fisher.wire.coded_matrices._SMALL", 8)
-    kept = factors.decode_whole(data, 2, 9, bits, field="x")
+    monkeypatch.setattr("flwr_fisher.wire.matrices._SMALL", 8)
+    kept = read(entry, 2, 9)
     assert isinstance(kept, LowRankFactor)
     assert kept.directions.dtype == (torch.int8 if bits <= 8 else torch.int16)
     assert relative(kept.to_dense(), made.to_dense()) < 1e-6

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flwr_fisher.wire import CODECS, Codec
+from flwr_fisher.wire import LOSSLESS, Codec
 
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=150)
-PACKED = [source for source in SOURCES if source[2].scheme != "lossless"]
+PACKED = [source for source in SOURCES if source[2] != LOSSLESS]
 
 
 def packed(entries: dict[str, Tensor]) -> ArrayRecord:
@@ -53,7 +53,7 @@ def test_what_is_not_spoiled_is_read_in_the_memory_it_may_take(
 
 def test_the_fuzzer_sees_what_is_allocated() -> None:
     load_what_is_loaded_once()
-    of = good("mlp", "kfac", CODECS["fedavg"])
+    of = good("mlp", "kfac", Codec("fedavg"))
     little = Good(of.record, of.like, of.codec, of.structure, -(10**6))
     with pytest.raises(AssertionError, match=r"allowed|a tensor of"):
         check_memory(of.record, little)
@@ -64,7 +64,7 @@ def test_a_seed_is_a_sequence() -> None:
 
 
 def test_entries_are_spoiled_within_a_good_container() -> None:
-    of = good("mlp", "kfac", CODECS["fedavg"])
+    of = good("mlp", "kfac", Codec("fedavg"))
     array = of.record["packed"]
     data = array.data[len(array.data) - array.shape[0] :]
     for seed in range(50):
@@ -121,7 +121,7 @@ def test_any_floats_for_norms_and_scales_are_read_or_refused(
 @SETTINGS
 @given(header=st.binary(max_size=120), rest=st.binary(max_size=60), right=st.booleans())
 def test_any_header_is_refused(header: bytes, rest: bytes, right: bool) -> None:
-    of = good("cnn", "kfac", CODECS["fedavg"])
+    of = good("cnn", "kfac", Codec("fedavg"))
     length = struct.pack("<Q", len(header)) if right else b""
     data = np.frombuffer(length + header + rest, np.uint8)
     assert check(ArrayRecord({"packed": Array(data)}), of) == "refused"

@@ -52,8 +52,6 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
             make = partial(s.FedFisherOneShot, structure=structure, codec=codec)
             yield f"fedfisher {structure} {codec}", partial(federation, make)
     for name, options in {
-        "paper": {"codec": "paper"},
-        "paper diagonal": {"codec": "paper", "structure": "diagonal"},
         "sampled": {"expectation": "sampled"},
         "empirical": {"expectation": "empirical"},
         "exact": {"tolerance": 0.0},

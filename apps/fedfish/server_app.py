@@ -14,7 +14,7 @@ from flwr_fisher.measures import (
 )
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
-from flwr_fisher.strategies import FedFish, wait_for_nodes
+from flwr_fisher.strategies import Codec, FedFish, wait_for_nodes
 from flwr_fisher.tasks import cohort_from_run_config
 
 app = ServerApp()
@@ -49,8 +49,7 @@ def main(grid: Grid, context: Context) -> None:
         power=float(config["power"]),
         balance=float(config["balance"]),
         reduction=str(config["reduction"]),
-        codec=str(config["codec"]),
-        budget=float(config["budget"]) or None,
+        codec=Codec(str(config["codec"]), float(config["budget"]) or None),
         seed=seed,
         fraction_evaluate=0.0,
         **cohort_from_run_config(config, len(list(measured.get_node_ids()))),

@@ -9,7 +9,7 @@ from my_data import on_server
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import FedFisherOneShot, Waiting, wait_for_nodes
+from flwr_fisher.strategies import Codec, FedFisherOneShot, Waiting, wait_for_nodes
 
 app = ServerApp()
 
@@ -24,8 +24,7 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedFisherOneShot(
         structure=str(config["structure"]),
         solver=str(config["solver"]),
-        codec=str(config["codec"]),
-        budget=float(config["budget"]) or None,
+        codec=Codec(str(config["codec"]), float(config["budget"]) or None),
         aggregate=str(config["aggregate"]).removeprefix("secure-"),
         secure=SecureSums() if config["aggregate"] == "secure-sums" else None,
         seed=int(config["seed"]),

@@ -261,7 +261,7 @@ def _size(
     tensors = {f"tensor {i}": t for i, t in enumerate(found.tensors())}
     check_finite(tensors, "the curvature of a few examples")
     plain, codec = fedavg_bytes(request.params), upload.codec
-    if codec.scheme != "lossless" and _takes_long(list(tensors.values())):
+    if codec.budget is not None and _takes_long(list(tensors.values())):
         size, about = int(codec.budget * plain), "at most"
     else:
         params, count = problem.state_like(request.params), max(request.num_examples, 1)

@@ -1,17 +1,20 @@
 """What travels between clients and server, and every check on what arrived."""
 
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.budget import resolve, smallest_budget
-from flwr_fisher.wire.codec import CODECS, Codec, get_codec
+from flwr_fisher.wire.budget import resolve
+from flwr_fisher.wire.codec import LOSSLESS, Codec
 from flwr_fisher.wire.covariance_upload import CovarianceUpload
 from flwr_fisher.wire.fisher_product import FisherProduct
 from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.head_upload import HeadUpload
-from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors
+from flwr_fisher.wire.layout import (
+    PREFIX,
+    curvature_to_tensors,
+    tensors_to_curvature,
+)
 from flwr_fisher.wire.options import LIBRARY, named_options, split_config
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.product_upload import ProductUpload
-from flwr_fisher.wire.read_curvature import tensors_to_curvature
 from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
@@ -20,8 +23,8 @@ from flwr_fisher.wire.vector_upload import VectorUpload
 
 __all__ = [
     "AGGREGATES",
-    "CODECS",
     "LIBRARY",
+    "LOSSLESS",
     "PREFIX",
     "SERVER",
     "Codec",
@@ -37,13 +40,11 @@ __all__ = [
     "arrays_to_tensors",
     "curvature_to_tensors",
     "fedavg_bytes",
-    "get_codec",
     "join_groups",
     "named_options",
     "reply_bytes",
     "resolve",
     "serialized_bytes",
-    "smallest_budget",
     "split_config",
     "split_groups",
     "tensors_to_arrays",

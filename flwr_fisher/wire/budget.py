@@ -1,30 +1,28 @@
 """A packed upload within its budget.
 
 The budget is spent on the parameters first, then on the entries of diagonals, then on
-matrices (see :mod:`flwr_fisher.wire.matrix_budget`).
+matrices. A matrix that cannot be sent whole is sent by columns: eigenvectors of a
+Kronecker factor or a dense matrix, or vectors of E-KFAC's bases. Columns are sent in
+the order of their share of their matrix's trace per byte, whatever their layer.
+
+Long: who gets which bytes is one calculation, from the limit to the last column.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import Params
-from flwr_fisher.wire import packing
-from flwr_fisher.wire.codec import CODECS, Codec
+from flwr_fisher.progress import advance
+from flwr_fisher.wire import matrices, quantise
+from flwr_fisher.wire.codec import LOSSLESS, Codec
 from flwr_fisher.wire.container import container_bytes
 from flwr_fisher.wire.layout import PREFIX, Part, parse_key
-from flwr_fisher.wire.matrix_budget import (
-    FEWEST_BITS,
-    Matrix,
-    column_energies,
-    pack_matrices,
-    sort_columns,
-)
-from flwr_fisher.wire.matrix_codes import size_of_columns
-from flwr_fisher.wire.paper import least_bytes_as_paper
+from flwr_fisher.wire.quantise import HEAD, SCALE, Form
 from flwr_fisher.wire.size import (
     Layout,
     chunk_bytes,
@@ -34,8 +32,15 @@ from flwr_fisher.wire.size import (
 )
 
 _METRICS = 512  # bytes of a reply that are not arrays
-_DIAGONAL_BITS, _LONE_DIAGONAL_BITS = 8, 16  # at most: beside matrices, without them
+_PARAM_BITS = ((1.0, 16), (0.35, 8), (0.0, 4))  # from which budget on
+_WHOLE_BITS, _CUT_BITS = (16, 8), 8
 _OWN = 64  # more bits than any dtype has: a tensor's own bytes are sent
+_ROUNDING = 5  # bytes of an entry, and digits of its size in the header
+_FIRST = 64  # leading columns that are found at first, of a large matrix
+
+# By matrix: the largest parts of the trace that columns have, descending, and these
+# columns.
+Spectra = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def byte_limit(params: Params, codec: Codec) -> int:
@@ -44,6 +49,7 @@ def byte_limit(params: Params, codec: Codec) -> int:
     Below a budget of 1 this leaves room for the reply's metrics, so that the whole
     reply is within the budget, too.
     """
+    assert codec.budget is not None
     metrics = max(0.0, 1 - codec.budget) * _METRICS
     return int(codec.budget * fedavg_bytes(params) - metrics)
 
@@ -61,73 +67,55 @@ def resolve(codec: Codec, params: Params) -> Codec:
     Raises
     ------
     ConfigurationError
-        If the budget cannot hold them; the message has the smallest budget that can.
+        If the budget cannot hold them with a curvature of any structure; the message
+        has the smallest budget that can.
     """
-    if codec.scheme == "lossless":
+    if codec == LOSSLESS:
         return codec
-    if codec.scheme == "auto":
-        fits = smallest_budget(params, CODECS["fedavg"]) <= 1
-        return CODECS["fedavg" if fits else "lossless"]
-    if (needed := smallest_budget(params, codec)) <= codec.budget:
-        return codec
-    if codec.scheme == "paper":
-        reason = "codec 'paper' cannot hold this model"
-    else:
-        reason = (
-            f"budget must be >= {_rounded_up(needed)} to hold this model's parameters "
-            f"and the least of its curvature, got {codec.budget}"
+    needed = _smallest_budget(layout_key(params))
+    if codec.budget is None:
+        return Codec("fedavg") if needed <= 1 else LOSSLESS
+    if needed > codec.budget:
+        raise ConfigurationError(
+            f"budget must be >= {needed} to hold this model's parameters and the least "
+            f"of its curvature, got {codec.budget}; or use codec='lossless'"
         )
-    raise ConfigurationError(f"{reason}; or use codec='lossless'")
-
-
-def smallest_budget(params: Params, codec: Codec) -> float:
-    """Return the smallest budget that holds a model with a curvature of any structure.
-
-    It holds parameters at the codec's bits, diagonals at 2 bits, and of each factor its
-    trace. Buffers are sent as they are, but which tensors are buffers is not known
-    here: tensors of at most one dimension may be, larger ones count as trained.
-    """
-    return _smallest_budget(layout_key(params), codec)
+    return codec
 
 
 @lru_cache
-def _smallest_budget(layout: Layout, codec: Codec) -> float:
+def _smallest_budget(layout: Layout) -> float:
+    """Return the smallest budget, to three decimals, for a curvature of any structure.
+
+    It holds parameters and diagonals at the fewest bits, and of each factor its trace.
+    """
     params = without_values(layout)
-    budget, plain = codec.budget, fedavg_bytes(params)
-    for _ in range(16):  # a larger budget may give parameters more bits
-        if codec.scheme == "paper":
-            size = least_bytes_as_paper(params)
-        else:
-            bits = Codec(budget, codec.weight_bits).bits_of_weights
-            size = container_bytes(_least_sizes(params, bits))
-        metrics = _METRICS if size < plain else 0
-        needed = (size + metrics) / (plain + metrics)
-        if needed <= budget:
-            break
-        budget = needed = _rounded_up(needed)
-    return needed
+    size, plain = container_bytes(_least_sizes(params)), fedavg_bytes(params)
+    metrics = _METRICS if size < plain else 0
+    return math.ceil(1e3 * (size + metrics) / (plain + metrics)) / 1e3
 
 
-def _rounded_up(budget: float) -> float:
-    return math.ceil(1e3 * budget) / 1e3
+def _least_sizes(params: Params) -> dict[str, int]:
+    """Return sizes by key that are enough for a curvature of any structure.
 
-
-def _least_sizes(params: Params, bits: int) -> dict[str, int]:
-    """Return sizes by key that are enough for a curvature of any structure."""
-    sizes = {key: packing.size_of_params(v, bits) for key, v in params.items()}
+    Buffers are sent as they are, but which tensors are buffers is not known here:
+    tensors of at most one dimension may be, larger ones count as trained.
+    """
+    _, bits = _PARAM_BITS[-1]
+    sizes = {key: quantise.size_of_param(v, bits) for key, v in params.items()}
     for key, tensor in params.items():
         if not tensor.is_floating_point():
             continue
-        own = packing.size_of_params(tensor, _OWN)
+        own = quantise.size_of_param(tensor, _OWN)
         buffer = own - sizes[key] if tensor.dim() < 2 else 0
         # Only a convolution has groups: at most one per output, each with its trace.
-        groups = tensor.shape[0] if tensor.dim() > 2 else 1
-        factor = packing.HEAD + size_of_columns(groups, 1, 0, FEWEST_BITS) + 1
-        diagonal = packing.size_of_diagonal(tensor, FEWEST_BITS)
-        sizes[f"{PREFIX}diagonal/{key}"] = max(diagonal, factor, buffer)
+        groups = tensor.shape[0] if tensor.dim() > 2 else 3
+        count = tensor.numel() + (tensor.shape[0] if tensor.dim() > 1 else 0)
+        diagonal = quantise.size_of_diagonal(count, 8, 0)
+        sizes[f"{PREFIX}diagonal/{key}/S"] = max(diagonal, buffer)  # no key is longer
         if tensor.dim() > 1:
-            sizes[f"{PREFIX}ekfac/{key}/A"] = factor
-            sizes[f"{PREFIX}ekfac/{key}/G"] = packing.HEAD + 1
+            for letter in "AG":
+                sizes[f"{PREFIX}ekfac/{key}/{letter}"] = HEAD + SCALE * groups
     return sizes
 
 
@@ -143,7 +131,7 @@ def pack_upload(
     parts : Mapping[str, Tensor]
         The curvature, from :func:`~flwr_fisher.wire.curvature_to_tensors`.
     codec : Codec
-        Of the scheme ``packed``, as :func:`resolve` returns it.
+        One with a budget, as :func:`resolve` returns it.
     trained : Collection[str]
         The parameters that the curvature covers. All others (buffers) are sent as they
         are.
@@ -158,42 +146,226 @@ def pack_upload(
     ConfigurationError
         If not even the fewest bits and columns fit.
     """
-    parts = sort_columns(parts)
-    kinds = {key: parse_key(key, params)[0] for key in parts}
+    parts = _sort_columns(parts)
+    kinds = {key: parse_key(key, params) for key in parts}
+    diagonals = {
+        key: v
+        for key, v in parts.items()
+        if kinds[key][0] in (Part.DIAGONAL, Part.MOMENTS)
+    }
+    to_send = [
+        _Matrix(
+            key,
+            v,
+            parts[f"{key[:-1]}S"] if kinds[key][0] == Part.BASIS else None,
+            params[kinds[key][1][0]].dtype,
+        )
+        for key, v in parts.items()
+        if key not in diagonals
+    ]
+    of_param, bits, share, left = _bits(params, diagonals, to_send, codec, trained)
     entries = {
-        key: packing.pack_params(v, codec.bits_of_weights if key in trained else _OWN)
+        key: quantise.encode_param(v, of_param if key in trained else _OWN)
         for key, v in params.items()
     }
-    of_entries = (Part.DIAGONAL, Part.MOMENTS)
-    diagonals = {key: v for key, v in parts.items() if kinds[key] in of_entries}
-    matrices = [
-        Matrix(key, v, column_energies(key, parts) if part == Part.BASIS else None)
-        for key, v in parts.items()
-        if (part := kinds[key]) not in of_entries
-    ]
-    sizes = {key: len(entry) for key, entry in entries.items()}
-    sizes |= {m.key: m.least for m in matrices}
-    most = _DIAGONAL_BITS if matrices else _LONE_DIAGONAL_BITS
-    bits, left = _diagonal_bits(params, diagonals, sizes, codec, most)
-    entries |= {k: packing.pack_diagonal(v, bits) for k, v in diagonals.items()}
-    return entries | pack_matrices(matrices, left, codec.factor_bits)
+    for key, value in diagonals.items():
+        entries[key] = quantise.encode_diagonal(value, bits, int(share * value.numel()))
+    return entries | dict(_pack_matrices(to_send, left))
 
 
-def _diagonal_bits(
+def _bits(
     params: Params,
     diagonals: Params,
-    sizes: Mapping[str, int],
+    to_send: "list[_Matrix]",
     codec: Codec,
-    most: int,
-) -> tuple[int, int]:
-    """Return the bits of a diagonal's entry, and how many bytes are left after them."""
+    trained: Collection[str],
+) -> tuple[int, int, float, int]:
+    """Return the bits of parameters, and what :func:`_diagonal_bits` returns."""
+    assert codec.budget is not None
     limit = byte_limit(params, codec)
-    for bits in range(codec.diagonal_bits or most, FEWEST_BITS - 1, -1):
-        spent = {k: packing.size_of_diagonal(v, bits) for k, v in diagonals.items()}
-        if (left := limit - container_bytes({**sizes, **spent})) >= 0:
-            return bits, left - chunk_bytes(left)
+    for budget, of_param in _PARAM_BITS:
+        if budget > codec.budget:
+            continue
+        sizes = {m.key: m.least for m in to_send}
+        for key, value in params.items():
+            bits = of_param if key in trained else _OWN
+            sizes[key] = quantise.size_of_param(value, bits)
+        for key, value in diagonals.items():
+            sizes[key] = quantise.size_of_diagonal(value.numel(), 8, 0)
+        if (left := limit - container_bytes(sizes)) >= 0:
+            left -= chunk_bytes(left)
+            matrices = sum(m.whole(_WHOLE_BITS[-1]) for m in to_send)
+            return of_param, *_diagonal_bits(diagonals, left, matrices)
     needed = codec.budget - left / fedavg_bytes(params) + 1e-3
     raise ConfigurationError(
         f"budget must be >= {needed:.3f} to hold this model with the least of its "
         f"curvature, got {codec.budget}"
     )
+
+
+def _diagonal_bits(
+    diagonals: Params, left: int, matrices: int
+) -> tuple[int, float, int]:
+    """Return diagonals' bits, the share of values that has them, and the bytes left.
+
+    All others have half as many. 8 come first, from 4, then 16 where as much is left as
+    `matrices` take.
+    """
+    count = sum(v.numel() for v in diagonals.values())
+    left -= _ROUNDING * len(diagonals)
+    if not count or left < count / 2:
+        share = max(0.0, 2 * left / count) if count else 0.0
+        return 8, share, 0 if count else left
+    left -= -(-count // 2)
+    share = min(1.0, max(0, left - matrices) / count)
+    return 16, share, left - math.ceil(share * count)
+
+
+class _Matrix:
+    """A factor, a dense matrix or a basis of E-KFAC to send, and its sizes in bytes.
+
+    `least` is what its entry takes without a column.
+    """
+
+    def __init__(
+        self, key: str, value: Tensor, moments: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.key, self.form = key, Form.COLUMNS
+        self.value = value if value.dim() == 3 else value.unsqueeze(0)
+        self.groups, self.n = self.value.shape[:2]
+        if moments is None:
+            self.value = matrices.within_range(self.value, dtype)
+            self.total = self.value.diagonal(dim1=-2, dim2=-1).double().sum(-1)
+            self.total.clamp_(min=0)
+        else:
+            self.form = Form.BASIS
+            self.energies = moments.sum(-2 if key.endswith("A") else -1)
+            self.total = self.energies.double().sum(-1)
+        self.least = HEAD + self._cut(0, _CUT_BITS) + 1  # for rounding
+
+    def _cut(self, rank: int, bits: int) -> int:
+        sizes = (self.groups, self.n, rank)
+        return matrices.size_of_matrices(self.form, sizes, bits)
+
+    def column(self) -> float:
+        """Return the bytes of one more column."""
+        norm = 0 if self.form == Form.BASIS else SCALE
+        return self.groups * (self.n * _CUT_BITS / 8 + norm)
+
+    def whole(self, bits: int) -> int:
+        """Return the bytes of the whole matrix, beyond `least`."""
+        if self.form == Form.BASIS:
+            return max(0, HEAD + self._cut(self.n, bits) - self.least)
+        sizes = (self.groups, self.n, 0)
+        size = matrices.size_of_matrices(Form.WHOLE, sizes, bits)
+        return max(0, HEAD + size - self.least)
+
+    def spectrum(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return each column's part of the trace, descending, and the columns.
+
+        There are at least `count`, and all where that is as quick.
+        """
+        advance()
+        if self.form == Form.BASIS:
+            return self.energies, self.value
+        return matrices.leading_vectors(self.value, count)
+
+    def pack_whole(self, bits: int) -> Tensor:
+        """Return the entry of the whole matrix."""
+        advance()
+        if self.form == Form.BASIS:
+            return matrices.encode_basis(self.value, self.n, bits)
+        return matrices.encode_whole(self.value, bits)
+
+    def pack_cut(self, spectrum: tuple[Tensor, Tensor], rank: int) -> Tensor:
+        """Return the entry of the first `rank` columns."""
+        advance()
+        if self.form == Form.BASIS:
+            return matrices.encode_basis(self.value, rank, _CUT_BITS)
+        return matrices.encode_columns(*spectrum, self.total, rank, _CUT_BITS)
+
+
+def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield matrices' entries, within the bytes that are left beyond their `least`.
+
+    Sending a matrix whole frees bytes for the other matrices' columns, so that another
+    one may then be sent whole, too.
+    """
+    for bits in _WHOLE_BITS:
+        if sum(m.whole(bits) for m in to_send) <= left:
+            yield from ((m.key, m.pack_whole(bits)) for m in to_send)
+            return
+    spectra = {m.key: m.spectrum(_FIRST) for m in to_send}
+    whole = _WHOLE_BITS[-1]
+    while to_send:
+        ranks = _ranks(to_send, spectra, left)
+        as_whole = [m for m in to_send if ranks[m.key] * m.column() >= m.whole(whole)]
+        if not as_whole:
+            break
+        left -= sum(m.whole(whole) for m in as_whole)
+        yield from ((m.key, m.pack_whole(whole)) for m in as_whole)
+        to_send = [m for m in to_send if m not in as_whole]
+    yield from ((m.key, m.pack_cut(spectra[m.key], ranks[m.key])) for m in to_send)
+
+
+def _ranks(
+    to_send: list[_Matrix], spectra: dict[str, tuple[Tensor, Tensor]], left: float
+) -> dict[str, int]:
+    """Return how many columns of each matrix to send; find more columns where needed.
+
+    Where all that are known of a matrix are to be sent, and not so many that it is
+    better sent whole, twice as many are found, and the bytes are shared out anew.
+    """
+    while True:
+        ranks = _greedy(to_send, spectra, left)
+        short = []
+        for matrix in to_send:
+            rank, known = ranks[matrix.key], spectra[matrix.key][0].shape[-1]
+            enough = rank * matrix.column() >= matrix.whole(_WHOLE_BITS[-1])
+            if rank == known < matrix.n and not enough:
+                short.append(matrix)
+        if not short:
+            return ranks
+        for matrix in short:
+            known = spectra[matrix.key][0].shape[-1]
+            spectra[matrix.key] = matrix.spectrum(2 * known)
+
+
+def _greedy(to_send: list[_Matrix], spectra: Spectra, left: float) -> dict[str, int]:
+    """Return how many of the known columns of each matrix to send."""
+    shares = []
+    for matrix in to_send:
+        total = matrix.total.unsqueeze(-1)
+        values = spectra[matrix.key][0].double()
+        shares.append(torch.where(total > 0, values / total, 0).mean(0).cpu())
+    columns = torch.tensor([m.column() for m in to_send], dtype=torch.float64)
+    lengths = torch.tensor([len(share) for share in shares])
+    owner = torch.arange(len(to_send)).repeat_interleave(lengths)
+    cost = columns[owner]
+    gain = torch.cat(shares) / cost
+    order = torch.argsort(gain, descending=True, stable=True)
+    order = order[gain[order] > 0]
+    bought = order[cost[order].cumsum(0) <= left]
+    counts = torch.bincount(owner[bought], minlength=len(to_send))
+    return {m.key: int(n) for m, n in zip(to_send, counts, strict=True)}
+
+
+def _sort_columns(parts: Params) -> dict[str, Tensor]:
+    """Return a curvature's parts with E-KFAC's columns by descending moments."""
+    ordered = dict(parts)
+    for key, moments in parts.items():
+        if not key.endswith("/S"):
+            continue
+        layer = key.removesuffix("S")
+        columns = moments.sum(-2).argsort(-1, descending=True)
+        rows = moments.sum(-1).argsort(-1, descending=True)
+        ordered[f"{layer}A"] = _permute(parts[f"{layer}A"], columns)
+        ordered[f"{layer}G"] = _permute(parts[f"{layer}G"], rows)
+        ordered[key] = _permute(_permute(moments, columns).mT, rows).mT
+    return ordered
+
+
+def _permute(columns: Tensor, order: Tensor) -> Tensor:
+    """Return ``[groups, m, n]`` with each group's columns in another order."""
+    index = order.unsqueeze(-2).expand(columns.shape)
+    return columns.gather(-1, index)

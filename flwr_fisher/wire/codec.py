@@ -1,8 +1,12 @@
-"""The forms that uploads travel in, and how a server requests one of them."""
+"""How an upload is packed, as a server asks for it and as an upload says it."""
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from flwr_fisher.errors import (
     ConfigurationError,
@@ -12,9 +16,10 @@ from flwr_fisher.errors import (
     printable,
 )
 
-FORMAT_VERSION = 1
-_SCHEMES = ("auto", "packed", "lossless", "paper")
-_BITS = ("weight_bits", "diagonal_bits", "factor_bits")
+FORMAT_VERSION = 2
+_BUDGETS = {"fedavg": 1.0, "small": 0.5}
+_NAMES = ("auto", "lossless", *_BUDGETS)
+_DESCRIPTION = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -23,72 +28,54 @@ class Codec:
 
     Parameters
     ----------
-    budget : float, default 1.0
-        The size of an upload in multiples of FedAvg's upload, which is the same
-        parameters in float32. Keys, scales and headers count.
-    weight_bits : int, optional
-        Bits of a parameter, 2 to 16. By default parameters get half of the budget:
-        ``16 * budget``.
-    diagonal_bits : int, optional
-        Bits of a diagonal's entry, 2 to 16. By default as many as fit: up to 8 beside
-        factors, else up to 16.
-    factor_bits : int, optional
-        Bits of an entry of a factor, 2 to 16. By default 8 where all factors fit whole,
-        else 6.
-    scheme : "packed" | "lossless" | "paper" | "auto", default "packed"
-        ``lossless``: plain arrays, without a budget. ``paper``: what FedFisher's
-        Appendix C does, at a budget of 1. ``auto``: packed, and lossless where the
-        model is so small that headers alone break the budget.
+    name : "auto" | "fedavg" | "small" | "lossless", default "auto"
+        ``fedavg`` packs an upload into FedAvg's bytes, ``small`` into half of them;
+        ``lossless`` sends plain arrays. ``auto`` is ``fedavg``, and ``lossless`` for a
+        model so small that headers alone break the budget.
+    budget : float, optional
+        The size of a packed upload in multiples of FedAvg's, which is the same
+        parameters in float32, if not the name's own. Keys, scales and headers count.
+        ``auto`` with a budget is ``fedavg`` with it.
 
     Raises
     ------
     ConfigurationError
-        If a number is out of range.
+        If the name is unknown, the budget is out of range, or ``lossless`` has one.
 
     Examples
     --------
-    >>> Codec(0.5).bits_of_weights
-    8
+    >>> Codec("small"), Codec("fedavg", budget=0.75)
+    (Codec(name='small', budget=0.5), Codec(name='fedavg', budget=0.75))
     """
 
-    budget: float = 1.0
-    weight_bits: int | None = None
-    diagonal_bits: int | None = None
-    factor_bits: int | None = None
-    scheme: str = "packed"
+    name: str = "auto"
+    budget: float | None = None
 
     def __post_init__(self) -> None:
-        check_known("codec", self.scheme, _SCHEMES)
+        check_known("codec", self.name, _NAMES)
+        if self.budget is None:
+            object.__setattr__(self, "budget", _BUDGETS.get(self.name))
+            return
         check_range("budget", self.budget, 1e-3, 1e3)
-        for name in _BITS:
-            if (bits := getattr(self, name)) is not None:
-                check_range(name, bits, 2, 16)
-                if not isinstance(bits, int):
-                    raise ConfigurationError(f"{name} must be an integer, got {bits}")
-        free = (self.budget, *(getattr(self, name) for name in _BITS))
-        if self.scheme != "packed" and free != (1.0, None, None, None):
+        if self.name == "lossless":
             raise ConfigurationError(
-                f"codec '{self.scheme}' takes no budget and bits: name 'fedavg' or "
-                "'small' with them"
+                "codec 'lossless' takes no budget: name 'fedavg' or 'small' with it"
             )
+        if self.name == "auto":
+            object.__setattr__(self, "name", "fedavg")
 
-    @property
-    def bits_of_weights(self) -> int:
-        """The bits of a parameter."""
-        if self.weight_bits is not None:
-            return self.weight_bits
-        return min(16, max(2, int(16 * self.budget)))
+    @classmethod
+    def of(cls, codec: "str | Codec") -> "Codec":
+        """Return a codec as it is, or by its name."""
+        return codec if isinstance(codec, Codec) else cls(codec)
 
     def to_options(self) -> dict[str, str | int | float]:
-        """Return the config that requests this codec; 0 stands for a default."""
+        """Return the config that requests this codec."""
         config: dict[str, str | int | float] = {
-            "codec": self.scheme,
+            "codec": self.name,
             "codec-version": FORMAT_VERSION,
-            "codec-budget": float(self.budget),
         }
-        for name in _BITS:
-            config[f"codec-{name.replace('_', '-')}"] = getattr(self, name) or 0
-        return config
+        return config | ({"codec-budget": float(self.budget)} if self.budget else {})
 
     @classmethod
     def from_options(cls, config: Mapping[str, Any]) -> "Codec":
@@ -101,77 +88,54 @@ class Codec:
             number is out of range.
         """
         if "codec" not in config:
-            return CODECS["lossless"]
+            return LOSSLESS
         if (version := config.get("codec-version")) != FORMAT_VERSION:
             raise ConfigurationError(
                 f"the server asks for version {printable(version)} of the upload "
                 f"format, and this client writes {FORMAT_VERSION}: install the same "
                 "flwr-fisher on both"
             )
-        bits = {n: config.get(f"codec-{n.replace('_', '-')}") or None for n in _BITS}
-        budget = float(config.get("codec-budget", 1.0))
-        return cls(budget, **bits, scheme=str(config["codec"]))
+        return cls(str(config["codec"]), config.get("codec-budget"))
 
     def describe(self) -> dict[str, Any]:
         """Return the description that an upload carries, so that it can be read."""
         return {"version": FORMAT_VERSION, **asdict(self)}
 
-    def check_description(self, description: object, *, field: str) -> None:
+    def check_description(self, text: Tensor | None, *, field: str) -> None:
         """Raise :class:`WireError` unless an upload says that it is of this codec."""
-        received = check_version(description, field=field)
+        received = read_description(text, field)
         if received != (requested := self.describe()):
             odd = {k: v for k, v in requested.items() if received.get(k) != v}
             raise WireError(f"another codec was asked for: {odd}", field=field)
 
 
-CODECS = {
-    "auto": Codec(scheme="auto"),
-    "lossless": Codec(scheme="lossless"),
-    "fedavg": Codec(1.0),
-    "small": Codec(0.5),
-    "paper": Codec(scheme="paper"),
-}
+LOSSLESS = Codec("lossless")
 
 
-def check_version(description: object, *, field: str) -> dict[str, Any]:
-    """Return an upload's description, which comes from outside and may be anything.
+def description_text(description: Mapping[str, Any]) -> Tensor:
+    """Return what an upload says of itself, its format's version first, as JSON."""
+    text = json.dumps(description, separators=(",", ":")).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def read_description(text: Tensor | None, field: str) -> dict[str, Any]:
+    """Undo :func:`description_text`; the text is not trusted.
 
     Raises
     ------
     WireError
-        If it names no format version, or one that this package does not read.
+        If there is none, it is not JSON, or names no format version, or one that this
+        package does not read.
     """
+    if text is None or text.dtype != torch.uint8 or text.numel() > _DESCRIPTION:
+        raise WireError("missing, too long, or no text", field=field)
+    try:
+        description = json.loads(text.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}"[:200], field=field) from error
     if not isinstance(description, dict) or "version" not in description:
         raise WireError("does not say which format it has", field=field)
     if (version := description["version"]) != FORMAT_VERSION:
         reason = f"format version {version!r}, and this server reads"
         raise WireError(f"{reason} {FORMAT_VERSION}"[:200], field=field)
     return description
-
-
-def get_codec(codec: str | Codec, budget: float | None = None) -> Codec:
-    """Return a codec by its name, with another budget if one is given.
-
-    Parameters
-    ----------
-    codec : "auto" | "lossless" | "fedavg" | "small" | "paper" | Codec
-        ``fedavg`` keeps an upload at FedAvg's size, ``small`` at half of it.
-    budget : float, optional
-        Replaces the codec's own; ``auto`` with a budget is ``fedavg`` with it.
-
-    Raises
-    ------
-    ConfigurationError
-        If the name is not known, or the budget is out of range.
-
-    Examples
-    --------
-    >>> get_codec("fedavg", budget=0.75).bits_of_weights
-    12
-    """
-    if isinstance(codec, str):
-        check_known("codec", codec, CODECS)
-        codec = CODECS[codec]
-    if budget is None:
-        return codec
-    return replace(CODECS["fedavg"] if codec.scheme == "auto" else codec, budget=budget)

@@ -6,7 +6,6 @@ The entry ``curvature/format`` says in JSON which version and codec the others h
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import safetensors
@@ -46,24 +45,20 @@ def container_bytes(sizes: Mapping[str, int]) -> int:
     return bytes_in_one_array(PACKED, size)
 
 
-def to_container(entries: Params, description: Mapping[str, Any]) -> ArrayRecord:
+def to_container(entries: Params) -> ArrayRecord:
     """Return a record of one array that holds all entries.
 
     Parameters
     ----------
     entries : Mapping[str, Tensor]
-        uint8, one-dimensional.
-    description : Mapping[str, Any]
-        What the entries are; it is sent as JSON.
+        uint8, one-dimensional; :data:`FORMAT` says what the others are.
     """
-    tensors = {FORMAT: text_of(description)} | {k: v.cpu() for k, v in entries.items()}
+    tensors = {k: v.cpu() for k, v in entries.items()}
     return ArrayRecord({PACKED: Array(np.frombuffer(save(tensors), np.uint8))})
 
 
-def from_container(
-    record: ArrayRecord, *, limit: int, count: int
-) -> tuple[dict[str, Tensor], object]:
-    """Return the entries and the description of a record that is not trusted.
+def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, Tensor]:
+    """Return the entries of a record that is not trusted.
 
     Parameters
     ----------
@@ -104,28 +99,7 @@ def from_container(
         if entry["dtype"] != "U8" or len(entry["shape"]) != 1:
             raise WireError("not an array of bytes", field=key)
         entries[key] = _bytes(entry["data"])
-    return entries, parse_text(entries.pop(FORMAT, None), FORMAT)
-
-
-def text_of(description: Mapping[str, Any]) -> Tensor:
-    """Return a description as JSON in uint8."""
-    return _bytes(json.dumps(description, separators=(",", ":")).encode())
-
-
-def parse_text(text: Tensor | None, field: str) -> object:
-    """Undo :func:`text_of`; the text is not trusted.
-
-    Raises
-    ------
-    WireError
-        If there is none, or it is not JSON.
-    """
-    if text is None or text.dtype != torch.uint8 or text.numel() > _DESCRIPTION:
-        raise WireError("missing, too long, or no text", field=field)
-    try:
-        return json.loads(text.numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not JSON: {error}"[:200], field=field) from error
+    return entries
 
 
 def _bytes(data: bytes | bytearray) -> Tensor:

@@ -20,9 +20,13 @@ from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout, contribution_bytes
 from flwr_fisher.wire.displacement import norm64
-from flwr_fisher.wire.layout import PREFIX, curvature_to_tensors, trace_name
+from flwr_fisher.wire.layout import (
+    PREFIX,
+    curvature_to_tensors,
+    tensors_to_curvature,
+    trace_name,
+)
 from flwr_fisher.wire.payload import Payload
-from flwr_fisher.wire.read_curvature import tensors_to_curvature
 
 PRODUCT = "product/"
 _PRODUCT = PRODUCT.removesuffix("/")

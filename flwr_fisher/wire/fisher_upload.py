@@ -1,32 +1,42 @@
 """The upload of a client that trained: its parameters and its Fisher there."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 from flwr.app import ArrayRecord
 
-from flwr_fisher.curvature import BlockDiagonal, Curvature
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Deferred, Kronecker
+from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior
-from flwr_fisher.params import Params, check_finite
-from flwr_fisher.wire import paper
+from flwr_fisher.params import DeferredParams, Params, check_finite
 from flwr_fisher.wire.arrays import (
+    announced_shape,
+    arrays_to_tensors,
+    check_count,
     tensors_to_arrays,
 )
 from flwr_fisher.wire.budget import byte_limit, pack_upload
-from flwr_fisher.wire.codec import CODECS, Codec
-from flwr_fisher.wire.container import (
-    FORMAT,
-    text_of,
-    to_container,
-)
+from flwr_fisher.wire.checks import check_shape_and_dtype
+from flwr_fisher.wire.codec import LOSSLESS, Codec, description_text
+from flwr_fisher.wire.container import FORMAT, from_container, to_container
 from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import (
+    PREFIX,
+    block_of,
+    check_keys,
+    check_shape,
     curvature_to_tensors,
+    join_blocks,
+    keys_by_block,
+    tensors_to_curvature,
     trace_name,
 )
+from flwr_fisher.wire.matrices import CheckedPart, check_part
 from flwr_fisher.wire.payload import Payload
-from flwr_fisher.wire.read_fisher import read_packed, read_plain
+from flwr_fisher.wire.quantise import decode_param
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class FisherUpload(Payload):
         """Return it as the merging functions take it, with the client's weight."""
         return LocalPosterior(self.params, self.curvature, num_examples)
 
-    def to_arrays(self, codec: Codec = CODECS["lossless"]) -> ArrayRecord:
+    def to_arrays(self, codec: Codec = LOSSLESS) -> ArrayRecord:
         """Return the one record that travels.
 
         Parameters
@@ -94,24 +104,19 @@ class FisherUpload(Payload):
             If a tensor holds NaN or infinity.
         """
         parts = curvature_to_tensors(self.curvature)
-        if codec.scheme == "lossless":
-            return tensors_to_arrays(
-                {**self.params, **parts, FORMAT: text_of(codec.describe())}
-            )
+        about = {FORMAT: description_text(codec.describe())}
+        if codec == LOSSLESS:
+            return tensors_to_arrays({**self.params, **parts, **about})
         check_finite({**self.params, **parts}, "the upload")
-        if codec.scheme == "paper":
-            limit = byte_limit(self.params, codec)
-            entries = paper.pack_as_paper(self.params, parts, limit)
-        else:
-            entries = pack_upload(self.params, parts, codec, self.curvature.shapes)
-        return to_container(entries, codec.describe())
+        entries = pack_upload(self.params, parts, codec, self.curvature.shapes)
+        return to_container({**about, **entries})
 
     @classmethod
     def from_arrays(
         cls,
         record: ArrayRecord,
         like: Params,
-        codec: Codec = CODECS["lossless"],
+        codec: Codec = LOSSLESS,
         *,
         structure: str | None = None,
     ) -> "FisherUpload":
@@ -135,5 +140,92 @@ class FisherUpload(Payload):
             dtype, or not finite; or if the format or the codec is another one, or the
             record is larger than the codec's budget.
         """
-        read = read_plain if codec.scheme == "lossless" else read_packed
+        read = _read_plain if codec == LOSSLESS else _read_packed
         return cls(*read(record, like, codec, structure))
+
+
+def _read_plain(
+    record: ArrayRecord, like: Params, codec: Codec, structure: str | None
+) -> tuple[Params, Curvature]:
+    """Return the parameters and the curvature of a lossless upload."""
+    # Keys, and the shapes that arrays are said to have, before any is read.
+    check_count(record, 4 * len(like) + 1)  # E-KFAC has three tensors a parameter
+    params, extras = _apart(dict(record.items()), like, structure)
+    for key, array in extras.items():
+        check_shape(key, announced_shape(key, array), like)
+    for key, array in params.items():
+        if (shape := announced_shape(key, array)) != (expected := like[key].shape):
+            reason = f"shape {tuple(shape)}, expected {tuple(expected)}"
+            raise WireError(reason, field=key)
+    tensors = arrays_to_tensors(record)  # of no other shapes than announced
+    codec.check_description(tensors.get(FORMAT), field=FORMAT)
+    _check_any(extras)
+    for key in extras:
+        if not tensors[key].is_floating_point():
+            raise WireError(f"dtype {tensors[key].dtype}, expected a float", field=key)
+    ordered = {key: tensors[key] for key in like}
+    _check_params(ordered, like)
+    return ordered, tensors_to_curvature({key: tensors[key] for key in extras}, ordered)
+
+
+def _read_packed(
+    record: ArrayRecord, like: Params, codec: Codec, structure: str | None
+) -> tuple[Params, Curvature]:
+    """Return the parameters and the curvature of a packed upload, to be made later."""
+    entries = from_container(record, limit=byte_limit(like, codec), count=len(like))
+    codec.check_description(entries.get(FORMAT), field=FORMAT)
+    params, extras = _apart(entries, like, structure)
+    _check_any(extras)
+    later = DeferredParams(
+        like, lambda key: decode_param(params[key], like[key], field=key)
+    )
+    _check_params(later, like)
+    checked = {key: check_part(extras[key], like, field=key) for key in extras}
+    blocks = [
+        _deferred({key: checked[key] for key in keys}, later.layout)
+        for keys in keys_by_block(checked, like)
+    ]
+    return later, join_blocks(blocks)
+
+
+def _deferred(parts: Mapping[str, CheckedPart], like: Params) -> Deferred:
+    """Return the block of checked parts, which is made when it is used."""
+    stand_ins = {key: part.stand_in() for key, part in parts.items()}
+    block = block_of(stand_ins, like)
+
+    def make() -> Curvature:
+        return block_of({key: part.make() for key, part in parts.items()}, like)
+
+    return Deferred(block, make, _trace(block, [p.traces for p in parts.values()]))
+
+
+def _trace(block: Curvature, traces: Sequence[Sequence[float]]) -> float:
+    """Return a block's trace, from those of its parts."""
+    if isinstance(block, Kronecker):
+        A, G = traces
+        return sum(a * g for a, g in zip(A, G, strict=True))
+    return sum(map(sum, traces))
+
+
+def _apart(
+    tensors: Mapping[str, V], like: Params, structure: str | None
+) -> tuple[dict[str, V], dict[str, V]]:
+    """Return the parameters, and what is the curvature's, whose keys are checked."""
+    params = {k: v for k, v in tensors.items() if not k.startswith(PREFIX)}
+    extras = {k: v for k, v in tensors.items() if k not in params and k != FORMAT}
+    for key in like.keys() - params.keys():
+        raise WireError("missing", field=key)
+    for key in params.keys() - like.keys():
+        raise WireError("unexpected key", field=key)
+    check_keys(extras, like, structure)
+    return params, extras
+
+
+def _check_any(extras: Collection[str]) -> None:
+    if not extras:
+        raise WireError("no curvature arrived", field=PREFIX)
+
+
+def _check_params(params: Params, like: Params) -> None:
+    for key, tensor in params.items():
+        check_shape_and_dtype(key, tensor, like[key].shape, like[key].dtype)

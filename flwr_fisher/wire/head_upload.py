@@ -15,14 +15,14 @@ from typing import ClassVar, Self
 
 import torch
 from flwr.app import ArrayRecord
+from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent.frozen_head import HeadSums
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_layout, check_second_moment
-from flwr_fisher.wire.codec import FORMAT_VERSION, check_version
-from flwr_fisher.wire.container import parse_text, text_of
+from flwr_fisher.wire.codec import FORMAT_VERSION, description_text, read_description
 from flwr_fisher.wire.payload import Payload
 
 _GRAM, _CROSS, _COUNT = "head/gram", "head/cross", "head/count"
@@ -89,7 +89,7 @@ class HeadUpload(Payload):
         """Return the one record that travels; it is lossless."""
         about = {"version": FORMAT_VERSION, "weight": self.weight, "bias": self.bias}
         tensors = {
-            _FORMAT: text_of(about),
+            _FORMAT: description_text(about),
             _GRAM: self.sums.gram,
             _CROSS: self.sums.cross,
             _COUNT: torch.tensor(self.sums.count, dtype=torch.float64),
@@ -114,7 +114,7 @@ class HeadUpload(Payload):
             dtype, not finite, or no second moment; or if there is no such head.
         """
         tensors = arrays_to_tensors(record, limit=_largest(like), most=4)
-        weight, bias = _head(parse_text(tensors.pop(_FORMAT, None), _FORMAT), like)
+        weight, bias = _head(tensors.pop(_FORMAT, None), like)
         classes, features = like[weight].shape
         features += bias is not None
         shapes = {_GRAM: (features, features), _CROSS: (features, classes), _COUNT: ()}
@@ -138,9 +138,9 @@ def _largest(like: Params) -> int:
     return 8 * max(numbers, default=0) + 4 * _SLACK
 
 
-def _head(about: object, like: Params) -> tuple[str, str | None]:
+def _head(text: Tensor | None, like: Params) -> tuple[str, str | None]:
     """Return the names of the head's weight and bias."""
-    found = check_version(about, field=_FORMAT)
+    found = read_description(text, _FORMAT)
     weight, bias = found.get("weight"), found.get("bias")
     if not isinstance(weight, str) or weight not in like or like[weight].dim() != 2:
         raise WireError(f"no linear layer's weight: {str(weight)!r:.80}", field=_FORMAT)

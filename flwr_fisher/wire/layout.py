@@ -9,18 +9,29 @@
     the two bases, of the factors' shapes, and the moments ``[groups, m, n]``;
 ``curvature/dense/<parameter>,<parameter>…``
     a dense matrix over these parameters, flattened one after the other, ``[d, d]``.
+
+Long: what is laid out, and all that is checked of it when it is read, have one home.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature import Curvature, Dense, Diagonal, EigenKronecker, Kronecker
+from flwr_fisher.curvature import (
+    BlockDiagonal,
+    Curvature,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+)
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
-from flwr_fisher.errors import StructureError, WireError
+from flwr_fisher.curvature.operators.factors import SymmetricFactor
+from flwr_fisher.errors import FlwrFisherError, StructureError, WireError
 from flwr_fisher.params import Params
+from flwr_fisher.wire.checks import check_second_moment
 
 PREFIX = "curvature/"
 _DIAGONAL, _DENSE = f"{PREFIX}diagonal/", f"{PREFIX}dense/"
@@ -207,6 +218,136 @@ def bias_of(weight: str, params: Params) -> str | None:
     bias = weight.removesuffix("weight") + "bias"
     fits = bias in params and params[bias].shape == params[weight].shape[:1]
     return bias if fits else None
+
+
+# Factors of K-FAC arrive packed as such; everything else is a tensor, to be checked.
+Parts = Mapping[str, Tensor | SymmetricFactor]
+
+
+def tensors_to_curvature(tensors: Parts, params: Params) -> Curvature:
+    """Undo :func:`curvature_to_tensors`, with every check.
+
+    Parameters
+    ----------
+    tensors : Mapping[str, Tensor | SymmetricFactor]
+        Finite floats under keys that begin with ``curvature/``.
+    params : Mapping[str, Tensor]
+        The parameters it belongs to.
+
+    Returns
+    -------
+    Curvature
+        A :class:`Diagonal` or :class:`Dense` where it is just that, else
+        :class:`BlockDiagonal`.
+
+    Raises
+    ------
+    WireError
+        Naming the first key that is unknown, missing, misshapen, of another dtype than
+        its parameter, not symmetric or negative on the diagonal.
+    """
+    for key, part in tensors.items():
+        check_shape(key, part.shape, params)
+        if isinstance(part, Tensor):
+            _check_values(key, part, params)
+    blocks = [
+        block_of({key: tensors[key] for key in keys}, params)
+        for keys in keys_by_block(tensors, params)
+    ]
+    entries = {
+        k: v for b in blocks if isinstance(b, Diagonal) for k, v in b.entries.items()
+    }
+    blocks = [block for block in blocks if not isinstance(block, Diagonal)]
+    if entries:
+        blocks.append(Diagonal(entries))
+    if len(blocks) == 1 and isinstance(blocks[0], Dense | Diagonal):
+        return blocks[0]
+    return join_blocks(blocks)
+
+
+def keys_by_block(keys: Iterable[str], params: Params) -> list[list[str]]:
+    """Return the keys of each block, in the order of the parameters, diagonals last.
+
+    A merge pairs clients' blocks by place, so the order of arrival must not count.
+
+    Raises
+    ------
+    WireError
+        If a layer's part is missing.
+    """
+    places = {name: place for place, name in enumerate(params)}
+    parsed = {key: parse_key(key, params) for key in keys}
+    blocks: dict[str, list[str]] = {}
+    diagonals: list[list[str]] = []
+    for key in sorted(parsed, key=lambda key: (places[parsed[key][1][0]], key)):
+        kind, _ = parsed[key]
+        if kind == Part.DIAGONAL:
+            diagonals.append([key])
+        else:
+            own = key if kind == Part.DENSE else key[:-1]
+            blocks.setdefault(own, []).append(key)
+    for own, parts in blocks.items():
+        for letter in _letters(own):
+            if f"{own}{letter}" not in parts:
+                raise WireError("missing", field=f"{own}{letter}")
+    return [*blocks.values(), *diagonals]
+
+
+def _letters(block: str) -> Iterable[str]:
+    fitting = (parts for kind, parts in LAYER_PARTS.items() if block.startswith(kind))
+    return next(fitting, ())
+
+
+def block_of(parts: Parts, params: Params) -> Curvature:
+    """Return the block that checked parts make, of the keys of one.
+
+    Raises
+    ------
+    WireError
+        If the parts do not fit each other.
+    """
+    plain = {key: part for key, part in parts.items() if isinstance(part, Tensor)}
+    key = next(iter(parts))
+    kind, names = parse_key(key, params)
+    if kind == Part.DIAGONAL:
+        return Diagonal({names[0]: plain[key]})
+    if kind == Part.DENSE:
+        return Dense({name: params[name].shape for name in names}, plain[key])
+    A, G = parts[f"{key[:-1]}A"], parts[f"{key[:-1]}G"]
+    name, shape = names[0], params[names[0]].shape
+    bias = bias_of(name, params) if A.shape[-1] > shape[1:].numel() else None
+    try:
+        if kind == Part.FACTOR:
+            return Kronecker(name, shape, A, G, bias)
+        of_A, of_G, moments = (plain[f"{key[:-1]}{letter}"] for letter in "AGS")
+        return EigenKronecker(name, shape, of_A, of_G, moments, bias)
+    except StructureError as error:  # its parts do not fit each other
+        raise WireError(str(error), field=f"{key[:-1]}A") from error
+
+
+def join_blocks(blocks: Sequence[Curvature]) -> BlockDiagonal:
+    """Return the curvature of all blocks.
+
+    Raises
+    ------
+    WireError
+        If a parameter is in two of them.
+    """
+    try:
+        return BlockDiagonal(blocks)
+    except FlwrFisherError as error:
+        raise WireError(str(error), field=PREFIX) from error
+
+
+def _check_values(key: str, tensor: Tensor, params: Params) -> None:
+    part, names = parse_key(key, params)
+    if tensor.dtype != (expected := params[names[0]].dtype):
+        raise WireError(f"dtype {tensor.dtype}, expected {expected}", field=key)
+    if part in (Part.DIAGONAL, Part.MOMENTS):
+        if (tensor < 0).any():
+            raise WireError("must not be negative", field=key)
+    elif part != Part.BASIS:
+        check_second_moment(key, tensor)
 
 
 def trace_name(block: Curvature) -> str:

@@ -1,187 +1,347 @@
-"""Floats as codes of a few bits, in blocks of values that share a scale.
+r"""Tensors as bytes in native widths, and back from bytes that are not trusted.
 
-With one scale for a whole tensor, its largest entry would decide how coarse all other
-entries become. A scale for every :data:`BLOCK` values costs 1/8 bit per value, and
-limits that effect to a block (Dettmers et al., "8-bit optimizers via block-wise
-quantization", ICLR 2022, section 2.1). :mod:`flwr_fisher.wire.levels` defines the
-values that the codes stand for.
+An *entry* is one tensor: its head (:data:`HEAD`), then scales in float32, then codes.
+The head has the form and the bits of a code, and three sizes of a curvature's part.
 
-The bytes are first the scales of all blocks as float32, those of one block side by
-side, then the codes of all values, packed by :mod:`flwr_fisher.wire.bits`.
+``RAW``
+    the tensor's own bytes;
+``FLOAT``
+    float16, relative to one scale that takes the largest value M to :math:`2^{15}`. Of
+    a diagonal, which has no sign, some first values have 16 or 8 bits, and the others
+    half as many: the leading bits of float16, which are the exponent's and three of the
+    mantissa's, or four of the exponent's. At 16 and 8 bits, the error of x is at most
+    :math:`x / 2^{11} + M / 2^{40}` or :math:`x / 2^4 + M / 2^{33}`; at 4 bits, x comes
+    back within a factor of 2 down to :math:`M / 2^{29}`;
+``ROWS``
+    integers of 8 or 4 bits, two of which share a byte, relative to the largest value m
+    of each :data:`ROW` values: the error is at most :math:`m / (2 (2^{b-1} - 1))`.
+
+To these, rounding adds that of float32, or of the tensor's dtype. Matrices have forms
+of their own (:mod:`flwr_fisher.wire.matrices`).
+
+Long: each form's writing and its reading are side by side.
 """
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from math import isfinite
-from typing import ClassVar
+import struct
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flwr_fisher.errors import WireError, check_range
-from flwr_fisher.wire.bits import as_bytes, pack, packed_size, unpack_codes
+from flwr_fisher.errors import WireError
 from flwr_fisher.wire.checks import are_finite_and_not_negative
 
-BLOCK = 256  # values that share their scales
-_LARGEST_SCALE = torch.finfo(torch.float32).max
+ROW = 256  # values that share a scale: with one a tensor, its largest would decide all
+SCALE = 4  # bytes
+_HEAD = struct.Struct("<BBIII")
+HEAD = _HEAD.size
+_FINE = struct.Struct("<I")  # how many values have the more bits
+_TOP = 15  # the largest value's exponent in float16
+_HALF, _LARGEST = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
+Sizes = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Quantiser(ABC):
-    """Turns floats into bytes and back, with a bound on the error.
+class Form(IntEnum):
+    """How an entry is encoded; its first byte."""
 
-    Parameters
-    ----------
-    bits : int
-        A code's width, from 2 to 16.
+    RAW = 0
+    FLOAT = 1
+    ROWS = 2
+    WHOLE = 3
+    COLUMNS = 4
+    BASIS = 5
+
+
+WIDTHS = {
+    Form.RAW: (0,),
+    Form.FLOAT: (16, 8),
+    Form.ROWS: (8, 4),
+    Form.WHOLE: (16, 8, 4),
+    Form.COLUMNS: (16, 8, 4),
+    Form.BASIS: (16, 8, 4),
+}
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Return how many bytes `count` codes of `bits` bits take."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return integers of 16, 8 or 4 bits as bytes; the first of a pair is the lower.
+
+    Examples
+    --------
+    >>> pack(torch.tensor([1, 2, -1]), 4)
+    tensor([33, 15], dtype=torch.uint8)
+    """
+    if bits == 4:
+        pairs = pad((codes & 15).to(torch.uint8), (0, len(codes) % 2)).view(-1, 2)
+        return pairs[:, 0] | (pairs[:, 1] << 4)
+    return codes.to(_integer(bits)).view(torch.uint8)
+
+
+def unpack(data: Tensor, bits: int, count: int) -> Tensor:
+    """Undo :func:`pack`; every byte stands for something.
+
+    Examples
+    --------
+    >>> unpack(torch.tensor([33, 15], dtype=torch.uint8), 4, 3)
+    tensor([ 1,  2, -1], dtype=torch.int8)
+    """
+    if bits == 4:
+        pairs = torch.stack([data & 15, data >> 4], -1).view(-1)[:count]
+        return (pairs ^ 8).view(torch.int8) - 8
+    # A view as wider numbers needs aligned bytes, which a clone has.
+    return (data.clone() if bits == 16 else data).view(_integer(bits))
+
+
+def _integer(bits: int) -> torch.dtype:
+    return torch.int16 if bits == 16 else torch.int8
+
+
+def levels(bits: int) -> int:
+    """Return c, where a code is one of the integers from -c to c."""
+    return (1 << (bits - 1)) - 1
+
+
+def to_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's own bytes, uint8 in one dimension."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def as_scales(data: Tensor, field: str) -> Tensor:
+    """Return bytes as float32; raise :class:`WireError` for what no scale can be."""
+    scales = data.clone().view(torch.float32)
+    if not are_finite_and_not_negative(scales):
+        raise WireError("holds a scale that is negative or not finite", field=field)
+    return scales
+
+
+def entry_of(form: Form, bits: int, body: Tensor, sizes: Sizes = (0, 0, 0)) -> Tensor:
+    """Return an entry: its head and its body."""
+    head = bytearray(_HEAD.pack(form, bits, *sizes))
+    start = torch.frombuffer(head, dtype=torch.uint8)
+    return torch.cat([start.to(body.device), body])
+
+
+def read_head(entry: Tensor, field: str) -> tuple[Form, int, Sizes, Tensor]:
+    """Return an entry's form, bits, sizes and body.
 
     Raises
     ------
-    ConfigurationError
-        If `bits` is out of range.
-
-    Attributes
-    ----------
-    signed : bool
-        Whether values may be negative.
+    WireError
+        If there is no such form, or none of so many bits.
     """
+    if len(entry) < HEAD:
+        raise WireError(f"{len(entry)} bytes, and {HEAD} of head", field=field)
+    number, bits, *sizes = _HEAD.unpack_from(entry.numpy().data)
+    try:
+        form = Form(number)
+    except ValueError as error:
+        raise WireError(f"unknown form {number}", field=field) from error
+    if bits not in WIDTHS[form]:
+        raise WireError(f"codes of {bits} bits in form {form.name}", field=field)
+    return form, bits, (sizes[0], sizes[1], sizes[2]), entry[HEAD:]
 
-    bits: int
-    signed: ClassVar[bool] = False
-    _per_block: ClassVar[int] = 1  # scales
 
-    def __post_init__(self) -> None:
-        check_range("bits", self.bits, 2, 16)
+# --- parameters -----------------------------------------------------------------------
 
-    def size(self, count: int) -> int:
-        """Return how many bytes `count` values take, scales included.
 
-        Examples
-        --------
-        >>> from flwr_fisher.wire.levels import Linear
-        >>> Linear(6).size(1000)  # four blocks
-        766
-        """
-        return self._head(count) + packed_size(count, self.bits)
+def size_of_param(tensor: Tensor, bits: int) -> int:
+    """Return the size of :func:`encode_param`'s entry."""
+    count = tensor.numel()
+    form = _form_of(tensor, bits)
+    if form == Form.RAW:
+        return HEAD + count * tensor.itemsize
+    scales = 1 if form == Form.FLOAT else -(-count // ROW)
+    return HEAD + SCALE * scales + packed_size(count, bits)
 
-    def encode(self, values: Tensor) -> Tensor:
-        """Return values as bytes.
 
-        Parameters
-        ----------
-        values : Tensor
-            Finite floats of any dtype and shape; not negative, unless the class is
-            signed. A float64 beyond float32's range counts as the end of that range.
+def encode_param(tensor: Tensor, bits: int) -> Tensor:
+    """Return a parameter's entry: its own bytes, where those are not more."""
+    form = _form_of(tensor, bits)
+    if form == Form.RAW:
+        return entry_of(form, 0, to_bytes(tensor))
+    if form == Form.ROWS:
+        return entry_of(form, bits, _encode_rows(_wide(tensor), bits))
+    scale, words = _to_words(_wide(tensor))
+    return entry_of(form, bits, torch.cat([to_bytes(scale), pack(words, bits)]))
 
-        Returns
-        -------
-        Tensor
-            uint8, ``[size(values.numel())]``, on the values' device.
 
-        Raises
-        ------
-        ValueError
-            If a value is not finite, or negative where the class is not signed.
-        """
-        flat = values.detach().reshape(-1).to(_working(values.dtype))
-        if not len(flat):
-            return flat.new_empty(0, dtype=torch.uint8)
-        low, high = (float(end) for end in flat.aminmax())
-        if not (isfinite(low) and isfinite(high)):
-            raise ValueError("holds NaN or infinity")
-        if low < 0 and not self.signed:
-            raise ValueError(f"holds {low}, and {type(self).__name__} takes no sign")
-        if flat.dtype == torch.float64:
-            flat = flat.clamp(-_LARGEST_SCALE, _LARGEST_SCALE)
-        blocks = pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-        scales = self._scales(blocks).to(torch.float32)
-        codes = self._codes(blocks, scales.to(blocks.dtype)).to(torch.int32)
-        packed = pack(codes.view(-1)[: len(flat)], self.bits)
-        return torch.cat([as_bytes(scales), packed])
+def _form_of(tensor: Tensor, bits: int) -> Form:
+    if not tensor.is_floating_point() or 8 * tensor.itemsize <= bits:
+        return Form.RAW
+    return Form.FLOAT if bits == 16 else Form.ROWS
 
-    def decode(
-        self, data: Tensor, count: int, dtype: torch.dtype, *, field: str
-    ) -> Tensor:
-        """Return the values that bytes stand for; the bytes are not trusted.
 
-        Parameters
-        ----------
-        data : Tensor
-            uint8, ``[size(count)]``.
-        count : int
-            How many values there are.
-        dtype : torch.dtype
-            The float dtype of the result. A value beyond its range becomes its largest
-            or smallest finite value.
-        field : str
-            The key in the record, for the error.
+def decode_param(entry: Tensor, like: Tensor, *, field: str) -> Tensor:
+    """Return a parameter of the shape and dtype of `like`.
 
-        Returns
-        -------
-        Tensor
-            ``[count]``, finite, and not negative unless the class is signed; on the
-            data's device.
+    Raises
+    ------
+    WireError
+        If the entry is no such parameter's.
+    """
+    form, bits, _, body = read_head(entry, field)
+    if form == Form.RAW:
+        return _raw(body, like, field)
+    known = form == Form.ROWS or (form == Form.FLOAT and bits == 16)
+    if not known or not like.is_floating_point():
+        reason = f"form {form.name} for a parameter of {like.dtype}"
+        raise WireError(reason, field=field)
+    if form == Form.ROWS:
+        values = _decode_rows(body, like.numel(), like.dtype, bits, field)
+        return values.view(like.shape)
+    _check_size(body, SCALE + packed_size(like.numel(), bits), field)
+    words = unpack(body[SCALE:], bits, like.numel())
+    return _from_words(body[:SCALE], words, like.dtype, field).view(like.shape)
 
-        Raises
-        ------
-        WireError
-            If `data` has another dtype or shape, or holds a scale or a code that
-            :meth:`encode` never writes.
-        """
-        working = _working(dtype)
-        scales, codes = self._checked(data, count, working, field)
-        if not count:
-            return data.new_empty(0, dtype=dtype)
-        blocks = pad(codes, (0, -count % BLOCK)).view(-1, BLOCK)
-        values = self._values(blocks.to(working), scales).view(-1)[:count]
-        if (limit := torch.finfo(dtype).max) < _LARGEST_SCALE:
-            values = values.clamp_(-limit, limit)
-        return values.to(dtype)
 
-    def _checked(
-        self, data: Tensor, count: int, working: torch.dtype, field: str
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scales ``[blocks, 1 or 2]`` and the codes ``[count]``."""
-        if data.dtype != torch.uint8:
-            raise WireError(f"dtype {data.dtype}, expected torch.uint8", field=field)
-        if data.shape != (expected := (self.size(count),)):
-            reason = f"shape {tuple(data.shape)}, expected {expected}"
-            raise WireError(reason, field=field)
-        # A view as wider numbers needs aligned bytes, which a clone has.
-        head = self._head(count)
-        scales = data[:head].clone(memory_format=torch.contiguous_format)
-        scales = scales.view(torch.float32).view(-1, self._per_block).to(working)
-        if not self._valid(scales):
-            raise WireError("holds a scale that no block can have", field=field)
-        codes = unpack_codes(data[head:], self.bits, count, self._largest, field=field)
-        return scales, codes
+def _raw(body: Tensor, like: Tensor, field: str) -> Tensor:
+    if len(body) != (expected := like.numel() * like.itemsize):
+        raise WireError(
+            f"{len(body)} bytes, expected {expected} of {tuple(like.shape)} in "
+            f"{like.dtype}, which the server sent: train a model of that dtype",
+            field=field,
+        )
+    if like.dtype == torch.bool and len(body) and body.max() > 1:
+        raise WireError("holds what is no bool", field=field)
+    tensor = body.clone().view(like.dtype).view(like.shape)
+    if not tensor.isfinite().all():
+        raise WireError("holds NaN or infinity", field=field)
+    return tensor
 
-    def _head(self, count: int) -> int:
-        """Return how many bytes the scales take."""
-        return -(-count // BLOCK) * self._per_block * 4
 
-    @property
-    def _largest(self) -> int:
-        """The largest code that stands for a value."""
-        return (1 << self.bits) - 1
+# --- diagonals ------------------------------------------------------------------------
 
-    def _valid(self, scales: Tensor) -> bool:
-        """Return whether blocks ``[n, BLOCK]`` can have these scales."""
-        return are_finite_and_not_negative(scales)
 
-    @abstractmethod
-    def _scales(self, blocks: Tensor) -> Tensor:
-        """Return the scales ``[n, 1 or 2]`` of blocks ``[n, BLOCK]``."""
+def size_of_diagonal(count: int, bits: int, fine: int) -> int:
+    """Return the size of :func:`encode_diagonal`'s entry."""
+    rest = packed_size(count - fine, bits // 2)
+    return HEAD + SCALE + _FINE.size + packed_size(fine, bits) + rest
 
-    @abstractmethod
-    def _codes(self, blocks: Tensor, scales: Tensor) -> Tensor:
-        """Return the codes as floats, for the scales as a reader will have them."""
 
-    @abstractmethod
-    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values that codes stand for; this may overwrite the codes."""
+def encode_diagonal(tensor: Tensor, bits: int, fine: int) -> Tensor:
+    """Return the entry of values that are not negative.
+
+    The first `fine` of them have 16 or 8 bits, the others half as many. Its sizes are
+    the shape of E-KFAC's moments; a diagonal has its parameter's.
+    """
+    a, b, c = tensor.shape if tensor.dim() == 3 else (0, 0, 0)
+    scale, words = _to_words(_wide(tensor).abs_())
+    body = [
+        to_bytes(scale),
+        torch.frombuffer(bytearray(_FINE.pack(fine)), dtype=torch.uint8).to(
+            words.device
+        ),
+        pack(_leading_bits(words[:fine], bits), bits),
+        pack(_leading_bits(words[fine:], bits // 2), bits // 2),
+    ]
+    return entry_of(Form.FLOAT, bits, torch.cat(body), (a, b, c))
+
+
+def decode_diagonal(
+    body: Tensor, count: int, dtype: torch.dtype, bits: int, *, field: str
+) -> Tensor:
+    """Return the values of a body, ``[count]``.
+
+    Raises
+    ------
+    WireError
+        If it is none, or has a negative value.
+    """
+    start = SCALE + _FINE.size
+    if len(body) < start:
+        raise WireError(f"{len(body)} bytes, expected {start} and codes", field=field)
+    (fine,) = _FINE.unpack_from(body.numpy().data, SCALE)
+    if fine > count:
+        raise WireError(f"{fine} values of {count}", field=field)
+    _check_size(body, size_of_diagonal(count, bits, fine) - HEAD, field)
+    end = start + packed_size(fine, bits)
+    words = [
+        _from_leading_bits(unpack(body[start:end], bits, fine), bits),
+        _from_leading_bits(unpack(body[end:], bits // 2, count - fine), bits // 2),
+    ]
+    values = _from_words(body[:SCALE], torch.cat(words), dtype, field)
+    if count and values.min() < 0:
+        raise WireError("must not be negative", field=field)
+    return values
+
+
+# --- floats ---------------------------------------------------------------------------
+
+
+def _to_words(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a scale, and values relative to it as the bits of float16, int16."""
+    top = flat.abs().amax() if len(flat) else flat.new_zeros(())
+    scale = (top / 2**_TOP).clamp(max=_LARGEST).float()
+    ratio = flat / torch.where(scale > 0, scale, torch.inf).to(flat.dtype)
+    words = ratio.clamp_(-_HALF, _HALF).to(torch.float16).view(torch.int16)
+    return scale, words
+
+
+def _from_words(scale: Tensor, words: Tensor, dtype: torch.dtype, field: str) -> Tensor:
+    half = words.view(torch.float16)
+    if not half.isfinite().all():
+        raise WireError("holds a code that stands for no value", field=field)
+    return _narrow(half.to(_working(dtype)) * as_scales(scale, field), dtype)
+
+
+def _leading_bits(words: Tensor, bits: int) -> Tensor:
+    """Return float16's leading bits, rounded, of values without a sign."""
+    if bits == 16:
+        return words
+    dropped = 15 - bits
+    rounded = (words.to(torch.int32) + (1 << (dropped - 1))) >> dropped
+    return rounded.clamp_(max=0x7BFF >> dropped)  # of what is finite
+
+
+def _from_leading_bits(codes: Tensor, bits: int) -> Tensor:
+    if bits == 16:
+        return codes
+    return (codes.to(torch.int16) & ((1 << bits) - 1)) << (15 - bits)
+
+
+# --- rows -----------------------------------------------------------------------------
+
+
+def _encode_rows(flat: Tensor, bits: int) -> Tensor:
+    rows = pad(flat, (0, -len(flat) % ROW)).view(-1, ROW)
+    scales = rows.abs().amax(-1, keepdim=True).clamp_(max=_LARGEST).float()
+    ratio = rows / torch.where(scales > 0, scales, torch.inf).to(rows.dtype)
+    codes = (ratio.clamp_(-1, 1) * levels(bits)).round_().to(torch.int8)
+    return torch.cat([to_bytes(scales), pack(codes.view(-1)[: len(flat)], bits)])
+
+
+def _decode_rows(
+    body: Tensor, count: int, dtype: torch.dtype, bits: int, field: str
+) -> Tensor:
+    head = SCALE * -(-count // ROW)
+    _check_size(body, head + packed_size(count, bits), field)
+    scales = as_scales(body[:head], field).unsqueeze(-1)
+    codes = unpack(body[head:], bits, count)
+    rows = pad(codes, (0, -count % ROW)).view(-1, ROW).to(_working(dtype))
+    # Dividing first: a code times its scale could overflow. One code is beyond -c.
+    values = rows.div_(levels(bits)).clamp_(-1, 1).mul_(scales)
+    return _narrow(values.view(-1)[:count], dtype)
+
+
+def _check_size(body: Tensor, expected: int, field: str) -> None:
+    if len(body) != expected:
+        raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a copy, flat, in float32 or float64."""
+    return tensor.detach().reshape(-1).to(_working(tensor.dtype), copy=True)
+
+
+def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return values.clamp_(-limit, limit).to(dtype)

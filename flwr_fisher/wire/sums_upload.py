@@ -27,8 +27,7 @@ from flwr_fisher.merge.sums import sum_dtype
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import check_shape_and_dtype
-from flwr_fisher.wire.codec import FORMAT_VERSION, check_version
-from flwr_fisher.wire.container import parse_text, text_of
+from flwr_fisher.wire.codec import FORMAT_VERSION, description_text, read_description
 from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.payload import Payload
 
@@ -100,7 +99,7 @@ class SumsUpload(Payload):
         """Return the one record that travels; it is lossless."""
         sums = self.sums
         n = torch.tensor(sums.num_examples, dtype=torch.float64)
-        tensors = {_FORMAT: text_of(_DESCRIPTION), _EXAMPLES: n}
+        tensors = {_FORMAT: description_text(_DESCRIPTION), _EXAMPLES: n}
         tensors |= {f"{_PARAMS}{k}": v for k, v in sums.params.items()}
         tensors |= {f"{_FISHER}{k}": v for k, v in sums.fisher.items()}
         tensors |= {f"{_FISHER_PARAMS}{k}": v for k, v in sums.fisher_params.items()}
@@ -141,7 +140,7 @@ class SumsUpload(Payload):
         # Sums of parameters, of the Fisher and of their products, in up to 8 bytes.
         limit = sum(3 * (8 * v.numel() + _SLACK) for v in like.values()) + 2 * _SLACK
         tensors = arrays_to_tensors(record, limit=limit, most=3 * len(like) + 2)
-        _check_format(parse_text(tensors.pop(_FORMAT, None), _FORMAT))
+        _check_format(tensors.pop(_FORMAT, None))
         examples = _read_examples(tensors.pop(_EXAMPLES, None))
         params, fisher, products = (
             _take(prefix, tensors, like)
@@ -169,8 +168,8 @@ class SumsUpload(Payload):
             raise WireError(reason, field=_EXAMPLES)
 
 
-def _check_format(description: object) -> None:
-    if check_version(description, field=_FORMAT) != _DESCRIPTION:
+def _check_format(text: Tensor | None) -> None:
+    if (description := read_description(text, _FORMAT)) != _DESCRIPTION:
         reason = f"expected {_DESCRIPTION}, got {description!r}"
         raise WireError(reason[:200], field=_FORMAT)
 

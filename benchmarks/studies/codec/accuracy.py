@@ -1,9 +1,11 @@
-"""What packed uploads weigh, and the accuracy that they merge to."""
+"""What packed uploads weigh, and the accuracy that they merge to.
+
+Long: how it is measured, the tables and the plot have one home.
+"""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,6 +18,7 @@ from harness.tables import head, row
 from harness.uploads import Setting, posteriors
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rivals.paper_codec import pack_as_paper, unpack_as_paper
 
 from flwr_fisher.client.training import Loader
 from flwr_fisher.measures import accuracies
@@ -23,7 +26,7 @@ from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.report.style import save
 from flwr_fisher.tasks import Task
 from flwr_fisher.wire import (
-    CODECS,
+    LOSSLESS,
     PREFIX,
     Codec,
     FisherUpload,
@@ -31,12 +34,15 @@ from flwr_fisher.wire import (
     serialized_bytes,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.container import from_container
+from flwr_fisher.wire.container import FORMAT, from_container
+from flwr_fisher.wire.quantise import size_of_diagonal
 
 PLAIN, PAPER = "uncompressed", "paper's, 1.0"
-PACKED = {f"packed, {budget}": Codec(budget) for budget in (1.0, 0.75, 0.5, 0.35, 0.25)}
+PACKED = {
+    f"packed, {budget}": Codec(budget=budget) for budget in (1.0, 0.75, 0.5, 0.35, 0.3)
+}
 FULL = "packed, 1.0"
-KFAC = {PLAIN: CODECS["lossless"], **PACKED, PAPER: CODECS["paper"]}
+KFAC: dict[str, Codec | None] = {PLAIN: LOSSLESS, **PACKED, PAPER: None}
 DIAGONAL = {name: KFAC[name] for name in (PLAIN, FULL, "packed, 0.5", PAPER)}
 SEEDS = (0, 1, 2)
 # How many points below the uncompressed upload are allowed.
@@ -52,33 +58,65 @@ def reply_bytes(arrays: ArrayRecord, client: LocalPosterior) -> int:
     return serialized_bytes(RecordDict({"arrays": arrays, "metrics": metrics}))
 
 
-def travel(
-    client: LocalPosterior, asked: Codec
-) -> tuple[LocalPosterior, float, tuple[str, str]]:
-    """Return what arrives, its size in FedAvg's, and bits of weights and curvature."""
-    codec = resolve(asked, client.params)
-    record = FisherUpload(client.params, client.curvature).to_arrays(codec)
-    arrived = FisherUpload.from_arrays(record, client.params, codec)
-    plain = reply_bytes(tensors_to_arrays(client.params), client)
-    return (
-        replace(client, params=arrived.params, curvature=arrived.curvature),
-        reply_bytes(record, client) / plain,
-        bits_in(record, codec),
+def pack(client: LocalPosterior, codec: Codec | None) -> ArrayRecord:
+    """Return what a client uploads; no codec stands for the paper's."""
+    if codec is None:
+        return pack_as_paper(client)
+    upload = FisherUpload(client.params, client.curvature)
+    return upload.to_arrays(resolve(codec, client.params))
+
+
+def unpack(
+    record: ArrayRecord, client: LocalPosterior, codec: Codec | None
+) -> LocalPosterior:
+    """Return what arrives."""
+    if codec is None:
+        return unpack_as_paper(record, client)
+    chosen = resolve(codec, client.params)
+    return FisherUpload.from_arrays(record, client.params, chosen).posterior(
+        client.num_examples
     )
 
 
-def bits_in(record: ArrayRecord, codec: Codec) -> tuple[str, str]:
-    """Return the bits of weights and of curvature, read from what travels."""
-    if codec.scheme == "lossless":
+def travel(
+    client: LocalPosterior, codec: Codec | None
+) -> tuple[LocalPosterior, float, tuple[str, str]]:
+    """Return what arrives, its size in FedAvg's, and bits of weights and curvature."""
+    record = pack(client, codec)
+    plain = reply_bytes(tensors_to_arrays(client.params), client)
+    return (
+        unpack(record, client, codec),
+        reply_bytes(record, client) / plain,
+        bits_in(record, client, codec),
+    )
+
+
+def bits_in(
+    record: ArrayRecord, client: LocalPosterior, codec: Codec | None
+) -> tuple[str, str]:
+    """Return the bits of weights and of curvature, read from what travels.
+
+    A diagonal's are the mean of its values'.
+    """
+    if codec == LOSSLESS:
         return "32", "32"
-    entries, _ = from_container(record, limit=1 << 30, count=1000)
-    if codec.scheme == "paper":  # which says so nowhere: it has no other
+    entries = from_container(record, limit=1 << 30, count=1000)
+    if codec is None:  # which says so nowhere: it has no other
         factors = any(key.startswith(f"{PREFIX}kfac") for key in entries)
         return "16", "8" if factors else "16"
-    found: tuple[set[int], set[int]] = set(), set()
+    found: tuple[set[float], set[float]] = set(), set()
+    diagonal = f"{PREFIX}diagonal/"
     for key, entry in entries.items():
-        found[key.startswith(PREFIX)].add(int(entry[1]))  # see wire/packing.py
-    weights, curvature = (", ".join(map(str, sorted(bits))) for bits in found)
+        bits = float(entry[1])  # see wire/quantise.py
+        if key.startswith(diagonal):
+            count = client.params[key.removeprefix(diagonal)].numel()
+            bits = round(8 * (len(entry) - size_of_diagonal(0, 8, 0)) / count, 1)
+        if key != FORMAT:
+            found[key.startswith(PREFIX)].add(bits)
+    weights, curvature = (
+        f"{min(bits):g}" if len(bits) == 1 else f"{min(bits):g}-{max(bits):g}"
+        for bits in found
+    )
     return weights, curvature
 
 
@@ -86,7 +124,7 @@ def evaluate(
     task: Task,
     clients: Sequence[LocalPosterior],
     loader: Loader,
-    codecs: Mapping[str, Codec],
+    codecs: Mapping[str, Codec | None],
     options: Mapping[str, Any],
 ) -> Find:
     """Return every codec's accuracy in per cent, and what its uploads weigh."""
@@ -105,7 +143,7 @@ def evaluate(
 
 
 def on_test(
-    structure: str, codecs: Mapping[str, Codec], data_dir: Path, **options: Any
+    structure: str, codecs: Mapping[str, Codec | None], data_dir: Path, **options: Any
 ) -> list[Find]:
     """Return each seed's results on the test set, merged with these options."""
     found = []
@@ -191,9 +229,10 @@ def targets(
 def most_spent(splits: Sequence[Find]) -> float:
     """Return the largest reply's share of its budget."""
     return max(
-        split[name]["size"] / KFAC[name].budget
+        split[name]["size"] / (codec.budget if codec and codec.budget else 1.0)
         for split in splits
-        for name in split.keys() - {PLAIN}
+        for name, codec in KFAC.items()
+        if name in split and name != PLAIN
     )
 
 

@@ -13,7 +13,7 @@ from harness.timing import seconds
 
 from flwr_fisher.merge import fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.wire import FisherUpload, get_codec, resolve
+from flwr_fisher.wire import Codec, FisherUpload, resolve
 from studies.size.uploads import BATCH, network, packed, trained
 
 Numbers = dict[str, Any]
@@ -33,7 +33,7 @@ def codec(name: str, runs: int = 3) -> Numbers:
     """Return the seconds of packing an upload to FedAvg's size, and of unpacking."""
     params, curvature = trained(name, 0)
     upload = FisherUpload(params, curvature)
-    chosen = resolve(get_codec("fedavg"), params)
+    chosen = resolve(Codec("fedavg"), params)
     read = partial(FisherUpload.from_arrays, upload.to_arrays(chosen), params, chosen)
     took: dict[str, list[float]] = {"pack": [], "unpack": [], "pass": []}
     for _ in range(runs):
@@ -63,7 +63,7 @@ def merging(name: str, count: int, decoded: bool) -> Numbers:
 
 def _merging(name: str, count: int, decoded: bool) -> Numbers:
     params = shared_state(network(name))
-    chosen = resolve(get_codec("fedavg"), params)
+    chosen = resolve(Codec("fedavg"), params)
     posteriors = []
     for record in packed(name, count):
         upload = FisherUpload.from_arrays(record, params, chosen)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from flwr_fisher.curvature import Curvature, fisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import make_model
-from flwr_fisher.wire import FisherUpload, get_codec, resolve
+from flwr_fisher.wire import Codec, FisherUpload, resolve
 from flwr_fisher.wire.budget import byte_limit
 from flwr_fisher.wire.container import PACKED, from_container, to_container
-from flwr_fisher.wire.packing import pack_params, unpack_params
+from flwr_fisher.wire.quantise import decode_param, encode_param
 
 BATCH, STEPS, EXAMPLES = 32, 30, 256
 MADE = 3  # uploads whose curvature is computed; the others are perturbed
@@ -58,7 +58,7 @@ def record_of(name: str, seed: int) -> ArrayRecord:
     if not path.exists():
         params, curvature = trained(name, seed)
         upload = FisherUpload(params, curvature.scaled(1 + seed))
-        record = upload.to_arrays(resolve(get_codec("fedavg"), params))
+        record = upload.to_arrays(resolve(Codec("fedavg"), params))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(record[PACKED].numpy().tobytes())
     return ArrayRecord({PACKED: Array(np.frombuffer(path.read_bytes(), np.uint8))})
@@ -67,14 +67,14 @@ def record_of(name: str, seed: int) -> ArrayRecord:
 def packed(name: str, count: int) -> Iterator[ArrayRecord]:
     """Yield clients' uploads; those beyond three are perturbed."""
     like = shared_state(network(name))
-    codec = resolve(get_codec("fedavg"), like)
+    codec = resolve(Codec("fedavg"), like)
     made = [record_of(name, seed) for seed in range(min(count, MADE))]
     yield from made
     for seed in range(MADE, count):
         size = byte_limit(like, codec)
-        entries, _ = from_container(made[seed % MADE], limit=size, count=len(like))
+        entries = from_container(made[seed % MADE], limit=size, count=len(like))
         for key, value in like.items():
             if value.is_floating_point():
-                own = unpack_params(entries[key], value, field=key)
-                entries[key] = pack_params(perturbed(own, seed), 16)
-        yield to_container(entries, codec.describe())
+                own = decode_param(entries[key], value, field=key)
+                entries[key] = encode_param(perturbed(own, seed), 16)
+        yield to_container(entries)

@@ -32,11 +32,11 @@ class DiagonalSumsOptions(FisherTraining):
     def of(cls, problem: LocalProblem, request: Request) -> "DiagonalSumsOptions":
         """Read the server's options; errors as of :meth:`FisherTraining.of`."""
         own = FisherTraining.of(problem, request)
-        if (own.structure, own.codec.scheme) != ("diagonal", "lossless"):
+        if (own.structure, own.codec.name) != ("diagonal", "lossless"):
             raise ClientError(
                 "the server asks for sums, which exist for structure='diagonal' and "
                 f"codec='lossless' alone, not for {own.structure!r} and "
-                f"{own.codec.scheme!r}"
+                f"{own.codec.name!r}"
             )
         norm = None
         if "clipping-norm" in request.options:

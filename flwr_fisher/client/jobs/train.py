@@ -14,13 +14,10 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.trial import Batch, Trained, TrainedUpload, try_upload
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
-from flwr_fisher.errors import ClientError, DataError
+from flwr_fisher.errors import DataError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.progress import count_of, watching
 from flwr_fisher.wire import Codec, FisherUpload, resolve, tensors_to_arrays
-
-_OF_PAPER = (None, "kfac", "diagonal")
-
 
 Upload = TypeVar("Upload", bound=type[TrainedUpload])
 _UPLOADS: dict[str, type[TrainedUpload]] = {}
@@ -169,11 +166,6 @@ class FisherTraining:
     def _check(self) -> None:
         if self.structure is not None:
             self.fisher.check(self.structure)
-        if self.codec.scheme == "paper" and self.structure not in _OF_PAPER:
-            raise ClientError(
-                f"codec='paper' has no form for structure={self.structure!r}, only for "
-                "'kfac' and 'diagonal'"
-            )
 
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
@@ -208,5 +200,6 @@ class FisherTraining:
 
 def codec_of(request: Request) -> Codec:
     """Return the codec that the server asks for, sized for its parameters."""
-    real_number(request.options, "codec-budget", 1.0)
+    if "codec-budget" in request.options:
+        real_number(request.options, "codec-budget", 1.0)
     return resolve(Codec.from_options(request.options), request.params)

@@ -1,0 +1,362 @@
+r"""Symmetric positive semi-definite matrices in few bytes.
+
+Such a matrix is a sum of outer products of vectors with themselves, and only the
+vectors travel: as directions, whose entries are integers of 16, 8 or 4 bits, and norms
+in float32. So the decoded matrix, too, is symmetric and positive semi-definite,
+whatever the bytes are. There are two choices of vectors:
+
+``WHOLE``
+    the rows of the Cholesky factor, half of whose entries are zero; a large matrix
+    stays that factor, in a quarter of its memory, and a small one is made of it;
+``COLUMNS``
+    the leading eigenvectors, and one number for all other directions: their mean
+    eigenvalue, so that the trace is kept. They are read back as they travel, and
+    nothing of the size n × n is made.
+
+E-KFAC's bases (``BASIS``) are directions alone; columns that are not sent are zero.
+
+A direction's entries are scaled to its largest, rounded, and read back as a unit
+vector. With :math:`\varepsilon = \sqrt n / (2^{b-1} - 1)` it is off by at most
+:math:`\varepsilon` in norm, so a matrix sent whole by at most
+:math:`(2\varepsilon + \varepsilon^2) \sqrt{M_{ii} M_{jj}}` at (i, j), and not at all on
+the diagonal.
+
+Long: each form's writing and its reading are side by side, with what both rely on.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flwr_fisher.curvature.operators.factors import (
+    DenseFactor,
+    LowRankFactor,
+    SymmetricFactor,
+    gram,
+)
+from flwr_fisher.errors import WireError
+from flwr_fisher.params import Params
+from flwr_fisher.wire.checks import sum64
+from flwr_fisher.wire.layout import Part, check_shape, parse_key
+from flwr_fisher.wire.quantise import (
+    SCALE,
+    Form,
+    Sizes,
+    as_scales,
+    decode_diagonal,
+    entry_of,
+    levels,
+    pack,
+    packed_size,
+    read_head,
+    to_bytes,
+    unpack,
+)
+
+_JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
+_SMALL = 1024  # rows of a matrix that is better made once than held as codes
+_WHOLE = 512  # rows of a matrix that is decomposed whole
+_FORMS = {
+    Part.DIAGONAL: (Form.FLOAT,),
+    Part.MOMENTS: (Form.FLOAT,),
+    Part.FACTOR: (Form.WHOLE, Form.COLUMNS),
+    Part.DENSE: (Form.WHOLE, Form.COLUMNS),
+    Part.BASIS: (Form.BASIS,),
+}
+
+
+# --- writing --------------------------------------------------------------------------
+
+
+def size_of_matrices(form: Form, sizes: Sizes, bits: int) -> int:
+    """Return the bytes of matrices of these groups, rows and rank, without a head."""
+    groups, n, rank = sizes
+    norms = {Form.WHOLE: groups * n, Form.COLUMNS: groups * (rank + 1)}.get(form, 0)
+    entries = n * (n + 1) // 2 if form == Form.WHOLE else n * rank
+    return SCALE * norms + packed_size(groups * entries, bits)
+
+
+def encode_whole(matrices: Tensor, bits: int) -> Tensor:
+    """Return the entry of ``[groups, n, n]``, by the rows of the Cholesky factors."""
+    # The rows' norms are the roots of the diagonal, so factorise the correlations.
+    norms = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0).double().sqrt()
+    unit = torch.where(norms > 0, norms, 1)
+    correlations = matrices.double() / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    codes = _codes(_cholesky(correlations), bits)
+    body = [to_bytes(norms.float()), pack(codes[_lower(codes)], bits)]
+    return entry_of(Form.WHOLE, bits, torch.cat(body), (*matrices.shape[:2], 0))
+
+
+def encode_columns(
+    values: Tensor, vectors: Tensor, trace: Tensor, rank: int, bits: int
+) -> Tensor:
+    """Return the entry of matrices by their leading eigenvectors.
+
+    Parameters
+    ----------
+    values : Tensor
+        ``[groups, r]``, descending and not negative: the largest eigenvalues.
+    vectors : Tensor
+        ``[groups, n, r]``, their eigenvectors as columns.
+    trace : Tensor
+        ``[groups]``, the sum of all eigenvalues.
+    rank, bits : int
+        How many of them, and the bits of an entry.
+    """
+    groups, n = vectors.shape[:2]
+    leading = values[:, :rank].to(trace)
+    left = (trace - leading.sum(-1)).clamp_min(0)
+    # The mean of the smaller values is at most each larger value, up to rounding.
+    tail = (left / max(n - rank, 1)).unsqueeze(-1) * (rank < n)
+    above = (leading - tail).clamp_min(0).sqrt()
+    norms = to_bytes(torch.cat([tail.sqrt(), above], -1).float())
+    codes = pack(_codes(vectors[..., :rank].mT, bits).reshape(-1), bits)
+    sizes = (groups, n, rank)
+    return entry_of(Form.COLUMNS, bits, torch.cat([norms, codes]), sizes)
+
+
+def encode_basis(vectors: Tensor, rank: int, bits: int) -> Tensor:
+    """Return the entry of the first columns of ``[groups, n, n]``, unit vectors."""
+    codes = pack(_codes(vectors[..., :rank].mT, bits).reshape(-1), bits)
+    return entry_of(Form.BASIS, bits, codes, (*vectors.shape[:2], rank))
+
+
+def within_range(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return matrices that a reader in `dtype` does not find too large when rounded."""
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) / 4
+    top = float(matrices.abs().amax()) if matrices.numel() else 0.0
+    return matrices * (limit / top) if top > limit else matrices
+
+
+def _cholesky(correlations: Tensor) -> Tensor:
+    """Return lower triangular factors, also of matrices that are singular."""
+    eye = torch.eye(correlations.shape[-1], dtype=torch.float64)
+    jittered = correlations + _JITTER * eye.to(correlations.device)
+    lower: Tensor
+    lower, failed = torch.linalg.cholesky_ex(jittered)
+    if not failed.any():
+        return lower
+    values, vectors = torch.linalg.eigh(correlations)
+    root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
+    upper: Tensor = torch.linalg.qr(root)[1]
+    return upper.mT
+
+
+def _codes(vectors: Tensor, bits: int) -> Tensor:
+    """Return integers, relative to the largest entry along the last dimension."""
+    if not vectors.numel():
+        return vectors.to(torch.int16)
+    wide = vectors if vectors.itemsize >= 4 else vectors.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    scaled = wide / torch.where(largest > 0, largest, 1) * levels(bits)
+    return scaled.round_().to(torch.int16)
+
+
+def _lower(matrices: Tensor) -> Tensor:
+    """Return a mask of the lower triangles, in the order of rows."""
+    shape, device = matrices.shape, matrices.device
+    return torch.ones(shape, dtype=torch.bool, device=device).tril_()
+
+
+def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    r"""Return leading eigenvalues and eigenvectors, those of large matrices roughly.
+
+    A matrix of up to 512 rows is decomposed whole. Of a larger one the wanted part
+    comes from randomised subspace iteration and the Rayleigh-Ritz method (Halko,
+    Martinsson & Tropp, "Finding structure with randomness", SIAM Review 2011,
+    algorithms 4.4 and 5.3): from the eigenvectors of :math:`Q^\top M Q`, where Q is an
+    orthonormal basis of :math:`M^2 \Omega` and :math:`\Omega` has k random columns. No
+    value is above the eigenvalue that it stands for. What the k vectors leave of the
+    trace is in expectation at most
+
+    .. math:: \sum_{j>r} \lambda_j
+              \Big(1 + \frac{r}{p-1} \Big(\frac{\lambda_j}{\lambda_r}\Big)^3\Big)
+
+    for any :math:`r + p = k` with :math:`p \ge 2`: as in theorem 10.5 there, whose
+    proof uses that :math:`\Omega` is multiplied by a root of M, and holds for its
+    square as well.
+
+    Parameters
+    ----------
+    matrices : Tensor
+        ``[groups, n, n]``, symmetric positive semi-definite.
+    count : int
+        k, how many; all n are returned where that is as quick.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        ``[groups, k]``, descending and not negative, and orthonormal columns
+        ``[groups, n, k]``; the same ones in every call.
+    """
+    # LAPACK has no decompositions of smaller floats.
+    wide = matrices if matrices.itemsize >= 4 else matrices.float()
+    n = wide.shape[-1]
+    if n <= _WHOLE or 2 * count >= n:
+        return _descending(*torch.linalg.eigh(wide))
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(len(wide), n, count, generator=generator).to(wide)
+    basis = _orthonormal(wide @ _orthonormal(wide @ columns))
+    inner = basis.mT @ (wide @ basis)
+    values, rotation = torch.linalg.eigh(inner / 2 + inner.mT / 2)
+    return _descending(values, basis @ rotation)
+
+
+def _descending(values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    return values.flip(-1).clamp_min(0), vectors.flip(-1)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    Q: Tensor = torch.linalg.qr(columns)[0]
+    return Q
+
+
+# --- reading --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPart:
+    """A part of a curvature of which every byte is checked.
+
+    It holds no more than the bytes that arrived. A few bytes can stand for a large
+    matrix, so that nothing of its size is made until it is used.
+
+    Parameters
+    ----------
+    shape : tuple[int, ...]
+        The part's shape.
+    dtype : torch.dtype
+        Its parameter's.
+    make : Callable[[], Tensor | SymmetricFactor]
+        Makes the part; raises nothing.
+    traces : Sequence[float]
+        Of its matrices, one a group, or what it adds to its block's; of a basis, none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor | SymmetricFactor]
+    traces: Sequence[float]
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor of its shape and dtype that takes no memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def check_part(entry: Tensor, params: Params, *, field: str) -> CheckedPart:
+    """Check a part of a curvature over `params`.
+
+    The announced shape is checked before anything of that shape is allocated.
+
+    Raises
+    ------
+    WireError
+        Naming the entry that is wrong.
+    """
+    part, names = parse_key(field, params)
+    like = params[names[0]]
+    form, bits, (a, b, c), body = read_head(entry, field)
+    if form not in _FORMS[part]:
+        raise WireError(f"form {form.name} for this part", field=field)
+    shape = {
+        Part.DIAGONAL: tuple(like.shape),
+        Part.MOMENTS: (a, b, c),
+        Part.DENSE: (b, b),
+    }.get(part, (a, b, b))
+    check_shape(field, shape, params)
+    if part in (Part.DIAGONAL, Part.MOMENTS):
+        read = partial(
+            decode_diagonal, body, math.prod(shape), like.dtype, bits, field=field
+        )
+        return CheckedPart(
+            shape, like.dtype, lambda: read().view(shape), [sum64(read())]
+        )
+    if part == Part.DENSE and a != 1:
+        raise WireError(f"{a} matrices, expected one", field=field)
+    if form != Form.WHOLE and c > b:
+        raise WireError(f"rank {c} of a matrix with {b} rows", field=field)
+    if len(body) != (expected := size_of_matrices(form, (a, b, c), bits)):
+        raise WireError(f"{len(body)} bytes, expected {expected}", field=field)
+    if form == Form.BASIS:
+        make = partial(_basis, body, (a, b, c), bits, like.dtype)
+        return CheckedPart(shape, like.dtype, make, [])
+    factor, traces = _matrices(form, body, (a, b, c), bits, like.dtype, field)
+    if part == Part.DENSE:
+        dense = partial(_dense, factor)
+        return CheckedPart(shape, like.dtype, dense, traces)
+    return CheckedPart(shape, like.dtype, factor, traces)
+
+
+def _matrices(
+    form: Form, body: Tensor, sizes: Sizes, bits: int, dtype: torch.dtype, field: str
+) -> tuple[Callable[[], SymmetricFactor], list[float]]:
+    """Return what makes matrices, and their traces, from norms that are checked."""
+    groups, n, rank = sizes
+    count = n if form == Form.WHOLE else rank + 1
+    end = SCALE * groups * count
+    norms = as_scales(body[:end], field).view(groups, count)
+    squares = norms.double().square()
+    if form == Form.COLUMNS:
+        squares[:, 0] *= n
+    traces: list[float] = squares.sum(-1).tolist()
+    read = _whole if form == Form.WHOLE else _columns
+    make = partial(read, norms, body[end:], sizes, bits)
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    # The diagonal bounds the other entries, and the trace the diagonal.
+    if 1.001 * max(traces, default=0.0) > limit:
+        top = squares if form == Form.WHOLE else make().diagonal()
+        if not bool((1.001 * top <= limit).all()):  # which NaN is not
+            raise WireError(f"its norms overflow {dtype}", field=field)
+    if dtype == torch.float32:
+        return make, traces
+    return lambda: make().mapped(
+        lambda t: t.to(dtype) if t.is_floating_point() else t
+    ), traces
+
+
+def _whole(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
+    """Return matrices in float32; a large one's directions stay integers."""
+    groups, n, _ = sizes
+    # What is kept is taken before what is let go again: a merge keeps many clients'
+    # matrices, and holes between them would double its memory.
+    small = n <= _SMALL
+    matrices = torch.empty(groups, n, n) if small else torch.empty(0)
+    codes = unpack(data, bits, groups * n * (n + 1) // 2)
+    kept = torch.float32 if small else codes.dtype
+    lower = torch.zeros(groups, n, n, dtype=kept)
+    lower.masked_scatter_(_lower(lower), codes.to(kept))
+    rows = norms / _lengths(lower)
+    if small:
+        return DenseFactor(gram(lower.mul_(rows.unsqueeze(-1)), out=matrices))
+    return LowRankFactor(lower, torch.ones_like(rows), torch.zeros_like(rows), rows)
+
+
+def _columns(norms: Tensor, data: Tensor, sizes: Sizes, bits: int) -> SymmetricFactor:
+    """Return matrices in float32 by their directions, which stay integers."""
+    groups, n, rank = sizes
+    directions = unpack(data, bits, groups * rank * n).view(groups, rank, n)
+    rest = norms[:, :1].square().expand(groups, n)
+    return LowRankFactor(directions.mT, norms[:, 1:] / _lengths(directions), rest)
+
+
+def _basis(data: Tensor, sizes: Sizes, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return unit vectors, and zeros for those that were not sent."""
+    groups, n, rank = sizes
+    codes = unpack(data, bits, groups * rank * n).view(groups, rank, n)
+    unit = codes / _lengths(codes).unsqueeze(-1)
+    return pad(unit.mT, (0, n - rank)).to(dtype)
+
+
+def _lengths(directions: Tensor) -> Tensor:
+    """Return the lengths along the last dimension in float32, and 1 for zero."""
+    lengths: Tensor = torch.linalg.vector_norm(directions.float(), dim=-1)
+    return lengths.clamp_min(1)
+
+
+def _dense(factor: Callable[[], SymmetricFactor]) -> Tensor:
+    return factor().to_dense()[0]
