@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -262,7 +263,7 @@ def test_a_model_that_cannot_be_copied_is_trained(caplog):
 
     with pytest.raises(Trained), caplog.at_level(logging.INFO):
         ask_untrained(Locked(3, 3))
-    assert "Nothing can be tried before training: TypeError('a lock')" in caplog.text
+    assert "Nothing can be tried before training: TypeError: a lock" in caplog.text
 
 
 # --- and it changes nothing
@@ -284,6 +285,22 @@ class Noisy(Dataset):
         x, y = self.data[i]
         noise = random.random() + np.random.rand() + torch.rand(3)  # noqa: NPY002
         return x + noise, y
+
+
+class OwnNoise(Noisy):
+    """Draws from generators of its own, one of them in a function."""
+
+    def __init__(self):
+        super().__init__()
+        draw, self.draw = np.random.default_rng(3), torch.Generator().manual_seed(3)
+        self.transform = lambda x: x + draw.random() + self.noise()
+
+    def noise(self):
+        return torch.rand(3, generator=self.draw)
+
+    def __getitem__(self, i):
+        x, y = self.data[i]
+        return self.transform(x), y
 
 
 class OwnSampler(Sampler):
@@ -323,6 +340,7 @@ LOADERS = {
     "in-order": lambda: DataLoader(Noisy(), 4),
     "sampler": lambda: DataLoader(Noisy(), 4, sampler=OwnSampler(16)),
     "workers": lambda: DataLoader(Noisy(), 4, shuffle=True, num_workers=1),
+    "own-noise": lambda: DataLoader(OwnNoise(), 4),
     "lists": lambda: DataLoader(
         tiny_data(4), batch_size=None, sampler=BatchSampler(range(16), 4, False)
     ),
@@ -424,16 +442,26 @@ def test_model_loader_and_generators_are_as_they_were():
     assert all(module.training for module in model.modules())
 
 
-def test_a_file_that_a_data_set_opens_late_is_opened_once():
-    loader = DataLoader(Noisy(), 4)
-    reply_of(loader, {"structure": "kfac"})
-    assert loader.dataset.opened == 1
-
-
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_with_workers_a_file_is_opened_in_a_worker():
-    data = tried(DataLoader(Noisy(), 4, num_workers=1)).trainloader.dataset
-    assert data.file is None
+def test_a_file_is_opened_in_a_worker(workers):
+    loader = DataLoader(Noisy(), 4, num_workers=workers)
+    assert tried(loader).trainloader.dataset.file is None
+
+
+@pytest.mark.parametrize("stuck", ["fork", "platform"])
+def test_where_no_process_can_read_training_goes_on(stuck, monkeypatch, caplog):
+    class Stuck(Noisy):
+        def __getitem__(self, i):
+            return time.sleep(30 if stuck == "fork" else 0)
+
+    if stuck == "fork":
+        monkeypatch.setattr("flwr_fisher.client.trial._SECONDS", 0.1)
+    else:
+        monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(Trained), caplog.at_level(logging.INFO):
+        ask_untrained(loader=DataLoader(Stuck(), 4))
+    assert "Nothing can be tried before training" in caplog.text
 
 
 def test_it_is_done_once_a_request_and_only_for_curvature(monkeypatch):

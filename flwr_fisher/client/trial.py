@@ -2,12 +2,15 @@
 
 A copy of the model is tried, and the loader is not iterated: its workers, its sampler
 and its generators are not asked for anything, and so what follows is what it would have
-been. The data set is read as ever: a file that it opens on first use stays open.
+been. A data set that is more than tensors is read in another process, a fork of this
+one: what it draws from a generator of its own, or opens on first use, it has not here.
 
 Long: what is read, what is tried and what the log says of it stand together.
 """
 
 import copy
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from textwrap import wrap
@@ -16,7 +19,15 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    default_convert,
+)
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
@@ -37,6 +48,7 @@ from flwr_fisher.randomness import seeded
 from flwr_fisher.wire import Codec, fedavg_bytes, reply_bytes
 
 _FEW = 4  # examples
+_SECONDS = 60.0  # that they may take to be read in a process of their own
 _ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
 _COLUMNS, _NAMED = 100, 6  # signs of a line; layers whose names are all told
 _KINDS = {
@@ -142,10 +154,9 @@ def on_few_examples(
 ) -> Result | None:
     """Return what an attempt makes of a copy of the model and a few training examples.
 
-    They come straight from a data set with positions, collated as the loader does it
-    (in a worker, if it has workers), or from a list of batches. A model may want
-    batches of the size that it is trained on: where four examples fail, a whole batch
-    is tried.
+    They come straight from a data set with positions, collated as the loader does it,
+    or from a list of batches. A model may want batches of the size that it is trained
+    on: where four examples fail, a whole batch is tried.
 
     Parameters
     ----------
@@ -158,8 +169,9 @@ def on_few_examples(
     -------
     Result | None
         None, with a line in the log, of a stream, whose batches may come only once; of
-        a model that cannot be copied; and where reading fails, since what it fails of
-        may be that it is done here.
+        a model that cannot be copied; where reading fails, since what it fails of may
+        be that it is done so; and of a data set that is more than tensors where a
+        process cannot be forked, unless its loader has workers.
 
     Raises
     ------
@@ -174,7 +186,9 @@ def on_few_examples(
             except FlwrFisherError:
                 raise
             except Exception as error:
-                logger.info("Nothing can be tried before training: %r", error)
+                why = str(error).strip().rpartition("\n")[2]  # a worker's: a traceback
+                kind = type(error).__name__
+                logger.info("Nothing can be tried before training: %s: %s", kind, why)
                 return None
             if batch is None:
                 logger.info("The data are a stream: no batch is tried before training")
@@ -202,13 +216,35 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch | None:
     ):
         return None
     else:
-        workers = min(loader.num_workers, 1)
-        batch = next(iter(like_loader(loader, [_positions(loader, count)], workers)))
+        batch = _read(loader, _positions(loader, count))
     inputs, labels = inputs_and_labels(problem.train_pairs.pair(batch))
     n = len(inputs)
     if isinstance(labels, Tensor) and labels.dim() and len(labels) == n:
         labels = labels[:count]
     return inputs[:count], labels
+
+
+def _read(loader: DataLoader[Any], positions: Any) -> Any:
+    """Return a loader's batch of some positions, read by a worker."""
+    own = loader.num_workers > 0
+    few = like_loader(loader, [positions], int(own or not _is_plain(loader)))
+    if few.num_workers and not own:
+        if sys.platform != "linux":
+            raise NotImplementedError("it would be with DataLoader(num_workers=1)")
+        few.multiprocessing_context, few.timeout = "fork", _SECONDS
+    with warnings.catch_warnings():
+        # Of Python: threads may hold locks. A reader that waits for one is given up.
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+        return next(iter(few))
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's examples are parts of tensors, by nobody's own code."""
+    data = loader.dataset
+    while type(data) is Subset:
+        data = data.dataset
+    collates = (default_collate, default_convert)
+    return type(data) is TensorDataset and loader.collate_fn in collates
 
 
 def _positions(loader: DataLoader[Any], count: int | None) -> Any:
