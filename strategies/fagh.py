@@ -18,7 +18,7 @@ from flwr_fisher.server.exchange import (
     Groups,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
     mean_vector,
 )
@@ -111,10 +111,10 @@ class FAGH(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients, and for the Hessian's products with the probe."""
-        mean = Summed[VectorUpload](weighted=True)
+        mean = Summation[VectorUpload]()
         if self.probe == "none":
             read = VectorUpload.reader("gradient")
-            return [Exchange({"job": "gradient"}, read, self._step, summed=mean)]
+            return [Exchange({"job": "gradient"}, read, self._step, additive=mean)]
         moves = self.probe == "momentum" and server_round > 1
         config: dict[str, str | int] = {
             "job": "probe",
@@ -122,8 +122,8 @@ class FAGH(CurvatureStrategy):
             "probe-seed": self._probe_seed,
         }
         if moves:
-            return [Exchange(config, _read, self._step, send=_send, summed=mean)]
-        return [Exchange(config, _read, self._step, summed=mean)]
+            return [Exchange(config, _read, self._step, send=_send, additive=mean)]
+        return [Exchange(config, _read, self._step, additive=mean)]
 
     def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
         """Update the moments, and step along Newton's direction."""

@@ -27,16 +27,15 @@ from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
     weights_of,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import (
+    Additive,
     Codec,
     FisherUpload,
-    ProductUpload,
-    VectorUpload,
     resolve,
 )
 
@@ -159,20 +158,20 @@ class FedFish(CurvatureStrategy):
             return [
                 Exchange(
                     options,
-                    ProductUpload.from_arrays,
+                    Additive.reader("product", "buffers"),
                     self._step_of_products,
                     require_same_parameters=True,
-                    summed=Summed(weighted=True),
+                    additive=Summation(),
                 )
             ]
         if self.secure is not None:
             return [
                 Exchange(
                     options,
-                    VectorUpload.reader("product", "fisher", params=True),
+                    Additive.reader("product", "fisher", "params"),
                     self._step_of_sums,
                     require_same_parameters=True,
-                    summed=Summed(weighted=True),
+                    additive=Summation(),
                 )
             ]
         return [Exchange(options, self._read, self._step, require_same_parameters=True)]
@@ -191,7 +190,7 @@ class FedFish(CurvatureStrategy):
         if self.upload == "product":
             return options
         if self.secure is not None:
-            return options | {"upload": "summands"}
+            return options | {"upload": "sums"}
         return options | self.codec.to_options()
 
     def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:
@@ -219,24 +218,23 @@ class FedFish(CurvatureStrategy):
         ]
         return self._descend(state, gradient, fishers, buffers, weights_of(uploads))
 
-    def _step_of_products(
-        self, state: ServerState, uploads: Uploads[ProductUpload]
-    ) -> Step:
+    def _step_of_products(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Step along the mean of the clients' products."""
-        products = [upload.payload.products for upload in uploads]
+        products = [upload.payload.part("product") for upload in uploads]
         gradient = weighted_mean(products, weights_of(uploads))
-        buffers = [upload.payload.buffers for upload in uploads]
+        buffers = [upload.payload.part("buffers") for upload in uploads]
         return self._descend(state, gradient, products, buffers, weights_of(uploads))
 
-    def _step_of_sums(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _step_of_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Step along the quotient of two sums over all clients."""
         (mean,) = (upload.payload for upload in uploads)
-        product, fisher = mean.vectors["product"], mean.vectors["fisher"]
-        trained = {name: mean.params[name] for name in product}
+        product, fisher = mean.part("product"), mean.part("fisher")
+        params = mean.part("params")
+        trained = {name: params[name] for name in product}
         before = double(state.params, product)
         deltas = {name: before[name] - trained[name] for name in trained}
         gradient = fedfish_quotient(product, fisher, deltas)
-        buffers = {k: v for k, v in mean.params.items() if k not in product}
+        buffers = {k: v for k, v in params.items() if k not in product}
         return self._descend(state, gradient, [fisher], [buffers], weights_of(uploads))
 
     def _descend(

@@ -20,7 +20,6 @@ from flwr_fisher.merge import (
     MergeOptions,
     MergeResult,
     MergeSettings,
-    add_sums,
     fedfisher,
     fedfisher_from_sums,
     matched,
@@ -36,7 +35,7 @@ from flwr_fisher.server.exchange import (
     Groups,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
@@ -44,13 +43,14 @@ from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, initial_groups
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
-    AGGREGATES,
     LOSSLESS,
+    Additive,
     Codec,
     FisherUpload,
-    SumsUpload,
+    RunningMean,
     resolve,
 )
+from flwr_fisher.wire.additive import SUMS
 
 Options = TypeVar("Options")
 
@@ -162,7 +162,7 @@ class FedFisherOneShot(CurvatureStrategy):
         super().__init__(**kwargs)
         cuda = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(cuda if device is None else device)
-        check_known("aggregate", aggregate, AGGREGATES)
+        check_known("aggregate", aggregate, ("parts", "sums"))
         fisher = _given("fisher", fisher, FisherOptions)
         merge = _given("merge", merge, MergeOptions)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
@@ -213,7 +213,7 @@ class FedFisherOneShot(CurvatureStrategy):
         if self.weighted_by_key != "num-examples":
             raise ConfigurationError(
                 f"{needs} weighted_by_key='num-examples', by which clients weight "
-                f"their summands, not '{self.weighted_by_key}'"
+                f"what they add, not '{self.weighted_by_key}'"
             )
         self.codec = LOSSLESS
 
@@ -223,14 +223,20 @@ class FedFisherOneShot(CurvatureStrategy):
             held = self.secure is None and self.policy.limits
             return KfacSums(self.merge, self._options(), held).exchanges()
         if self.privacy is not None:
-            return [private_exchange(self.privacy, self._options(), self._merge_sums)]
+            own, secure = self._options(), self.secure is not None
+            return [
+                private_exchange(self.privacy, own, self._merge_sums, secure=secure)
+            ]
         if self.aggregate == "sums":
             options = self._options() | {"job": "diagonal-sums"}
-            read, step = SumsUpload.from_arrays, self._step_from_sums
-            summed = Summed(weighted=False, read=SumsUpload.total)
+            total = Additive.reader(*SUMS, of_one=False)
+            mean = Summation[Additive](
+                read=total, total=RunningMean(), held=self.policy.limits
+            )
+            read, step = Additive.reader(*SUMS), self._step_from_sums
             return [
                 Exchange(
-                    options, read, step, require_same_parameters=True, summed=summed
+                    options, read, step, require_same_parameters=True, additive=mean
                 )
             ]
         merge = self.merge
@@ -291,9 +297,11 @@ class FedFisherOneShot(CurvatureStrategy):
             )
         return _step(merged)
 
-    def _step_from_sums(self, state: ServerState, uploads: Uploads[SumsUpload]) -> Step:
-        """Merge the sums over the uploads."""
-        return self._merge_sums(state, add_sums([u.payload.sums for u in uploads]))
+    def _step_from_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
+        """Merge the means over the uploads: sums for one example."""
+        (upload,) = uploads
+        parts = [upload.payload.part(name) for name in SUMS]
+        return self._merge_sums(state, DiagonalSums(1.0, *parts))
 
     def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:
         merged = fedfisher_from_sums(

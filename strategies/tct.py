@@ -19,7 +19,7 @@ from flwr_fisher.server.exchange import (
     Groups,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
 )
 from flwr_fisher.server.membership import Membership
@@ -205,9 +205,9 @@ class TCT(CurvatureStrategy):
         if server_round == self.stage1_rounds + 1:
             return self._convexifying()
         config = self._features() | {"job": "tct-step", "local-steps": self.local_steps}
-        mean = Summed[TangentUpload](weighted=True)
+        mean = Summation[TangentUpload]()
         read, step = read_local_weight, self._average
-        return [Exchange(config, read, step, send, network, summed=mean)]
+        return [Exchange(config, read, step, send, network, additive=mean)]
 
     def _training(self) -> Exchange[VectorUpload]:
         """Ask the sampled clients to train, if they could do stage 2, too."""
@@ -217,7 +217,7 @@ class TCT(CurvatureStrategy):
             self._features() | check,
             VectorUpload.reader(params=True),
             _mean_model,
-            summed=Summed(weighted=True),
+            additive=Summation(),
         )
 
     def _convexifying(self) -> Sequence[Exchange[TangentUpload]]:
@@ -236,7 +236,9 @@ class TCT(CurvatureStrategy):
             send,
             network,
             clients="all",
-            summed=Summed(weighted=False, read=read_moment_sums(self.num_features)),
+            additive=Summation(
+                weighted=False, read=read_moment_sums(self.num_features)
+            ),
         )
         spectrum = Exchange(
             config | {"job": "tct-spectrum"},
@@ -245,7 +247,7 @@ class TCT(CurvatureStrategy):
             send,
             network,
             clients="all",
-            summed=Summed(weighted=False, read=read_eigenvalues),
+            additive=Summation(weighted=False, read=read_eigenvalues),
         )
         return [moments, spectrum]
 

@@ -352,9 +352,9 @@ def counting(batches: int) -> Attack:
     return attack
 
 
-NETWORK = r"^(\d+\.(weight|bias|running_.*))$|^sums/params/|^sums/fisher-params/"
-CURVATURE = rf"^{PREFIX}(diagonal|kfac|ekfac|dense)|^sums/fisher"
-SPECTRUM = rf"^{PREFIX}(diagonal|kfac|dense)|^{PREFIX}ekfac/.*/S$|^sums/fisher"
+NETWORK = r"^(\d+\.(weight|bias|running_.*))$|^params/|^fisher-params/"
+CURVATURE = rf"^{PREFIX}(diagonal|kfac|ekfac|dense)|^fisher"
+SPECTRUM = rf"^{PREFIX}(diagonal|kfac|dense)|^{PREFIX}ekfac/.*/S$|^fisher"
 VECTORS = r"^(gradient|hvp|direction|control.*|product|displaced|change)/|^tct/"
 ANY = rf"{NETWORK}|{VECTORS}"
 

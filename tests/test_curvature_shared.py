@@ -87,7 +87,7 @@ class Unused(Times):
         return x.tanh()
 
 
-class Summed(Times):
+class Summation(Times):
     """Sees all of the parameter at once."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class First(Times):
         return (x * self.scale.flatten()[:FEATURES]).tanh()
 
 
-@pytest.mark.parametrize("layer", [Mixed, Unused, Summed, First])
+@pytest.mark.parametrize("layer", [Mixed, Unused, Summation, First])
 def test_what_takes_no_copies_has_its_jacobian(layer: Callable[..., nn.Module]) -> None:
     model = seeded(on(VECTORS, lambda: layer(FEATURES))).double()
     inputs = VECTORS.double()

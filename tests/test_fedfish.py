@@ -22,6 +22,7 @@ from virtual import (
     Watched,
     ask,
     change_array,
+    drop_array,
     fail,
     killing_app,
     same_bits,
@@ -399,7 +400,7 @@ def test_products_are_adams_gradient(source: str) -> None:
     means: list[Tensors] = []
     for num_rounds in (1, 2):
         result = run(products(fisher_source=source), num_rounds=num_rounds)
-        sent = [upload.payload.products for upload in result.uploads]
+        sent = [upload.payload.part("product") for upload in result.uploads]
         weights = [8, 10, 12]
         means.append(
             {
@@ -434,12 +435,12 @@ def test_products_have_fedavgs_bytes() -> None:
             FisherClient(model, loader), ArrayRecord(shared_state(model)), config
         )
         sizes[name] = serialized_bytes(reply.content)
-    keys = len("product/") * len(list(model.parameters()))
+    keys = len("product/") * len(model.state_dict())
     assert sizes["fedavg"] <= sizes["product"] <= 1.01 * sizes["fedavg"] + keys
     assert sizes["both"] > 1.5 * sizes["fedavg"]
 
 
-PRODUCT = "product/3.weight"
+PRODUCT, BUFFER = "product/3.weight", "buffers/1.running_var"
 
 
 def rename(old: str, new: str) -> Tamper:
@@ -456,12 +457,22 @@ def rename(old: str, new: str) -> Tamper:
         (change_array(PRODUCT, lambda a: a * np.nan), f"'{PRODUCT}'"),
         (change_array(PRODUCT, lambda a: a.T), f"'{PRODUCT}'"),
         (change_array(PRODUCT, lambda a: a.astype("float64")), f"'{PRODUCT}'"),
-        (change_array("1.running_var", lambda a: a * np.nan), "'1.running_var'"),
-        (rename(PRODUCT, "3.weight"), "covers other parameters"),
-        (rename(PRODUCT, "product/4.weight"), "'product/3.weight': missing"),
-        (rename("1.running_var", "more"), "'product/1.running_var': missing"),
+        (change_array(BUFFER, lambda a: a * np.nan), f"'{BUFFER}'"),
+        (rename(PRODUCT, "buffers/3.weight"), "covers other parameters"),
+        (rename(PRODUCT, "product/4.weight"), "'product/4.weight': unexpected key"),
+        (rename(BUFFER, "buffers/more"), "'buffers/more': unexpected key"),
+        (drop_array(BUFFER), f"'{BUFFER}': missing"),
     ],
-    ids=["NaN", "shape", "dtype", "buffer", "not a product", "unknown", "gone"],
+    ids=[
+        "NaN",
+        "shape",
+        "dtype",
+        "buffer",
+        "not a product",
+        "unknown",
+        "other",
+        "gone",
+    ],
 )
 def test_a_bad_product_is_left_out_by_name(
     tamper: Tamper, reason: str, caplog: pytest.LogCaptureFixture

@@ -32,7 +32,7 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.strategies.exchanges.private_sums import _read
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 QUIET = 1e-9  # a noise multiplier that leaves the clipping to be seen
 
@@ -196,12 +196,12 @@ def test_a_contributions_norm_is_one_at_most_and_its_sums_are_the_fishers() -> N
 
 def test_a_contribution_that_is_too_long_is_clipped_by_the_server() -> None:
     like = {"w": torch.zeros(4)}
-    vectors = {name: {"w": torch.full((4,), 100.0)} for name in VECTORS}
-    read = _read(VectorUpload(vectors).to_arrays(), like)
-    flat = torch.cat([v["w"] for v in read.vectors.values()])
+    long = {f"contribution/{name}": {"w": torch.full((4,), 100.0)} for name in VECTORS}
+    read = _read(Additive.of(long).to_arrays(), like)
+    flat = torch.cat(list(read.tensors.values()))
     assert abs(float(flat.norm()) - 1) < 1e-6
     with pytest.raises(WireError):
-        _read(VectorUpload({}).to_arrays(), like)
+        _read(Additive({}).to_arrays(), like)
 
 
 def test_private_sums_merge_alike_with_the_servers_noise_and_with_the_clients(

@@ -25,7 +25,7 @@ from flwr_fisher.strategies import (
 from flwr_fisher.strategies.exchanges.private_sums import _read
 from flwr_fisher.tangent import feature_moments
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import FisherProduct, arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import Additive, arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.tangent_sums import (
     eigenvalue_bin,
     moment_sums,
@@ -102,8 +102,8 @@ def test_spoiled_replies_are_read_or_refused(
     counts = {"eigenvalues": eigenvalue_bin(2.0)} | digest
     cases = [
         *((SecureUpload.from_arrays, record) for record in secure),
-        *((FisherProduct.with_traces, record) for record in sums[3:6]),
-        *((FisherProduct.from_arrays, record) for record in sums[6:9]),
+        *((Additive.reader("product", "curvature"), record) for record in sums[3:6]),
+        *((Additive.reader("product"), record) for record in sums[6:9]),
         *((_read, record) for record in private),
         (read_moment_sums(4), named(moments)),
         (read_eigenvalues, named(counts)),

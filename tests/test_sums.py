@@ -74,7 +74,6 @@ from virtual import (
     opened,
     same_bits,
     set_array,
-    set_metric,
     tensors_of,
     tiny_app,
     tiny_arrays,
@@ -105,10 +104,11 @@ from flwr_fisher.merge import (
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot
 from flwr_fisher.server.identity import Identity
-from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot, Policy
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import LOSSLESS, Codec, SumsUpload, arrays_to_tensors
+from flwr_fisher.wire import LOSSLESS, Additive, Codec, arrays_to_tensors
+from flwr_fisher.wire.additive import SUMS as SUMMED
 
 NAN, INF = float("nan"), float("inf")
 Named = dict[str, Tensor]
@@ -400,8 +400,13 @@ def test_what_does_not_fit_is_refused() -> None:
 # What travels
 
 
-def tiny_upload() -> SumsUpload:
-    return SumsUpload(DiagonalSums.of(each_trained(tiny_model)[0]))
+READ = Additive.reader(*SUMMED)
+
+
+def tiny_upload() -> Additive:
+    sums = DiagonalSums.of(replace(each_trained(tiny_model)[0], num_examples=1))
+    parts = sums.params, sums.fisher, sums.fisher_params
+    return Additive.of(dict(zip(SUMMED, parts, strict=True)))
 
 
 LIKE = arrays_to_tensors(tiny_arrays())
@@ -419,45 +424,27 @@ def test_an_upload_comes_back_bit_for_bit_in_any_order() -> None:
     record = travelled(sent.to_arrays())
     shuffled = ArrayRecord({key: record[key] for key in reversed(list(record))})
     for arrived in (record, shuffled):
-        got = SumsUpload.from_arrays(arrived, LIKE)
+        got = READ(arrived, LIKE)
         assert got.layout() == sent.layout()
-        assert got.sums.num_examples == 4
         assert same_bits(got.to_arrays(), sent.to_arrays())
 
 
-def test_the_layout_is_the_documented_one() -> None:
-    tensors = arrays_to_tensors(tiny_upload().to_arrays())
-    trainable = [n for n, _ in tiny_model().named_parameters()]
-    assert list(tensors) == [
-        "sums/format",
-        "sums/num-examples",
-        *(f"sums/params/{name}" for name in LIKE),
-        *(f"sums/fisher/{name}" for name in trainable),
-        *(f"sums/fisher-params/{name}" for name in trainable),
-    ]
-    assert bytes(tensors["sums/format"].tolist()) == (
-        b'{"version":2,"form":"diagonal-sums"}'
-    )
-    assert tensors["sums/num-examples"].dtype == torch.float64
-    assert tensors["sums/params/1.num_batches_tracked"].dtype == torch.int64
-    assert tensors["sums/params/1.running_var"].dtype == torch.float32
-
-
-def test_a_client_uploads_its_summands() -> None:
-    client = tiny_client(1)  # ten examples
+def test_a_client_uploads_its_contribution() -> None:
     asked = {"structure": "diagonal", "seed": 3}
-    parts = tensors_of(ask(client, config=asked))
-    reply = ask(tiny_client(1), config=asked | {"job": "diagonal-sums"})
-    sums = tensors_of(reply)
-    assert float(sums["sums/num-examples"]) == 10
+    parts = tensors_of(ask(tiny_client(1), config=asked))
+    own = tensors_of(ask(tiny_client(1), config=asked | {"job": "diagonal-sums"}))
+    trainable = [n for n, _ in tiny_model().named_parameters()]
+    assert list(own) == [
+        *(f"params/{name}" for name in LIKE),
+        *(f"fisher/{name}" for name in trainable),
+        *(f"fisher-params/{name}" for name in trainable),
+    ]
     for name in LIKE:
-        torch.testing.assert_close(sums[f"sums/params/{name}"], 10 * parts[name])
-    for name, _ in tiny_model().named_parameters():
+        assert torch.equal(own[f"params/{name}"], parts[name])
+    for name in trainable:
         f = parts[f"curvature/diagonal/{name}"]
-        torch.testing.assert_close(sums[f"sums/fisher/{name}"], 10 * f)
-        product = 10 * f * parts[name]
-        torch.testing.assert_close(sums[f"sums/fisher-params/{name}"], product)
-    assert not [key for key in sums if not key.startswith("sums/")]
+        assert torch.equal(own[f"fisher/{name}"], f)
+        torch.testing.assert_close(own[f"fisher-params/{name}"], f * parts[name])
 
 
 @pytest.mark.parametrize(
@@ -496,14 +483,10 @@ def with_entry(value: float) -> Callable[[Any], Any]:
     return change
 
 
-def with_text(text: str) -> Any:
-    return np.frombuffer(text.encode(), np.uint8)
-
-
 def cut_short(content: RecordDict) -> None:
     record = content.array_records["arrays"]
-    array = record["sums/fisher/3.weight"]
-    record["sums/fisher/3.weight"] = Array(
+    array = record["fisher/3.weight"]
+    record["fisher/3.weight"] = Array(
         array.dtype, array.shape, array.stype, array.data[:-3]
     )
 
@@ -531,12 +514,8 @@ def as_parts(content: RecordDict) -> None:
     content["arrays"] = reply.content["arrays"]
 
 
-PARAM, F, FT = "sums/params/", "sums/fisher/", "sums/fisher-params/"
-COUNTER, FORMAT, EXAMPLES = (
-    f"{PARAM}1.num_batches_tracked",
-    "sums/format",
-    "sums/num-examples",
-)
+PARAM, F, FT = "params/", "fisher/", "fisher-params/"
+COUNTER = f"{PARAM}1.num_batches_tracked"
 BAD: dict[str, tuple[Tamper, str, str]] = {
     "missing parameter": (drop_array(f"{PARAM}3.bias"), f"{PARAM}3.bias", "missing"),
     "missing buffer": (
@@ -546,11 +525,11 @@ BAD: dict[str, tuple[Tamper, str, str]] = {
     ),
     "missing product": (drop_array(f"{FT}3.bias"), f"{FT}3.bias", "missing"),
     "missing Fisher": (drop_array(f"{F}3.bias"), f"{F}3.bias", "missing"),
-    "no Fisher": (together(drop_all(F), drop_all(FT)), F, "no Fisher arrived"),
+    "no Fisher": (together(drop_all(F), drop_all(FT)), F, "no fisher arrived"),
     "Fisher of fewer parameters": (
         together(drop_array(f"{F}1.bias"), drop_array(f"{FT}1.bias")),
-        "curvature/",
-        f"other parameters than most clients' does: ['{F}1.bias']",
+        "arrays",
+        f"other parameters than most clients' does: ['{FT}1.bias (4,)', '{F}1.bias",
     ),
     "unknown parameter": (set_array(f"{PARAM}9", [1.0]), f"{PARAM}9", "unexpected key"),
     "Fisher of no parameter": (set_array(f"{F}9", [1.0]), f"{F}9", "unexpected key"),
@@ -601,46 +580,8 @@ BAD: dict[str, tuple[Tamper, str, str]] = {
         f"{F}0.bias",
         "must not be negative",
     ),
-    "product without a Fisher": (
-        together(
-            change_array(f"{F}0.bias", with_entry(0.0)),
-            change_array(f"{FT}0.bias", with_entry(1.0)),
-        ),
-        f"{FT}0.bias",
-        "must be zero where the Fisher is",
-    ),
     "unreadable": (cut_short, f"{F}3.weight", "unreadable array"),
-    "no examples": (drop_array(EXAMPLES), EXAMPLES, "missing"),
-    "zero examples": (set_array(EXAMPLES, 0.0), EXAMPLES, "must be positive, got 0"),
-    "negative examples": (set_array(EXAMPLES, -3.0), EXAMPLES, "must be positive"),
-    "infinite examples": (set_array(EXAMPLES, INF), EXAMPLES, "NaN or infinity"),
-    "list of examples": (set_array(EXAMPLES, [12.0]), EXAMPLES, "of shape (1,)"),
-    "integer examples": (set_array(EXAMPLES, 12), EXAMPLES, "torch.int64"),
-    "other examples": (
-        set_array(EXAMPLES, 13.0),
-        f"{FT}0.weight",
-        "is not the product of the Fisher and the parameters",
-    ),
-    "other examples in the metrics": (
-        set_metric("num-examples", 13),
-        EXAMPLES,
-        "12 examples, but the metrics say 13",
-    ),
-    "no format": (drop_array(FORMAT), FORMAT, "missing"),
-    "no text": (set_array(FORMAT, [1.0]), FORMAT, "no text"),
-    "no JSON": (set_array(FORMAT, with_text("{")), FORMAT, "not JSON"),
-    "no version": (set_array(FORMAT, with_text("[1]")), FORMAT, "does not say which"),
-    "another version": (
-        set_array(FORMAT, with_text('{"version":3,"form":"diagonal-sums"}')),
-        FORMAT,
-        "format version 3, and this server reads 2",
-    ),
-    "another form": (
-        set_array(FORMAT, with_text('{"version":2,"form":"kfac-sums"}')),
-        FORMAT,
-        "got {'version': 2, 'form': 'kfac-sums'}",
-    ),
-    "parts": (as_parts, FORMAT, "missing"),
+    "parts": (as_parts, "0.bias", "unexpected key"),
     **{
         name: (tamper, field, "")
         for name, (tamper, field) in BAD_REPLIES.items()
@@ -704,7 +645,7 @@ def test_any_bytes_are_read_or_refused() -> None:
             data[place] = random.integers(256)
         changed[key] = Array(array.dtype, array.shape, array.stype, bytes(data))
         try:
-            SumsUpload.from_arrays(changed, LIKE)
+            READ(changed, LIKE)
         except WireError:
             refused += 1
     assert 0 < refused < 400
@@ -793,13 +734,13 @@ def test_clients_are_asked_for_sums_and_only_then() -> None:
         assert {c["codec"] for c in trained} == {"lossless"}
 
 
-def test_an_uploads_payload_has_sums_or_a_posterior() -> None:
-    upload = run(sums()).uploads[1]
-    assert upload.payload.sums.num_examples == upload.num_examples == 10
-    upload = run(fedfisher_with(fraction_evaluate=0.0, **PARTS)).uploads[1]
-    posterior = upload.payload.posterior(upload.num_examples)
-    assert posterior.num_examples == upload.num_examples == 10
-    assert posterior.curvature is upload.payload.curvature
+def test_uploads_are_added_as_they_come_in_any_order() -> None:
+    """Where no policy weighs them against each other: the same bits, and none kept."""
+    plain = run(sums(policy=LIFTED))
+    held = run(sums(policy=Policy(max_share=1, max_distance=1e9)))
+    assert same_bits(plain.arrays, held.arrays)
+    assert not [u for u in plain.uploads if isinstance(u.payload, Additive)]
+    assert all(isinstance(u.payload, Additive) for u in held.uploads)
 
 
 @pytest.mark.parametrize(
@@ -864,7 +805,7 @@ def test_a_kept_upload_is_checked_again(tmp_path: Path) -> None:
     arrays = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
     whose, metrics = Identity(1, "", 0), MetricRecord({"num-examples": 8})
     opened(tmp_path).exchange(1, 1).save(whose, arrays, metrics)
-    with pytest.raises(RoundError, match="'sums/format': missing"):
+    with pytest.raises(RoundError, match="'w': unexpected key"):
         start(app, tmp_path, resume=True, **SUMS)
     assert list(opened(tmp_path).exchange(1, 1).all_set_aside) == ["partition-0"]
 

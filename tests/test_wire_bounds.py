@@ -25,17 +25,17 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.strategies import FedFish, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
+    Additive,
     Codec,
     CovarianceUpload,
     FisherUpload,
-    ProductUpload,
-    SumsUpload,
     VectorUpload,
     reply_bytes,
     resolve,
     serialized_bytes,
     size,
 )
+from flwr_fisher.wire.additive import SUMS
 from flwr_fisher.wire.budget import byte_limit
 from flwr_fisher.wire.checks import check_second_moment
 from flwr_fisher.wire.codec import description_text
@@ -53,8 +53,8 @@ READERS: dict[str, Reader] = {
         record, LIKE, Codec("fedavg", budget=3.0)
     ),
     "covariances": lambda record: CovarianceUpload.from_arrays(record, LIKE),
-    "products": lambda record: ProductUpload.from_arrays(record, LIKE),
-    "sums": lambda record: SumsUpload.from_arrays(record, LIKE),
+    "products": lambda record: Additive.reader("product", "buffers")(record, LIKE),
+    "sums": lambda record: Additive.reader(*SUMS)(record, LIKE),
     "vectors": lambda record: VectorUpload.reader("gradient", params=True)(
         record, LIKE
     ),

@@ -5,15 +5,14 @@ import torch
 from torch import Tensor
 from uploads import upload_of
 
-from flwr_fisher.errors import ConfigurationError, WireError
-from flwr_fisher.merge import DiagonalSums, LocalPosterior
+from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.wire import (
     PREFIX,
     SERVER,
+    Additive,
     FisherUpload,
     Payload,
-    ProductUpload,
-    SumsUpload,
     VectorUpload,
     arrays_to_tensors,
     join_groups,
@@ -29,11 +28,9 @@ GROUPS = {
     "control": {"fc.bias": torch.zeros(2)},
 }
 ONES = {"w": torch.ones(2)}
-SUMS = DiagonalSums(3.0, ONES, ONES, ONES)
 PAYLOADS = {
     "fisher": upload_of("linear", "diagonal"),
-    "product": ProductUpload({"w": torch.ones(2)}, {"n": torch.tensor(3)}),
-    "sums": SumsUpload(SUMS),
+    "additive": Additive.of({"product": ONES, "params": ONES}),
     "vector": VectorUpload({"gradient": {"w": torch.ones(2)}}),
     "tangent": TangentUpload({"largest-eigenvalue": torch.tensor(1.0)}, "digest"),
 }
@@ -117,7 +114,7 @@ def test_every_upload_is_a_payload(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_payload_says_what_clients_disagree_on(name: str) -> None:
-    keys = "vectors" if name == "vector" else PREFIX
+    keys = {"vector": "vectors", "additive": "arrays"}.get(name, PREFIX)
     default = (keys, "covers other parameters than most clients' does")
     field, reason = PAYLOADS[name].disagreement
     if name == "tangent":
@@ -125,17 +122,6 @@ def test_a_payload_says_what_clients_disagree_on(name: str) -> None:
         assert reason.startswith("has other features")
     else:
         assert (field, reason) == default
-
-
-@pytest.mark.parametrize("name", PAYLOADS)
-def test_only_sums_have_a_weight_of_their_own(name: str) -> None:
-    PAYLOADS[name].check_weight(3.0)
-    if name != "sums":
-        PAYLOADS[name].check_weight(4.0)
-        return
-    with pytest.raises(WireError, match="3 examples, but the metrics say 4") as caught:
-        PAYLOADS[name].check_weight(4.0)
-    assert caught.value.field == "sums/num-examples"
 
 
 def test_a_payload_without_a_layout_cannot_be_made() -> None:

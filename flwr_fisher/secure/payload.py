@@ -17,7 +17,7 @@ as they are: they describe it, and are equal for all clients.
 import json
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -143,6 +143,10 @@ class WordSums:
         else:
             np.add(total, words, out=total)
         return rest
+
+    def mean(self, uploads: object) -> NoReturn:
+        """Refuse: what is masked has none."""
+        raise NotImplementedError
 
     def of(self, payload: SecureUpload) -> Words:
         """Return the sum over all uploads of one's layout."""

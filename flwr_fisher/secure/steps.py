@@ -214,16 +214,16 @@ def open_values(
     known = SecureState.of(state)
     words = _opened(index, known, uploads)
     entries, dtypes = _entries(bits, known, words)
-    assert exchange.summed is not None
+    assert exchange.additive is not None
     weight = 1.0
-    if exchange.summed.weighted:
+    if exchange.additive.weighted:
         weight = float(entries.pop(NUM_EXAMPLES))
         if not weight > 0:
             raise RoundError("the clients' weights add up to nothing")
     total = {k: _as(value / weight, dtypes[k]) for k, value in entries.items()}
     texts = {k: v for k, v in known.descriptions.items() if k != LAYOUT}
     record = tensors_to_arrays({**total, **texts})
-    read = exchange.summed.read or exchange.read
+    read = exchange.additive.read or exchange.read
     name = f"the sum over {len(known.present)} clients"
     try:
         payload = read(record, state.params)
@@ -231,7 +231,7 @@ def open_values(
         raise RoundError(f"{name} is none that this step can take: {error}") from error
     metrics, members = MetricRecord(), list(known.present)
     summed = Upload(0, name, weight, payload, metrics, num_bytes=0, members=members)
-    step = exchange.step(without(state), [summed])
+    step = exchange.take(without(state), [summed])
     told = {**step.metrics, "num-summed": len(members)}
     step = replace(step, metrics=told, summed=summed)
     if last:

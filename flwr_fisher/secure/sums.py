@@ -14,6 +14,8 @@ client itself sees its contribution:
 Then the exchange's own step takes the sum for one client's upload. Who leaves after the
 shares is left out of the sums that follow, and cannot come back in that round: no sum
 is ever asked for again of fewer clients.
+
+Long: a third of it is what the user's option says of itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +34,14 @@ from flwr_fisher.secure.fixed_point import word_type
 from flwr_fisher.secure.graph import degree_for
 from flwr_fisher.secure.payload import SecureUpload, WordSums
 from flwr_fisher.secure.state import GROUP, SecureState, rows_of, signed
-from flwr_fisher.server.exchange import Exchange, Groups, ServerState, Step, Uploads
+from flwr_fisher.server.exchange import (
+    Exchange,
+    Groups,
+    ServerState,
+    Step,
+    Summation,
+    Uploads,
+)
 from flwr_fisher.server.privacy import Privacy
 
 _PART = "secure sum"  # what the log calls these exchanges
@@ -98,7 +107,7 @@ class SecureSums:
 
     def check(self, exchanges: Sequence[Exchange[Any]], who: str) -> None:
         """Raise :class:`ConfigurationError` unless sums can take uploads' place."""
-        if any(exchange.summed is None for exchange in exchanges):
+        if any(exchange.additive is None for exchange in exchanges):
             raise ConfigurationError(
                 f"a round of {who}, as it is set up, takes more than sums of its "
                 "clients' uploads: leave secure= out"
@@ -112,7 +121,7 @@ class SecureSums:
         Parameters
         ----------
         exchanges : Sequence[Exchange]
-            The round's, each of which has a ``summed``.
+            The round's, each of which has an ``additive``.
         seed : str
             Of who is whose neighbour.
         weighted_by : str
@@ -170,13 +179,13 @@ class _Stages:
         self, exchange: Exchange[Any], index: int, last: bool
     ) -> list[Exchange[SecureUpload]]:
         """Ask for the exponents and the values, and open both sums."""
-        assert exchange.summed is not None
+        assert exchange.additive is not None
         own_job = exchange.options.get("job", "train")
         asked = {**exchange.options, **self._options("exponents", index)}
         asked["secure-job"] = own_job
-        if exchange.summed.weighted:
+        if exchange.additive.weighted:
             asked["secure-weighted"] = True
-        privacy = exchange.summed.privacy
+        privacy = exchange.additive.privacy
         of_exponents, of_values = WordSums(), WordSums()
         exponents = _Stage(
             asked,
@@ -188,7 +197,7 @@ class _Stages:
             send_each=_each(
                 partial(_bounds, privacy, _sealed_shares if index == 0 else _no_more)
             ),
-            fold=of_exponents,
+            additive=Summation(total=of_exponents, alone=False),
             part=f"{_PART}, how large contribution {1 + index // 2} is",
         )
         values = index + 1
@@ -199,7 +208,7 @@ class _Stages:
             self.stage("open", index, partial(steps.open_exponents, index), _sets),
             replace(
                 self.stage("values", values, take_words, self._exponents),
-                fold=of_values,
+                additive=Summation(total=of_values, alone=False),
             ),
             self.stage("open", values, taken, _sets),
         ]

@@ -188,7 +188,7 @@ class Driver:
             self._late.forget()
         # It must not hold this exchange's uploads until the last late reply, and its
         # sum is not to change any more.
-        alone = replace(under_way.exchange, fold=None)
+        alone = replace(under_way.exchange, additive=None)
         self._late = LateReplies(
             self.cohort,
             partial(door_of, self.strategy, alone, under_way.state.params),

@@ -3,6 +3,7 @@
 Long: a half of it is docstrings.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -159,26 +160,66 @@ class Step:
     is_part: bool = False
 
 
+class Total(Protocol):
+    """What adds uploads up."""
+
+    def __call__(self, payload: Any, weight: float) -> Any:
+        """Add an upload; return what is left of it."""
+
+    def mean(self, uploads: Sequence[tuple[Any, float]]) -> Payload:
+        """Return the mean of uploads, or of those of which this is left."""
+
+
 @dataclass(frozen=True)
-class Summed(Generic[P]):
+class Summation(Generic[P]):
     """How an exchange's uploads can be replaced by their sum, which a step takes alone.
 
     Parameters
     ----------
-    weighted : bool
+    weighted : bool, default True
         Whether the step takes the mean, weighted by the clients' examples. Else the
-        uploads are summands already, with their weights in them.
+        uploads have their weights in them.
     read : Callable[[ArrayRecord, Params], P], optional
         Reads the mean, or the sum, which has an upload's keys, shapes and dtypes.
         Default: as an upload is read.
-    privacy: Privacy, optional
+    privacy : Privacy, optional
         Clients clip what they add, less the parameters that they were sent, and add
         noise to it; each then counts once.
+    total : Total, optional
+        Adds uploads up in any case, such as :class:`~flwr_fisher.wire.RunningMean`. It
+        begins anew with each exchange.
+    alone : bool, default True
+        Whether the step is given `total`'s mean alone, as one upload.
+    held : bool, default False
+        Whether all uploads are held until the last, since a policy weighs them against
+        each other. Else `total` is given each as it comes, and no more than one is
+        held.
     """
 
-    weighted: bool
+    weighted: bool = True
     read: Callable[[ArrayRecord, Params], P] | None = None
     privacy: Privacy | None = None
+    total: Total | None = None
+    alone: bool = True
+    held: bool = False
+
+    def mean(self, total: Total, uploads: Uploads[Any]) -> Upload[Any]:
+        """Return uploads' mean as one upload, of those that are in it."""
+        mean = total.mean([(u.payload, self.weight(u.num_examples)) for u in uploads])
+        members = uploads[0].members or [upload.number for upload in uploads]
+        weight = math.fsum(upload.num_examples for upload in uploads)
+        name, none = f"the mean over {len(members)} clients", MetricRecord()
+        return Upload(0, name, weight, mean, none, num_bytes=0, members=members)
+
+    def weight(self, num_examples: float) -> float:
+        """Return what an upload counts for."""
+        return num_examples if self.weighted and self.privacy is None else 1.0
+
+    def add(self, payload: P, weight: float) -> P:
+        """Add an upload as it comes; return what is left of it."""
+        assert self.total is not None
+        left: P = self.total(payload, self.weight(weight))
+        return left
 
 
 @dataclass(frozen=True)
@@ -204,12 +245,8 @@ class Exchange(Generic[P]):
         all of these, or those with the numbers that are returned.
     require_same_parameters : bool, default False
         Leave out those that train other parameters than most, before they train.
-    summed : Summed, optional
-        How a secure sum may take the uploads' place; None: it cannot.
-    fold : Callable[[P, float], P], optional
-        Adds an admitted upload to a sum, by its weight, and returns the rest, which is
-        what the step is given: no more than one upload is held. It begins anew with
-        each exchange.
+    additive : Summation, optional
+        How a sum may take the uploads' place; None: the step needs each by itself.
 
     Raises
     ------
@@ -225,8 +262,7 @@ class Exchange(Generic[P]):
     start: Callable[[ServerState], Params] = lambda state: state.params
     clients: str | Callable[[ServerState], Collection[int]] = "sampled"
     require_same_parameters: bool = False
-    summed: Summed[P] | None = None
-    fold: Callable[[P, float], P] | None = None
+    additive: Summation[P] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.clients, str):
@@ -245,6 +281,19 @@ class Exchange(Generic[P]):
                     "ConfigRecord cannot hold: give a number, text or bytes, a list of "
                     "such, or leave it out"
                 ) from error
+
+    @property
+    def fold(self) -> Callable[[P, float], P] | None:
+        """What adds an upload as it comes, and returns what is left of it."""
+        own = self.additive
+        return None if own is None or own.total is None or own.held else own.add
+
+    def take(self, state: ServerState, uploads: Uploads[P]) -> Step:
+        """Take the step: with the uploads, or with their mean where that is all."""
+        own = self.additive
+        if own is not None and own.total is not None and own.alone:
+            uploads = [own.mean(own.total, uploads)]
+        return self.step(state, uploads)
 
     def configure(self, base: ConfigRecord) -> ConfigRecord:
         """Return a new record: the caller's entries, and the options."""

@@ -467,7 +467,7 @@ class Round(Generic[P]):
         )
 
     def _try_step(self, uploads: Uploads[P]) -> Step:
-        step = self.exchange.step(self.state, uploads)
+        step = self.exchange.take(self.state, uploads)
         for name, value in step.state.params.items():
             if value.is_floating_point() and not value.isfinite().all():
                 raise ParamsError(

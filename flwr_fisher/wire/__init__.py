@@ -1,10 +1,10 @@
 """What travels between clients and server, and every check on what arrived."""
 
+from flwr_fisher.wire.additive import Additive, RunningMean
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.budget import resolve
 from flwr_fisher.wire.codec import LOSSLESS, Codec
 from flwr_fisher.wire.covariance_upload import CovarianceUpload
-from flwr_fisher.wire.fisher_product import FisherProduct
 from flwr_fisher.wire.fisher_upload import FisherUpload
 from flwr_fisher.wire.head_upload import HeadUpload
 from flwr_fisher.wire.layout import (
@@ -14,28 +14,24 @@ from flwr_fisher.wire.layout import (
 )
 from flwr_fisher.wire.options import LIBRARY, named_options, split_config
 from flwr_fisher.wire.payload import Payload
-from flwr_fisher.wire.product_upload import ProductUpload
 from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
-from flwr_fisher.wire.sums_upload import AGGREGATES, SumsUpload
 from flwr_fisher.wire.vector_upload import VectorUpload
 
 __all__ = [
-    "AGGREGATES",
     "LIBRARY",
     "LOSSLESS",
     "PREFIX",
     "SERVER",
+    "Additive",
     "Codec",
     "CovarianceUpload",
-    "FisherProduct",
     "FisherUpload",
     "HeadUpload",
     "Payload",
-    "ProductUpload",
     "Roster",
-    "SumsUpload",
+    "RunningMean",
     "VectorUpload",
     "arrays_to_tensors",
     "curvature_to_tensors",

@@ -42,7 +42,7 @@ BINS = 1 - 2 * _LOWEST * _PER_OCTAVE
 def moment_sums(
     moments: FeatureMoments, num_classes: int, head: str
 ) -> dict[str, Tensor]:
-    """Return a client's summands in place of its moments."""
+    """Return what a client adds in place of its moments."""
     mean, n = moments.mean, moments.count
     about = json.dumps({"head": head, "num-classes": num_classes})
     return {

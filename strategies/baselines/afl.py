@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import check_range
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head
 from flwr_fisher.wire import HeadUpload
@@ -64,9 +64,9 @@ class AFL(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[HeadUpload]]:
         """Ask for the sums over every client's data."""
         options = {"job": "afl", "head": self.head or ""}
-        summed = Summed[HeadUpload](weighted=False)
+        summed = Summation[HeadUpload](weighted=False)
         read = HeadUpload.from_arrays
-        return [Exchange(options, read, self._step, summed=summed)]
+        return [Exchange(options, read, self._step, additive=summed)]
 
     def _step(self, state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
         """Solve for the head."""

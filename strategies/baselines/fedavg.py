@@ -9,7 +9,7 @@ from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
     weights_of,
 )
@@ -70,10 +70,10 @@ class FedAvg(CurvatureStrategy):
         """Ask the sampled clients to train."""
         read = VectorUpload.reader(params=True)
         if self.privacy is None:
-            mean = Summed[VectorUpload](weighted=True)
-            return [Exchange({}, read, mean_model, summed=mean)]
-        steps = Summed[VectorUpload](weighted=True, privacy=self.privacy)
-        return [Exchange({}, read, _add, summed=steps)]
+            mean = Summation[VectorUpload]()
+            return [Exchange({}, read, mean_model, additive=mean)]
+        steps = Summation[VectorUpload](weighted=True, privacy=self.privacy)
+        return [Exchange({}, read, _add, additive=steps)]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

@@ -10,7 +10,7 @@ from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
     mean_vector,
     weights_of,
@@ -71,16 +71,16 @@ class FedGA(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then for training from displaced starts."""
-        read, mean = VectorUpload.reader, Summed[VectorUpload](weighted=True)
+        read, mean = VectorUpload.reader, Summation[VectorUpload]()
         gradients = Exchange(
-            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, summed=mean
+            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
         )
         models = Exchange(
             {"job": "displaced", "beta": self.beta},
             read(params=True),
             self._average,
             send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
-            summed=mean,
+            additive=mean,
         )
         return [gradients, models]
 

@@ -12,7 +12,7 @@ from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
     mean_vector,
 )
@@ -60,16 +60,16 @@ class NewtonStrategy(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
         """Ask for gradients; then, with their mean, for directions."""
-        read, mean = VectorUpload.reader, Summed[VectorUpload](weighted=True)
+        read, mean = VectorUpload.reader, Summation[VectorUpload]()
         gradients = Exchange(
-            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, summed=mean
+            {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
         )
         directions = Exchange(
             {"job": "direction", **self.solver()},
             read(_DIRECTION),
             self._step,
             send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
-            summed=mean,
+            additive=mean,
         )
         return [gradients, directions]
 

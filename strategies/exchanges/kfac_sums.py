@@ -25,17 +25,11 @@ from flwr_fisher.server.exchange import (
     Groups,
     ServerState,
     Step,
-    Summed,
+    Summation,
     Uploads,
 )
-from flwr_fisher.server.running_sums import MeanSums
-from flwr_fisher.wire import (
-    PREFIX,
-    FisherProduct,
-    VectorUpload,
-    tensors_to_curvature,
-)
-from flwr_fisher.wire.fisher_product import PRODUCT
+from flwr_fisher.wire import PREFIX, Additive, RunningMean, tensors_to_curvature
+from flwr_fisher.wire.additive import CURVATURE, PARAMS, PRODUCT
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
 
@@ -67,69 +61,59 @@ class KfacSums:
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Ask for models, for traces, and for products."""
-        mean = Summed[Any](weighted=True)
-        of_models = MeanSums(lambda upload: upload.params)
-        of_traces = MeanSums(FisherProduct.tensors)
         regularised = {
             k: getattr(self.merge, k) for k in ("shrink", "damping", "balance")
         }
         models = Exchange(
             {**self.options, **regularised, "job": "kfac-train"},
-            VectorUpload.reader(params=True),
-            partial(_take_mean, of_models),
+            Additive.reader(PARAMS),
+            _take_mean,
             send=_run,
             require_same_parameters=True,
-            summed=mean,
-            fold=None if self.held else of_models,
+            additive=self._mean(),
         )
         traces = Exchange(
             {"job": "kfac-traces"},
-            FisherProduct.with_traces,
-            partial(self._begin, of_traces),
+            Additive.reader(PRODUCT, CURVATURE),
+            self._begin,
             send=_run,
             clients=_present,
-            summed=mean,
-            fold=None if self.held else of_traces,
+            additive=self._mean(),
         )
         products = [self._product(k) for k in range(1, self.merge.iterations + 1)]
         return [models, traces, *products]
 
-    def _product(self, iteration: int) -> Exchange[FisherProduct]:
+    def _mean(self) -> Summation[Any]:
+        return Summation(total=RunningMean(), held=self.held)
+
+    def _product(self, iteration: int) -> Exchange[Additive]:
         """Ask for the Fishers' products with a direction."""
-        sums = MeanSums(FisherProduct.tensors)
         return Exchange(
             {"job": "kfac-product", "iteration": iteration},
-            FisherProduct.from_arrays,
-            partial(self._advance, iteration, sums),
+            Additive.reader(PRODUCT),
+            partial(self._advance, iteration),
             send=_direction,
             clients=_present,
-            summed=Summed(weighted=True),
-            fold=None if self.held else sums,
+            additive=self._mean(),
         )
 
-    def _begin(
-        self, sums: MeanSums, state: ServerState, uploads: Uploads[FisherProduct]
-    ) -> Step:
+    def _begin(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Precondition the system, and find the first direction."""
-        mean = sums.mean(uploads)
-        total = {k: v for k, v in mean.items() if k.startswith(PREFIX)}
-        pull = _product_in(mean)
+        mean = uploads[0].payload
+        total = {k: v for k, v in mean.tensors.items() if k.startswith(PREFIX)}
+        pull = mean.part(PRODUCT)
         groups = {_RUN: state.group(_RUN), _TRACES: total}
         begun = ServerState(state.params, groups)
         iterate = begin(_traces(begun), pull, self.merge)
         return Step(_with(begun, iterate, uploads))
 
     def _advance(
-        self,
-        iteration: int,
-        sums: MeanSums,
-        state: ServerState,
-        uploads: Uploads[FisherProduct],
+        self, iteration: int, state: ServerState, uploads: Uploads[Additive]
     ) -> Step:
         """Take one iteration; after the last one, merge."""
         traces = _traces(state)
         before = Iterate.from_groups(state.groups)
-        product = _product_in(sums.mean(uploads))
+        product = uploads[0].payload.part(PRODUCT)
         iterate = advanced(traces, before, product, self.merge)
         if iteration < self.merge.iterations:
             return Step(_with(state, iterate, uploads))
@@ -140,14 +124,6 @@ class KfacSums:
         return Step(ServerState(result.params, run), _metrics(result), result)
 
 
-def _product_in(tensors: Params) -> dict[str, Tensor]:
-    return {
-        key.removeprefix(PRODUCT): value
-        for key, value in tensors.items()
-        if key.startswith(PRODUCT)
-    }
-
-
 def _metrics(result: MergeResult) -> dict[str, int | float]:
     return {
         "solver-iterations": result.iterations,
@@ -156,11 +132,9 @@ def _metrics(result: MergeResult) -> dict[str, int | float]:
     }
 
 
-def _take_mean(
-    sums: MeanSums, state: ServerState, uploads: Uploads[VectorUpload]
-) -> Step:
+def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Take FedAvg's mean; whose model is in it stays in it."""
-    mean = sums.mean(uploads)
+    mean = uploads[0].payload.part(PARAMS)
     params = {
         name: (mean[name] if like.is_floating_point() else mean[name].round()).to(like)
         for name, like in state.params.items()
@@ -203,7 +177,7 @@ def _direction(state: ServerState) -> Groups:
 
 def _numbers(uploads: Uploads[Any]) -> dict[str, Tensor]:
     """Return the clients of an exchange: the next one asks them, and nobody else."""
-    rows = [[upload.number >> 32, upload.number & 0xFFFFFFFF] for upload in uploads]
+    rows = [[number >> 32, number & 0xFFFFFFFF] for number in uploads[0].members]
     return {"numbers": torch.tensor(rows)}
 
 

@@ -7,21 +7,23 @@ from typing import Any
 from flwr.app import ArrayRecord
 from flwr.app.typing import ConfigRecordValues
 
-from flwr_fisher.errors import WireError
 from flwr_fisher.merge import DiagonalSums, private_sums
 from flwr_fisher.merge.private_sums import VECTORS
 from flwr_fisher.params import Params, clipped
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summed, Uploads
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
 from flwr_fisher.server.privacy import Privacy, noised
-from flwr_fisher.server.running_sums import MeanSums
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive, RunningMean
 
-_CONTRIBUTION = VectorUpload.reader(*VECTORS)
+_CONTRIBUTION = Additive.reader(*(f"contribution/{name}" for name in VECTORS))
 _Merge = Callable[[ServerState, DiagonalSums], Step]
 
 
 def private_exchange(
-    privacy: Privacy, options: Mapping[str, ConfigRecordValues], merge: _Merge
+    privacy: Privacy,
+    options: Mapping[str, ConfigRecordValues],
+    merge: _Merge,
+    *,
+    secure: bool,
 ) -> Exchange[Any]:
     """Return a round's exchange, of contributions of norm 1 at most.
 
@@ -33,38 +35,24 @@ def private_exchange(
         What says which Fisher clients take.
     merge : Callable[[ServerState, DiagonalSums], Step]
         What is done with the sums.
+    secure : bool
+        Whether clients have added the noise.
     """
-    sums = MeanSums(VectorUpload.named, weighted=False)
 
-    def step(state: ServerState, uploads: Uploads[Any]) -> Step:
-        mean: Params = sums.mean(uploads)
-        if not uploads[0].members:  # of a sum, clients have added the noise
-            mean = noised(mean, privacy, len(uploads))
+    def step(state: ServerState, uploads: Uploads[Additive]) -> Step:
+        (upload,) = uploads
+        mean: Params = upload.payload.part("contribution")
+        if not secure:
+            mean = noised(mean, privacy, len(upload.members))
         return merge(state, private_sums(mean, state.params, privacy.clipping_norm))
 
     asked: dict[str, ConfigRecordValues] = dict(options)
     asked |= {"job": "diagonal-sums", "clipping-norm": privacy.clipping_norm}
     unit = replace(privacy, clipping_norm=1.0)
-    summed = Summed[Any](weighted=True, read=_CONTRIBUTION, privacy=unit)
-    return Exchange(
-        asked, _read, step, require_same_parameters=True, summed=summed, fold=sums
-    )
+    mean = Summation[Any](read=_CONTRIBUTION, privacy=unit, total=RunningMean())
+    return Exchange(asked, _read, step, require_same_parameters=True, additive=mean)
 
 
-def _read(record: ArrayRecord, like: Params) -> VectorUpload:
-    """Read a client's contribution, which is clipped once more.
-
-    Raises
-    ------
-    WireError
-        If it is none.
-    """
-    upload = _CONTRIBUTION(record, like)
-    if not upload.named():
-        raise WireError("no contribution arrived", field=VECTORS[0])
-    short = clipped(upload.named(), 1.0)
-    parts = {
-        name: {key: short[f"{name}/{key}"] for key in vector}
-        for name, vector in upload.vectors.items()
-    }
-    return VectorUpload(parts)
+def _read(record: ArrayRecord, like: Params) -> Additive:
+    """Read a client's contribution, which is clipped once more."""
+    return Additive(clipped(_CONTRIBUTION(record, like).tensors, 1.0))

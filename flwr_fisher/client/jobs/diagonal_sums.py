@@ -11,7 +11,8 @@ from flwr_fisher.client.request import Request
 from flwr_fisher.client.trial import Trained
 from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.merge import DiagonalSums, LocalPosterior, contribution
-from flwr_fisher.wire import SumsUpload, VectorUpload
+from flwr_fisher.wire import Additive
+from flwr_fisher.wire.additive import SUMS
 
 
 @training_job("diagonal-sums")
@@ -48,8 +49,10 @@ class DiagonalSumsOptions(FisherTraining):
         """Return what this client adds."""
         start, params, curvature = trained.start, trained.params, trained.curvature
         if self.clipping_norm is None:
-            posterior = LocalPosterior(params, curvature, trained.num_examples)
-            return SumsUpload(DiagonalSums.of(posterior)).to_arrays()
+            sums = DiagonalSums.of(LocalPosterior(params, curvature, 1))
+            parts = params, sums.fisher, sums.fisher_params
+            return Additive.of(dict(zip(SUMS, parts, strict=True))).to_arrays()
         diagonal = curvature.diagonal()
         vectors = contribution(start, params, diagonal, self.clipping_norm)
-        return VectorUpload(vectors).to_arrays()
+        named = {f"contribution/{name}": own for name, own in vectors.items()}
+        return Additive.of(named).to_arrays()

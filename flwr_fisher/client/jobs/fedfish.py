@@ -19,11 +19,11 @@ from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.params import select, subtract, trainable_names
 from flwr_fisher.progress import watching
-from flwr_fisher.wire import Codec, FisherUpload, ProductUpload, VectorUpload
+from flwr_fisher.wire import Additive, Codec, FisherUpload
 
 _SOURCES = ("extra-pass", "last-epoch")
 _REDUCTIONS = ("mean", "sum")
-_UPLOADS = ("fisher", "product", "summands")
+_UPLOADS = ("fisher", "product", "sums")
 _SQUARES = "FedFish(fisher_source='last-epoch') squares gradients while training"
 
 
@@ -42,7 +42,7 @@ class FedFishOptions:
         That each entry of the Fisher is taken to, in [0, 1].
     balance : float
         The power of its trace that it is then divided by, in [0, 1].
-    upload : "fisher" | "product" | "summands"
+    upload : "fisher" | "product" | "sums"
         Parameters and Fisher, or each step times its Fisher, or all three.
     codec : Codec
         What packs parameters and Fisher.
@@ -126,11 +126,12 @@ class FedFishOptions:
         names = curvature.shapes
         step = subtract(select(trained.start, names), select(params, names))
         product = curvature.matvec(step)
-        if self.upload == "summands":
-            vectors = {"product": product, "fisher": curvature.diagonal()}
-            return VectorUpload(vectors, params).to_arrays()
+        if self.upload == "sums":
+            fisher = curvature.diagonal()
+            own = Additive.of({"product": product, "fisher": fisher, "params": params})
+            return own.to_arrays()
         buffers = {k: v for k, v in params.items() if k not in product}
-        return ProductUpload(product, buffers).to_arrays()
+        return Additive.of({"product": product, "buffers": buffers}).to_arrays()
 
 
 class SquaredGradients:

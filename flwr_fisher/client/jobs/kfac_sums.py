@@ -24,8 +24,7 @@ from flwr_fisher.merge import balanced, partial_traces
 from flwr_fisher.params import Params, select, subtract
 from flwr_fisher.wire import (
     PREFIX,
-    FisherProduct,
-    VectorUpload,
+    Additive,
     curvature_to_tensors,
     tensors_to_curvature,
 )
@@ -74,7 +73,7 @@ class _Kept:
         curvature = tensors_to_curvature(parts, params)
         return cls(params, curvature, json.loads(kept.note)[_COUNT])
 
-    def reply(self, upload: FisherProduct) -> Reply:
+    def reply(self, upload: Additive) -> Reply:
         return Reply({_COUNT: self.num_examples}, upload.to_arrays())
 
 
@@ -88,7 +87,7 @@ class _Largest(FisherTraining):
         params, curvature = trained.params, trained.curvature
         _Kept(params, curvature, trained.num_examples).check_room(self.disk)
         product = select(params, curvature.shapes)
-        return FisherProduct(product, partial_traces(curvature)).to_arrays()
+        return Additive.of({"product": product}, partial_traces(curvature)).to_arrays()
 
 
 def _disk(problem: LocalProblem, request: Request) -> ClientDisk:
@@ -116,7 +115,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     }
     kept = _Kept(params, balanced(curvature, **wanted), count)
     kept.save(problem, request)
-    upload = VectorUpload({}, params)
+    upload = Additive.of({"params": params})
     return Reply({**metrics, _COUNT: count}, upload.to_arrays())
 
 
@@ -127,7 +126,7 @@ def traces_job(problem: LocalProblem, request: Request) -> Reply:
     names = kept.curvature.shapes
     away = subtract(select(kept.params, names), select(request.params, names))
     pull = kept.curvature.matvec(away)
-    return kept.reply(FisherProduct(pull, partial_traces(kept.curvature)))
+    return kept.reply(Additive.of({"product": pull}, partial_traces(kept.curvature)))
 
 
 @register_job("kfac-product")
@@ -136,4 +135,4 @@ def product_job(problem: LocalProblem, request: Request) -> Reply:
     kept = _Kept.load(problem, request)
     like: Params = select(kept.params, kept.curvature.shapes)
     product = kept.curvature.matvec(request.vector("direction", like))
-    return kept.reply(FisherProduct(product))
+    return kept.reply(Additive.of({"product": product}))

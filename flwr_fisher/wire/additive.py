@@ -1,0 +1,358 @@
+"""What clients add up: tensors of which a step takes nothing but a mean over clients.
+
+They travel by the part that they belong to, each under ``<part>/<parameter>``:
+
+``params``, ``buffers``
+    the client's model; or what of it has no product;
+``fisher``, ``fisher-params``
+    a diagonal Fisher, and its product with the parameters;
+``product``
+    a curvature's product with a vector;
+``contribution/<vector>``
+    vectors of norm 1 at most together;
+``curvature``
+    K-FAC's partial traces, as a Fisher travels (``curvature/kfac/<weight>/A``, …).
+
+A mean can be taken at once, as uploads come (:class:`RunningMean` does both), or under
+masks (``flwr_fisher.secure``). The weight is that of the reply's metrics.
+
+Long: every part has checks and bounds of its own.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NoReturn, Self
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
+from flwr_fisher.errors import ParamsError, WireError
+from flwr_fisher.merge.sums import sum_dtype
+from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.checks import check_shape_and_dtype, contribution_bytes
+from flwr_fisher.wire.displacement import displacements, drawn_back, norm64
+from flwr_fisher.wire.layout import (
+    PREFIX,
+    curvature_to_tensors,
+    tensors_to_curvature,
+    trace_name,
+)
+from flwr_fisher.wire.payload import Payload
+
+PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
+PRODUCT = "product"
+SUMS = (PARAMS, FISHER, POINT)  # of which FedFisher merges diagonals
+CURVATURE = PREFIX.removesuffix("/")
+_SLACK = 4096  # bytes that one array's headers may take
+_DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
+
+
+@dataclass(frozen=True)
+class Additive(Payload):
+    """A client's tensors, or their mean over clients.
+
+    Parameters
+    ----------
+    tensors : Mapping[str, Tensor]
+        By the keys under which they travel.
+    traces : Curvature, optional
+        What those of the part ``curvature`` stand for, where a policy may ask.
+
+    Examples
+    --------
+    >>> upload = Additive.of({"product": {"w": torch.ones(2)}})
+    >>> list(upload.tensors), upload.part("product")
+    (['product/w'], {'w': tensor([1., 1.])})
+    """
+
+    disagreement: ClassVar[tuple[str, str]] = _DISAGREEMENT
+
+    tensors: Params
+    traces: Curvature | None = None
+
+    @classmethod
+    def of(
+        cls, parts: Mapping[str, Params], traces: Curvature | None = None
+    ) -> "Additive":
+        """Make it of parts by their names, and of traces."""
+        tensors = {
+            f"{part}/{name}": value
+            for part, own in parts.items()
+            for name, value in own.items()
+        }
+        more = {} if traces is None else curvature_to_tensors(traces)
+        return cls({**tensors, **more}, traces)
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """Return a part's tensors, by what they are of."""
+        start = f"{name}/"
+        return {
+            key.removeprefix(start): value
+            for key, value in self.tensors.items()
+            if key.startswith(start)
+        }
+
+    def layout(self) -> tuple[str, ...]:
+        """Return keys and shapes, which clients must share."""
+        return tuple(f"{k} {tuple(v.shape)}" for k, v in self.tensors.items())
+
+    def to_arrays(self) -> ArrayRecord:
+        """Return the one record that travels; it is lossless."""
+        return tensors_to_arrays(self.tensors)
+
+    def step_norms(self, like: Params) -> dict[str, float]:
+        """Return how far the model is from the one that was sent out."""
+        return displacements(self.part(PARAMS) | self.part(BUFFERS), like)
+
+    def curvature_norms(self) -> dict[str, float]:
+        """Return the Fisher's traces, each layer's, and the norm of all products."""
+        own = {
+            f"{FISHER}/{name}": float(value.double().sum())
+            for name, value in self.part(FISHER).items()
+        }
+        if product := self.part(PRODUCT):  # with Fishers, which have no usual size
+            own[PRODUCT] = norm64(product.values())
+        for block in () if self.traces is None else self.traces.blocks():
+            size = block.trace()  # of a layer: of two factors that have its trace each
+            own[trace_name(block)] = size**0.5 if isinstance(block, Kronecker) else size
+        return own
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+        """Return it with the model drawn back, and all else lighter."""
+        parts: dict[str, Params] = {}
+        for part in (PARAMS, BUFFERS):
+            parts[part] = drawn_back(self.part(part), like, factors)
+        for part in (FISHER, POINT):
+            own = self.part(part).items()
+            parts[part] = {k: v * factors.get(f"{FISHER}/{k}", 1.0) for k, v in own}
+        shorter = factors.get(PRODUCT, 1.0)
+        parts[PRODUCT] = {k: v * shorter for k, v in self.part(PRODUCT).items()}
+        if parts[POINT]:
+            parts[POINT] = products(parts[FISHER], parts[PARAMS])
+        lighter = {f"{p}/{k}": v for p, own in parts.items() for k, v in own.items()}
+        traces = self.traces
+        if traces is not None:
+            blocks = traces.blocks()
+            each = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in blocks]
+            traces = BlockDiagonal(each)
+            lighter |= curvature_to_tensors(traces)
+        return replace(self, tensors={**self.tensors, **lighter}, traces=traces)
+
+    @classmethod
+    def reader(cls, *parts: str, of_one: bool = True) -> "partial[Additive]":
+        """Return the function that reads these parts.
+
+        That of one client (`of_one`) needs no ``fisher-params``: they are made of its
+        Fisher and its parameters, and pull no parameter to a value that it does not
+        have. The sum over several is taken at its word.
+        """
+        return partial(cls.from_arrays, parts=parts, of_one=of_one)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        record: ArrayRecord,
+        like: Params,
+        *,
+        parts: Sequence[str],
+        of_one: bool = True,
+    ) -> "Additive":
+        """Read and check a record, none of which is trusted.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            What arrived.
+        like : Mapping[str, Tensor]
+            The parameters that were sent out: names and shapes must be theirs.
+        parts : Sequence[str]
+            Which parts there must be. All but ``params`` and ``buffers`` are over the
+            same parameters.
+        of_one : bool, default True
+            Whether it is one client's; see :meth:`reader`.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is missing, unexpected, unreadable, of another shape or
+            dtype, not finite, or of a sign that cannot be.
+        """
+        limit, most = len(parts) * _room(like), len(parts) * len(like)
+        if CURVATURE in parts:
+            limit, most = contribution_bytes(like), 4 * len(like)
+        tensors = arrays_to_tensors(record, limit=limit, most=most)
+        found = {
+            part: _take(part, tensors, like) for part in parts if part != CURVATURE
+        }
+        own = {k: tensors.pop(k) for k in list(tensors) if k.startswith(PREFIX)}
+        if tensors or (own and CURVATURE not in parts):
+            raise WireError("unexpected key", field=min({**tensors, **own}))
+        traces = tensors_to_curvature(own, like) if CURVATURE in parts else None
+        _check_same_parameters(found, traces, like)
+        for name, value in found.get(FISHER, {}).items():
+            if (value < 0).any():
+                raise WireError("must not be negative", field=f"{FISHER}/{name}")
+        if of_one and POINT in found:
+            found[POINT] = products(found[FISHER], found[PARAMS])
+        named = {f"{p}/{k}": v for p, part in found.items() for k, v in part.items()}
+        return cls({**named, **own}, traces)
+
+
+def products(fisher: Params, params: Params) -> dict[str, Tensor]:
+    """Return a Fisher's products with its parameters, in the Fisher's dtypes."""
+    return {k: (F.double() * params[k].double()).to(F) for k, F in fisher.items()}
+
+
+def _room(like: Params) -> int:
+    return sum(8 * value.numel() + _SLACK for value in like.values())
+
+
+def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tensor]:
+    """Remove a part from tensors; return it in the model's order."""
+    taken = {}
+    for name, param in like.items():
+        key = f"{part}/{name}"
+        if (tensor := tensors.pop(key, None)) is None:
+            continue
+        dtype = param.dtype
+        if part not in (PARAMS, BUFFERS) and not dtype.is_floating_point:
+            raise WireError("only floats have a Fisher", field=key)
+        if part in (FISHER, POINT):
+            dtype = sum_dtype(dtype)
+        check_shape_and_dtype(key, tensor, param.shape, dtype)
+        taken[name] = tensor
+    return taken
+
+
+def _check_same_parameters(
+    found: Mapping[str, Params], traces: Curvature | None, like: Params
+) -> None:
+    """See that all that is over the trained parameters is over the same."""
+    over = {p: v.keys() for p, v in found.items() if p not in (PARAMS, BUFFERS)}
+    if traces is not None:
+        over[CURVATURE] = traces.shapes.keys()
+    trained = {name for names in over.values() for name in names}
+    if over and not trained:
+        raise WireError(f"no {next(iter(over))} arrived", field=f"{next(iter(over))}/")
+    rest = {PARAMS: like.keys(), BUFFERS: like.keys() - trained}
+    for part in {**found, **over}:
+        names = over.get(part, found.get(part, {}).keys())
+        expected = rest.get(part, trained)
+        for name in sorted(expected - names):
+            raise WireError("missing", field=f"{part}/{name}")
+        for name in sorted(names - expected):
+            raise WireError("unexpected key", field=f"{part}/{name}")
+
+
+def _lighter(block: Curvature, factor: float) -> Curvature:
+    """Return a layer's partial traces, or a diagonal, times a factor."""
+    if not isinstance(block, Kronecker):
+        return block.scaled(factor)
+    factors = block.A * factor, block.G * factor
+    return Kronecker(block.weight, block.weight_shape, *factors, block.bias)
+
+
+# Sums
+
+
+@dataclass(frozen=True)
+class Added(Payload):
+    """What is left of an upload that was added to a sum: what it was of.
+
+    Parameters
+    ----------
+    parts : tuple[str, ...]
+        The upload's layout.
+    """
+
+    parts: tuple[str, ...]
+    disagreement: ClassVar[tuple[str, str]] = _DISAGREEMENT
+
+    def layout(self) -> tuple[str, ...]:
+        """Return the upload's."""
+        return self.parts
+
+    def to_arrays(self) -> NoReturn:
+        """Refuse: its numbers are in the sum."""
+        raise NotImplementedError
+
+
+class RunningMean:
+    """The weighted mean of uploads, in float64, of each layout by itself.
+
+    What float64 loses in an addition is kept beside the sum (Knuth's two-sum), so that
+    the order in which uploads come does not matter to the result's bits.
+
+    Examples
+    --------
+    >>> total = RunningMean()
+    >>> ones = torch.ones(1)
+    >>> uploads = [Additive.of({"product": {"w": x * ones}}) for x in (1, 4)]
+    >>> left = [(total(u, n), n) for u, n in zip(uploads, (1.0, 2.0), strict=True)]
+    >>> total.mean(left).part("product")
+    {'w': tensor([3.], dtype=torch.float64)}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, ...], _Sum] = {}
+
+    def __call__(self, payload: Any, weight: float) -> Any:
+        """Add an upload; return what is left of it."""
+        layout = payload.layout()
+        self._sums.setdefault(layout, _Sum()).add(payload.tensors, weight)
+        return Added(layout)
+
+    def mean(self, uploads: Sequence[tuple[Payload, float]]) -> Additive:
+        """Return the mean of uploads of one layout, or of those of which this is left.
+
+        Raises
+        ------
+        ParamsError
+            If of the latter others were added, too.
+        """
+        first, _ = uploads[0]
+        if isinstance(first, Additive):
+            total = _Sum()
+            for payload, weight in uploads:
+                total.add(payload.tensors, weight)  # type: ignore[attr-defined]
+            return Additive(total.mean())
+        total = self._sums[first.layout()]
+        if len(total.weights) != len(uploads):
+            raise ParamsError(
+                f"a sum over {len(total.weights)} uploads, and {len(uploads)} were "
+                "admitted"
+            )
+        return Additive(total.mean())
+
+
+class _Sum:
+    """A weighted sum of named tensors, and what rounding took from it."""
+
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+        self._total: dict[str, Tensor] = {}
+        self._lost: dict[str, Tensor] = {}
+
+    def add(self, tensors: Params, weight: float) -> None:
+        """Add tensors times a weight."""
+        self.weights.append(weight)
+        for name, value in tensors.items():
+            term = value.detach().cpu().double() * weight
+            total = self._total.get(name)
+            if total is None:
+                self._total[name], self._lost[name] = term, torch.zeros_like(term)
+                continue
+            new = total + term
+            virtual = new - total
+            self._lost[name] += (total - (new - virtual)) + (term - virtual)
+            self._total[name] = new
+
+    def mean(self) -> dict[str, Tensor]:
+        """Return the sum over the sum of the weights."""
+        weight = math.fsum(self.weights)
+        return {k: (v + self._lost[k]) / weight for k, v in self._total.items()}
