@@ -33,8 +33,9 @@ napoleon_google_docstring, napoleon_use_rtype = False, False
 nitpicky = True
 # Rooms' own types, which a signature shows and no caller makes.
 _INNER = (
-    r"flwr_fisher\.(client\.store|curvature\.(estimate|operators\.factors)|secure\."
-    r"aggregator|server\.(driver|policy)|wire\.(options|tangent_upload))\..*"
+    r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
+    r"secure\.(aggregator|payload)|server\.(driver|policy)|tasks\.examples|"
+    r"wire\.(options|tangent_upload))\..*"
 )
 nitpick_ignore_regex = [("py:.*", r"(?!flwr_fisher\.).*"), ("py:class", _INNER)]
 

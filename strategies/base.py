@@ -412,7 +412,9 @@ class CurvatureStrategy(FedAvg):
             return []
         logger.info("configure_evaluate: Sampled %s nodes", len(nodes))
         kind = MessageType.EVALUATE
-        messages = requests(self, server_round, arrays, config, nodes, kind)
+        messages = requests(
+            self, server_round, lambda node: arrays, config, nodes, kind
+        )
         self._requested["evaluate"] = Requested(messages)
         return messages
 

@@ -56,7 +56,6 @@ from flwr_fisher.wire import (
     PREFIX,
     Codec,
     FisherUpload,
-    ProductUpload,
     arrays_to_tensors,
     serialized_bytes,
 )
@@ -534,12 +533,6 @@ def test_a_client_without_any_fisher_has_no_say_and_is_counted() -> None:
     assert not torch.equal(a["1.running_var"], b["1.running_var"])
 
 
-def test_a_fisher_with_some_zeros_is_not_counted() -> None:
-    some = change_array(f"{FISHER}0.weight", np.zeros_like)
-    result = run(fedfish(), Watched(tamper={1: some}))
-    assert result.train_metrics_clientapp[1]["num-zero-fishers"] == 0
-
-
 def test_a_client_that_returns_zeros_is_tolerated() -> None:
     """A model of zeros is a model; its Fisher of zeros says that it knows nothing."""
 
@@ -827,12 +820,6 @@ def test_it_trains_a_transformer(server: str) -> None:
     losses = [float(history[n]["loss"]) for n in range(4)]
     assert losses == sorted(losses, reverse=True), losses
     assert losses[3] < losses[0] - 1, losses
-
-
-def test_products_have_no_posterior() -> None:
-    result = run(products())
-    assert all(isinstance(u.payload, ProductUpload) for u in result.uploads)
-    assert set(result.details) == set(result.uploads[0].payload.products)
 
 
 def test_a_fisher_of_nothing_has_no_size_to_be_divided_by() -> None:

@@ -168,18 +168,6 @@ def test_a_fisher_client_takes_the_place_of_a_client_app(
     assert my_app.states
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_pages_count_their_lines(page: str) -> None:
-    told = [int(n) for n in re.findall(r"(\d+) lines[.:,]", PAGES[page])]
-    counted = []
-    for block in blocks(page, "diff"):
-        parts = [sides(block)]
-        if block[0].startswith("---"):
-            parts = [(old, new) for _, old, new in hunks(block)]
-        counted.append(sum(changed(*part)[0] for part in parts))
-    assert told == counted
-
-
 # Flower's own apps
 
 

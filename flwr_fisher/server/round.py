@@ -66,20 +66,21 @@ class Method(Protocol):
 def requests(
     method: Method,
     server_round: int,
-    arrays: ArrayRecord,
+    arrays_for: Callable[[int], ArrayRecord],
     config: ConfigRecord,
     nodes: Iterable[int],
     message_type: str = MessageType.TRAIN,
 ) -> list[Message]:
     """Return the messages that ask nodes; the caller's records are left as they are."""
     seed = named_options({"seed": seed_of_clients(method.seed)})
-    sent = {**config, "server-round": server_round, **seed}
-    content = RecordDict({method.arrayrecord_key: arrays})
-    content[method.configrecord_key] = ConfigRecord(sent)
-    return [
-        Message(content, node, message_type, group_id=str(server_round))
-        for node in nodes
-    ]
+    sent = ConfigRecord({**config, "server-round": server_round, **seed})
+    messages = []
+    for node in nodes:
+        content = RecordDict({method.arrayrecord_key: arrays_for(node)})
+        content[method.configrecord_key] = sent
+        group = str(server_round)
+        messages.append(Message(content, node, message_type, group_id=group))
+    return messages
 
 
 def door_of(method: Method, exchange: Exchange[P], like: Params) -> Door[P]:
@@ -234,18 +235,12 @@ class Round(Generic[P]):
 
     def messages(self, nodes: Iterable[int]) -> list[Message]:
         """Return the requests to some of the nodes."""
-        record_for, identity = self.exchange.records(self.state), self.cohort.identity
-        return [
-            message
-            for node in nodes
-            for message in requests(
-                self.method,
-                self.server_round,
-                record_for(identity(node).number),
-                self.config,
-                [node],
-            )
-        ]
+        by_number, identity = self.exchange.records(self.state), self.cohort.identity
+
+        def arrays_for(node: int) -> ArrayRecord:
+            return by_number(identity(node).number)
+
+        return requests(self.method, self.server_round, arrays_for, self.config, nodes)
 
     # Wait and admit
 

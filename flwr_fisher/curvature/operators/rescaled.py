@@ -81,19 +81,11 @@ def _(curvature: Deferred) -> tuple[Curvature, int]:
 
 
 @rescaled.register
-def _(curvature: Diagonal) -> tuple[Curvature, int]:
-    exponent = _beyond(*curvature.entries.values())
+def _(curvature: Diagonal | Dense) -> tuple[Curvature, int]:
+    exponent = _beyond(*curvature.tensors())
     if not exponent:
         return curvature, 0
-    return curvature.mapped(lambda entry: _shifted(entry, -exponent)), exponent
-
-
-@rescaled.register
-def _(curvature: Dense) -> tuple[Curvature, int]:
-    exponent = _beyond(curvature.matrix)
-    if not exponent:
-        return curvature, 0
-    return Dense(curvature.shapes, _shifted(curvature.matrix, -exponent)), exponent
+    return curvature.mapped(lambda tensor: _shifted(tensor, -exponent)), exponent
 
 
 @rescaled.register
