@@ -211,12 +211,14 @@ def test_an_impossible_scale_of_a_diagonal_is_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_the_first_values_of_a_diagonal_have_more_bits(bits: int) -> None:
+def test_some_values_of_a_diagonal_have_more_bits(bits: int) -> None:
     values = torch.rand(31, generator=torch.Generator().manual_seed(0))
     for fine in (0, 1, 10, 31):
         got = diagonal_back(values, bits, fine)
-        assert torch.equal(got[:fine], diagonal_back(values, bits)[:fine])
-        assert torch.equal(got[fine:], diagonal_back(values, bits // 2)[fine:])
+        better = got == diagonal_back(values, bits)
+        assert fine <= int(better.sum()) <= fine + 2  # two of these are equal in both
+        assert torch.equal(got[~better], diagonal_back(values, bits // 2)[~better])
+        assert fine != 10 or better.nonzero().diff(dim=0).max() <= 4
 
 
 @pytest.mark.parametrize("fine", [4, 2**32 - 1])

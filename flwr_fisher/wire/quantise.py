@@ -7,11 +7,11 @@ The head has the form and the bits of a code, and three sizes of a curvature's p
     the tensor's own bytes;
 ``FLOAT``
     float16, relative to one scale that takes the largest value M to :math:`2^{15}`. Of
-    a diagonal, which has no sign, some first values have 16 or 8 bits, and the others
-    half as many: the leading bits of float16, which are the exponent's and three of the
-    mantissa's, or four of the exponent's. At 16 and 8 bits, the error of x is at most
-    :math:`x / 2^{11} + M / 2^{40}` or :math:`x / 2^4 + M / 2^{33}`; at 4 bits, x comes
-    back within a factor of 2 down to :math:`M / 2^{29}`;
+    a diagonal, which has no sign, some values have 16 or 8 bits, and the others, spread
+    among them, half as many: float16's leading bits, which are the exponent's and three
+    of the mantissa's, or four of the exponent's. At 16 and 8 bits, the error of x is at
+    most :math:`x / 2^{11} + M / 2^{40}` or :math:`x / 2^4 + M / 2^{33}`; at 4 bits, x
+    comes back within a factor of 2 down to :math:`M / 2^{29}`;
 ``ROWS``
     integers of 8 or 4 bits, two of which share a byte, relative to the largest value m
     of each :data:`ROW` values: the error is at most :math:`m / (2 (2^{b-1} - 1))`.
@@ -226,18 +226,19 @@ def size_of_diagonal(count: int, bits: int, fine: int) -> int:
 def encode_diagonal(tensor: Tensor, bits: int, fine: int) -> Tensor:
     """Return the entry of values that are not negative.
 
-    The first `fine` of them have 16 or 8 bits, the others half as many. Its sizes are
+    Of them, `fine` have 16 or 8 bits, the others half as many. Its sizes are
     the shape of E-KFAC's moments; a diagonal has its parameter's.
     """
     a, b, c = tensor.shape if tensor.dim() == 3 else (0, 0, 0)
     scale, words = _to_words(_wide(tensor).abs_())
+    few = _spread(len(words), fine, words.device)
     body = [
         to_bytes(scale),
         torch.frombuffer(bytearray(_FINE.pack(fine)), dtype=torch.uint8).to(
             words.device
         ),
-        pack(_leading_bits(words[:fine], bits), bits),
-        pack(_leading_bits(words[fine:], bits // 2), bits // 2),
+        pack(_leading_bits(words[~few], bits), bits),
+        pack(_leading_bits(words[few], bits // 2), bits // 2),
     ]
     return entry_of(Form.FLOAT, bits, torch.cat(body), (a, b, c))
 
@@ -260,14 +261,21 @@ def decode_diagonal(
         raise WireError(f"{fine} values of {count}", field=field)
     _check_size(body, size_of_diagonal(count, bits, fine) - HEAD, field)
     end = start + packed_size(fine, bits)
-    words = [
-        _from_leading_bits(unpack(body[start:end], bits, fine), bits),
-        _from_leading_bits(unpack(body[end:], bits // 2, count - fine), bits // 2),
-    ]
-    values = _from_words(body[:SCALE], torch.cat(words), dtype, field)
+    few = _spread(count, fine, body.device)
+    words = torch.empty(count, dtype=torch.int16, device=body.device)
+    words[~few] = _from_leading_bits(unpack(body[start:end], bits, fine), bits)
+    rest = unpack(body[end:], bits // 2, count - fine)
+    words[few] = _from_leading_bits(rest, bits // 2)
+    values = _from_words(body[:SCALE], words, dtype, field)
     if count and values.min() < 0:
         raise WireError("must not be negative", field=field)
     return values
+
+
+def _spread(count: int, fine: int, device: torch.device) -> Tensor:
+    """Return which values have fewer bits: as evenly as can be, not one row's alone."""
+    passed = torch.arange(count + 1, device=device) * (count - fine) // max(count, 1)
+    return passed[1:] > passed[:-1]
 
 
 # --- floats ---------------------------------------------------------------------------
@@ -300,7 +308,7 @@ def _leading_bits(words: Tensor, bits: int) -> Tensor:
 
 def _from_leading_bits(codes: Tensor, bits: int) -> Tensor:
     if bits == 16:
-        return codes
+        return codes.to(torch.int16)
     return (codes.to(torch.int16) & ((1 << bits) - 1)) << (15 - bits)
 
 
