@@ -67,18 +67,6 @@ def save_record(
     return metadata["digest"]
 
 
-def load_texts(path: Path) -> dict[str, str]:
-    """Return a file's texts, unchecked, without reading its tensors.
-
-    Raises
-    ------
-    SafetensorError, OSError
-        If it is no such file.
-    """
-    with safe_open(path, "pt") as file:
-        return file.metadata() or {}
-
-
 def load_record(
     path: Path, digest: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:

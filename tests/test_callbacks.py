@@ -25,7 +25,6 @@ from flwr_fisher.callbacks import (
     WandB,
 )
 from flwr_fisher.errors import CallbackError, ConfigurationError
-from flwr_fisher.files import load_texts
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
@@ -197,7 +196,8 @@ def test_not_every_round_need_be_evaluated(tmp_path: Path, begin: History) -> No
         ends.append(stop.on_round_end(number, ArrayRecord(), history))
         assert path.exists() == (number >= 3)
     assert ends == [False] * 4 + [True] * 3
-    assert load_texts(path)["round"] == "3"
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["round"] == "3"
 
 
 def test_a_metric_that_is_not_there_is_named() -> None:
