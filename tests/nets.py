@@ -1,11 +1,13 @@
 """Small models that are awkward each in its own way, and inputs for them."""
 
-from typing import Any
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from oracles import randn, rng
+from oracles import SMALL_SHAPE, headed, randn, rng, small_net
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 VECTORS, SERIES = randn(1, 5, 3), randn(2, 4, 5, 3)
 IMAGES, TOKENS = randn(3, 4, 2, 3, 3), torch.randint(5, (6, 4), generator=rng(4))
@@ -124,6 +126,13 @@ class SquaredWeight(nn.Linear):
         return F.linear(x, self.weight**2, self.bias)
 
 
+class Watched(nn.Linear):
+    """A subclass that computes the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0
+
+
 class FewerInputs(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[:, :3])
@@ -212,3 +221,107 @@ def freeze(model: nn.Module, *names: str) -> nn.Module:
 
 def mlp(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(3, 3))
+
+
+# --- all of them ----------------------------------------------------------------------
+
+
+def then_tanh(layer: Callable[..., nn.Module], *sizes: int) -> Callable[[], nn.Module]:
+    return lambda: mlp(layer(*sizes), nn.Tanh())
+
+
+def on_images(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: headed(nn.Sequential(*(make() for make in layers)), IMAGES.shape[1:])
+
+
+def frozen(*names: str) -> Callable[[], nn.Module]:
+    return lambda: freeze(then_tanh(nn.Linear, 3, 3)(), *names)
+
+
+def slopes(count: int) -> nn.Module:
+    """As many examples as classes; one slope, or one a channel."""
+    return nn.Sequential(nn.Linear(3, 4), nn.PReLU(count), nn.Linear(4, len(VECTORS)))
+
+
+class Net(NamedTuple):
+    """A model, inputs, and the parameters that K-FAC gives only a diagonal."""
+
+    make: Callable[[], nn.Module]
+    x: Tensor
+    diagonal: Set[str] = frozenset()
+
+
+FC, FIRST, IN_MIDDLE, BEHIND = (
+    {f"{name}.weight", f"{name}.bias"} for name in ("fc", "0", "0.0", "0.1")
+)
+NETS = {
+    "linear": Net(lambda: nn.Linear(3, 3), VECTORS),
+    "mlp": Net(then_tanh(nn.Linear, 3, 3), VECTORS),
+    "small": Net(small_net, randn(5, 5, *SMALL_SHAPE)),
+    "over time": Net(OverTime, SERIES),
+    "over time, no bias": Net(lambda: OverTime(False), SERIES),
+    "one slope": Net(lambda: slopes(1), VECTORS, {"1.weight"}),
+    "slopes": Net(lambda: slopes(4), VECTORS, {"1.weight"}),
+    "embedding": Net(Sentence, TOKENS, {"embedding.weight"}),
+    "layer norm": Net(
+        lambda: mlp(with_statistics(nn.LayerNorm(3)), nn.GELU()), VECTORS, FIRST
+    ),
+    "group norm": Net(
+        on_images(
+            lambda: nn.Conv2d(2, 4, 2), lambda: with_statistics(nn.GroupNorm(2, 4))
+        ),
+        IMAGES,
+        BEHIND,
+    ),
+    "batch norm": Net(
+        on_images(
+            lambda: nn.Conv2d(2, 4, 2), lambda: with_statistics(nn.BatchNorm2d(4))
+        ),
+        IMAGES,
+        BEHIND,
+    ),
+    "attention": Net(Attention, randn(5, 5, 3, 4)),
+    # Attention puts the batch first by itself.
+    "encoder": Net(
+        Encoder,
+        randn(7, 3, 2, 4),
+        {f"encoder.{k}" for k in Encoder().encoder.state_dict() if "attn" not in k},
+    ),
+    "raw parameter": Net(RawParameter, VECTORS, {"temperature"}),
+    "in place": Net(lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
+    "in place, conv": Net(
+        on_images(lambda: nn.Conv2d(2, 3, 2), lambda: nn.Hardtanh(inplace=True)), IMAGES
+    ),
+    "called twice": Net(CalledTwice, VECTORS, FC),
+    "tied": Net(Tied, TOKENS, {"embedding.weight"}),
+    "tied linear": Net(TiedLinear, VECTORS, {"down.weight", "down.bias", "up.bias"}),
+    "used outside": Net(UsedOutside, VECTORS, FC),
+    "not called": Net(NotCalled, VECTORS, FC),
+    "unused": Net(Unused, VECTORS, {"spare.weight", "spare.bias"}),
+    "squared": Net(then_tanh(SquaredWeight, 3, 3), VECTORS, FIRST),
+    "watched": Net(then_tanh(Watched, 3, 3), VECTORS),
+    "fewer inputs": Net(then_tanh(FewerInputs, 3, 3), randn(6, 5, 4), FIRST),
+    "fewer outputs": Net(then_tanh(FewerOutputs, 3, 4), VECTORS, FIRST),
+    "a tuple": Net(
+        lambda: mlp(First(ReturnsTuple(3, 3)), nn.Tanh()),
+        VECTORS,
+        {"0.layer.weight", "0.layer.bias"},
+    ),
+    "pads itself": Net(on_images(lambda: PadsItself(2, 2, 2)), IMAGES, IN_MIDDLE),
+    "a larger kernel": Net(on_images(lambda: PadsItself(2, 2, 4)), IMAGES, IN_MIDDLE),
+    "weight norm": Net(
+        lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()),
+        VECTORS,
+        {"0.bias", *(f"0.parametrizations.weight.original{i}" for i in range(2))},
+    ),
+    "by keyword": Net(ByKeyword, VECTORS, FC),
+    "without gradient": Net(WithoutGradient, VECTORS, FC),
+    "folded": Net(Folded, SERIES, FC),
+    "time first": Net(TimeFirst, SERIES, FC),
+    "time first, square": Net(TimeFirst, SERIES[:, :4], FC),
+    "frozen bias": Net(frozen("0.bias"), VECTORS),
+    "frozen weight": Net(frozen("0.weight"), VECTORS, {"0.bias"}),
+    "frozen layer": Net(frozen("0.weight", "0.bias"), VECTORS),
+    "frozen head": Net(frozen("2.weight", "2.bias"), VECTORS),
+    "dropout": Net(lambda: mlp(nn.Linear(3, 3), nn.Dropout(0.9)), VECTORS),
+}

@@ -5,7 +5,7 @@ closed form. A test compares the library with one of these.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +107,7 @@ def check_exact(
     model: nn.Module,
     x: Tensor,
     *,
-    diagonal: set[str] | None = None,
+    diagonal: Set[str] | None = None,
     slow: set[str] | None = None,
     tolerance: float = 1e-5,
 ) -> None:

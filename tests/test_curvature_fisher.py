@@ -1,7 +1,6 @@
 """`fisher` against slow float64 oracles, one small model a case."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -9,38 +8,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import (
-    IMAGES,
-    SERIES,
-    TOKENS,
-    VECTORS,
-    Attention,
-    ByKeyword,
-    CalledTwice,
-    Encoder,
-    FewerInputs,
-    FewerOutputs,
-    First,
-    Folded,
-    NotCalled,
-    OverTime,
-    PadsItself,
-    RawParameter,
-    ReturnsTuple,
-    Sentence,
-    SquaredWeight,
-    Tied,
-    TiedLinear,
-    TimeFirst,
-    Unused,
-    UsedOutside,
-    WithoutGradient,
-    freeze,
-    mlp,
-    with_statistics,
-)
+from nets import NETS, VECTORS, Net, mlp
 from oracles import (
-    SMALL_SHAPE,
     check_exact,
     diagonal_fisher,
     flat,
@@ -50,10 +19,8 @@ from oracles import (
     randn,
     relative,
     seeded,
-    small_net,
 )
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from flwr_fisher import curvature
 from flwr_fisher.curvature import (
@@ -135,145 +102,9 @@ def test_linear_and_convolution_layers(
 # --- everything else ------------------------------------------------------------------
 
 
-@dataclass
-class Case:
-    """A model, its inputs, and the parameters that K-FAC gives only a diagonal."""
-
-    make: Callable[[], nn.Module]
-    x: Tensor
-    diagonal: set[str]
-
-
-class Watched(nn.Linear):
-    """A subclass that computes the same."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0
-
-
-FC = {"fc.weight", "fc.bias"}
-
-CASES = {
-    "over-time": Case(OverTime, randn(1, 4, 5, 3), set()),
-    "over-time-no-bias": Case(lambda: OverTime(False), randn(1, 4, 5, 3), set()),
-    "only-watched": Case(lambda: mlp(Watched(3, 3), nn.Tanh()), VECTORS, set()),
-    # As many examples as classes; one slope, and one a channel.
-    **{
-        f"learnt-slopes-{slopes}": Case(
-            lambda slopes=slopes: nn.Sequential(
-                nn.Linear(3, 4), nn.PReLU(slopes), nn.Linear(4, len(VECTORS))
-            ),
-            VECTORS,
-            {"1.weight"},
-        )
-        for slopes in (1, 4)
-    },
-    "embedding": Case(Sentence, TOKENS, {"embedding.weight"}),
-    "layer-norm": Case(
-        lambda: mlp(with_statistics(nn.LayerNorm(3))), VECTORS, {"0.weight", "0.bias"}
-    ),
-    "group-norm": Case(
-        lambda: headed(
-            nn.Sequential(nn.Conv2d(2, 4, 2), with_statistics(nn.GroupNorm(2, 4))),
-            (2, 3, 3),
-        ),
-        IMAGES,
-        {"0.1.weight", "0.1.bias"},
-    ),
-    "batch-norm": Case(
-        lambda: headed(
-            nn.Sequential(nn.Conv2d(2, 2, 2), with_statistics(nn.BatchNorm2d(2))),
-            (2, 3, 3),
-        ),
-        IMAGES,
-        {"0.1.weight", "0.1.bias"},
-    ),
-    "attention": Case(Attention, randn(5, 3, 3, 4), set()),
-    "raw-parameter": Case(RawParameter, VECTORS, {"temperature"}),
-    "in-place-relu": Case(
-        lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS, set()
-    ),
-    "in-place-hardtanh": Case(
-        lambda: headed(
-            nn.Sequential(nn.Conv2d(2, 3, 2), nn.Hardtanh(inplace=True)),
-            (2, 3, 3),
-        ),
-        IMAGES,
-        set(),
-    ),
-    "called-twice": Case(CalledTwice, VECTORS, FC),
-    "tied-embedding": Case(Tied, TOKENS, {"embedding.weight"}),
-    "tied-linear": Case(TiedLinear, VECTORS, {"down.weight", "down.bias", "up.bias"}),
-    "used-outside-its-forward": Case(UsedOutside, VECTORS, FC),
-    "never-called": Case(NotCalled, VECTORS, FC),
-    "never-used": Case(Unused, VECTORS, {"spare.weight", "spare.bias"}),
-    "overridden-forward": Case(
-        lambda: mlp(SquaredWeight(3, 3), nn.Tanh()), VECTORS, {"0.weight", "0.bias"}
-    ),
-    "fewer-inputs": Case(
-        lambda: mlp(FewerInputs(3, 3), nn.Tanh()),
-        randn(6, 5, 4),
-        {"0.weight", "0.bias"},
-    ),
-    "fewer-outputs": Case(
-        lambda: mlp(FewerOutputs(3, 4), nn.Tanh()), VECTORS, {"0.weight", "0.bias"}
-    ),
-    "returns-a-tuple": Case(
-        lambda: mlp(First(ReturnsTuple(3, 3)), nn.Tanh()),
-        VECTORS,
-        {"0.layer.weight", "0.layer.bias"},
-    ),
-    "pads-itself": Case(
-        lambda: headed(PadsItself(2, 2, 2), (2, 3, 3)), IMAGES, {"0.weight", "0.bias"}
-    ),
-    "kernel-larger-than-its-input": Case(
-        lambda: headed(PadsItself(2, 2, 4), (2, 3, 3)), IMAGES, {"0.weight", "0.bias"}
-    ),
-    "weight-norm": Case(
-        lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()),
-        VECTORS,
-        {
-            "0.bias",
-            "0.parametrizations.weight.original0",
-            "0.parametrizations.weight.original1",
-        },
-    ),
-    "by-keyword": Case(ByKeyword, VECTORS, FC),
-    "without-gradient": Case(WithoutGradient, VECTORS, FC),
-    "time-in-the-batch": Case(Folded, SERIES, FC),
-    "time-first": Case(TimeFirst, SERIES, FC),
-    "time-first-square": Case(TimeFirst, SERIES[:, :4], FC),
-    "transformer": Case(
-        Encoder,
-        randn(7, 3, 2, 4),
-        # Attention puts the batch first by itself.
-        {f"encoder.{k}" for k in Encoder().encoder.state_dict() if "attn" not in k},
-    ),
-    "frozen-bias": Case(
-        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.bias"), VECTORS, set()
-    ),
-    "frozen-weight": Case(
-        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight"),
-        VECTORS,
-        {"0.bias"},
-    ),
-    "frozen-layer": Case(
-        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight", "0.bias"),
-        VECTORS,
-        set(),
-    ),
-    "frozen-head": Case(
-        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "2.weight", "2.bias"),
-        VECTORS,
-        set(),
-    ),
-    "dropout": Case(lambda: mlp(nn.Linear(3, 3), nn.Dropout(0.9)), VECTORS, set()),
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_other_models(case: Case) -> None:
-    check_exact(seeded(case.make), case.x, diagonal=case.diagonal)
+@pytest.mark.parametrize("net", NETS.values(), ids=NETS)
+def test_other_models(net: Net) -> None:
+    check_exact(seeded(net.make), net.x, diagonal=net.diagonal)
 
 
 def test_a_users_hook_that_changes_an_output_is_taken_into_account() -> None:
@@ -326,12 +157,9 @@ def test_random_nets(drawn: tuple[nn.Module, Tensor]) -> None:
 # --- what the Fisher means ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["small", "attention", "batch-norm"])
+@pytest.mark.parametrize("name", ["small", "attention", "batch norm"])
 def test_a_small_step_costs_half_its_square_in_kl(name: str) -> None:
-    model, x = seeded(small_net), randn(1, 5, *SMALL_SHAPE)
-    if name != "small":
-        model, x = seeded(CASES[name].make), CASES[name].x
-    model, x = in_double(model, x)
+    model, x = in_double(seeded(NETS[name].make), NETS[name].x)
     F_dense = fisher(model, [x], structure="dense")
     v = {
         k: 1e-4 * randn(i, *shape, dtype=torch.float64)
@@ -358,11 +186,9 @@ def test_it_is_not_the_empirical_fisher() -> None:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["small", "attention", "called-twice", "batch-norm"])
+@pytest.mark.parametrize("name", ["small", "attention", "called twice", "batch norm"])
 def test_batching_does_not_matter(name: str, structure: str) -> None:
-    model, x = seeded(small_net), randn(1, 5, *SMALL_SHAPE)
-    if name != "small":
-        model, x = seeded(CASES[name].make), CASES[name].x
+    model, x = seeded(NETS[name].make), NETS[name].x
     whole = fisher(model, [x], structure=structure)
     for batches in (x.split(1), x.split(2), [x[:1], x[1:]], [x[:0], x, x[:0]]):
         parts = fisher(model, list(batches), structure=structure)

@@ -10,22 +10,17 @@ import torch
 import torch.nn.functional as F
 from nets import (
     IMAGES,
+    NETS,
     SERIES,
     TOKENS,
     VECTORS,
     Attention,
-    CalledTwice,
     Encoder,
     First,
-    OverTime,
-    RawParameter,
-    Sentence,
-    SquaredWeight,
-    Tied,
     Unused,
-    UsedOutside,
     freeze,
     mlp,
+    on_images,
     with_statistics,
 )
 from oracles import cut, flat, headed, randn, relative, rng, seeded, small_net
@@ -72,45 +67,32 @@ class Normed(nn.Module):
         return self.attention(F.gelu(self.norm(self.embedding(x))))
 
 
-def images(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: headed(layer(), IMAGES.shape[1:])
-
-
 def normed_conv(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 2), with_statistics(norm), nn.Softplus())
 
 
+SHARED = [
+    *("linear", "mlp", "small", "in place", "layer norm", "dropout", "over time"),
+    *("embedding", "tied", "attention", "raw parameter", "called twice"),
+    *("used outside", "squared", "unused"),
+]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "linear": (lambda: nn.Linear(3, 3), VECTORS),
-    "mlp": (lambda: mlp(nn.Linear(3, 3), nn.Tanh()), VECTORS),
-    "relu": (lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
-    "layer norm": (lambda: mlp(with_statistics(nn.LayerNorm(3)), nn.GELU()), VECTORS),
-    "dropout": (lambda: mlp(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.9)), VECTORS),
-    "conv": (small_net, randn(5, 5, 1, 4, 4)),
+    **{name: NETS[name][:2] for name in SHARED},
     "conv, pooled": (
-        images(lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.MaxPool2d(2))),
+        on_images(lambda: nn.Conv2d(2, 4, 2), lambda: nn.MaxPool2d(2)),
         IMAGES,
     ),
     "conv1d": (
         lambda: nn.Sequential(headed(nn.Conv1d(5, 2, 2), (5, 3)), nn.Dropout()),
         SERIES,
     ),
-    "batch norm": (images(lambda: normed_conv(nn.BatchNorm2d(4))), IMAGES),
-    "frozen": (lambda: freeze(small_net(), "0.weight", "7.bias"), randn(5, 5, 1, 4, 4)),
-    "over time": (OverTime, SERIES),
-    "embedding": (Sentence, TOKENS),
-    "tied": (Tied, TOKENS),
-    "attention": (lambda: nn.Sequential(nn.Linear(3, 4), Attention()), SERIES),
+    "batch norm": (on_images(lambda: normed_conv(nn.BatchNorm2d(4))), IMAGES),
+    "frozen": (lambda: freeze(small_net(), "0.weight", "7.bias"), NETS["small"].x),
     "fused attention": (Scaled, SERIES),
-    "raw": (RawParameter, VECTORS),
-    "called twice": (CalledTwice, VECTORS),
-    "used outside": (UsedOutside, VECTORS),
-    "squared": (lambda: mlp(SquaredWeight(3, 3), nn.Tanh()), VECTORS),
     "gru": (
         lambda: nn.Sequential(First(nn.GRU(3, 3, batch_first=True)), nn.Flatten()),
         SERIES,
     ),
-    "unused": (Unused, VECTORS),
     "unused conv": (lambda: WithSpare(nn.Conv2d(2, 2, 2), Unused()), VECTORS),
 }
 
@@ -242,13 +224,13 @@ DIFFERENCED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: nn.Sequential(First(nn.LSTM(3, 3, batch_first=True)), nn.Flatten()),
         SERIES,
     ),
-    "weight norm": (lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()), VECTORS),
+    "weight norm": NETS["weight norm"][:2],
     "one weight norm": (
         lambda: mlp(weight_norm(nn.Linear(3, 3), None), nn.Tanh()),
         VECTORS,
     ),
     "weight norm, conv": (
-        images(lambda: weight_norm(nn.Conv2d(2, 2, 2), 1)),
+        on_images(lambda: weight_norm(nn.Conv2d(2, 2, 2), 1)),
         IMAGES,
     ),
 }
@@ -275,7 +257,7 @@ def test_against_differences_of_gradients(name: str) -> None:
         lambda outputs, y: F.binary_cross_entropy_with_logits(outputs, y.sigmoid()),
     ],
 )
-@pytest.mark.parametrize("name", ["mlp", "conv"])
+@pytest.mark.parametrize("name", ["mlp", "small"])
 def test_any_loss(name: str, loss_fn: Loss) -> None:
     make, inputs = MODELS[name]
     model, x = doubled(seeded(make), inputs)
@@ -358,8 +340,8 @@ class Aside(nn.Module):
 
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "used past the module": Aside,
-    "group norm": images(lambda: normed_conv(nn.GroupNorm(2, 4))),
-    "own function": images(lambda: nn.Sequential(nn.Conv2d(2, 2, 2), Cubed())),
+    "group norm": on_images(lambda: normed_conv(nn.GroupNorm(2, 4))),
+    "own function": on_images(lambda: nn.Conv2d(2, 2, 2), Cubed),
     "checkpoint": Checkpointed,
 }
 
@@ -375,7 +357,7 @@ def test_forward_mode_gives_way_once(name: str, counts: Counts) -> None:
 
 
 def test_a_loss_that_looks_at_the_parameters(counts: Counts) -> None:
-    model, x = doubled(seeded(small_net), randn(5, 5, 1, 4, 4))
+    model, x = doubled(seeded(small_net), NETS["small"].x)
     y = labels_for(x)
 
     def decayed(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -481,7 +463,7 @@ def test_only_a_refusal_is_a_lack_of_per_example_gradients(error: Exception) -> 
 # --- batches, modes and what is left behind -------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", "batch norm", "dropout"])
+@pytest.mark.parametrize("name", ["mlp", "small", "batch norm", "dropout"])
 def test_how_examples_are_batched_does_not_matter(name: str) -> None:
     make, inputs = MODELS[name]
     model, x = doubled(seeded(make), inputs)
@@ -503,7 +485,7 @@ def test_max_batch_size_bounds_what_the_model_sees() -> None:
     assert sizes == [2, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["dropout", "batch norm", "conv"])
+@pytest.mark.parametrize("name", ["dropout", "batch norm", "small"])
 def test_the_model_is_left_as_it_was_and_the_result_repeats(name: str) -> None:
     make, x = MODELS[name]
     model = seeded(make).train()
@@ -523,7 +505,7 @@ def test_the_model_is_left_as_it_was_and_the_result_repeats(name: str) -> None:
 
 
 def test_a_zero_vector_has_a_zero_product() -> None:
-    make, x = MODELS["conv"]
+    make, x = MODELS["small"]
     model = seeded(make)
     zero = {k: torch.zeros_like(v) for k, v in trained(model).items()}
     assert not flat(hvp(model, in_batches(x, labels_for(x)), zero)).any()

@@ -12,7 +12,6 @@ from flwr_fisher.curvature import Kronecker, fisher, input_covariances
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "small": (small_net, randn(1, 40, *SMALL_SHAPE)),
     "grouped": (
         lambda: headed(nn.Conv2d(4, 6, 2, groups=2, padding=1), (4, 3, 3)),
         randn(2, 20, 4, 3, 3),
@@ -21,35 +20,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: headed(nn.Conv1d(2, 3, 2, dilation=2, stride=2), (2, 7)),
         randn(3, 20, 2, 7),
     ),
-    "batch norm": (
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        nets.VECTORS,
-    ),
-    "over time": (nets.OverTime, nets.SERIES),
-    "embedding": (nets.Sentence, nets.TOKENS),
-    "attention": (nets.Attention, randn(4, 5, 3, 4)),
-    "raw parameter": (nets.RawParameter, nets.VECTORS),
-    "called twice": (nets.CalledTwice, nets.VECTORS),
-    "tied": (nets.Tied, nets.TOKENS),
-    "tied linear": (nets.TiedLinear, nets.VECTORS),
-    "used outside": (nets.UsedOutside, nets.VECTORS),
-    "not called": (nets.NotCalled, nets.VECTORS),
-    "squared": (lambda: nets.mlp(nets.SquaredWeight(3, 3)), nets.VECTORS),
-    "pads itself": (
-        lambda: headed(nets.PadsItself(2, 2, 2), (2, 3, 3)),
-        nets.IMAGES,
-    ),
-    "by keyword": (nets.ByKeyword, nets.VECTORS),
-    "frozen bias": (
-        lambda: nets.freeze(nets.RawParameter(), "fc.bias"),
-        nets.VECTORS,
-    ),
-    "frozen weight": (
-        lambda: nets.freeze(nets.OverTime(), "step.weight", "step.bias"),
-        nets.SERIES,
-    ),
-    "folded": (nets.Folded, nets.SERIES),
-    "time first": (nets.TimeFirst, nets.SERIES),
+    **{name: net[:2] for name, net in nets.NETS.items()},
 }
 
 

@@ -8,28 +8,17 @@ import torch
 import torch.nn.functional as F
 from nets import (
     IMAGES,
+    NETS,
     SERIES,
-    TOKENS,
     VECTORS,
-    Attention,
-    CalledTwice,
-    Encoder,
-    FewerInputs,
-    Folded,
-    NotCalled,
-    OverTime,
-    PadsItself,
-    SquaredWeight,
     Tied,
     TiedLinear,
-    TimeFirst,
     Unused,
-    UsedOutside,
     freeze,
     mlp,
     with_statistics,
 )
-from oracles import SMALL_SHAPE, randn, relative, seeded, small_net
+from oracles import randn, relative, seeded, small_net
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -106,23 +95,6 @@ class TiedBelow(nn.Module):
         return self.head(self.tied(x).tanh())
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
-        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.fc(self.norm(self.embedding(x))).tanh().mean(1))
-
-
-class Pooled(OverTime):
-    """With its mean over time before the head: one output an example."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.step(x).tanh().mean(1))
-
-
 def conv(*layers: nn.Module, width: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(width, 3))
 
@@ -137,18 +109,20 @@ def dropout() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+SHARED = [
+    *("linear", "small", "over time", "over time, no bias", "embedding", "layer norm"),
+    *("group norm", "attention", "encoder", "slopes", "called twice", "used outside"),
+    *("not called", "folded", "time first", "squared", "fewer inputs", "pads itself"),
+    *("weight norm", "in place", "frozen weight", "frozen bias", "frozen layer"),
+]
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "conv and linear": (small_net, randn(5, 4, *SMALL_SHAPE)),
+    **{name: NETS[name][:2] for name in SHARED},
     "lenet": (
         lambda: make_model("lenet-bias", shape=(1, 8, 8), num_classes=3),
         randn(6, 3, 1, 8, 8),
     ),
-    "one layer": (lambda: nn.Linear(3, 4), VECTORS),
     "groups": (lambda: conv(nn.Conv2d(2, 4, 2, groups=2), width=16), IMAGES),
-    "dilation and stride": (
-        lambda: conv(nn.Conv2d(2, 3, 2, dilation=2, stride=1), width=3),
-        IMAGES,
-    ),
+    "dilation": (lambda: conv(nn.Conv2d(2, 3, 2, dilation=2), width=3), IMAGES),
     "padding": (
         lambda: conv(
             nn.Conv2d(2, 3, 3, padding="same", padding_mode="reflect"), width=27
@@ -156,42 +130,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         IMAGES,
     ),
     "conv1d": (lambda: conv(nn.Conv1d(5, 3, 2), width=6), SERIES),
-    "over time": (Pooled, SERIES),
-    "over time, no bias": (lambda: Pooled(bias=False), SERIES),
     "batch norm": (batch_norm, IMAGES),
-    "group norm": (
-        lambda: conv(nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), width=16),
-        IMAGES,
-    ),
     "dropout": (dropout, VECTORS),
-    "embedding and norm": (Words, TOKENS),
-    "attention": (Attention, SERIES[..., :1].expand(-1, -1, 4)),
-    "encoder": (Encoder, SERIES[..., :1] * torch.arange(1.0, 5.0)),
     "own parameter": (OwnParameter, VECTORS),
-    "prelu": (lambda: mlp(nn.Linear(3, 3), nn.PReLU(3)), VECTORS),
-    "called twice": (CalledTwice, VECTORS),
     "tied below the head": (TiedBelow, VECTORS),
-    "used outside": (UsedOutside, VECTORS),
-    "not called": (NotCalled, VECTORS),
-    "time in the batch": (Folded, SERIES),
-    "time first": (TimeFirst, SERIES),
-    "squared weight": (lambda: mlp(SquaredWeight(3, 3), nn.Tanh()), VECTORS),
-    "fewer inputs": (lambda: mlp(FewerInputs(3, 3), nn.Tanh()), randn(7, 5, 4)),
-    "pads itself": (lambda: conv(PadsItself(2, 3, 2), width=27), IMAGES),
-    "weight norm": (lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()), VECTORS),
-    "in place": (lambda: mlp(nn.Linear(3, 3), nn.ReLU(inplace=True)), VECTORS),
-    "frozen weight": (
-        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight"),
-        VECTORS,
-    ),
-    "frozen bias": (
-        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.bias"),
-        VECTORS,
-    ),
-    "frozen below": (
-        lambda: freeze(mlp(nn.Linear(3, 3), nn.Tanh()), "0.weight", "0.bias"),
-        VECTORS,
-    ),
 }
 
 
@@ -238,7 +180,7 @@ def test_a_log_softmax_behind_the_head_has_no_part() -> None:
 
 
 def test_parts_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for make, x in (CASES["embedding and norm"], CASES["conv and linear"]):
+    for make, x in (CASES["embedding"], CASES["small"]):
         features = TangentFeatures(seeded(make).double(), 25)
         x = x.double() if x.is_floating_point() else x
         whole = features(x)
@@ -255,7 +197,7 @@ def test_parts_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_beginning_with_one_example() -> None:
     """What is settled on the first batch holds for those that are larger."""
-    for name in ("time in the batch", "time first", "batch norm"):
+    for name in ("folded", "time first", "batch norm"):
         make, x = CASES[name]
         features = TangentFeatures(seeded(make), ALL)
         features(x[:1])
