@@ -172,7 +172,7 @@ def test_the_log_says_how_large_the_largest_reply_is(
 ) -> None:
     told: list[list[str]] = []
     sizes: list[int] = []
-    monkeypatch.setattr("flwr_fisher.client.trial.log_once", told.append)
+    monkeypatch.setattr("flwr_fisher.client.jobs.train.log_once", told.append)
 
     class Weighing(LocalGrid):
         def pull_messages(self, message_ids):

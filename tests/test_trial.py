@@ -24,7 +24,7 @@ from virtual import ask, metrics_of, same_bits, tiny_client, tiny_data, tiny_mod
 
 from flwr_fisher.client import FisherClient, LocalSGD, Request
 from flwr_fisher.client.jobs import train
-from flwr_fisher.client.trial import on_few_examples, try_upload, upload_summary
+from flwr_fisher.client.trial import on_few_examples, upload_summary
 from flwr_fisher.curvature import STRUCTURES, Likelihood, fisher
 from flwr_fisher.errors import (
     ClientError,
@@ -419,7 +419,7 @@ def test_the_test_above_would_see_a_difference(monkeypatch):
 def tried(loader, structure="kfac"):
     problem = FisherClient(awkward_model(), loader, device="cpu").problem
     request = Request(shared_state(problem.model), options={"structure": structure})
-    try_upload(problem, request, train.FisherTraining.of(problem, request))
+    train.try_upload(problem, request, train.FisherTraining.of(problem, request))
     return problem
 
 
@@ -467,7 +467,7 @@ def test_where_no_process_can_read_training_goes_on(stuck, monkeypatch, caplog):
 def test_it_is_done_once_a_request_and_only_for_curvature(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "flwr_fisher.client.trial.on_few_examples",
+        "flwr_fisher.client.jobs.train.on_few_examples",
         lambda *arguments: seen.append(1),
     )
     ask(tiny_client(2))
@@ -599,9 +599,9 @@ def test_size_without_packing_is_the_codecs_budget(monkeypatch):
     client, problem = tiny_client(2), tiny_client(2).problem
     arrays = shared_state(problem.model)
     told = []
-    monkeypatch.setattr("flwr_fisher.client.trial.log_once", told.append)
+    monkeypatch.setattr("flwr_fisher.client.jobs.train.log_once", told.append)
     for limit in (10**9, 0):
-        monkeypatch.setattr("flwr_fisher.client.trial._ENTRIES", limit)
+        monkeypatch.setattr("flwr_fisher.client.jobs.train._ENTRIES", limit)
         ask(client, ArrayRecord(arrays), {"structure": "kfac", **PACKED})
     ratios = [float(lines[-1].split(", ")[-1].split()[0]) for lines in told]
     assert 0.3 < ratios[0] <= ratios[1] == 1

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from flwr.clientapp.typing import Mod
 from torch import nn
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
-from flwr_fisher.client.jobs import Job, get_job
+from flwr_fisher.client.jobs import Job, Reply, Request, get_job
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import Loss
 from flwr_fisher.client.messages import (
@@ -30,7 +31,7 @@ from flwr_fisher.client.messages import (
 )
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request, config_of, partition_of
+from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.pairs import BatchFn
@@ -165,7 +166,8 @@ class FisherClient:
         outbox = Outbox.of(self.problem, request)
         with outbox.held(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:
-                reply = _do(jobs, outbox.problem(self.problem), request)
+                problem = replace(self.problem, checkpoint=outbox.training())
+                reply = _do(jobs, problem, request)
                 outbox.keep(reply)
         metrics = {"num-examples": num_examples, **reply.metrics}
         return _message(message, MetricRecord({**metrics}), reply.arrays)

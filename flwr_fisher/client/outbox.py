@@ -10,8 +10,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from filelock import FileLock, Timeout
@@ -90,16 +90,13 @@ class Outbox:
         ClientError
             If it is then still at work.
         """
-        lock: FileLock | None = None
-        if self.disk is not None:
-            with suppress(OSError):  # the training goes on without, and is not kept
-                lock = self.disk.lock()
-                _acquire(lock, timeout)
-        try:
+        with ExitStack() as stack:
+            if self.disk is not None:
+                with suppress(OSError):  # the training goes on without, and is not kept
+                    lock = self.disk.lock()
+                    stack.callback(lock.release)
+                    _acquire(lock, timeout)
             yield
-        finally:
-            if lock is not None:
-                lock.release()
 
     def reply(self) -> Reply | None:
         """Return the reply that is kept; None if there is none to this request."""
@@ -139,10 +136,6 @@ class Outbox:
     def training(self) -> TrainingCheckpoint:
         """Return where the request's training is kept while it lasts."""
         return TrainingCheckpoint(self.disk, note=self.digest)
-
-    def problem(self, problem: LocalProblem) -> LocalProblem:
-        """Return the problem, whose training is kept here."""
-        return replace(problem, checkpoint=self.training())
 
 
 def _acquire(lock: FileLock, timeout: float) -> None:

@@ -6,12 +6,11 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
-from flwr_fisher.client.jobs.train import packed, uploads_of
+from flwr_fisher.client.jobs.train import FisherTraining, try_upload, uploads_of
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, partition_of
 from flwr_fisher.client.training import Loader
-from flwr_fisher.client.trial import TrainedUpload, try_upload
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.pairs import BatchFn
 from flwr_fisher.errors import ClientError
@@ -83,7 +82,7 @@ def fisher_arrays(
     request, upload = _read(message, context, problem, num_examples)
     with seeded(request.seed):
         _, curvature = upload.train(problem, request.config)
-    return packed(upload, problem, request, curvature, num_examples)
+    return upload.packed(problem, request, curvature, num_examples)
 
 
 def check_fisher(
@@ -153,7 +152,7 @@ def _problem(
 
 def _read(
     message: Message, context: Context, problem: LocalProblem, num_examples: int
-) -> tuple[Request, TrainedUpload]:
+) -> tuple[Request, FisherTraining]:
     """Read the request for a model whose training is not ours."""
     request = Request.of(message, context, problem.device, num_examples)
     job = str(request.options.get("job", "train"))

@@ -32,6 +32,7 @@ TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
 ]
 EvaluateFn = TrainFn  # with other data
+_OF_SGD = ("lr", "momentum", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,10 @@ class LocalSGD:
                 "autocast must be torch.bfloat16 or torch.float16, got "
                 f"{self.autocast!r}"
             )
-        own = self.lr, self.momentum, self.weight_decay
-        if self.optimizer is not None and own != _DEFAULTS:
+        told = [
+            name for name in _OF_SGD if getattr(self, name) != getattr(LocalSGD, name)
+        ]
+        if self.optimizer is not None and told:
             raise ConfigurationError(
                 "lr, momentum and weight_decay are SGD's: give an optimizer its own, "
                 "by partial(torch.optim.AdamW, lr=...)"
@@ -150,30 +153,23 @@ class LocalSGD:
         optimizer = self._optimizer(trained, config)
         schedule = None if self.scheduler is None else self.scheduler(optimizer)
         scaler = torch.amp.GradScaler(device.type, enabled=half)
-        mixed = partial(
-            torch.autocast,
-            device.type,
-            self.autocast,
-            enabled=self.autocast is not None,
-        )
+        dtype, mixes = self.autocast, self.autocast is not None
+        mixed = partial(torch.autocast, device.type, dtype, enabled=mixes)
         loss_fn = self.loss_fn
         if self.label_smoothing:
             loss_fn = partial(cross_entropy, label_smoothing=self.label_smoothing)
         proximal = _Proximal(trained, _not_negative(config, "proximal-mu", 0.0))
         average = AveragedModel(model) if self.swa_epochs > 1 else None
         model.train()
-        kept = KeptTraining(
-            TrainingCheckpoint() if checkpoint is None else checkpoint,
-            {
-                "model": model,
-                "optimizer": optimizer,
-                "scaler": scaler,
-                "schedule": schedule,
-                "average": average,
-                "gradients": on_gradients,
-            },
-            loader,
-        )
+        parts = {
+            "model": model,
+            "optimizer": optimizer,
+            "scaler": scaler,
+            "schedule": schedule,
+            "average": average,
+            "gradients": on_gradients,
+        }
+        kept = KeptTraining(checkpoint or TrainingCheckpoint(), parts, loader)
         progress, pace = Progress("training"), ""
         begin, step, mean = kept.load()
         for epoch in range(begin + 1, self.epochs + 1):
@@ -222,15 +218,10 @@ class LocalSGD:
     def _optimizer(
         self, trained: list[nn.Parameter], config: Mapping[str, Any]
     ) -> Optimizer:
-        if self.optimizer is None:
-            make: Callable[[list[nn.Parameter]], Optimizer] = partial(
-                torch.optim.SGD,
-                lr=self.lr,
-                momentum=self.momentum,
-                weight_decay=self.weight_decay,
-            )
-        else:
-            make = self.optimizer
+        own: dict[str, Any] = {name: getattr(self, name) for name in _OF_SGD}
+        make: Callable[..., Optimizer] = self.optimizer or partial(
+            torch.optim.SGD, **own
+        )
         optimizer = make(trained)
         if "lr" in config:
             for group in optimizer.param_groups:
@@ -259,10 +250,6 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
     value = config.get(name, default)
     check_positive(name, value, or_zero=True)
     return float(value)
-
-
-# Of SGD: what is not given.
-_DEFAULTS = (LocalSGD.lr, LocalSGD.momentum, LocalSGD.weight_decay)
 
 
 class _Proximal:

@@ -4,20 +4,17 @@ A copy of the model is tried, and the loader is not iterated: its workers, its s
 and its generators are not asked for anything, and so what follows is what it would have
 been. A data set that is more than tensors is read in another process, a fork of this
 one: what it draws from a generator of its own, or opens on first use, it has not here.
-
-Long: what is read, what is tried and what the log says of it stand together.
 """
 
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import replace
 from textwrap import wrap
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -30,10 +27,8 @@ from torch.utils.data import (
 )
 
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Request
-from flwr_fisher.client.training import score
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.curvature.batches import device_of, inputs_and_labels
+from flwr_fisher.curvature.batches import Batch, inputs_and_labels
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.subset import like_loader, sampler_of
 from flwr_fisher.errors import (
@@ -43,13 +38,10 @@ from flwr_fisher.errors import (
     StructureError,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params, check_finite
 from flwr_fisher.randomness import seeded
-from flwr_fisher.wire import Codec, fedavg_bytes, reply_bytes
 
 _FEW = 4  # examples
 _SECONDS = 60.0  # that they may take to be read in a process of their own
-_ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
 _COLUMNS, _NAMED = 100, 6  # signs of a line; layers whose names are all told
 _KINDS = {
     "Kronecker": "K-FAC",
@@ -59,94 +51,7 @@ _KINDS = {
 }
 _logged: set[str] = set()
 
-Batch = tuple[Tensor, Any]
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a client has after training.
-
-    Parameters
-    ----------
-    start, params : Mapping[str, Tensor]
-        Parameters and buffers before and after it.
-    curvature : Curvature
-        Of the trained ones.
-    num_examples : float
-        The client's weight.
-    """
-
-    start: Params
-    params: dict[str, Tensor]
-    curvature: Curvature
-    num_examples: float
-
-
-class TrainedUpload(Protocol):
-    """What a job uploads of a model that it trains, as the server's options say."""
-
-    @property
-    def structure(self) -> str | None:
-        """Of the curvature; None: there is none, and parameters alone are uploaded."""
-
-    @property
-    def codec(self) -> Codec:
-        """What packs the upload."""
-
-    @classmethod
-    def of(cls, problem: LocalProblem, request: Request) -> "TrainedUpload":
-        """Read the server's options; raise what they show to be impossible."""
-
-    def train(
-        self, problem: LocalProblem, config: Mapping[str, Any]
-    ) -> tuple[dict[str, float], Curvature | None]:
-        """Run the client's loop; return its metrics, and the curvature."""
-
-    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        """Return the curvature of one batch, as cheaply as tells what may fail."""
-
-    def arrays(self, trained: Trained) -> ArrayRecord:
-        """Return what is uploaded."""
-
-
-def try_upload(problem: LocalProblem, request: Request, upload: TrainedUpload) -> None:
-    """Take the curvature of a few examples at the parameters that arrived; pack it.
-
-    Whatever the client could not compute or upload after its training is raised now, by
-    the same errors, where examples can be had: see :func:`on_few_examples`. What would
-    take long to pack is not packed: that its codec can, is known without. What has
-    which structure is told to the log, once a process.
-
-    Parameters
-    ----------
-    problem : LocalProblem
-        Its model holds the request's parameters.
-    request : Request
-        The server's.
-    upload : TrainedUpload
-        What it asks for; without a structure, nothing is tried.
-
-    Raises
-    ------
-    FlwrFisherError
-        As whatever is tried does; a :class:`DataError` or :class:`ClientError` if the
-        model's outputs are not finite.
-    """
-    if upload.structure is None:
-        return
-    device_of(problem.model, None)
-
-    def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
-        _check_outputs(problem, batch[0])
-        curvature = upload.tried(problem, batch)
-        if request.options.get("report-local"):
-            score(problem.model, [batch], problem.device, problem.loss)
-        size = _size(problem, request, upload, curvature)
-        return upload_summary(problem.model, curvature, upload.structure, size)
-
-    if (lines := on_few_examples(problem, attempt)) is not None:
-        log_once(lines)
 
 
 def on_few_examples(
@@ -265,10 +170,16 @@ def _positions(loader: DataLoader[Any], count: int | None) -> Any:
     return list(positions[: size if count is None else count])
 
 
-# What is tried
+def check_outputs(problem: LocalProblem, inputs: Tensor) -> None:
+    """Refuse a model whose outputs are no tensor, or not finite.
 
-
-def _check_outputs(problem: LocalProblem, inputs: Tensor) -> None:
+    Raises
+    ------
+    DataError, ClientError
+        If the outputs are not finite: because of the inputs, or of the parameters.
+    StructureError
+        If they are no tensor.
+    """
     model = problem.model
     with evaluating(model), torch.no_grad():
         outputs = model(inputs.to(problem.device))
@@ -288,30 +199,6 @@ def _check_outputs(problem: LocalProblem, inputs: Tensor) -> None:
         "the model's outputs of the first training examples hold NaN or infinity at "
         "the parameters that the server sent: look at them, and at the inputs' scale"
     )
-
-
-def _size(
-    problem: LocalProblem, request: Request, upload: TrainedUpload, found: Curvature
-) -> str:
-    """Return an upload's size in words, without packing what takes long."""
-    tensors = {f"tensor {i}": t for i, t in enumerate(found.tensors())}
-    check_finite(tensors, "the curvature of a few examples")
-    plain, codec = fedavg_bytes(request.params), upload.codec
-    if codec.budget is not None and _takes_long(list(tensors.values())):
-        size, about = int(codec.budget * plain), "at most"
-    else:
-        params, count = problem.state_like(request.params), max(request.num_examples, 1)
-        arrays = upload.arrays(Trained(request.params, params, found, count))
-        size, about = reply_bytes(arrays, MetricRecord()), "about"
-    amount = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
-    return f"upload {about} {amount}, {size / plain:.2f} of FedAvg's"
-
-
-def _takes_long(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors are many, or matrices large, to decompose."""
-    entries = sum(t.numel() for t in tensors)
-    cubes = sum(t.numel() * t.shape[-1] for t in tensors if t.dim() > 1)
-    return entries > _ENTRIES or cubes > _CUBES
 
 
 # What the log says

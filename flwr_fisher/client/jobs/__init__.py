@@ -10,6 +10,8 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.errors import ConfigurationError, check_known
 
+__all__ = ["Job", "LocalProblem", "Reply", "Request", "get_job", "register_job"]
+
 Job = Callable[[LocalProblem, Request], Reply]
 
 # By the kind of message that asks for it, each built-in job and its file beside this.
@@ -17,15 +19,15 @@ _FILES = {
     "train": {
         "afl": "afl",
         "diagonal-sums": "diagonal_sums",
-        "direction": "direction",
-        "displaced": "displaced",
+        "direction": "gradients",
+        "displaced": "gradients",
         "fedfish": "fedfish",
         "fedpm": "fedpm",
-        "gradient": "gradient",
+        "gradient": "gradients",
         "kfac-product": "kfac_sums",
         "kfac-traces": "kfac_sums",
         "kfac-train": "kfac_sums",
-        "probe": "probe",
+        "probe": "gradients",
         "scaffold": "scaffold",
         "tct-check": "tct",
         "tct-moments": "tct",

@@ -1,8 +1,6 @@
 """AFL's client: one forward pass over its data, and two sums."""
 
-from flwr_fisher.client.jobs import register_job
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.tangent.frozen_head import head_sums
 from flwr_fisher.tangent.head import find_head, linear_layer
 from flwr_fisher.wire import HeadUpload

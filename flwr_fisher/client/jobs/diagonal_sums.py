@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord
 
-from flwr_fisher.client.jobs.train import FisherTraining, training_job
+from flwr_fisher.client.jobs import LocalProblem, Request
+from flwr_fisher.client.jobs.train import FisherTraining, Trained, training_job
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Request
-from flwr_fisher.client.trial import Trained
 from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.merge import DiagonalSums, LocalPosterior, contribution
 from flwr_fisher.wire import Additive

@@ -13,10 +13,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number, whole_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import Loader, TrainFn, score
 from flwr_fisher.curvature.pairs import Pairs
 from flwr_fisher.curvature.subset import like_loader, sampler_of

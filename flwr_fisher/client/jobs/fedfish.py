@@ -8,18 +8,21 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from flwr_fisher.client.jobs.train import client_fisher, codec_of, training_job
+from flwr_fisher.client.jobs import LocalProblem, Request
+from flwr_fisher.client.jobs.train import (
+    FisherTraining,
+    Trained,
+    codec_of,
+    training_job,
+)
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Request
 from flwr_fisher.client.training import local_sgd
-from flwr_fisher.client.trial import Batch, Trained
-from flwr_fisher.curvature import Curvature, Diagonal
+from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
+from flwr_fisher.curvature.batches import Batch
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.params import select, subtract, trainable_names
-from flwr_fisher.progress import watching
-from flwr_fisher.wire import Additive, Codec, FisherUpload
+from flwr_fisher.wire import Additive
 
 _SOURCES = ("extra-pass", "last-epoch")
 _REDUCTIONS = ("mean", "sum")
@@ -29,7 +32,7 @@ _SQUARES = "FedFish(fisher_source='last-epoch') squares gradients while training
 
 @training_job("fedfish")
 @dataclass(frozen=True)
-class FedFishOptions:
+class FedFishOptions(FisherTraining):
     """The trained model with its Fisher of squared batch gradients, or products.
 
     Parameters
@@ -44,8 +47,6 @@ class FedFishOptions:
         The power of its trace that it is then divided by, in [0, 1].
     upload : "fisher" | "product" | "sums"
         Parameters and Fisher, or each step times its Fisher, or all three.
-    codec : Codec
-        What packs parameters and Fisher.
     """
 
     source: str
@@ -53,8 +54,6 @@ class FedFishOptions:
     power: float
     balance: float
     upload: str
-    codec: Codec
-    structure = "diagonal"
 
     @classmethod
     def of(cls, problem: LocalProblem, request: Request) -> "FedFishOptions":
@@ -70,12 +69,14 @@ class FedFishOptions:
         """
         options = request.options
         wanted = cls(
+            "diagonal",
+            FisherOptions.from_options({"expectation": "empirical-batch"}),
+            codec_of(request),
             str(options.get("source", "extra-pass")),
             str(options.get("reduction", "mean")),
             real_number(options, "power", 1.0),
             real_number(options, "balance", 0.0),
             str(options.get("upload", "fisher")),
-            codec_of(request),
         )
         check_known("source", wanted.source, _SOURCES)
         check_known("reduction", wanted.reduction, _REDUCTIONS)
@@ -92,7 +93,7 @@ class FedFishOptions:
         """Run the client's loop; return its metrics, and the Fisher."""
         if self.source == "extra-pass":
             metrics = problem.train(config)
-            return metrics, self._reduced(_fisher(problem), problem)
+            return metrics, self._reduced(self.curvature(problem), problem)
         epochs = local_sgd(problem.train_fn, _SQUARES).epochs
         squares = SquaredGradients(problem.model, epochs)
         metrics = problem.train(config, on_gradients=squares)
@@ -104,7 +105,7 @@ class FedFishOptions:
             trained = problem.trained()
             return Diagonal({name: torch.ones_like(p) for name, p in trained.items()})
         mean = replace(self, reduction="mean")  # a loader may have to be read for a sum
-        return mean._reduced(_fisher(problem, [batch]), problem)
+        return mean._reduced(self.curvature(problem, [batch]), problem)
 
     def _reduced(self, curvature: Curvature, problem: LocalProblem) -> Curvature:
         """Return it as a sum over batches, to a power, and balanced, as asked for."""
@@ -121,8 +122,7 @@ class FedFishOptions:
         """Return the model with its Fisher, or the step times its Fisher."""
         params, curvature = trained.params, trained.curvature
         if self.upload == "fisher":
-            with watching("packing", unit="steps"):
-                return FisherUpload(params, curvature).to_arrays(self.codec)
+            return super().arrays(trained)
         names = curvature.shapes
         step = subtract(select(trained.start, names), select(params, names))
         product = curvature.matvec(step)
@@ -175,11 +175,6 @@ class SquaredGradients:
         self._count = state["count"]
         self._sums = Sums(self._parameters if self._count else {})
         self._sums.totals = dict(state["sums"])
-
-
-def _fisher(problem: LocalProblem, loader: list[Any] | None = None) -> Curvature:
-    kind = "empirical-batch"
-    return client_fisher(problem, loader, structure="diagonal", expectation=kind)
 
 
 def _batches_of(loader: Any) -> int:

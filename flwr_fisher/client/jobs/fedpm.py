@@ -1,9 +1,7 @@
 """FedPM's client: local steps preconditioned by what its layers are fed."""
 
-from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import InputCovariance, input_covariances
 from flwr_fisher.errors import ClientError

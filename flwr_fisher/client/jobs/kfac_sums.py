@@ -11,13 +11,10 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
-from flwr_fisher.client.jobs import register_job
-from flwr_fisher.client.jobs.train import FisherTraining
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.jobs.train import FisherTraining, Trained, try_upload
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.state import STATE
-from flwr_fisher.client.trial import Trained, try_upload
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.errors import ClientError
 from flwr_fisher.merge import balanced, partial_traces

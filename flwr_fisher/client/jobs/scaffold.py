@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.training import TrainFn, local_sgd
 from flwr_fisher.errors import ClientError

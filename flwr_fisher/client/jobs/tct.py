@@ -6,16 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.jobs import register_job
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import (
     ClientFeatures,
     Examples,
 )
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.client.trial import Batch, on_few_examples
+from flwr_fisher.client.trial import on_few_examples
+from flwr_fisher.curvature.batches import Batch
 from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params

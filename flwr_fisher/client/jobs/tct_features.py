@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.client.jobs import LocalProblem
 from flwr_fisher.client.limits import whole_number
-from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import ClientError, DataError, check_known

@@ -1,26 +1,63 @@
 """Training and the Fisher after it, as FedFisher asks for it; without one, FedAvg's."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
+from torch import Tensor
 
-from flwr_fisher.client.jobs import get_job, register_job
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import Reply, Request
-from flwr_fisher.client.trial import Batch, Trained, TrainedUpload, try_upload
+from flwr_fisher.client.training import score
+from flwr_fisher.client.trial import (
+    check_outputs,
+    log_once,
+    on_few_examples,
+    upload_summary,
+)
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
+from flwr_fisher.curvature.batches import Batch, device_of
 from flwr_fisher.errors import DataError
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params, check_finite
 from flwr_fisher.progress import count_of, watching
-from flwr_fisher.wire import Codec, FisherUpload, resolve, tensors_to_arrays
+from flwr_fisher.wire import (
+    Codec,
+    FisherUpload,
+    fedavg_bytes,
+    reply_bytes,
+    resolve,
+    tensors_to_arrays,
+)
 
-Upload = TypeVar("Upload", bound=type[TrainedUpload])
-_UPLOADS: dict[str, type[TrainedUpload]] = {}
+_ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pack
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a client has after training.
+
+    Parameters
+    ----------
+    start, params : Mapping[str, Tensor]
+        Parameters and buffers before and after it.
+    curvature : Curvature
+        Of the trained ones.
+    num_examples : float
+        The client's weight.
+    """
+
+    start: Params
+    params: dict[str, Tensor]
+    curvature: Curvature
+    num_examples: float
+
+
+Upload = TypeVar("Upload", bound="type[FisherTraining]")
+_UPLOADS: dict[str, "type[FisherTraining]"] = {}
 
 
 def training_job(name: str) -> Callable[[Upload], Upload]:
@@ -37,7 +74,7 @@ def training_job(name: str) -> Callable[[Upload], Upload]:
 
     def register(upload: Upload) -> Upload:
         def job(problem: LocalProblem, request: Request) -> Reply:
-            return _trained(problem, request, upload.of(problem, request))
+            return upload.of(problem, request).reply(problem, request)
 
         job.__module__, job.__qualname__ = upload.__module__, upload.__qualname__
         register_job(name)(job)
@@ -47,79 +84,16 @@ def training_job(name: str) -> Callable[[Upload], Upload]:
     return register
 
 
-def uploads_of(name: str) -> type[TrainedUpload] | None:
+def uploads_of(name: str) -> "type[FisherTraining] | None":
     """Return what a job uploads after training; None, if it does anything else."""
     get_job(name)
     return _UPLOADS.get(name)
 
 
-def _trained(problem: LocalProblem, request: Request, upload: TrainedUpload) -> Reply:
-    try_upload(problem, request, upload)
-    metrics, curvature = upload.train(problem, request.config)
-    count = request.weight(metrics)
-    arrays = packed(upload, problem, request, curvature, count)
-    if request.options.get("report-local"):
-        metrics |= local_scores(problem, request.client)
-    logger.info("Partition %s: trained on %g examples", request.client, count)
-    return Reply(metrics, arrays)
-
-
-def packed(
-    upload: TrainedUpload,
-    problem: LocalProblem,
-    request: Request,
-    curvature: Curvature | None,
-    count: float,
-) -> ArrayRecord:
-    """Return what is uploaded of a problem's trained model, of weight `count`."""
-    params = problem.state_like(request.params)
-    if curvature is None:
-        return tensors_to_arrays(params)
-    return upload.arrays(Trained(request.params, params, curvature, count))
-
-
-def client_fisher(
-    problem: LocalProblem,
-    loader: Iterable[Any] | None = None,
-    *,
-    structure: str,
-    examples: int | None = None,
-    **options: Any,
-) -> Curvature:
-    """Return the Fisher of a client's model on its data, within its limits.
-
-    Parameters
-    ----------
-    problem : LocalProblem
-        The client's.
-    loader : Iterable, optional
-        Other data, a few batches to try.
-    structure : str
-        As of :func:`flwr_fisher.curvature.fisher`.
-    examples : int, optional
-        How many the server asks for at most.
-    **options
-        Of :func:`flwr_fisher.curvature.fisher`.
-    """
-    most, count = problem.limits.examples(examples), count_of(problem.trainloader)
-    total = most if count is None else min(count, most or count)
-    passes = 2 if structure == "ekfac" else 1
-    with watching("curvature", None if total is None else passes * total):
-        return fisher(
-            problem.model,
-            problem.train_pairs if loader is None else loader,
-            structure=structure,
-            examples=most,
-            likelihood=problem.likelihood,
-            seed=int(torch.randint(2**62, ())),
-            **options,
-        )
-
-
 @training_job("train")
 @dataclass(frozen=True)
 class FisherTraining:
-    """The trained model, and its Fisher if the server asks for one.
+    """A job that trains: the model, and its Fisher if the server asks for one.
 
     Parameters
     ----------
@@ -144,8 +118,6 @@ class FisherTraining:
         ConfigurationError
             If a name is unknown, a number out of range, or a codec's budget too small
             for the parameters that arrived.
-        ClientError
-            If the combination is none that this client can give.
         DataError
             If the loader can be read once only, and is to be read twice.
         """
@@ -156,46 +128,142 @@ class FisherTraining:
             FisherOptions.from_options(options),
             codec_of(request),
         )
-        wanted._check()
+        if wanted.structure is not None:
+            wanted.fisher.check(wanted.structure)
         if structure == "ekfac" and isinstance(problem.trainloader, Iterator):
             raise DataError(
                 "structure='ekfac' reads the loader twice; pass one that can be"
             )
         return wanted
 
-    def _check(self) -> None:
-        if self.structure is not None:
-            self.fisher.check(self.structure)
+    def reply(self, problem: LocalProblem, request: Request) -> Reply:
+        """Try what is to be uploaded, train, upload it."""
+        try_upload(problem, request, self)
+        metrics, curvature = self.train(problem, request.config)
+        count = request.weight(metrics)
+        arrays = self.packed(problem, request, curvature, count)
+        if request.options.get("report-local"):
+            metrics |= local_scores(problem, request.client)
+        logger.info("Partition %s: trained on %g examples", request.client, count)
+        return Reply(metrics, arrays)
 
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
     ) -> tuple[dict[str, float], Curvature | None]:
         """Run the client's loop; return its metrics, and the Fisher if there is one."""
         metrics = problem.train(config)
-        return metrics, None if self.structure is None else self._fisher(problem)
+        return metrics, None if self.structure is None else self.curvature(problem)
 
     def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return a batch's Fisher: the basis of E-KFAC, and one pass an example."""
         passes = 1 if self.fisher.expectation == "exact" else None
-        few = replace(
-            self,
-            structure="kfac" if self.structure == "ekfac" else self.structure,
-            fisher=replace(self.fisher, max_passes=passes),
+        structure = "kfac" if self.structure == "ekfac" else self.structure
+        few = replace(self.fisher, max_passes=passes)
+        return replace(self, structure=structure, fisher=few).curvature(
+            problem, [batch]
         )
-        return few._fisher(problem, [batch])
 
-    def _fisher(
+    def curvature(
         self, problem: LocalProblem, loader: Iterable[Any] | None = None
     ) -> Curvature:
-        assert self.structure is not None
-        own = asdict(self.fisher)
-        return client_fisher(problem, loader, structure=self.structure, **own)
+        """Return the Fisher on the client's data, or others, within its limits."""
+        options = asdict(self.fisher)
+        most = problem.limits.examples(options.pop("examples"))
+        count = count_of(problem.trainloader)
+        total = most if count is None else min(count, most or count)
+        passes = 2 if self.structure == "ekfac" else 1
+        with watching("curvature", None if total is None else passes * total):
+            return fisher(
+                problem.model,
+                problem.train_pairs if loader is None else loader,
+                structure=str(self.structure),
+                examples=most,
+                likelihood=problem.likelihood,
+                seed=int(torch.randint(2**62, ())),
+                **options,
+            )
+
+    def packed(
+        self,
+        problem: LocalProblem,
+        request: Request,
+        curvature: Curvature | None,
+        count: float,
+    ) -> ArrayRecord:
+        """Return what is uploaded of a problem's trained model, of weight `count`."""
+        params = problem.state_like(request.params)
+        if curvature is None:
+            return tensors_to_arrays(params)
+        return self.arrays(Trained(request.params, params, curvature, count))
 
     def arrays(self, trained: Trained) -> ArrayRecord:
         """Return parameters and Fisher, packed."""
         with watching("packing", unit="steps"):
             upload = FisherUpload(trained.params, trained.curvature)
             return upload.to_arrays(self.codec)
+
+
+def try_upload(problem: LocalProblem, request: Request, upload: FisherTraining) -> None:
+    """Take the curvature of a few examples at the parameters that arrived; pack it.
+
+    Whatever the client could not compute or upload after its training is raised now, by
+    the same errors, where examples can be had: see :func:`on_few_examples`. What would
+    take long to pack is not packed: that its codec can, is known without. What has
+    which structure is told to the log, once a process.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        Its model holds the request's parameters.
+    request : Request
+        The server's.
+    upload : FisherTraining
+        What it asks for; without a structure, nothing is tried.
+
+    Raises
+    ------
+    FlwrFisherError
+        As whatever is tried does; a :class:`DataError` or :class:`ClientError` if the
+        model's outputs are not finite.
+    """
+    if upload.structure is None:
+        return
+    device_of(problem.model, None)
+
+    def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
+        check_outputs(problem, batch[0])
+        curvature = upload.tried(problem, batch)
+        if request.options.get("report-local"):
+            score(problem.model, [batch], problem.device, problem.loss)
+        size = _size(problem, request, upload, curvature)
+        return upload_summary(problem.model, curvature, upload.structure, size)
+
+    if (lines := on_few_examples(problem, attempt)) is not None:
+        log_once(lines)
+
+
+def _size(
+    problem: LocalProblem, request: Request, upload: FisherTraining, found: Curvature
+) -> str:
+    """Return an upload's size in words, without packing what takes long."""
+    tensors = {f"tensor {i}": t for i, t in enumerate(found.tensors())}
+    check_finite(tensors, "the curvature of a few examples")
+    plain, codec = fedavg_bytes(request.params), upload.codec
+    if codec.budget is not None and _takes_long(list(tensors.values())):
+        size, about = int(codec.budget * plain), "at most"
+    else:
+        params, count = problem.state_like(request.params), max(request.num_examples, 1)
+        arrays = upload.arrays(Trained(request.params, params, found, count))
+        size, about = reply_bytes(arrays, MetricRecord()), "about"
+    amount = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
+    return f"upload {about} {amount}, {size / plain:.2f} of FedAvg's"
+
+
+def _takes_long(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are many, or matrices large, to decompose."""
+    entries = sum(t.numel() for t in tensors)
+    cubes = sum(t.numel() * t.shape[-1] for t in tensors if t.dim() > 1)
+    return entries > _ENTRIES or cubes > _CUBES
 
 
 def codec_of(request: Request) -> Codec:

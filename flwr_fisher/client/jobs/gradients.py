@@ -1,0 +1,96 @@
+"""Jobs that differentiate a client's loss: of FAGH, GIANT, DONE and FedGA."""
+
+from torch import Tensor
+
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.client.limits import real_number, whole_number
+from flwr_fisher.curvature import gradient, gradient_and_hvp, hvp
+from flwr_fisher.curvature.random_probe import random_probe
+from flwr_fisher.errors import check_known
+from flwr_fisher.params import Params
+from flwr_fisher.randomness import seeded
+from flwr_fisher.rounds import done_direction, fedga_start, giant_direction
+from flwr_fisher.wire import VectorUpload
+
+_PROBES = ("first", "random", "momentum")
+_SOLVERS = ("giant", "done")
+
+
+@register_job("gradient")
+def gradient_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the gradient of the mean loss over all of the client's examples."""
+    loss_fn = problem.differentiable_loss
+    vector, loss = gradient(problem.model, problem.train_pairs, loss_fn=loss_fn)
+    upload = VectorUpload({"gradient": vector})
+    return Reply({"train_loss": loss}, upload.to_arrays())
+
+
+@register_job("probe")
+def probe_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return the gradient, and the Hessian's product with the probe of the options.
+
+    ``probe`` is ``first`` (the first trained coordinate), ``random`` (made here from
+    the server's ``probe-seed``) or ``momentum`` (what the server sent as ``probe``).
+    """
+    kind = str(request.options.get("probe", "first"))
+    check_known("probe", kind, _PROBES)
+    probe: Params | str = "first"
+    if kind == "random":
+        seed = whole_number(request.options, "probe-seed", 0)
+        probe = random_probe(problem.trained(), seed)
+    elif kind == "momentum":
+        probe = request.vector("probe", problem.trained())
+    slope, product, loss = gradient_and_hvp(
+        problem.model, problem.train_pairs, probe, loss_fn=problem.differentiable_loss
+    )
+    upload = VectorUpload({"gradient": slope, "hvp": product})
+    return Reply({"train_loss": loss}, upload.to_arrays())
+
+
+@register_job("direction")
+def direction_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return this client's solution of ``H_i p = g``, for the ``gradient`` sent.
+
+    ``solver`` is ``giant`` (conjugate gradients) or ``done`` (Richardson's iterations
+    of step ``alpha``), ``iterations`` their number, a pass over the data each.
+
+    Raises
+    ------
+    ClientError
+        If there are more iterations than the client's `max_steps`.
+    """
+    options = request.options
+    solver = str(options.get("solver", "giant"))
+    check_known("solver", solver, _SOLVERS)
+    g = request.vector("gradient", problem.trained())
+    iterations = problem.limits.steps(options, "iterations", 10)
+    loss_fn = problem.differentiable_loss
+
+    def product(vector: Params) -> dict[str, Tensor]:
+        return hvp(problem.model, problem.train_pairs, vector, loss_fn=loss_fn)
+
+    if solver == "giant":
+        direction = giant_direction(product, g, iterations=iterations)
+    else:
+        alpha = real_number(options, "alpha", 0.05)
+        direction = done_direction(product, g, alpha=alpha, iterations=iterations)
+    return Reply({}, VectorUpload({"direction": direction}).to_arrays())
+
+
+@register_job("displaced")
+def displaced_job(problem: LocalProblem, request: Request) -> Reply:
+    """Train with `train_fn` from FedGA's start, ``beta`` away from the parameters.
+
+    The server sent the cohort's mean ``gradient``; the client's own is computed again.
+    """
+    model, loader = problem.model, problem.train_pairs
+    mean = request.vector("gradient", problem.trained())
+    beta = real_number(request.options, "beta", 0.0)
+    with seeded(0):  # leaves training the random numbers that FedAvg's has
+        own, _ = gradient(model, loader, loss_fn=problem.differentiable_loss)
+    start = {n: p.detach() for n, p in problem.trained().items()}
+    start = fedga_start(start, mean, own, beta=beta)
+    model.load_state_dict(start, strict=False)
+    metrics = problem.train(request.config)
+    upload = VectorUpload({}, problem.state_like(request.params))
+    return Reply(metrics, upload.to_arrays())
