@@ -1,15 +1,17 @@
-"""Norms and embeddings: exact diagonals without per-example Jacobians."""
+"""Norms, embeddings and parameters of all examples: exact without Jacobians."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from nets import IMAGES, SERIES, TOKENS, VECTORS, freeze, with_statistics
-from oracles import check_exact, diagonal_fisher, headed, relative, seeded
+from oracles import check_exact, diagonal_fisher, headed, randn, relative, seeded
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature.estimate.forms import Trial, shared_parameters
 
 
 def after_conv(norm: nn.Module, size: int = 2) -> nn.Module:
@@ -35,8 +37,48 @@ class Lookup(nn.Module):
         return self.head(self.rows(x).tanh().sum(1))
 
 
-def frozen_bias() -> nn.Module:
-    return freeze(after_conv(nn.BatchNorm2d(4)), "0.1.bias")
+STEPS, FEATURES = SERIES.shape[1:]
+
+
+class Tokens(nn.Module):
+    """As in a vision transformer: a class token in front, and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(randn(1, 1, 1, FEATURES))
+        self.places = nn.Parameter(randn(2, 1, STEPS + 3, FEATURES))  # more than taken
+        self.mix, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        x = x + self.places[:, : x.shape[1]]
+        return self.head(self.mix(x).tanh().sum(1))
+
+
+class Times(nn.Module):
+    """Multiplies by a parameter, entry by entry: a layer's scale."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(1 + randn(3, *shape).square())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).tanh()
+
+
+class Projected(nn.Module):
+    """A matrix that is no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(randn(4, FEATURES, FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.matrix).tanh()
+
+
+def on(inputs: Tensor, layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: headed(layer(), inputs.shape[1:])
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
@@ -54,9 +96,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "layer norm": (lambda: on_series(nn.LayerNorm(SERIES.shape[-1])), SERIES),
     "layer norm, two axes": (lambda: on_series(nn.LayerNorm(SERIES.shape[1:])), SERIES),
     "rms norm": (lambda: on_series(nn.RMSNorm(SERIES.shape[-1])), SERIES),
-    "a frozen bias": (frozen_bias, IMAGES),
+    "a frozen bias": (
+        lambda: freeze(after_conv(nn.BatchNorm2d(4)), "0.1.bias"),
+        IMAGES,
+    ),
     "embedding": (Lookup, TOKENS),
     "embedding, padded": (lambda: Lookup(padding_idx=2), TOKENS),
+    "class token and positions": (Tokens, SERIES),
+    "a scale of vectors": (on(VECTORS, lambda: Times(3)), VECTORS),
+    "a scale of tokens": (on(SERIES, lambda: Times(FEATURES)), SERIES),
+    "a scale of images' channels": (on(IMAGES, lambda: Times(2, 1, 1)), IMAGES),
+    "a scale of pixels": (on(IMAGES, lambda: Times(3)), IMAGES),
+    "one number for all": (on(IMAGES, Times), IMAGES),
+    "a matrix": (on(SERIES, Projected), SERIES),
 }
 
 
@@ -113,6 +165,38 @@ class Reused(nn.Module):
         return F.linear(self.rows(x).tanh().mean(1), self.rows.weight)
 
 
+class Flipped(Times):
+    """Gives each example another one's share of the parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.expand(len(x), FEATURES) if self.scale.dim() == 1 else None
+        return (x * (self.scale if scale is None else scale).flip(0)).tanh()
+
+
+class Ignored(Times):
+    """Has a parameter that nothing hangs on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class Summation(Times):
+    """Sees all of the parameter at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.sum()
+
+
+class FirstCopy(Times):
+    """Reads the first copy alone, as a kernel may that does not look at shapes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale.flatten()[:FEATURES]).tanh()
+
+
+COPIES = (Flipped, Ignored, Summation, FirstCopy)
+
+
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [
@@ -123,12 +207,15 @@ class Reused(nn.Module):
         (lambda: nn.Sequential(Doubled(3), nn.Tanh(), nn.Linear(3, 3)), VECTORS),
         (Reused, TOKENS),
         (lambda: Lookup(scale_grad_by_freq=True), TOKENS),
+        *((on(VECTORS, partial(layer, 3)), VECTORS) for layer in COPIES),
     ],
 )
 def test_what_is_no_plain_call_has_its_jacobian(
     make: Callable[[], nn.Module], inputs: Tensor
 ) -> None:
     model = seeded(make)
+    if "0.scale" in dict(model.named_parameters()):
+        assert not shared_parameters(Trial(model, inputs, {}), ["0.scale"])
     got = fisher(model, [inputs], structure="diagonal", tolerance=0).diagonal()
     for key, want in diagonal_fisher(model, inputs).items():
         if key == "rows.weight" and getattr(model.rows, "scale_grad_by_freq", False):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from oracles import (
     SMALL_SHAPE,
-    dense_fisher,
     headed,
     randn,
     relative,
@@ -30,17 +29,6 @@ from flwr_fisher.errors import (
 fisher = partial(curvature.fisher, tolerance=0)
 
 TOLERANCE = 1e-5
-
-
-# --- K-FAC ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_kfac_is_the_dense_fisher_of_one_linear_layer_on_one_example(
-    bias: bool,
-) -> None:
-    model, x = seeded(lambda: nn.Linear(4, 5, bias=bias)), randn(1, 1, 4)
-    assert relative(fisher(model, [x]).to_dense(), dense_fisher(model, x)) <= TOLERANCE
 
 
 # --- nngeometry -----------------------------------------------------------------------

@@ -132,34 +132,24 @@ def test_a_kronecker_product_keeps_groups_apart() -> None:
 # --- regularising ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("amount", [0.0, 0.3, 1.0])
-def test_shrinking_scales_correlations_between_inputs(amount: float) -> None:
+@pytest.mark.parametrize("damping", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shrink", [0.0, 0.3, 1.0])
+def test_shrinking_is_of_inputs_and_damping_of_outputs_group_by_group(
+    shrink: float, damping: float
+) -> None:
     dense = KINDS["dense"](1)
     full = dense.to_dense()
-    kept = torch.diag(full.diagonal())
-    want = (1 - amount) * full + amount * kept
-    close(dense.regularised(shrink=amount).to_dense(), want)
-    for name in ("kronecker-bias", "kronecker-groups-bias"):
-        k = KINDS[name](1)
-        assert isinstance(k, Kronecker)
-        A = torch.stack([(1 - amount) * a + amount * torch.diag(a.diag()) for a in k.A])
-        wanted = Kronecker("w", k.weight_shape, A, k.G, "b")
-        close(k.regularised(shrink=amount).to_dense(), wanted.to_dense())
-
-
-@pytest.mark.parametrize("amount", [0.0, 0.3, 1.0])
-def test_damping_draws_g_towards_the_identity_group_by_group(amount: float) -> None:
+    want = (1 - shrink) * full + shrink * torch.diag(full.diagonal())
+    close(dense.regularised(shrink=shrink).to_dense(), want)
     for name in ("kronecker-bias", "kronecker-groups-bias"):
         k = KINDS[name](1)
         assert isinstance(k, Kronecker)
         eye = torch.eye(k.G.shape[1]).double()
-        G = torch.stack(
-            [(1 - amount) * g + amount * g.trace() / len(g) * eye for g in k.G]
-        )
-        want = Kronecker("w", k.weight_shape, k.A, G, "b")
-        close(k.regularised(damping=amount).to_dense(), want.to_dense())
-        both = k.regularised(shrink=0.2, damping=amount).to_dense()
-        close(both, want.regularised(shrink=0.2).to_dense())
+        A = [(1 - shrink) * a + shrink * torch.diag(a.diag()) for a in k.A]
+        G = [(1 - damping) * g + damping * g.trace() / len(g) * eye for g in k.G]
+        want = Kronecker("w", k.weight_shape, torch.stack(A), torch.stack(G), "b")
+        got = k.regularised(shrink=shrink, damping=damping)
+        close(got.to_dense(), want.to_dense())
 
 
 def eigen_of(k: Kronecker) -> EigenKronecker:
@@ -310,11 +300,15 @@ def test_other_constructors_check_too() -> None:
 
 def test_terms_of_a_sum_must_cover_the_same_parameters() -> None:
     one = random_diagonal(1, a=(2,), b=(2,))
-    with pytest.raises(StructureError, match=r"curvature 1 covers other.*\['b', 'c'\]"):
-        WeightedSum([one, random_diagonal(1, a=(2,), c=(2,))], [1, 1])
-    with pytest.raises(StructureError, match=r"curvature 2 covers other.*'a'"):
-        WeightedSum([one, one, random_diagonal(1, a=(3,), b=(2,))], [1, 1, 1])
-    with pytest.raises(StructureError, match="0 curvatures for 0 weights"):
-        WeightedSum([], [])
-    with pytest.raises(StructureError, match="1 curvatures for 2 weights"):
-        WeightedSum([one], [1, 1])
+    other, larger = (
+        random_diagonal(1, a=(2,), c=(2,)),
+        random_diagonal(1, a=(3,), b=(2,)),
+    )
+    for terms, weights, culprit in (
+        ([one, other], [1, 1], r"curvature 1 .*\['b', 'c'\]"),
+        ([one, one, larger], [1, 1, 1], r"curvature 2 .*'a'"),
+        ([], [], "0 curvatures"),
+        ([one], [1, 1], "1 curvatures for 2"),
+    ):
+        with pytest.raises(StructureError, match=culprit):
+            WeightedSum(terms, weights)

@@ -33,14 +33,6 @@ def check_factors(logits: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("classes", range(2, 13))
-def test_factors_of_random_logits(classes: int) -> None:
-    for spread in (0.1, 1, 10, 100, 1e4):
-        logits = spread * randn(classes, 6, classes, dtype=torch.float64)
-        check_factors(logits, 1e-14)
-        check_factors(logits.float(), 1e-6)
-
-
 values = st.one_of(
     st.sampled_from([0.0, 1.0, -1.0, 50.0, -50.0, 1e4, -1e4]),
     st.floats(-1e4, 1e4, width=32),

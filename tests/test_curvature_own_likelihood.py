@@ -65,12 +65,42 @@ class Correlated(Likelihood):
         return (root.T @ root).expand(len(outputs), -1, -1)
 
 
-OWN = {"poisson": Poisson(), "correlated": Correlated(randn(5, 3, 3))}
-own = pytest.mark.parametrize("likelihood", OWN.values(), ids=OWN)
+class Sigmoid:
+    """What "bernoulli" is to be."""
+
+    def information(self, z: Tensor) -> Tensor:
+        return torch.diag_embed(z.sigmoid() * (1 - z.sigmoid()))
+
+    def score(self, z: Tensor, labels: Tensor) -> Tensor:
+        return labels - z.sigmoid()
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+class Normal:
+    """What "gaussian" is to be."""
+
+    def information(self, z: Tensor) -> Tensor:
+        return torch.eye(z.shape[1]).to(z).expand(len(z), -1, -1)
+
+    def score(self, z: Tensor, labels: Tensor) -> Tensor:
+        return labels - z
+
+
+class Softmax:
+    """What "categorical" is to be."""
+
+    def information(self, z: Tensor) -> Tensor:
+        p = z.softmax(1)
+        return torch.diag_embed(p) - p.unsqueeze(1) * p.unsqueeze(2)
+
+    def score(self, z: Tensor, labels: Tensor) -> Tensor:
+        return F.one_hot(labels, z.shape[1]) - z.softmax(1)
+
+
+POISSON, CORRELATED = Poisson(), Correlated(randn(5, 3, 3))
+
+
+def net(outputs: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs))
 
 
 def jacobians(model: nn.Module, x: Tensor) -> Tensor:
@@ -83,26 +113,45 @@ def jacobians(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@own
-def test_the_fisher_is_that_of_a_dense_oracle(likelihood: Any) -> None:
-    model, x = seeded(net), randn(1, 8, 4)
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize(
+    ("likelihood", "twin"),
+    [
+        (POISSON, POISSON),
+        (CORRELATED, CORRELATED),
+        ("bernoulli", Sigmoid()),
+        ("gaussian", Normal()),
+        ("categorical", Softmax()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_fisher_is_that_of_a_dense_oracle(
+    likelihood: Any, twin: Any, outputs: int
+) -> None:
+    if (outputs == 1 and twin is CORRELATED) or likelihood == "categorical":
+        outputs = 3
+    model, x = seeded(lambda: net(outputs)), randn(1, 8, 4)
     J, z = jacobians(model, x), model(x).detach().double()
-    want = torch.einsum("ncd,nck,nke->de", J, likelihood.information(z), J) / len(x)
-    how = {"structure": "dense", "likelihood": likelihood}
-    exact = fisher(model, x.split(3), tolerance=0, **how).to_dense()
-    assert relative(exact, want) <= 1e-5
-    within = fisher(model, x.split(3), tolerance=0.05, **how).trace()
-    assert 0.95 <= within / float(want.trace()) <= 1 + 1e-5
-    drawn = fisher(model, [x], expectation="sampled", num_samples=2000, **how)
-    assert relative(drawn.to_dense(), want) <= 0.2
-    y = torch.randint(4, (8, 3), generator=rng(3)).float()
-    g = torch.einsum("nc,ncd->nd", likelihood.score(z, y.double()), J)
-    given = fisher(model, [(x, y)], expectation="empirical", **how).to_dense()
-    assert relative(given, g.T @ g / len(x)) <= 1e-5
-    diagonal = fisher(
-        model, [x], structure="diagonal", tolerance=0, likelihood=likelihood
+    want = torch.einsum("ncd,nck,nke->de", J, twin.information(z), J) / len(x)
+    how = {"structure": ["dense", "diagonal"], "likelihood": likelihood}
+
+    def check(loader: Any, want: Tensor, within: float, **more: Any) -> float:
+        dense, diagonal = fisher(model, loader, **how, **more)
+        assert relative(dense.to_dense(), want) <= within
+        assert relative(flat(diagonal.diagonal()), want.diagonal()) <= within
+        return dense.trace()
+
+    check(x.split(3), want, 1e-5, tolerance=0)
+    kept = check(x.split(3), want, 0.1, tolerance=0.05)
+    assert 0.95 <= kept / float(want.trace()) <= 1 + 1e-5
+    check([x], want, 0.2, expectation="sampled", num_samples=2000)
+    y = torch.randint(
+        outputs if likelihood == "categorical" else 4, (8, outputs), generator=rng(3)
     )
-    assert relative(flat(diagonal.diagonal()), want.diagonal()) <= 1e-5
+    y = y[:, 0] if likelihood == "categorical" else y.float()
+    g = torch.einsum("nc,ncd->nd", twin.score(z, y), J)
+    batches = list(zip(x.split(3), y.split(3), strict=True))
+    check(batches, g.T @ g / len(x), 1e-5, expectation="empirical")
 
 
 def test_the_names_are_instances_too() -> None:
