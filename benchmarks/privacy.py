@@ -44,7 +44,7 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.params import clipped, subtract
 from flwr_fisher.server.privacy import Privacy, noised
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 SEEDS, CLIENTS, DELTA = 3, 100, 1e-3
 EPSILONS = (1000.0, 200.0, 50.0, 20.0, 8.0, 3.0, 1.0)
@@ -102,9 +102,9 @@ def fedfisher(start: Params, uploads: list[LocalPosterior], norm: float) -> Make
     norm = min(norm, 1e3)
     mean = mean_of(
         [
-            VectorUpload(
+            Additive(
                 contribution(start, u.params, u.curvature.diagonal(), norm)
-            ).named()
+            ).tensors
             for u in uploads
         ]
     )

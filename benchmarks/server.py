@@ -43,7 +43,7 @@ from torch import nn
 from flwr_fisher.curvature import fisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FAGH, FedFish, FedFisherOneShot
-from flwr_fisher.wire import Codec, FisherUpload, VectorUpload, resolve
+from flwr_fisher.wire import Additive, Codec, FisherUpload, resolve
 
 ROOT = Path(__file__).parents[1]
 CLIENTS, ROUNDS, CANNED = 4000, 5, 20
@@ -98,7 +98,7 @@ def reply(strategy: str, seed: int) -> ArrayRecord:
     if strategy == PEER:
         return ArrayRecord(params)
     if strategy == "FAGH":  # what the numbers are changes nothing
-        return VectorUpload({"gradient": params, "hvp": params}).to_arrays()
+        return Additive({"gradient": params, "hvp": params}).to_arrays()
     structure = "kfac" if strategy == "FedFisherOneShot" else "diagonal"
     curvature = fisher(model, list(x[:8]), structure=structure)
     codec = resolve(Codec("auto"), params)

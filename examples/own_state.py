@@ -61,7 +61,7 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 # %%
 # The client's half
@@ -91,7 +91,7 @@ def feddyn_job(problem: LocalProblem, request: Request) -> Reply:
     metrics = problem.train(request.config, on_gradients=add_terms)
     moved = {name: p.detach() - start[name] for name, p in parameters.items()}
     state.save(add(g, moved, -alpha))
-    upload = VectorUpload({}, problem.state_like(request.params))
+    upload = Additive({"params": problem.state_like(request.params)})
     return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
 
 
@@ -118,20 +118,19 @@ class FedDyn(CurvatureStrategy):
         """Name the run: clients keep their state under its number."""
         return {"membership": Membership.new().to_tensors()}
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask every sampled client to train."""
         request = {"job": "feddyn", "alpha": self.alpha}
-        read = VectorUpload.reader(params=True)
+        read = Additive.reader("params")
         return [Exchange(request, read, self.renew, send=send)]
 
-    def renew(
-        self, state: ServerState, uploads: Sequence[Upload[VectorUpload]]
-    ) -> Step:
+    def renew(self, state: ServerState, uploads: Sequence[Upload[Additive]]) -> Step:
         """Return the next model and h."""
         before = Membership.from_tensors(state.group("membership"))
         members = before.after(uploads, self.cohort.connected)
         weights = [upload.num_examples for upload in uploads]
-        means = weighted_mean([upload.payload.params for upload in uploads], weights)
+        models = [upload.payload.part("params") for upload in uploads]
+        means = weighted_mean(models, weights)
         start, mean = (select(params, self.trained) for params in (state.params, means))
         h = scale(start, 0.0)
         if before.steps:  # a mean over more clients, once more are known

@@ -23,7 +23,7 @@ from flwr_fisher.server.exchange import (
     mean_vector,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 _PROBES = ("first", "random", "momentum", "none")
 # Groups of the state's tensors.
@@ -109,11 +109,11 @@ class FAGH(CurvatureStrategy):
         # A step of nothing, for its checks.
         fagh_step({}, {}, {}, 0.0, None, t=1, **self._numbers())
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask for gradients, and for the Hessian's products with the probe."""
-        mean = Summation[VectorUpload]()
+        mean = Summation[Additive]()
         if self.probe == "none":
-            read = VectorUpload.reader("gradient")
+            read = Additive.reader("gradient")
             return [Exchange({"job": "gradient"}, read, self._step, additive=mean)]
         moves = self.probe == "momentum" and server_round > 1
         config: dict[str, str | int] = {
@@ -125,7 +125,7 @@ class FAGH(CurvatureStrategy):
             return [Exchange(config, _read, self._step, send=_send, additive=mean)]
         return [Exchange(config, _read, self._step, additive=mean)]
 
-    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Update the moments, and step along Newton's direction."""
         gradient = mean_vector(uploads, "gradient")
         if self.probe == "none":
@@ -171,17 +171,17 @@ class FAGH(CurvatureStrategy):
         return self._numbers() | {"betas": list(self.betas), "probe": self.probe}
 
 
-def _read(record: ArrayRecord, like: Params) -> VectorUpload:
+def _read(record: ArrayRecord, like: Params) -> Additive:
     """Read an upload, and keep its parameters in the order in which they arrived.
 
     The probe ``first`` is the first coordinate of the client's first parameter.
     """
     names = ("gradient", "hvp")
-    upload = VectorUpload.from_arrays(record, like, names=names, with_params=False)
+    upload = Additive.from_arrays(record, like, parts=names)
     start = "hvp/"
     order = [key.removeprefix(start) for key in record if key.startswith(start)]
-    return VectorUpload(
-        {name: {k: v[k] for k in order} for name, v in upload.vectors.items()}
+    return Additive(
+        {name: {k: v[k] for k in order} for name, v in upload.parts.items()}
     )
 
 

@@ -300,7 +300,7 @@ class FedFisherOneShot(CurvatureStrategy):
     def _step_from_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Merge the means over the uploads: sums for one example."""
         (upload,) = uploads
-        parts = [upload.payload.part(name) for name in SUMS]
+        parts = [dict(upload.payload.part(name)) for name in SUMS]
         return self._merge_sums(state, DiagonalSums(1.0, *parts))
 
     def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:

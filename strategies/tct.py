@@ -36,7 +36,7 @@ from flwr_fisher.strategies.exchanges.tct_regression import (
     standardise_features,
 )
 from flwr_fisher.tangent import check_lr
-from flwr_fisher.wire import VectorUpload, named_options
+from flwr_fisher.wire import Additive, named_options
 from flwr_fisher.wire.tangent_sums import read_eigenvalues, read_moment_sums
 from flwr_fisher.wire.tangent_upload import (
     KEYS,
@@ -209,13 +209,13 @@ class TCT(CurvatureStrategy):
         read, step = read_local_weight, self._average
         return [Exchange(config, read, step, send, network, additive=mean)]
 
-    def _training(self) -> Exchange[VectorUpload]:
+    def _training(self) -> Exchange[Additive]:
         """Ask the sampled clients to train, if they could do stage 2, too."""
         # Without one client for stage 2, stage 1 would be in vain.
         check = {"check": "tct-check", "local-steps": self.local_steps}
         return Exchange(
             self._features() | check,
-            VectorUpload.reader(params=True),
+            Additive.reader("params"),
             _mean_model,
             additive=Summation(),
         )
@@ -293,6 +293,6 @@ class TCT(CurvatureStrategy):
         }
 
 
-def _mean_model(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+def _mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Take FedAvg's mean; the metrics say which stage it is."""
     return replace(mean_model(state, uploads), metrics={"stage": 1})

@@ -237,8 +237,8 @@ def test_other_probes_send_nothing(probe: str) -> None:
 
 def test_without_a_probe_the_upload_is_fedavgs_size() -> None:
     bare, row = (run(fagh(probe=p)).uploads[0] for p in ("none", "first"))
-    assert list(bare.payload.vectors) == ["gradient"]
-    assert list(row.payload.vectors) == ["gradient", "hvp"]
+    assert list(bare.payload.parts) == ["gradient"]
+    assert list(row.payload.parts) == ["gradient", "hvp"]
     assert bare.num_bytes < 0.6 * row.num_bytes
 
 

@@ -18,7 +18,7 @@ from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.strategies import CurvatureResult, Exchange, Membership, Policy
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import Roster, VectorUpload
+from flwr_fisher.wire import Additive, Roster
 
 OWN = tutorials.load("own_state", "Two runs")
 NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
@@ -129,7 +129,7 @@ def test_a_membership_that_was_not_carried_on_is_named() -> None:
 )
 def test_an_option_that_cannot_travel_is_named(option: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Exchange(option, VectorUpload.reader(params=True), OWN.FedDyn.renew)
+        Exchange(option, Additive.reader("params"), OWN.FedDyn.renew)
 
 
 def test_a_loop_that_cannot_correct_its_steps_is_refused_by_name() -> None:

@@ -435,12 +435,12 @@ def test_a_client_uploads_its_contribution() -> None:
     own = tensors_of(ask(tiny_client(1), config=asked | {"job": "diagonal-sums"}))
     trainable = [n for n, _ in tiny_model().named_parameters()]
     assert list(own) == [
-        *(f"params/{name}" for name in LIKE),
+        *(name for name in LIKE),
         *(f"fisher/{name}" for name in trainable),
         *(f"fisher-params/{name}" for name in trainable),
     ]
     for name in LIKE:
-        assert torch.equal(own[f"params/{name}"], parts[name])
+        assert torch.equal(own[name], parts[name])
     for name in trainable:
         f = parts[f"curvature/diagonal/{name}"]
         assert torch.equal(own[f"fisher/{name}"], f)
@@ -514,7 +514,7 @@ def as_parts(content: RecordDict) -> None:
     content["arrays"] = reply.content["arrays"]
 
 
-PARAM, F, FT = "params/", "fisher/", "fisher-params/"
+PARAM, F, FT = "", "fisher/", "fisher-params/"
 COUNTER = f"{PARAM}1.num_batches_tracked"
 BAD: dict[str, tuple[Tamper, str, str]] = {
     "missing parameter": (drop_array(f"{PARAM}3.bias"), f"{PARAM}3.bias", "missing"),
@@ -534,7 +534,7 @@ BAD: dict[str, tuple[Tamper, str, str]] = {
     "unknown parameter": (set_array(f"{PARAM}9", [1.0]), f"{PARAM}9", "unexpected key"),
     "Fisher of no parameter": (set_array(f"{F}9", [1.0]), f"{F}9", "unexpected key"),
     "unknown prefix": (set_array("sums/more", [1.0]), "sums/more", "unexpected key"),
-    "no prefix": (set_array("3.bias", [1.0] * 3), "3.bias", "unexpected key"),
+    "a prefix": (set_array("params/3.bias", [1.0]), "params/3.bias", "unexpected key"),
     "Fisher of a counter": (
         set_array(f"{F}1.num_batches_tracked", 1.0),
         f"{F}1.num_batches_tracked",
@@ -581,7 +581,7 @@ BAD: dict[str, tuple[Tamper, str, str]] = {
         "must not be negative",
     ),
     "unreadable": (cut_short, f"{F}3.weight", "unreadable array"),
-    "parts": (as_parts, "0.bias", "unexpected key"),
+    "parts": (as_parts, "curvature/diagonal/0.bias", "unexpected key"),
     **{
         name: (tamper, field, "")
         for name, (tamper, field) in BAD_REPLIES.items()

@@ -29,7 +29,6 @@ from flwr_fisher.wire import (
     Codec,
     CovarianceUpload,
     FisherUpload,
-    VectorUpload,
     reply_bytes,
     resolve,
     serialized_bytes,
@@ -55,9 +54,7 @@ READERS: dict[str, Reader] = {
     "covariances": lambda record: CovarianceUpload.from_arrays(record, LIKE),
     "products": lambda record: Additive.reader("product", "buffers")(record, LIKE),
     "sums": lambda record: Additive.reader(*SUMS)(record, LIKE),
-    "vectors": lambda record: VectorUpload.reader("gradient", params=True)(
-        record, LIKE
-    ),
+    "vectors": lambda record: Additive.reader("gradient", "params")(record, LIKE),
     "moments": lambda record: read_moments(10)(record, LIKE),
     "spectrum": lambda record: read_spectrum()(record, LIKE),
 }

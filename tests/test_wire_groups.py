@@ -13,7 +13,6 @@ from flwr_fisher.wire import (
     Additive,
     FisherUpload,
     Payload,
-    VectorUpload,
     arrays_to_tensors,
     join_groups,
     split_groups,
@@ -31,7 +30,7 @@ ONES = {"w": torch.ones(2)}
 PAYLOADS = {
     "fisher": upload_of("linear", "diagonal"),
     "additive": Additive.of({"product": ONES, "params": ONES}),
-    "vector": VectorUpload({"gradient": {"w": torch.ones(2)}}),
+    "vector": Additive({"gradient": {"w": torch.ones(2)}}),
     "tangent": TangentUpload({"largest-eigenvalue": torch.tensor(1.0)}, "digest"),
 }
 
@@ -114,7 +113,7 @@ def test_every_upload_is_a_payload(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_a_payload_says_what_clients_disagree_on(name: str) -> None:
-    keys = {"vector": "vectors", "additive": "arrays"}.get(name, PREFIX)
+    keys = {"vector": "arrays", "additive": "arrays"}.get(name, PREFIX)
     default = (keys, "covers other parameters than most clients' does")
     field, reason = PAYLOADS[name].disagreement
     if name == "tangent":

@@ -127,11 +127,11 @@ def mean_vector(uploads: Uploads[Any], name: str) -> dict[str, Tensor]:
     Parameters
     ----------
     uploads : Sequence[Upload]
-        Their payloads are ``VectorUpload``.
+        Their payloads are ``Additive``.
     name : str
-        A key of ``payload.vectors``.
+        A part of theirs.
     """
-    vectors = [upload.payload.vectors[name] for upload in uploads]
+    vectors = [upload.payload.part(name) for upload in uploads]
     return weighted_mean(vectors, weights_of(uploads))
 
 

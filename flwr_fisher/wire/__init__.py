@@ -17,7 +17,6 @@ from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
 from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
-from flwr_fisher.wire.vector_upload import VectorUpload
 
 __all__ = [
     "LIBRARY",
@@ -32,7 +31,6 @@ __all__ = [
     "Payload",
     "Roster",
     "RunningMean",
-    "VectorUpload",
     "arrays_to_tensors",
     "curvature_to_tensors",
     "fedavg_bytes",

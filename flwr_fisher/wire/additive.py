@@ -2,12 +2,16 @@
 
 They travel by the part that they belong to, each under ``<part>/<parameter>``:
 
-``params``, ``buffers``
-    the client's model; or what of it has no product;
+``params``
+    the client's model, under its own keys: so any client's reply is one;
+``buffers``
+    what of it has no product, where that is all that is asked for;
 ``fisher``, ``fisher-params``
     a diagonal Fisher, and its product with the parameters;
 ``product``
     a curvature's product with a vector;
+``gradient``, ``hvp``, ``direction``, ``control``, …
+    vectors over the trained parameters;
 ``contribution/<vector>``
     vectors of norm 1 at most together;
 ``curvature``
@@ -48,6 +52,7 @@ PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT = "product"
 SUMS = (PARAMS, FISHER, POINT)  # of which FedFisher merges diagonals
 CURVATURE = PREFIX.removesuffix("/")
+_OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT, CURVATURE}  # than plain vectors
 _SLACK = 4096  # bytes that one array's headers may take
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
@@ -58,8 +63,8 @@ class Additive(Payload):
 
     Parameters
     ----------
-    tensors : Mapping[str, Tensor]
-        By the keys under which they travel.
+    parts : Mapping[str, Mapping[str, Tensor]]
+        By their names, and by what they are of.
     traces : Curvature, optional
         What those of the part ``curvature`` stand for, where a policy may ask.
 
@@ -72,7 +77,7 @@ class Additive(Payload):
 
     disagreement: ClassVar[tuple[str, str]] = _DISAGREEMENT
 
-    tensors: Params
+    parts: Mapping[str, Params]
     traces: Curvature | None = None
 
     @classmethod
@@ -80,22 +85,24 @@ class Additive(Payload):
         cls, parts: Mapping[str, Params], traces: Curvature | None = None
     ) -> "Additive":
         """Make it of parts by their names, and of traces."""
-        tensors = {
-            f"{part}/{name}": value
-            for part, own in parts.items()
+        if traces is None:
+            return cls(parts)
+        own = curvature_to_tensors(traces)
+        named = {key.removeprefix(PREFIX): value for key, value in own.items()}
+        return cls({**parts, CURVATURE: named}, traces)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by the keys under which they travel."""
+        return {
+            _key(part, name): value
+            for part, own in self.parts.items()
             for name, value in own.items()
         }
-        more = {} if traces is None else curvature_to_tensors(traces)
-        return cls({**tensors, **more}, traces)
 
-    def part(self, name: str) -> dict[str, Tensor]:
-        """Return a part's tensors, by what they are of."""
-        start = f"{name}/"
-        return {
-            key.removeprefix(start): value
-            for key, value in self.tensors.items()
-            if key.startswith(start)
-        }
+    def part(self, name: str) -> Params:
+        """Return a part's tensors, by what they are of; none if it has none."""
+        return self.parts.get(name, {})
 
     def layout(self) -> tuple[str, ...]:
         """Return keys and shapes, which clients must share."""
@@ -106,8 +113,10 @@ class Additive(Payload):
         return tensors_to_arrays(self.tensors)
 
     def step_norms(self, like: Params) -> dict[str, float]:
-        """Return how far the model is from the one that was sent out."""
-        return displacements(self.part(PARAMS) | self.part(BUFFERS), like)
+        """Return how far the model is from the one that was sent out, and norms."""
+        moved = displacements({**self.part(BUFFERS), **self.part(PARAMS)}, like)
+        vectors = self.parts.keys() - _OTHERS
+        return {name: norm64(self.part(name).values()) for name in vectors} | moved
 
     def curvature_norms(self) -> dict[str, float]:
         """Return the Fisher's traces, each layer's, and the norm of all products."""
@@ -123,25 +132,25 @@ class Additive(Payload):
         return own
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
-        """Return it with the model drawn back, and all else lighter."""
+        """Return it with the model drawn back, shorter vectors, and lighter Fishers."""
         parts: dict[str, Params] = {}
-        for part in (PARAMS, BUFFERS):
-            parts[part] = drawn_back(self.part(part), like, factors)
-        for part in (FISHER, POINT):
-            own = self.part(part).items()
-            parts[part] = {k: v * factors.get(f"{FISHER}/{k}", 1.0) for k, v in own}
-        shorter = factors.get(PRODUCT, 1.0)
-        parts[PRODUCT] = {k: v * shorter for k, v in self.part(PRODUCT).items()}
-        if parts[POINT]:
+        for part, own in self.parts.items():
+            if part in (PARAMS, BUFFERS):
+                parts[part] = dict(drawn_back(own, like, factors))
+                continue
+            of_each = f"{FISHER}/" if part in (FISHER, POINT) else None
+            parts[part] = {
+                k: v * factors.get(part if of_each is None else of_each + k, 1.0)
+                for k, v in own.items()
+            }
+        if POINT in parts:
             parts[POINT] = products(parts[FISHER], parts[PARAMS])
-        lighter = {f"{p}/{k}": v for p, own in parts.items() for k, v in own.items()}
-        traces = self.traces
-        if traces is not None:
+        if (traces := self.traces) is not None:
             blocks = traces.blocks()
             each = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in blocks]
             traces = BlockDiagonal(each)
-            lighter |= curvature_to_tensors(traces)
-        return replace(self, tensors={**self.tensors, **lighter}, traces=traces)
+        lighter = Additive.of(parts, traces)
+        return replace(self, parts=lighter.parts, traces=traces)
 
     @classmethod
     def reader(cls, *parts: str, of_one: bool = True) -> "partial[Additive]":
@@ -199,13 +208,16 @@ class Additive(Payload):
                 raise WireError("must not be negative", field=f"{FISHER}/{name}")
         if of_one and POINT in found:
             found[POINT] = products(found[FISHER], found[PARAMS])
-        named = {f"{p}/{k}": v for p, part in found.items() for k, v in part.items()}
-        return cls({**named, **own}, traces)
+        return cls.of(found, traces)
 
 
 def products(fisher: Params, params: Params) -> dict[str, Tensor]:
     """Return a Fisher's products with its parameters, in the Fisher's dtypes."""
     return {k: (F.double() * params[k].double()).to(F) for k, F in fisher.items()}
+
+
+def _key(part: str, name: str) -> str:
+    return name if part == PARAMS else f"{part}/{name}"
 
 
 def _room(like: Params) -> int:
@@ -216,7 +228,7 @@ def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tens
     """Remove a part from tensors; return it in the model's order."""
     taken = {}
     for name, param in like.items():
-        key = f"{part}/{name}"
+        key = _key(part, name)
         if (tensor := tensors.pop(key, None)) is None:
             continue
         dtype = param.dtype
@@ -244,9 +256,9 @@ def _check_same_parameters(
         names = over.get(part, found.get(part, {}).keys())
         expected = rest.get(part, trained)
         for name in sorted(expected - names):
-            raise WireError("missing", field=f"{part}/{name}")
+            raise WireError("missing", field=_key(part, name))
         for name in sorted(names - expected):
-            raise WireError("unexpected key", field=f"{part}/{name}")
+            raise WireError("unexpected key", field=_key(part, name))
 
 
 def _lighter(block: Curvature, factor: float) -> Curvature:
@@ -304,7 +316,7 @@ class RunningMean:
     def __call__(self, payload: Any, weight: float) -> Any:
         """Add an upload; return what is left of it."""
         layout = payload.layout()
-        self._sums.setdefault(layout, _Sum()).add(payload.tensors, weight)
+        self._sums.setdefault(layout, _Sum()).add(payload.parts, weight)
         return Added(layout)
 
     def mean(self, uploads: Sequence[tuple[Payload, float]]) -> Additive:
@@ -319,7 +331,7 @@ class RunningMean:
         if isinstance(first, Additive):
             total = _Sum()
             for payload, weight in uploads:
-                total.add(payload.tensors, weight)  # type: ignore[attr-defined]
+                total.add(payload.parts, weight)  # type: ignore[attr-defined]
             return Additive(total.mean())
         total = self._sums[first.layout()]
         if len(total.weights) != len(uploads):
@@ -335,24 +347,32 @@ class _Sum:
 
     def __init__(self) -> None:
         self.weights: list[float] = []
-        self._total: dict[str, Tensor] = {}
-        self._lost: dict[str, Tensor] = {}
+        self._total: dict[tuple[str, str], Tensor] = {}
+        self._lost: dict[tuple[str, str], Tensor] = {}
 
-    def add(self, tensors: Params, weight: float) -> None:
+    def add(self, parts: Mapping[str, Params], weight: float) -> None:
         """Add tensors times a weight."""
         self.weights.append(weight)
-        for name, value in tensors.items():
+        for key, value in (
+            ((part, name), value)
+            for part, own in parts.items()
+            for name, value in own.items()
+        ):
             term = value.detach().cpu().double() * weight
-            total = self._total.get(name)
+            total = self._total.get(key)
             if total is None:
-                self._total[name], self._lost[name] = term, torch.zeros_like(term)
+                self._total[key], self._lost[key] = term, torch.zeros_like(term)
                 continue
             new = total + term
             virtual = new - total
-            self._lost[name] += (total - (new - virtual)) + (term - virtual)
-            self._total[name] = new
+            self._lost[key] += (total - (new - virtual)) + (term - virtual)
+            self._total[key] = new
 
-    def mean(self) -> dict[str, Tensor]:
-        """Return the sum over the sum of the weights."""
+    def mean(self) -> dict[str, dict[str, Tensor]]:
+        """Return the sum over the sum of the weights, part by part."""
         weight = math.fsum(self.weights)
-        return {k: (v + self._lost[k]) / weight for k, v in self._total.items()}
+        parts: dict[str, dict[str, Tensor]] = {}
+        for (part, name), value in self._total.items():
+            own = parts.setdefault(part, {})
+            own[name] = (value + self._lost[part, name]) / weight
+        return parts

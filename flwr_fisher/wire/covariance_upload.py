@@ -1,7 +1,9 @@
 """The upload of a client that trained: its parameters and what its layers are fed.
 
 Keys and shapes are those of K-FAC (:mod:`flwr_fisher.wire.layout`), of which this is
-half: ``curvature/kfac/<weight>/A``, and no ``…/G``.
+half: ``curvature/kfac/<weight>/A``, and no ``…/G``. No sum will do for them, each
+client's being solved with; and each must be of its layer's shape, symmetric and
+positive semi-definite, which :class:`~flwr_fisher.wire.Additive` asks of nothing.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""What TCT's clients upload once the features are fixed: sums, a number or weights."""
+"""What TCT's clients upload once the features are fixed: sums, a number or weights.
+
+None is of the model's shapes, and each is of features that a digest tells from others':
+so they are no :class:`~flwr_fisher.wire.Additive`, whose shapes are the model's.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -15,7 +15,7 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 
 class FedAvg(CurvatureStrategy):
@@ -66,13 +66,13 @@ class FedAvg(CurvatureStrategy):
                 "privacy= needs secure=SecureSums(): clients add their noise to a sum"
             )
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask the sampled clients to train."""
-        read = VectorUpload.reader(params=True)
+        read = Additive.reader("params")
         if self.privacy is None:
-            mean = Summation[VectorUpload]()
+            mean = Summation[Additive]()
             return [Exchange({}, read, mean_model, additive=mean)]
-        steps = Summation[VectorUpload](weighted=True, privacy=self.privacy)
+        steps = Summation[Additive](weighted=True, privacy=self.privacy)
         return [Exchange({}, read, _add, additive=steps)]
 
     def settings(self) -> dict[str, Any]:
@@ -80,14 +80,14 @@ class FedAvg(CurvatureStrategy):
         return settings_of(self.privacy)
 
 
-def mean_model(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Take the mean of the clients' models, and carry on all groups of tensors."""
-    trained = [upload.payload.params for upload in uploads]
+    trained = [upload.payload.part("params") for upload in uploads]
     return Step(ServerState(weighted_mean(trained, weights_of(uploads)), state.groups))
 
 
-def _add(state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Add the mean of the clients' steps, whose integers are zero."""
     (summed,) = uploads
-    step = summed.payload.params
+    step = summed.payload.part("params")
     return Step(ServerState({k: v + step[k] for k, v in state.params.items()}))

@@ -9,7 +9,7 @@ from flwr_fisher.rounds import fedexp_step, last_two_mean
 from flwr_fisher.rounds.updates import double, updates, with_averages
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 _ITERATE = "iterate"
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -81,16 +81,16 @@ class FedExP(CurvatureStrategy):
         if missing:
             raise ConfigurationError(f"trained: the model has no {missing}")
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask every sampled client to train."""
-        read = VectorUpload.reader(params=True)
+        read = Additive.reader("params")
         return [Exchange({}, read, self._step, start=_iterate)]
 
-    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Step along the mean update, and beyond."""
         start, weights = _iterate(state), weights_of(uploads)
         names = self._names(start)
-        trained = [upload.payload.params for upload in uploads]
+        trained = [upload.payload.part("params") for upload in uploads]
         step = fedexp_step(
             double(start, names),
             updates(start, trained, names),

@@ -16,7 +16,7 @@ from flwr_fisher.server.exchange import (
     weights_of,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 _GRADIENT = "gradient"
 
@@ -69,22 +69,22 @@ class FedGA(CurvatureStrategy):
         check_range("beta", beta, 0)
         self.beta = beta
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask for gradients; then for training from displaced starts."""
-        read, mean = VectorUpload.reader, Summation[VectorUpload]()
+        read, mean = Additive.reader, Summation[Additive]()
         gradients = Exchange(
             {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
         )
         models = Exchange(
             {"job": "displaced", "beta": self.beta},
-            read(params=True),
+            read("params"),
             self._average,
             send=lambda state: {_GRADIENT: state.group(_GRADIENT)},
             additive=mean,
         )
         return [gradients, models]
 
-    def _keep_mean(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _keep_mean(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         gradient = mean_vector(uploads, _GRADIENT)
         metrics = {
             "gradient-norm": float(norm(double(gradient))),
@@ -92,9 +92,9 @@ class FedGA(CurvatureStrategy):
         }
         return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
 
-    def _average(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _average(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Average the trained models."""
-        trained = [upload.payload.params for upload in uploads]
+        trained = [upload.payload.part("params") for upload in uploads]
         averaged = weighted_mean(trained, weights_of(uploads))
         return Step(ServerState({key: averaged[key] for key in state.params}))
 

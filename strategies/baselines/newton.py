@@ -17,7 +17,7 @@ from flwr_fisher.server.exchange import (
     mean_vector,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 _GRADIENT, _DIRECTION = "gradient", "direction"
 
@@ -58,9 +58,9 @@ class NewtonStrategy(CurvatureStrategy):
     def solver(self) -> dict[str, str | int | float]:
         """Return how a client solves, as the job ``direction`` takes it."""
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask for gradients; then, with their mean, for directions."""
-        read, mean = VectorUpload.reader, Summation[VectorUpload]()
+        read, mean = Additive.reader, Summation[Additive]()
         gradients = Exchange(
             {"job": "gradient"}, read(_GRADIENT), self._keep_mean, additive=mean
         )
@@ -73,12 +73,12 @@ class NewtonStrategy(CurvatureStrategy):
         )
         return [gradients, directions]
 
-    def _keep_mean(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _keep_mean(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         gradient = mean_vector(uploads, _GRADIENT)
         metrics = {"gradient-norm": float(norm(double(gradient)))}
         return Step(ServerState(state.params, {_GRADIENT: gradient}), metrics)
 
-    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Step along the mean of the clients' directions."""
         direction = mean_vector(uploads, _DIRECTION)
         params = newton_step(state.params, [direction], [1.0], lr=self.lr)

@@ -19,7 +19,7 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 _CONTROL, _MEMBERSHIP = "control", "membership"
 
@@ -88,16 +88,16 @@ class Scaffold(CurvatureStrategy):
         """Name the run: clients keep their state under its number."""
         return {_MEMBERSHIP: Membership.new().to_tensors()}
 
-    def exchanges(self, server_round: int) -> Sequence[Exchange[VectorUpload]]:
+    def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask every sampled client to train with corrected steps."""
-        read = VectorUpload.reader(_CONTROL, params=True)
+        read = Additive.reader("params", _CONTROL)
         return [Exchange({"job": "scaffold"}, read, self._step, send=_send)]
 
-    def _step(self, state: ServerState, uploads: Uploads[VectorUpload]) -> Step:
+    def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Average models, and renew the control variate."""
         weights = weights_of(uploads)
-        changes = [upload.payload.vectors[_CONTROL] for upload in uploads]
-        trained = [upload.payload.params for upload in uploads]
+        changes = [upload.payload.part(_CONTROL) for upload in uploads]
+        trained = [upload.payload.part("params") for upload in uploads]
         before = Membership.from_tensors(state.group(_MEMBERSHIP))
         members = before.after(uploads, self.cohort.connected)
         names = changes[0].keys()

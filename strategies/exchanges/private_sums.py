@@ -14,7 +14,8 @@ from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, 
 from flwr_fisher.server.privacy import Privacy, noised
 from flwr_fisher.wire import Additive, RunningMean
 
-_CONTRIBUTION = Additive.reader(*(f"contribution/{name}" for name in VECTORS))
+_PART = "contribution/"
+_CONTRIBUTION = Additive.reader(*(f"{_PART}{name}" for name in VECTORS))
 _Merge = Callable[[ServerState, DiagonalSums], Step]
 
 
@@ -41,7 +42,10 @@ def private_exchange(
 
     def step(state: ServerState, uploads: Uploads[Additive]) -> Step:
         (upload,) = uploads
-        mean: Params = upload.payload.part("contribution")
+        mean: Params = {
+            key.removeprefix(_PART): value
+            for key, value in upload.payload.tensors.items()
+        }
         if not secure:
             mean = noised(mean, privacy, len(upload.members))
         return merge(state, private_sums(mean, state.params, privacy.clipping_norm))
@@ -55,4 +59,8 @@ def private_exchange(
 
 def _read(record: ArrayRecord, like: Params) -> Additive:
     """Read a client's contribution, which is clipped once more."""
-    return Additive(clipped(_CONTRIBUTION(record, like).tensors, 1.0))
+    own = _CONTRIBUTION(record, like)
+    unit = clipped(own.tensors, 1.0)
+    return Additive(
+        {part: {k: unit[f"{part}/{k}"] for k in v} for part, v in own.parts.items()}
+    )

@@ -10,7 +10,7 @@ from flwr_fisher.errors import check_known
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import seeded
 from flwr_fisher.rounds import done_direction, fedga_start, giant_direction
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 _PROBES = ("first", "random", "momentum")
 _SOLVERS = ("giant", "done")
@@ -21,7 +21,7 @@ def gradient_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the gradient of the mean loss over all of the client's examples."""
     loss_fn = problem.differentiable_loss
     vector, loss = gradient(problem.model, problem.train_pairs, loss_fn=loss_fn)
-    upload = VectorUpload({"gradient": vector})
+    upload = Additive({"gradient": vector})
     return Reply({"train_loss": loss}, upload.to_arrays())
 
 
@@ -43,7 +43,7 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     slope, product, loss = gradient_and_hvp(
         problem.model, problem.train_pairs, probe, loss_fn=problem.differentiable_loss
     )
-    upload = VectorUpload({"gradient": slope, "hvp": product})
+    upload = Additive({"gradient": slope, "hvp": product})
     return Reply({"train_loss": loss}, upload.to_arrays())
 
 
@@ -74,7 +74,7 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     else:
         alpha = real_number(options, "alpha", 0.05)
         direction = done_direction(product, g, alpha=alpha, iterations=iterations)
-    return Reply({}, VectorUpload({"direction": direction}).to_arrays())
+    return Reply({}, Additive({"direction": direction}).to_arrays())
 
 
 @register_job("displaced")
@@ -92,5 +92,5 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
     start = fedga_start(start, mean, own, beta=beta)
     model.load_state_dict(start, strict=False)
     metrics = problem.train(request.config)
-    upload = VectorUpload({}, problem.state_like(request.params))
+    upload = Additive({"params": problem.state_like(request.params)})
     return Reply(metrics, upload.to_arrays())

@@ -12,7 +12,7 @@ from flwr_fisher.client.training import TrainFn, local_sgd
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import Params, subtract
 from flwr_fisher.rounds import scaffold_control
-from flwr_fisher.wire import VectorUpload
+from flwr_fisher.wire import Additive
 
 _CONTROL = "control"
 
@@ -44,8 +44,11 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
     away = subtract(start, {n: p.detach() for n, p in parameters.items()})
     new = scaffold_control(own, shared, away, steps=correct.steps, lr=lr)
     state.save(new)
-    upload = VectorUpload(
-        {_CONTROL: subtract(new, own)}, problem.state_like(request.params)
+    upload = Additive(
+        {
+            "params": problem.state_like(request.params),
+            _CONTROL: subtract(new, own),
+        }
     )
     return Reply({**metrics, "state-lost": int(lost)}, upload.to_arrays())
 
