@@ -246,8 +246,8 @@ def drop_a_parameter(content: RecordDict) -> None:
 
 BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
     "NaN": (vectors(lambda a: a * NAN), "0.weight': holds NaN or infinity"),
-    "shape": (vectors(lambda a: a.T), "0.weight': torch.float32 of shape (3, 4)"),
-    "dtype": (vectors(lambda a: a.astype("float64")), "0.weight': torch.float64"),
+    "shape": (vectors(lambda a: a.T), "0.weight': shape (3, 4)"),
+    "dtype": (vectors(lambda a: a.astype("float64")), "0.weight': dtype torch.float64"),
     "key": (set_array("hessian/0.weight", [1.0]), "'hessian/0.weight': unexpected"),
     "parameters": (parameters_key, "'3.bias': unexpected key"),
     "fewer": (drop_a_parameter, "covers other parameters than most"),

@@ -97,6 +97,7 @@ def test_spoiled_replies_are_read_or_refused(
     private = replies_of(
         FedFisherOneShot(**DIAGONAL, privacy=PRIVATE, policy=LIFTED), tmp_path
     )
+    control = Additive({"params": like, "control": {"0.bias": like["0.bias"]}})
     digest = {"digest": bytes_of("d")}
     moments = moment_sums(feature_moments(torch.randn(5, 4)), 3, "head") | digest
     counts = {"eigenvalues": eigenvalue_bin(2.0)} | digest
@@ -105,6 +106,7 @@ def test_spoiled_replies_are_read_or_refused(
         *((Additive.reader("product", "curvature"), record) for record in sums[3:6]),
         *((Additive.reader("product"), record) for record in sums[6:9]),
         *((_read, record) for record in private),
+        (Additive.reader("params", "control"), control.to_arrays()),
         (read_moment_sums(4), named(moments)),
         (read_eigenvalues, named(counts)),
     ]
