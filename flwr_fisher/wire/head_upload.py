@@ -8,8 +8,8 @@
 ``head/format``
     JSON with the head's weight, the same for all clients.
 
-They are added up, and yet no :class:`~flwr_fisher.wire.Additive`: their shapes are those
-of the head that they name, the moments must be positive semi-definite, and the count no
+They are added up, and yet no :class:`~flwr_fisher.wire.Additive`: their shapes are of
+the head that they name, the moments must be positive semi-definite, and the count no
 more than the metrics say.
 """
 
