@@ -82,17 +82,17 @@ def test_a_batch_of_alike_is_one_group():
 
 def test_the_groups_hold_every_kept_piece_once():
     logits = 5 * torch.randn(30, 6, generator=torch.Generator().manual_seed(3))
-    columns = LIKELIHOODS["categorical"].pieces(logits)
+    pieces = LIKELIHOODS["categorical"].pieces(logits)
     total = torch.zeros(30, 6, 6)
-    groups = backward_plan(columns, 0.01)
+    groups = backward_plan(pieces, 0.01)
     assert len(groups) > 1
     for group in groups:
         assert group.size <= len(group.order) < 2 * group.size
         # One more than there are: none has any left.
-        pieces = torch.stack([group.piece(i) for i in range(len(group.order) + 1)])
-        total[group.rows] += torch.einsum("knc,knd->ncd", pieces, pieces)
-    kept = worth_keeping(columns.weights(), 0.01)
-    values = torch.stack(list(columns.all())) * kept.unsqueeze(2)
+        taken = torch.stack([group.piece(i) for i in range(len(group.order) + 1)])
+        total[group.rows] += torch.einsum("knc,knd->ncd", taken, taken)
+    kept = worth_keeping(pieces.weights(), 0.01)
+    values = torch.stack(list(pieces.all())) * kept.unsqueeze(2)
     want = torch.einsum("knc,knd->ncd", values, values)
     torch.testing.assert_close(total, want)
 

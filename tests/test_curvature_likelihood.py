@@ -8,7 +8,7 @@ from oracles import (
 from torch import Tensor
 
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
-from flwr_fisher.curvature.estimate.pieces import Columns, SoftmaxFactor
+from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxFactor
 from flwr_fisher.errors import (
     StructureError,
 )
@@ -17,8 +17,8 @@ from flwr_fisher.errors import (
 def factors_of(logits: Tensor) -> Tensor:
     if logits.dim() < 3:
         logits = logits.unsqueeze(1)
-    columns = Columns(SoftmaxFactor(logits), logits.shape)
-    return torch.stack(list(columns.all())).squeeze(2)
+    pieces = Pieces(SoftmaxFactor(logits), logits.shape)
+    return torch.stack(list(pieces.all())).squeeze(2)
 
 
 def check_factors(logits: Tensor, tolerance: float) -> None:
@@ -108,10 +108,10 @@ def test_a_draw_is_never_of_a_class_without_a_chance() -> None:
 def test_positions_share_a_pass_with_random_signs() -> None:
     logits = randn(5, 1, 4, 3).expand(20_000, -1, -1)
     generator = torch.Generator().manual_seed(0)
-    columns = Columns(SoftmaxFactor(logits), logits.shape, generator)
-    assert columns.count == 2
+    pieces = Pieces(SoftmaxFactor(logits), logits.shape, generator)
+    assert pieces.count == 2
     total = torch.zeros(len(logits), 12, 12)
-    for piece in columns.all():
+    for piece in pieces.all():
         flat = piece.flatten(1)
         total += flat.unsqueeze(2) * flat.unsqueeze(1)
     want = torch.block_diag(*softmax_fisher(logits[0])).float()
@@ -122,7 +122,7 @@ def test_positions_share_a_pass_with_random_signs() -> None:
     torch.testing.assert_close(
         total[7, diagonal, diagonal], want[diagonal, diagonal], rtol=1e-5, atol=1e-6
     )
-    torch.testing.assert_close(columns.weights()[:, 0].sum(), want.trace())
+    torch.testing.assert_close(pieces.weights()[:, 0].sum(), want.trace())
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2, 1), (0,)])

@@ -24,13 +24,13 @@ from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
 from flwr_fisher.curvature.estimate.layers import Positions
-from flwr_fisher.curvature.estimate.pieces import Columns, Group, backward_plan
+from flwr_fisher.curvature.estimate.pieces import Group, Pieces, backward_plan
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.curvature.sums import widened
 
-# Makes the pieces, each of the outputs' shape, of outputs and their rows in the batch.
+# Yields pieces, each of the outputs' shape, of outputs and their rows in the batch.
 PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
-ColumnsOf = Callable[[Tensor], Columns]
+MakePieces = Callable[[Tensor], Pieces]
 
 _QUEUE = 64  # examples that are run together, where memory allows
 _TOGETHER = 16  # pieces of an example whose gradients are summed at once, unless they
@@ -74,14 +74,14 @@ class Engine:
         self._waiting: dict[int, list[tuple[Tensor, Group]]] = {}
 
     def add(self, inputs: Tensor, pieces_of: PiecesOf) -> None:
-        """Take a batch, with all of its pieces.
+        """Run a batch forward, and back once for each of its pieces.
 
         Parameters
         ----------
         inputs : Tensor
             The examples ``[n, ...]``.
         pieces_of : PiecesOf
-            Makes the pieces.
+            Yields the pieces of some examples' outputs, as tensors.
         """
         for start in range(0, len(inputs), self.chunk):
             rows = slice(start, start + self.chunk)
@@ -93,33 +93,33 @@ class Engine:
             self.count += len(x)
 
     def add_within(
-        self, inputs: Tensor, columns_of: ColumnsOf, tolerance: float
+        self, inputs: Tensor, make_pieces: MakePieces, tolerance: float
     ) -> None:
-        """Take a batch, leaving out pieces worth at most `tolerance` of its trace.
+        """Run a batch, without the pieces worth at most `tolerance` of its trace.
 
         Parameters
         ----------
         inputs : Tensor
             The examples ``[n, ...]``.
-        columns_of : ColumnsOf
-            Makes the pieces.
+        make_pieces : MakePieces
+            Makes a :class:`Pieces` of outputs, whose tensors are made as needed.
         tolerance : float
             In [0, 1].
         """
         for x in torch.split(inputs, self.chunk):
-            for group in self._planned(x, columns_of, tolerance):
+            for group in self._planned(x, make_pieces, tolerance):
                 self._queue(x, group)
             self.count += len(x)
 
     def _planned(
-        self, inputs: Tensor, columns_of: ColumnsOf, tolerance: float
+        self, inputs: Tensor, make_pieces: MakePieces, tolerance: float
     ) -> list[Group]:
-        """Take some examples forwards, and back if that is one group's.
+        """Run examples forward, and backward too if all are one group.
 
-        Else return the groups; what going back would need is not kept for them.
+        Else return the groups; what running back would need is not kept for them.
         """
         outputs, taps = self._forward(inputs)
-        groups = backward_plan(columns_of(widened(outputs)), tolerance)
+        groups = backward_plan(make_pieces(widened(outputs)), tolerance)
         whole = [group for group in groups if len(group.rows) == len(inputs)]
         columns = self._columns(taps) if whole else {}
         self._observe(taps, columns)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batches import Batch
 from flwr_fisher.curvature.estimate.engine import Engine
 from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
-from flwr_fisher.curvature.estimate.pieces import Columns
+from flwr_fisher.curvature.estimate.pieces import Pieces
 from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError
@@ -51,7 +51,7 @@ class Expectation:
         """
         inputs, labels = batch
 
-        def columns_of(outputs: Tensor) -> Columns:
+        def make_pieces(outputs: Tensor) -> Pieces:
             self.likelihood.check_order(outputs, labels)
             return self.likelihood.pieces(outputs, self.max_passes, generator)
 
@@ -60,12 +60,12 @@ class Expectation:
                 given = check_labels(labels)[rows]
                 return self.likelihood.score(outputs, given).unsqueeze(0)
             if self.kind == "exact":
-                return columns_of(outputs).all()
+                return make_pieces(outputs).all()
             self.likelihood.check_order(outputs, labels)
             return self._sampled(outputs, generator)
 
         if self.kind == "exact" and self.tolerance > 0:
-            engine.add_within(inputs, columns_of, self.tolerance)
+            engine.add_within(inputs, make_pieces, self.tolerance)
         else:
             engine.add(inputs, pieces_of)
 

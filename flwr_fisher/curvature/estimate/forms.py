@@ -117,7 +117,7 @@ class Forms:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Tensor) -> "Forms":
-        """Find them by trial.
+        """Find the forms by running the model on a few examples.
 
         Parameters
         ----------

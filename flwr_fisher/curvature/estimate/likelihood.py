@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature.estimate.pieces import (
-    Columns,
     Factor,
     GivenFactor,
+    Pieces,
     SoftmaxFactor,
 )
 from flwr_fisher.errors import DataError, StructureError, check_known
@@ -117,7 +117,7 @@ class Likelihood(ABC):
         outputs: Tensor,
         max_passes: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> Columns:
+    ) -> Pieces:
         """Return the pieces of the Fisher with respect to a batch's outputs.
 
         Parameters
@@ -137,8 +137,8 @@ class Likelihood(ABC):
         """
         factor = self.factor(outputs, max_passes, generator)
         if max_passes is None or factor.count * factor.positions <= max_passes:
-            return Columns(factor, outputs.shape)
-        return Columns(factor, outputs.shape, generator)
+            return Pieces(factor, outputs.shape)
+        return Pieces(factor, outputs.shape, generator)
 
     def factor(
         self, outputs: Tensor, most: int | None, generator: torch.Generator | None

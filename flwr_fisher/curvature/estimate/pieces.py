@@ -169,7 +169,7 @@ class SoftmaxFactor(Factor):
         return part
 
 
-class Columns:
+class Pieces:
     """The rank-one pieces of a batch, each of which costs a backward pass.
 
     A piece is one vector at one position and zero elsewhere. With a generator it is one
@@ -221,10 +221,10 @@ class Columns:
             values = values * (every == chosen.unsqueeze(1)).unsqueeze(-1)
         return values.reshape(self.shape)
 
-    def of(self, rows: Tensor) -> "Columns":
+    def of(self, rows: Tensor) -> "Pieces":
         """Return the pieces of some examples alone."""
         shape = torch.Size([len(rows), *self.shape[1:]])
-        return Columns(self.factor.of(rows), shape, self.generator)
+        return Pieces(self.factor.of(rows), shape, self.generator)
 
     def all(self) -> Iterator[Tensor]:
         """Yield every piece of all examples."""
@@ -291,8 +291,8 @@ class Group:
         The power of two that their numbers of pieces begin with.
     rows : Tensor
         Which examples of the batch.
-    columns : Columns
-        Their pieces.
+    pieces : Pieces
+        Of these examples.
     order : Tensor
         ``[passes, len(rows)]``: which piece of an example each pass takes.
     counts : Tensor
@@ -301,14 +301,14 @@ class Group:
 
     size: int
     rows: Tensor
-    columns: Columns
+    pieces: Pieces
     order: Tensor
     counts: Tensor
 
     def piece(self, index: int) -> Tensor:
         """Return a pass's ``[len(rows), *outputs]``; 0 where an example has no more."""
         chosen = self.order[min(index, len(self.order) - 1)]
-        picked = self.columns.pick(chosen)
+        picked = self.pieces.pick(chosen)
         needed = index < self.counts
         return picked * needed.reshape(-1, *[1] * (picked.dim() - 1))
 
@@ -317,20 +317,20 @@ class Group:
         return map(self.piece, range(len(self.order)))
 
 
-def backward_plan(columns: Columns, tolerance: float) -> list[Group]:
+def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     """Group a batch's examples by how many pieces they keep; drop those without any.
 
     They are one group if that takes no more passes: apart, each group has a forward
-    pass of its own; one of the whole batch needs none beyond what `columns` took.
+    pass of its own; one of the whole batch needs none beyond what `pieces` took.
 
     Parameters
     ----------
-    columns : Columns
-        The batch's pieces.
+    pieces : Pieces
+        The batch's.
     tolerance : float
         As for :func:`worth_keeping`.
     """
-    kept = worth_keeping(columns.weights(), tolerance)
+    kept = worth_keeping(pieces.weights(), tolerance)
     # Each example's kept pieces first, in their order.
     order = (~kept).int().argsort(dim=0, stable=True)
     counts = kept.sum(0).cpu()  # a device is waited for here, and nowhere else
@@ -340,7 +340,7 @@ def backward_plan(columns: Columns, tolerance: float) -> list[Group]:
     def group(size: int, rows: Tensor) -> Group:
         own, there = counts[rows], rows.to(order.device)
         chosen = order[: int(own.max()), there]
-        return Group(size, there, columns.of(there), chosen, own.to(order.device))
+        return Group(size, there, pieces.of(there), chosen, own.to(order.device))
 
     apart = [
         group(size, rows)
