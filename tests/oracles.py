@@ -290,6 +290,14 @@ CURVATURES: dict[str, Callable[[int], Curvature]] = {
 }
 
 
+# One client's each, as merges are tried on them.
+CLIENT_CURVATURES: dict[str, Callable[[int], Curvature]] = {
+    "diagonal": lambda seed: random_diagonal(seed, w=(2, 3), b=(3,)),
+    "kfac": random_blocks,
+    "dense": lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)),
+}
+
+
 def random_like(curvature: Curvature, seed: int) -> Tensors:
     return {
         name: randn(1000 * seed + i, *shape, dtype=torch.float64)

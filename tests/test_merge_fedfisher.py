@@ -5,11 +5,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from oracles import (
+    CLIENT_CURVATURES,
     Tensors,
     as_float32,
     cut,
@@ -57,14 +59,11 @@ from flwr_fisher.merge.solvers import largest_eigenvalue
 Posteriors = Sequence[LocalPosterior]
 ONE = torch.ones(1)
 Make = Callable[[int], Curvature]
+diagonals = CLIENT_CURVATURES["diagonal"]
 PLAIN: dict[str, Any] = dict.fromkeys(
     ("anchor", "shrink", "damping", "balance", "robust"), 0.0
 ) | {"max_share": 1.0}
 CG = PLAIN | {"solver": "cg"}
-
-
-def diagonals(seed: int) -> Diagonal:
-    return random_diagonal(seed, w=(2, 3), b=(3,))
 
 
 def within_a_subspace(seed: int) -> Dense:
@@ -75,11 +74,7 @@ def within_a_subspace(seed: int) -> Dense:
     return Dense(sizes, basis @ inner @ basis.mT)
 
 
-KINDS: dict[str, Make] = {
-    "diagonal": diagonals,
-    "kfac": random_blocks,
-    "dense": lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)),
-}
+KINDS = CLIENT_CURVATURES
 all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 # Every solver with a structure that it can solve.
 every_solver = pytest.mark.parametrize(
@@ -142,32 +137,12 @@ def apart(got: MergeResult | Tensors, want: Tensors) -> float:
 
 
 @all_kinds
-def test_conjugate_gradients_find_the_solution_nearest_the_mean(make: Make) -> None:
-    clients = posteriors(make)
-    options = PLAIN | {"iterations": 500, "tolerance": 1e-11}
-    got = fedfisher(clients, solver="cg", **options)
-    assert got.residuals[-1] <= 1e-11
-    assert apart(got, solved_densely(clients)) <= 1e-7
-
-
-@all_kinds
-@pytest.mark.parametrize(
-    ("solver", "anchor"),
-    [("cg", 0.01), ("cg", 0.1), ("cg", 1.0), ("gd", 0.1), ("gd", 1.0)],
-)
-def test_the_anchor_is_a_share_of_each_layers_mean_eigenvalue(
-    solver: str, anchor: float, make: Make
-) -> None:
-    clients = posteriors(make)
-    options = PLAIN | {"anchor": anchor, "iterations": 30000, "tolerance": 1e-8}
-    got = fedfisher(clients, solver=solver, **options)
-    assert apart(got, solved_densely(clients, anchor=anchor)) <= 1e-6
-
-
-@all_kinds
 @pytest.mark.parametrize(
     "options",
     [
+        {},
+        {"anchor": 0.01},
+        {"anchor": 1.0},
         {"shrink": 0.3},
         {"shrink": 1.0},
         {"damping": 0.3},
@@ -181,7 +156,7 @@ def test_the_anchor_is_a_share_of_each_layers_mean_eigenvalue(
     ],
     ids=str,
 )
-def test_the_other_options_do_what_they_say(
+def test_the_solution_nearest_the_mean_with_every_option(
     options: dict[str, float], make: Make
 ) -> None:
     clients = posteriors(make)
@@ -190,27 +165,22 @@ def test_the_other_options_do_what_they_say(
     assert apart(got, solved_densely(clients, **options)) <= 1e-7
 
 
-@pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "adam"])
-def test_no_layer_moves_further_than_is_trusted(solver: str) -> None:
-    clients = posteriors(random_blocks)
-    mean = fedavg(clients)
-    options = {"iterations": 200, "anchor": 0.1}
-    far = fedfisher(clients, solver=solver, **options).params
-    near = fedfisher(clients, solver=solver, trust=0.1, **options).params
-    for block in clients[0].curvature.blocks():
-        layer = list(block.shapes)
-        squares = [
-            sum(float((c.params[k] - mean[k]).square().sum()) for k in layer)
-            for c in clients
-        ]
-        spread = sum(
-            c.num_examples / 60 * s for c, s in zip(clients, squares, strict=True)
-        )
-        radius = 0.1 * (2 * spread) ** 0.5
-        steps = [flat({k: to[k] - mean[k] for k in layer}) for to in (near, far)]
-        assert float(steps[0].norm()) == pytest.approx(radius)
-        cosine = torch.nn.functional.cosine_similarity(*steps, dim=0)
-        assert float(cosine) == pytest.approx(1.0)
+@all_kinds
+@pytest.mark.parametrize(
+    ("solver", "options"),
+    [
+        ("gd", {"anchor": 0.1}),
+        ("gd", {"anchor": 1.0}),
+        ("pcg", {"trust": 0.1, "anchor": 0.1}),
+    ],
+)
+def test_the_other_solvers_find_it_too(
+    solver: str, options: dict[str, float], make: Make
+) -> None:
+    clients = posteriors(make)
+    limits = {"iterations": 30000, "tolerance": 1e-8}
+    got = fedfisher(clients, solver=solver, **(PLAIN | options), **limits)
+    assert apart(got, solved_densely(clients, **options)) <= 1e-6
 
 
 def test_float32_is_enough_for_the_defaults() -> None:
@@ -387,19 +357,15 @@ def test_identical_clients_keep_their_model_bit_for_bit(
 
 
 @every_solver
-def test_the_order_of_clients_does_not_matter(solver: str, make: Make) -> None:
+def test_neither_order_nor_a_common_factor_of_weights_matters(
+    solver: str, make: Make
+) -> None:
     clients = posteriors(make)
-    forth = fedfisher(clients, **shortened(solver))
-    back = fedfisher(clients[::-1], **shortened(solver))
-    assert apart(back, forth.params) <= 1e-6
-    assert back.shares[::-1] == pytest.approx(forth.shares)
-
-
-@every_solver
-def test_only_the_ratio_of_weights_counts(solver: str, make: Make) -> None:
-    clients = posteriors(make)
-    tenfold = [replace(c, num_examples=10 * c.num_examples) for c in clients]
     once = fedfisher(clients, **shortened(solver))
+    back = fedfisher(clients[::-1], **shortened(solver))
+    assert apart(back, once.params) <= 1e-6
+    assert back.shares[::-1] == pytest.approx(once.shares)
+    tenfold = [replace(c, num_examples=10 * c.num_examples) for c in clients]
     assert apart(fedfisher(tenfold, **shortened(solver)), once.params) <= 1e-6
     other = [replace(c, num_examples=60) for c in clients]
     assert apart(fedfisher(other, **shortened(solver)), once.params) > 1e-3
@@ -449,26 +415,19 @@ def test_a_client_without_curvature_has_no_say(solver: str, make: Make) -> None:
 
 
 @every_solver
-def test_residuals_and_shares(solver: str, make: Make) -> None:
+def test_residuals_and_shares_and_arguments_left_alone(solver: str, make: Make) -> None:
     clients = posteriors(make)
+    before = copy.deepcopy(clients)
     got = fedfisher(clients, **(PLAIN | shortened(solver)))
     assert got.residuals[0] == 1
     assert got.residuals[-1] < 0.7
     assert len(got.residuals) == got.iterations + 1
-    assert sum(got.shares) == pytest.approx(1)
     traces = [c.num_examples * c.curvature.trace() for c in clients]
     assert got.shares == pytest.approx([t / sum(traces) for t in traces])
-
-
-@every_solver
-def test_arguments_are_left_alone(solver: str, make: Make) -> None:
-    clients = posteriors(make)
-    before = [{k: v.clone() for k, v in c.params.items()} for c in clients]
-    dense = [c.curvature.to_dense().clone() for c in clients]
-    fedfisher(clients, **shortened(solver)).params.popitem()
-    for c, params, matrix in zip(clients, before, dense, strict=True):
-        assert all(torch.equal(c.params[k], params[k]) for k in params)
-        assert torch.equal(c.curvature.to_dense(), matrix)
+    got.params.popitem()
+    for c, old in zip(clients, before, strict=True):
+        assert all(torch.equal(c.params[k], v) for k, v in old.params.items())
+        assert torch.equal(c.curvature.to_dense(), old.curvature.to_dense())
 
 
 def test_residuals_are_those_of_the_iterates() -> None:
@@ -510,98 +469,72 @@ def test_progress_is_told_layer_by_layer() -> None:
 # --- errors ---------------------------------------------------------------------------
 
 
-def scored(params: Tensors) -> float:
-    return 0.0
-
-
-MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "solver": (
-        lambda: fedfisher(posteriors(diagonals), solver="newton"),
-        UnknownNameError,
-        f"unknown solver 'newton'; known: {', '.join(SOLVERS)}",
-    ),
-    **{
-        f"{name}={value}": (
-            lambda name=name, value=value: merge_options(**{name: value}),
-            ConfigurationError,
-            f"^{name} must be ",
-        )
-        for name, values in {
-            "anchor": (-0.1, math.nan),
-            "shrink": (-0.1, 1.1),
-            "damping": (-0.1, 1.1),
-            "balance": (-0.1, 1.1),
-            "robust": (-0.1,),
-            "max_share": (0.49, 1.1, math.nan),
-            "outlier": (0.9, math.nan, "1.5"),
-            "trust": (-0.1,),
-            "iterations": (0,),
-            "tolerance": (-1.0, 1.1),
-            "lr": (-0.1, math.nan),
-        }.items()
-        for value in values
-    },
-    **{
-        f"score with {solver}": (
-            lambda solver=solver: fedfisher(
-                posteriors(diagonals), solver=solver, score=scored
-            ),
-            ConfigurationError,
-            f"score .*'{solver}'",
-        )
-        for solver in ("pcg", "cg", "gd", "closed-form")
-    },
-    **{
-        f"{merge.__name__} of none": (
-            lambda merge=merge: merge([]),
-            ParamsError,
-            "no posterior",
-        )
-        for merge in (fedfisher, fisher_merge, fedavg, regmean)
-    },
-    "no examples": (
-        lambda: LocalPosterior({"w": ONE}, Diagonal({"w": ONE}), 0),
-        ConfigurationError,
-        "num_examples must be > 0",
-    ),
-    "no number of examples": (
-        lambda: LocalPosterior({"w": ONE}, Diagonal({"w": ONE}), math.nan),
-        ConfigurationError,
-        "num_examples must be > 0",
-    ),
-    "no such parameter": (
-        lambda: LocalPosterior({"v": ONE}, Diagonal({"w": ONE}), 1),
-        ParamsError,
-        r"'w' as \(1,\).* no such key",
-    ),
-    "another shape": (
-        lambda: LocalPosterior({"w": ONE[None]}, Diagonal({"w": ONE}), 1),
-        ParamsError,
-        r"'w' as \(1,\).* have \(1, 1\)",
-    ),
-    "other parameters": (
-        lambda: fedfisher(
-            [
-                LocalPosterior(
-                    {"w": ONE, "b": ONE}, Diagonal(dict.fromkeys(own, ONE)), 1
-                )
-                for own in (dict.fromkeys("wb", ONE), {"w": ONE})
-            ]
-        ),
-        StructureError,
-        r"curvature 1 covers other.*\['b'\]",
-    ),
-    "off_diagonal": (
-        lambda: regmean(posteriors(random_kronecker), off_diagonal=1.1),
-        ConfigurationError,
-        "off_diagonal must be",
-    ),
+OUT_OF_RANGE = {
+    "anchor": (-0.1, math.nan),
+    "shrink": (-0.1, 1.1),
+    "damping": (-0.1, 1.1),
+    "balance": (-0.1, 1.1),
+    "robust": (-0.1,),
+    "max_share": (0.49, 1.1, math.nan),
+    "outlier": (0.9, math.nan, "1.5"),
+    "trust": (-0.1,),
+    "iterations": (0,),
+    "tolerance": (-1.0, 1.1),
+    "lr": (-0.1, math.nan),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named(name: str) -> None:
-    call, error, culprit = MISTAKES[name]
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, v) for name, own in OUT_OF_RANGE.items() for v in own]
+)
+def test_an_option_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be "):
+        merge_options(**{name: value})
+
+
+def alone(*names: str, n: float = 1, **params: Tensor) -> LocalPosterior:
+    return LocalPosterior(params, Diagonal(dict.fromkeys(names, ONE)), n)
+
+
+MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
+    *(
+        (partial(merge, []), ParamsError, "no posterior")
+        for merge in (fedfisher, fisher_merge, fedavg, regmean)
+    ),
+    *(
+        (
+            lambda s=s: fedfisher([alone("w", w=ONE)], solver=s, score=lambda _: 0.0),
+            ConfigurationError,
+            f"score .*'{s}'",
+        )
+        for s in ("pcg", "cg", "gd", "closed-form")
+    ),
+    (
+        lambda: fedfisher(posteriors(diagonals), solver="newton"),
+        UnknownNameError,
+        f"'newton'; known: {', '.join(SOLVERS)}",
+    ),
+    (lambda: alone("w", w=ONE, n=0), ConfigurationError, "num_examples"),
+    (lambda: alone("w", w=ONE, n=math.nan), ConfigurationError, "num_examples"),
+    (lambda: alone("w", v=ONE), ParamsError, "'w'"),
+    (lambda: alone("w", w=ONE[None]), ParamsError, r"'w' as \(1,\).* have \(1, 1\)"),
+    (
+        lambda: fedfisher([alone("w", "b", w=ONE, b=ONE), alone("w", w=ONE, b=ONE)]),
+        StructureError,
+        r"curvature 1 .*\['b'\]",
+    ),
+    (
+        lambda: regmean(posteriors(random_kronecker), off_diagonal=1.1),
+        ConfigurationError,
+        "off_diagonal",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "culprit"), MISTAKES)
+def test_a_mistake_is_named(
+    call: Callable[[], object], error: type[Exception], culprit: str
+) -> None:
     with pytest.raises(error, match=culprit):
         call()
 
@@ -610,13 +543,9 @@ def test_clients_must_have_one_layout() -> None:
     first, second, third = posteriors(diagonals)
     extra = replace(third, params=third.params | {"extra": torch.zeros(1)})
     for merge in (fedfisher, fisher_merge, fedavg):
-        with pytest.raises(
-            ParamsError, match=r"posterior 2 has the unexpected.*'extra'"
-        ):
+        with pytest.raises(ParamsError, match=r"posterior 2 .*'extra'"):
             merge([first, second, extra])
-        with pytest.raises(
-            ParamsError, match=r"posterior 1 lacks the keys \['extra'\]"
-        ):
+        with pytest.raises(ParamsError, match=r"posterior 1 .*'extra'"):
             merge([extra, second])
 
 

@@ -13,7 +13,7 @@ from oracles import (
 from torch import Tensor
 
 from flwr_fisher.curvature import BlockDiagonal, Kronecker
-from flwr_fisher.errors import ParamsError, StructureError
+from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import LocalPosterior, fedavg, regmean
 
 
@@ -119,5 +119,3 @@ def test_regmean_needs_input_factors_and_clients() -> None:
     ):
         with pytest.raises(StructureError, match="input factors of structure='kfac'"):
             regmean(posteriors(make))
-    with pytest.raises(ParamsError, match="there is no posterior"):
-        regmean([])

@@ -8,12 +8,10 @@ import pytest
 import torch
 from flwr.app import ArrayRecord
 from oracles import (
+    CLIENT_CURVATURES,
     flat,
     posteriors,
     randn,
-    random_blocks,
-    random_dense,
-    random_diagonal,
 )
 from virtual import (
     LIFTED,
@@ -33,11 +31,7 @@ from flwr_fisher.merge.weights import JUDGES, layer_weights, without_outliers
 from flwr_fisher.testing import LocalGrid
 
 Make = Callable[[int], Curvature]
-KINDS: dict[str, Make] = {
-    "diagonal": lambda seed: random_diagonal(seed, w=(2, 3), b=(3,)),
-    "kfac": random_blocks,
-    "dense": lambda seed: random_dense(seed, 2, w=(2, 3), b=(3,)),
-}
+KINDS = CLIENT_CURVATURES
 all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 

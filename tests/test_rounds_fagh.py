@@ -8,7 +8,6 @@ from oracles import cut, flat, randn, relative, seeded
 from torch import Tensor, nn
 
 from flwr_fisher.curvature import gradient_and_hvp
-from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.params import dot
 from flwr_fisher.rounds import FaghStep, fagh_step
 
@@ -209,49 +208,3 @@ def test_buffers_stay_and_order_and_dtypes_too() -> None:
     assert torch.equal(step.params["count"], params["count"])
     assert step.moments.gradient["w"].dtype == torch.float32
     assert step.moments.hvp["w"].dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"t": 0}, "t must be >= 1"),
-        ({"lr": -1.0}, "lr must be >= 0"),
-        ({"lr": float("nan")}, "lr must be >= 0"),
-        ({"rho": 0.0}, "rho must be > 0"),
-        ({"rho": float("inf")}, "rho must be > 0"),
-        ({"rho": float("nan")}, "rho must be > 0"),
-        ({"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\)"),
-        ({"betas": (0.9, -0.1)}, "betas must be"),
-        ({"betas": (0.9,)}, "betas must be"),
-        ({"epsilon": -1e-9}, "epsilon must be in"),
-        ({"epsilon": 2.0}, "epsilon must be in"),
-    ],
-)
-def test_numbers_out_of_range(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        first_step(vector(0), vector(1), vector(2), 1.0, **changes)
-
-
-def test_tensors_that_do_not_fit() -> None:
-    params, g, v = vector(0), vector(1), vector(2)
-    with pytest.raises(ParamsError, match=r"hvp lacks the keys \['b'\]"):
-        first_step(params, g, {"w": v["w"]}, 1.0)
-    with pytest.raises(ParamsError, match="'b' of shape"):
-        first_step({"w": params["w"]}, g, v, 1.0)
-    for bad, others in ((g | {"w": g["w"] / 0}, v), (g, v | {"b": v["b"] * torch.nan})):
-        with pytest.raises(ParamsError, match="holds NaN or infinity"):
-            first_step(params, bad, others, 1.0)
-    with pytest.raises(ParamsError, match="probe_dot must be finite"):
-        first_step(params, g, v, float("nan"))
-
-
-def test_moments_of_another_step_or_model() -> None:
-    params, g, v = vector(0), vector(1), vector(2)
-    moments = first_step(params, g, v, 1.0).moments
-    with pytest.raises(ParamsError, match="step 2 of FAGH without moments"):
-        first_step(params, g, v, 1.0, t=2)
-    with pytest.raises(ParamsError, match="step 1 of FAGH with moments"):
-        fagh_step(params, g, v, 1.0, moments, t=1, lr=0.1, rho=0.5)
-    del moments.hvp["b"]
-    with pytest.raises(ParamsError, match=r"moments lacks the keys \['b'\]"):
-        fagh_step(params, g, v, 1.0, moments, t=2, lr=0.1, rho=0.5)

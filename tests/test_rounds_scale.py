@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import InputCovariance, Kronecker
-from flwr_fisher.errors import ParamsError
+from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.merge import LocalPosterior, regmean
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import (
     FaghStep,
+    Preconditioner,
     done_direction,
     fagh_step,
     fedexp_step,
@@ -208,6 +210,132 @@ def test_what_is_not_finite_is_named(case: str) -> None:
     call, message = NOT_FINITE[case]
     with pytest.raises(ParamsError, match=message):
         call()
+
+
+# What does not fit, or is out of range
+
+A, V = w(1.0, 2.0), {"v": torch.ones(2)}
+NAN, INF = math.nan, math.inf
+UNUSABLE = w(math.nan, 1.0)
+
+
+def fagh_first(params=A, g=A, hvp=A, c=1.0, moments=None, **changes) -> FaghStep:
+    return fagh_step(
+        params, g, hvp, c, moments, **{"t": 1, "lr": 0.1, "rho": 1} | changes
+    )
+
+
+def scaffold(params=A, control=A, delta=A, shift=A, **more) -> object:
+    return scaffold_step(params, control, [delta], [shift], [1], **more)
+
+
+def fedfish(deltas=(A, A, A), fishers=(A, A, A)) -> object:
+    return fedfish_average(deltas, fishers, [5.0, 1.0, 3.0])
+
+
+def moments(*entries: float) -> dict[str, InputCovariance]:
+    return {"w": InputCovariance("w", None, torch.diag(torch.tensor(entries))[None])}
+
+
+ROW = {"w": torch.ones(1, 2)}
+OUT_OF_RANGE: list[tuple[Callable[..., object], str, tuple[object, ...]]] = [
+    (fagh_first, "t", (0,)),
+    (fagh_first, "lr", (-1.0, NAN)),
+    (fagh_first, "rho", (0.0, INF, NAN)),
+    (fagh_first, "betas", ((1.0, 0.9), (0.9, -0.1), (0.9,))),
+    (fagh_first, "epsilon", (-1e-9, 2.0)),
+    (scaffold, "participation", (0.0, 1.1, NAN)),
+    (scaffold, "lr", (-1,)),
+    (partial(scaffold_control, A, A, A, lr=1), "steps", (0,)),
+    (partial(scaffold_control, A, A, A, steps=1), "lr", (0,)),
+    (partial(fedexp_step, A, [A], [1]), "epsilon", (-1,)),
+    (partial(fedga_start, A, A, A), "beta", (-1,)),
+    (partial(giant_direction, dict, A), "iterations", (0,)),
+    (partial(giant_direction, dict, A), "tolerance", (-1,)),
+    (partial(done_direction, dict, A, alpha=1), "iterations", (0,)),
+    (partial(done_direction, dict, A), "alpha", (0, -1, NAN)),
+    (partial(newton_step, A, [A], [1]), "lr", (-1,)),
+    (partial(Preconditioner.of, {}), "damping", (0.0, -1.0, NAN, INF)),
+    (partial(fedpm_mix, [{}], [{}], [1]), "damping", (0.0, -1.0, NAN, INF)),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value"),
+    [(c, n, v) for c, n, values in OUT_OF_RANGE for v in values],
+)
+def test_a_number_out_of_range_is_named(
+    call: Callable[..., object], name: str, value: object
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name} must be"):
+        call(**{name: value})
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: fagh_first(hvp={}), r"hvp .*\['w'\]"),
+    (lambda: fagh_first(params={}), "'w'"),
+    (lambda: fagh_first(g=UNUSABLE), "'w' holds NaN"),
+    (lambda: fagh_first(hvp=UNUSABLE), "'w' holds NaN"),
+    (lambda: fagh_first(c=NAN), "probe_dot"),
+    (lambda: fagh_first(t=2), "without moments"),
+    (lambda: fagh_first(moments=fagh_first().moments), "with moments"),
+    (lambda: fagh_first(V, V, V, t=2, moments=fagh_first().moments), "moments"),
+    *(
+        (partial(scaffold, **{k: V}), "v|w")
+        for k in ("params", "control", "delta", "shift")
+    ),
+    (lambda: fedexp_step(A, [A, UNUSABLE], [1, 1]), "client 1: 'w'"),
+    (lambda: fedexp_step(A, [V], [1]), "'v'"),
+    *(
+        (partial(fedexp_step, A, [A], own), "weights")
+        for own in ([], [1, 2], [0], [-1])
+    ),
+    (lambda: fedga_start(A, A, w(1.0), beta=1), "'w'"),
+    (lambda: fedga_start(V, A, A, beta=1), "'w'"),
+    (lambda: giant_direction(lambda v: {"v": v["w"]}, A), "'v'|'w'"),
+    (lambda: done_direction(lambda v: {"v": v["w"]}, A, alpha=1), "'v'|'w'"),
+    (lambda: newton_step(A, [V], [1]), "'v'"),
+    (lambda: Preconditioner.of(moments(INF, INF), damping=0.1), "'w'"),
+    (lambda: fedpm_mix([], [], []), "0 sets of params"),
+    (lambda: fedpm_mix([ROW], [moments(1, 1)], [0]), "weights"),
+    (lambda: fedpm_mix([ROW] * 2, [moments(1, 1), {}], [1, 1]), "other layers"),
+    (lambda: fedpm_mix([ROW, {}], [moments(1, 1)] * 2, [1, 1]), "'w'"),
+    *(
+        (
+            partial(fedfish, fishers=[*[A] * at, wrong, *[A] * (2 - at)]),
+            f"client {at}'s Fisher.*'w'",
+        )
+        for at, wrong in (
+            (1, w(1.0, -1e-9)),
+            (2, UNUSABLE),
+            (0, w(1.0, INF)),
+            (2, {}),
+            (1, w(1.0)),
+        )
+    ),
+    (lambda: fedfish(deltas=[A, {}, A]), r"client 1 .*\['w'\]"),
+    (lambda: fedfish(fishers=[{**A, **V}] * 3), "client 0's Fisher.*'v'"),
+    (lambda: fedfish(fishers=[A, A]), "2 Fishers for 3"),
+    (lambda: fedfish_average([], [], []), "0 sets of params"),
+    (lambda: fedfish(deltas=[A, UNUSABLE, A]), "client 1: 'w'"),
+    (
+        lambda: fedfish(
+            [{"n": torch.tensor(i)} for i in range(3)], [{"n": torch.tensor(1.0)}] * 3
+        ),
+        "client 0's Fisher covers 'n'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "culprit"), REFUSED)
+def test_what_does_not_fit_is_named(call: Callable[[], object], culprit: str) -> None:
+    with pytest.raises(ParamsError, match=culprit):
+        call()
+
+
+def test_a_damping_that_inverts_nothing_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="'w': raise"):
+        Preconditioner.of(moments(1.0, -1e-3), damping=1e-9)
 
 
 def test_fedpm_averages_what_float64_cannot_hold() -> None:
