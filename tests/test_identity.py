@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message
 from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode, NodeInfo
-from flwr_fisher.server.identity import Identity
 from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
 
@@ -142,10 +141,9 @@ def test_a_node_that_is_registered_between_two_lives_counts_once(
 class Fails(Watched):
     """Nodes that answer the first questions about who they are with an error."""
 
-    times = 1
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, times: int) -> None:
+        super().__init__(tiny_app())
+        self.times = times
         self.asked: dict[int, int] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
@@ -158,18 +156,13 @@ class Fails(Watched):
         return super().__call__(message, context)
 
 
-def test_an_error_is_no_answer_to_who_one_is() -> None:
-    result = start(LocalGrid(Fails(tiny_app()), 3))
-    assert clients_of(result) == [f"partition-{p}" for p in range(3)]
-
-
-def test_who_cannot_tell_goes_by_its_node_and_the_log_says_why(
+def test_an_error_is_no_answer_to_who_one_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Always(Fails):
-        times = 100
-
-    result = start(LocalGrid(Always(tiny_app()), 3))
+    """Who cannot tell goes by its node, and the log says why."""
+    result = start(LocalGrid(Fails(1), 3))
+    assert clients_of(result) == [f"partition-{p}" for p in range(3)]
+    result = start(LocalGrid(Fails(100), 3))
     assert all(name.startswith("node-") for name in clients_of(result))
     assert caplog.text.count("cannot tell its partition-id") == 1
     assert "goes by its id: out of memory" in caplog.text
@@ -179,13 +172,9 @@ def test_a_client_known_better_in_the_next_life_counts_once(
     clock: FullClock, tmp_path: Path
 ) -> None:
     """Its app failed at the question in the first one; its node's id is the same."""
-
-    class Always(Fails):
-        times = 100
-
     waiting = Waiting(window=1000)
     comes = {2: Behaviour(connected=lambda now: now > 95)}
-    dying = Named(Always(tiny_app()), comes, clock, 3)
+    dying = Named(Fails(100), comes, clock, 3)
     dying.dies = 90
     with pytest.raises(KilledError):
         start(dying, waiting, checkpoint_dir=tmp_path)
@@ -194,12 +183,6 @@ def test_a_client_known_better_in_the_next_life_counts_once(
     result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
     assert len(result.uploads) == 3
     assert app.trained == [(1, 2)]
-
-
-def test_all_that_a_client_may_be_called() -> None:
-    assert Identity(7).names == {"node-7"}
-    assert Identity(7, "", 3).names == {"node-7", "partition-3"}
-    assert Identity(7, "a").names == {"node-7", "a"}
 
 
 # Messages that nobody takes
@@ -232,6 +215,10 @@ def test_who_could_not_be_reached_missed_no_deadline(
     missing = [m.get("num-missing") for m in result.train_metrics_clientapp.values()]
     assert missing == [1, 1, 1]  # asked in each: it sits out none
     assert clock.now < 20
+    grid.refuses = (0, 1)
+    with pytest.raises(RoundError, match="partition-0, partition-1: the SuperLink to"):
+        start(grid, timeout=500)
+    assert clock.now < 40
 
 
 def test_in_a_window_who_could_not_be_reached_is_asked_again(clock: FullClock) -> None:
@@ -250,14 +237,6 @@ def test_in_a_window_who_could_not_be_reached_is_asked_again(clock: FullClock) -
     assert clock.now < 300
 
 
-def test_nobody_took_the_request_at_all(clock: FullClock) -> None:
-    grid = Refusing(tiny_app(), {}, clock, 2)
-    grid.refuses = (0, 1)
-    with pytest.raises(RoundError, match="partition-0, partition-1: the SuperLink to"):
-        start(grid, timeout=500)
-    assert clock.now < 20
-
-
 # What clients say they train
 
 
@@ -265,22 +244,16 @@ def test_names_of_no_parameter_are_not_kept() -> None:
     class Boasts(Watched):
         def __call__(self, message: Message, context: Context) -> Message:
             reply = super().__call__(message, context)
-            own: RecordDict = reply.content
-            for record in own.config_records.values():
+            for name, record in reply.content.config_records.items():
                 if "trained" in record:
                     more = [f"x{i}" * 100 for i in range(1000)]
-                    own["config"] = ConfigRecord(
-                        {"trained": [*record["trained"], *more]}  # type: ignore[misc]
-                    )
+                    told = {"trained": [*record["trained"], *more]}  # type: ignore[misc]
+                    reply.content[name] = ConfigRecord(told)
             return reply
 
-    strategy = FedFisherOneShot(**options_of())
-    boasted = strategy.start(LocalGrid(Boasts(tiny_app()), 3), tiny_arrays())
-    assert same_bits(
-        boasted.arrays,
-        FedFisherOneShot(**options_of())
-        .start(LocalGrid(tiny_app(), 3), tiny_arrays())
-        .arrays,
-    )
-    kept = strategy.cohort._trained.values()
-    assert {len(names) for names in kept} == {6}
+    models = []
+    for app in (tiny_app(), Boasts(tiny_app())):
+        strategy = FedFisherOneShot(**options_of())
+        models.append(strategy.start(LocalGrid(app, 3), tiny_arrays()).arrays)
+    assert same_bits(*models)
+    assert {len(names) for names in strategy.cohort._trained.values()} == {6}
