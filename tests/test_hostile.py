@@ -2,8 +2,9 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from hostile import (
     OF_SUMS,
     OF_TCT,
     VICTIMS,
-    Attack,
+    accuracy,
     both,
     edit,
     honest_accuracy,
@@ -63,157 +64,80 @@ def arrow(a: np.ndarray) -> np.ndarray:
     return small[None]
 
 
-# A strategy, what the hostile client does, and what the log says of it instead.
-CASES: dict[str, tuple[str, Attack, str]] = {
-    "A = G = 1e30 I": (
-        "FedFisher",
-        OF_CURVATURE["F = 1e30 I"],
-        "left out partition-2: .*of size .*, which cannot be",
-    ),
-    "factors at 1e-20 of their size": ("FedFisher", OF_CURVATURE["F x 1e-20"], ""),
-    "packed factors at 1e-20": ("FedFisher, packed", OF_CURVATURE["F x 1e-20"], ""),
-    "FAGH's gradients of 1e30": (
-        "FAGH",
-        GENERAL["1e30"],
-        "left out partition-2: .*'gradient': is of size .*, which cannot be",
-    ),
-    "TCT: 30 000 examples": (
-        "TCT",
-        OF_TCT["30 000 examples"],
-        "limited partition-2: 30000 examples count as",
-    ),
-    "TCT: feature means of 1e300": (
-        "TCT",
-        OF_TCT["means of 1e300"],
-        "left out partition-2: .*'features': is of size .*, which cannot be",
-    ),
-    "TCT: an eigenvalue of 1e300": (
-        "TCT",
-        OF_TCT["eigenvalue 1e300"],
-        "left out partition-2: .*'largest-eigenvalue': is of size 1e\\+300",
-    ),
-    "TCT: an eigenvalue of 1e9": (
-        "TCT",
-        OF_TCT["eigenvalue 1e9"],
-        "limited partition-2: largest-eigenvalue x",
-    ),
-    "AFL: labels' sums the other way, x 1e4": (
-        "AFL",
-        OF_SUMS["labels x -1e4"],
-        "limited partition-2: head/cross x",
-    ),
-    "AFL: as many examples as its sums are large": (
-        "AFL",
-        OF_SUMS["both of 1e30"],
-        r"left out partition-2: .*'head/count': 1e\+30 examples, but the metrics say",
-    ),
-    "AFL: labels' sums of 1e300": (
-        "AFL",
-        OF_SUMS["labels of 1e300"],
-        "left out partition-2: .*'head/cross': is of size .*, which cannot be",
-    ),
-    "2^62 examples and random weights": (
-        "FedFisher",
-        GENERAL["2^62 examples, random"],
-        "limited partition-2: 4.61169e\\+18 examples count as",
-    ),
-    "parameters ten thousand times too large": (
-        "FedExP",
-        GENERAL["scaled by 1e4"],
-        "limited partition-2: parameters x",
-    ),
-    "FedFish with F = 1e30": (
-        "FedFish",
-        OF_CURVATURE["F = 1e30 I"],
-        "left out partition-2: .*which cannot be",
-    ),
-    "FedFish with F x 1e6": (
-        "FedFish",
-        OF_CURVATURE["F x 1e6"],
-        "limited partition-2: curvature of 0.weight x",
-    ),
-    "sums with curvature x 1e6": (
-        "FedFisher, sums",
-        OF_CURVATURE["F x 1e6"],
-        "limited partition-2: fisher/0.weight x",
-    ),
-    "sums that pull where the parameters are not": (
-        "FedFisher, sums",
-        edit("^fisher-params", lambda a: 1e3 * a),
-        "",  # the server takes its own product
-    ),
-    "K-FAC sums: random weights of 2^62 examples": (
-        "FedFisher, K-FAC sums",
-        GENERAL["2^62 examples, random"],
-        "limited partition-2: 4.61169e\\+18 examples count as",
-    ),
-    "K-FAC sums: products that cannot be": (
-        "FedFisher, K-FAC sums",
-        edit("^product/", lambda a: 0 * a + 3e38),
-        "left out partition-2: .*'product': is of size .*, which cannot be",
-    ),
-    "K-FAC sums: products the other way, x 1e6": (
-        "FedFisher, K-FAC sums",
-        edit("^product/", lambda a: -1e6 * a),
-        "limited partition-2: product x",
-    ),
-    "K-FAC sums: curvature x 1e6": (
-        "FedFisher, K-FAC sums",
-        OF_CURVATURE["F x 1e6"],
-        "limited partition-2: curvature of 0.weight x",
-    ),
-    "a factor with negative eigenvalues": (
-        "FedFisher",
-        edit("/kfac/.*/A$", lambda a: 2 * a - a * identity(a)),
-        "left out partition-2: .*/A': has a negative eigenvalue",
-    ),
-    "a variance below zero": (
-        "FedFisher, batch norm",
-        OF_STATISTICS["negative variance"],
-        "left out partition-2: .*'1.running_var': a variance below 0",
-    ),
-    "a little below zero, in one channel": (
-        "FedFisher, batch norm",
-        OF_STATISTICS["one variance below zero"],
-        "left out partition-2: .*'1.running_var': a variance below 0",
-    ),
-    "a negative number of batches": (
-        "FedFisher, batch norm",
-        OF_STATISTICS["-37 batches"],
-        "left out partition-2: .*'1.num_batches_tracked': -37 batches, after 0",
-    ),
-    "more batches than there are": (
-        "FedFisher, batch norm",
-        OF_STATISTICS["2^62 batches"],
-        r"left out partition-2: .*'1.num_batches_tracked': 46\d+ batches, after 0",
-    ),
-    "an indefinite factor whose diagonal ends with 0": (
-        "FedFisher",
-        both(
-            edit(r"^\d", lambda a: -a),
-            edit("/kfac/.*/A$", arrow),
-            edit("/kfac/.*/G$", lambda a: a / 3e-7),
-        ),
-        "left out partition-2: .*/A': has a negative eigenvalue",
-    ),
-    "100 000 keys": ("FedFisher", GENERAL["100 000 keys"], "left out partition-2"),
-    "a key of a megabyte": (
-        "FedFisher",
-        GENERAL["a key of a megabyte"],
-        "left out partition-2",
-    ),
-    "an error of a megabyte": (
-        "FedFisher",
-        GENERAL["an error of a megabyte"],
-        "left out partition-2: .*the client failed",
-    ),
+def left(reason: str) -> str:
+    return rf"left out partition-2: .*{reason}"
+
+
+def limited(what: str) -> str:
+    return rf"limited partition-2: {what}"
+
+
+HUGE, NEGATIVE = "of size .*, which cannot be", "/A': has a negative eigenvalue"
+VARIANCE, BATCHES = "'1.running_var': a variance below 0", "'1.num_batches_tracked': "
+MANY = limited(r"4.61169e\+18 examples count as")
+INDEFINITE = both(
+    edit(r"^\d", lambda a: -a),
+    edit("/kfac/.*/A$", arrow),
+    edit("/kfac/.*/G$", lambda a: a / 3e-7),
+)
+KFAC_A = edit("/kfac/.*/A$", lambda a: 2 * a - a * identity(a))
+PULL = edit("^fisher-params", lambda a: 1e3 * a)
+PRODUCTS = "FedFisher, K-FAC sums"
+ATTACKS = GENERAL | OF_CURVATURE | OF_TCT | OF_SUMS | OF_STATISTICS
+ATTACKS |= {
+    "an indefinite factor whose diagonal ends with 0": INDEFINITE,
+    "a factor with negative eigenvalues": KFAC_A,
+    "a pull where the parameters are not": PULL,
+    "products that cannot be": edit("^product/", lambda a: 0 * a + 3e38),
+    "products the other way, x 1e6": edit("^product/", lambda a: -1e6 * a),
 }
+# A strategy, what the hostile client does, and what the log says of it instead.
+CASES: list[tuple[str, str, str]] = [
+    ("FedFisher", "F = 1e30 I", left(HUGE)),
+    ("FedFisher", "F x 1e-20", ""),
+    ("FedFisher, packed", "F x 1e-20", ""),
+    ("FAGH", "1e30", left(f"'gradient': is {HUGE}")),
+    ("TCT", "30 000 examples", limited("30000 examples count as")),
+    ("TCT", "means of 1e300", left(f"'features': is {HUGE}")),
+    ("TCT", "eigenvalue 1e300", left(r"'largest-eigenvalue': is of size 1e\+300")),
+    ("TCT", "eigenvalue 1e9", limited("largest-eigenvalue x")),
+    ("AFL", "labels x -1e4", limited("head/cross x")),
+    (
+        "AFL",
+        "both of 1e30",
+        left(r"'head/count': 1e\+30 examples, but the metrics say"),
+    ),
+    ("AFL", "labels of 1e300", left(f"'head/cross': is {HUGE}")),
+    ("FedFisher", "2^62 examples, random", MANY),
+    ("FedExP", "scaled by 1e4", limited("parameters x")),
+    ("FedFish", "F = 1e30 I", left("which cannot be")),
+    ("FedFish", "F x 1e6", limited("curvature of 0.weight x")),
+    ("FedFisher, sums", "F x 1e6", limited("fisher/0.weight x")),
+    # Of that, the server takes its own product.
+    ("FedFisher, sums", "a pull where the parameters are not", ""),
+    (PRODUCTS, "2^62 examples, random", MANY),
+    (PRODUCTS, "products that cannot be", left(f"'product': is {HUGE}")),
+    (PRODUCTS, "products the other way, x 1e6", limited("product x")),
+    (PRODUCTS, "F x 1e6", limited("curvature of 0.weight x")),
+    ("FedFisher", "a factor with negative eigenvalues", left(NEGATIVE)),
+    ("FedFisher, batch norm", "negative variance", left(VARIANCE)),
+    ("FedFisher, batch norm", "one variance below zero", left(VARIANCE)),
+    ("FedFisher, batch norm", "-37 batches", left(f"{BATCHES}-37 batches, after 0")),
+    (
+        "FedFisher, batch norm",
+        "2^62 batches",
+        left(rf"{BATCHES}46\d+ batches, after 0"),
+    ),
+    ("FedFisher", "an indefinite factor whose diagonal ends with 0", left(NEGATIVE)),
+    ("FedFisher", "100 000 keys", left("")),
+    ("FedFisher", "a key of a megabyte", left("")),
+    ("FedFisher", "an error of a megabyte", left("the client failed")),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_did_harm_does_none(case: str) -> None:
-    name, attack, said = CASES[case]
-    outcome = run(name, attack)
+@pytest.mark.parametrize(("name", "attack", "said"), CASES)
+def test_what_did_harm_does_none(name: str, attack: str, said: str) -> None:
+    outcome = run(name, ATTACKS[attack])
     assert outcome.harm == ""
     assert re.search(said, outcome.log)
     # Nobody can forge a line, flood the log or stretch it.
@@ -237,8 +161,6 @@ def test_a_hostile_run_can_be_harmed() -> None:
     start = ArrayRecord(shared_state(make_model()))
     grid = LocalGrid(make_app(victim, "unused", attack), CLIENTS, seed=1)
     result = strategy.start(grid, start, num_rounds=2)
-    from hostile import accuracy
-
     assert accuracy(result.arrays, False) < ENOUGH * honest_accuracy("FedExP")
 
 
@@ -265,31 +187,27 @@ def test_any_exception_of_one_reply_costs_that_reply_alone(
     assert r"RecursionError: too deep\nINFO : all is well" in caplog.text
 
 
-class Fragile(FedFisherOneShot):
-    """A strategy whose step cannot work with what one client sends."""
+def stepping(make: Callable[[Any, Any, Any], Step]) -> FedFisherOneShot:
+    """A strategy whose step is another one; it is given the right one, too."""
 
-    def exchanges(self, server_round: int) -> Any:
-        (exchange,) = super().exchanges(server_round)
-        taken = exchange.step
+    class Odd(FedFisherOneShot):
+        def exchanges(self, server_round: int) -> Any:
+            (exchange,) = super().exchanges(server_round)
+            return [replace(exchange, step=partial(make, exchange.step))]
 
-        def step(state: ServerState, uploads: Any) -> Step:
-            if any(upload.client == "partition-2" for upload in uploads):
-                raise ParamsError("the third client's overflow")
-            return taken(state, uploads)
-
-        return [replace(exchange, step=step)]
-
-
-def fragile(app: ClientApp, where: Path, *, resume: bool = False, clients: int = 4):
-    strategy = Fragile(fraction_evaluate=0.0)
-    grid = LocalGrid(app, clients)
-    return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, resume=resume)
+    return Odd(fraction_evaluate=0.0)
 
 
 def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    result = fragile(Watched(), tmp_path)
+    def step(taken: Any, state: ServerState, uploads: Any) -> Step:
+        if any(upload.client == "partition-2" for upload in uploads):
+            raise ParamsError("the third client's overflow")
+        return taken(state, uploads)
+
+    where = {"checkpoint_dir": tmp_path}
+    result = stepping(step).start(LocalGrid(tiny_app(), 4), tiny_arrays(), **where)
     expected = FedFisherOneShot(fraction_evaluate=0.0).start(
         LocalGrid(tiny_app([0, 1, 3]), 3), tiny_arrays()
     )
@@ -304,18 +222,12 @@ def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
 def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(
     tmp_path: Path,
 ) -> None:
-    class Broken(FedFisherOneShot):
-        def exchanges(self, server_round: int) -> Any:
-            (exchange,) = super().exchanges(server_round)
+    def step(taken: Any, state: ServerState, uploads: Any) -> Step:
+        raise ParamsError("no step at all")
 
-            def step(state: ServerState, uploads: Any) -> Step:
-                raise ParamsError("no step at all")
-
-            return [replace(exchange, step=step)]
-
-    strategy = Broken(fraction_evaluate=0.0)
+    grid, where = LocalGrid(tiny_app(), 3), {"checkpoint_dir": tmp_path}
     with pytest.raises(RoundError, match="the step failed: no step at all"):
-        strategy.start(LocalGrid(tiny_app(), 3), tiny_arrays(), checkpoint_dir=tmp_path)
+        stepping(step).start(grid, tiny_arrays(), **where)
     kept = sorted(p.stem for p in tmp_path.glob("uploads-0001/*/*.safetensors"))
     assert kept == ["partition-0", "partition-1", "partition-2"]
 
@@ -400,40 +312,36 @@ class Registered(LocalGrid):
             yield NodeInfo(node_id=node, name=self.names.get(self.nodes[node]))
 
 
-def test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim() -> None:
-    app = Claims({3: 0})  # what its claim would make of "partition-0" is taken
+@pytest.mark.parametrize(
+    ("registered", "claims", "clients", "trained"),
+    [
+        # What its claim would make of "partition-0" is taken.
+        (
+            {1: "st mary/2", 2: "partition-0"},
+            {3: 0},
+            ["partition-0", "st mary/2"],
+            [1, 2],
+        ),
+        ({1: "st mary"}, {3: 1}, ["partition-0", "partition-2", "st mary"], [0, 1, 2]),
+        ({1: "st mary", 3: "st john"}, {3: 1}, ["partition-0", "partition-2"], [0, 2]),
+    ],
+)
+def test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim(
+    registered: dict[int, str],
+    claims: dict[int, int],
+    clients: list[str],
+    trained: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = Claims(claims)
     grid = Registered(app, 4)
-    grid.names = {1: "st mary/2", 2: "partition-0"}
-    result = start(app, grid)
-    assert [u.client for u in result.uploads] == ["partition-0", "st mary/2"]
-    assert sorted(app.trained) == [1, 2]
-
-
-def test_a_registered_node_keeps_its_partition_whoever_claims_it(caplog) -> None:
-    app = Claims({3: 1})
-    grid = Registered(app, 4)
-    grid.names = {1: "st mary"}
-    result = start(app, grid)
-    assert [u.client for u in result.uploads] == [
-        "partition-0",
-        "partition-2",
-        "st mary",
-    ]
-    (said,) = [m for m in caplog.messages if "is not asked" in m]
-    nodes = [node for node, held in grid.nodes.items() if held in (1, 3)]
-    assert all(f"node-{node}" in said for node in nodes)
-
-
-def test_registered_nodes_of_one_partition_are_both_refused() -> None:
-    app = Claims({3: 1})
-    grid = Registered(app, 4)
-    grid.names = {1: "st mary", 3: "st john"}
-    assert [u.number for u in start(app, grid).uploads] == [0, 2]
-
-
-def test_what_is_no_policy_is_refused_when_a_strategy_is_made() -> None:
-    with pytest.raises(ConfigurationError, match=r"policy must be a Policy, got \{"):
-        FedExP(policy={"max_weight": 3})
+    grid.names = registered
+    assert [u.client for u in start(app, grid).uploads] == clients
+    assert sorted(app.trained) == trained
+    if len(registered) == 1:
+        (said,) = [m for m in caplog.messages if "is not asked" in m]
+        nodes = [node for node, held in grid.nodes.items() if held in (1, 3)]
+        assert all(f"node-{node}" in said for node in nodes)
 
 
 def test_the_seed_that_draws_cohorts_is_sent_to_nobody() -> None:
@@ -461,10 +369,14 @@ def test_products_of_one_client_are_computed_and_not_believed() -> None:
 
 
 def test_a_policy_out_of_range_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"^max_share must be in"):
-        Policy(max_share=0.4)
-    with pytest.raises(ConfigurationError, match=r"^max_distance must be >= 1"):
-        Policy(max_distance=0.5)
+    for policy, said in (
+        ({"max_share": 0.4}, "share"),
+        ({"max_distance": 0.5}, "dist"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^max_{said}"):
+            Policy(**policy)
+    with pytest.raises(ConfigurationError, match=r"policy must be a Policy, got \{"):
+        FedExP(policy={"max_weight": 3})
 
 
 def test_a_policy_is_an_option_that_a_resumed_run_must_share(tmp_path: Path) -> None:

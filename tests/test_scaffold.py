@@ -262,6 +262,7 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(
 
 
 def test_the_state_is_on_the_clients_disk_and_not_in_its_context() -> None:
+    """Two runs share none."""
     contexts: list[Context] = []
     app = tiny_app()
 
@@ -270,39 +271,20 @@ def test_the_state_is_on_the_clients_disk_and_not_in_its_context() -> None:
             contexts.append(context)
             return app(message, context)
 
-    run(scaffold(), Spy(), num_rounds=3)
+    first = run(scaffold(), Spy(), num_rounds=3)
     assert all(not context.state for context in contexts)
     kept = [f"{p.parents[1].name}/{p.name}" for p in state_files()]
-    assert kept == [
-        f"partition-{i}/control-{step:06d}.safetensors"
-        for i in range(3)
-        for step in (2, 3)
-    ]
-
-
-def test_two_runs_share_no_state() -> None:
-    first = run(scaffold(), num_rounds=2)
-    again = run(scaffold(), num_rounds=2)
-    assert same_bits(first.arrays, again.arrays)
+    steps = [f"control-{step:06d}.safetensors" for step in (2, 3)]
+    assert kept == [f"partition-{i}/{step}" for i in range(3) for step in steps]
+    assert same_bits(run(scaffold(), num_rounds=3).arrays, first.arrays)
     assert len({p.parent.name for p in state_files()}) == 2
 
 
-def test_a_client_may_keep_its_state_elsewhere(tmp_path: Path) -> None:
-    def client_fn(context: Context) -> FisherClient:
-        return tiny_client(0, state_dir=tmp_path / "mine")
-
-    run(scaffold(), make_client_app(client_fn))
-    assert len(list((tmp_path / "mine").rglob("*.safetensors"))) == 3
-    assert not state_files()
-
-
 def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    sent = {"run": torch.tensor(1), "steps": torch.tensor(0)}
-    arrays = ArrayRecord({**tiny_arrays(), **as_sent(sent)})
-    client = tiny_client(0, state_dir=tmp_path / "file")
-    with pytest.raises(ClientError, match=r"cannot keep .*file.*state_dir="):
-        ask(client, arrays, {"job": "scaffold"})
+    client = tiny_client(0, state_dir=Path(__file__))
+    sent = as_sent({"run": torch.tensor(1), "steps": torch.tensor(0)})
+    with pytest.raises(ClientError, match=r"cannot keep .*test_scaffold.*state_dir="):
+        ask(client, ArrayRecord({**tiny_arrays(), **sent}), {"job": "scaffold"})
 
 
 def as_sent(tensors: dict[str, Tensor]) -> ArrayRecord:
@@ -311,51 +293,26 @@ def as_sent(tensors: dict[str, Tensor]) -> ArrayRecord:
 
 # Stopped, and resumed
 
-CLIENTS, ROUNDS = 4, 4
-
-
-def start(app: Watched, where: Path | None = None, **options: Any) -> CurvatureResult:
-    strategy = scaffold(fraction_train=0.75)
-    return run(
-        strategy, app, CLIENTS, num_rounds=ROUNDS, checkpoint_dir=where, **options
-    )
-
-
-@pytest.mark.parametrize("asked", [1, 4, 8])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
-    """Stopped between rounds, or when a client had saved and not yet been heard."""
-    whole = start(Watched())
-    app = Watched()
-
-    def die(content: Any) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(CLIENTS), die)
-    with pytest.raises(KeyboardInterrupt):
-        start(app, tmp_path / "run")
-    again = Watched()
-    resumed = start(again, tmp_path / "run", resume=True)
-    assert same_bits(resumed.arrays, whole.arrays)
-    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
-    assert all(torch.equal(whole.details[k], v) for k, v in resumed.details.items())
-    assert len(again.trained) == 3 * ROUNDS - asked
-
 
 def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path: Path) -> None:
-    whole = start(Watched())
-    app = Watched()
+    clients, app = 4, Watched()
+
+    def start(app: Watched, where: Path | None = None, **options: Any) -> Any:
+        own = {"num_rounds": 4, "checkpoint_dir": where, **options}
+        return run(scaffold(fraction_train=0.75), app, clients, **own)
 
     def late(content: Any) -> None:
         if app.trained[-1][0] == 3:
             raise ValueError("too late")
 
-    app.tamper = dict.fromkeys(range(CLIENTS), late)
+    app.tamper = dict.fromkeys(range(clients), late)
     for resume in (False, True):
         with pytest.raises(RoundError):
             start(app, tmp_path / "run", resume=resume)
-    resumed = start(Watched(), tmp_path / "run", resume=True)
+    resumed, whole = start(Watched(), tmp_path / "run", resume=True), start(Watched())
     assert same_bits(resumed.arrays, whole.arrays)
+    assert resumed.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert all(torch.equal(whole.details[k], v) for k, v in resumed.details.items())
 
 
 # What a client must be

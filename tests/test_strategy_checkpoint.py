@@ -12,7 +12,6 @@ from clocked import FullClock, clock
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from safetensors import safe_open
 from virtual import (
-    Tamper,
     Watched,
     drop_array,
     fail,
@@ -103,16 +102,7 @@ def files(where: Path) -> set[str]:
 # Stopped, and resumed
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_checkpoints_do_not_change_the_result(
-    tmp_path: Path, uninterrupted: CurvatureResult, resume: bool
-) -> None:
-    """Nor does it to go on with a run that has not begun."""
-    where = tmp_path / "new" / "run"
-    assert_same_result(start(where=where, resume=resume), uninterrupted)
-
-
-@pytest.mark.parametrize("asked", [1, 3, CLIENTS, 6, 2 * CLIENTS, 11])
+@pytest.mark.parametrize("asked", [1, 3, CLIENTS, 6, 11])
 def test_killed_while_uploads_arrive(
     tmp_path: Path, uninterrupted: CurvatureResult, asked: int
 ) -> None:
@@ -133,19 +123,9 @@ def test_killed_while_uploads_arrive(
     assert names[0] == names[1]
 
 
-def test_killed_twice(tmp_path: Path, uninterrupted: CurvatureResult) -> None:
-    apps = [killing_app(2), killing_app(1), killing_app(4)]
-    for index, app in enumerate(apps):
-        with pytest.raises(KeyboardInterrupt):
-            start(app, tmp_path, resume=index > 0)
-    last = Watched()
-    assert_same_result(start(last, tmp_path, resume=True), uninterrupted)
-    accepted = [asked for app in apps for asked in app.trained[:-1]]
-    assert sorted(accepted + last.trained) == ALL
-
-
-@pytest.mark.parametrize("stop", [SystemExit, OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    ("stop", "before"), [(SystemExit, 0), (OSError, 2), (KeyboardInterrupt, 2)]
+)
 def test_killed_after_the_step_and_before_the_round_is_written(
     tmp_path: Path,
     uninterrupted: CurvatureResult,
@@ -172,117 +152,51 @@ def test_what_was_never_trained_is_evaluated_where_it_began(tmp_path: Path) -> N
         seen.append(arrays)
         raise KeyboardInterrupt
 
+    own: dict[str, Any] = {"evaluate_fn": sees, "checkpoint_dir": tmp_path}
     for seed in (0, 1):
+        grid = LocalGrid(Watched(), CLIENTS)
         with pytest.raises(KeyboardInterrupt):
-            FedFisherOneShot().start(
-                LocalGrid(Watched(), CLIENTS),
-                tiny_arrays(seed),
-                evaluate_fn=sees,
-                checkpoint_dir=tmp_path,
-                resume=True,
-            )
+            FedFisherOneShot().start(grid, tiny_arrays(seed), resume=True, **own)
     assert same_bits(seen[1], seen[0])
     assert not same_bits(seen[1], tiny_arrays(1))
 
 
-def test_the_grid_breaks(tmp_path: Path, uninterrupted: CurvatureResult) -> None:
-    class Broken(LocalGrid):
-        pulled = 0
-
-        def pull_messages(self, message_ids: Any) -> Any:
-            self.pulled += 1
-            if self.pulled > 2 * CLIENTS + 2:  # the first are replies to queries
-                raise ConnectionError("the link is down")
-            return super().pull_messages(message_ids)
-
-    app = Watched()
-    with pytest.raises(ConnectionError):
-        FedFisherOneShot().start(
-            Broken(app, CLIENTS),
-            tiny_arrays(),
-            num_rounds=ROUNDS,
-            evaluate_fn=evaluate,
-            checkpoint_dir=tmp_path,
-        )
-    assert len(app.trained) == 2
-    again = Watched()
-    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
-    assert sorted(again.trained + app.trained) == ALL
-
-
-def test_a_round_that_failed_can_be_taken_up_again(
-    tmp_path: Path, uninterrupted: CurvatureResult
-) -> None:
-    app = Watched(tamper=dict.fromkeys((1, 2, 3), fail))
-    with pytest.raises(RoundError):
-        start(app, tmp_path)
-    again = Watched()
-    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
-    assert sorted(again.trained) == ALL[1:]
-
-
 def test_a_rejected_reply_is_not_kept(tmp_path: Path) -> None:
-    app = Watched(tamper={1: drop_array("0.weight"), 2: fail, 3: set_metric("a", None)})
-    app.tamper[3] = set_metric("num-examples", 0)
+    """A round that failed for it can be taken up again."""
+    bad = {1: drop_array("0.weight"), 2: fail, 3: set_metric("num-examples", 0)}
     with pytest.raises(RoundError):
-        start(app, tmp_path)
-    assert files(tmp_path) == {
-        *ALWAYS,
-        "round-0000.safetensors",
-        "uploads-0001/exchange-1/partition-0.safetensors",
-    }
-
-
-def test_an_upload_of_a_client_that_is_not_sampled_is_not_used(tmp_path: Path) -> None:
-    app = killing_app(3)
-    with pytest.raises(KeyboardInterrupt):
-        start(app, tmp_path)
-    folder = tmp_path / "uploads-0001" / "exchange-1"
-    one = next(folder.glob("*.safetensors"))
-    one.rename(folder / "partition-99.safetensors")
+        start(Watched(tamper=bad), tmp_path)
+    first = "uploads-0001/exchange-1/partition-0.safetensors"
+    assert files(tmp_path) == {*ALWAYS, "round-0000.safetensors", first}
     again = Watched()
-    result = start(again, tmp_path, resume=True, num_rounds=1)
-    assert len(result.uploads) == CLIENTS
-    assert len(again.trained) == CLIENTS - 2
+    start(again, tmp_path, resume=True, num_rounds=1)
+    assert sorted(again.trained) == ALL[1:CLIENTS]
 
 
-def test_all_structures_and_solvers_survive(tmp_path: Path) -> None:
-    for index, options in enumerate(
-        (
-            {"structure": "dense"},
-            {"structure": "diagonal", "solver": "closed-form"},
-            {"solver": "adam", "iterations": 10, "seed": 5, "fraction_train": 0.5},
-        )
-    ):
-        where = tmp_path / str(index)
-        with pytest.raises(KeyboardInterrupt):
-            start(killing_app(3), where, **options)
-        resumed = start(where=where, resume=True, **options)
-        assert_same_result(resumed, start(**options))
-
-
-def test_more_rounds_may_be_added(
-    tmp_path: Path, uninterrupted: CurvatureResult
-) -> None:
-    start(where=tmp_path, num_rounds=1)
-    again = Watched()
-    assert_same_result(start(again, tmp_path, resume=True), uninterrupted)
-    assert sorted(again.trained) == ALL[CLIENTS:]
-
-
-@pytest.mark.parametrize("num_rounds", [ROUNDS, 1, 0])
+@pytest.mark.parametrize("num_rounds", [ROUNDS, 0])
 def test_when_all_is_done_the_result_is_returned(
     tmp_path: Path, uninterrupted: CurvatureResult, num_rounds: int
 ) -> None:
-    start(where=tmp_path)
+    """More rounds may be added; then the last two, and the last uploads, are there."""
+    start(where=tmp_path, num_rounds=1)
+    with safe_open(tmp_path / "round-0001.safetensors", "pt") as file:
+        for key, array in start(num_rounds=1).arrays.items():
+            assert torch.equal(file.get_tensor(key), torch.tensor(array.numpy()))
+    more = Watched()
+    assert_same_result(start(more, tmp_path, resume=True), uninterrupted)
+    assert sorted(more.trained) == ALL[CLIENTS:]
+    uploads = {
+        f"uploads-0003/exchange-1/partition-{p}.safetensors" for p in range(CLIENTS)
+    }
+    rounds = {f"round-{n:04d}.safetensors" for n in (2, 3)}
+    assert files(tmp_path) == rounds | uploads | ALWAYS
     again = Watched()
 
     def never(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         raise AssertionError(f"round {server_round} was evaluated again")
 
-    result = start(
-        again, tmp_path, resume=True, num_rounds=num_rounds, evaluate_fn=never
-    )
+    own: dict[str, Any] = {"num_rounds": num_rounds, "evaluate_fn": never}
+    result = start(again, tmp_path, resume=True, **own)
     assert_same_result(result, uninterrupted)
     assert not again.trained
     assert not again.evaluated
@@ -304,20 +218,13 @@ def test_metrics_keep_their_types(tmp_path: Path) -> None:
 # What is on disk
 
 
-def test_the_last_two_rounds_and_the_last_uploads_are_kept(tmp_path: Path) -> None:
-    start(where=tmp_path, num_rounds=3)
-    uploads = {
-        f"uploads-0003/exchange-1/partition-{p}.safetensors" for p in range(CLIENTS)
-    }
-    rounds = {f"round-{n:04d}.safetensors" for n in (2, 3)}
-    assert files(tmp_path) == rounds | uploads | ALWAYS
-
-
-def test_a_round_on_disk_is_the_model(tmp_path: Path) -> None:
-    result = start(where=tmp_path, num_rounds=1)
-    with safe_open(tmp_path / "round-0001.safetensors", "pt") as file:
-        for key, array in result.arrays.items():
-            assert torch.equal(file.get_tensor(key), torch.tensor(array.numpy()))
+def gradients_displaced(
+    app: Watched, where: Path | None = None, **options: Any
+) -> CurvatureResult:
+    """Do a round of two exchanges."""
+    strategy = FedGA(beta=0.5, fraction_evaluate=0.0)
+    grid = LocalGrid(app, 3)
+    return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, **options)
 
 
 def test_a_resume_knows_who_answered_the_first_of_two_exchanges(
@@ -325,38 +232,26 @@ def test_a_resume_knows_who_answered_the_first_of_two_exchanges(
 ) -> None:
     """Client 1 failed in the first exchange, and would not if it were asked again."""
 
-    def run(app: Watched, **options: Any) -> CurvatureResult:
-        strategy = FedGA(beta=0.5, fraction_evaluate=0.0)
-        return strategy.start(LocalGrid(app, 3), tiny_arrays(), **options)
+    def failing_first() -> Watched:
+        app = Watched()
 
-    def fails_first(app: Watched) -> Tamper:
         def tamper(content: RecordDict) -> None:
             if [p for _, p in app.trained].count(1) == 1:
                 raise ValueError("out of cheese")
 
-        return tamper
+        app.tamper[1] = tamper
+        return app
 
-    whole = Watched()
-    whole.tamper[1] = fails_first(whole)
-    expected = run(whole)
-    stopped = Watched()
-    stopped.tamper = dict.fromkeys((0, 2), kill_after(4, stopped))
-    stopped.tamper[1] = fails_first(stopped)
+    expected, stopped = gradients_displaced(failing_first()), failing_first()
+    stopped.tamper |= dict.fromkeys((0, 2), kill_after(4, stopped))
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, checkpoint_dir=tmp_path)
+        gradients_displaced(stopped, tmp_path)
     assert (tmp_path / "uploads-0001" / "exchange-2").exists()
     again = Watched()
-    result = run(again, checkpoint_dir=tmp_path, resume=True)
+    result = gradients_displaced(again, tmp_path, resume=True)
     assert {c["job"] for c in again.configs} == {"displaced"}
     assert same_bits(result.arrays, expected.arrays)
     assert result.train_metrics_clientapp[1]["num-gradients"] == 2
-
-
-def gradients_displaced(app: Watched, where: Path, **options: Any) -> CurvatureResult:
-    """Do a round of two exchanges."""
-    strategy = FedGA(beta=0.5, fraction_evaluate=0.0)
-    grid = LocalGrid(app, 3)
-    return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, **options)
 
 
 def spoil(path: Path) -> None:
@@ -503,17 +398,12 @@ def test_another_train_config_is_told(
 
 
 @pytest.mark.parametrize(
-    "value",
-    [0.1, 3, "a", True, b"bytes", [1, 2], float("nan"), [b"a", b"b"], [1.5, 2.5]],
+    "value", [0.1, 3, "a", True, b"bytes", [1, 2], float("nan"), [b"a", b"b"]]
 )
 def test_the_same_train_config_is_gone_on_with(tmp_path: Path, value: Any) -> None:
+    """And NumPy's numbers are kept as any."""
     options = {"train_config": ConfigRecord({"own": value}), "num_rounds": 1}
-    start(where=tmp_path, **options)
-    start(where=tmp_path, resume=True, **options)
-
-
-def test_numpys_numbers_are_kept_as_any(tmp_path: Path) -> None:
-    options = {"seed": np.int64(3), "min_train_nodes": np.int64(2), "num_rounds": 1}
+    options |= {"seed": np.int64(3), "min_train_nodes": np.int64(2)}
     start(where=tmp_path, **options)
     start(where=tmp_path, resume=True, **options)
 
@@ -521,24 +411,13 @@ def test_numpys_numbers_are_kept_as_any(tmp_path: Path) -> None:
 def test_a_directory_with_a_run_is_refused_without_resume(once: Path) -> None:
     before = {name: (once / name).read_bytes() for name in files(once)}
     app = Watched()
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"round 1: pass resume=True") as caught:
         start(app, once)
-    text = str(caught.value)
-    assert str(once) in text
-    assert "round 1" in text
-    assert "resume=True" in text
+    assert str(once) in str(caught.value)
     assert not app.trained
     assert before == {name: (once / name).read_bytes() for name in files(once)}
-
-
-def test_an_empty_name_is_no_directory() -> None:
     with pytest.raises(CheckpointError, match=r'^checkpoint_dir is ""'):
-        FedFisherOneShot().start(
-            LocalGrid(Watched(), CLIENTS), tiny_arrays(), checkpoint_dir=""
-        )
-
-
-def test_resume_needs_a_directory() -> None:
+        start(where="")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="resume=True needs a checkpoint_dir"):
         start(resume=True)
 

@@ -1,7 +1,6 @@
 """TCT as a strategy: two stages, their optimum, and what survives a crash."""
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, partial
@@ -53,7 +52,6 @@ from flwr_fisher.tangent.spectrum import largest_gram_eigenvalue
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
-P = 29  # all of the tiny net's features
 CLIENTS, STAGE1, ROUNDS = 3, 2, 5
 
 
@@ -154,60 +152,43 @@ def metric(result: CurvatureResult, name: str) -> list[Any]:
 
 
 def test_the_result_is_a_model_that_predicts() -> None:
-    result = plain()
-    tensors = arrays_to_tensors(result.arrays)
-    assert TCTModel.is_in(tensors)
-    model = TCTModel.from_tensors(tiny_model(), tensors)
-    by_hand = Problem(result.arrays)
-    for i in range(CLIENTS):
-        inputs = read_examples(tiny_client(i).problem.trainloader, i).inputs
-        expected = by_hand.Z[i] @ tensors["tct/weight"]
-        torch.testing.assert_close(model(inputs), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(tensors["tct/mean"], by_hand.mean)
-    torch.testing.assert_close(tensors["tct/std"], by_hand.std)
-    assert int(tensors["tct/seed"]) == derive_seed(0, "features")
-    assert bytes(tensors["tct/head"].tolist()) == b"3"
+    for seed in (0, 4):
+        result = plain(seed=seed)
+        tensors = arrays_to_tensors(result.arrays)
+        assert TCTModel.is_in(tensors)
+        model = TCTModel.from_tensors(tiny_model(), tensors)
+        by_hand = Problem(result.arrays, seed=seed)
+        for i in range(CLIENTS):
+            inputs = read_examples(tiny_client(i).problem.trainloader, i).inputs
+            expected = by_hand.Z[i] @ tensors["tct/weight"]
+            torch.testing.assert_close(model(inputs), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tensors["tct/mean"], by_hand.mean)
+        torch.testing.assert_close(tensors["tct/std"], by_hand.std)
+        assert int(tensors["tct/seed"]) == derive_seed(seed, "features")
+        assert bytes(tensors["tct/head"].tolist()) == b"3"
+    assert same_bits(plain(head="3").arrays, plain(seed=0).arrays)
 
 
-def test_features_are_the_seeds() -> None:
-    result = plain(seed=4)
-    tensors = arrays_to_tensors(result.arrays)
-    assert int(tensors["tct/seed"]) == derive_seed(4, "features")
-    by_hand = Problem(result.arrays, seed=4)
-    torch.testing.assert_close(tensors["tct/mean"], by_hand.mean)
+def assert_has_network_of(result: CurvatureResult, arrays: ArrayRecord) -> None:
+    network = arrays_to_tensors(result.arrays)
+    for key, value in arrays_to_tensors(arrays).items():
+        assert torch.equal(network[key], value), key
 
 
 def test_the_networks_of_stage_1_and_of_the_result_are_one() -> None:
-    result = plain()
-    alone = FedAvg(fraction_evaluate=0.0).start(
-        LocalGrid(client_app(), CLIENTS), tiny_arrays(), num_rounds=STAGE1
-    )
-    network = arrays_to_tensors(result.arrays)
-    for key, value in arrays_to_tensors(alone.arrays).items():
-        assert torch.equal(network[key], value), key
-
-
-def test_a_run_of_another_strategy_goes_on_in_stage_2() -> None:
-    other = Scaffold(fraction_evaluate=0.0).start(
-        LocalGrid(client_app(), CLIENTS), tiny_arrays(), num_rounds=STAGE1
-    )
-    grid = LocalGrid(client_app(), CLIENTS)
-    result = tct(stage1_rounds=0).start(grid, other.arrays, num_rounds=3)
-    network = arrays_to_tensors(result.arrays)
-    for key, value in arrays_to_tensors(other.arrays).items():
-        assert torch.equal(network[key], value), key
-
-
-def test_pre_trained_weights_need_no_stage_1() -> None:
-    app = Watched(client_app())
-    result = run(tct(stage1_rounds=0), app, num_rounds=3)
-    network, start = arrays_to_tensors(result.arrays), arrays_to_tensors(tiny_arrays())
-    assert all(torch.equal(network[key], value) for key, value in start.items())
-    tasks = [config["job"] for config in app.configs]
-    assert tasks == [
-        name for name in ("tct-moments", "tct-spectrum", "tct-step", "tct-step")
-        for _ in range(CLIENTS)
-    ]  # fmt: skip
+    """Whichever strategy trained it; pre-trained weights need no stage 1."""
+    for make, own in ((FedAvg, plain()), (Scaffold, None)):
+        stage1 = make(fraction_evaluate=0.0).start(
+            LocalGrid(client_app(), CLIENTS), tiny_arrays(), num_rounds=STAGE1
+        )
+        app = Watched(client_app())
+        if own is None:
+            grid = LocalGrid(app, CLIENTS)
+            own = tct(stage1_rounds=0).start(grid, stage1.arrays, num_rounds=3)
+        assert_has_network_of(own, stage1.arrays)
+    jobs = [config["job"] for config in app.configs]
+    expected = ("tct-moments", "tct-spectrum", "tct-step", "tct-step")
+    assert jobs == [job for job in expected for _ in range(CLIENTS)]
 
 
 def test_metrics_show_the_stages(caplog: pytest.LogCaptureFixture) -> None:
@@ -270,26 +251,6 @@ def test_a_round_is_the_functions_by_hand() -> None:
     torch.testing.assert_close(result.details, control, rtol=1e-4, atol=1e-6)
 
 
-def test_with_everyone_there_it_is_the_papers_h_form() -> None:
-    result = plain(num_rounds=STAGE1 + 1 + 4)
-    problem = Problem(result.arrays)
-    (lr,) = set(metric(result, "lr"))
-    total = sum(problem.n.values())
-    weight = torch.zeros(20, CLASSES)
-    h = {i: torch.zeros_like(weight) for i in problem.Z}
-    for _ in range(4):
-        locals_ = {
-            i: tct_update(
-                problem.Z[i], problem.Y[i], weight, h[i], problem.spectra[i],
-                lr=lr, local_steps=30,
-            )
-            for i in h
-        }  # fmt: skip
-        weight = sum(problem.n[i] / total * local for i, local in locals_.items())
-        h = {i: h[i] + (weight - locals_[i]) / (30 * lr) for i in h}
-    torch.testing.assert_close(weight_of(result), weight, rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize("control_variates", [True, False])
 def test_steps_one_by_one_end_where_the_closed_form_does(
     control_variates: bool,
@@ -311,21 +272,11 @@ def test_many_rounds_reach_the_pooled_least_squares() -> None:
     assert (found - best).norm() < 1e-3 * best.norm()
 
 
-def test_without_control_variates_it_is_another_point() -> None:
-    options = {"num_features": 8, "local_steps": 100, "control_variates": False}
-    result = run(tct(**options), num_rounds=STAGE1 + 1 + 20)
-    problem = Problem(result.arrays, num_features=8)
-    found, best = (
-        problem.predictions(w) for w in (weight_of(result), problem.optimum())
-    )
-    assert (found - best).norm() > 1e-2 * best.norm()
+def test_one_step_without_control_variates_is_gradient_descent() -> None:
+    result = plain(local_steps=1, control_variates=False)
     assert result.details is None
     assert not metric(result, "control-norm")
     assert not list(Path("~").expanduser().rglob("tct-control*"))
-
-
-def test_one_step_without_control_variates_is_gradient_descent() -> None:
-    result = plain(local_steps=1, control_variates=False)
     problem = Problem(result.arrays)
     (lr,) = set(metric(result, "lr"))
     weight = torch.zeros(20, CLASSES).double()
@@ -371,27 +322,15 @@ def test_features_too_far_out_for_half_precision_are_named() -> None:
 # Who takes part
 
 
-def test_half_of_the_clients_a_round_reach_the_optimum_too() -> None:
-    options = {"num_features": 8, "local_steps": 10, "fraction_train": 0.5}
-    app = Watched(client_app())
-    result = run(tct(**options), app, clients=4, num_rounds=STAGE1 + 1 + 120)
-    problem = Problem(result.arrays, range(4), num_features=8)
-    found, best = (
-        problem.predictions(w) for w in (weight_of(result), problem.optimum())
-    )
-    assert (found - best).norm() < 1e-3 * best.norm()
-    asked = {r: sorted(p for q, p in app.trained if q == r) for r in (1, 3, 4)}
-    assert len(asked[1]) == len(asked[4]) == 2
-    assert asked[3] == [0, 0, 1, 1, 2, 2, 3, 3]  # all, and twice
-    assert set(metric(result, "num-lost-states")) == {0}
-
-
 def test_absent_clients_are_scaffolds_by_hand() -> None:
     app = Watched(client_app())
     strategy = tct(fraction_train=0.5, seed=1)
     result = run(strategy, app, clients=4, num_rounds=STAGE1 + 1 + 5)
-    rounds = range(STAGE1 + 2, STAGE1 + 7)
-    cohorts = [sorted(p for q, p in app.trained if q == r) for r in rounds]
+    asked = {r: sorted(p for q, p in app.trained if q == r) for r in range(1, 9)}
+    assert len(asked[1]) == len(asked[4]) == 2
+    assert asked[3] == [0, 0, 1, 1, 2, 2, 3, 3]  # all, and twice
+    assert set(metric(result, "num-lost-states")) == {0}
+    cohorts = [asked[r] for r in range(STAGE1 + 2, STAGE1 + 7)]
     assert len({tuple(cohort) for cohort in cohorts}) > 1
     problem = Problem(result.arrays, range(4), seed=1)
     weights = [sum(problem.n[i] for i in cohort) for cohort in cohorts]
@@ -440,15 +379,17 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(
     assert caplog.text.count("it is lost, and begins anew") == 2
 
 
-def test_who_failed_while_features_were_standardised_joins_later() -> None:
-    app = Watched(client_app())
-
-    def failing(content: RecordDict) -> None:
+def absent_at_convexifying(app: Watched, partition: int = 2) -> Watched:
+    def fails(content: RecordDict) -> None:
         if app.trained[-1][0] == STAGE1 + 1:
             raise ValueError("out of cheese")
 
-    app.tamper = {2: failing}
-    result = run(tct(lr=0.01), app)
+    app.tamper = {partition: fails}
+    return app
+
+
+def test_who_failed_while_features_were_standardised_joins_later() -> None:
+    result = run(tct(lr=0.01), absent_at_convexifying(Watched(client_app())))
     assert metric(result, "num-replies") == [3, 3, 2, 3, 3]
     # Both exchanges of the convexifying round asked it.
     assert metric(result, "num-rejected") == [0, 0, 2, 0, 0]
@@ -464,29 +405,17 @@ def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It was not there when the rate was settled."""
-    app = Watched(client_app(larger(2, 50.0)))
 
-    def failing(content: RecordDict) -> None:
-        if app.trained[-1][0] == STAGE1 + 1:
-            raise ValueError("out of cheese")
+    def larger(partition: int, client: FisherClient) -> None:
+        if partition == 2:
+            x, y = tiny_data(partition).tensors
+            data = TensorDataset(x * 50.0, y)
+            client.problem.trainloader = DataLoader(data, batch_size=4)
 
-    app.tamper = {2: failing}
-    result = run(tct(), app)
+    result = run(tct(), absent_at_convexifying(Watched(client_app(larger))))
     assert metric(result, "num-rejected")[3:] == [1, 1]
     assert "left out partition-2" in caplog.text
     assert "too large for these features" in caplog.text
-
-
-def larger(which: int, factor: float) -> Callable[[int, FisherClient], None]:
-    """Scale a client's inputs."""
-
-    def change(partition: int, client: FisherClient) -> None:
-        if partition == which:
-            x, y = tiny_data(partition).tensors
-            data = TensorDataset(x * factor, y)
-            client.problem.trainloader = DataLoader(data, batch_size=4)
-
-    return change
 
 
 # Stage 1
@@ -528,27 +457,6 @@ def test_the_server_evaluates_the_network_and_then_the_model() -> None:
     result = run(tct(), evaluate_fn=evaluate)
     assert seen == {0: False, 1: False, 2: False, 3: True, 4: True, 5: True}
     assert sorted(result.evaluate_metrics_serverapp) == sorted(seen)
-
-
-def test_a_bad_reply_in_stage_1_is_left_out_by_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    app = Watched(client_app())
-
-    def tamper(content: RecordDict) -> None:
-        if app.trained[-1][0] <= STAGE1:
-            change_array("3.bias", lambda a: a * float("nan"))(content)
-
-    app.tamper = {1: tamper}
-    result = run(tct(), app)
-    assert metric(result, "num-rejected") == [1, 1, 0, 0, 0]
-    assert re.search("left out partition-1: node .*'3.bias': holds NaN", caplog.text)
-    without = run(
-        tct(), client_app(lambda i, c: tiny_client(2) if i == 1 else c), 2, num_rounds=4
-    )
-    for key in ("0.weight", "1.running_var"):
-        a, b = (arrays_to_tensors(r.arrays)[key] for r in (result, without))
-        torch.testing.assert_close(a, b)
 
 
 # Arguments
@@ -594,20 +502,6 @@ def test_other_loops_than_start_are_refused() -> None:
         tct().configure_train(STAGE1 + 1, tiny_arrays(), ConfigRecord(), grid)
 
 
-def test_a_head_that_is_none_is_named_in_the_first_round() -> None:
-    app = Watched(client_app())
-    with pytest.raises(RoundError, match=r"partition-0, .*unknown head 'fc9'"):
-        run(tct(head="fc9"), app)
-    assert {server_round for server_round, _ in app.trained} == {1}
-
-
-def test_another_head_may_be_named() -> None:
-    result = plain(head="3")
-    assert same_bits(result.arrays, plain().arrays)
-    with pytest.raises(RoundError, match=r"only an nn.Linear"):
-        plain(head="1")
-
-
 # The learning rate
 
 
@@ -643,11 +537,6 @@ def test_a_rate_too_large_for_one_of_three_is_told(caplog) -> None:
     assert f"too large for partition-{order[-1]}, by the eigenvalues" in caplog.text
 
 
-@pytest.mark.parametrize("lr", [1e-4, 0.05])
-def test_a_rate_that_is_given_is_taken(lr: float) -> None:
-    assert set(metric(plain(lr=lr), "lr")) == {lr}
-
-
 def test_the_default_is_the_papers_or_what_is_safe() -> None:
     result = plain()
     largest = Problem(result.arrays).largest
@@ -659,25 +548,41 @@ def test_the_default_is_the_papers_or_what_is_safe() -> None:
     assert metric(flat, "lr")[0] == pytest.approx(min(5 / 20, 1 / small))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "client", "reason"),
+    [
+        ({"head": "fc9"}, {}, r"partition-0, .*unknown head 'fc9'"),
+        ({"head": "1"}, {}, r"only an nn.Linear"),
+        ({}, {"likelihood": "gaussian"}, r"regresses on classes.*'gaussian'"),
+        ({}, {"state_bytes": 500}, r"20 features of 12 .*float16"),
+        ({}, {"state_dir": Path(__file__)}, r"cannot keep .*test_tct.*state_dir="),
+    ],
+)
+def test_what_stage_2_cannot_do_ends_the_run_by_name(
+    strategy: dict[str, Any], client: dict[str, Any], reason: str
+) -> None:
+    app = Watched(client_app(**client))
+    with pytest.raises(RoundError, match=reason):
+        run(tct(**strategy), app)
+    rounds = {server_round for server_round, _ in app.trained}
+    assert rounds == ({1, 2, 3} if "state_dir" in client else {1})
+
+
 def test_once_stage_2_has_begun_the_rate_stays(tmp_path: Path) -> None:
-    where = tmp_path / "run"
-    run(tct(lr=0.02), num_rounds=4, checkpoint_dir=where)
-    with pytest.raises(CheckpointError, match=r"begun with lr=0.02, not 0.01"):
-        run(tct(lr=0.01), checkpoint_dir=where, resume=True)
-    resumed = run(tct(), checkpoint_dir=where, resume=True)
-    assert same_bits(resumed.arrays, plain(lr=0.02).arrays)
-
-
-def test_other_options_are_refused(tmp_path: Path) -> None:
-    run(tct(), num_rounds=4, checkpoint_dir=tmp_path / "run")
+    """And other options are refused."""
+    where: dict[str, Any] = {"checkpoint_dir": tmp_path / "run"}
+    run(tct(lr=0.02), num_rounds=4, **where)
     for options, said in (
+        ({"lr": 0.01}, r"begun with lr=0.02, not 0.01"),
         ({"local_steps": 7}, "local_steps: 30 -> 7"),
         ({"num_features": 7}, "num_features: 20 -> 7"),
         ({"solver": "steps"}, "solver: 'closed-form' -> 'steps'"),
         ({"stage1_rounds": 1}, "stage1_rounds: 2 -> 1"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            run(tct(**options), checkpoint_dir=tmp_path / "run", resume=True)
+            run(tct(**options), resume=True, **where)
+    resumed = run(tct(), resume=True, **where)
+    assert same_bits(resumed.arrays, plain(lr=0.02).arrays)
 
 
 # Too many examples, and other networks
@@ -710,6 +615,7 @@ def test_steps_need_no_spectrum(few: None) -> None:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ten examples be as many as there may be for a spectrum."""
     plain(solver="steps", lr=0.05)
+    plain(lr=0.05)
     monkeypatch.setattr(client_tangent, "MOST_EXAMPLES", 10)
 
 
@@ -719,13 +625,6 @@ def test_the_largest_eigenvalue_needs_no_matrix(shape: tuple[int, int]) -> None:
     exact = gram_spectrum(Z).largest
     found = largest_gram_eigenvalue(Z)
     assert exact * (1 - 1e-6) <= found <= exact * 1.05
-
-
-def test_a_cache_that_is_too_small_is_named_before_training() -> None:
-    app = Watched(client_app(state_bytes=500))
-    with pytest.raises(RoundError, match=r"20 features of 12 .*float16"):
-        run(tct(), app)
-    assert {server_round for server_round, _ in app.trained} == {1}
 
 
 def other_network(partition: int, client: FisherClient) -> FisherClient | None:
@@ -769,131 +668,72 @@ def test_a_client_whose_features_are_others_is_refused_by_name(
     assert "build the same model on both sides" in caplog.text
 
 
-def test_a_client_of_another_likelihood_is_refused_by_name() -> None:
-    with pytest.raises(RoundError, match=r"regresses on classes.*'gaussian'"):
-        run(tct(), client_app(likelihood="gaussian"))
+NAN = float("nan")
+MOMENTS, SPECTRUM, STEP = "tct-moments", "tct-spectrum", "tct-step"
+BAD: list[tuple[str, virtual.Tamper, str]] = [
+    (MOMENTS, drop_array("tct/m2"), "tct/m2': missing"),
+    (MOMENTS, drop_array("tct/digest"), "tct/digest': missing"),
+    (MOMENTS, set_array("tct/more", [1.0]), "tct/more': unexpected key"),
+    (MOMENTS, change_array("tct/mean", lambda a: a.astype("f4")), "tct/mean': torch.f"),
+    (MOMENTS, change_array("tct/mean", lambda a: a[:5]), "tct/m2': 20 entries for 5"),
+    (MOMENTS, change_array("tct/m2", lambda a: -a - 1), "tct/m2': a negative"),
+    (MOMENTS, change_array("tct/mean", lambda a: a * NAN), "tct/mean': holds"),
+    (MOMENTS, change_array("tct/count", lambda a: a * 0), "tct/count': must be posi"),
+    (MOMENTS, change_array("tct/num-classes", lambda a: a * 10**9), "-classes': 30000"),
+    (MOMENTS, change_array("tct/head", lambda a: a + 200), "tct/head': is no text"),
+    (MOMENTS, set_array("tct/mean", [0.0] * 21), "tct/mean': 21 features, and 20 were"),
+    (MOMENTS, set_array("tct/digest", [[1]]), "tct/digest': torch.int64"),
+    (SPECTRUM, set_array("tct/largest-eigenvalue", -1.0), "'tct/largest-eigenvalue': "),
+    (SPECTRUM, set_array("tct/largest-eigenvalue", [1.0]), "'tct/largest-eigenvalue'"),
+    (STEP, change_array("tct/weight", lambda a: a.T), "tct/weight': torch.float32 of"),
+    (STEP, change_array("tct/weight", lambda a: a.astype("f8")), "tct/weight': torch"),
+    (STEP, set_array("3.bias", [1.0]), "3.bias': unexpected key"),
+    (STEP, set_array("tct/weight", [0.0] * 10**5), "arrived, and at most"),
+]
 
 
-@pytest.mark.parametrize(
-    ("server_round", "tamper", "field"),
-    [
-        (3, drop_array("tct/m2"), "tct/m2': missing"),
-        (3, drop_array("tct/digest"), "tct/digest': missing"),
-        (3, set_array("tct/more", [1.0]), "tct/more': unexpected key"),
-        (3, change_array("tct/mean", lambda a: a.astype("f4")), "tct/mean': torch.fl"),
-        (3, change_array("tct/mean", lambda a: a[:5]), "tct/m2': 20 entries for 5"),
-        (3, change_array("tct/m2", lambda a: -a - 1), "tct/m2': a negative"),
-        (3, change_array("tct/mean", lambda a: a * float("nan")), "tct/mean': holds"),
-        (3, change_array("tct/count", lambda a: a * 0), "tct/count': must be posi"),
-        (
-            3,
-            change_array("tct/num-classes", lambda a: a * 10**9),
-            "num-classes': 30000",
-        ),
-        (3, change_array("tct/head", lambda a: a + 200), "tct/head': is no text"),
-        (3, set_array("tct/mean", [0.0] * 21), "tct/mean': 21 features, and 20 were"),
-        (3, set_array("tct/digest", [[1]]), "tct/digest': torch.int64"),
-        (4, change_array("tct/weight", lambda a: a.T), "tct/weight': torch.float32 of"),
-        (4, change_array("tct/weight", lambda a: a.astype("f8")), "tct/weight': torch"),
-        (4, set_array("3.bias", [1.0]), "3.bias': unexpected key"),
-        (4, set_array("tct/weight", [0.0] * 10**5), "arrived, and at most"),
-    ],
-)
+@pytest.mark.parametrize(("job", "tamper", "field"), BAD)
 def test_a_bad_upload_is_named_and_tolerated(
-    server_round: int,
-    tamper: virtual.Tamper,
-    field: str,
-    caplog: pytest.LogCaptureFixture,
+    job: str, tamper: virtual.Tamper, field: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = Watched(client_app())
+    app, last = Watched(client_app()), STAGE1 + 1 + (job == STEP)
 
     def sometimes(content: RecordDict) -> None:
-        told = app.configs[-1]
-        task = "tct-moments" if server_round == 3 else "tct-step"
-        if app.trained[-1][0] == server_round and told["job"] == task:
+        if app.configs[-1].get("job") == job:
             tamper(content)
 
     app.tamper = {2: sometimes}
-    result = run(tct(lr=0.01), app)
-    assert metric(result, "num-rejected")[server_round - 1] == 1
+    result = run(tct(lr=0.01), app, num_rounds=max(last, STAGE1 + 2))
+    assert metric(result, "num-rejected")[last - 1] == 1
     assert field in caplog.text
-
-
-@pytest.mark.parametrize("value", [-1.0, [1.0]])
-def test_an_eigenvalue_that_is_none_is_named(
-    value: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = Watched(client_app())
-
-    def sometimes(content: RecordDict) -> None:
-        if app.configs[-1].get("job") == "tct-spectrum":
-            set_array("tct/largest-eigenvalue", value)(content)
-
-    app.tamper = {2: sometimes}
-    assert metric(run(tct(lr=0.01), app), "num-rejected")[2] == 1
-    assert "'tct/largest-eigenvalue': " in caplog.text
 
 
 # What every strategy owes its users
 
 
 def test_node_ids_and_the_order_of_replies_do_not_matter() -> None:
-    results = [
+    first, second = (
         tct(fraction_evaluate=1.0).start(
-            LocalGrid(client_app(), CLIENTS, seed=seed),
-            tiny_arrays(),
-            num_rounds=ROUNDS,
+            LocalGrid(client_app(), CLIENTS, seed=seed), tiny_arrays(), ROUNDS
         )
         for seed in (1, 2)
-    ]
-    first, second = results
+    )
     assert same_bits(first.arrays, second.arrays)
     assert first.train_metrics_clientapp == second.train_metrics_clientapp
     assert first.evaluate_metrics_clientapp == second.evaluate_metrics_clientapp
 
 
 def test_the_callers_records_are_left_as_they_were() -> None:
-    arrays = tiny_arrays()
+    app, arrays = Watched(client_app()), tiny_arrays()
     train, evaluate = ConfigRecord({"lr": 0.2}), ConfigRecord({"note": "hi"})
-    app = Watched(client_app())
-    tct(fraction_evaluate=1.0).start(
-        LocalGrid(app, CLIENTS),
-        arrays,
-        num_rounds=ROUNDS,
-        train_config=train,
-        evaluate_config=evaluate,
-    )
+    grid = LocalGrid(app, CLIENTS)
+    options = {"train_config": train, "evaluate_config": evaluate}
+    tct(fraction_evaluate=1.0).start(grid, arrays, num_rounds=ROUNDS, **options)
     assert dict(train) == {"lr": 0.2}
     assert dict(evaluate) == {"note": "hi"}
     assert same_bits(arrays, tiny_arrays())
     assert all(c.get("lr") == 0.2 or c.get("note") == "hi" for c in app.configs)
     assert all(c["seed"] == seed_of_clients(0) for c in app.configs)
-
-
-def test_records_travel_under_the_keys_that_were_asked_for() -> None:
-    seen: set[frozenset[str]] = set()
-    app = client_app()
-
-    class Spy(ClientApp):
-        def __call__(self, message: Any, context: Context) -> Any:
-            if message.metadata.message_type == "train":
-                seen.add(frozenset(message.content))
-            return app(message, context)
-
-    run(tct(arrayrecord_key="model", configrecord_key="how"), Spy())
-    assert seen == {frozenset({"model", "how"})}
-
-
-def test_too_few_usable_replies_end_the_round() -> None:
-    app = Watched(client_app())
-
-    def late(content: RecordDict) -> None:
-        if app.trained[-1][0] == STAGE1 + 2:
-            raise ValueError("out of cheese")
-
-    app.tamper = {0: late, 1: late}
-    with pytest.raises(RoundError, match="1 usable replies, and min_train_nodes=2"):
-        run(tct(), app)
 
 
 # Features on disk
@@ -960,28 +800,9 @@ def test_what_changes_is_computed_again(
     assert not same_bits(resumed.arrays, plain(lr=1e-3).arrays)
 
 
-def test_features_take_no_more_room_than_the_bound(counted: list[int]) -> None:
-    # One client's: 12 examples of 20 features, and their spectrum.
-    app = client_app(state_bytes=12 * (20 * 4 + 8) + 8 * 12 * 13 + 400)
-    for _ in range(3):
-        run(tct(), app)
-    assert len(cached()) <= 2 * 3 * CLIENTS
-    sizes: dict[Path, int] = {}
-    for path in cached():
-        client = path.parents[1]
-        sizes[client] = sizes.get(client, 0) + path.stat().st_size
-    assert max(sizes.values()) < 12 * (20 * 4 + 8) + 8 * 12 * 13 + 1000
-    assert len(counted) == 3 * CLIENTS
-
-
 @pytest.mark.parametrize(
     ("name", "how"),
-    [
-        ("features", "truncated"),
-        ("features", "flipped"),
-        ("features", "garbage"),
-        ("spectrum", "flipped"),
-    ],
+    [("features", "truncated"), ("spectrum", "flipped"), ("features", "gone")],
 )
 def test_a_corrupt_file_is_named_and_made_again(
     name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -989,25 +810,16 @@ def test_a_corrupt_file_is_named_and_made_again(
     where = tmp_path / "run"
     run(tct(), num_rounds=4, checkpoint_dir=where)
     (path,) = [p for p in cached() if "partition-1" in str(p) and name in p.name]
-    data = bytearray(path.read_bytes())
-    if how == "truncated":
-        data = data[:-9]
-    elif how == "flipped":
-        data[-9] ^= 4
+    data = path.read_bytes()
+    if how == "gone":
+        path.unlink()
     else:
-        data[:64] = b"\xff" * 64
-    path.write_bytes(data)
+        changed = b"" if how == "truncated" else bytes([data[-9] ^ 4]) + data[-8:]
+        path.write_bytes(data[:-9] + changed)
     resumed = run(tct(), checkpoint_dir=where, resume=True)
-    assert f"{path} is damaged, and treated as lost" in caplog.text
+    assert (f"{path} is damaged, and treated as lost" in caplog.text) == (how != "gone")
     assert path.exists()
     assert same_bits(resumed.arrays, plain().arrays)
-
-
-def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    app = client_app(state_dir=tmp_path / "file")
-    with pytest.raises(RoundError, match=r"cannot keep .*file.*state_dir="):
-        run(tct(), app)
 
 
 # Stopped, and resumed
@@ -1026,17 +838,11 @@ def uninterrupted() -> CurvatureResult:
 ASKED = [3, 3, 8, 3, 3, 3]  # requests to train, by round
 
 
-@pytest.mark.parametrize("asked", [2, 4, 8, 12, 22])
+@pytest.mark.parametrize("asked", [2, 8, 12, 22])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
     """Stopped anywhere, once a client had saved and was not yet heard of."""
-    expected = uninterrupted()
-    app = Watched(client_app())
-
-    def die(content: RecordDict) -> None:
-        if len(app.trained) > asked:
-            raise KeyboardInterrupt
-
-    app.tamper = dict.fromkeys(range(4), die)
+    expected, app = uninterrupted(), Watched(client_app())
+    app.tamper = dict.fromkeys(range(4), virtual.kill_after(asked, app))
     with pytest.raises(KeyboardInterrupt):
         whole_run(app, tmp_path / "run")
     again = Watched(client_app())
@@ -1046,14 +852,3 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> N
     assert resumed.evaluate_metrics_clientapp == expected.evaluate_metrics_clientapp
     assert torch.equal(resumed.details, expected.details)
     assert len(again.trained) == sum(ASKED) - asked
-
-
-def test_a_lost_cache_changes_no_bit(tmp_path: Path, counted: list[int]) -> None:
-    where = tmp_path / "run"
-    run(tct(), num_rounds=4, checkpoint_dir=where)
-    for path in cached():
-        path.unlink()
-    counted.clear()
-    resumed = run(tct(), checkpoint_dir=where, resume=True)
-    assert sorted(counted) == [8, 10, 12]
-    assert same_bits(resumed.arrays, plain().arrays)
