@@ -23,7 +23,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.merge import contribution, private_sums
 from flwr_fisher.merge.private_sums import _PRODUCT, VECTORS
 from flwr_fisher.secure import SecureSums, SecureSumsMod
-from flwr_fisher.secure.contribution import Contribution
+from flwr_fisher.secure.payload import Contribution
 from flwr_fisher.server.privacy import with_noise
 from flwr_fisher.strategies import (
     FedAvg,

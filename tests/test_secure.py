@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError, RoundError
-from flwr_fisher.secure import Aggregator, Participant, keys
-from flwr_fisher.secure.aggregator import Sealed, added
+from flwr_fisher.secure import Aggregator, Participant, crypto
+from flwr_fisher.secure.aggregator import (
+    Sealed,
+    added,
+    degree_for,
+    neighbourhoods,
+    threshold_of,
+)
+from flwr_fisher.secure.crypto import noise
 from flwr_fisher.secure.fixed_point import (
     LEVELS,
     LOWEST,
@@ -20,8 +27,6 @@ from flwr_fisher.secure.fixed_point import (
     highest,
     unary,
 )
-from flwr_fisher.secure.graph import degree_for, neighbourhoods, threshold_of
-from flwr_fisher.secure.masks import noise
 
 
 class Federation:
@@ -262,7 +267,7 @@ def test_a_share_that_is_wrong_is_named_and_does_no_harm(caplog) -> None:
     federation = Federation(5)
     federation.share()
     masked = federation.mask(words)
-    opened = federation.open(masked, change={11: bytes(keys.SHARE)})
+    opened = federation.open(masked, change={11: bytes(crypto.SHARE)})
     assert (opened == added(list(words.values()))).all()
     assert "from partition-11" in caplog.text
 

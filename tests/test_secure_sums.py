@@ -23,7 +23,7 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
 from flwr_fisher.secure import Participant, SecureSums, SecureSumsMod
-from flwr_fisher.secure.identity import Trusted, signature
+from flwr_fisher.secure.crypto import Trusted, signature
 from flwr_fisher.strategies import (
     FAGH,
     GIANT,
@@ -332,6 +332,27 @@ def test_what_is_malformed_is_told_by_name(what: str, tmp_path: Path, caplog) ->
     merged(strategy, make_client_app(client_of, mods=[Spoiling()]), clients=5)
     assert says in caplog.text
     assert "partition-1" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["session", "commitments", "sealed-shares", "layout"])
+def test_what_all_clients_have_malformed_ends_the_round(
+    key: str, tmp_path: Path
+) -> None:
+    own = SecureSumsMod(state_dir=tmp_path)
+
+    class Spoiling(SecureSumsMod):
+        def __call__(self, message, context, call_next):
+            reply = own(message, context, call_next)
+            arrays = reply.content.array_records["arrays"]
+            if (value := arrays.get(f"secure/{key}")) is not None:
+                arrays[f"secure/{key}"] = Array(value.numpy()[..., :-32][..., 1:])
+            return reply
+
+    with pytest.raises(RoundError):
+        merged(
+            STRATEGIES["fedfisher"](secure=SecureSums()),
+            make_client_app(client_of, mods=[Spoiling()]),
+        )
 
 
 def keys_of(folder: Path, names: str) -> Path:

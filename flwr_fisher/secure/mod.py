@@ -1,28 +1,219 @@
-"""A client's half of a secure sum, as a mod around whatever answers the request."""
+"""A client's half of a secure sum, as a mod around whatever answers the request.
 
+Long: what it reads, what it keeps on its disk, and what it does at each stage.
+"""
+
+import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
+from torch import Tensor
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import whole_number
-from flwr_fisher.client.request import config_of
+from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.errors import ClientError, check_range, check_whole
-from flwr_fisher.secure.contribution import Contribution
-from flwr_fisher.secure.fixed_point import FixedPoint
-from flwr_fisher.secure.identity import SIGNATURE, UNSIGNED, Trusted, signature
-from flwr_fisher.secure.keys import DIGEST, PUBLIC
-from flwr_fisher.secure.memory import SumMemory
+from flwr_fisher.secure.crypto import (
+    DIGEST,
+    PUBLIC,
+    SIGNATURE,
+    UNSIGNED,
+    Trusted,
+    pairs_in,
+    pieces,
+    signature,
+)
+from flwr_fisher.secure.fixed_point import FixedPoint, Words
 from flwr_fisher.secure.participant import Participant
-from flwr_fisher.secure.request import SumRequest
+from flwr_fisher.secure.payload import (
+    LAYOUT,
+    NUM_EXAMPLES,
+    SECURE,
+    WORDS,
+    Contribution,
+    SecureUpload,
+    layout_text,
+    rows_of,
+)
+from flwr_fisher.wire import (
+    arrays_to_tensors,
+    join_groups,
+    named_options,
+    split_groups,
+    tensors_to_arrays,
+)
 
+_NAME = "secure-sum"
 _MOST_SUMS = 10_000
+_GROUP = "secure"  # of the tensors that are for the mod alone
+
+
+class SumRequest:
+    """A request of a secure sum, read."""
+
+    def __init__(
+        self, message: Message, context: Context, options: Mapping[str, Any]
+    ) -> None:
+        self.message, self.context = message, context
+        self.options, self.client = options, partition_of(context)
+        self.index = whole_number(options, "secure-sum", 0)
+        self.weighted_by = str(options.get("secure-weight", NUM_EXAMPLES))
+        records = list(message.content.array_records.values())
+        if len(records) != 1:
+            raise ClientError(f"expected one ArrayRecord, got {len(records)}")
+        self.params, self.groups = split_groups(arrays_to_tensors(records[0]))
+        self.sent = self.groups.pop(_GROUP, {})
+
+    def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return what the server sent."""
+        value = self.sent.get(name)
+        if value is None or value.dtype != dtype or tuple(value.shape) != shape:
+            got = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+            raise ClientError(
+                f"the server sent {got} for '{name}' of a secure sum, expected {dtype} "
+                f"{shape}: install the same flwr-fisher on both sides"
+            )
+        return value
+
+    def rows(self, name: str, count: int, width: int) -> list[bytes]:
+        """Return a matrix of bytes that the server sent, row by row."""
+        matrix = self.tensor(name, torch.uint8, count, width).numpy()
+        return [row.tobytes() for row in matrix]
+
+    def numbers(self, name: str) -> list[int]:
+        """Return a list of clients that the server sent, each once."""
+        value = self.sent.get(name)
+        if value is None or value.dtype != torch.int64 or value.dim() != 1:
+            raise ClientError(f"the server sent no list of clients as '{name}'")
+        numbers = [number % 2**64 for number in value.tolist()]
+        if len(set(numbers)) < len(numbers):
+            raise ClientError(f"the server's list '{name}' has a client twice")
+        return numbers
+
+    def session(self) -> bytes:
+        """Return the number under which this client keeps its secrets."""
+        return self.tensor("session", torch.uint8, 8).numpy().tobytes()
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the norm that is clipped to, and the noise's standard deviation."""
+        if "bounds" not in self.sent:
+            return math.inf, 0.0
+        norm, deviation = self.tensor("bounds", torch.float64, 2).tolist()
+        return norm, deviation
+
+    def inner(self) -> Message:
+        """Return the request as it would be without a secure sum."""
+        arrays = tensors_to_arrays({**self.params, **join_groups(self.groups)})
+        (own,) = named_options({"secure": None})
+        (job,) = named_options({"job": None})
+        content = RecordDict()
+        for name, record in self.message.content.items():
+            if isinstance(record, ConfigRecord):
+                kept = {k: v for k, v in record.items() if not k.startswith(own)}
+                kept[job] = str(self.options.get("secure-job", "train"))
+                content[name] = ConfigRecord(kept)
+            else:
+                content[name] = arrays
+        self.message.content = content
+        return self.message
+
+    def reply(self, tensors: dict[str, Tensor]) -> Message:
+        """Return the answer; of the client's metrics it has none."""
+        metrics = MetricRecord({NUM_EXAMPLES: 1, self.weighted_by: 1})
+        arrays = SecureUpload(tensors).to_arrays()
+        content = RecordDict({"arrays": arrays, "metrics": metrics})
+        return Message(content, reply_to=self.message)
+
+    def reply_words(self, words: Words, contribution: Contribution) -> Message:
+        """Return masked words, and of which tensors they are."""
+        own = {
+            WORDS: torch.from_numpy(words),
+            LAYOUT: layout_text(contribution.layout()),
+        }
+        return self.reply({**contribution.descriptions(), **own})
+
+    def reply_rows(self, **parts: Sequence[bytes]) -> Message:
+        """Return an answer of matrices of bytes, whose rows have one length."""
+        named = {k.replace("_", "-"): rows_of(rows) for k, rows in parts.items()}
+        return self.reply({f"{SECURE}{k}": rows for k, rows in named.items()})
+
+
+@dataclass(frozen=True)
+class SumMemory:
+    """What a client remembers from one request of a secure sum to the next.
+
+    Parameters
+    ----------
+    disk : ClientDisk
+        Where.
+    participant : Participant
+        Its secrets.
+    contribution : Contribution
+        What it adds to the sum under way.
+    index : int
+        The sum that told how large the contribution is; -1: there is none.
+    """
+
+    disk: ClientDisk
+    participant: Participant
+    contribution: Contribution
+    index: int = -1
+
+    @classmethod
+    def new(cls, disk: ClientDisk, client: int, sums: int) -> "SumMemory":
+        """Draw the secrets of as many sums."""
+        return cls(disk, Participant.new(client, sums), Contribution({}))
+
+    @classmethod
+    def load(cls, disk: ClientDisk, index: int) -> "SumMemory":
+        """Find what was kept, for a sum of those that it is of.
+
+        Raises
+        ------
+        ClientError
+            If there is nothing, or it has no secrets for that sum.
+        """
+        kept = disk.load(_NAME)
+        if kept is None:
+            raise ClientError(
+                f"the secrets of this secure sum are not in {disk.path}: it goes on "
+                "without this client"
+            )
+        tensors, note = kept.tensors, json.loads(kept.note)
+        participant = Participant.from_json(note["participant"])
+        if index >= len(participant.own):
+            raise ClientError(
+                f"the server asks for sum {index}, and this client has secrets "
+                f"for {len(participant.own)}"
+            )
+        return cls(
+            disk,
+            participant,
+            Contribution(tensors, note["weight"], note["bound"]),
+            int(note["index"]),
+        )
+
+    def save(self) -> None:
+        """Keep it: a client that was restarted goes on with the same secrets."""
+        note = json.dumps(
+            {
+                "participant": self.participant.to_json(),
+                "weight": self.contribution.weight,
+                "bound": self.contribution.bound,
+                "index": self.index,
+            }
+        )
+        tensors = self.contribution.tensors
+        num_bytes = sum(value.nbytes for value in tensors.values())
+        self.disk.check_room(num_bytes, "what this client adds to a sum")
+        self.disk.save(_NAME, tensors, note=note)
 
 
 @dataclass(frozen=True)
@@ -157,7 +348,7 @@ def _shares(
     rows = request.rows("keys", len(numbers), width)
     threshold = int(request.tensor("threshold", torch.int64))
     _check_enough(mod, numbers)
-    public = {n: _cut(row, PUBLIC) for n, row in zip(numbers, rows, strict=True)}
+    public = {n: pieces(row, PUBLIC) for n, row in zip(numbers, rows, strict=True)}
     if mod.trusted is not None:
         signatures = request.rows("signatures", len(numbers), SIGNATURE)
         signers = dict(zip(numbers, signatures, strict=True))
@@ -210,12 +401,11 @@ def _receive(request: SumRequest, participant: Participant) -> None:
         raise ClientError(f"{len(texts)} sealed shares of {len(senders)} senders")
     sealed = request.rows("sealed-shares", *texts.shape) if senders else []
     width = 2 * DIGEST * len(participant.own)
-    commitments = {}
     rows = request.rows("commitments", len(senders), width)
-    for sender, row in zip(senders, rows, strict=True):
-        parts = _cut(row, DIGEST)
-        commitments[sender] = list(zip(parts[::2], parts[1::2], strict=True))
-    participant.receive(dict(zip(senders, sealed, strict=True)), commitments)
+    pairs = [pairs_in(row, DIGEST) for row in rows]
+    participant.receive(
+        dict(zip(senders, sealed, strict=True)), dict(zip(senders, pairs, strict=True))
+    )
 
 
 def _values(
@@ -265,7 +455,3 @@ def _check_enough(mod: SecureSumsMod, numbers: Sequence[int]) -> None:
             f"{len(numbers)} clients take part, and this one hides among "
             f"{mod.min_clients} at least (SecureSumsMod(min_clients=...))"
         )
-
-
-def _cut(row: bytes, size: int) -> list[bytes]:
-    return [row[i : i + size] for i in range(0, len(row), size)]

@@ -6,18 +6,16 @@ Long: the steps of the protocol are few lines each, and their refusals many.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flwr_fisher.errors import ClientError, WireError
-from flwr_fisher.secure import keys
+from flwr_fisher.secure import crypto
+from flwr_fisher.secure.crypto import MaskedWords, Pair, commitments_of, noise
 from flwr_fisher.secure.fixed_point import LEVELS, Words, unary
-from flwr_fisher.secure.masks import MaskedWords, noise
 
 PublicKeys = Sequence[bytes]
 """Of one client: that of its channel, and one for each sum."""
-Pair = tuple[bytes, bytes]
-"""For one sum: what belongs to the key of its pairwise masks, and to its own mask."""
 
 
 @dataclass
@@ -62,12 +60,12 @@ class Participant:
     @classmethod
     def new(cls, number: int, sums: int) -> "Participant":
         """Draw the secrets for so many sums."""
-        seeds = [keys.new_seed() for _ in range(2 * sums)]
-        return cls(number, keys.new_seed(), seeds[:sums], seeds[sums:], keys.new_seed())
+        channel, private, *seeds = (crypto.new_seed() for _ in range(2 + 2 * sums))
+        return cls(number, channel, seeds[:sums], seeds[sums:], private)
 
     def public(self) -> list[bytes]:
         """Return the public keys: of the channel, and of each sum."""
-        return [keys.public_of(seed) for seed in (self.channel, *self.pairwise)]
+        return [crypto.public_of(seed) for seed in (self.channel, *self.pairwise)]
 
     def share(
         self, neighbours: Mapping[int, PublicKeys], threshold: int
@@ -99,7 +97,7 @@ class Participant:
         self.neighbours = {n: list(public) for n, public in neighbours.items()}
         order = sorted(neighbours)
         cut = [
-            [keys.cut(seed, threshold, len(order)) for seed in pair]
+            [crypto.cut(seed, threshold, len(order)) for seed in pair]
             for pair in zip(self.pairwise, self.own, strict=True)
         ]
         mine: dict[int, list[Pair]] = {
@@ -108,7 +106,7 @@ class Participant:
         }
         self.shares = {self.number: mine[self.number]}
         sealed = {
-            number: keys.seal(
+            number: crypto.seal(
                 self._channel_to(number),
                 _header(self.number, number) + b"".join(a + b for a, b in mine[number]),
             )
@@ -144,7 +142,9 @@ class Participant:
             )
 
     def receive(
-        self, sealed: Mapping[int, bytes], commitments: Mapping[int, Sequence[Pair]]
+        self,
+        sealed: Mapping[int, bytes],
+        commitments: Mapping[int, Sequence[Pair]],
     ) -> None:
         """Open the shares of those neighbours that take part.
 
@@ -159,7 +159,7 @@ class Participant:
             if sender not in self.neighbours or sender == self.number:
                 raise ClientError(f"shares from {sender}, which is no neighbour")
             try:
-                text = keys.unseal(self._channel_to(sender), sealed[sender])
+                text = crypto.unseal(self._channel_to(sender), sealed[sender])
             except WireError as error:
                 raise ClientError(f"the shares from {sender}: {error}") from error
             received[sender] = self._shares_in(text, sender)
@@ -179,10 +179,9 @@ class Participant:
     def _shares_in(self, text: bytes, sender: int) -> list[Pair]:
         head = _header(sender, self.number)
         body = text.removeprefix(head)
-        if not text.startswith(head) or len(body) != len(self.own) * 2 * keys.SHARE:
+        if not text.startswith(head) or len(body) != len(self.own) * 2 * crypto.SHARE:
             raise ClientError(f"what came from {sender} is not for {self.number}")
-        parts = [body[i : i + keys.SHARE] for i in range(0, len(body), keys.SHARE)]
-        return list(zip(parts[::2], parts[1::2], strict=True))
+        return crypto.pairs_in(body, crypto.SHARE)
 
     def mask(self, index: int, words: Words) -> Words:
         """Return words under the masks of a sum.
@@ -204,7 +203,7 @@ class Participant:
         masked.add(self.own[index])
         for number in self.shares:
             if number != self.number:
-                key = keys.agreed(
+                key = crypto.agreed(
                     self.pairwise[index], self.neighbours[number][1 + index]
                 )
                 (masked.add if self.number < number else masked.subtract)(key)
@@ -263,63 +262,27 @@ class Participant:
         return mine | {number: self.shares[number][index][0] for number in dropped}
 
     def _channel_to(self, number: int) -> bytes:
-        return keys.agreed(self.channel, self.neighbours[number][0])
+        return crypto.agreed(self.channel, self.neighbours[number][0])
 
     # On its disk
 
     def to_json(self) -> str:
         """Return all of it, secrets included."""
-        public = {n: _hex(own) for n, own in self.neighbours.items()}
-        return json.dumps(
-            {
-                "number": self.number,
-                "channel": self.channel.hex(),
-                "pairwise": _hex(self.pairwise),
-                "own": _hex(self.own),
-                "private": self.private.hex(),
-                "threshold": self.threshold,
-                "neighbours": public,
-                "shares": {n: [_hex(p) for p in own] for n, own in self.shares.items()},
-                "masked": self.masked,
-                "opened": self.opened,
-            }
-        )
+        return json.dumps(asdict(self), default=bytes.hex)
 
     @classmethod
     def from_json(cls, text: str) -> "Participant":
         """Read what :meth:`to_json` returned."""
         record: dict[str, Any] = json.loads(text)
-        shares = {
-            int(n): [(a, b) for a, b in map(_unhex, own)]
-            for n, own in record["shares"].items()
-        }
-        return cls(
-            record["number"],
-            bytes.fromhex(record["channel"]),
-            _unhex(record["pairwise"]),
-            _unhex(record["own"]),
-            bytes.fromhex(record["private"]),
-            record["threshold"],
-            {int(n): _unhex(public) for n, public in record["neighbours"].items()},
-            shares,
-            {int(index): content for index, content in record["masked"].items()},
-            {int(index): split for index, split in record["opened"].items()},
-        )
-
-
-def commitments_of(shares: Sequence[Pair]) -> list[Pair]:
-    """Return the commitments to a client's shares for another, sum by sum."""
-    return [(keys.commitment(a), keys.commitment(b)) for a, b in shares]
+        for name in ("masked", "opened"):
+            record[name] = crypto.by_number(record[name])
+        for name in ("channel", "pairwise", "own", "private", "neighbours", "shares"):
+            record[name] = crypto.from_hex(record[name])
+        shares = record["shares"].items()
+        record["shares"] = {n: [(a, b) for a, b in own] for n, own in shares}
+        return cls(**record)
 
 
 def _header(sender: int, receiver: int) -> bytes:
     """Return what says from whom and to whom: what is sent back is not an answer."""
     return b"%d to %d: " % (sender, receiver)
-
-
-def _hex(parts: Sequence[bytes]) -> list[str]:
-    return [part.hex() for part in parts]
-
-
-def _unhex(parts: Sequence[str]) -> list[bytes]:
-    return [bytes.fromhex(part) for part in parts]

@@ -12,26 +12,32 @@
 
 Bytes under keys of the contribution's own that end in ``format`` or ``digest`` are sent
 as they are: they describe it, and are equal for all clients.
+
+Long: at its end is what a client makes of its reply, before any of it travels.
 """
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
-from flwr_fisher.errors import WireError
-from flwr_fisher.params import Params
-from flwr_fisher.secure.fixed_point import Words
+from flwr_fisher.errors import ClientError, ParamsError, WireError
+from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params, clipped
+from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponents_of
+from flwr_fisher.server.privacy import exponent_for, with_noise
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import contribution_bytes
 from flwr_fisher.wire.payload import Payload
 
 SECURE = "secure/"
+NUM_EXAMPLES = "num-examples"  # the weight, among what is summed
 WORDS, LAYOUT = f"{SECURE}words", f"{SECURE}layout"
 SHARES = f"{SECURE}shares"
 _SUMMED = f"{SECURE}summed"  # of an upload whose words were added up: type and number
@@ -42,6 +48,7 @@ Layout = list[tuple[str, str, tuple[int, ...]]]
 _DESCRIPTION = 4096  # bytes
 _TEXT = 2**20  # bytes of all that is said of a contribution
 _FIXED = 2**24  # bytes of keys and shares, of some thousands of neighbours
+_DIMENSIONS = 64  # of a tensor, at most
 _WORD = {torch.uint32, torch.uint64}
 
 
@@ -120,6 +127,8 @@ class SecureUpload(Payload):
             said += value.numel() if _is_text(key) else 0
         if said > _TEXT:
             raise WireError(f"{said} bytes of description", field=LAYOUT)
+        if (text := tensors.get(LAYOUT)) is not None:
+            read_layout(text)
         return cls(tensors)
 
 
@@ -153,6 +162,12 @@ class WordSums:
         return self._totals[payload.layout()]
 
 
+def rows_of(rows: Sequence[bytes]) -> Tensor:
+    """Return byte strings of one length as a matrix."""
+    data = np.frombuffer(bytearray(b"".join(rows)), np.uint8)
+    return torch.from_numpy(data).reshape(len(rows), -1 if rows else 0)
+
+
 def is_description(name: str, value: Tensor) -> bool:
     """Return whether bytes of a contribution describe it: they are sent as they are."""
     return name.endswith(("format", "digest")) and value.numel() <= _DESCRIPTION
@@ -177,9 +192,15 @@ def read_layout(text: Tensor) -> Layout:
     """
     try:
         rows = json.loads(text.numpy().tobytes())
-        return [(str(k), str(d), tuple(int(n) for n in s)) for k, d, s in rows]
+        layout = [(str(k), str(d), tuple(int(n) for n in s)) for k, d, s in rows]
     except Exception as error:  # untrusted text
         raise WireError(f"no layout: {error}"[:200], field=LAYOUT) from error
+    for key, dtype, shape in layout:
+        known = isinstance(getattr(torch, dtype, None), torch.dtype)
+        if not known or len(shape) > _DIMENSIONS or min(shape, default=0) < 0:
+            reason = f"no layout: {dtype:.40} of shape {shape} for {key}"
+            raise WireError(reason[:200], field=LAYOUT)
+    return layout
 
 
 def sizes_in(layout: Layout) -> list[int]:
@@ -197,3 +218,138 @@ def _content(name: str, value: Tensor) -> str:
     # How many neighbours are left differs from one client to another.
     shape = "" if name == SHARES else str(tuple(value.shape))
     return f"{value.dtype} {shape}"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A reply's tensors, of which all but descriptions are summed.
+
+    Parameters
+    ----------
+    tensors : dict[str, Tensor]
+        The reply's.
+    weight : float, optional
+        What they are multiplied by; it is summed, too. None: they are as they are.
+    bound : int, optional
+        An exponent that holds for any client's, and so tells nothing of this one.
+    """
+
+    tensors: dict[str, Tensor]
+    weight: float | None = None
+    bound: int | None = None
+
+    @classmethod
+    def of(cls, reply: Message, weighted_by: str, weighted: bool) -> "Contribution":
+        """Take what a reply holds; its metrics go nowhere but into the log.
+
+        Raises
+        ------
+        ClientError
+            If it has not one ``ArrayRecord``, or an array that cannot be summed, or no
+            weight where one is needed.
+        """
+        records = list(reply.content.array_records.values())
+        if len(records) != 1:
+            raise ClientError(f"a sum of replies of {len(records)} ArrayRecords")
+        tensors = arrays_to_tensors(records[0])
+        for name, value in tensors.items():
+            if value.dtype == torch.uint8 and not is_description(name, value):
+                raise ClientError(
+                    f"'{name}' is packed, and packed uploads cannot be summed: the "
+                    "strategy must ask for codec='lossless'"
+                )
+        metrics = {
+            name: value
+            for record in reply.content.metric_records.values()
+            for name, value in record.items()
+        }
+        if hidden := sorted(metrics.keys() - {weighted_by, NUM_EXAMPLES}):
+            logger.info("Not sent with a secure sum: %s", ", ".join(hidden))
+        if not weighted:
+            return cls(tensors)
+        weight = metrics.get(weighted_by)
+        if not isinstance(weight, int | float) or not weight > 0:
+            raise ClientError(f"the reply's metrics have no positive '{weighted_by}'")
+        return cls(tensors, float(weight))
+
+    def bounded(self, sent: Params, norm: float, deviation: float) -> "Contribution":
+        """Return what it adds to what was sent, clipped and with noise, of weight 1.
+
+        Parameters
+        ----------
+        sent : Mapping[str, Tensor]
+            Subtracted from the tensors that have these names. Integers stay as sent.
+        norm : float
+            The largest Euclidean norm that all of it together may have.
+        deviation : float
+            The noise's standard deviation.
+
+        Raises
+        ------
+        ParamsError
+            If it is not finite.
+        """
+        floats = {
+            name: value.double() - sent[name].double() if name in sent else value
+            for name, value in self.tensors.items()
+            if value.is_floating_point()
+        }
+        noised = with_noise(clipped(floats, norm), deviation)
+        tensors = {
+            name: noised[name].to(value.dtype)
+            if name in noised
+            else (value if value.dtype == torch.uint8 else torch.zeros_like(value))
+            for name, value in self.tensors.items()
+        }
+        return Contribution(tensors, 1.0, exponent_for(norm, deviation))
+
+    def entries(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is summed: float64, weighted."""
+        for name, value in self.tensors.items():
+            if value.dtype != torch.uint8:
+                yield (
+                    name,
+                    value.double() * (1.0 if self.weight is None else self.weight),
+                )
+        if self.weight is not None:
+            yield NUM_EXAMPLES, torch.tensor(self.weight, dtype=torch.float64)
+
+    def descriptions(self) -> dict[str, Tensor]:
+        """Return what is sent as it is, and must be all clients' alike."""
+        return {k: v for k, v in self.tensors.items() if v.dtype == torch.uint8}
+
+    def layout(self) -> Layout:
+        """Return keys, dtypes and shapes of the entries."""
+        rows: Layout = [
+            (name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            for name, value in self.tensors.items()
+            if value.dtype != torch.uint8
+        ]
+        return rows if self.weight is None else [*rows, (NUM_EXAMPLES, "float64", ())]
+
+    def exponents(self) -> list[int]:
+        """Return each entry's exponent."""
+        return [
+            exponents_of({name: value})[0]
+            if self.bound is None or name == NUM_EXAMPLES
+            else self.bound
+            for name, value in self.entries()
+        ]
+
+    def words(self, fixed: FixedPoint, exponents: Sequence[int]) -> Words:
+        """Return all entries as residues.
+
+        Raises
+        ------
+        ClientError
+            Naming an entry that is larger than the sum has room for.
+        """
+        parts: list[Words] = []
+        for (name, value), exponent in zip(self.entries(), exponents, strict=True):
+            try:
+                parts.append(fixed.words(value, exponent))
+            except ParamsError as error:
+                raise ClientError(
+                    f"'{name}' would not stay within the sum's residues: {error}"
+                ) from error
+        return np.concatenate(parts)

@@ -1,8 +1,12 @@
-"""What the server makes of the replies to each stage of a secure sum."""
+"""What the server makes of the replies to each stage of a secure sum, and keeps.
 
+Long: it has a step for each stage, and their memory between exchanges, as tensors.
+"""
+
+import json
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,30 +16,165 @@ from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.secure.aggregator import Aggregator, Sealed
+from flwr_fisher.params import Params
+from flwr_fisher.secure.aggregator import (
+    Aggregator,
+    Sealed,
+    neighbourhoods,
+    threshold_of,
+)
+from flwr_fisher.secure.crypto import (
+    DIGEST,
+    PUBLIC,
+    SHARE,
+    by_number,
+    check_public,
+    from_hex,
+    pairs_in,
+    pieces,
+)
 from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
-from flwr_fisher.secure.graph import neighbourhoods, threshold_of
-from flwr_fisher.secure.keys import PUBLIC, SHARE, check_public
 from flwr_fisher.secure.payload import (
     LAYOUT,
+    NUM_EXAMPLES,
     SHARES,
     SecureUpload,
     WordSums,
     read_layout,
+    rows_of,
     sizes_in,
-)
-from flwr_fisher.secure.state import (
-    SecureState,
-    cut,
-    pairs_in,
-    without,
 )
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import tensors_to_arrays
 
-NUM_EXAMPLES = "num-examples"  # the weight, among what is summed
+GROUP = "secure"  # of a state's tensors, and of those that are sent to clients' mods
 _FEWEST = 2
+_WRAP = 2**64  # clients' numbers are unsigned, and tensors' integers are not
+
+
+@dataclass(frozen=True)
+class SecureState:
+    """Who takes part in a round's secure sums, and how far the one under way is.
+
+    Parameters
+    ----------
+    aggregator : Aggregator
+        Keys, neighbours and sealed shares.
+    sessions : Mapping[int, Tensor]
+        By client: 8 bytes by which it knows these sums.
+    signatures : Mapping[int, bytes]
+        By client: under its public keys.
+    present : Sequence[int]
+        Who has replied to the last request.
+    exponents : Sequence[int]
+        Of the contributions' tensors, once they are known.
+    words : Tensor
+        The sum under masks, until it is opened.
+    descriptions : Mapping[str, Tensor]
+        What all clients say of their contributions: texts, by their keys.
+    """
+
+    aggregator: Aggregator
+    sessions: Mapping[int, bytes]
+    signatures: Mapping[int, bytes]
+    present: Sequence[int]
+    exponents: Sequence[int] = ()
+    words: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint32))
+    descriptions: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: ServerState) -> "SecureState":
+        """Read it from a run's state."""
+        tensors = state.group(GROUP)
+        record: dict[str, Any] = json.loads(_data(tensors["record"]))
+        names, around = (by_number(record[k]) for k in ("names", "neighbourhoods"))
+        sealed = _read_sealed(around, record["sharers"], tensors)
+        public = from_hex(record["public"])
+        start = "descriptions/"
+        return cls(
+            Aggregator(names, public, around, record["threshold"], sealed),
+            from_hex(record["sessions"]),
+            from_hex(record["signatures"]),
+            record["present"],
+            record["exponents"],
+            tensors["words"],
+            {
+                name.removeprefix(start): value
+                for name, value in tensors.items()
+                if name.startswith(start)
+            },
+        )
+
+    def after(self, uploads: Uploads[SecureUpload], **changes: Any) -> "SecureState":
+        """Return what is known after an exchange."""
+        present = sorted(upload.number for upload in uploads)
+        return replace(self, **{"present": present, **changes})
+
+    def into(self, state: ServerState) -> ServerState:
+        """Return a run's state with this in it."""
+        groups = {**state.groups, GROUP: self._tensors()}
+        return replace(state, groups=groups)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        known = self.aggregator
+        record = {
+            "names": known.names,
+            "public": known.public,
+            "neighbourhoods": known.neighbourhoods,
+            "threshold": known.threshold,
+            "sharers": list(known.sealed),
+            "sessions": self.sessions,
+            "signatures": self.signatures,
+            "present": list(self.present),
+            "exponents": list(self.exponents),
+        }
+        sealed = list(known.sealed.items())
+        texts = [text for _, own in sealed for _, text in sorted(own.shares.items())]
+        digests = [
+            b"".join(a + b for a, b in pairs)
+            for _, own in sealed
+            for _, pairs in sorted(own.commitments.items())
+        ]
+        return {
+            "record": rows_of([json.dumps(record, default=bytes.hex).encode()])[0],
+            "sealed": rows_of(texts),
+            "commitments": rows_of(digests),
+            "words": self.words,
+            **{f"descriptions/{name}": v for name, v in self.descriptions.items()},
+        }
+
+
+def without(state: ServerState) -> ServerState:
+    """Return a run's state as the strategy knows it."""
+    others = {name: group for name, group in state.groups.items() if name != GROUP}
+    return replace(state, groups=others)
+
+
+def signed(numbers: Sequence[int]) -> Tensor:
+    """Return clients' numbers as they travel."""
+    wrapped = [n - _WRAP if n >= _WRAP // 2 else n for n in numbers]
+    return torch.tensor(wrapped, dtype=torch.int64)
+
+
+def _read_sealed(
+    around: Mapping[int, Sequence[int]], sharers: Sequence[int], tensors: Params
+) -> dict[int, Sealed]:
+    texts, digests = iter(tensors["sealed"]), iter(tensors["commitments"])
+    sealed = {}
+    for sharer in sharers:
+        own = {n: _data(next(texts)) for n in around[sharer] if n != sharer}
+        pairs = {n: pairs_in(_data(next(digests)), DIGEST) for n in around[sharer]}
+        sealed[sharer] = Sealed(own, pairs)
+    return sealed
+
+
+def _data(tensor: Tensor) -> bytes:
+    data: bytes = tensor.numpy().tobytes()
+    return data
+
+
+# The stages
 
 
 def take_keys(
@@ -56,8 +195,7 @@ def take_keys(
     public: dict[int, list[bytes]] = {}
     owners: dict[bytes, str] = {}
     for upload in uploads:
-        rows = upload.payload.part("secure/keys")
-        keys = cut(rows.reshape(-1), PUBLIC)
+        keys = pieces(_data(upload.payload.part("secure/keys")), PUBLIC)
         if reason := _wrong_keys(keys, 1 + sums, owners):
             logger.warning("aggregate_train: rejected %s: %s", upload.client, reason)
             continue
@@ -79,11 +217,10 @@ def take_keys(
         threshold_of(len(around[0]), threshold),
     )
     sessions = {
-        upload.number: upload.payload.part("secure/session").reshape(8)
-        for upload in usable
+        upload.number: _data(upload.payload.part("secure/session")) for upload in usable
     }
     signatures = {
-        upload.number: upload.payload.part("secure/signature").numpy().tobytes()
+        upload.number: _data(upload.payload.part("secure/signature"))
         for upload in usable
     }
     known = SecureState(aggregator, sessions, signatures, numbers)
@@ -120,9 +257,9 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
         others = [n for n in around if n != upload.number]
         rows = upload.payload.part("secure/sealed-shares")
         digests = upload.payload.part("secure/commitments")
-        pairs = [pairs_in(row) for row in digests]
-        fits = len(rows) == len(others) and len(digests) == len(around)
-        if not fits or any(len(row) != sums for row in pairs):
+        expected = len(around), 2 * DIGEST * sums
+        fits = rows.dim() == 2 and len(rows) == len(others)
+        if not fits or tuple(digests.shape) != expected:
             logger.warning(
                 "aggregate_train: rejected %s: its shares are not one for each of %s "
                 "neighbours and %s sums",
@@ -131,8 +268,8 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
                 sums,
             )
             continue
-        texts = [row.numpy().tobytes() for row in rows]
-        own = dict(zip(others, texts, strict=True))
+        own = dict(zip(others, map(_data, rows), strict=True))
+        pairs = [pairs_in(_data(row), DIGEST) for row in digests]
         sealed[upload.number] = Sealed(own, dict(zip(around, pairs, strict=True)))
     aggregator = known.aggregator.shared(sealed)
     new = known.after(uploads, aggregator=aggregator, present=sorted(sealed))
@@ -263,7 +400,7 @@ def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> W
     shares = {}
     for upload in uploads:
         survivors, dropped = known.aggregator.split(upload.number, known.present)
-        rows = cut(upload.payload.part(SHARES).reshape(-1), SHARE)
+        rows = pieces(_data(upload.payload.part(SHARES)), SHARE)
         # Of a reply that has too few, or too many, those are wrong that do not fit.
         pairs = zip((*survivors, *dropped), rows, strict=False)
         shares[upload.number] = dict(pairs)

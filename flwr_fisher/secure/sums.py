@@ -30,10 +30,10 @@ from torch import Tensor
 from flwr_fisher.errors import ConfigurationError, check_range, check_whole
 from flwr_fisher.params import Params
 from flwr_fisher.secure import steps
+from flwr_fisher.secure.aggregator import degree_for
 from flwr_fisher.secure.fixed_point import word_type
-from flwr_fisher.secure.graph import degree_for
-from flwr_fisher.secure.payload import SecureUpload, WordSums
-from flwr_fisher.secure.state import GROUP, SecureState, rows_of, signed
+from flwr_fisher.secure.payload import SecureUpload, WordSums, rows_of
+from flwr_fisher.secure.steps import GROUP, SecureState, signed
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -259,9 +259,12 @@ def _each(send: _Send) -> Callable[[ServerState], Callable[[int], Groups]]:
 
     def of(state: ServerState) -> Callable[[int], Groups]:
         known = SecureState.of(state)  # once for all clients
-        return lambda number: {
-            GROUP: {"session": known.sessions[number], **send(known, number)}
-        }
+
+        def own(number: int) -> Groups:
+            session = rows_of([known.sessions[number]])[0]
+            return {GROUP: {"session": session, **send(known, number)}}
+
+        return own
 
     return of
 
