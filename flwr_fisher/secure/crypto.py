@@ -5,6 +5,8 @@ Everything secret is a seed of 120 bits, one block of Shamir's scheme. Key agree
 
 Without signatures a server can hand out keys of its own. The keys that SuperNodes are
 registered by will do: ECDSA, as ``ssh-keygen -t ecdsa`` makes them.
+
+Long: all that is secret, or signed, is made and opened here.
 """
 
 import hashlib
