@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -60,22 +61,18 @@ def test_a_norm_is_finite_where_its_square_is_not(dtype: torch.dtype) -> None:
     assert norm(large).dtype == dtype
 
 
-@pytest.mark.parametrize("function", [add, subtract, dot])
-def test_differing_layouts_are_named(function: object) -> None:
-    assert callable(function)
+@pytest.mark.parametrize("function", [add, subtract, dot, check_same_layout])
+def test_differing_layouts_are_named(function: Callable[..., object]) -> None:
     left, right = pair()
-    with pytest.raises(ParamsError, match=r"lacks the keys \['b', 's'\]"):
-        function(left, {"w": right["w"]})
-    with pytest.raises(ParamsError, match=r"unexpected keys \['extra'\]"):
-        function(left, right | {"extra": randn(0, 1)})
-    with pytest.raises(ParamsError, match=r"'w' has shape \(3, 2\), expected \(2, 3\)"):
-        function(left, right | {"w": randn(0, 3, 2)})
-
-
-def test_check_same_layout_says_what_it_checked_and_ignores_the_order() -> None:
-    left, right = pair()
-    check_same_layout(left, right)
-    with pytest.raises(ParamsError, match=r"^the upload: 's' has shape \(1,\)"):
+    function(left, right)
+    for wrong, culprit in (
+        ({"w": right["w"]}, r"lacks the keys \['b', 's'\]"),
+        (right | {"extra": randn(0, 1)}, r"unexpected keys \['extra'\]"),
+        (right | {"w": randn(0, 3, 2)}, r"'w' has shape \(3, 2\), expected \(2, 3\)"),
+    ):
+        with pytest.raises(ParamsError, match=culprit):
+            function(left, wrong)
+    with pytest.raises(ParamsError, match=r"^the upload: 's'"):
         check_same_layout(left, right | {"s": randn(0, 1)}, "the upload")
 
 

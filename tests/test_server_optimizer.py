@@ -31,7 +31,7 @@ FACTORIES: dict[str, Factory] = {
     ),
     **{
         name: make_optimizer(name, 0.1)
-        for name in (
+        for name in [
             "adadelta",
             "adafactor",
             "adamax",
@@ -39,7 +39,7 @@ FACTORIES: dict[str, Factory] = {
             "nadam",
             "radam",
             "rprop",
-        )
+        ]
     },
 }
 

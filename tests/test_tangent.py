@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -362,33 +364,46 @@ def test_a_head_in_the_middle_is_the_end() -> None:
     assert torch.equal(features(VECTORS)[:, :3], VECTORS)
 
 
-def test_heads_that_cannot_be() -> None:
-    with pytest.raises(StructureError, match=r"no nn\.Linear.*end the model in one"):
-        TangentFeatures(nn.Conv2d(1, 2, 3), 10)
-    with pytest.raises(UnknownNameError, match=r"unknown head 'fc'; known: 5, 7"):
-        TangentFeatures(small_net(), 10, head="fc")
-    with pytest.raises(ConfigurationError, match=r"head='0' is a Conv2d.*5, 7"):
-        TangentFeatures(small_net(), 10, head="0")
-    with pytest.raises(StructureError, match=r"'head' shares .* 'embedding'"):
-        TangentFeatures(Tied(), 10)
-    with pytest.raises(StructureError, match=r"'head' is called after 'fc'.*='head'"):
-        TangentFeatures(OutOfOrder(), 10)(VECTORS)
-    with pytest.raises(StructureError, match=r"'head' is called after 'fc'"):
-        TangentFeatures(OutOfOrder(width=1), 10)(VECTORS)
-    with pytest.raises(StructureError, match=r"behind its head 'fc' fails"):
-        TangentFeatures(OutOfOrder(), 10, head="fc")(VECTORS)
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        TangentFeatures(small_net(), 10)(randn(0, 2, 1, 9, 9))
-    with pytest.raises(StructureError, match=r"'fc' is called 2 times"):
-        TangentFeatures(Twice(), 10)(VECTORS)
-    with pytest.raises(StructureError, match=r"'spare' is called 0 times"):
-        TangentFeatures(Unused(), 10)(VECTORS)
+def on(
+    x: Tensor, make: Callable[[], nn.Module], **options: Any
+) -> Callable[[], object]:
+    return lambda: TangentFeatures(make(), 10, **options)(x)
 
 
-@pytest.mark.parametrize("num_features", [0, -1, float("nan")])
-def test_too_few_features(num_features: int) -> None:
-    with pytest.raises(ConfigurationError, match="num_features must be >= 1"):
-        TangentFeatures(small_net(), num_features)
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (on(IMAGES, lambda: nn.Conv2d(1, 2, 3)), StructureError, r"nn\.Linear"),
+    (on(VECTORS, small_net, head="fc"), UnknownNameError, "'fc'; known: 5, 7"),
+    (on(VECTORS, small_net, head="0"), ConfigurationError, "head='0'.*5, 7"),
+    (on(VECTORS, Tied), StructureError, "'head' shares .* 'embedding'"),
+    (on(VECTORS, OutOfOrder), StructureError, "'head' is called after 'fc'"),
+    (on(VECTORS, lambda: OutOfOrder(1)), StructureError, "'head' is called after 'fc'"),
+    (on(VECTORS, OutOfOrder, head="fc"), StructureError, "head 'fc' fails"),
+    (on(randn(0, 2, 1, 9, 9), small_net), RuntimeError, "mat1 and mat2"),
+    (on(VECTORS, Twice), StructureError, "'fc' is called 2 times"),
+    (on(VECTORS, Unused), StructureError, "'spare' is called 0 times"),
+    *(
+        (partial(TangentFeatures, small_net(), n), ConfigurationError, "num_features")
+        for n in (0, -1, float("nan"))
+    ),
+    # Examples that are not independent, outputs that are not one an example
+    (
+        on(VECTORS, lambda: mlp(nn.BatchNorm1d(3, track_running_stats=False))),
+        StructureError,
+        "layer '0'",
+    ),
+    (on(VECTORS, lambda: Centred()), StructureError, "other examples"),
+    (on(VECTORS[:1], lambda: Centred()), StructureError, "other examples"),
+    (on(SERIES, lambda: OverTimeHead()), StructureError, r"\(4, 5, 1\) for 4"),
+    (on([VECTORS], lambda: nn.Linear(3, 2)), DataError, "list"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "error", "culprit"), REFUSED)
+def test_what_has_no_features_is_named(
+    call: Callable[[], object], error: type[Exception], culprit: str
+) -> None:
+    with pytest.raises(error, match=culprit):
+        call()
 
 
 # --- examples -------------------------------------------------------------------------
@@ -401,22 +416,6 @@ class Centred(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x - x.mean(0))
-
-
-def test_examples_that_are_not_independent() -> None:
-    norm = nn.BatchNorm1d(3, track_running_stats=False)
-    with pytest.raises(StructureError, match=r"layer '1' normalises by the batch"):
-        TangentFeatures(mlp(nn.Linear(3, 3), norm), 10)
-    for x in (VECTORS, VECTORS[:1]):
-        with pytest.raises(StructureError, match="depends on the other examples"):
-            TangentFeatures(Centred(), 3)(x)
-
-
-def test_outputs_that_are_not_one_an_example() -> None:
-    with pytest.raises(StructureError, match=r"\(4, 5, 1\) for 4 examples.*pool"):
-        TangentFeatures(OverTimeHead(), 3)(SERIES)
-    with pytest.raises(DataError, match="one tensor, got list"):
-        TangentFeatures(nn.Linear(3, 2), 3)([VECTORS])  # type: ignore[arg-type]
 
 
 class OverTimeHead(nn.Module):

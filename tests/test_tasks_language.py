@@ -134,39 +134,32 @@ def pieces(count: int = 4, length: int = 3) -> Sequences:
     return Sequences(tokens, torch.arange(count) % 2)
 
 
+LONG = torch.zeros(2, 3).long()
+TAGS = torch.zeros(2).long()
+
+
 @pytest.mark.parametrize(
-    ("tokens", "documents", "message"),
-    [
-        (torch.zeros(2, 3), torch.zeros(2).long(), r"int64 tokens \[n, T \+ 1\]"),
-        (torch.zeros(2, 1).long(), torch.zeros(2).long(), r"not torch.int64 \[2, 1\]"),
-        (torch.zeros(2, 3).long(), torch.zeros(3).long(), r"torch.int64 \[3\]"),
-        (torch.zeros(2, 3).long(), torch.zeros(2), r"torch.float32 \[2\]"),
-    ],
+    ("tokens", "documents"),
+    [(LONG.float(), TAGS), (LONG[:, :1], TAGS), (LONG, LONG[0]), (LONG, TAGS.float())],
 )
 def test_sequences_of_the_wrong_form_are_refused(
-    tokens: torch.Tensor, documents: torch.Tensor, message: str
+    tokens: torch.Tensor, documents: torch.Tensor
 ) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"int64 tokens \[n, T \+ 1\]"):
         Sequences(tokens, documents)
 
 
 @pytest.mark.parametrize(
-    ("train", "test", "message"),
+    ("test", "culprit"),
     [
-        (pieces(), pieces().subset([]), "the test split is empty"),
-        (pieces(), pieces(length=4), r"shape \[3\], training examples \[2\]"),
-        (
-            pieces(),
-            Sequences(torch.zeros(1, 3).long(), torch.tensor([2])),
-            "test split's classes run from 2 to 2, outside the 2 known",
-        ),
+        (pieces().subset([]), "test split is empty"),
+        (pieces(length=4), r"\[3\].* \[2\]"),
+        (Sequences(LONG[:1], torch.tensor([2])), "test split.* 2 to 2"),
     ],
 )
-def test_splits_that_do_not_fit_are_refused(
-    train: Sequences, test: Sequences, message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        TextData(train, test, ("a", "b"))
+def test_splits_that_do_not_fit_are_refused(test: Sequences, culprit: str) -> None:
+    with pytest.raises(DataError, match=culprit):
+        TextData(pieces(), test, ("a", "b"))
 
 
 # --- by-document
@@ -320,17 +313,6 @@ def test_the_model_s_size_and_calls() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_token_sees_those_before_it_alone() -> None:
-    model = small()
-    x = torch.tensor([[1, 2, 3, 4, 5]])
-    for position in range(5):
-        other = x.clone()
-        other[0, position] = 6
-        changed = (model(x) - model(other)).abs().amax(-1)[0] > 1e-6
-        # All that follow do see it.
-        assert changed.tolist() == [t >= position for t in range(5)]
-
-
 def test_the_model_computes_what_its_weights_say() -> None:
     """One sequence, position by position and head by head."""
     model = small(layers=1).double()
@@ -374,29 +356,6 @@ def test_no_tokens() -> None:
     with pytest.raises(ConfigurationError, match=r"0 classes of examples \(5,\)"):
         make_model("transformer", shape=(5,), num_classes=0)
     assert "transformer" in MODELS
-
-
-def test_it_learns_more_than_how_often_each_token_is() -> None:
-    task = language(num_partitions=20)
-    model, loader = task.make_model(), task.train_loader(0, 8)
-    counts = task.data.train.tokens.flatten().bincount().double()
-    p = counts[counts > 0] / counts.sum()
-    entropy = -float((p * p.log()).sum())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for _ in range(3):
-            for x, y in loader:
-                optimizer.zero_grad()
-                loss(x, y).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-    with torch.no_grad():
-        x, y = task.data.test[:]
-        assert float(loss(x, y)) < entropy - 0.25
 
 
 def test_the_client_s_loops_and_the_measures_take_tokens() -> None:
