@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 import torch
 from nets import VECTORS, CalledTwice
-from oracles import (
-    SMALL_SHAPE,
-    randn,
-    seeded,
-    small_net,
-)
+from oracles import SMALL_SHAPE, randn, seeded, small_net
 from torch import Tensor, nn
 
 from flwr_fisher import curvature
-from flwr_fisher.curvature import (
-    ENGINES,
-    EXPECTATIONS,
-    LIKELIHOODS,
-    STRUCTURES,
-)
+from flwr_fisher.curvature import ENGINES, EXPECTATIONS, LIKELIHOODS, STRUCTURES
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,

@@ -23,9 +23,7 @@ from oracles import (
 from torch import Tensor, nn
 
 from flwr_fisher import curvature
-from flwr_fisher.curvature import (
-    STRUCTURES,
-)
+from flwr_fisher.curvature import STRUCTURES
 
 # Every class, so that only rounding separates it from the oracles.
 fisher = partial(curvature.fisher, tolerance=0)

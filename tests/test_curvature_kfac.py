@@ -4,26 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from oracles import (
-    SMALL_SHAPE,
-    headed,
-    randn,
-    relative,
-    seeded,
-    small_net,
-)
+from oracles import SMALL_SHAPE, headed, randn, relative, seeded, small_net
 from torch import nn
 
 from flwr_fisher import curvature
-from flwr_fisher.curvature import (
-    STRUCTURES,
-    Kronecker,
-)
+from flwr_fisher.curvature import STRUCTURES, Kronecker
 from flwr_fisher.curvature.estimate import accumulators
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment
-from flwr_fisher.errors import (
-    StructureError,
-)
+from flwr_fisher.errors import StructureError
 
 # Every class, so that only rounding separates it from the oracles.
 fisher = partial(curvature.fisher, tolerance=0)

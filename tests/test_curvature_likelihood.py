@@ -2,16 +2,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import (
-    randn,
-)
+from oracles import randn
 from torch import Tensor
 
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
 from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxFactor
-from flwr_fisher.errors import (
-    StructureError,
-)
+from flwr_fisher.errors import StructureError
 
 
 def factors_of(logits: Tensor) -> Tensor:

@@ -18,11 +18,7 @@ from flwr_fisher.params import (
     layout_of,
     weighted_mean,
 )
-from flwr_fisher.wire import (
-    Codec,
-    FisherUpload,
-    resolve,
-)
+from flwr_fisher.wire import Codec, FisherUpload, resolve
 
 
 def counted(curvature: Curvature) -> tuple[Deferred, list[int]]:

@@ -14,12 +14,7 @@ from virtual import LIFTED
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature import Diagonal, fisher
 from flwr_fisher.errors import ConfigurationError, ParamsError, StructureError
-from flwr_fisher.merge import (
-    LocalPosterior,
-    fedavg,
-    fedfisher,
-    matched,
-)
+from flwr_fisher.merge import LocalPosterior, fedavg, fedfisher, matched
 from flwr_fisher.merge.matching import chain_of, match, renumbered, renumbered_posterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot

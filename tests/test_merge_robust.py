@@ -7,12 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from oracles import (
-    CLIENT_CURVATURES,
-    flat,
-    posteriors,
-    randn,
-)
+from oracles import CLIENT_CURVATURES, flat, posteriors, randn
 from virtual import (
     LIFTED,
     Tamper,

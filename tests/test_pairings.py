@@ -36,12 +36,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import (
-    LocalSGD,
-    check_fisher,
-    fisher_arrays,
-    identify,
-)
+from flwr_fisher.client import LocalSGD, check_fisher, fisher_arrays, identify
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
@@ -177,9 +172,7 @@ def test_beside_ours_another_app_is_left_out_by_name(caplog) -> None:
     assert f"{named(grid)}: not asked: its ClientApp is not" in caplog.text
 
 
-def test_one_other_app_does_not_end_a_run_that_waits_for_more(
-    clock: FullClock,
-) -> None:
+def test_one_other_app_does_not_end_a_run_that_waits_for_more(clock: FullClock) -> None:
     late = {2: Behaviour(connected=lambda now: now > 60)}
     grid = ClockedGrid(Mixed(Plain()), late, clock, 3)
     result = FedFish(fraction_evaluate=0.0).start(grid, tiny_arrays(), num_rounds=1)

@@ -13,12 +13,7 @@ from oracles import randn
 from rivals import Normalised, co_boosting, dense
 from rivals.co_boosting import harder, reweighted
 from rivals.images import Pool, augmented, generator_of, reset
-from rivals.losses import (
-    disagreement,
-    divergence,
-    hard_cross_entropy,
-    statistics_of,
-)
+from rivals.losses import disagreement, divergence, hard_cross_entropy, statistics_of
 from rivals.synthesis import Synthesis, synthesised
 from rivals.teacher import Ensemble
 from torch import Tensor, nn

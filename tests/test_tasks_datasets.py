@@ -178,11 +178,7 @@ def test_missing_files_without_network_say_what_to_do(
     [("mnist", "MNIST", "0 - zero"), ("fashionmnist", "FashionMNIST", "T-shirt/top")],
 )
 def test_files_that_are_there_are_not_downloaded(
-    name: str,
-    folder: str,
-    first: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, folder: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchvision import datasets
 
