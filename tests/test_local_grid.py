@@ -1,7 +1,6 @@
 from typing import Any
 
 import pytest
-import torch
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -20,7 +19,6 @@ from virtual import (
     kill,
     metrics_of,
     node_of,
-    set_array,
     set_metric,
     tensors_of,
     tiny_app,
@@ -31,7 +29,6 @@ from virtual import (
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import weighted_mean
 from flwr_fisher.testing import LocalGrid
-from flwr_fisher.wire import arrays_to_tensors
 
 
 def train_messages(grid: LocalGrid, *nodes: int) -> list[Message]:
@@ -276,19 +273,3 @@ def test_flowers_own_strategies_run_over_it_with_our_client(
 def drop_counters(arrays: ArrayRecord) -> ArrayRecord:
     """FedAvg turns batch norm's integer counters into floats; they are not ours."""
     return ArrayRecord({k: v for k, v in arrays.items() if "num_batches" not in k})
-
-
-def test_the_proximal_term_makes_a_difference() -> None:
-    plain, held = (local_results({"proximal-mu": mu}, 2) for mu in (0.0, 5.0))
-    start = arrays_to_tensors(tiny_arrays())["0.weight"]
-    moved = [
-        torch.linalg.vector_norm(arrays_to_tensors(a)["0.weight"] - start)
-        for a in (plain, held)
-    ]
-    assert moved[1] < 0.9 * moved[0]
-
-
-def test_fedavg_refuses_extra_arrays_that_one_client_sends() -> None:
-    app = Watched(tamper={0: set_array("curvature/diagonal/0.bias", [1.0])})
-    with pytest.raises(Exception, match="same keys"):
-        FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 2), tiny_arrays(), 1)

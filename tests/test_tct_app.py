@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from matplotlib.figure import Figure
 
 from apps import load
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
@@ -67,19 +66,6 @@ def test_its_file_is_a_model_that_predicts(tmp_path: Path) -> None:
     weights = sum(v.numel() for v in task.make_model().state_dict().values())
     assert 4 * 10 * p < sizes["upload_per_client"] < 4 * 10 * p + 5000
     assert 4 * weights < sizes["fedavg_per_client"] < 4 * weights + 5000
-
-
-def test_the_picture_shows_where_the_second_stage_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts: list[set[str]] = []
-
-    def keep(self: Figure, *args: Any, **kwargs: Any) -> None:
-        texts.append({text.get_text() for text in self.axes[0].texts})
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    run(tmp_path, **FEW)
-    assert {"stage 2"} in texts
 
 
 def test_everything_can_be_chosen(tmp_path: Path) -> None:

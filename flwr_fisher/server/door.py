@@ -498,10 +498,6 @@ class Door(Generic[P]):
         return MetricRecord({**averaged, **counts})
 
 
-def _scores(arrays: ArrayRecord, like: Params) -> Scores:
-    return Scores()
-
-
 class EvaluationDoor(Door[Scores]):
     """Takes evaluate replies: metrics alone, which are what clients must agree in.
 

@@ -119,7 +119,7 @@ class Driver:
         if run.id is not None:
             named = named_options({"run": run.id})
             train_config = ConfigRecord({**train_config, **named})
-        ended = bool(run.server_round) and run.tell(callbacks)
+        ended = bool(run.server_round) and run.run_callbacks(callbacks)
         for server_round in range(run.server_round + 1, num_rounds + 1):
             if ended:
                 break
@@ -132,12 +132,12 @@ class Driver:
                 skip = strategy.waiting.on_failed_round == "skip"
                 if not (skip and strategy.may_skip(server_round)):
                     raise
-                run.failed(server_round, before, error)
+                run.skip_round(server_round, before, error)
             self.evaluate(strategy.evaluation_config(server_round, evaluate_config))
             if evaluate_fn:
                 run.evaluated(server_round, evaluate_fn(server_round, run.arrays()))
             run.finish(server_round, self.cohort.absences())
-            ended = run.tell(callbacks)
+            ended = run.run_callbacks(callbacks)
 
     def train(self, config: ConfigRecord) -> None:
         """Do a round's exchanges.
@@ -160,7 +160,7 @@ class Driver:
             # The uploads of the last exchange go before those of this one come.
             uploads = []
             self.run.forget_uploads()
-            journal = self.run.kept(self.server_round, index)
+            journal = self.run.exchange(self.server_round, index)
             under_way = Round(
                 self.strategy,
                 exchange,
@@ -180,7 +180,7 @@ class Driver:
                 nodes = self._nodes()  # of uploads from disk, other ones
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
-            self.run.stepped(self.server_round, step, uploads, metrics)
+            self.run.take_step(self.server_round, step, uploads, metrics)
 
     def _late_replies(self, under_way: Round[Any]) -> LateReplies:
         """Return what takes the replies that come when an exchange is over."""

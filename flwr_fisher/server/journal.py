@@ -357,13 +357,13 @@ class Journal:
                 "start are not there any more: it cannot be opened again"
             )
         self.load_state(server_round - 1)  # is whole: then this round is given up
-        self._tell_left_behind(last)
+        self._warn_of_left_out(last)
         if last.record is not None:
             last.note(replace(last.record, opened=time.time(), closed=None))
         return True
 
-    def _tell_left_behind(self, last: "ExchangeJournal") -> None:
-        """Tell who missed an exchange before the last one, which alone opens again."""
+    def _warn_of_left_out(self, last: "ExchangeJournal") -> None:
+        """Warn of who missed an exchange before the last one, which alone opens again."""
         earlier = (self.exchange(last.server_round, n) for n in range(1, last.index))
         missing = {name for e in earlier if e.record for name in e.record.missing}
         if missing:

@@ -109,13 +109,13 @@ class Run:
             last = rounds[-1]
             if reopen and journal.reopen(last):
                 last -= 1
-            return cls._taken_up(journal, last, state.params)
+            return cls._resumed(journal, last, state.params)
         except BaseException:
             journal.release()
             raise
 
     @classmethod
-    def _taken_up(cls, journal: Journal, last: int, initial: Params) -> "Run":
+    def _resumed(cls, journal: Journal, last: int, initial: Params) -> "Run":
         """Return the run as it was after a round."""
         run = cls(ServerState.from_tensors(journal.load_state(last)), last, journal)
         run.absences = journal.finished[last]["absences"]
@@ -141,11 +141,11 @@ class Run:
         """Return the global parameters and buffers."""
         return tensors_to_arrays(self.state.params)
 
-    def kept(self, server_round: int, exchange: int) -> ExchangeJournal:
+    def exchange(self, server_round: int, exchange: int) -> ExchangeJournal:
         """Return what is known of a round's exchange, counted from 1."""
         return self._journal.exchange(server_round, exchange)
 
-    def stepped(
+    def take_step(
         self,
         server_round: int,
         step: Step,
@@ -174,14 +174,16 @@ class Run:
         """Let go of the last step's uploads, so that two rounds' are never held."""
         self._result.uploads = []
 
-    def failed(self, server_round: int, before: ServerState, reason: object) -> None:
+    def skip_round(
+        self, server_round: int, before: ServerState, reason: object
+    ) -> None:
         """Note that a round came to nothing: the state is what it was before."""
         logger.warning("[ROUND %s] skipped: %s", server_round, reason)
         self.state = before
         self._result.uploads, self._result.details = [], None
-        self.add_metrics(server_round, {"skipped": 1})
+        self._add_metrics(server_round, {"skipped": 1})
 
-    def add_metrics(self, server_round: int, metrics: Mapping[str, int]) -> None:
+    def _add_metrics(self, server_round: int, metrics: Mapping[str, int]) -> None:
         """Let metrics join a round's."""
         history = self._result.train_metrics_clientapp
         before = dict(history.get(server_round, {}))
@@ -192,7 +194,7 @@ class Run:
         history = self._result.train_metrics_clientapp
         before = dict(history.get(server_round, {})).get("num-late", 0)
         assert isinstance(before, int)
-        self.add_metrics(server_round, {"num-late": before + 1})
+        self._add_metrics(server_round, {"num-late": before + 1})
 
     def client_evaluated(self, server_round: int, metrics: MetricRecord | None) -> None:
         """Note what the clients' evaluation gave."""
@@ -228,8 +230,8 @@ class Run:
             server_round, self.state.to_tensors(), metrics, absences or {}
         )
 
-    def tell(self, callbacks: Sequence[Callback]) -> bool:
-        """Tell callbacks of the last finished round; return whether the run ends.
+    def run_callbacks(self, callbacks: Sequence[Callback]) -> bool:
+        """Call callbacks after the last finished round; return whether the run ends.
 
         Raises
         ------
