@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from virtual import Watched, same_bits, tiny_app, tiny_arrays
+from virtual import Watched, opened, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.server.round import LateReplies
@@ -319,13 +319,18 @@ def test_a_failed_round_can_be_skipped(
     assert "[ROUND 1] skipped: 1 usable replies, and min_train_nodes=2" in caplog.text
 
 
-def test_half_of_a_skipped_round_changes_nothing(clock: FullClock) -> None:
+def test_half_of_a_skipped_round_changes_nothing(
+    clock: FullClock, tmp_path: Path
+) -> None:
     """FedGA's second exchange fails, after the first one's step."""
     second = Behaviour(seconds=lambda times: 1.0 if times % 2 == 0 else inf)
     grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), second), clock, 3)
     skip = Waiting(on_failed_round="skip")
-    result = start(grid, make=partial(FedGA, beta=0.1), timeout=9, waiting=skip)
+    own: dict[str, Any] = {"timeout": 9, "checkpoint_dir": tmp_path}
+    result = start(grid, make=partial(FedGA, beta=0.1), waiting=skip, **own)
     assert same_bits(result.arrays, tiny_arrays())
+    before, after = (opened(tmp_path).load_state(n) for n in (0, 1))
+    assert after.keys() == before.keys()  # nor is the mean gradient kept
     assert result.train_metrics_clientapp[1]["skipped"] == 1
 
 

@@ -363,7 +363,7 @@ class Journal:
         return True
 
     def _warn_of_left_out(self, last: "ExchangeJournal") -> None:
-        """Warn of who missed an exchange before the last one, which alone opens again."""
+        """Warn of who missed an exchange before the one that is opened again."""
         earlier = (self.exchange(last.server_round, n) for n in range(1, last.index))
         missing = {name for e in earlier if e.record for name in e.record.missing}
         if missing:
