@@ -13,6 +13,7 @@ from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.merge import LocalPosterior, regmean
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import (
+    FaghMoments,
     FaghStep,
     Preconditioner,
     done_direction,
@@ -237,6 +238,12 @@ def moments(*entries: float) -> dict[str, InputCovariance]:
     return {"w": InputCovariance("w", None, torch.diag(torch.tensor(entries))[None])}
 
 
+def halved() -> FaghMoments:
+    kept = fagh_first().moments
+    del kept.hvp["w"]
+    return kept
+
+
 ROW = {"w": torch.ones(1, 2)}
 OUT_OF_RANGE: list[tuple[Callable[..., object], str, tuple[object, ...]]] = [
     (fagh_first, "t", (0,)),
@@ -280,6 +287,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: fagh_first(t=2), "without moments"),
     (lambda: fagh_first(moments=fagh_first().moments), "with moments"),
     (lambda: fagh_first(V, V, V, t=2, moments=fagh_first().moments), "moments"),
+    (lambda: fagh_first(t=2, moments=halved()), r"moments .*\['w'\]"),
     *(
         (partial(scaffold, **{k: V}), "v|w")
         for k in ("params", "control", "delta", "shift")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -459,23 +460,35 @@ S0, ONE, TWO = gram_spectrum(Z0), torch.ones(1, dtype=F64), torch.ones(2, dtype=
 NAN, INF = float("nan"), float("inf")
 
 
-def update(Z=Z0, Y=Y0, weight=W0, h=None, lr=0.1, local_steps=2, **more) -> Tensor:
-    more = {"lr": lr, "local_steps": local_steps, **more}
-    if "residual" not in more and len(Z) == 5:  # the loop refuses what the form does
-        with pytest.raises((ConfigurationError, ParamsError)):
-            tct_steps(Z, Y, weight, h, **more)
-    return tct_update(Z, Y, weight, h, S0, **more)
+def steps(Z=Z0, Y=Y0, weight=W0, h=None, **more) -> Tensor:
+    return tct_steps(Z, Y, weight, h, **{"lr": 0.1, "local_steps": 2} | more)
+
+
+def update(Z=Z0, Y=Y0, weight=W0, h=None, **more) -> Tensor:
+    return tct_update(Z, Y, weight, h, S0, **{"lr": 0.1, "local_steps": 2} | more)
 
 
 def average(c=W0, ends=(W0,), weights=(1,), **more) -> object:
     return tct_average(W0, c, ends, weights, **{"lr": 0.1, "local_steps": 2} | more)
 
 
+REFUSED_BY_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"Y": Y0[:4]}, ParamsError, "Y has shape"),
+    ({"weight": W0[:7]}, ParamsError, "weight has shape"),
+    ({"h": W0[:, :2]}, ParamsError, "h has shape"),
+    ({"Y": Y0[:, 0]}, ParamsError, "Y must be"),
+    ({"local_steps": 0}, ConfigurationError, "local_steps must be >= 1"),
+    *(
+        ({"lr": lr}, ConfigurationError, "lr must be > 0")
+        for lr in (0.0, -1.0, NAN, INF)
+    ),
+]
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: update(Y=Y0[:4]), ParamsError, "Y has shape"),
-    (lambda: update(weight=W0[:7]), ParamsError, "weight has shape"),
-    (lambda: update(h=W0[:, :2]), ParamsError, "h has shape"),
-    (lambda: update(Y=Y0[:, 0]), ParamsError, "Y must be"),
+    *(
+        (partial(call, **wrong), error, culprit)
+        for call in (update, steps)
+        for wrong, error, culprit in REFUSED_BY_BOTH
+    ),
     (lambda: update(residual=Y0[:2]), ParamsError, "residual has shape"),
     (lambda: update(Z0[:4], Y0[:4]), ParamsError, "of 5 examples, Z has 4"),
     (lambda: Spectrum(torch.ones(3), torch.eye(4)), ParamsError, "spectrum"),
@@ -484,11 +497,13 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: average(ends=[], weights=[]), ParamsError, "0 sets of params"),
     (lambda: average(participation=2), ConfigurationError, "participation"),
     *(
-        (partial(call, lr=lr), ConfigurationError, "lr must be > 0")
-        for call in (update, partial(tct_control, W0, W0, W0, W0, local_steps=2))
+        (
+            partial(tct_control, W0, W0, W0, W0, local_steps=2, lr=lr),
+            ConfigurationError,
+            "lr must be > 0",
+        )
         for lr in (0.0, -1.0, NAN, INF)
     ),
-    (lambda: update(local_steps=0), ConfigurationError, "local_steps"),
     *(
         (partial(largest_safe_lr, value), ConfigurationError, "largest eigenvalue")
         for value in (-1.0, NAN, INF)

@@ -139,13 +139,18 @@ TAGS = torch.zeros(2).long()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "documents"),
-    [(LONG.float(), TAGS), (LONG[:, :1], TAGS), (LONG, LONG[0]), (LONG, TAGS.float())],
+    ("tokens", "documents", "culprit"),
+    [
+        (LONG.float(), TAGS, r"int64 tokens \[n, T \+ 1\]"),
+        (LONG[:, :1], TAGS, r"not torch.int64 \[2, 1\]"),
+        (LONG, LONG[0], r"torch.int64 \[3\]"),
+        (LONG, TAGS.float(), r"torch.float32 \[2\]"),
+    ],
 )
 def test_sequences_of_the_wrong_form_are_refused(
-    tokens: torch.Tensor, documents: torch.Tensor
+    tokens: torch.Tensor, documents: torch.Tensor, culprit: str
 ) -> None:
-    with pytest.raises(DataError, match=r"int64 tokens \[n, T \+ 1\]"):
+    with pytest.raises(DataError, match=culprit):
         Sequences(tokens, documents)
 
 
