@@ -10,8 +10,8 @@ bits, not 4, and from which budget on parameters have 8 was chosen by the three 
 validation splits, with a look at the test set; so was how a diagonal's few values of
 half the bits are spread. Three splits say little about a codec's noise, so a second
 table has five validation splits of `fedfisher_defaults.py`: three of LeNet on MNIST,
-and two of the CNN on CIFAR-10, whose largest factor is cut to its leading vectors
-without a full eigendecomposition.
+and two of the CNN on CIFAR-10, whose largest factor is, up to a budget of 0.5, cut to
+its leading vectors without a full eigendecomposition.
 
 One section is of the same uploads as version 0.2 packed them (format 1, of codes of 2
 to 16 bits), measured before it was replaced.

@@ -3,7 +3,8 @@
 The budget is spent on the parameters first, then on the entries of diagonals, then on
 matrices. A matrix that cannot be sent whole is sent by columns: eigenvectors of a
 Kronecker factor or a dense matrix, or vectors of E-KFAC's bases. Columns are sent in
-the order of their share of their matrix's trace per byte, whatever their layer.
+the order of their share of their matrix's trace per byte, whatever their layer. Where
+a matrix is large and few bytes are missing, smaller ones alone are cut.
 
 Long: who gets which bytes is one calculation, from the limit to the last column.
 """
@@ -11,6 +12,7 @@ Long: who gets which bytes is one calculation, from the limit to the last column
 import math
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -36,7 +38,8 @@ _PARAM_BITS = ((1.0, 16), (0.35, 8), (0.0, 4))  # from which budget on
 _WHOLE_BITS, _CUT_BITS = (16, 8), 8
 _OWN = 64  # more bits than any dtype has: a tensor's own bytes are sent
 _ROUNDING = 5  # bytes of an entry, and digits of its size in the header
-_FIRST = 64  # leading columns that are found at first, of a large matrix
+_GIVES = 0.25  # of its bytes, a matrix that is cut in a larger one's place
+_MORE = 1.25  # leading columns that are found, for each that there is room for
 
 # By matrix: the largest parts of the trace that columns have, descending, and these
 # columns.
@@ -247,6 +250,10 @@ class _Matrix:
         sizes = (self.groups, self.n, rank)
         return matrices.size_of_matrices(self.form, sizes, bits)
 
+    def is_large(self) -> bool:
+        """Return whether its columns take long to find."""
+        return self.form != Form.BASIS and self.n > matrices.WHOLE
+
     def column(self) -> float:
         """Return the bytes of one more column."""
         norm = 0 if self.form == Form.BASIS else SCALE
@@ -295,8 +302,13 @@ def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Ten
         if sum(m.whole(bits) for m in to_send) <= left:
             yield from ((m.key, m.pack_whole(bits)) for m in to_send)
             return
-    spectra = {m.key: m.spectrum(_FIRST) for m in to_send}
     whole = _WHOLE_BITS[-1]
+    cut = _to_cut(to_send, left)
+    as_whole = [m for m in to_send if m not in cut]
+    left -= sum(m.whole(whole) for m in as_whole)
+    yield from ((m.key, m.pack_whole(whole)) for m in as_whole)
+    room = int(_MORE * _even_rank(cut, left)) + 1
+    spectra, to_send = {m.key: m.spectrum(room) for m in cut}, cut
     while to_send:
         ranks = _ranks(to_send, spectra, left)
         as_whole = [m for m in to_send if ranks[m.key] * m.column() >= m.whole(whole)]
@@ -306,6 +318,39 @@ def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Ten
         yield from ((m.key, m.pack_whole(whole)) for m in as_whole)
         to_send = [m for m in to_send if m not in as_whole]
     yield from ((m.key, m.pack_cut(spectra[m.key], ranks[m.key])) for m in to_send)
+
+
+def _to_cut(to_send: list[_Matrix], left: int) -> list[_Matrix]:
+    """Return the matrices that are not all sent whole: the smallest that can give.
+
+    Decomposing a large matrix takes long. Where there is one, a matrix is cut only if
+    the smaller ones together lack more than a quarter of their bytes.
+    """
+    if not any(m.is_large() for m in to_send):
+        return to_send
+    missing = sum(m.whole(_WHOLE_BITS[-1]) for m in to_send) - left
+    smallest = _by_size(to_send)
+    sizes = (_GIVES * m.whole(_WHOLE_BITS[-1]) for m in smallest)
+    given = list(accumulate(sizes))
+    return smallest[: 1 + sum(size < missing for size in given)]
+
+
+def _by_size(to_send: list[_Matrix]) -> list[_Matrix]:
+    return sorted(to_send, key=lambda m: m.n)
+
+
+def _even_rank(to_send: list[_Matrix], left: float) -> float:
+    """Return how many columns each matrix would have if all had as many or are whole.
+
+    How fast their spectra fall is not known yet.
+    """
+    smallest = _by_size(to_send)
+    for i, matrix in enumerate(smallest):
+        rank = left / max(1, sum(m.column() for m in smallest[i:]))
+        if rank * matrix.column() < matrix.whole(_WHOLE_BITS[-1]):
+            return rank
+        left -= matrix.whole(_WHOLE_BITS[-1])
+    return max((m.n for m in to_send), default=0)
 
 
 def _ranks(

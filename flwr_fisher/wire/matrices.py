@@ -60,7 +60,7 @@ from flwr_fisher.wire.quantise import (
 
 _JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
 _SMALL = 1024  # rows of a matrix that is better made once than held as codes
-_WHOLE = 512  # rows of a matrix that is decomposed whole
+WHOLE = 512  # rows of a matrix that is decomposed whole
 _FORMS = {
     Part.DIAGONAL: (Form.FLOAT,),
     Part.MOMENTS: (Form.FLOAT,),
@@ -86,7 +86,8 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     # The rows' norms are the roots of the diagonal, so factorise the correlations.
     norms = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0).double().sqrt()
     unit = torch.where(norms > 0, norms, 1)
-    correlations = matrices.double() / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    correlations = matrices.to(torch.float64, copy=True)
+    correlations.div_(unit.unsqueeze(-1)).div_(unit.unsqueeze(-2))
     codes = _codes(_cholesky(correlations), bits)
     body = [to_bytes(norms.float()), pack(codes[_lower(codes)], bits)]
     return entry_of(Form.WHOLE, bits, torch.cat(body), (*matrices.shape[:2], 0))
@@ -135,8 +136,8 @@ def within_range(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cholesky(correlations: Tensor) -> Tensor:
     """Return lower triangular factors, also of matrices that are singular."""
-    eye = torch.eye(correlations.shape[-1], dtype=torch.float64)
-    jittered = correlations + _JITTER * eye.to(correlations.device)
+    jittered = correlations.clone()
+    jittered.diagonal(dim1=-2, dim2=-1).add_(_JITTER)
     lower: Tensor
     lower, failed = torch.linalg.cholesky_ex(jittered)
     if not failed.any():
@@ -197,7 +198,7 @@ def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
     # LAPACK has no decompositions of smaller floats.
     wide = matrices if matrices.itemsize >= 4 else matrices.float()
     n = wide.shape[-1]
-    if n <= _WHOLE or 2 * count >= n:
+    if n <= WHOLE or 4 * count >= n:
         return _descending(*torch.linalg.eigh(wide))
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(len(wide), n, count, generator=generator).to(wide)
