@@ -1,5 +1,4 @@
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,11 +51,11 @@ CPU = torch.device("cpu")
 KFAC = {"structure": "kfac"}
 
 
-def records(reply: Message) -> tuple[ArrayRecord, ...]:
+def records(reply):
     return tuple(reply.content.array_records.values())
 
 
-def random_client(**options: Any) -> FisherClient:
+def random_client(**options):
     """A client whose training draws from torch's, NumPy's and Python's generators."""
     model = nn.Sequential(
         nn.Linear(FEATURES, 4),
@@ -65,9 +64,7 @@ def random_client(**options: Any) -> FisherClient:
         nn.Linear(4, CLASSES),
     )
 
-    def train(
-        model: nn.Module, loader: Any, device: Any, config: Mapping[str, Any]
-    ) -> dict[str, float]:
+    def train(model, loader, device, config):
         metrics = LocalSGD()(model, loader, device, config)
         drawn = {"numpy": float(np.random.rand()), "python": random.random()}  # noqa: NPY002
         return {**metrics, **drawn}
@@ -79,7 +76,7 @@ def random_client(**options: Any) -> FisherClient:
 # The reply
 
 
-def test_the_reply_has_one_array_record_and_one_metric_record() -> None:
+def test_the_reply_has_one_array_record_and_one_metric_record():
     for config in ({}, KFAC):
         reply = ask(tiny_client(3), config=config)
         assert len(reply.content.array_records) == 1
@@ -91,7 +88,7 @@ def test_the_reply_has_one_array_record_and_one_metric_record() -> None:
         assert metrics["train_loss"] > 0
 
 
-def test_without_a_structure_the_reply_is_an_ordinary_one() -> None:
+def test_without_a_structure_the_reply_is_an_ordinary_one():
     arrays = tiny_arrays()
     (record,) = records(ask(tiny_client(), arrays))
     assert list(record) == list(arrays)
@@ -99,9 +96,7 @@ def test_without_a_structure_the_reply_is_an_ordinary_one() -> None:
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
-def test_with_a_structure_the_fisher_of_the_trained_model_is_added(
-    structure: str,
-) -> None:
+def test_with_a_structure_the_fisher_of_the_trained_model_is_added(structure):
     client = tiny_client()
     plain = tensors_of(ask(tiny_client()))
     reply = ask(client, config={"structure": structure, "expectation": "exact"})
@@ -119,11 +114,11 @@ def test_with_a_structure_the_fisher_of_the_trained_model_is_added(
     [(None, None, None), (3, None, 3), (None, 4, 4), (3, 4, 3), (5, 4, 4)],
 )
 def test_the_fisher_is_limited_as_server_and_client_want(
-    monkeypatch: pytest.MonkeyPatch, asked: Any, cap: Any, taken: Any
-) -> None:
+    monkeypatch, asked, cap, taken
+):
     heard: dict[str, Any] = {}
 
-    def told(*args: Any, **options: Any) -> Any:
+    def told(*args, **options):
         heard.update(options)
         return fisher(*args, **options)
 
@@ -135,21 +130,21 @@ def test_the_fisher_is_limited_as_server_and_client_want(
     assert {name: heard[name] for name in wanted} == wanted
 
 
-def test_the_reply_keeps_the_servers_order_of_keys() -> None:
+def test_the_reply_keeps_the_servers_order_of_keys():
     arrays = tiny_arrays()
     turned = ArrayRecord({key: arrays[key] for key in reversed(list(arrays))})
     (record,) = records(ask(tiny_client(), turned, KFAC))
     assert [key for key in record if not key.startswith(PREFIX)] == list(turned)
 
 
-def test_the_client_starts_from_the_servers_arrays_not_from_its_last_ones() -> None:
+def test_the_client_starts_from_the_servers_arrays_not_from_its_last_ones():
     client = tiny_client()
     first = ask(client, config=KFAC)
     ask(client, tiny_arrays(5), KFAC)
     assert same_bits(*records(first), *records(ask(client, config=KFAC)))
 
 
-def test_the_records_may_have_any_name() -> None:
+def test_the_records_may_have_any_name():
     LocalGrid(make_client_app(lambda context: tiny_client()), 1)
     content = RecordDict(
         {"model": tiny_arrays(), "how": ConfigRecord(travelling(KFAC))}
@@ -159,7 +154,7 @@ def test_the_records_may_have_any_name() -> None:
     assert any(key.startswith(PREFIX) for key in records(reply)[0])
 
 
-def test_a_loader_without_a_dataset_is_counted() -> None:
+def test_a_loader_without_a_dataset_is_counted():
     batches = [(torch.randn(4, FEATURES), torch.arange(4) % CLASSES)] * 2
     client = FisherClient(tiny_model(), batches, device="cpu")
     assert metrics_of(ask(client))["num-examples"] == 8
@@ -168,11 +163,11 @@ def test_a_loader_without_a_dataset_is_counted() -> None:
 # Randomness
 
 
-def test_the_same_seed_round_and_partition_give_the_same_reply_bit_for_bit() -> None:
+def test_the_same_seed_round_and_partition_give_the_same_reply_bit_for_bit():
     client = random_client()
     arrays = ArrayRecord(shared_state(client.problem.model))
 
-    def reply(partition: int | None = 1, **config: Any) -> Message:
+    def reply(partition=1, **config):
         told = {"seed": 3, "server-round": 2, **config, **KFAC}
         return ask(client, arrays, told, partition=partition)
 
@@ -191,7 +186,7 @@ def test_the_same_seed_round_and_partition_give_the_same_reply_bit_for_bit() -> 
         assert metrics_of(first)["python"] != metrics_of(other)["python"]
 
 
-def broken(*args: Any) -> dict[str, float]:
+def broken(*args):
     torch.rand(3)
     np.random.rand()  # noqa: NPY002
     random.random()
@@ -199,7 +194,7 @@ def broken(*args: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate", "broken"])
-def test_the_global_generators_are_left_as_they_were(kind: str) -> None:
+def test_the_global_generators_are_left_as_they_were(kind):
     client = random_client(valloader=DataLoader(tiny_data(1), batch_size=4))
     arrays = ArrayRecord(shared_state(client.problem.model))
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
@@ -213,7 +208,7 @@ def test_the_global_generators_are_left_as_they_were(kind: str) -> None:
     assert random.getstate() == before[2]
 
 
-def test_seeds_depend_on_every_part_and_on_their_order() -> None:
+def test_seeds_depend_on_every_part_and_on_their_order():
     parts = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (0, 12), (0, 1), (0,), ("0/1", 2, 3)]
     seeds = [derive_seed(*part) for part in parts]
     assert len(set(seeds)) == len(parts)
@@ -227,7 +222,7 @@ def test_seeds_depend_on_every_part_and_on_their_order() -> None:
 # Evaluation
 
 
-def test_evaluate_scores_the_servers_arrays() -> None:
+def test_evaluate_scores_the_servers_arrays():
     client = tiny_client(4)
     reply = ask(client, tiny_arrays(7), kind="evaluate")
     assert not reply.content.array_records
@@ -242,7 +237,7 @@ def test_evaluate_scores_the_servers_arrays() -> None:
     assert metrics["accuracy"] == float((logits.argmax(1) == y).double().mean())
 
 
-def test_evaluating_in_random_order_is_repeatable_too() -> None:
+def test_evaluating_in_random_order_is_repeatable_too():
     data = tiny_data(0, 200)
     arrays = tiny_arrays()
     losses = []
@@ -256,7 +251,7 @@ def test_evaluating_in_random_order_is_repeatable_too() -> None:
     assert len(set(losses)) == 1
 
 
-def test_evaluate_uses_the_loss_it_was_given_and_changes_nothing() -> None:
+def test_evaluate_uses_the_loss_it_was_given_and_changes_nothing():
     client = tiny_client(loss_fn=lambda output, labels: torch.tensor(2.5))
     client.problem.model.train()
     assert metrics_of(ask(client, kind="evaluate"))["loss"] == 2.5
@@ -266,7 +261,7 @@ def test_evaluate_uses_the_loss_it_was_given_and_changes_nothing() -> None:
     assert all(torch.equal(value, sent[key]) for key, value in state.items())
 
 
-def test_without_examples_there_is_nothing_to_score_or_to_train_on() -> None:
+def test_without_examples_there_is_nothing_to_score_or_to_train_on():
     client = FisherClient(tiny_model(), DataLoader(tiny_data(0)), device="cpu")
     with pytest.raises(ClientError, match=r"no valloader.*fraction_evaluate=0\.0"):
         ask(client, kind="evaluate")
@@ -284,7 +279,7 @@ def test_without_examples_there_is_nothing_to_score_or_to_train_on() -> None:
 # What does not fit
 
 
-def sent(**changes: Any) -> ArrayRecord:
+def sent(**changes):
     tensors = arrays_to_tensors(tiny_arrays())
     for key, value in changes.items():
         if value is None:
@@ -306,9 +301,7 @@ def sent(**changes: Any) -> ArrayRecord:
     ],
     ids=["transposed", "broadcastable", "unknown", "lacking", "empty"],
 )
-def test_arrays_that_do_not_fit_are_refused_by_name(
-    kind: str, arrays: ArrayRecord, names: list[str]
-) -> None:
+def test_arrays_that_do_not_fit_are_refused_by_name(kind, arrays, names):
     client = tiny_client()
     before = {k: v.clone() for k, v in client.problem.model.state_dict().items()}
     with pytest.raises(ClientError) as caught:
@@ -318,20 +311,20 @@ def test_arrays_that_do_not_fit_are_refused_by_name(
     assert all(torch.equal(v, after[k]) for k, v in before.items())
 
 
-def test_not_a_number_from_the_server_is_refused_by_name() -> None:
+def test_not_a_number_from_the_server_is_refused_by_name():
     arrays = sent(**{"3_bias": torch.full((3,), float("nan"))})
     with pytest.raises(WireError, match=r"'3\.bias': holds NaN"):
         ask(tiny_client(), arrays)
 
 
-def test_two_array_records_are_refused() -> None:
+def test_two_array_records_are_refused():
     content = RecordDict({"a": tiny_arrays(), "b": tiny_arrays()})
     message = Message(content, 1, "train")
     with pytest.raises(ClientError, match="one ArrayRecord from the server, got 2"):
         tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
 
 
-def test_buffers_may_stay_with_the_client() -> None:
+def test_buffers_may_stay_with_the_client():
     named = dict(tiny_model().named_parameters())
     arrays = tensors_to_arrays(named)
     client = tiny_client()
@@ -341,8 +334,8 @@ def test_buffers_may_stay_with_the_client() -> None:
 
 
 @pytest.mark.parametrize("told", [float("nan"), 0, -3, "many"])
-def test_a_weight_that_is_none_is_named(told: Any) -> None:
-    def train_fn(*args: Any) -> dict[str, Any]:
+def test_a_weight_that_is_none_is_named(told):
+    def train_fn(*args):
         return {"train_loss": 1.0, "num-examples": told}
 
     with pytest.raises(ClientError, match="train_fn returned 'num-examples': "):
@@ -350,8 +343,8 @@ def test_a_weight_that_is_none_is_named(told: Any) -> None:
 
 
 @pytest.mark.parametrize("job", ["train", "diagonal-sums"])
-def test_a_weight_need_be_no_integer(job: str) -> None:
-    def train_fn(*args: Any) -> dict[str, Any]:
+def test_a_weight_need_be_no_integer(job):
+    def train_fn(*args):
         return {"train_loss": 1.0, "num-examples": 0.5}
 
     config = {"structure": "diagonal", "job": job}
@@ -360,9 +353,7 @@ def test_a_weight_need_be_no_integer(job: str) -> None:
 
 
 @pytest.mark.parametrize("config", [{}, KFAC])
-def test_a_model_without_trainable_parameters_is_refused(
-    config: dict[str, str],
-) -> None:
+def test_a_model_without_trainable_parameters_is_refused(config):
     client = tiny_client()
     client.problem.model.requires_grad_(False)
     with pytest.raises(ConfigurationError, match="no trainable parameter"):
@@ -383,9 +374,7 @@ def test_a_model_without_trainable_parameters_is_refused(
         ],
     ],
 )
-def test_an_option_that_is_none_is_refused_before_training(
-    config: dict[str, Any], error: type[Exception], name: str
-) -> None:
+def test_an_option_that_is_none_is_refused_before_training(config, error, name):
     with pytest.raises(error, match=name):
         ask(tiny_client(train_fn=broken), config=config)
 
@@ -393,13 +382,13 @@ def test_an_option_that_is_none_is_refused_before_training(
 # Frozen parts
 
 
-def frozen_client() -> FisherClient:
+def frozen_client():
     client = tiny_client()
     client.problem.model[0].requires_grad_(False)
     return client
 
 
-def test_a_frozen_backbone_neither_travels_nor_changes() -> None:
+def test_a_frozen_backbone_neither_travels_nor_changes():
     client = frozen_client()
     before = {k: v.clone() for k, v in client.problem.model[0].state_dict().items()}
     arrays = ArrayRecord(shared_state(client.problem.model))
@@ -414,7 +403,7 @@ def test_a_frozen_backbone_neither_travels_nor_changes() -> None:
         assert torch.equal(value, before[key])
 
 
-def test_frozen_parameters_that_the_server_sends_are_loaded_and_returned() -> None:
+def test_frozen_parameters_that_the_server_sends_are_loaded_and_returned():
     client = frozen_client()
     arrays = tiny_arrays(3)
     (record,) = records(ask(client, arrays, KFAC))
@@ -426,12 +415,10 @@ def test_frozen_parameters_that_the_server_sends_are_loaded_and_returned() -> No
 # The train function
 
 
-def test_a_custom_train_fn_gets_model_loader_device_and_config() -> None:
+def test_a_custom_train_fn_gets_model_loader_device_and_config():
     seen: dict[str, Any] = {}
 
-    def train(
-        model: nn.Module, loader: Any, device: torch.device, config: Mapping[str, Any]
-    ) -> dict[str, float]:
+    def train(model, loader, device, config):
         seen.update(model=model, loader=loader, device=device, config=dict(config))
         with torch.no_grad():
             model.get_parameter("3.bias").fill_(7.0)
@@ -447,7 +434,7 @@ def test_a_custom_train_fn_gets_model_loader_device_and_config() -> None:
     assert torch.equal(tensors_of(reply)["3.bias"], torch.full((3,), 7.0))
 
 
-def test_the_device_is_the_one_asked_for() -> None:
+def test_the_device_is_the_one_asked_for():
     client = tiny_client(device="cpu")
     assert client.problem.device == CPU
     assert {p.device for p in client.problem.model.parameters()} == {CPU}
@@ -456,7 +443,7 @@ def test_the_device_is_the_one_asked_for() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_client_answers_as_a_cpu_client_does() -> None:
+def test_a_gpu_client_answers_as_a_cpu_client_does():
     like = arrays_to_tensors(tiny_arrays())
     replies = [ask(tiny_client(device=d), config=KFAC) for d in ("cpu", "cuda")]
     cpu, gpu = (FisherUpload.from_arrays(*records(r), like) for r in replies)
@@ -466,14 +453,7 @@ def test_a_gpu_client_answers_as_a_cpu_client_does() -> None:
     torch.testing.assert_close(*dense, rtol=1e-3, atol=1e-5)
 
 
-def slow_sgd(
-    epochs: int = 1,
-    lr: float = 0.01,
-    momentum: float = 0.9,
-    decay: float = 0.0,
-    mu: float = 0.0,
-    smoothing: float = 0.0,
-) -> dict[str, Tensor]:
+def slow_sgd(epochs=1, lr=0.01, momentum=0.9, decay=0.0, mu=0.0, smoothing=0.0):
     """SGD by hand, with smoothed labels and FedProx's term written out in the loss."""
     model = tiny_model().train()
     start = {k: p.detach().clone() for k, p in model.named_parameters()}
@@ -501,7 +481,7 @@ def slow_sgd(
     return model.state_dict()
 
 
-def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def named(model):
     return list(model.named_parameters())
 
 
@@ -516,9 +496,7 @@ TWO: dict[str, Any] = {"epochs": 2, "lr": 0.1}
 
 
 @pytest.mark.parametrize(("options", "config", "twin"), TWINS.values(), ids=TWINS)
-def test_local_sgd_is_the_loop_one_would_write_bit_for_bit(
-    options: dict[str, Any], config: dict[str, Any], twin: dict[str, Any]
-) -> None:
+def test_local_sgd_is_the_loop_one_would_write_bit_for_bit(options, config, twin):
     got = tensors_of(ask(tiny_client(train_fn=LocalSGD(**options)), config=config))
     expected = slow_sgd(**twin)
     assert got.keys() == expected.keys()
@@ -536,8 +514,8 @@ def test_local_sgd_is_the_loop_one_would_write_bit_for_bit(
     ids=["proximal-mu", "weight-decay", "label-smoothing"],
 )
 def test_local_sgd_with_more_terms_is_the_slow_loop_up_to_rounding(
-    options: dict[str, Any], config: dict[str, Any], term: dict[str, float]
-) -> None:
+    options, config, term
+):
     trainer = LocalSGD(**TWO, **options)
     got = tensors_of(ask(tiny_client(train_fn=trainer), config=config))
     expected, without = slow_sgd(**TWO, **term), slow_sgd(**TWO)
@@ -546,7 +524,7 @@ def test_local_sgd_with_more_terms_is_the_slow_loop_up_to_rounding(
     assert not torch.allclose(got["0.weight"], without["0.weight"], atol=1e-4)
 
 
-def test_the_last_epochs_mean_is_the_mean_of_what_fewer_epochs_give() -> None:
+def test_the_last_epochs_mean_is_the_mean_of_what_fewer_epochs_give():
     trainer = LocalSGD(epochs=4, lr=0.1, swa_epochs=2)
     got = tensors_of(ask(tiny_client(train_fn=trainer)))
     third, fourth = slow_sgd(epochs=3, lr=0.1), slow_sgd(epochs=4, lr=0.1)
@@ -555,7 +533,7 @@ def test_the_last_epochs_mean_is_the_mean_of_what_fewer_epochs_give() -> None:
     assert not torch.allclose(got["0.weight"], fourth["0.weight"], atol=1e-4)
 
 
-def test_normalisation_statistics_are_those_under_the_mean() -> None:
+def test_normalisation_statistics_are_those_under_the_mean():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     x = torch.randn(8, 2)
@@ -566,7 +544,7 @@ def test_normalisation_statistics_are_those_under_the_mean() -> None:
     torch.testing.assert_close(model[1].running_var, hidden.var(0))
 
 
-def test_the_proximal_term_leaves_frozen_and_unused_parameters_alone() -> None:
+def test_the_proximal_term_leaves_frozen_and_unused_parameters_alone():
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "spare": nn.Linear(2, 2)})
     model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
     before = model["spare"].weight.detach().clone()
@@ -575,7 +553,7 @@ def test_the_proximal_term_leaves_frozen_and_unused_parameters_alone() -> None:
     assert torch.equal(model["spare"].weight, before)
 
 
-def test_on_epoch_hears_every_epochs_mean_loss() -> None:
+def test_on_epoch_hears_every_epochs_mean_loss():
     heard: list[tuple[int, float]] = []
     trainer = LocalSGD(epochs=3, on_epoch=lambda *args: heard.append(args))
     reply = ask(tiny_client(train_fn=trainer))
@@ -584,7 +562,7 @@ def test_on_epoch_hears_every_epochs_mean_loss() -> None:
     assert len({loss for _, loss in heard}) == 3
 
 
-def test_the_train_loss_is_a_mean_over_examples_not_batches() -> None:
+def test_the_train_loss_is_a_mean_over_examples_not_batches():
     data = TensorDataset(torch.zeros(5, 1), torch.tensor([0, 0, 0, 0, 1]))
     client = FisherClient(
         nn.Linear(1, 2),
@@ -609,9 +587,7 @@ def test_the_train_loss_is_a_mean_over_examples_not_batches() -> None:
         ({"label_smoothing": 0.1, "loss_fn": F.mse_loss}, "label_smoothing"),
     ],
 )
-def test_local_sgd_refuses_numbers_out_of_range(
-    arguments: dict[str, Any], name: str
-) -> None:
+def test_local_sgd_refuses_numbers_out_of_range(arguments, name):
     with pytest.raises(ConfigurationError, match=f"^{name} "):
         LocalSGD(**arguments)
 
@@ -619,10 +595,10 @@ def test_local_sgd_refuses_numbers_out_of_range(
 # The app
 
 
-def test_the_app_builds_a_client_for_each_message_from_the_context() -> None:
+def test_the_app_builds_a_client_for_each_message_from_the_context():
     built: list[int] = []
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         built.append(int(context.node_config["partition-id"]))
         return tiny_client(built[-1])
 
@@ -638,10 +614,10 @@ def test_the_app_builds_a_client_for_each_message_from_the_context() -> None:
     assert counts == {0: 8, 1: 10, 2: 12}
 
 
-def test_mods_see_train_messages_only() -> None:
+def test_mods_see_train_messages_only():
     seen: list[str] = []
 
-    def spy(message: Message, context: Context, call_next: Any) -> Message:
+    def spy(message, context, call_next):
         seen.append(message.metadata.message_type)
         return call_next(message, context)
 

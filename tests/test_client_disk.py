@@ -2,14 +2,11 @@
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import ClientError, ConfigurationError
@@ -17,28 +14,26 @@ from flwr_fisher.errors import ClientError, ConfigurationError
 KB = 1024
 
 
-def disk(
-    root: Path, key: str = "a", *, client: int = 0, kind: str = "state", **options: Any
-) -> ClientDisk:
+def disk(root, key="a", *, client=0, kind="state", **options):
     return ClientDisk(root, kind, client, key, **options)
 
 
-def kilobytes(count: float, value: float = 1.0) -> dict[str, Tensor]:
+def kilobytes(count, value=1.0):
     return {"z": torch.full((int(count * KB) // 4,), value)}
 
 
-def entries(root: Path, client: int = 0) -> list[str]:
+def entries(root, client=0):
     return sorted(p.name for p in root.glob(f"state/partition-{client}/*"))
 
 
-def files(root: Path) -> list[str]:
+def files(root):
     return sorted(path.name for path in root.rglob("*.*"))
 
 
 # What is saved is found again
 
 
-def test_what_is_saved_is_read_again_whole(tmp_path: Path) -> None:
+def test_what_is_saved_is_read_again_whole(tmp_path):
     tensors = {
         "strided": torch.arange(12.0).view(3, 4).T,
         "half": torch.randn(3, 4).half(),
@@ -58,7 +53,7 @@ def test_what_is_saved_is_read_again_whole(tmp_path: Path) -> None:
         assert torch.equal(kept.tensors[name], value)
 
 
-def test_entries_names_and_clients_are_apart(tmp_path: Path) -> None:
+def test_entries_names_and_clients_are_apart(tmp_path):
     disk(tmp_path).save("control", kilobytes(1))
     assert disk(tmp_path).load("control", 1) is None
     assert disk(tmp_path).load("other") is None
@@ -66,10 +61,10 @@ def test_entries_names_and_clients_are_apart(tmp_path: Path) -> None:
         assert disk(tmp_path, **other).load("control") is None
 
 
-def test_what_is_not_there_is_made_once(tmp_path: Path) -> None:
+def test_what_is_not_there_is_made_once(tmp_path):
     calls: list[int] = []
 
-    def make() -> dict[str, Tensor]:
+    def make():
         calls.append(1)
         return kilobytes(1)
 
@@ -80,7 +75,7 @@ def test_what_is_not_there_is_made_once(tmp_path: Path) -> None:
     assert len(calls) == 1
 
 
-def test_a_step_replaces_all_but_those_that_are_to_stay(tmp_path: Path) -> None:
+def test_a_step_replaces_all_but_those_that_are_to_stay(tmp_path):
     mine = disk(tmp_path)
     for step in range(1, 5):
         mine.save("control", kilobytes(1), step=step, keep=[step - 1])
@@ -93,7 +88,7 @@ def test_a_step_replaces_all_but_those_that_are_to_stay(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
-def test_what_is_read_is_a_map_of_the_file(tmp_path: Path) -> None:
+def test_what_is_read_is_a_map_of_the_file(tmp_path):
     disk(tmp_path).save("features", kilobytes(64))
     kept = disk(tmp_path).load("features")
     assert kept is not None
@@ -110,7 +105,7 @@ def test_what_is_read_is_a_map_of_the_file(tmp_path: Path) -> None:
     assert bool((again.tensors["z"] == 1).all())
 
 
-def test_only_its_user_can_read_it(tmp_path: Path) -> None:
+def test_only_its_user_can_read_it(tmp_path):
     disk(tmp_path / "new").save("control", kilobytes(1))
     assert (tmp_path / "new" / "state").stat().st_mode & 0o077 == 0
 
@@ -124,7 +119,7 @@ def test_only_its_user_can_read_it(tmp_path: Path) -> None:
         *({"limit": limit} for limit in (0, -1, 1.5, None)),
     ],
 )
-def test_what_names_no_folder_is_refused(tmp_path: Path, other: Any) -> None:
+def test_what_names_no_folder_is_refused(tmp_path, other):
     with pytest.raises(ConfigurationError):
         disk(tmp_path, **other)
 
@@ -132,33 +127,33 @@ def test_what_names_no_folder_is_refused(tmp_path: Path, other: Any) -> None:
 # Damage
 
 
-def truncate(data: bytes) -> bytes:
+def truncate(data):
     return data[:-7]
 
 
-def flip_a_bit(data: bytes) -> bytes:
+def flip_a_bit(data):
     return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
 
 
-def garble_the_header(data: bytes) -> bytes:
+def garble_the_header(data):
     return b"\xff" * 200 + data[200:]
 
 
-def reshape_in_the_header(data: bytes) -> bytes:
+def reshape_in_the_header(data):
     assert b'"shape":[256]' in data
     return data.replace(b'"shape":[256]', b'"shape":[4,64]'[:13])
 
 
-def rename_in_the_header(data: bytes) -> bytes:
+def rename_in_the_header(data):
     return data.replace(b'"z":', b'"y":')
 
 
-def change_the_note(data: bytes) -> bytes:
+def change_the_note(data):
     assert b"said" in data
     return data.replace(b"said", b"sais")
 
 
-def empty(data: bytes) -> bytes:
+def empty(data):
     return b""
 
 
@@ -175,11 +170,7 @@ def empty(data: bytes) -> bytes:
         None,
     ],
 )
-def test_damage_is_named_and_as_good_as_not_there(
-    tmp_path: Path,
-    damage: Callable[[bytes], bytes] | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_damage_is_named_and_as_good_as_not_there(tmp_path, damage, caplog):
     mine = disk(tmp_path)
     mine.save("features", kilobytes(1), note="said")
     (path,) = mine.path.iterdir()
@@ -194,16 +185,14 @@ def test_damage_is_named_and_as_good_as_not_there(
 
 
 @pytest.mark.parametrize("where", ["save_file", "replace", "fsync"])
-def test_a_crash_while_writing_leaves_what_was_there(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_while_writing_leaves_what_was_there(tmp_path, where, monkeypatch):
     mine = disk(tmp_path)
     mine.save("control", kilobytes(1), step=1)
 
-    def crash(*args: Any) -> None:
+    def crash(*args):
         raise KeyboardInterrupt
 
-    def half(tensors: Any, path: Path, metadata: Any) -> None:
+    def half(tensors, path, metadata):
         path.write_bytes(b"\x08")
         raise KeyboardInterrupt
 
@@ -228,7 +217,7 @@ def test_a_crash_while_writing_leaves_what_was_there(
     assert not aside.exists()
 
 
-def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_named(tmp_path):
     (tmp_path / "state").write_text("in the way")
     mine = disk(tmp_path, owner="Mine")
     assert mine.load("control") is None
@@ -239,8 +228,8 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
 # The limit
 
 
-def test_the_least_recently_used_goes_first_and_reading_is_use(tmp_path: Path) -> None:
-    def mine(key: str) -> ClientDisk:
+def test_the_least_recently_used_goes_first_and_reading_is_use(tmp_path):
+    def mine(key):
         return disk(tmp_path, key, limit=35 * KB)
 
     for key in "abc":
@@ -256,7 +245,7 @@ def test_the_least_recently_used_goes_first_and_reading_is_use(tmp_path: Path) -
     assert entries(tmp_path) == ["f"]
 
 
-def test_an_entrys_files_go_together(tmp_path: Path) -> None:
+def test_an_entrys_files_go_together(tmp_path):
     one, other = (disk(tmp_path, key, limit=25 * KB) for key in "ab")
     one.save("features", kilobytes(10))
     other.save("features", kilobytes(5))
@@ -267,7 +256,7 @@ def test_an_entrys_files_go_together(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2
 
 
-def test_half_written_files_of_old_entries_go_too(tmp_path: Path) -> None:
+def test_half_written_files_of_old_entries_go_too(tmp_path):
     old, new = disk(tmp_path, "a"), disk(tmp_path, "b", limit=20 * KB)
     old.path.mkdir(parents=True)
     (old.path / "control-000001.123.partial").write_bytes(bytes(50 * KB))
@@ -275,16 +264,14 @@ def test_half_written_files_of_old_entries_go_too(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["b"]
 
 
-def test_small_entries_are_not_without_number_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_entries_are_not_without_number_either(tmp_path, monkeypatch):
     monkeypatch.setattr("flwr_fisher.client.disk._MOST", 5)
     for key in range(9):
         disk(tmp_path, f"{key}").save("control", kilobytes(1))
     assert entries(tmp_path) == list("45678")
 
 
-def test_other_clients_and_kinds_have_limits_of_their_own(tmp_path: Path) -> None:
+def test_other_clients_and_kinds_have_limits_of_their_own(tmp_path):
     others = [
         disk(tmp_path, client=1),
         disk(tmp_path, client=2),
@@ -298,7 +285,7 @@ def test_other_clients_and_kinds_have_limits_of_their_own(tmp_path: Path) -> Non
     assert all(other.load("control") is not None for other in others)
 
 
-def test_only_our_own_files_are_deleted(tmp_path: Path) -> None:
+def test_only_our_own_files_are_deleted(tmp_path):
     mine, away = tmp_path / "state" / "partition-0", tmp_path / "away"
     others = [
         mine / "1" / "notes.txt",
@@ -321,7 +308,7 @@ def test_only_our_own_files_are_deleted(tmp_path: Path) -> None:
     assert not (mine / "2").exists()
 
 
-def test_what_never_fits_is_refused_with_ways_out(tmp_path: Path) -> None:
+def test_what_never_fits_is_refused_with_ways_out(tmp_path):
     mine = disk(tmp_path, limit=100, owner="Mine")
     mine.check_room(100, "nine features")
     with pytest.raises(ClientError) as caught:
@@ -334,11 +321,11 @@ def test_what_never_fits_is_refused_with_ways_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_clients_do_not_get_in_each_others_way(tmp_path: Path, same: bool) -> None:
+def test_clients_do_not_get_in_each_others_way(tmp_path, same):
     """They make, and delete, entries all the time; two may be one client's."""
     errors: list[Exception] = []
 
-    def work(number: int) -> None:
+    def work(number):
         try:
             for step in range(60 * number, 60 * number + 60):
                 client = 0 if same else number
@@ -356,14 +343,12 @@ def test_clients_do_not_get_in_each_others_way(tmp_path: Path, same: bool) -> No
     assert not errors
 
 
-def test_files_that_vanish_while_they_are_counted_are_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_vanish_while_they_are_counted_are_no_error(tmp_path, monkeypatch):
     first, second = disk(tmp_path, "a"), disk(tmp_path, "b", limit=15 * KB)
     first.save("control", kilobytes(10))
     found = ClientDisk._entries
 
-    def late(self: ClientDisk) -> dict[Path, list[Path]]:
+    def late(self):
         entries = found(self)
         (first.path / "control-000000.safetensors").unlink()
         return entries

@@ -1,8 +1,7 @@
 """What a server cannot make a client do: work, or store, without end."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +27,11 @@ KB = 1024
 class Untouched(DataLoader[Any]):
     """Data that nobody may look at."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         raise AssertionError("the data were read")
 
 
-def client(where: Path, *, untouched: bool = False, **options: Any) -> FisherClient:
+def client(where, *, untouched=False, **options):
     kind = Untouched if untouched else DataLoader
     return FisherClient(
         tiny_model(),
@@ -44,7 +43,7 @@ def client(where: Path, *, untouched: bool = False, **options: Any) -> FisherCli
     )
 
 
-def sent(**facts: Any) -> ArrayRecord:
+def sent(**facts):
     """The tiny net, and what the server sent beside it; ``a__b`` is in group ``a``."""
     tensors = {
         f"server/{name.replace('__', '/').replace('_', '-')}": torch.as_tensor(value)
@@ -53,13 +52,13 @@ def sent(**facts: Any) -> ArrayRecord:
     return ArrayRecord({**tiny_arrays(), **ArrayRecord(tensors)})
 
 
-def with_gradient() -> ArrayRecord:
+def with_gradient():
     names = dict(tiny_model().named_parameters())
     tensors = {f"server/gradient/{k}": torch.ones_like(v) for k, v in names.items()}
     return ArrayRecord({**tiny_arrays(), **ArrayRecord(tensors)})
 
 
-def for_tct(**changes: Any) -> ArrayRecord:
+def for_tct(**changes):
     facts: dict[str, Any] = {
         "run": 1,
         "steps": 0,
@@ -72,11 +71,11 @@ def for_tct(**changes: Any) -> ArrayRecord:
     return sent(**{k: v for k, v in (facts | changes).items() if v is not None})
 
 
-def nothing_in(folder: Path) -> bool:
+def nothing_in(folder):
     return not list(folder.rglob("*.*"))
 
 
-def test_a_mean_over_epochs_is_none_of_a_personalisations(tmp_path: Path) -> None:
+def test_a_mean_over_epochs_is_none_of_a_personalisations(tmp_path):
     loop = LocalSGD(epochs=4, lr=0.1, swa_epochs=3)
     tuned, plain = (
         ask(client(tmp_path, train_fn=fn), config=TUNE, kind="evaluate")
@@ -103,13 +102,8 @@ capped = pytest.mark.parametrize(("kind", "arrays", "config", "name", "cap"), CA
 
 @capped
 def test_more_than_the_cap_is_refused_before_anything_is_done(
-    kind: str,
-    arrays: Callable[[], ArrayRecord],
-    config: Mapping[str, Any],
-    name: str,
-    cap: str,
-    tmp_path: Path,
-) -> None:
+    kind, arrays, config, name, cap, tmp_path
+):
     for options, count, most in (({}, 2**62, "100"), ({cap: 3}, 4, "3")):
         limits = ClientLimits(**options)
         mine = client(tmp_path, untouched=True, limits=limits)
@@ -122,14 +116,7 @@ def test_more_than_the_cap_is_refused_before_anything_is_done(
 
 
 @capped
-def test_as_many_as_the_cap_are_done(
-    kind: str,
-    arrays: Callable[[], ArrayRecord],
-    config: Mapping[str, Any],
-    name: str,
-    cap: str,
-    tmp_path: Path,
-) -> None:
+def test_as_many_as_the_cap_are_done(kind, arrays, config, name, cap, tmp_path):
     limits = ClientLimits(**{cap: 4})
     wish = {**config, name: 4}
     reply = ask(client(tmp_path, limits=limits), arrays(), wish, kind=kind)
@@ -137,20 +124,20 @@ def test_as_many_as_the_cap_are_done(
     assert metrics_of(reply) == metrics_of(other)
 
 
-def test_the_papers_settings_are_within_the_caps(tmp_path: Path) -> None:
+def test_the_papers_settings_are_within_the_caps(tmp_path):
     wish = TCT_STEP | {"local-steps": 500}
     assert "tct/weight" in tensors_of(ask(client(tmp_path), for_tct(), wish))
 
 
 @pytest.mark.parametrize("name", ["max_examples", "max_steps", "max_epochs"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "5"])
-def test_a_cap_is_a_positive_integer(name: str, value: Any) -> None:
+def test_a_cap_is_a_positive_integer(name, value):
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
         ClientLimits(**{name: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None])
-def test_a_disk_has_a_positive_number_of_bytes(value: Any, tmp_path: Path) -> None:
+def test_a_disk_has_a_positive_number_of_bytes(value, tmp_path):
     with pytest.raises(ConfigurationError, match=r"^state_bytes must be"):
         client(tmp_path, state_bytes=value)
 
@@ -186,9 +173,7 @@ NO_NUMBERS: list[tuple[str, Callable[[], ArrayRecord], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "arrays", "config"), NO_NUMBERS)
-def test_what_is_no_such_number_is_refused_by_name(
-    kind: str, arrays: Callable[[], ArrayRecord], config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_is_no_such_number_is_refused_by_name(kind, arrays, config, tmp_path):
     with pytest.raises(FlwrFisherError) as caught:
         ask(client(tmp_path), arrays(), config, kind=kind)
     name = list(config)[-1]
@@ -197,7 +182,7 @@ def test_what_is_no_such_number_is_refused_by_name(
     assert nothing_in(tmp_path)
 
 
-def test_a_long_text_for_a_number_does_not_fill_a_log(tmp_path: Path) -> None:
+def test_a_long_text_for_a_number_does_not_fill_a_log(tmp_path):
     for config in ({"seed": "\n" * 10**6}, {"job": "\n" * 10**6}, {"lr": "x" * 10**6}):
         with pytest.raises(FlwrFisherError) as caught:
             ask(client(tmp_path), config=config)
@@ -236,9 +221,7 @@ WRONG_FACTS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_FACTS)
-def test_a_tensor_of_another_kind_is_refused_by_name(
-    name: str, value: Any, tmp_path: Path
-) -> None:
+def test_a_tensor_of_another_kind_is_refused_by_name(name, value, tmp_path):
     mine = client(tmp_path, untouched=True)
     with pytest.raises((ClientError, WireError), match=name):
         ask(mine, for_tct(**{name: value}), TCT_STEP)
@@ -246,7 +229,7 @@ def test_a_tensor_of_another_kind_is_refused_by_name(
 
 
 @pytest.mark.parametrize("weights", [[1.0], [[1.0, 2.0]], 3.0])
-def test_a_roster_has_as_many_weights_as_clients(weights: Any) -> None:
+def test_a_roster_has_as_many_weights_as_clients(weights):
     tensors = {
         "clients": torch.tensor([[0, 1], [1, 1]]),
         "client-weights": torch.tensor(weights),
@@ -256,9 +239,7 @@ def test_a_roster_has_as_many_weights_as_clients(weights: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["server/group-{}/x", "server/{}", "layer-{}"])
-def test_too_many_arrays_are_refused_unread(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_arrays_are_refused_unread(key, tmp_path, monkeypatch):
     one = ArrayRecord({"x": torch.zeros(1)})["x"]
     arrays = ArrayRecord({**tiny_arrays(), **{key.format(i): one for i in range(2000)}})
     monkeypatch.setattr("flwr_fisher.client.request.arrays_to_tensors", None)
@@ -269,23 +250,23 @@ def test_too_many_arrays_are_refused_unread(
 # State on disk
 
 
-def runs_in(root: Path) -> list[str]:
+def runs_in(root):
     return sorted(p.name for p in root.glob("state/partition-0/*"))
 
 
-def ask_scaffold(mine: FisherClient, run: int, step: int = 0) -> float:
+def ask_scaffold(mine, run, step=0):
     arrays = sent(run=run, steps=step, **({"clients": [[0, step]]} if step else {}))
     return float(metrics_of(ask(mine, arrays, SCAFFOLD))["state-lost"])
 
 
-def test_a_server_that_invents_runs_does_not_fill_the_disk(tmp_path: Path) -> None:
+def test_a_server_that_invents_runs_does_not_fill_the_disk(tmp_path):
     mine = client(tmp_path, state_bytes=40 * KB)
     for run in range(100, 113):
         ask_scaffold(mine, run)
     assert runs_in(tmp_path) == [f"{run:x}" for run in range(103, 113)]
 
 
-def test_the_run_under_way_keeps_what_it_needs(tmp_path: Path) -> None:
+def test_the_run_under_way_keeps_what_it_needs(tmp_path):
     mine = client(tmp_path, state_bytes=40 * KB)
     ask_scaffold(mine, 7)
     for step in range(1, 13):
@@ -296,8 +277,8 @@ def test_the_run_under_way_keeps_what_it_needs(tmp_path: Path) -> None:
     assert ask_scaffold(mine, 1001, 1) == 1.0  # was collected: told, as ever
 
 
-def test_state_that_never_fits_is_refused_before_training(tmp_path: Path) -> None:
-    def never(*args: Any) -> dict[str, float]:
+def test_state_that_never_fits_is_refused_before_training(tmp_path):
+    def never(*args):
         raise AssertionError("trained")
 
     loop = LocalSGD(momentum=0.0, loss_fn=never)
@@ -314,7 +295,7 @@ def test_state_that_never_fits_is_refused_before_training(tmp_path: Path) -> Non
     assert nothing_in(tmp_path)
 
 
-def test_a_key_from_the_server_cannot_forge_or_fill_a_log(tmp_path: Path) -> None:
+def test_a_key_from_the_server_cannot_forge_or_fill_a_log(tmp_path):
     key = "\n[INFO] all is well\n" * 10**4
     arrays = ArrayRecord({**tiny_arrays(), **ArrayRecord({key: torch.zeros(1)})})
     with pytest.raises(ClientError, match="the server sent '") as caught:

@@ -246,7 +246,7 @@ def test_a_run_is_not_resumed_with_another_model(tmp_path):
 class Unused(nn.Module):
     """Its last linear layer is for something else."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net, self.aux = tiny_model(), nn.Linear(3, 2)
 
@@ -265,7 +265,7 @@ def test_a_layer_that_is_never_called_is_no_head_of_tct():
 
 def test_features_that_are_no_numbers_lead_to_the_inputs():
     class NoNumber(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = tiny_model()
 
@@ -291,7 +291,7 @@ def test_features_that_are_no_numbers_lead_to_the_inputs():
         ("checkpoint_folder", None),
     ],
 )
-def test_a_keyword_may_be_close_to_one(name: str, meant: str | None) -> None:
+def test_a_keyword_may_be_close_to_one(name, meant):
     with pytest.raises(TypeError, match=f"unexpected keyword arguments .'{name}'") as e:
         FedFisherOneShot(**{name: 1})
     told = str(e.value).partition("did you mean ")[2]

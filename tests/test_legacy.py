@@ -52,30 +52,30 @@ from flwr_fisher.testing import LocalGrid
 class Older(NumPyClient):
     """As most are written: lists of all of the state, trained by LocalSGD."""
 
-    def __init__(self, holding: int = 0) -> None:
+    def __init__(self, holding=0):
         self.net, self.holding = tiny_model(1), holding
         self.trainloader = DataLoader(tiny_data(holding), batch_size=4)
         self.configs: list[dict[str, Any]] = []
 
-    def names(self) -> list[str]:
+    def names(self):
         return list(self.net.state_dict())
 
-    def load(self, parameters: list[np.ndarray]) -> None:
+    def load(self, parameters):
         pairs = zip(self.names(), parameters, strict=True)
         state = {name: torch.tensor(array) for name, array in pairs}
         self.net.load_state_dict(state, strict=False)
 
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+    def fit(self, parameters, config):
         self.configs.append(config)
         self.load(parameters)
         own = LocalSGD(lr=0.1)(self.net, self.trainloader, torch.device("cpu"), {})
         return self.arrays(), len(self.trainloader.dataset), own
 
-    def arrays(self) -> list[np.ndarray]:
+    def arrays(self):
         state = self.net.state_dict()
         return [state[name].numpy() for name in self.names()]
 
-    def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+    def evaluate(self, parameters, config):
         self.configs.append(config)
         self.load(parameters)
         return 0.5, 7, {"accuracy": float(np.abs(parameters[0]).sum()), "sure": True}
@@ -84,25 +84,25 @@ class Older(NumPyClient):
 class TrainableOnly(Older):
     """As LoRA apps are: lists of what is trained."""
 
-    def names(self) -> list[str]:
+    def names(self):
         return [name for name, p in self.net.named_parameters() if p.requires_grad]
 
 
 class Tells(TrainableOnly):
     """Its first list tells the order."""
 
-    def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
+    def get_parameters(self, config):
         return self.arrays()
 
 
-def ours(older: Older, **options: Any) -> Any:
+def ours(older, **options):
     return from_numpy_client(
         older, older.net, older.trainloader, device="cpu", **options
     )
 
 
-def older_app(kind: type[Older] = Older, wrapped: bool = True, **options: Any) -> Any:
-    def client_fn(context: Context) -> Any:
+def older_app(kind=Older, wrapped=True, **options):
+    def client_fn(context):
         older = kind(int(context.node_config["partition-id"]))
         return older.to_client() if wrapped else older
 
@@ -110,7 +110,7 @@ def older_app(kind: type[Older] = Older, wrapped: bool = True, **options: Any) -
     return client_app(client_fn, **parts | options)
 
 
-def one_shot(**options: Any) -> FedFisherOneShot:
+def one_shot(**options):
     return fedfisher_with(**{"fraction_evaluate": 0.0} | options)
 
 
@@ -118,7 +118,7 @@ def one_shot(**options: Any) -> FedFisherOneShot:
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
-def test_a_numpy_client_uploads_what_ours_does(structure: str) -> None:
+def test_a_numpy_client_uploads_what_ours_does(structure):
     """It trains alike, so the merge is alike."""
     apps = older_app(wrapped=structure == "kfac"), tiny_app()
     merged = [
@@ -128,12 +128,12 @@ def test_a_numpy_client_uploads_what_ours_does(structure: str) -> None:
     assert close(*merged)
 
 
-def test_fit_gets_the_users_config_and_the_servers_arrays() -> None:
+def test_fit_gets_the_users_config_and_the_servers_arrays():
     older = Older()
     seen = {}
 
     class Spy(Older):
-        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        def fit(self, parameters, config):
             seen.update(config=config, arrays=[p.copy() for p in parameters])
             return super().fit(parameters, config)
 
@@ -145,9 +145,9 @@ def test_fit_gets_the_users_config_and_the_servers_arrays() -> None:
     assert all(np.array_equal(a, b.numpy()) for a, b in pairs)
 
 
-def test_what_fit_keeps_of_its_list_does_not_train_along() -> None:
+def test_what_fit_keeps_of_its_list_does_not_train_along():
     class Proximal(Older):
-        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        def fit(self, parameters, config):
             before = parameters[0].copy()
             returned = super().fit(parameters, config)
             assert np.array_equal(parameters[0], before)
@@ -157,9 +157,9 @@ def test_what_fit_keeps_of_its_list_does_not_train_along() -> None:
     ask(ours(Proximal()))
 
 
-def test_its_number_of_examples_weighs_and_its_metrics_travel() -> None:
+def test_its_number_of_examples_weighs_and_its_metrics_travel():
     class Few(Older):
-        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        def fit(self, parameters, config):
             arrays, _, _ = super().fit(parameters, config)
             mine = {"is_straggler": False, "loss": np.float32(0.5), "host": "a"}
             return arrays, 3, mine
@@ -172,7 +172,7 @@ def test_its_number_of_examples_weighs_and_its_metrics_travel() -> None:
     assert {u.num_examples for u in sums.start(grid, tiny_arrays()).uploads} == {3}
 
 
-def test_a_net_of_its_own_may_be_another_object() -> None:
+def test_a_net_of_its_own_may_be_another_object():
     older = Older()
     model = tiny_model(5)
     client = from_numpy_client(older, model, older.trainloader, device="cpu")
@@ -182,21 +182,21 @@ def test_a_net_of_its_own_may_be_another_object() -> None:
     assert all(torch.equal(sent[name], expected[name]) for name in sent)
 
 
-def test_its_evaluate_answers_evaluations() -> None:
+def test_its_evaluate_answers_evaluations():
     metrics = metrics_of(ask(ours(Older()), kind="evaluate"))
     weights = next(iter(tiny_model().parameters()))
     expected = {"accuracy": pytest.approx(float(weights.detach().abs().sum()))}
     assert dict(metrics) == {**expected, "sure": 1, "loss": 0.5, "num-examples": 7}
 
 
-def test_a_valloader_goes_before_its_evaluate() -> None:
+def test_a_valloader_goes_before_its_evaluate():
     older = Older()
     client = ours(older, valloader=DataLoader(tiny_data(0), batch_size=8))
     theirs = metrics_of(ask(tiny_client(), kind="evaluate"))
     assert metrics_of(ask(client, kind="evaluate")) == theirs
 
 
-def test_without_an_evaluate_of_its_own_there_is_none() -> None:
+def test_without_an_evaluate_of_its_own_there_is_none():
     class Mute(Older):
         evaluate = NumPyClient.evaluate
 
@@ -204,7 +204,7 @@ def test_without_an_evaluate_of_its_own_there_is_none() -> None:
         ask(ours(Mute()), kind="evaluate")
 
 
-def test_an_evaluate_of_another_model_is_refused() -> None:
+def test_an_evaluate_of_another_model_is_refused():
     client = ours(Older())
     assert client.problem.evaluate_fn is not None
     with pytest.raises(
@@ -216,13 +216,13 @@ def test_an_evaluate_of_another_model_is_refused() -> None:
 # Lists
 
 
-def frozen(kind: type[Older]) -> Older:
+def frozen(kind):
     older = kind()
     older.net[0].requires_grad_(False)
     return older
 
 
-def test_lists_of_what_is_trained_where_that_is_told() -> None:
+def test_lists_of_what_is_trained_where_that_is_told():
     for older, options in (
         (frozen(TrainableOnly), {"order": "trainable"}),
         (frozen(Tells), {}),
@@ -238,11 +238,11 @@ def test_lists_of_what_is_trained_where_that_is_told() -> None:
 class Returns(Older):
     """Returns what it is told to."""
 
-    def __init__(self, change: Callable[[Any], Any]) -> None:
+    def __init__(self, change):
         super().__init__()
         self.change = change
 
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+    def fit(self, parameters, config):
         return self.change(super().fit(parameters, config))
 
 
@@ -275,29 +275,29 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_fit_returns_is_checked(case: str) -> None:
+def test_what_fit_returns_is_checked(case):
     change, error, text = WRONG[case]
     with pytest.raises(error, match=text):
         ask(ours(Returns(change)))
 
 
-def test_an_order_that_is_none() -> None:
+def test_an_order_that_is_none():
     with pytest.raises(UnknownNameError, match="unknown order 'alphabet'; known: sta"):
         ask(ours(Older(), order="alphabet"))
     with pytest.raises(ParamsError, match=r"order names \['w'\]"):
         ask(ours(Older(), order=["w"]))
 
 
-def test_get_parameters_of_no_known_order() -> None:
+def test_get_parameters_of_no_known_order():
     class Odd(Tells):
-        def get_parameters(self, config: dict[str, Any]) -> list[np.ndarray]:
+        def get_parameters(self, config):
             return self.arrays()[:2]
 
     with pytest.raises(ParamsError, match=r"Odd.get_parameters: 2 arrays, not 9"):
         ask(ours(Odd()))
 
 
-def test_bfloat16_travels_as_float32_and_comes_back() -> None:
+def test_bfloat16_travels_as_float32_and_comes_back():
     model = nn.Linear(2, 2).bfloat16()
     names = names_of(model, "state")
     arrays = to_list(model, names)
@@ -307,7 +307,7 @@ def test_bfloat16_travels_as_float32_and_comes_back() -> None:
     assert order_of(model, arrays) == "state"
 
 
-def test_what_is_no_numpy_client() -> None:
+def test_what_is_no_numpy_client():
     with pytest.raises(ClientError, match=r"Linear has no fit\(parameters, config\)"):
         from_numpy_client(nn.Linear(1, 1), nn.Linear(1, 1), [])
 
@@ -318,7 +318,7 @@ def test_what_is_no_numpy_client() -> None:
         from_numpy_client(Empty(), nn.Linear(1, 1), [])
 
 
-def test_parts_that_are_not_where_they_are_said_to_be() -> None:
+def test_parts_that_are_not_where_they_are_said_to_be():
     with pytest.raises(RoundError, match="Older has no attribute 'model', but"):
         one_shot().start(LocalGrid(older_app(model="model"), 2), tiny_arrays())
     with pytest.raises(RoundError, match="model='holding' is no module: int"):
@@ -328,10 +328,10 @@ def test_parts_that_are_not_where_they_are_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("annotation", [None, str, "str"])
-def test_a_client_fn_of_a_cid_is_deprecated_as_in_flower(annotation, caplog) -> None:
+def test_a_client_fn_of_a_cid_is_deprecated_as_in_flower(annotation, caplog):
     """A text is what ``from __future__ import annotations`` makes of an annotation."""
 
-    def client_fn(number: Any) -> Any:
+    def client_fn(number):
         return Older(int(number)).to_client()
 
     if annotation is None:
@@ -351,7 +351,7 @@ def test_a_client_fn_of_a_cid_is_deprecated_as_in_flower(annotation, caplog) -> 
 # Servers
 
 
-def run(components: Any, clients: int = 3, app: Any = None) -> LocalGrid:
+def run(components, clients=3, app=None):
     grid = LocalGrid(older_app() if app is None else app, clients)
     context = Context(1, 1, {}, RecordDict(), {})
     server_app(lambda context: components)(grid, context)
@@ -361,12 +361,12 @@ def run(components: Any, clients: int = 3, app: Any = None) -> LocalGrid:
 class Saves(Server):
     """As baselines do: it keeps the history."""
 
-    def fit(self, num_rounds: int, timeout: float | None) -> Any:
+    def fit(self, num_rounds, timeout):
         self.history, seconds = super().fit(num_rounds, timeout)
         return self.history, seconds
 
 
-def served(rounds: int = 1, app: Any = None, **options: Any) -> Saves:
+def served(rounds=1, app=None, **options):
     settings = {"model": tiny_model(), "fraction_evaluate": 0.0} | options
     kind = settings.pop("kind", FedFisherOneShot)
     strategy = as_legacy(kind, **settings)
@@ -376,7 +376,7 @@ def served(rounds: int = 1, app: Any = None, **options: Any) -> Saves:
     return server
 
 
-def test_a_server_fn_gives_what_start_gives() -> None:
+def test_a_server_fn_gives_what_start_gives():
     expected = one_shot().start(LocalGrid(older_app(), 3), tiny_arrays(), 2)
     server = served(2)
     assert server.result is not None
@@ -385,12 +385,12 @@ def test_a_server_fn_gives_what_start_gives() -> None:
 
 @pytest.mark.parametrize("form", [list, ndarrays_to_parameters])
 @pytest.mark.parametrize("order", ["state", "parameters"])
-def test_initial_parameters_are_matched_to_names(form: Any, order: str) -> None:
+def test_initial_parameters_are_matched_to_names(form, order):
     start = tiny_model(3)
     arrays = to_list(start, names_of(start, order))
     seen: list[list[np.ndarray]] = []
 
-    def evaluate(server_round: int, arrays: list[np.ndarray], config: Any) -> None:
+    def evaluate(server_round, arrays, config):
         seen.append(arrays)
 
     server = served(initial_parameters=form(arrays), evaluate_fn=evaluate)
@@ -399,14 +399,14 @@ def test_initial_parameters_are_matched_to_names(form: Any, order: str) -> None:
     assert server.history.losses_centralized == []
 
 
-def test_initial_parameters_of_another_model() -> None:
+def test_initial_parameters_of_another_model():
     with pytest.raises(ParamsError, match="initial_parameters: 1 arrays, not 9"):
         as_legacy(FedFish, model=tiny_model(), initial_parameters=[np.zeros(1)])
     with pytest.raises(ParamsError, match="Parameters or a list of arrays, got int"):
         as_legacy(FedFish, model=tiny_model(), initial_parameters=3)
 
 
-def test_the_older_settings_keep_their_names() -> None:
+def test_the_older_settings_keep_their_names():
     strategy = as_legacy(
         FedFisherOneShot,
         model=tiny_model(),
@@ -429,15 +429,15 @@ def test_the_older_settings_keep_their_names() -> None:
     )
 
 
-def test_configs_and_scores_by_round() -> None:
+def test_configs_and_scores_by_round():
     configs: list[dict[str, Any]] = []
 
     class Notes(Older):
-        def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        def fit(self, parameters, config):
             configs.append({"fit": True, **config})
             return super().fit(parameters, config)
 
-        def evaluate(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+        def evaluate(self, parameters, config):
             configs.append({"fit": False, **config})
             return float(self.holding), 1 + self.holding, {"x": 2.0 * self.holding}
 
@@ -465,7 +465,7 @@ def test_configs_and_scores_by_round() -> None:
     assert history.losses_distributed == [(n, pytest.approx(weighted)) for n in (1, 2)]
 
 
-def test_a_server_fn_run_is_kept_and_resumed(tmp_path) -> None:
+def test_a_server_fn_run_is_kept_and_resumed(tmp_path):
     whole = served(2)
     served(1, checkpoint_dir=tmp_path)
     with pytest.raises(CheckpointError, match="resume"):
@@ -476,7 +476,7 @@ def test_a_server_fn_run_is_kept_and_resumed(tmp_path) -> None:
     assert same_bits(resumed.result.arrays, whole.result.arrays)
 
 
-def test_components_without_a_server_end_with_a_summary(caplog) -> None:
+def test_components_without_a_server_end_with_a_summary(caplog):
     caplog.set_level("INFO", logger="flwr")
 
     class Picky(SimpleClientManager):
@@ -489,7 +489,7 @@ def test_components_without_a_server_end_with_a_summary(caplog) -> None:
     assert "metrics distributed fit: {" in caplog.text
 
 
-def test_flowers_own_server_is_understood_and_one_derived_from_it_is_not() -> None:
+def test_flowers_own_server_is_understood_and_one_derived_from_it_is_not():
     from flwr.server import Server as Flowers
 
     strategy = as_legacy(FedFish, model=tiny_model(), fraction_evaluate=0.0)
@@ -504,7 +504,7 @@ def test_flowers_own_server_is_understood_and_one_derived_from_it_is_not() -> No
         run(ServerAppComponents(server=mine))
 
 
-def test_settings_without_a_counterpart_are_refused() -> None:
+def test_settings_without_a_counterpart_are_refused():
     from flwr.server.strategy import FedAvg as OlderFedAvg
 
     model = tiny_model()
@@ -517,7 +517,7 @@ def test_settings_without_a_counterpart_are_refused() -> None:
         as_legacy(FedFish, model=model, fraction_fti=0.5)
 
 
-def test_what_a_server_app_does_not_run() -> None:
+def test_what_a_server_app_does_not_run():
     from flwr.server.strategy import FedAvg as OlderFedAvg
 
     with pytest.raises(ConfigurationError, match="FedAvg is none of flwr_fisher"):
@@ -529,7 +529,7 @@ def test_what_a_server_app_does_not_run() -> None:
         Server(strategy=as_legacy(FedFish, model=tiny_model())).fit(1, None)
 
 
-def test_from_numpy_client_in_an_app_of_ones_own() -> None:
+def test_from_numpy_client_in_an_app_of_ones_own():
     app = make_client_app(
         lambda context: ours(Older(int(context.node_config["partition-id"])))
     )

@@ -4,7 +4,6 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from bare import hidden, write_sitecustomize
@@ -81,7 +80,7 @@ def matching():
 """
 
 
-def bare(tmp_path: Path, code: str) -> str:
+def bare(tmp_path, code):
     """What a program prints where no extra is installed."""
     first = write_sitecustomize(tmp_path / "bare")
     path = os.pathsep.join([str(first), *sys.path])
@@ -97,18 +96,18 @@ def bare(tmp_path: Path, code: str) -> str:
     return done.stdout
 
 
-def test_the_extras_packages_are_hidden() -> None:
+def test_the_extras_packages_are_hidden():
     names = {"ray", "torchvision", "sklearn", "matplotlib", "nngeometry", "datasets"}
     assert names <= hidden()
     assert not hidden() & (MAY | {"rich"})  # which flwr brings
 
 
-def test_a_client_trains_and_uploads_a_kfac_without_any_extra(tmp_path: Path) -> None:
+def test_a_client_trains_and_uploads_a_kfac_without_any_extra(tmp_path):
     code = ROUND.replace("set(HIDDEN)", f"set({sorted(hidden())})")
     assert bare(tmp_path, code) == "3 []\n"
 
 
-def test_a_missing_extra_is_named_when_it_is_needed(tmp_path: Path) -> None:
+def test_a_missing_extra_is_named_when_it_is_needed(tmp_path):
     """In one process, since each takes seconds to begin."""
     missing = {
         "report": ("matplotlib", "report"),
@@ -126,7 +125,7 @@ def test_a_missing_extra_is_named_when_it_is_needed(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_missing_within_a_package_is_named_too() -> None:
+def test_what_is_missing_within_a_package_is_named_too():
     says = pytest.raises(MissingExtraError, match="'no_such' is not installed")
     with says, extra("tasks"):
         import no_such.thing  # noqa: F401
@@ -136,7 +135,7 @@ def test_what_is_missing_within_a_package_is_named_too() -> None:
     ("room", "path"),
     [pytest.param(room, path, id=name) for room, name, path in sources(ROOT)],
 )
-def test_a_file_imports_no_more_than_its_room_may(room: str, path: Path) -> None:
+def test_a_file_imports_no_more_than_its_room_may(room, path):
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,13 +1,12 @@
 """Local training with other optimisers, schedules and mixed precision."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracles import seeded
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from flwr_fisher.client import LocalSGD
@@ -17,24 +16,22 @@ CPU = torch.device("cpu")
 BATCHES = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(3)]
 
 
-def net() -> nn.Module:
+def net():
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def trained(config: dict[str, Any] | None = None, **options: Any) -> dict[str, Tensor]:
+def trained(config=None, **options):
     model = seeded(net)
     LocalSGD(**options)(model, BATCHES, CPU, config or {})
     return model.state_dict()
 
 
-def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+def same(got, want):
     return all(torch.equal(got[key], value) for key, value in want.items())
 
 
 @pytest.mark.parametrize(("config", "lr"), [({}, 0.05), ({"lr": 0.02}, 0.02)])
-def test_any_optimiser_is_the_loop_one_would_write(
-    config: dict[str, Any], lr: float
-) -> None:
+def test_any_optimiser_is_the_loop_one_would_write(config, lr):
     model = seeded(net)
     adam = torch.optim.AdamW(model.parameters(), lr=lr)
     for x, y in BATCHES * 2:
@@ -45,7 +42,7 @@ def test_any_optimiser_is_the_loop_one_would_write(
     assert same(trained(config, epochs=2, optimizer=own), model.state_dict())
 
 
-def test_a_schedule_takes_a_step_after_each_epoch() -> None:
+def test_a_schedule_takes_a_step_after_each_epoch():
     model = seeded(net)
     for lr in (0.4, 0.4, 0.2):
         LocalSGD(lr=lr, momentum=0.0)(model, BATCHES, CPU, {})
@@ -57,11 +54,11 @@ def test_a_schedule_takes_a_step_after_each_epoch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mixed_precision_is_the_models_forward_pass_in_half(dtype: torch.dtype) -> None:
+def test_mixed_precision_is_the_models_forward_pass_in_half(dtype):
     seen = set()
 
     class Watched(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             seen.add(super().forward(x).dtype)
             return super().forward(x)
 
@@ -76,10 +73,10 @@ def test_mixed_precision_is_the_models_forward_pass_in_half(dtype: torch.dtype) 
         assert not torch.equal(value, full[key])
 
 
-def test_what_reads_gradients_refuses_those_that_may_be_infinite() -> None:
+def test_what_reads_gradients_refuses_those_that_may_be_infinite():
     loop, noted = LocalSGD(autocast=torch.float16), list[tuple[int, int]]()
 
-    def note(epoch: int, step: int) -> None:
+    def note(epoch, step):
         noted.append((epoch, step))
 
     with pytest.raises(ConfigurationError, match=r"needs autocast=torch\.bfloat16"):
@@ -99,6 +96,6 @@ def test_what_reads_gradients_refuses_those_that_may_be_infinite() -> None:
         ),
     ],
 )
-def test_mistakes_are_named(options: dict[str, Any], reason: str) -> None:
+def test_mistakes_are_named(options, reason):
     with pytest.raises(ConfigurationError, match=reason):
         LocalSGD(**options)

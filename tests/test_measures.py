@@ -2,9 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
-    Context,
     Message,
     MetricRecord,
     RecordDict,
@@ -21,12 +19,10 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp.strategy import FedAdam, FedAvg, Strategy
-from flwr.supercore.run import Run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from virtual import (
     FEATURES,
-    Tamper,
     Watched,
     ask,
     close,
@@ -69,14 +65,12 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 @pytest.fixture(params=STRATEGIES)
-def make_strategy(request: pytest.FixtureRequest) -> Callable[..., Strategy]:
+def make_strategy(request):
     made = STRATEGIES[request.param]
     return lambda **options: made(**{"fraction_evaluate": 0.0, **options})
 
 
-def scores(
-    arrays: ArrayRecord | Mapping[str, torch.Tensor], data: TensorDataset
-) -> tuple[float, float]:
+def scores(arrays, data):
     """Mean loss and accuracy of a tiny model, the plain way."""
     model = tiny_model()
     tensors = arrays_to_tensors(arrays) if isinstance(arrays, ArrayRecord) else arrays
@@ -92,12 +86,12 @@ def scores(
 class Remembers(Watched):
     """Keeps what every client uploaded, and refuses to evaluate where told to."""
 
-    def __init__(self, app: ClientApp | None = None, silent: Iterable[int] = ()):
+    def __init__(self, app=None, silent=()):
         super().__init__(app)
         self.uploads: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self.silent = set(silent)
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         partition = int(context.node_config["partition-id"])
         kind = message.metadata.message_type
         if kind == "evaluate" and partition in self.silent:
@@ -113,16 +107,16 @@ class Remembers(Watched):
 
 
 def run(
-    strategy: Strategy,
-    measures: Callable[[MeasuredGrid], Evaluate],
-    app: ClientApp | None = None,
-    clients: int = 4,
+    strategy,
+    measures,
+    app=None,
+    clients=4,
     *,
-    seed: int | None = None,
-    num_rounds: int = 2,
-    held_out: float = 0,
-    **options: Any,
-) -> tuple[dict[int, MetricRecord], Any]:
+    seed=None,
+    num_rounds=2,
+    held_out=0,
+    **options,
+):
     grid = LocalGrid(app or tiny_app(), clients, seed=seed)
     measured = MeasuredGrid(grid, held_out=held_out)
     result = strategy.start(
@@ -138,13 +132,11 @@ def run(
 # The barrier
 
 
-def test_the_barrier_is_what_the_paper_says(
-    make_strategy: Callable[..., Strategy],
-) -> None:
+def test_the_barrier_is_what_the_paper_says(make_strategy):
     app, seen = Remembers(), {}
 
-    def measures(grid: MeasuredGrid) -> Evaluate:
-        def remember(server_round: int, arrays: ArrayRecord) -> None:
+    def measures(grid):
+        def remember(server_round, arrays):
             seen[server_round] = arrays
 
         return combine(remember, ClientServerBarrier(grid))
@@ -170,8 +162,8 @@ def test_the_barrier_is_what_the_paper_says(
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_one_client_has_no_barrier_to_its_own_model(shuffle: bool) -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_one_client_has_no_barrier_to_its_own_model(shuffle):
+    def client_fn(context):
         client = tiny_client(2)
         client.problem.trainloader = DataLoader(tiny_data(2, 40), 7, shuffle=shuffle)
         return client
@@ -183,7 +175,7 @@ def test_one_client_has_no_barrier_to_its_own_model(shuffle: bool) -> None:
         assert metrics["barrier-server-loss"] == metrics["barrier-local-loss"]
 
 
-def test_only_the_cohort_that_trained_is_asked() -> None:
+def test_only_the_cohort_that_trained_is_asked():
     app = Remembers()
     strategy = FedFisherOneShot(fraction_train=0.5, fraction_evaluate=0.0)
     found, _ = run(strategy, ClientServerBarrier, app, 6, num_rounds=3)
@@ -192,8 +184,8 @@ def test_only_the_cohort_that_trained_is_asked() -> None:
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "ours"])
-def test_a_measured_run_gives_the_same_model(name: str) -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_a_measured_run_gives_the_same_model(name):
+    def client_fn(context):
         client = tiny_client(int(context.node_config["partition-id"]))
         client.problem.trainloader = DataLoader(
             client.problem.trainloader.dataset, 4, shuffle=True
@@ -211,9 +203,7 @@ def test_a_measured_run_gives_the_same_model(name: str) -> None:
     assert same(plain.arrays, measured.arrays)
 
 
-def test_clients_that_do_not_evaluate_are_left_out_of_both_means(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_clients_that_do_not_evaluate_are_left_out_of_both_means(caplog):
     app = Remembers(silent=[1, 3])
     with caplog.at_level(logging.WARNING, logger="flwr"):
         found, _ = run(FedAvg(fraction_evaluate=0.0), ClientServerBarrier, app)
@@ -236,7 +226,7 @@ def test_clients_that_do_not_evaluate_are_left_out_of_both_means(
     ],
     ids=["failed", "nan", "list", "none", "not aggregated"],
 )
-def test_clients_that_do_not_score_their_model_are_left_out(tamper: Tamper) -> None:
+def test_clients_that_do_not_score_their_model_are_left_out(tamper):
     app = Remembers()
     app.tamper = {2: tamper}
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
@@ -246,9 +236,7 @@ def test_clients_that_do_not_score_their_model_are_left_out(tamper: Tamper) -> N
     assert 2 not in {partition for _, partition in app.evaluated}
 
 
-def test_nobody_there_costs_a_warning_and_not_the_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nobody_there_costs_a_warning_and_not_the_run(caplog):
     with caplog.at_level(logging.WARNING, logger="flwr"):
         found, result = run(
             FedAvg(fraction_evaluate=0.0),
@@ -260,9 +248,7 @@ def test_nobody_there_costs_a_warning_and_not_the_run(
     assert "No client-server barrier in round 2: none of 4 clients" in caplog.text
 
 
-def test_a_strategy_that_got_another_grid_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_strategy_that_got_another_grid_is_told(caplog):
     grid = LocalGrid(tiny_app(), 2)
     barrier = ClientServerBarrier(MeasuredGrid(grid))
     with caplog.at_level(logging.WARNING, logger="flwr"):
@@ -272,7 +258,7 @@ def test_a_strategy_that_got_another_grid_is_told(
     assert "Start the strategy with the MeasuredGrid" in caplog.text
 
 
-def test_every_says_which_rounds_are_measured() -> None:
+def test_every_says_which_rounds_are_measured():
     app = Watched()
     found, _ = run(
         FedAvg(fraction_evaluate=0.0),
@@ -285,8 +271,8 @@ def test_every_says_which_rounds_are_measured() -> None:
     assert asked == {2, 4}
 
 
-def test_without_classes_there_is_a_loss_and_no_error() -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_without_classes_there_is_a_loss_and_no_error():
+    def client_fn(context):
         generator = torch.Generator().manual_seed(context.node_id)
         data = TensorDataset(
             torch.randn(8, 2, generator=generator),
@@ -314,9 +300,7 @@ def test_without_classes_there_is_a_loss_and_no_error() -> None:
 # Personalisation
 
 
-def by_hand(
-    arrays: ArrayRecord, partition: int, config: Mapping[str, Any]
-) -> dict[str, float]:
+def by_hand(arrays, partition, config):
     """A client's reply, from its data's halves, in a plain loop."""
     from flwr_fisher.randomness import derive_seed, seeded
 
@@ -361,9 +345,7 @@ def by_hand(
     ],
 )
 @pytest.mark.parametrize("partition", [2, 4])
-def test_a_client_personalises_as_by_hand(
-    config: dict[str, Any], partition: int
-) -> None:
+def test_a_client_personalises_as_by_hand(config, partition):
     arrays = tiny_arrays(3)
     reply = ask(
         tiny_client(partition), arrays, config, partition=partition, kind="evaluate"
@@ -376,13 +358,11 @@ def test_a_client_personalises_as_by_hand(
     assert expected["personalised-loss"] != expected["zero-shot-loss"]
 
 
-def test_the_measure_is_the_plain_mean_over_held_out_clients(
-    make_strategy: Callable[..., Strategy],
-) -> None:
+def test_the_measure_is_the_plain_mean_over_held_out_clients(make_strategy):
     app, seen = Remembers(), {}
 
-    def measures(grid: MeasuredGrid) -> Evaluate:
-        def remember(server_round: int, arrays: ArrayRecord) -> None:
+    def measures(grid):
+        def remember(server_round, arrays):
             seen[server_round] = arrays
 
         return combine(remember, Personalisation(grid, epochs=2, every=2))
@@ -402,8 +382,8 @@ def test_the_measure_is_the_plain_mean_over_held_out_clients(
             assert metrics[key] == pytest.approx(mean, rel=1e-4), key
 
 
-def test_fractions_share_the_test_half_and_have_names_of_their_own() -> None:
-    def measures(grid: MeasuredGrid) -> Evaluate:
+def test_fractions_share_the_test_half_and_have_names_of_their_own():
+    def measures(grid):
         return combine(
             Personalisation(grid, fraction=0.25, lr=0.5, name="quarter"),
             Personalisation(grid, fraction=0.5, lr=0.5, name="half"),
@@ -415,17 +395,17 @@ def test_fractions_share_the_test_half_and_have_names_of_their_own() -> None:
     assert {"zero-shot-loss", "quarter-accuracy", "half-clients"} < set(metrics)
 
 
-def test_the_halves_do_not_overlap_and_stay_the_same() -> None:
+def test_the_halves_do_not_overlap_and_stay_the_same():
     """With features that tell who an example is."""
     x = torch.arange(20.0).unsqueeze(1).repeat(1, FEATURES)
     seen: list[list[float]] = []
 
     class Notes(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def forward(self, inputs):
             seen.append(inputs[:, 0].tolist())
             return super().forward(inputs * 0)
 
-    def halves(fraction: float, server_round: int, seed: int = 0) -> list[set[float]]:
+    def halves(fraction, server_round, seed=0):
         seen.clear()
         data = TensorDataset(x, torch.zeros(20, dtype=torch.long))
         model = Notes(FEATURES, 2)
@@ -450,7 +430,7 @@ def test_the_halves_do_not_overlap_and_stay_the_same() -> None:
     assert halves(0.5, 1, seed=3)[0] != before
 
 
-def test_the_clients_model_is_the_servers_again_afterwards() -> None:
+def test_the_clients_model_is_the_servers_again_afterwards():
     client = tiny_client(4)
     arrays = tiny_arrays(2)
     client.problem.model.eval()
@@ -462,7 +442,7 @@ def test_the_clients_model_is_the_servers_again_afterwards() -> None:
     )
 
 
-def test_a_loader_whose_sampler_gives_batches_can_be_split() -> None:
+def test_a_loader_whose_sampler_gives_batches_can_be_split():
     """As those of flwr_fisher.tasks do."""
     data = tiny_data(4)
     batches = torch.utils.data.BatchSampler(range(len(data)), 4, drop_last=False)
@@ -477,7 +457,7 @@ def test_a_loader_whose_sampler_gives_batches_can_be_split() -> None:
         assert metrics_of(reply) == plain
 
 
-def test_a_rest_that_the_loader_drops_is_dropped() -> None:
+def test_a_rest_that_the_loader_drops_is_dropped():
     """Of batch norm's batches, one example would be too few."""
     client = tiny_client(1)  # 10 examples, so that 5 are for tuning, in batches of 4
     with pytest.raises(ValueError, match="more than 1 value"):
@@ -522,15 +502,13 @@ def test_a_rest_that_the_loader_drops_is_dropped() -> None:
         ),
     ],
 )
-def test_what_a_client_cannot_do_it_says(
-    client: FisherClient, config: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_what_a_client_cannot_do_it_says(client, config, error, text):
     with pytest.raises(error, match=text):
         ask(client, config=config, kind="evaluate")
 
 
 class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         yield from zip(*tiny_data(0).tensors, strict=True)
 
 
@@ -541,18 +519,14 @@ class Endless(IterableDataset[Any]):
         (DataLoader([tiny_data(0).tensors], batch_size=None), "with a batch_size"),
     ],
 )
-def test_a_loader_that_cannot_be_split_is_refused(
-    loader: DataLoader[Any], text: str
-) -> None:
+def test_a_loader_that_cannot_be_split_is_refused(loader, text):
     client = FisherClient(tiny_model(), loader, device="cpu")
     with pytest.raises(ClientError, match=text):
         ask(client, config=HALF, kind="evaluate")
 
 
-def test_clients_with_too_little_are_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_clients_with_too_little_are_counted(caplog):
+    def client_fn(context):
         partition = int(context.node_config["partition-id"])
         client = tiny_client(partition)
         few = DataLoader(tiny_data(partition, 3), batch_size=4)
@@ -574,9 +548,7 @@ def test_clients_with_too_little_are_counted(
     assert "…" in caplog.text
 
 
-def test_nobody_to_personalise_costs_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nobody_to_personalise_costs_a_warning(caplog):
     app = Remembers(silent=range(4))
     with caplog.at_level(logging.WARNING, logger="flwr"):
         found, _ = run(FedAvg(fraction_evaluate=0.0), Personalisation, app, held_out=2)
@@ -595,8 +567,8 @@ def test_nobody_to_personalise_costs_a_warning(
         (0, {}, "held_out=20"),
     ],
 )
-def test_options_are_checked(held_out: float, options: Any, culprit: str) -> None:
-    def make() -> object:
+def test_options_are_checked(held_out, options, culprit):
+    def make():
         grid = MeasuredGrid(LocalGrid(tiny_app(), 2), held_out=held_out)
         return Personalisation(grid, **options)
 
@@ -607,7 +579,7 @@ def test_options_are_checked(held_out: float, options: Any, culprit: str) -> Non
 @pytest.mark.parametrize(
     "measure", [ClientServerBarrier, Personalisation, lambda grid: costs(grid, 1)]
 )
-def test_a_plain_grid_is_told_apart(measure: Callable[[Any], object]) -> None:
+def test_a_plain_grid_is_told_apart(measure):
     with pytest.raises(ConfigurationError, match=r"measured = MeasuredGrid\(grid\)"):
         measure(LocalGrid(ClientApp(), 2))
 
@@ -615,7 +587,7 @@ def test_a_plain_grid_is_told_apart(measure: Callable[[Any], object]) -> None:
 # The grid
 
 
-def held_out(seed: int = 0, clients: int = 10, ids: int | None = None, **o: Any) -> Any:
+def held_out(seed=0, clients=10, ids=None, **o):
     grid = LocalGrid(tiny_app(), clients, seed=ids)
     measured = MeasuredGrid(grid, seed=seed, **o)
     shown = {grid.nodes[node] for node in measured.get_node_ids()}
@@ -625,7 +597,7 @@ def held_out(seed: int = 0, clients: int = 10, ids: int | None = None, **o: Any)
     return hidden
 
 
-def test_who_is_held_out_depends_on_the_seed_and_not_on_node_ids(caplog) -> None:
+def test_who_is_held_out_depends_on_the_seed_and_not_on_node_ids(caplog):
     chosen = held_out(held_out=3)
     assert len(chosen) == 3
     assert all(held_out(held_out=3, ids=i) == chosen for i in range(5))
@@ -639,7 +611,7 @@ def test_who_is_held_out_depends_on_the_seed_and_not_on_node_ids(caplog) -> None
     assert len(list(mute.get_node_ids())) == 3
 
 
-def test_the_choice_is_made_before_the_first_training() -> None:
+def test_the_choice_is_made_before_the_first_training():
     """Nodes that come late take part, and no one who trained is held out later."""
     grid = LocalGrid(tiny_app(), 8, seed=0)
     nodes = sorted(grid.nodes)
@@ -663,14 +635,14 @@ def test_the_choice_is_made_before_the_first_training() -> None:
 class Whole(LocalGrid):
     """A grid that notes what is done to it."""
 
-    def set_run(self, run: Run) -> None:
+    def set_run(self, run):
         self.was_set = run
 
-    def get_nodes(self) -> list[NodeInfo]:
+    def get_nodes(self):
         return [NodeInfo(node_id=node) for node in self.nodes]
 
 
-def test_everything_else_is_the_grids() -> None:
+def test_everything_else_is_the_grids():
     grid = Whole(tiny_app(), 3)
     measured = MeasuredGrid(grid, held_out=1)
     assert measured.run == grid.run
@@ -690,7 +662,7 @@ def test_everything_else_is_the_grids() -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "train.named"])
-def test_messages_are_not_changed(kind: str) -> None:
+def test_messages_are_not_changed(kind):
     grid = LocalGrid(Watched(), 2)
     measured = MeasuredGrid(grid)
     ClientServerBarrier(measured)
@@ -706,11 +678,11 @@ def test_messages_are_not_changed(kind: str) -> None:
         assert message.metadata.message_id
 
 
-def test_a_message_without_config_gets_one() -> None:
+def test_a_message_without_config_gets_one():
     class Asks(ClientApp):
         asked: Any = None
 
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             self.asked = {k: dict(v) for k, v in message.content.config_records.items()}
             return Message(RecordDict(), reply_to=message)
 
@@ -729,7 +701,7 @@ def test_a_message_without_config_gets_one() -> None:
         assert app.asked == expected
 
 
-def test_nothing_is_asked_where_nothing_is_measured() -> None:
+def test_nothing_is_asked_where_nothing_is_measured():
     app = Watched()
     measured = MeasuredGrid(LocalGrid(app, 3))
     FedAvg(fraction_evaluate=0.0).start(measured, tiny_arrays(), num_rounds=1)
@@ -739,7 +711,7 @@ def test_nothing_is_asked_where_nothing_is_measured() -> None:
 # The client
 
 
-def test_the_local_scores_are_those_of_the_model_that_is_sent() -> None:
+def test_the_local_scores_are_those_of_the_model_that_is_sent():
     reply = ask(tiny_client(3), config={"report-local": True})
     loss, accuracy = scores(tensors_of(reply), tiny_data(3))
     metrics = metrics_of(reply)
@@ -749,7 +721,7 @@ def test_the_local_scores_are_those_of_the_model_that_is_sent() -> None:
 
 
 @pytest.mark.parametrize("structure", [None, "kfac"])
-def test_reporting_changes_nothing_else_in_the_reply(structure: str | None) -> None:
+def test_reporting_changes_nothing_else_in_the_reply(structure):
     config = {} if structure is None else {"structure": structure}
     config["expectation"] = "sampled"
     client = tiny_client(3)
@@ -765,7 +737,7 @@ def test_reporting_changes_nothing_else_in_the_reply(structure: str | None) -> N
     assert metrics_of(plain).items() < metrics_of(told).items()
 
 
-def test_evaluating_on_the_training_data_needs_no_valloader() -> None:
+def test_evaluating_on_the_training_data_needs_no_valloader():
     client = FisherClient(tiny_model(), DataLoader(tiny_data(4), 4), device="cpu")
     arrays = tiny_arrays(5)
     metrics = metrics_of(ask(client, arrays, TRAIN, kind="evaluate"))
@@ -779,18 +751,18 @@ def test_evaluating_on_the_training_data_needs_no_valloader() -> None:
 
 
 @pytest.mark.parametrize("asked", [2, 8, 11])
-def test_a_resumed_run_measures_the_same(tmp_path: Path, asked: int) -> None:
-    def measures(grid: MeasuredGrid) -> Evaluate:
+def test_a_resumed_run_measures_the_same(tmp_path, asked):
+    def measures(grid):
         return combine(ClientServerBarrier(grid), Personalisation(grid, every=2))
 
-    def start(app: Watched, where: Path | None = None, **options: Any) -> Any:
+    def start(app, where=None, **options):
         strategy = FedFisherOneShot(fraction_evaluate=0.0)
         options |= {"checkpoint_dir": where, "held_out": 2, "num_rounds": 3}
         return run(strategy, measures, app, 6, **options)[0]
 
     killed = Watched()
 
-    def kill(content: RecordDict) -> None:
+    def kill(content):
         if len(killed.trained) > asked:
             raise KeyboardInterrupt
 
@@ -802,11 +774,9 @@ def test_a_resumed_run_measures_the_same(tmp_path: Path, asked: int) -> None:
     assert len(resumed.trained) == 12 - asked
 
 
-def test_a_run_stopped_before_its_measure_is_measured_when_resumed(
-    tmp_path: Path,
-) -> None:
-    def broken(grid: MeasuredGrid) -> Evaluate:
-        def evaluate_fn(server_round: int, arrays: ArrayRecord) -> None:
+def test_a_run_stopped_before_its_measure_is_measured_when_resumed(tmp_path):
+    def broken(grid):
+        def evaluate_fn(server_round, arrays):
             if server_round == 1:
                 raise KeyboardInterrupt
 
@@ -828,13 +798,11 @@ def test_a_run_stopped_before_its_measure_is_measured_when_resumed(
 # Together
 
 
-def test_combine_joins_and_tells_of_names_used_twice(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def one(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+def test_combine_joins_and_tells_of_names_used_twice(caplog):
+    def one(server_round, arrays):
         return MetricRecord({"a": 1, "b": 2.0})
 
-    def two(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def two(server_round, arrays):
         return MetricRecord({"b": 3.0, "round": server_round})
 
     assert combine()(1, tiny_arrays()) is None
@@ -848,7 +816,7 @@ def test_combine_joins_and_tells_of_names_used_twice(
     assert "two functions measure b" in caplog.text
 
 
-def test_a_barrier_that_is_measured_now_and_then_is_of_that_rounds_clients() -> None:
+def test_a_barrier_that_is_measured_now_and_then_is_of_that_rounds_clients():
     found, _ = run(
         FedFisherOneShot(fraction_train=0.5, fraction_evaluate=0.0),
         lambda grid: ClientServerBarrier(grid, every=2),

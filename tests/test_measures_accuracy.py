@@ -3,7 +3,7 @@
 import pytest
 import torch
 from oracles import randn, rng, seeded
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.errors import DataError, ParamsError
@@ -12,18 +12,18 @@ from flwr_fisher.measures import accuracies, ensemble_accuracy
 X, Y = randn(1, 30, 3), torch.randint(4, (30,), generator=rng(2))
 
 
-def net() -> nn.Module:
+def net():
     """A model that trains but for its batch norm, which is frozen in either mode."""
     return nn.Sequential(
         nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 4)
     )
 
 
-def members(count: int = 3) -> list[dict[str, Tensor]]:
+def members(count=3):
     return [dict(seeded(net, 10 + i).state_dict()) for i in range(count)]
 
 
-def by_hand(weights: list[float]) -> float:
+def by_hand(weights):
     model, total = net().eval(), torch.zeros(30, 4)
     for params, weight in zip(members(len(weights)), weights, strict=True):
         model.load_state_dict(params)
@@ -32,7 +32,7 @@ def by_hand(weights: list[float]) -> float:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_members_vote_on_the_same_examples(shuffle: bool) -> None:
+def test_members_vote_on_the_same_examples(shuffle):
     loader = DataLoader(TensorDataset(X, Y), 7, shuffle=shuffle, generator=rng(3))
     for weights in ([0.2, 0.5, 0.3], [9.0, 1.0, 0.5]):
         got = ensemble_accuracy(seeded(net), members(), weights, loader)
@@ -40,13 +40,13 @@ def test_members_vote_on_the_same_examples(shuffle: bool) -> None:
     assert by_hand([0.2, 0.5, 0.3]) != by_hand([9.0, 1.0, 0.5])
 
 
-def test_a_loader_is_read_once() -> None:
+def test_a_loader_is_read_once():
     got = ensemble_accuracy(net(), members(), [1, 1, 1], iter([(X, Y)]))
     assert got == pytest.approx(by_hand([1, 1, 1]))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_model_is_left_as_it_was(frozen: bool) -> None:
+def test_the_model_is_left_as_it_was(frozen):
     """Also its modes: some freeze a batch norm, others keep one dropout awake."""
     model = seeded(net).train(frozen)
     model[1].train(not frozen)
@@ -61,7 +61,7 @@ def test_the_model_is_left_as_it_was(frozen: bool) -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_missing_keys_stay_the_models() -> None:
+def test_missing_keys_stay_the_models():
     model = seeded(net)
     part = {k: v for k, v in members()[0].items() if k.startswith("3.")}
     whole = {**model.state_dict(), **part}
@@ -72,8 +72,8 @@ def test_missing_keys_stay_the_models() -> None:
     assert ensemble_accuracy(model, *pair, [(X, Y)]) == want
 
 
-def test_a_tied_parameter_needs_one_of_its_names() -> None:
-    def tied() -> nn.Module:
+def test_a_tied_parameter_needs_one_of_its_names():
+    def tied():
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
         model[1].weight = model[0].weight
         return model
@@ -83,7 +83,7 @@ def test_a_tied_parameter_needs_one_of_its_names() -> None:
     assert accuracies(seeded(tied), {"x": other}, [(X, labels)]) == {"x": 1.0}
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_what_does_not_fit_is_named():
     model, good = seeded(net), members()[0]
     before = {k: v.clone() for k, v in model.state_dict().items()}
     for wrong, text in (
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_named() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_there_must_be_examples_and_members() -> None:
+def test_there_must_be_examples_and_members():
     with pytest.raises(DataError, match="no examples"):
         ensemble_accuracy(net(), members(), [1, 1, 1], [])
     with pytest.raises(ParamsError, match="needs members"):

@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,12 @@ CONFIG = {
 }
 
 
-def arrays(path: Path, x: Any, y: Any) -> Path:
+def arrays(path, x, y):
     np.savez(path, x=x, y=y)
     return path
 
 
-def pictures(root: Path, *classes: str, size: tuple[int, int] = (6, 4)) -> Path:
+def pictures(root, *classes, size=(6, 4)):
     """A folder of class folders, each with two pictures of one colour."""
     from PIL import Image
 
@@ -59,7 +58,7 @@ def pictures(root: Path, *classes: str, size: tuple[int, int] = (6, 4)) -> Path:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 @pytest.mark.parametrize("layout", ["channels first", "channels last"])
-def test_arrays_are_read(tmp_path: Path, dtype: Any, layout: str) -> None:
+def test_arrays_are_read(tmp_path, dtype, layout):
     x = np.random.default_rng(0).integers(0, 256, (5, 3, 4, 6)).astype(np.uint8)
     y = np.array([0, 1, 1, 0, 1], np.int32)
     own = x if dtype == np.uint8 else (x / 255).astype(dtype)
@@ -70,12 +69,12 @@ def test_arrays_are_read(tmp_path: Path, dtype: Any, layout: str) -> None:
     assert targets.tolist() == [0, 1, 1, 0, 1]
 
 
-def test_grey_images_need_no_channel(tmp_path: Path) -> None:
+def test_grey_images_need_no_channel(tmp_path):
     path = arrays(tmp_path / "a.npz", np.zeros((2, 8, 8), np.uint8), np.array([1, 2]))
     assert load_own(path, kind_of("digits")).data.shape == (2, 1, 8, 8)
 
 
-def test_class_folders_are_read_by_name_though_one_is_missing(tmp_path: Path) -> None:
+def test_class_folders_are_read_by_name_though_one_is_missing(tmp_path):
     kind = kind_of("own:3x4x6:ant,cat,dog")
     images = load_own(pictures(tmp_path / "own", "dog", "cat"), kind)
     assert images.targets.tolist() == [1, 1, 2, 2]
@@ -84,13 +83,13 @@ def test_class_folders_are_read_by_name_though_one_is_missing(tmp_path: Path) ->
     assert numbered.targets.tolist() == [0, 0, 2, 2]
 
 
-def test_pictures_are_made_as_large_as_the_data_sets(tmp_path: Path) -> None:
+def test_pictures_are_made_as_large_as_the_data_sets(tmp_path):
     folder = pictures(tmp_path / "own", "0", size=(40, 30))
     assert load_own(folder, kind_of("mnist")).data.shape == (2, 1, 28, 28)
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_saved_data_set_is_read(tmp_path: Path, splits: bool) -> None:
+def test_a_saved_data_set_is_read(tmp_path, splits):
     from datasets import (
         ClassLabel,
         Dataset,
@@ -130,14 +129,14 @@ def test_a_saved_data_set_is_read(tmp_path: Path, splits: bool) -> None:
         (np.array([{}, {}], object), [0, 1], "is no .npz file with arrays x and y"),
     ],
 )
-def test_wrong_arrays_are_named(tmp_path: Path, x: Any, y: Any, reason: str) -> None:
+def test_wrong_arrays_are_named(tmp_path, x, y, reason):
     path = arrays(tmp_path / "a.npz", x, np.array(y))
     with pytest.raises(DataError, match=reason) as caught:
         load_own(path, kind_of(CATS))
     assert str(path) in str(caught.value)
 
 
-def test_other_files_and_folders_are_named(tmp_path: Path) -> None:
+def test_other_files_and_folders_are_named(tmp_path):
     kind = kind_of(CATS)
     with pytest.raises(DataError, match=r"nothing at .*: it should be a folder"):
         load_own(tmp_path / "gone", kind)
@@ -174,12 +173,12 @@ def test_other_files_and_folders_are_named(tmp_path: Path) -> None:
         ("language", "unknown dataset of nodes with data of their own 'language'"),
     ],
 )
-def test_a_kind_that_is_none_is_named(name: str, reason: str) -> None:
+def test_a_kind_that_is_none_is_named(name, reason):
     with pytest.raises(ConfigurationError, match=reason):
         kind_of(name)
 
 
-def test_the_kind_of_digits_is_what_is_there() -> None:
+def test_the_kind_of_digits_is_what_is_there():
     digits, kind = load_dataset("digits"), KINDS["digits"]
     assert (digits.shape, digits.class_names) == (kind.shape, kind.class_names)
 
@@ -187,7 +186,7 @@ def test_the_kind_of_digits_is_what_is_there() -> None:
 # A node's task
 
 
-def test_a_simulated_nodes_task_is_its_share() -> None:
+def test_a_simulated_nodes_task_is_its_share():
     share = {"partition-id": 1, "num-partitions": 3}
     data, task = (
         node_task(CONFIG, share),
@@ -211,12 +210,12 @@ def test_a_simulated_nodes_task_is_its_share() -> None:
         ({"data-path": "/x", "partition-id": 0}, "leave one of them out of --node-con"),
     ],
 )
-def test_a_node_has_one_kind_of_data(node: dict[str, Any], reason: str) -> None:
+def test_a_node_has_one_kind_of_data(node, reason):
     with pytest.raises(ConfigurationError, match=reason):
         node_task(CONFIG, node)
 
 
-def test_a_quick_try_takes_some_of_a_nodes_own_data(tmp_path: Path) -> None:
+def test_a_quick_try_takes_some_of_a_nodes_own_data(tmp_path):
     y = np.repeat(np.arange(4), [20, 2, 20, 20])
     path = arrays(tmp_path / "a.npz", np.zeros((62, 8, 8)), y)
     config = CONFIG | {"max-examples": 14}
@@ -224,7 +223,7 @@ def test_a_quick_try_takes_some_of_a_nodes_own_data(tmp_path: Path) -> None:
     assert batch[1].bincount().tolist() == [4, 2, 4, 4]
 
 
-def test_a_data_set_and_a_module_of_ones_own() -> None:
+def test_a_data_set_and_a_module_of_ones_own():
     x, y = torch.arange(10.0)[:, None], torch.arange(10) % 2
     loader = NodeTask(TensorDataset(x, y), nn.Linear(1, 2)).train_loader(4)
     assert sorted(torch.cat([batch[0] for batch in loader]).flatten().tolist()) == list(
@@ -232,7 +231,7 @@ def test_a_data_set_and_a_module_of_ones_own() -> None:
     )
 
 
-def test_the_server_scores_on_what_it_has(tmp_path: Path) -> None:
+def test_the_server_scores_on_what_it_has(tmp_path):
     path = arrays(tmp_path / "t.npz", np.zeros((4, 3, 4, 6)), np.array([0, 1, 1, 0]))
     task = server_task({**CONFIG, "dataset": CATS, "test-path": str(path)}, 7)
     assert task.num_partitions == 0
@@ -255,9 +254,7 @@ FEW = {
 
 
 @pytest.mark.parametrize("app", sorted(FEW))
-def test_an_app_gives_the_same_with_the_same_data_on_nodes(
-    app: str, tmp_path: Path
-) -> None:
+def test_an_app_gives_the_same_with_the_same_data_on_nodes(app, tmp_path):
     """In a simulation, and on nodes that find their share on their own disk."""
     pyproject = tomllib.loads((APPS / app / "pyproject.toml").read_text())
     config = pyproject["tool"]["flwr"]["app"]["config"] | FEW[app]
@@ -266,7 +263,7 @@ def test_an_app_gives_the_same_with_the_same_data_on_nodes(
         dataset="digits", model="logistic", partition="iid", num_partitions=3
     )
 
-    def run(where: Path, own: bool) -> dict[str, Any]:
+    def run(where, own):
         where.mkdir()
         sided = config | {"output-dir": str(where)}
         if "state-dir" in config:

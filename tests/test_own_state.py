@@ -3,7 +3,6 @@
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 import test_scaffold as lines
@@ -16,7 +15,7 @@ from virtual import Watched, same_bits, tiny_app, tiny_arrays, tiny_client
 from flwr_fisher.client import ClientState, LocalSGD, Request
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
 from flwr_fisher.params import trainable_names
-from flwr_fisher.strategies import CurvatureResult, Exchange, Membership, Policy
+from flwr_fisher.strategies import Exchange, Membership, Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, Roster
 
@@ -25,30 +24,30 @@ NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
 
 
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     plain_sgd = partial(LocalSGD, momentum=0.0)
     monkeypatch.setattr(virtual, "LocalSGD", plain_sgd)
 
 
-def feddyn(**options: Any) -> Any:
+def feddyn(**options):
     trained = trainable_names(options.pop("model", virtual.tiny_model()))
     return OWN.FedDyn(**{"trained": trained, "fraction_evaluate": 0.0, **options})
 
 
-def run(app: Any = None, clients: int = 3, **start: Any) -> CurvatureResult:
+def run(app=None, clients=3, **start):
     return feddyn().start(LocalGrid(app or tiny_app(), clients), tiny_arrays(), **start)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_it_reaches_the_optimum_of_all_data(fraction: float) -> None:
+def test_it_reaches_the_optimum_of_all_data(fraction):
     options = {"policy": NO_LIMITS, "fraction_train": fraction}
     method = feddyn(model=lines.line(), alpha=2.0, **options)
     found = lines.on_lines(method, 80 if fraction == 1 else 240)
     torch.testing.assert_close(found, lines.optimum(), rtol=0, atol=1e-4)
 
 
-def test_h_is_the_mean_of_what_clients_keep() -> None:
+def test_h_is_the_mean_of_what_clients_keep():
     method = feddyn(fraction_train=0.4, seed=3, policy=NO_LIMITS)
     renew, steps = method.renew, []
     method.renew = lambda *given: steps.append(renew(*given)) or steps[-1]
@@ -62,7 +61,7 @@ def test_h_is_the_mean_of_what_clients_keep() -> None:
         torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_goes_on_where_it_stopped(tmp_path):
     whole = run(num_rounds=3)
     app = Watched(tiny_app())
     run(app, num_rounds=2, checkpoint_dir=tmp_path)
@@ -71,9 +70,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert same_bits(goes_on.arrays, whole.arrays)
 
 
-def test_a_lost_state_is_counted_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_state_is_counted_and_told(tmp_path, caplog):
     run(num_rounds=1, checkpoint_dir=tmp_path)
     next(Path.home().rglob("partition-1/*/feddyn-*")).unlink()
     result = run(num_rounds=2, checkpoint_dir=tmp_path, resume=True)
@@ -82,7 +79,7 @@ def test_a_lost_state_is_counted_and_told(
     assert "1 clients have lost their state" in caplog.text
 
 
-def test_a_state_is_refused_by_name() -> None:
+def test_a_state_is_refused_by_name():
     problem, like = tiny_client().problem, {"w": torch.ones(2)}
     facts = {"run": torch.tensor(7), "steps": torch.tensor(0)}
     request = Request({}, {"": facts})
@@ -97,7 +94,7 @@ def test_a_state_is_refused_by_name() -> None:
         ClientState.of(problem, Request({}), "mine", like)
 
 
-def test_a_personal_part_begins_as_it_is_told(tmp_path: Path) -> None:
+def test_a_personal_part_begins_as_it_is_told(tmp_path):
     problem, like = tiny_client(state_dir=tmp_path).problem, {"w": torch.ones(2)}
     membership = Membership(7)
     for step, kept in enumerate([2.0, 3.0]):
@@ -112,7 +109,7 @@ def test_a_personal_part_begins_as_it_is_told(tmp_path: Path) -> None:
         membership = Membership(7, step + 1, 1, Roster().after(step + 1, {0: 1.0}))
 
 
-def test_a_membership_that_was_not_carried_on_is_named() -> None:
+def test_a_membership_that_was_not_carried_on_is_named():
     with pytest.raises(
         ConfigurationError, match=r"\['run', 'steps'\] are not in .*Step"
     ):
@@ -127,13 +124,13 @@ def test_a_membership_that_was_not_carried_on_is_named() -> None:
         ({"alpha": None}, "'alpha' of an Exchange is None, which a ConfigRecord"),
     ],
 )
-def test_an_option_that_cannot_travel_is_named(option: Any, message: str) -> None:
+def test_an_option_that_cannot_travel_is_named(option, message):
     with pytest.raises(ConfigurationError, match=message):
         Exchange(option, Additive.reader("params"), OWN.FedDyn.renew)
 
 
-def test_a_loop_that_cannot_correct_its_steps_is_refused_by_name() -> None:
-    def my_loop(model: Any, loader: Any, device: Any, config: Any) -> Any:
+def test_a_loop_that_cannot_correct_its_steps_is_refused_by_name():
+    def my_loop(model, loader, device, config):
         raise AssertionError
 
     problem = tiny_client(train_fn=my_loop).problem

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch):
     stopped = Clock()
     monkeypatch.setattr(progress, "time", stopped)
     return stopped
@@ -33,7 +33,7 @@ def lines(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def slow(clock: Clock, loader, seconds: float):
+def slow(clock, loader, seconds):
     """Each batch takes so long."""
 
     class Slow(DataLoader):
@@ -45,11 +45,11 @@ def slow(clock: Clock, loader, seconds: float):
     return Slow(loader.dataset, batch_size=4)
 
 
-def loader() -> DataLoader:
+def loader():
     return DataLoader(tiny_data(0, n=16), batch_size=4)
 
 
-def test_a_line_comes_at_most_every_so_often(clock, lines) -> None:
+def test_a_line_comes_at_most_every_so_often(clock, lines):
     with watching("curvature", total=2000) as work:
         for _ in range(20):
             clock.now += EVERY / 3
@@ -61,14 +61,14 @@ def test_a_line_comes_at_most_every_so_often(clock, lines) -> None:
     assert len(lines()) == 6
 
 
-def test_what_is_quick_says_nothing(clock, lines) -> None:
+def test_what_is_quick_says_nothing(clock, lines):
     with watching("curvature", total=20) as work:
         for _ in range(20):
             work.advance()
     assert lines() == []
 
 
-def test_work_within_work_is_named_after_both(clock, lines) -> None:
+def test_work_within_work_is_named_after_both(clock, lines):
     with watching("partition-3"), watching("packing", unit="steps"):
         clock.now += EVERY
         advance(1200)
@@ -78,13 +78,13 @@ def test_work_within_work_is_named_after_both(clock, lines) -> None:
     assert len(lines()) == 1
 
 
-def test_work_is_forgotten_when_it_fails(clock) -> None:
+def test_work_is_forgotten_when_it_fails(clock):
     with pytest.raises(ValueError, match="broken"), watching("one"):
         raise ValueError("broken")
     assert Progress("other").what == "other"
 
 
-def test_training_tells_epoch_loss_and_pace(clock, lines) -> None:
+def test_training_tells_epoch_loss_and_pace(clock, lines):
     train = LocalSGD(epochs=30)
     with watching("partition-3"):
         train(tiny_model(), slow(clock, loader(), 3.0), CPU, {})
@@ -93,13 +93,13 @@ def test_training_tells_epoch_loss_and_pace(clock, lines) -> None:
     assert len(lines()) == 30 * 4 * 3 // EVERY
 
 
-def test_a_long_first_epoch_tells_too(clock, lines) -> None:
+def test_a_long_first_epoch_tells_too(clock, lines):
     LocalSGD()(tiny_model(), slow(clock, loader(), EVERY), CPU, {})
     assert len(lines()) == 4
     assert "an epoch" not in lines()[0]
 
 
-def test_telling_changes_no_bit(clock, lines) -> None:
+def test_telling_changes_no_bit(clock, lines):
     models = [tiny_model(), tiny_model()]
     LocalSGD(epochs=2)(models[0], loader(), CPU, {})
     LocalSGD(epochs=2)(models[1], slow(clock, loader(), EVERY), CPU, {})
@@ -108,7 +108,7 @@ def test_telling_changes_no_bit(clock, lines) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_the_losses_of_a_quick_training_are_read_once_an_epoch(monkeypatch) -> None:
+def test_the_losses_of_a_quick_training_are_read_once_an_epoch(monkeypatch):
     reads = []
     real = torch.Tensor.__float__
     monkeypatch.setattr(
@@ -118,14 +118,14 @@ def test_the_losses_of_a_quick_training_are_read_once_an_epoch(monkeypatch) -> N
     assert len(reads) == 3  # reading one makes a GPU wait
 
 
-def test_the_fisher_counts_examples(clock, lines) -> None:
+def test_the_fisher_counts_examples(clock, lines):
     with watching("curvature", total=16):
         fisher(tiny_model(), slow(clock, loader(), EVERY), structure="diagonal")
     assert lines()[1] == f"curvature, 50 % of 16 examples, {2 * EVERY:.0f} s so far"
     assert len(lines()) == 4
 
 
-def test_scoring_counts_examples_and_models(clock, lines) -> None:
+def test_scoring_counts_examples_and_models(clock, lines):
     model, batches = tiny_model(), slow(clock, loader(), EVERY)
     score(model, batches, CPU, cross_entropy)
     assert lines()[1].startswith("scoring, 50 % of 16 examples")
@@ -133,7 +133,7 @@ def test_scoring_counts_examples_and_models(clock, lines) -> None:
     assert any(line.startswith("accuracy, 50 % of 2 models") for line in lines())
 
 
-def test_a_clients_lines_say_whose_they_are(monkeypatch, clock, lines) -> None:
+def test_a_clients_lines_say_whose_they_are(monkeypatch, clock, lines):
     monkeypatch.setattr(progress, "EVERY", 0.0)  # every step is due
     FedFisherOneShot(fraction_evaluate=1.0).start(
         LocalGrid(tiny_app(), 2), ArrayRecord(tiny_model().state_dict())

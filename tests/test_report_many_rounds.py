@@ -2,15 +2,12 @@
 
 import json
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, MetricRecord
-from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg, Result, Strategy
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import FedAvg, Result
 from safetensors.torch import load_file
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
@@ -24,7 +21,7 @@ from flwr_fisher.measures import (
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds
 from flwr_fisher.strategies import FedFish
-from flwr_fisher.tasks import Task, cohort_from_run_config, load_task
+from flwr_fisher.tasks import cohort_from_run_config, load_task
 from flwr_fisher.testing import LocalGrid
 
 CLIENTS = 4
@@ -32,14 +29,14 @@ SECONDS = {"total": 1.5}
 CONFIG = {"seed": 3, "alpha": 0.1}
 
 
-def digits() -> Task:
+def digits():
     return load_task(
         dataset="digits", model="logistic", partition="iid", num_partitions=CLIENTS
     )
 
 
-def app_of(task: Task) -> ClientApp:
-    def client_fn(context: Context) -> FisherClient:
+def app_of(task):
+    def client_fn(context):
         loader = task.train_loader(int(context.node_config["partition-id"]), 64)
         train = LocalSGD(lr=0.05)
         return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")
@@ -47,7 +44,7 @@ def app_of(task: Task) -> ClientApp:
     return make_client_app(client_fn)
 
 
-def outcome(make: Callable[..., Strategy], num_rounds: int = 3, every: int = 1) -> Any:
+def outcome(make, num_rounds=3, every=1):
     task = digits()
     measured = MeasuredGrid(LocalGrid(app_of(task), CLIENTS), held_out=1)
     return task, make(fraction_evaluate=0.0).start(
@@ -62,7 +59,7 @@ def outcome(make: Callable[..., Strategy], num_rounds: int = 3, every: int = 1) 
     )
 
 
-def report(path: Path, task: Task, result: Result, **options: Any) -> dict[str, Any]:
+def report(path, task, result, **options):
     told = {"method": "FedFish", "seconds": SECONDS, "config": CONFIG, **options}
     returned = report_rounds(path, task=task, result=result, **told)
     metrics: dict[str, Any] = json.loads((path / "metrics.json").read_text())
@@ -70,13 +67,11 @@ def report(path: Path, task: Task, result: Result, **options: Any) -> dict[str, 
     return metrics
 
 
-def files(path: Path) -> set[str]:
+def files(path):
     return {p.name for p in path.iterdir()}
 
 
-def test_everything_is_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_everything_is_written(tmp_path, caplog):
     task, result = outcome(FedFish)
     with caplog.at_level(logging.INFO, logger="flwr"):
         metrics = report(tmp_path, task, result)
@@ -114,11 +109,11 @@ def test_everything_is_written(
     assert f"Results are in {tmp_path}" in text
 
 
-def torch_state(result: Result) -> dict[str, torch.Tensor]:
+def torch_state(result):
     return dict(result.arrays.to_torch_state_dict())
 
 
-def test_the_last_round_is_scored_if_it_was_not(tmp_path: Path) -> None:
+def test_the_last_round_is_scored_if_it_was_not(tmp_path):
     task, result = outcome(FedFish, num_rounds=3, every=2)
     metrics = report(tmp_path, task, result)
     scored = [n for n, r in metrics["rounds"].items() if "server" in r]
@@ -134,9 +129,7 @@ def test_the_last_round_is_scored_if_it_was_not(tmp_path: Path) -> None:
     assert 3 not in result.evaluate_metrics_serverapp
 
 
-def test_of_flowers_fedavg_there_are_no_bytes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_flowers_fedavg_there_are_no_bytes(tmp_path, caplog):
     task, result = outcome(FedAvg, num_rounds=1)
     metrics = report(tmp_path, task, result, method="FedAvg")
     assert metrics["bytes"] == {}
@@ -144,9 +137,7 @@ def test_of_flowers_fedavg_there_are_no_bytes(
     assert "Upload" not in caplog.text
 
 
-def test_only_what_was_measured_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_what_was_measured_is_reported(tmp_path, caplog):
     task = digits()
     arrays = ArrayRecord(shared_state(task.make_model()))
     metrics = report(tmp_path, task, Result(arrays=arrays))
@@ -156,7 +147,7 @@ def test_only_what_was_measured_is_reported(
     assert "barrier" not in caplog.text
 
 
-def test_a_text_has_no_picture_of_its_documents(tmp_path: Path) -> None:
+def test_a_text_has_no_picture_of_its_documents(tmp_path):
     task = load_task(
         dataset="language",
         model="transformer",
@@ -170,7 +161,7 @@ def test_a_text_has_no_picture_of_its_documents(tmp_path: Path) -> None:
     assert files(tmp_path) == {"metrics.json", "model.safetensors", "rounds.png"}
 
 
-def test_evaluation_leaves_rounds_out() -> None:
+def test_evaluation_leaves_rounds_out():
     task = digits()
     arrays = ArrayRecord(shared_state(task.make_model()))
     evaluate = evaluate_on_test(task, every=3)
@@ -187,9 +178,7 @@ def test_evaluation_leaves_rounds_out() -> None:
 @pytest.mark.parametrize(
     ("wanted", "clients"), [(1, 1), (1, 49), (3, 7), (20, 20), (7, 93), (64, 9)]
 )
-def test_a_round_has_as_many_clients_as_are_wanted(
-    strategy: Callable[..., Strategy], wanted: int, clients: int
-) -> None:
+def test_a_round_has_as_many_clients_as_are_wanted(strategy, wanted, clients):
     options = cohort_from_run_config({"clients-per-round": wanted}, clients)
     size = min(wanted, clients)
     assert options["min_train_nodes"] == max(1, size // 2)
@@ -205,6 +194,6 @@ def test_a_round_has_as_many_clients_as_are_wanted(
         (3, 0, "no client is left to train: start more SuperNodes"),
     ],
 )
-def test_a_round_needs_a_client(wanted: int, clients: int, text: str) -> None:
+def test_a_round_needs_a_client(wanted, clients, text):
     with pytest.raises(ConfigurationError, match=text):
         cohort_from_run_config({"clients-per-round": wanted}, clients)

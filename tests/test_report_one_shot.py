@@ -1,26 +1,24 @@
 """The report of a one-shot run: its numbers, by hand from the uploads."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from flwr.app import MetricRecord
 from oracles import randn
-from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.merge import fedfisher
 from flwr_fisher.report import report_one_shot
 from flwr_fisher.strategies import CurvatureResult, Upload
-from flwr_fisher.tasks import Task, load_task
+from flwr_fisher.tasks import load_task
 from flwr_fisher.wire import FisherUpload
 
 EXAMPLES = (70, 20, 10)
 
 
-def uploads(task: Task) -> list[Upload[FisherUpload]]:
+def uploads(task):
     """Return three clients that each learned the digits in another way, or none."""
     x, y = examples(task)
     found = []
@@ -40,12 +38,12 @@ def uploads(task: Task) -> list[Upload[FisherUpload]]:
     return found
 
 
-def examples(task: Task) -> tuple[Tensor, Tensor]:
+def examples(task):
     batches = list(task.test_loader())
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def test_every_methods_accuracy_is_as_by_hand(tmp_path: Path) -> None:
+def test_every_methods_accuracy_is_as_by_hand(tmp_path):
     task = load_task(
         dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
     )
@@ -57,12 +55,12 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path: Path) -> None:
 
     x, y = examples(task)
 
-    def probabilities(params: dict[str, Tensor]) -> Tensor:
+    def probabilities(params):
         model = task.make_model().eval()
         model.load_state_dict(params)
         return model(x).detach().softmax(1)
 
-    def accuracy(p: Tensor) -> float:
+    def accuracy(p):
         return float((p.argmax(1) == y).double().mean())
 
     each = [probabilities(u.payload.params) for u in replies]
@@ -88,7 +86,7 @@ def test_every_methods_accuracy_is_as_by_hand(tmp_path: Path) -> None:
     assert len(set(want.values())) == 4
 
 
-def test_a_model_and_a_test_set_of_ones_own_are_enough(tmp_path: Path) -> None:
+def test_a_model_and_a_test_set_of_ones_own_are_enough(tmp_path):
     task = load_task(
         dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
     )

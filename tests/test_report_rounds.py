@@ -2,8 +2,6 @@
 
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.app import MetricRecord
@@ -23,12 +21,12 @@ RUN = {
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+def drawn(monkeypatch):
     """The figures that were saved."""
     figures: list[Figure] = []
     save = Figure.savefig
 
-    def keep(self: Figure, *args: Any, **kwargs: Any) -> None:
+    def keep(self, *args, **kwargs):
         figures.append(self)
         save(self, *args, **kwargs)
 
@@ -36,7 +34,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
-def lines(figure: Figure, panel: int) -> list[tuple[list[float], list[float]]]:
+def lines(figure, panel):
     """The curves of a panel; a line across it is not one."""
     every = [
         (list(line.get_xdata()), list(line.get_ydata()))
@@ -46,7 +44,7 @@ def lines(figure: Figure, panel: int) -> list[tuple[list[float], list[float]]]:
     return every
 
 
-def test_metrics_by_round_say_where_they_come_from() -> None:
+def test_metrics_by_round_say_where_they_come_from():
     result = Result(
         train_metrics_clientapp={1: MetricRecord({"loss": 2.0})},
         evaluate_metrics_clientapp={2: MetricRecord({"loss": 3.0})},
@@ -60,7 +58,7 @@ def test_metrics_by_round_say_where_they_come_from() -> None:
     assert found[2]["evaluate"] == {"loss": 3.0}
 
 
-def test_they_reach_metrics_json(tmp_path: Path) -> None:
+def test_they_reach_metrics_json(tmp_path):
     rounds = {n: {"server": dict(RUN[n % 3])} for n in range(11)}
     empty: dict[str, float] = {}
     folder = ReportDir(tmp_path)
@@ -72,7 +70,7 @@ def test_they_reach_metrics_json(tmp_path: Path) -> None:
     assert "rounds" not in json.loads((tmp_path / "metrics.json").read_text())
 
 
-def test_one_run_is_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_one_run_is_drawn(tmp_path, drawn):
     path = tmp_path / "rounds.png"
     plot_rounds(path, {"FedAvg": RUN}, ["accuracy"])
     (figure,) = drawn
@@ -82,9 +80,7 @@ def test_one_run_is_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
     assert imread(path).shape[1] > 500
 
 
-def test_several_runs_and_metrics_are_drawn(
-    tmp_path: Path, drawn: list[Figure]
-) -> None:
+def test_several_runs_and_metrics_are_drawn(tmp_path, drawn):
     short = {1: MetricRecord({"barrier-loss": 0.4})}
     plot_rounds(
         tmp_path / "rounds.png",
@@ -106,7 +102,7 @@ def test_several_runs_and_metrics_are_drawn(
     assert figure.axes[1].get_ylabel() == "accuracy, %"
 
 
-def test_a_mark_says_what_begins(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_a_mark_says_what_begins(tmp_path, drawn):
     marks = {1: "stage 2"}
     plot_rounds(tmp_path / "a.png", {"a": RUN}, ["accuracy", "shares"], marks=marks)
     (figure,) = drawn
@@ -116,9 +112,7 @@ def test_a_mark_says_what_begins(tmp_path: Path, drawn: list[Figure]) -> None:
     assert [list(x) for x in upright] == [[1, 1]]
 
 
-def test_what_no_run_has_costs_a_warning(
-    tmp_path: Path, drawn: list[Figure], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_run_has_costs_a_warning(tmp_path, drawn, caplog):
     path = tmp_path / "rounds.png"
     with caplog.at_level(logging.WARNING, logger="flwr"):
         plot_rounds(path, {"a": RUN, "b": {}}, ["loss", "accuracy", ("x", "shares")])
