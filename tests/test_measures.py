@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp.strategy import FedAdam, FedAvg, Strategy
@@ -136,10 +130,7 @@ def test_the_barrier_is_what_the_paper_says(make_strategy):
     app, seen = Remembers(), {}
 
     def measures(grid):
-        def remember(server_round, arrays):
-            seen[server_round] = arrays
-
-        return combine(remember, ClientServerBarrier(grid))
+        return combine(seen.__setitem__, ClientServerBarrier(grid))
 
     found, _ = run(make_strategy(), measures, app)
     assert set(found) == {1, 2}
@@ -236,16 +227,20 @@ def test_clients_that_do_not_score_their_model_are_left_out(tamper):
     assert 2 not in {partition for _, partition in app.evaluated}
 
 
-def test_nobody_there_costs_a_warning_and_not_the_run(caplog):
+@pytest.mark.parametrize(
+    ("measure", "held_out", "text"),
+    [
+        (ClientServerBarrier, 0, "No client-server barrier in round 2: none of 4"),
+        (Personalisation, 2, "No personalisation in round 1: none of 2 held-out"),
+    ],
+)
+def test_nobody_there_costs_a_warning_and_not_the_run(measure, held_out, text, caplog):
+    app, strategy = Remembers(silent=range(4)), FedAvg(fraction_evaluate=0.0)
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        found, result = run(
-            FedAvg(fraction_evaluate=0.0),
-            ClientServerBarrier,
-            Remembers(silent=range(4)),
-        )
+        found, result = run(strategy, measure, app, held_out=held_out)
     assert found == {}
     assert set(result.train_metrics_clientapp) == {1, 2}
-    assert "No client-server barrier in round 2: none of 4 clients" in caplog.text
+    assert text in caplog.text
 
 
 def test_a_strategy_that_got_another_grid_is_told(caplog):
@@ -362,10 +357,7 @@ def test_the_measure_is_the_plain_mean_over_held_out_clients(make_strategy):
     app, seen = Remembers(), {}
 
     def measures(grid):
-        def remember(server_round, arrays):
-            seen[server_round] = arrays
-
-        return combine(remember, Personalisation(grid, epochs=2, every=2))
+        return combine(seen.__setitem__, Personalisation(grid, epochs=2, every=2))
 
     found, _ = run(make_strategy(), measures, app, 6, held_out=2)
     assert set(found) == {0, 2}
@@ -470,59 +462,37 @@ def test_a_rest_that_the_loader_drops_is_dropped():
     assert metrics["personalised-loss"] != metrics["zero-shot-loss"]
 
 
-@pytest.mark.parametrize(
-    ("client", "config", "error", "text"),
-    [
-        (tiny_client(0), {"personalise-fraction": 0.6}, ConfigurationError, "0.5"),
-        (tiny_client(0), {"personalise-fraction": 0.0}, ConfigurationError, "0.5"),
-        (
-            tiny_client(0),
-            {"personalise-fraction": 0.5, "personalise-epochs": 0},
-            ConfigurationError,
-            "personalise-epochs",
-        ),
-        (tiny_client(0), {"evaluate-on": "test"}, ConfigurationError, "evaluate-on"),
-        (
-            FisherClient(tiny_model(), DataLoader(tiny_data(0, 3)), device="cpu"),
-            HALF,
-            DataError,
-            "partition 0 has 3 examples, .* at least 4",
-        ),
-        (
-            tiny_client(0, train_fn=lambda *_: {}),
-            HALF,
-            ClientError,
-            "LocalSGD, or another dataclass with a field 'epochs'",
-        ),
-        (
-            FisherClient(tiny_model(), [tiny_data(0).tensors], device="cpu"),
-            HALF,
-            ClientError,
-            "map-style data set, not list",
-        ),
-    ],
-)
-def test_what_a_client_cannot_do_it_says(client, config, error, text):
-    with pytest.raises(error, match=text):
-        ask(client, config=config, kind="evaluate")
-
-
 class Endless(IterableDataset[Any]):
     def __iter__(self):
         yield from zip(*tiny_data(0).tensors, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("loader", "text"),
-    [
-        (DataLoader(Endless(), batch_size=4), "map-style data set, not Endless"),
-        (DataLoader([tiny_data(0).tensors], batch_size=None), "with a batch_size"),
-    ],
-)
-def test_a_loader_that_cannot_be_split_is_refused(loader, text):
-    client = FisherClient(tiny_model(), loader, device="cpu")
-    with pytest.raises(ClientError, match=text):
-        ask(client, config=HALF, kind="evaluate")
+def of(loader):
+    return FisherClient(tiny_model(), loader, device="cpu")
+
+
+CANNOT = [
+    (tiny_client(), HALF | {"personalise-fraction": 0.6}, ConfigurationError, "0.5"),
+    (tiny_client(), HALF | {"personalise-fraction": 0.0}, ConfigurationError, "0.5"),
+    (tiny_client(), HALF | {"personalise-epochs": 0}, ConfigurationError, "-epochs"),
+    (tiny_client(), {"evaluate-on": "test"}, ConfigurationError, "evaluate-on"),
+    (of(DataLoader(tiny_data(0, 3))), HALF, DataError, "partition 0 has 3 examples"),
+    (tiny_client(train_fn=lambda *_: {}), HALF, ClientError, "a field 'epochs'"),
+    (of([tiny_data(0).tensors]), HALF, ClientError, "data set, not list"),
+    (of(DataLoader(Endless(), batch_size=4)), HALF, ClientError, "not Endless"),
+    (
+        of(DataLoader([tiny_data(0).tensors], batch_size=None)),
+        HALF,
+        ClientError,
+        "with a batch_size",
+    ),
+]
+
+
+@pytest.mark.parametrize(("client", "config", "error", "text"), CANNOT)
+def test_what_a_client_cannot_do_it_says(client, config, error, text):
+    with pytest.raises(error, match=text):
+        ask(client, config=config, kind="evaluate")
 
 
 def test_clients_with_too_little_are_counted(caplog):
@@ -546,14 +516,6 @@ def test_clients_with_too_little_are_counted(caplog):
     assert "has 3 examples" in caplog.text
     assert "partition-1: DataError" in caplog.text
     assert "…" in caplog.text
-
-
-def test_nobody_to_personalise_costs_a_warning(caplog):
-    app = Remembers(silent=range(4))
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        found, _ = run(FedAvg(fraction_evaluate=0.0), Personalisation, app, held_out=2)
-    assert found == {}
-    assert "No personalisation in round 1: none of 2 held-out" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,7 @@ FAILURES = {
         DataError, "do not fit outputs", likelihood="gaussian", config=EMPIRICAL
     ),
     "likelihood": fails(
-        StructureError,
-        "WrongLikelihood.columns gave",
-        likelihood=WrongLikelihood(),
+        StructureError, "WrongLikelihood.columns gave", likelihood=WrongLikelihood()
     ),
     "score": fails(KeyError, "score", likelihood=WrongLikelihood(), config=EMPIRICAL),
     "nan-inputs": fails(

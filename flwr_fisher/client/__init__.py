@@ -10,12 +10,7 @@ from flwr_fisher.client.plain_client_app import check_fisher, fisher_arrays
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
 from flwr_fisher.client.state import ClientState
-from flwr_fisher.client.training import (
-    EvaluateFn,
-    LocalSGD,
-    TrainFn,
-    score,
-)
+from flwr_fisher.client.training import EvaluateFn, LocalSGD, TrainFn, score
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 
 __all__ = [

@@ -16,22 +16,12 @@ from torch.utils.data import Dataset, IterableDataset
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
-from flwr_fisher.client.training import (
-    EvaluateFn,
-    Loader,
-    LocalSGD,
-    TrainFn,
-)
+from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.curvature.pairs import BatchFn, Pairs, as_pair
-from flwr_fisher.errors import (
-    ClientError,
-    ConfigurationError,
-    DataError,
-    check_whole,
-)
+from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.params import Params, select, trainable_names
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel, and of torch.compile
@@ -272,8 +262,8 @@ class LocalProblem:
             )
         return sum(len(as_pair(batch)[1]) for batch in self.train_pairs)
 
-    def load(self, params: Params) -> None:
-        """Put the server's parameters into the model.
+    def load(self, params: Params) -> "LocalProblem":
+        """Put the server's parameters into the model; return the problem.
 
         Raises
         ------
@@ -282,6 +272,7 @@ class LocalProblem:
         """
         self.check_layout(params)
         self.model.load_state_dict(dict(params), strict=False)
+        return self
 
     def check_layout(self, params: Params) -> None:
         """Refuse parameters that are not this model's.

@@ -101,12 +101,7 @@ class TrainingCheckpoint:
                 # A killed process loses nothing that the system was given to write.
                 durable=False,
             )
-        except (
-            ClientError,
-            pickle.PicklingError,
-            AttributeError,
-            TypeError,
-        ) as error:
+        except (ClientError, pickle.PicklingError, AttributeError, TypeError) as error:
             logger.warning("This training is not kept: %s", error)
 
     def next(self) -> "TrainingCheckpoint":

@@ -31,12 +31,7 @@ from flwr_fisher.curvature import Curvature
 from flwr_fisher.curvature.batches import Batch, inputs_and_labels
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.subset import like_loader, sampler_of
-from flwr_fisher.errors import (
-    ClientError,
-    DataError,
-    FlwrFisherError,
-    StructureError,
-)
+from flwr_fisher.errors import ClientError, DataError, FlwrFisherError, StructureError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seeded
 

@@ -18,17 +18,11 @@ from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.client.training import Loader, TrainFn, score
 from flwr_fisher.curvature.pairs import Pairs
 from flwr_fisher.curvature.subset import like_loader, sampler_of
-from flwr_fisher.errors import (
-    ClientError,
-    ConfigurationError,
-    DataError,
-    check_known,
-)
+from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_known
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
 
 _SETS = ("validation", "train")
-Load = Callable[[LocalProblem, Params], LocalProblem | None]
 _FEWEST = 4  # examples, so that fine-tuning on a quarter of them is possible
 
 
@@ -56,13 +50,15 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     DataError
         If there are no examples, or fewer than four to personalise with.
     """
+    if "personalise-fraction" in request.options:
+        return Reply(_personalised(problem, request))
     return evaluation(problem, request, LocalProblem.load)
 
 
 def evaluation(
     problem: LocalProblem,
     request: Request,
-    load: Load,
+    load: Callable[[LocalProblem, Params], LocalProblem],
 ) -> Reply:
     """Score what `load` makes of the parameters; without data, say so.
 
@@ -72,12 +68,10 @@ def evaluation(
         The client's.
     request : Request
         The server's.
-    load : Callable[[LocalProblem, Params], LocalProblem | None]
+    load : Callable[[LocalProblem, Params], LocalProblem]
         Puts parameters into the problem's model, or returns a problem with another.
     """
     options = request.options
-    if "personalise-fraction" in options:
-        return Reply(_personalised(problem, request, load))
     where = options.get("evaluate-on", "validation")
     check_known("evaluate-on", where, _SETS)
     nothing = problem.valloader is None and problem.evaluate_fn is None
@@ -88,7 +82,7 @@ def evaluation(
             "this client has no valloader to evaluate on: pass one to FisherClient,"
             " or fraction_evaluate=0.0 to the strategy"
         )
-    problem = load(problem, request.params) or problem
+    problem = load(problem, request.params)
     if where == "train":
         return Reply(_training_scores(problem, request.client))
     if problem.val_pairs is None or problem.evaluate_fn is not None:
@@ -110,9 +104,7 @@ def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
         return _scores(problem, problem.train_pairs)
 
 
-def _personalised(
-    problem: LocalProblem, request: Request, load: Load
-) -> dict[str, float]:
+def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     """Fine-tune on a part of one half of the data; score before and after.
 
     Raises
@@ -132,7 +124,7 @@ def _personalised(
         )
     loader = _map_style(problem.trainloader)
     size, train_fn = _batch_size(loader), _with_epochs(problem.train_fn, epochs)
-    problem = load(problem, request.params) or problem
+    problem.load(request.params)
     seed = whole_number(options, "seed", 0)
     tune, test = _halves(loader, fraction, seed, request.client)
     unseen = Pairs(_part(loader, test), problem.batch_fn)

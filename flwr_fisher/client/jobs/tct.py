@@ -8,10 +8,7 @@ from torch import Tensor
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
-from flwr_fisher.client.jobs.tct_features import (
-    ClientFeatures,
-    Examples,
-)
+from flwr_fisher.client.jobs.tct_features import ClientFeatures, Examples
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.trial import on_few_examples
 from flwr_fisher.curvature.batches import Batch
