@@ -3,6 +3,8 @@
 A model's parameters, a gradient, a direction: everything this library computes with is
 a ``dict[str, Tensor]``. Two of them combine only if they have the same keys and shapes;
 anything else is a :class:`~flwr_fisher.errors.ParamsError` that names the difference.
+
+Long: all of this arithmetic, which every room takes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ __all__ = [
     "check_finite",
     "check_same_layout",
     "dot",
+    "double",
     "finite",
     "flatten",
     "layout_of",
@@ -116,6 +119,12 @@ def finite(params: Params, what: str) -> dict[str, Tensor]:
     """Return params as they are, or raise :class:`ParamsError` as `check_finite`."""
     check_finite(params, what)
     return dict(params)
+
+
+def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Return the named tensors, or all, in float64: a step and back changes no bit."""
+    selected = params if names is None else select(params, names)
+    return {name: value.double() for name, value in selected.items()}
 
 
 def add(left: Params, right: Params, factor: float = 1.0) -> dict[str, Tensor]:

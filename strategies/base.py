@@ -1,4 +1,4 @@
-"""The base of this library's strategies: FedAvg's settings, a seed, and `start`.
+"""The base of this library's strategies: FedAvg's sampling, this library's rounds.
 
 Long: a third of it is the docstrings of what a strategy says, and of `start`.
 """

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from flwr_fisher.curvature.random_probe import random_probe
 from flwr_fisher.errors import ConfigurationError, check_known
-from flwr_fisher.params import Params, dot, flatten, norm
+from flwr_fisher.params import Params, dot, double, flatten, norm
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.rounds import FaghMoments, FaghStep, fagh_step
-from flwr_fisher.rounds.updates import double
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,

@@ -13,6 +13,7 @@ from flwr_fisher.params import (
     DeferredParams,
     Params,
     check_finite,
+    double,
     norm,
     weighted_mean,
 )
@@ -22,7 +23,6 @@ from flwr_fisher.rounds import (
     make_optimizer,
     server_step,
 )
-from flwr_fisher.rounds.updates import double
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,

@@ -18,17 +18,15 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
     DiagonalSums,
     MergeOptions,
-    MergeResult,
     MergeSettings,
-    fedfisher,
-    fedfisher_from_sums,
     matched,
-    merge_options,
-    sums_options,
+    merge_posteriors,
+    merge_settings,
+    merge_sums,
+    sums_settings,
 )
 from flwr_fisher.merge.matching import RENUMBERED, check_matching
-from flwr_fisher.merge.options import TRUST, check_score
-from flwr_fisher.merge.solvers import Score
+from flwr_fisher.merge.options import TRUST, Score, check_score
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -40,7 +38,8 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, initial_groups
+from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
+from flwr_fisher.strategies.exchanges.merged import step_of
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -115,7 +114,9 @@ class FedFisherOneShot(CurvatureStrategy):
     device : torch.device | str, optional
         Where the server merges; by default on the GPU, if there is one.
     **kwargs
-        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``.
+        :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
+        ``aggregate="parts"``, `policy`'s `max_share` does nothing:
+        ``MergeOptions(max_share=)`` has that cap.
 
     Raises
     ------
@@ -173,10 +174,10 @@ class FedFisherOneShot(CurvatureStrategy):
             self.policy = replace(self.policy, max_share=1)
         options = asdict(merge)
         if aggregate == "sums":
-            self.merge = sums_options(solver, structure=structure, **options)
+            self.merge = sums_settings(solver, structure=structure, **options)
         else:
-            self.merge = merge_options(solver, **(options | {"trust": math.inf}))
-        self.trust = TRUST if merge.trust is None else merge.trust
+            trust = TRUST if merge.trust is None else merge.trust
+            self.merge = merge_settings(solver, **(options | {"trust": trust}))
         self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
             raise ConfigurationError(
@@ -218,39 +219,48 @@ class FedFisherOneShot(CurvatureStrategy):
         self.codec = LOSSLESS
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Any]]:
-        """Ask every client to train and to add its Fisher."""
-        if self.aggregate == "sums" and self.structure == "kfac":
-            held = self.secure is None and self.policy.limits
-            return KfacSums(self.merge, self._options(), held).exchanges()
+        """Return what a round asks.
+
+        One request for models with their Fishers (`parts`), or several for sums
+        (`sums`).
+        """
+        if self.aggregate == "parts":
+            return [self._of_uploads(server_round)]
+        if self.structure == "kfac":
+            return self._of_kfac_sums()
         if self.privacy is not None:
-            own, secure = self._options(), self.secure is not None
-            return [
-                private_exchange(self.privacy, own, self._merge_sums, secure=secure)
-            ]
-        if self.aggregate == "sums":
-            options = self._options() | {"job": "diagonal-sums"}
-            total = Additive.reader(*SUMS, of_one=False)
-            mean = Summation[Additive](
-                read=total, total=RunningMean(), held=self.policy.limits
-            )
-            read, step = Additive.reader(*SUMS), self._step_from_sums
-            return [
-                Exchange(
-                    options, read, step, require_same_parameters=True, additive=mean
-                )
-            ]
+            return [self._of_private_sums(self.privacy)]
+        return [self._of_diagonal_sums()]
+
+    def _of_uploads(self, server_round: int) -> Exchange[Any]:
         merge = self.merge
-        if server_round > 1:  # then the clients start from a merged model
-            merge = replace(merge, trust=self.trust)
-        step = partial(self._step, merge)
-        return [
-            Exchange(self._options(), self._read, step, require_same_parameters=True)
-        ]
+        if server_round == 1:  # later, the clients start from a merged model
+            merge = replace(merge, trust=math.inf)
+        step = partial(self._merge_uploads, merge)
+        return Exchange(self._options(), self._read, step, require_same_parameters=True)
+
+    def _of_kfac_sums(self) -> Sequence[Exchange[Any]]:
+        return KfacSums(self.merge, self._options(), self.policy.limits).exchanges()
+
+    def _of_private_sums(self, privacy: Privacy) -> Exchange[Any]:
+        own, secure = self._options(), self.secure is not None
+        return private_exchange(privacy, own, self._merge_sums, secure=secure)
+
+    def _of_diagonal_sums(self) -> Exchange[Any]:
+        options = self._options() | {"job": "diagonal-sums"}
+        total = Additive.reader(*SUMS, of_one=False)
+        mean = Summation[Additive](
+            read=total, total=RunningMean(), held=self.policy.limits
+        )
+        read, step = Additive.reader(*SUMS), self._step_from_sums
+        return Exchange(
+            options, read, step, require_same_parameters=True, additive=mean
+        )
 
     def initial_groups(self) -> Groups:
         """Name the run where clients keep their Fishers on their disks."""
         kept = self.aggregate == "sums" and self.structure == "kfac"
-        return initial_groups() if kept else {}
+        return run_group() if kept else {}
 
     def _options(self) -> dict[str, str | int | float]:
         return {
@@ -273,19 +283,19 @@ class FedFisherOneShot(CurvatureStrategy):
                 "codec='auto': the model is so small that uploads are sent lossless"
             )
 
-    def _step(
+    def _merge_uploads(
         self, merge: MergeSettings, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Merge the uploads."""
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         if self.matching:
             posteriors = matched(posteriors)
-        merged = fedfisher(
+        merged = merge_posteriors(
             posteriors,
+            merge,
             score=self.score,
             progress=logger.info,
             device=self.device,
-            **asdict(merge),
         )
         for place, distance in merged.outliers.items():
             logger.warning(
@@ -295,7 +305,7 @@ class FedFisherOneShot(CurvatureStrategy):
                 distance,
                 merge.outlier,
             )
-        return _step(merged)
+        return step_of(merged)
 
     def _step_from_sums(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Merge the means over the uploads: sums for one example."""
@@ -304,19 +314,19 @@ class FedFisherOneShot(CurvatureStrategy):
         return self._merge_sums(state, DiagonalSums(1.0, *parts))
 
     def _merge_sums(self, state: ServerState, sums: DiagonalSums) -> Step:
-        merged = fedfisher_from_sums(
+        merged = merge_sums(
             sums,
+            self.merge,
             like=state.params,
             score=self.score,
             progress=logger.info,
-            **asdict(self.merge),
         )
-        return _step(merged)
+        return step_of(merged)
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
         wanted = {f"client-{name}": value for name, value in self._options().items()}
-        merge = asdict(self.merge) | {"trust": self.trust}
+        merge = asdict(self.merge)
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
         own |= {"matching": True} if self.matching else {}
         return wanted | merge | own
@@ -327,21 +337,3 @@ def _given(name: str, options: Options | None, kind: type[Options]) -> Options:
     if isinstance(options, kind | None):
         return kind() if options is None else options
     raise ConfigurationError(f"{name} must be {kind.__name__}(...), got {options!r}")
-
-
-def _step(merged: MergeResult) -> Step:
-    if merged.unsolved:
-        logger.warning(
-            "the merge's solver failed for %s: there, the model is the clients' mean, "
-            "as FedAvg's",
-            ", ".join(merged.unsolved),
-        )
-    metrics = {
-        "solver-iterations": merged.iterations,
-        "solver-residual": merged.residuals[-1],
-        "solver-fallbacks": len(merged.unsolved),
-    }
-    if merged.outliers:
-        metrics["num-outliers"] = len(merged.outliers)
-    shares = {"client-share": merged.shares} if merged.shares else {}
-    return Step(ServerState(merged.params), {**metrics, **shares}, merged)

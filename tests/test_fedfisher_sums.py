@@ -1,5 +1,6 @@
 """FedFisher with K-FAC sums as a strategy: two exchanges, and one an iteration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from virtual import LIFTED, Watched, fedfisher_with, tiny_arrays, tiny_client
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
+from flwr_fisher.merge import MergeResult, sums_solver
 from flwr_fisher.strategies import FedFisherOneShot, Policy
+from flwr_fisher.strategies.exchanges import kfac_sums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import serialized_bytes, split_config
 
@@ -110,6 +113,16 @@ def test_a_lost_file_is_named_and_costs_one_client(tmp_path: Path, caplog) -> No
 
     merged(Losing(app_of(tmp_path)), aggregate="sums", iterations=1)
     assert "round 1's model and Fisher are not in" in caplog.text
+
+
+def test_what_is_not_solved_is_named(tmp_path: Path, caplog, monkeypatch) -> None:
+    def unsolved(*args) -> MergeResult:
+        return replace(sums_solver.merged(*args), unsolved=["0.weight"])
+
+    monkeypatch.setattr(kfac_sums, "merged", unsolved)
+    result = merged(app_of(tmp_path), aggregate="sums", iterations=1)
+    assert "solver failed for 0.weight" in caplog.text
+    assert result.train_metrics_clientapp[1]["solver-fallbacks"] == 1
 
 
 def test_identical_clients_give_their_model(tmp_path: Path) -> None:

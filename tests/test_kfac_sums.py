@@ -21,7 +21,7 @@ from flwr_fisher.merge import (
     balanced,
     fedavg,
     fedfisher,
-    merge_options,
+    merge_settings,
     partial_traces,
 )
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
@@ -121,7 +121,7 @@ def test_iterations_from_sums_are_those_from_parts(
     options["iterations"] = iterations
     made = clients(name)
     expected = fedfisher(made, **options).params
-    got = from_sums(made, merge_options(**options))
+    got = from_sums(made, merge_settings(**options))
     for key, value in expected.items():
         assert relative(got[key], value) <= 1e-5, key
 
@@ -132,14 +132,14 @@ def test_balance_is_by_layer_and_a_clients_own(name: str) -> None:
     options["iterations"] = 3
     made = clients(name)
     expected = fedfisher(made, **options).params
-    got = from_sums(made, merge_options(**options))
+    got = from_sums(made, merge_settings(**options))
     for key, value in expected.items():
         assert relative(got[key], value) <= 1e-5, key
 
 
 def test_many_iterations_solve_the_dense_system() -> None:
     made = clients("layers", 3)
-    options = merge_options(
+    options = merge_settings(
         shrink=0.0, balance=0.0, robust=0.0, anchor=0.05, iterations=60, tolerance=0
     )
     got, mean = from_sums(made, options), fedavg(made)
@@ -164,7 +164,7 @@ def test_many_iterations_solve_the_dense_system() -> None:
 
 def test_identical_clients_give_their_model() -> None:
     one = clients("grouped", 1)[0]
-    got = from_sums([one, one, one], merge_options(iterations=2))
+    got = from_sums([one, one, one], merge_settings(iterations=2))
     for key, value in one.params.items():
         assert relative(got[key], value) <= 1e-12
 
@@ -174,7 +174,7 @@ def test_a_layer_without_curvature_stays_at_the_mean() -> None:
         LocalPosterior(p.params, p.curvature.scaled(0.0), p.num_examples)
         for p in clients("grouped")
     ]
-    got, mean = from_sums(made, merge_options(iterations=2)), fedavg(made)
+    got, mean = from_sums(made, merge_settings(iterations=2)), fedavg(made)
     assert all(torch.equal(got[key], mean[key]) for key in mean)
 
 
@@ -214,7 +214,7 @@ def test_what_is_solved_at_once_or_well_enough_moves_no_more() -> None:
     own = [balanced(p.curvature, **plain) for p in made]
     traces = summed([partial_traces(F) for F in own], [p.num_examples for p in made])
     pull = own[0].matvec(made[0].params)
-    enough, more = (merge_options(iterations=2, tolerance=t) for t in (1.0, 0.0))
+    enough, more = (merge_settings(iterations=2, tolerance=t) for t in (1.0, 0.0))
     start = begin(traces, pull, enough)
     assert not start.direction["norm"].any()
     assert not start.residual["norm"].any()

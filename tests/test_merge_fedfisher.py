@@ -51,7 +51,7 @@ from flwr_fisher.merge import (
     fedavg,
     fedfisher,
     fisher_merge,
-    merge_options,
+    merge_settings,
     regmean,
 )
 from flwr_fisher.merge.solvers import largest_eigenvalue
@@ -195,11 +195,11 @@ def test_float32_is_enough_for_the_defaults() -> None:
 
 def test_the_paper_solvers_use_no_regularisation_unless_told() -> None:
     for solver in SOLVERS:
-        options = merge_options(solver)
+        options = merge_settings(solver)
         regularised = {k: getattr(options, k) for k in PLAIN}
         assert (regularised == PLAIN) is (solver not in ("pcg", "cg"))
         assert options.iterations == {"pcg": 4, "cg": 100}.get(solver, 2000)
-    explicit = merge_options(**CG)
+    explicit = merge_settings(**CG)
     assert {k: getattr(explicit, k) for k in PLAIN} == PLAIN
 
 
@@ -489,7 +489,7 @@ OUT_OF_RANGE = {
 )
 def test_an_option_out_of_range_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name} must be "):
-        merge_options(**{name: value})
+        merge_settings(**{name: value})
 
 
 def alone(*names: str, n: float = 1, **params: Tensor) -> LocalPosterior:

@@ -21,7 +21,7 @@ from virtual import (
 
 from flwr_fisher.curvature import Curvature, Diagonal
 from flwr_fisher.curvature.operators.lazy import shared_blocks
-from flwr_fisher.merge import LocalPosterior, MergeSettings, fedfisher, merge_options
+from flwr_fisher.merge import LocalPosterior, MergeSettings, fedfisher, merge_settings
 from flwr_fisher.merge.weights import JUDGES, layer_weights, without_outliers
 from flwr_fisher.testing import LocalGrid
 
@@ -191,7 +191,7 @@ def test_examples_count_up_to_a_multiple_of_the_median() -> None:
 
 
 def options(**given: float) -> MergeSettings:
-    return merge_options(**{"balance": 0.0, "robust": 0.0, **given})
+    return merge_settings(**{"balance": 0.0, "robust": 0.0, **given})
 
 
 @pytest.mark.parametrize("max_share", [0.5, 0.6, 0.9])

@@ -1,6 +1,6 @@
 """One-shot merging: clients' posteriors in, one model out. Works without Flower."""
 
-from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge
+from flwr_fisher.merge.fedfisher import fedfisher, fisher_merge, merge_posteriors
 from flwr_fisher.merge.influence import Influence, influence
 from flwr_fisher.merge.layer_sums import balanced, partial_traces
 from flwr_fisher.merge.matching import matched
@@ -8,7 +8,7 @@ from flwr_fisher.merge.options import (
     SOLVERS,
     MergeOptions,
     MergeSettings,
-    merge_options,
+    merge_settings,
 )
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.private_sums import contribution, private_sums
@@ -18,7 +18,8 @@ from flwr_fisher.merge.sums import (
     DiagonalSums,
     add_sums,
     fedfisher_from_sums,
-    sums_options,
+    merge_sums,
+    sums_settings,
 )
 
 __all__ = [
@@ -38,9 +39,11 @@ __all__ = [
     "fisher_merge",
     "influence",
     "matched",
-    "merge_options",
+    "merge_posteriors",
+    "merge_settings",
+    "merge_sums",
     "partial_traces",
     "private_sums",
     "regmean",
-    "sums_options",
+    "sums_settings",
 ]

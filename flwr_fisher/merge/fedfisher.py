@@ -14,10 +14,15 @@ from flwr_fisher.merge.linear_system import (
     Systems,
     linear_systems,
 )
-from flwr_fisher.merge.options import MergeSettings, check_score, merge_options
+from flwr_fisher.merge.options import (
+    MergeSettings,
+    Report,
+    Score,
+    check_score,
+    merge_settings,
+)
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.solve import MergeResult, solve
-from flwr_fisher.merge.solvers import Progress, Score
 from flwr_fisher.merge.weights import without_outliers
 from flwr_fisher.params import shares_of
 
@@ -26,7 +31,7 @@ def fedfisher(
     posteriors: Sequence[LocalPosterior],
     *,
     score: Score | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     device: Device = None,
     **options: Any,
 ) -> MergeResult:
@@ -172,30 +177,44 @@ def fedfisher(
     >>> fedfisher([sure, unsure], solver="closed-form").params
     {'w': tensor([0.2000])}
     """
-    chosen = merge_options(**options)
-    check_score(score, chosen.solver)
-    if chosen.outlier < math.inf:
-        screened = without_outliers(posteriors, chosen.outlier, device)
-        merged = _merged(screened.posteriors, chosen, score, progress, device)
+    settings = merge_settings(**options)
+    return merge_posteriors(
+        posteriors, settings, score=score, progress=progress, device=device
+    )
+
+
+def merge_posteriors(
+    posteriors: Sequence[LocalPosterior],
+    settings: MergeSettings,
+    *,
+    score: Score | None = None,
+    progress: Report | None = None,
+    device: Device = None,
+) -> MergeResult:
+    """Merge as :func:`fedfisher` does, with its options in one object."""
+    check_score(score, settings.solver)
+    if settings.outlier < math.inf:
+        screened = without_outliers(posteriors, settings.outlier, device)
+        merged = _merged(screened.posteriors, settings, score, progress, device)
         shares = dict(zip(screened.indices, merged.shares, strict=True))
         every = [shares.get(index, 0.0) for index in range(len(posteriors))]
         return replace(merged, shares=every, outliers=screened.outliers())
-    return _merged(posteriors, chosen, score, progress, device)
+    return _merged(posteriors, settings, score, progress, device)
 
 
 def _merged(
     posteriors: Sequence[LocalPosterior],
-    options: MergeSettings,
+    settings: MergeSettings,
     score: Score | None,
-    progress: Progress | None,
+    progress: Report | None,
     device: Device,
 ) -> MergeResult:
     mean = fedavg(posteriors)
-    systems = linear_systems(posteriors, mean, options, device)
+    systems = linear_systems(posteriors, mean, settings, device)
     counted = _ClientShares(
         systems, [posterior.num_examples for posterior in posteriors]
     )
-    merged = solve(mean, counted.systems, options, score, progress)
+    merged = solve(mean, counted.systems, settings, score, progress)
     return replace(merged, shares=counted.shares())
 
 

@@ -1,8 +1,11 @@
-"""How to merge, resolved and validated once."""
+"""Options of a merge: defaults of each solver, and ranges."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
 
@@ -35,6 +38,9 @@ _RANGES: dict[str, tuple[float, ...]] = {
 }
 SOLVERS = tuple(_DEFAULTS)
 TRUST = 1.0  # from the second round on
+
+Score = Callable[[dict[str, Tensor]], float]  # of merged parameters, higher is better
+Report = Callable[[str], object]  # is told in words how a solution goes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +106,7 @@ class MergeSettings:
             check_range(name, getattr(self, name), *limits)
 
 
-def merge_options(solver: str = "pcg", **options: Any) -> MergeSettings:
+def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
     """Fill in the solver's defaults and validate.
 
     Parameters
@@ -113,7 +119,7 @@ def merge_options(solver: str = "pcg", **options: Any) -> MergeSettings:
 
     Examples
     --------
-    >>> merge_options("adam").iterations
+    >>> merge_settings("adam").iterations
     2000
     """
     check_known("solver", solver, SOLVERS)

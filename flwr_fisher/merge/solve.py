@@ -13,10 +13,8 @@ from flwr_fisher.curvature.operators.rescaled import power_of_two
 from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.linear_system import LinearSystem, Systems
-from flwr_fisher.merge.options import MergeSettings
+from flwr_fisher.merge.options import MergeSettings, Report, Score
 from flwr_fisher.merge.solvers import (
-    Progress,
-    Score,
     best_of,
     gradient_descent,
     paper_adam,
@@ -33,7 +31,7 @@ _ROUNDED = 1.001  # of the residual at the start
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge gives.
+    """The merged model, and how the solver did.
 
     Parameters
     ----------
@@ -74,7 +72,7 @@ def solve(
     systems: Systems,
     options: MergeSettings,
     score: Score | None,
-    progress: Progress | None,
+    progress: Report | None,
 ) -> MergeResult:
     """Solve the blocks' systems for the step away from the mean, and take it.
 
@@ -102,12 +100,12 @@ def _moved(mean: Params, delta: Steps) -> dict[str, Tensor]:
 
 
 def _block_by_block(
-    mean: Params, systems: Systems, options: MergeSettings, progress: Progress | None
+    mean: Params, systems: Systems, options: MergeSettings, progress: Report | None
 ) -> tuple[Steps, list[float]]:
     delta: Steps = {}
     curves = []
     for index, make in enumerate(systems, start=1):
-        step, norms = _step(mean, make, options)
+        step, norms = _solve_block(mean, make, options)
         delta |= step
         curves.append(norms)
         if progress is not None:
@@ -116,13 +114,16 @@ def _block_by_block(
                 f"solver: {next(iter(step))}, {index} of {len(systems)}: "
                 f"{len(norms) - 1} iterations, residual {left:.1e}"
             )
-    return delta, _relative(curves)
+    return delta, relative_norms(curves)
 
 
-def _step(
+def _solve_block(
     mean: Params, make: Callable[[], LinearSystem], options: MergeSettings
 ) -> tuple[Steps, list[float]]:
-    """Return a block's step and the residual's norms; the system is gone with it."""
+    """Solve one layer's system: its step and residual norms.
+
+    The system is freed on return.
+    """
     block = make().normalised()
     scale = block.scale * power_of_two(block.step_exponent)
     try:
@@ -131,7 +132,7 @@ def _step(
         # No curvature, or one that is not finite.
         solution, norms = {}, [float(norm(block.rhs))]
     step = block.within(solution) if _is_solved(block, solution, norms, options) else {}
-    if not _is_finite(_moved(select(mean, step), {**step})):
+    if not is_finite(_moved(select(mean, step), {**step})):
         step = {}
     if step:
         return {**step}, [value * scale for value in norms]
@@ -146,7 +147,7 @@ def _is_solved(
     options: MergeSettings,
 ) -> bool:
     """Whether a solver got anywhere, and not somewhere worse than the mean."""
-    if not solution or not all(map(math.isfinite, norms)) or not _is_finite(solution):
+    if not solution or not all(map(math.isfinite, norms)) or not is_finite(solution):
         return False
     if len(norms) == 1:  # there was nothing to solve, or no step could be taken
         return norms[0] == 0 or options.tolerance >= 1
@@ -157,7 +158,8 @@ def _is_solved(
     return float(dot(solution, pulled)) <= 0
 
 
-def _is_finite(params: Params) -> bool:
+def is_finite(params: Params) -> bool:
+    """Return whether no entry is NaN or infinite."""
     return all(bool(value.isfinite().all()) for value in params.values())
 
 
@@ -184,7 +186,7 @@ def _solved(
     )
 
 
-def _relative(curves: list[list[float]]) -> list[float]:
+def relative_norms(curves: list[list[float]]) -> list[float]:
     """Join the layers' residual norms; a layer that is done keeps its last one."""
     length = max((len(curve) for curve in curves), default=0)
     padded = [curve + curve[-1:] * (length - len(curve)) for curve in curves]
@@ -221,7 +223,7 @@ def _adam(
     blocks: list[LinearSystem],
     options: MergeSettings,
     score: Score | None,
-    progress: Progress | None,
+    progress: Report | None,
 ) -> tuple[Steps, list[float]]:
     """Solve all blocks at once, and again without those that do not end finite."""
     rhs = {name: value for block in blocks for name, value in block.rhs.items()}
@@ -238,9 +240,9 @@ def _adam(
     solution, norms = best_of(iterates, options.iterations, scored, progress)
     delta: Steps = {**steps(solution)}
     moved = _moved(mean, delta)
-    solved = [b for b in blocks if _is_finite(select(moved, b.rhs))]
+    solved = [b for b in blocks if is_finite(select(moved, b.rhs))]
     if len(solved) == len(blocks):
-        return delta, _relative([norms])
+        return delta, relative_norms([norms])
     if not solved:
         return dict.fromkeys(rhs), [1.0]
     again, norms = _adam(mean, solved, options, score, progress)

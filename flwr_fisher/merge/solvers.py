@@ -10,6 +10,7 @@ from flwr_fisher.curvature import Dense, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
 from flwr_fisher.curvature.operators.solvers import Matvec
+from flwr_fisher.merge.options import Report, Score
 from flwr_fisher.params import Params, add, flatten, norm, scale, select, unflatten
 
 _LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not inverted
@@ -124,8 +125,6 @@ def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
     return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)
 
 
-Score = Callable[[dict[str, Tensor]], float]
-Progress = Callable[[str], object]
 Iterates = Iterator[tuple[dict[str, Tensor], float]]
 
 _EVERY = 100  # steps from one score to the next
@@ -209,7 +208,7 @@ def best_of(
     iterates: Iterates,
     iterations: int,
     score: Score | None,
-    progress: Progress | None,
+    progress: Report | None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Take iterates, score some, and return the best and all residual norms.
 

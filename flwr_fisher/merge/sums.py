@@ -3,6 +3,8 @@ r"""FedFisher's merge of diagonal Fishers from sums over clients alone.
 With diagonals, everything that the merge needs of its clients is a sum over them:
 :math:`\sum n_i`, :math:`\sum n_i \theta_i`, :math:`\sum n_i F_i` and
 :math:`\sum n_i F_i \theta_i`. A secure sum reveals nothing else.
+
+Long: the sums, their merge and its options.
 """
 
 import math
@@ -27,10 +29,15 @@ from flwr_fisher.errors import (
     check_positive,
 )
 from flwr_fisher.merge.linear_system import LinearSystem
-from flwr_fisher.merge.options import MergeSettings, check_score, merge_options
+from flwr_fisher.merge.options import (
+    MergeSettings,
+    Report,
+    Score,
+    check_score,
+    merge_settings,
+)
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
-from flwr_fisher.merge.solvers import Progress, Score
 from flwr_fisher.params import Params, check_finite, check_same_layout, select
 
 _BALANCE = 1.0  # of K-FAC, where neither `robust` nor `max_share` is possible
@@ -157,7 +164,7 @@ def fedfisher_from_sums(
     *,
     like: Params | None = None,
     score: Score | None = None,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     **options: Any,
 ) -> MergeResult:
     r"""Merge as :func:`~flwr_fisher.merge.fedfisher` does, knowing nothing but sums.
@@ -177,7 +184,7 @@ def fedfisher_from_sums(
     score, progress : optional
         As for ``fedfisher``.
     **options
-        See :func:`sums_options`.
+        See :func:`sums_settings`.
 
     Returns
     -------
@@ -200,22 +207,35 @@ def fedfisher_from_sums(
     >>> fedfisher_from_sums(sums, solver="closed-form").params
     {'w': tensor([0.2000])}
     """
-    chosen = sums_options(**options)
-    check_score(score, chosen.solver)
+    settings = sums_settings(**options)
+    return merge_sums(sums, settings, like=like, score=score, progress=progress)
+
+
+def merge_sums(
+    sums: DiagonalSums,
+    settings: MergeSettings,
+    *,
+    like: Params | None = None,
+    score: Score | None = None,
+    progress: Report | None = None,
+) -> MergeResult:
+    """Merge as :func:`fedfisher_from_sums` does, with its options in one object."""
+    check_score(score, settings.solver)
     for part in (sums.params, sums.fisher, sums.fisher_params):
         check_finite(part, "the sums")
     mean = sums.mean(like)
     systems = [
-        partial(_system, sums, name, mean[name], chosen.anchor) for name in sums.fisher
+        partial(_system, sums, name, mean[name], settings.anchor)
+        for name in sums.fisher
     ]
-    merged = solve(mean, systems, chosen, score, progress)
+    merged = solve(mean, systems, settings, score, progress)
     return replace(merged, mean=mean)
 
 
-def sums_options(
+def sums_settings(
     solver: str = "pcg", *, structure: str = "diagonal", **options: Any
 ) -> MergeSettings:
-    """Return :func:`merge_options` for sums, which know no single client.
+    """Return :func:`merge_settings` for sums, which know no single client.
 
     `shrink` and `damping` do nothing to a diagonal. For ``structure="kfac"`` clients
     balance their Fishers themselves, so `balance` may be what it likes.
@@ -238,7 +258,7 @@ def sums_options(
                 f"{name} must be {nothing:g} where the server knows sums only, since "
                 f"it takes each client's own curvature; got {options[name]}"
             )
-    return merge_options(solver, **(options | of_clients))
+    return merge_settings(solver, **(options | of_clients))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

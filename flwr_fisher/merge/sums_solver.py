@@ -14,9 +14,9 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.solvers import Matvec
 from flwr_fisher.merge.options import MergeSettings
-from flwr_fisher.merge.solve import MergeResult
+from flwr_fisher.merge.solve import MergeResult, is_finite, relative_norms
 from flwr_fisher.merge.solvers import preconditioner
-from flwr_fisher.params import Params, add, dot, norm, scale, select
+from flwr_fisher.params import Params, add, dot, double, norm, scale, select
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def begin(traces: Curvature, pull: Params, options: MergeSettings) -> Iterate:
     direction: dict[str, Tensor] = {}
     decrease, norms = [], []
     for system in _systems(traces, options):
-        rhs = scale(_double(select(pull, system.names)), 1 / system.unit)
+        rhs = scale(double(select(pull, system.names)), 1 / system.unit)
         zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
         steepest = zero if system.inverse is None else system.inverse(rhs)
         at_once = system.diagonal and system.inverse is not None
@@ -146,32 +146,29 @@ def merged(
         The names of each layer's parameters, as in the sum of curvatures.
     """
     params, unsolved = dict(mean), list[str]()
-    for names, norms in zip(layers, iterate.norms, strict=True):
+    for names, own in zip(layers, iterate.norms, strict=True):
         step = select(iterate.solution, names)
         moved = {name: mean[name] + step[name].to(mean[name]) for name in names}
-        if _is_solved(step, norms) and _finite(moved):
+        if _has_step(step, own) and is_finite(moved):
             params |= moved
         else:
             unsolved += names
-    longest = max(map(len, iterate.norms), default=1)
-    padded = [own + own[-1:] * (longest - len(own)) for own in iterate.norms]
-    total = [math.hypot(*values) for values in zip(*padded, strict=True)]
-    relative = [value / total[0] if total[0] else 0.0 for value in total]
+    norms = relative_norms(iterate.norms)
     return MergeResult(
-        params, relative, longest - 1, unsolved=unsolved, mean=dict(mean)
+        params, norms, max(0, len(norms) - 1), unsolved=unsolved, mean=dict(mean)
     )
 
 
-def _is_solved(step: Params, norms: Sequence[float]) -> bool:
+def _has_step(step: Params, norms: Sequence[float]) -> bool:
     """Whether a step was taken, or none was needed; each lowers the objective."""
-    if not _finite(step) or not all(map(math.isfinite, norms)):
+    if not is_finite(step) or not all(map(math.isfinite, norms)):
         return False
     return len(norms) > 1 or norms[0] == 0
 
 
 @dataclass(frozen=True)
 class _System:
-    """One layer's, at a mean eigenvalue of 1."""
+    """One layer's linear system, scaled to a mean eigenvalue of 1."""
 
     names: list[str]
     unit: float
@@ -244,7 +241,7 @@ def _stepped(
     done = norms[-1] <= options.tolerance * norms[0]
     if system.inverse is None or system.diagonal or done:
         return stay
-    product = add(scale(_double(product), 1 / system.unit), own.direction, system.ridge)
+    product = add(scale(double(product), 1 / system.unit), own.direction, system.ridge)
     curvature = float(dot(own.direction, product))
     if not 0 < curvature < math.inf:
         return stay
@@ -259,11 +256,3 @@ def _stepped(
     return Iterate(
         solution, residual, direction, [decrease], [[*norms, float(norm(residual))]]
     )
-
-
-def _double(params: Params) -> dict[str, Tensor]:
-    return {name: value.double() for name, value in params.items()}
-
-
-def _finite(params: Params) -> bool:
-    return all(bool(value.isfinite().all()) for value in params.values())

@@ -106,7 +106,7 @@ def without_outliers(
     outlier: float,
     device: torch.device | str | None = None,
 ) -> Screened:
-    r"""Return the clients that are no outliers, each with a bounded weight.
+    r"""Return the clients left without outliers, with capped example counts.
 
     In layer :math:`\ell`, with the coordinate-wise median :math:`c` of the clients'
     parameters, client j's Fisher finds client i at

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.errors import ConfigurationError, ParamsError, check_positive
-from flwr_fisher.params import Params, finite, shares_of, weighted_mean
-from flwr_fisher.rounds.updates import double
+from flwr_fisher.params import Params, double, finite, shares_of, weighted_mean
 
 Covariances = Mapping[str, InputCovariance]
 

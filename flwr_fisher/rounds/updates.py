@@ -1,6 +1,6 @@
 """Updates: how far clients came from where a round began, and steps along a mean."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -8,25 +8,11 @@ from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import (
     Params,
     add,
+    double,
     finite,
-    select,
     subtract,
     weighted_mean,
 )
-
-
-def double(params: Params, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Return parameters in float64, where a step away and back changes no bit.
-
-    Parameters
-    ----------
-    params : Mapping[str, Tensor]
-        The parameters.
-    names : Iterable[str], optional
-        Which of them; by default all.
-    """
-    selected = params if names is None else select(params, names)
-    return {name: value.double() for name, value in selected.items()}
 
 
 def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import check_range
-from flwr_fisher.params import norm, weighted_mean
-from flwr_fisher.rounds.updates import double
+from flwr_fisher.params import double, norm, weighted_mean
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import check_positive, check_range
-from flwr_fisher.params import norm
+from flwr_fisher.params import double, norm
 from flwr_fisher.rounds import newton_step
-from flwr_fisher.rounds.updates import double
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,

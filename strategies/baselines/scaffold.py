@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from flwr_fisher.errors import check_range
-from flwr_fisher.params import norm, scale
+from flwr_fisher.params import double, norm, scale
 from flwr_fisher.rounds import scaffold_step
-from flwr_fisher.rounds.updates import double, updates, with_averages
+from flwr_fisher.rounds.updates import updates, with_averages
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,

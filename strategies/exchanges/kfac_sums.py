@@ -16,10 +16,9 @@ from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.merge import MergeResult, MergeSettings
+from flwr_fisher.merge import MergeSettings
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
-from flwr_fisher.params import Params, check_finite
-from flwr_fisher.rounds.updates import double
+from flwr_fisher.params import Params, check_finite, double
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -28,13 +27,14 @@ from flwr_fisher.server.exchange import (
     Summation,
     Uploads,
 )
+from flwr_fisher.strategies.exchanges.merged import step_of
 from flwr_fisher.wire import PREFIX, Additive, RunningMean, tensors_to_curvature
 from flwr_fisher.wire.additive import CURVATURE, PARAMS, PRODUCT
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
 
 
-def initial_groups() -> Groups:
+def run_group() -> Groups:
     """Name the run: clients keep their Fishers under its number."""
     return {_RUN: {"run": torch.tensor(secrets.randbits(62))}}
 
@@ -121,15 +121,7 @@ class KfacSums:
         result = merged(state.params, iterate, layers)
         result = replace(result, options=self.merge)
         run = {_RUN: state.group(_RUN)}
-        return Step(ServerState(result.params, run), _metrics(result), result)
-
-
-def _metrics(result: MergeResult) -> dict[str, int | float]:
-    return {
-        "solver-iterations": result.iterations,
-        "solver-residual": result.residuals[-1],
-        "solver-fallbacks": len(result.unsolved),
-    }
+        return replace(step_of(result), state=ServerState(result.params, run))
 
 
 def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -177,6 +169,7 @@ def _direction(state: ServerState) -> Groups:
 
 def _numbers(uploads: Uploads[Any]) -> dict[str, Tensor]:
     """Return the clients of an exchange: the next one asks them, and nobody else."""
+    # In halves: int64 tensors cannot hold 64-bit node ids.
     rows = [[number >> 32, number & 0xFFFFFFFF] for number in uploads[0].members]
     return {"numbers": torch.tensor(rows)}
 

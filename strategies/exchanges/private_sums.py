@@ -1,4 +1,4 @@
-"""FedFisher with diagonals where one client can change a sum only so much."""
+"""Differentially private FedFisher, for diagonals."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

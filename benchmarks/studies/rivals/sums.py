@@ -7,7 +7,7 @@ from flwr_fisher.merge import (
     balanced,
     fedavg,
     partial_traces,
-    sums_options,
+    sums_settings,
 )
 from flwr_fisher.merge.sums_solver import advanced, begin, merged
 from flwr_fisher.params import select, subtract, weighted_mean
@@ -16,7 +16,7 @@ from flwr_fisher.wire import curvature_to_tensors, tensors_to_curvature
 
 def from_sums(uploads: list[LocalPosterior], **own: float) -> dict[str, Tensor]:
     """Merge as a server does that sees weighted means over the clients alone."""
-    options = sums_options(structure="kfac", **own)
+    options = sums_settings(structure="kfac", **own)
     weights = [upload.num_examples for upload in uploads]
     settings = {k: getattr(options, k) for k in ("shrink", "damping", "balance")}
     fishers = [balanced(u.curvature, **settings) for u in uploads]
