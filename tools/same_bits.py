@@ -24,6 +24,7 @@ import tempfile
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -62,7 +63,8 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         "half of them": {"fraction_train": 0.5, "fraction_evaluate": 0.5},
         "knobs": {"anchor": 0.2, "shrink": 0.4, "damping": 0.0, "balance": 0.5},
     }.items():
-        yield f"fedfisher {name}", partial(federation, s.FedFisherOneShot, **options)
+        make = partial(s.FedFisherOneShot, **in_objects(options))
+        yield f"fedfisher {name}", partial(federation, make)
     for name, options in {
         "plain": {},
         "lossless": {"codec": "lossless"},
@@ -108,6 +110,20 @@ def app_methods(apps: Path) -> tuple[str, ...]:
     """Return the methods that a tree's apps/fagh has."""
     methods: tuple[str, ...] = globals_of(apps / "fagh", "server")["METHODS"]
     return methods
+
+
+def in_objects(options: dict[str, Any]) -> dict[str, Any]:
+    """Return FedFisher's options as the tree in use has them, flat before 0.3."""
+    from flwr_fisher import strategies as s
+
+    if not hasattr(s, "MergeOptions"):
+        return options
+    kinds = {"fisher": s.FisherOptions, "merge": s.MergeOptions}
+    own = dict(options)
+    for name, kind in kinds.items():
+        mine = {f.name: own.pop(f.name) for f in fields(kind) if f.name in own}
+        own |= {name: kind(**mine)} if mine else {}
+    return own
 
 
 SMALL = {

@@ -115,7 +115,7 @@ class Additive(Payload):
     def step_norms(self, like: Params) -> dict[str, float]:
         """Return how far the model is from the one that was sent out, and norms."""
         moved = displacements({**self.part(BUFFERS), **self.part(PARAMS)}, like)
-        vectors = self.parts.keys() - _OTHERS
+        vectors = [name for name in self.parts if name not in _OTHERS]
         return {name: norm64(self.part(name).values()) for name in vectors} | moved
 
     def curvature_norms(self) -> dict[str, float]:
