@@ -125,23 +125,16 @@ class WireError(FlwrFisherError, ValueError):
         What is wrong with it.
     field : str
         The key in the record.
-    node : int | None
-        The id of the node that sent it, where known.
 
     Notes
     -----
     Both texts may quote what arrived, so they are kept short and printable.
     """
 
-    def __init__(self, reason: str, *, field: str, node: int | None = None) -> None:
+    def __init__(self, reason: str, *, field: str) -> None:
         self.reason = printable(reason, _REASON)
-        self.field, self.node = printable(field, _FIELD), node
-        sender = "" if node is None else f"node {node}: "
-        super().__init__(f"{sender}'{self.field}': {self.reason}")
-
-    def from_node(self, node: int) -> "WireError":
-        """Return the same error with the sender's id in it."""
-        return WireError(self.reason, field=self.field, node=node)
+        self.field = printable(field, _FIELD)
+        super().__init__(f"'{self.field}': {self.reason}")
 
 
 def check_known(what: str, name: object, known: Iterable[str]) -> None:

@@ -250,7 +250,7 @@ class FedFisherOneShot(CurvatureStrategy):
         options = self._options() | {"job": "diagonal-sums"}
         total = Additive.reader(*SUMS, of_one=False)
         mean = Summation[Additive](
-            read=total, total=RunningMean(), held=self.policy.limits
+            read=total, total=RunningMean(), keep_all=self.policy.limits
         )
         read, step = Additive.reader(*SUMS), self._step_from_sums
         return Exchange(

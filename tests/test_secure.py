@@ -12,7 +12,6 @@ from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError, Rou
 from flwr_fisher.secure import Aggregator, Participant, crypto
 from flwr_fisher.secure.aggregator import (
     Sealed,
-    added,
     degree_for,
     neighbourhoods,
     threshold_of,
@@ -27,6 +26,11 @@ from flwr_fisher.secure.fixed_point import (
     highest,
     unary,
 )
+
+
+def added(parts: Sequence[Words]) -> Words:
+    total: Words = np.sum(parts, axis=0, dtype=parts[0].dtype)
+    return total
 
 
 class Federation:

@@ -446,12 +446,6 @@ def test_a_scalar_parameter_has_no_factors() -> None:
         tensors_to_curvature(extras, {"scale": torch.ones(())})
 
 
-def test_the_error_can_be_told_its_sender() -> None:
-    error = WireError("missing", field="w").from_node(12)
-    assert str(error) == "node 12: 'w': missing"
-    assert (error.node, error.field, error.reason) == (12, "w", "missing")
-
-
 def npy(values: Any, *, pickled: bool = False) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, np.asarray(values), allow_pickle=pickled)

@@ -189,9 +189,7 @@ def test_what_is_announced_is_refused_before_it_is_read(
     def allocate(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("read before its shape was checked")
 
-    monkeypatch.setattr(
-        "flwr_fisher.wire.covariance_upload.arrays_to_tensors", allocate
-    )
+    monkeypatch.setattr("flwr_fisher.wire.arrays.arrays_to_tensors", allocate)
     with pytest.raises(WireError, match=f"'{FC}': .*shape"):
         read(record)
 

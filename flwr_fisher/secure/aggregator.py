@@ -12,8 +12,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from flwr_fisher.errors import ConfigurationError, RoundError, WireError, check_range
 from flwr_fisher.log_lines import logger
 from flwr_fisher.secure import crypto
@@ -199,14 +197,6 @@ class Aggregator:
 
     def _listed(self, numbers: Sequence[int]) -> str:
         return ", ".join(self.names[number] for number in numbers)
-
-
-def added(parts: Sequence[Words]) -> Words:
-    """Return the sum of words, modulo 2**bits."""
-    total = np.zeros_like(parts[0])
-    for part in parts:
-        np.add(total, part, out=total)
-    return total
 
 
 EVERYONE = 40  # clients, up to which each shares with all

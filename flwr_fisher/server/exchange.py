@@ -190,10 +190,10 @@ class Summation(Generic[P]):
         begins anew with each exchange.
     alone : bool, default True
         Whether the step is given `total`'s mean alone, as one upload.
-    held : bool, default False
-        Whether all uploads are held until the last, since a policy weighs them against
+    keep_all : bool, default False
+        Whether all uploads are kept until the last, since a policy weighs them against
         each other. Else `total` is given each as it comes, and no more than one is
-        held.
+        kept.
     """
 
     weighted: bool = True
@@ -201,7 +201,7 @@ class Summation(Generic[P]):
     privacy: Privacy | None = None
     total: Total | None = None
     alone: bool = True
-    held: bool = False
+    keep_all: bool = False
 
     def mean(self, total: Total, uploads: Uploads[Any]) -> Upload[Any]:
         """Return uploads' mean as one upload, of those that are in it."""
@@ -286,7 +286,7 @@ class Exchange(Generic[P]):
     def fold(self) -> Callable[[P, float], P] | None:
         """What adds an upload as it comes, and returns what is left of it."""
         own = self.additive
-        return None if own is None or own.total is None or own.held else own.add
+        return None if own is None or own.total is None or own.keep_all else own.add
 
     def take(self, state: ServerState, uploads: Uploads[P]) -> Step:
         """Take the step: with the uploads, or with their mean where that is all."""

@@ -38,7 +38,12 @@ from flwr_fisher.errors import ParamsError, WireError
 from flwr_fisher.merge.sums import sum_dtype
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.checks import check_shape_and_dtype, contribution_bytes
+from flwr_fisher.wire.checks import (
+    SLACK,
+    check_layout,
+    check_same_keys,
+    contribution_bytes,
+)
 from flwr_fisher.wire.displacement import displacements, drawn_back, norm64
 from flwr_fisher.wire.layout import (
     PREFIX,
@@ -53,7 +58,6 @@ PRODUCT = "product"
 SUMS = (PARAMS, FISHER, POINT)  # of which FedFisher merges diagonals
 CURVATURE = PREFIX.removesuffix("/")
 _OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT, CURVATURE}  # than plain vectors
-_SLACK = 4096  # bytes that one array's headers may take
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
@@ -221,7 +225,7 @@ def _key(part: str, name: str) -> str:
 
 
 def _room(like: Params) -> int:
-    return sum(8 * value.numel() + _SLACK for value in like.values())
+    return sum(8 * value.numel() + SLACK for value in like.values())
 
 
 def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tensor]:
@@ -236,7 +240,7 @@ def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tens
             raise WireError("only floats have a Fisher", field=key)
         if part in (FISHER, POINT):
             dtype = sum_dtype(dtype)
-        check_shape_and_dtype(key, tensor, param.shape, dtype)
+        check_layout(key, tensor, param.shape, dtype)
         taken[name] = tensor
     return taken
 
@@ -255,10 +259,7 @@ def _check_same_parameters(
     for part in {**found, **over}:
         names = over.get(part, found.get(part, {}).keys())
         expected = rest.get(part, trained)
-        for name in sorted(expected - names):
-            raise WireError("missing", field=_key(part, name))
-        for name in sorted(names - expected):
-            raise WireError("unexpected key", field=_key(part, name))
+        check_same_keys(names, expected, _key(part, ""))
 
 
 def _lighter(block: Curvature, factor: float) -> Curvature:

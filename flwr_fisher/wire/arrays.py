@@ -10,7 +10,7 @@ anything is allocated.
 import io
 import math
 import operator
-from collections.abc import Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import lru_cache
 
 import numpy as np
@@ -21,6 +21,12 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError, printable
 from flwr_fisher.params import Params
+from flwr_fisher.wire.checks import (
+    SLACK,
+    check_layout,
+    check_same_keys,
+    check_same_shape,
+)
 
 _STYPE = "numpy.ndarray"
 # `np.save` needs less than 512 bytes for the longest of shapes. Python's parser reads
@@ -106,6 +112,69 @@ def arrays_to_tensors(
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise WireError("holds NaN or infinity", field=key)
     return tensors
+
+
+def read_named(
+    record: ArrayRecord,
+    expected: Mapping[str, tuple[torch.dtype, Sequence[int | None]]],
+    *,
+    limit: int,
+    prefix: str = "",
+) -> dict[str, Tensor]:
+    """Read arrays of these names, dtypes and shapes, and no others.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+        What arrived.
+    expected : Mapping[str, tuple[torch.dtype, Sequence[int | None]]]
+        By name; a length of None is any.
+    limit : int
+        How many bytes their entries may have.
+    prefix : str, default ""
+        Begins the key of each.
+
+    Raises
+    ------
+    WireError
+        Naming the key that is missing, unexpected, unreadable, of another shape or
+        dtype, or not finite.
+    """
+    limit += SLACK * len(expected)
+    tensors = arrays_to_tensors(record, limit=limit, most=len(expected))
+    check_same_keys(tensors, [f"{prefix}{name}" for name in expected])
+    for name, (dtype, shape) in expected.items():
+        check_layout(f"{prefix}{name}", tensors[f"{prefix}{name}"], shape, dtype)
+    return {name: tensors[f"{prefix}{name}"] for name in expected}
+
+
+def read_with_model(
+    record: ArrayRecord, like: Params, check: Callable[[str, torch.Size], None]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Read a model's arrays, all of which are there, and those that travel beside it.
+
+    All announced shapes are checked before any array is read.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+        What arrived; its keys are checked.
+    like : Mapping[str, Tensor]
+        The model that was sent out: shapes and dtypes must be its own.
+    check : Callable[[str, torch.Size], None]
+        Raises ``WireError`` for a shape that another array cannot have, by its key.
+    """
+    for key, array in record.items():
+        shape = announced_shape(key, array)
+        if key in like:
+            check_same_shape(key, shape, like[key].shape)
+        else:
+            check(key, shape)
+    tensors = arrays_to_tensors(record)  # of no other shapes than announced
+    params = {key: tensors.pop(key) for key in like}
+    for key, tensor in params.items():
+        check_layout(key, tensor, like[key].shape, like[key].dtype)
+    return params, tensors
 
 
 def check_count(record: Sized, most: int, field: str = "arrays") -> None:

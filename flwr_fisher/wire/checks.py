@@ -1,48 +1,54 @@
 """Checks of one tensor that arrived; each failure is a ``WireError`` with its key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.errors import WireError
 
-_SLACK = 4096  # bytes that one array's headers may take, or its exponent's words
+SLACK = 4096  # bytes that one array's headers may take, or its exponent's words
 _ROUNDING = 1e-5  # of sums in float32
 _SYMMETRY = 1e-4  # relative to the largest entry; sums in another order differ by less
 
 
-def check_shape_and_dtype(
-    key: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype
+def check_same_keys(
+    found: Collection[str], expected: Collection[str], prefix: str = ""
 ) -> None:
-    """Raise :class:`WireError` for another shape, or else for another dtype."""
-    if tensor.shape != shape:
-        reason = f"shape {tuple(tensor.shape)}, expected {tuple(shape)}"
-        raise WireError(reason, field=key)
-    if tensor.dtype != dtype:
-        raise WireError(f"dtype {tensor.dtype}, expected {dtype}", field=key)
+    """Raise :class:`WireError` for the first key that is missing, or not expected."""
+    for key in sorted(set(expected) - set(found)):
+        raise WireError("missing", field=f"{prefix}{key}")
+    for key in sorted(set(found) - set(expected)):
+        raise WireError("unexpected key", field=f"{prefix}{key}")
+
+
+def check_same_shape(
+    key: str, shape: Sequence[int], expected: Sequence[int | None]
+) -> None:
+    """Raise :class:`WireError` for another shape; None stands for any length.
+
+    Examples
+    --------
+    >>> check_same_shape("mean", (2,), (None,))
+    >>> check_same_shape("mean", (2, 2), (None,))
+    Traceback (most recent call last):
+    flwr_fisher.errors.WireError: 'mean': shape (2, 2), expected ('any',)
+    """
+    same = len(shape) == len(expected) and all(
+        wanted in (None, size) for wanted, size in zip(expected, shape, strict=True)
+    )
+    if not same:
+        wanted = tuple("any" if size is None else size for size in expected)
+        raise WireError(f"shape {tuple(shape)}, expected {wanted}", field=key)
 
 
 def check_layout(
     key: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype
 ) -> None:
-    """Raise one :class:`WireError` that names both, for another shape or dtype.
-
-    A length of None stands for any length.
-
-    Examples
-    --------
-    >>> check_layout("mean", torch.ones(2), (None,), torch.float64)
-    Traceback (most recent call last):
-    flwr_fisher.errors.WireError: 'mean': torch.float32 of shape (2,), expected ...
-    """
-    same = len(shape) == tensor.dim() and all(
-        length in (None, size) for length, size in zip(shape, tensor.shape, strict=True)
-    )
-    if tensor.dtype != dtype or not same:
-        expected = tuple("any" if length is None else length for length in shape)
-        reason = f"{tensor.dtype} of shape {tuple(tensor.shape)}, expected {dtype} "
-        raise WireError(f"{reason}of shape {expected}", field=key)
+    """Raise :class:`WireError` for another shape, or else for another dtype."""
+    check_same_shape(key, tensor.shape, shape)
+    if tensor.dtype != dtype:
+        raise WireError(f"dtype {tensor.dtype}, expected {dtype}", field=key)
 
 
 def are_finite_and_not_negative(numbers: Tensor) -> bool:
@@ -63,14 +69,6 @@ def are_finite_and_not_negative(numbers: Tensor) -> bool:
 def sum64(tensor: Tensor) -> float:
     """Return the sum in float64."""
     return float(tensor.sum(dtype=torch.float64))
-
-
-def to_finite(tensor: Tensor, dtype: torch.dtype, *, field: str) -> Tensor:
-    """Return a tensor in another dtype, or raise :class:`WireError` if it overflows."""
-    converted = tensor.to(dtype)
-    if not converted.isfinite().all():
-        raise WireError(f"does not fit into {dtype}", field=field)
-    return converted
 
 
 def check_second_moment(key: str, matrix: Tensor) -> None:
@@ -120,4 +118,4 @@ def contribution_bytes(like: Mapping[str, Tensor]) -> int:
         rows = value.shape[0] if value.dim() else 1
         columns = value.numel() // max(rows, 1)
         entries += 3 * value.numel() + rows**2 + (columns + 1) ** 2
-    return 8 * entries + _SLACK * (len(like) + 1)
+    return 8 * entries + SLACK * (len(like) + 1)

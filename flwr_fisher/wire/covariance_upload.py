@@ -9,22 +9,26 @@ positive semi-definite, which :class:`~flwr_fisher.wire.Additive` asks of nothin
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import (
-    announced_shape,
-    arrays_to_tensors,
     check_count,
+    read_with_model,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.checks import check_layout, check_second_moment
+from flwr_fisher.wire.checks import (
+    check_layout,
+    check_same_keys,
+    check_second_moment,
+)
 from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import PREFIX, Part, bias_of, check_shape, parse_key
 from flwr_fisher.wire.payload import Payload
@@ -99,43 +103,24 @@ class CovarianceUpload(Payload):
             dtype, not finite, not symmetric or negative on the diagonal.
         """
         check_count(record, 2 * len(like))
-        for key, array in record.items():  # before anything is allocated
-            _check_announced(key, array, like)
-        if missing := like.keys() - record.keys():
-            raise WireError("missing", field=min(missing))
-        tensors = arrays_to_tensors(record)  # of no other shapes than announced
-        for key, tensor in tensors.items():
-            _check_values(key, tensor, like)
-        found = dict(_covariances(tensors, like))
-        if not found:
+        check_same_keys([k for k in record if not k.startswith(PREFIX)], like)
+        params, factors = read_with_model(record, like, partial(_check, like))
+        if not factors:
             raise WireError("no inputs' second moment arrived", field=PREFIX)
-        return cls({key: tensors[key] for key in like}, found)
+        for key, matrix in factors.items():
+            weight = like[key.removeprefix(_START).removesuffix(_END)]
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            check_layout(key, matrix, matrix.shape, dtype)
+            check_second_moment(key, matrix)
+        return cls(params, dict(_covariances(factors, like)))
 
 
-def _check_announced(key: str, array: Array, like: Params) -> None:
-    """Check a key, and the shape that its array is said to have."""
-    shape = announced_shape(key, array)
-    if key in like:
-        if shape != like[key].shape:
-            reason = f"shape {tuple(shape)}, expected {tuple(like[key].shape)}"
-            raise WireError(reason, field=key)
-    elif not key.startswith(PREFIX):
-        raise WireError("unexpected key", field=key)
-    elif parse_key(key, like)[0] != Part.FACTOR or not key.endswith(_END):
+def _check(like: Params, key: str, shape: torch.Size) -> None:
+    """Check a key beside the model's, and the shape that its array is said to have."""
+    if parse_key(key, like)[0] != Part.FACTOR or not key.endswith(_END):
         raise WireError("only the inputs' factors of K-FAC were asked for", field=key)
-    else:
-        # All of its entries arrive, however many rows it has.
-        check_shape(key, shape, like, most=math.inf)
-
-
-def _check_values(key: str, tensor: Tensor, like: Params) -> None:
-    if key in like:
-        check_layout(key, tensor, like[key].shape, like[key].dtype)
-        return
-    weight = like[key.removeprefix(_START).removesuffix(_END)]
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    check_layout(key, tensor, tensor.shape, dtype)
-    check_second_moment(key, tensor)
+    # All of its entries arrive, however many rows it has.
+    check_shape(key, shape, like, most=math.inf)
 
 
 def _covariances(

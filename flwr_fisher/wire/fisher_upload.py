@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Self
 
+import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Deferred, Kronecker
@@ -11,13 +12,12 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import DeferredParams, Params, check_finite
 from flwr_fisher.wire.arrays import (
-    announced_shape,
-    arrays_to_tensors,
     check_count,
+    read_with_model,
     tensors_to_arrays,
 )
 from flwr_fisher.wire.budget import byte_limit, pack_upload
-from flwr_fisher.wire.checks import check_shape_and_dtype
+from flwr_fisher.wire.checks import check_layout, check_same_keys
 from flwr_fisher.wire.codec import LOSSLESS, Codec, description_text
 from flwr_fisher.wire.container import FORMAT, from_container, to_container
 from flwr_fisher.wire.displacement import displacements, drawn_back
@@ -35,8 +35,6 @@ from flwr_fisher.wire.layout import (
 from flwr_fisher.wire.matrices import CheckedPart, check_part
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.quantise import decode_param
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -148,24 +146,17 @@ def _read_plain(
     record: ArrayRecord, like: Params, codec: Codec, structure: str | None
 ) -> tuple[Params, Curvature]:
     """Return the parameters and the curvature of a lossless upload."""
-    # Keys, and the shapes that arrays are said to have, before any is read.
     check_count(record, 4 * len(like) + 1)  # E-KFAC has three tensors a parameter
-    params, extras = _apart(dict(record.items()), like, structure)
-    for key, array in extras.items():
-        check_shape(key, announced_shape(key, array), like)
-    for key, array in params.items():
-        if (shape := announced_shape(key, array)) != (expected := like[key].shape):
-            reason = f"shape {tuple(shape)}, expected {tuple(expected)}"
-            raise WireError(reason, field=key)
-    tensors = arrays_to_tensors(record)  # of no other shapes than announced
-    codec.check_description(tensors.get(FORMAT), field=FORMAT)
+    extras = _beside(record, like, structure)
+
+    def check(key: str, shape: torch.Size) -> None:
+        if key in extras:
+            check_shape(key, shape, like)
+
+    params, parts = read_with_model(record, like, check)
+    codec.check_description(parts.pop(FORMAT, None), field=FORMAT)
     _check_any(extras)
-    for key in extras:
-        if not tensors[key].is_floating_point():
-            raise WireError(f"dtype {tensors[key].dtype}, expected a float", field=key)
-    ordered = {key: tensors[key] for key in like}
-    _check_params(ordered, like)
-    return ordered, tensors_to_curvature({key: tensors[key] for key in extras}, ordered)
+    return params, tensors_to_curvature(parts, params)
 
 
 def _read_packed(
@@ -174,13 +165,14 @@ def _read_packed(
     """Return the parameters and the curvature of a packed upload, to be made later."""
     entries = from_container(record, limit=byte_limit(like, codec), count=len(like))
     codec.check_description(entries.get(FORMAT), field=FORMAT)
-    params, extras = _apart(entries, like, structure)
+    extras = _beside(entries, like, structure)
     _check_any(extras)
     later = DeferredParams(
-        like, lambda key: decode_param(params[key], like[key], field=key)
+        like, lambda key: decode_param(entries[key], like[key], field=key)
     )
-    _check_params(later, like)
-    checked = {key: check_part(extras[key], like, field=key) for key in extras}
+    for key, tensor in later.items():
+        check_layout(key, tensor, like[key].shape, like[key].dtype)
+    checked = {key: check_part(entries[key], like, field=key) for key in extras}
     blocks = [
         _deferred({key: checked[key] for key in keys}, later.layout)
         for keys in keys_by_block(checked, like)
@@ -207,25 +199,16 @@ def _trace(block: Curvature, traces: Sequence[Sequence[float]]) -> float:
     return sum(map(sum, traces))
 
 
-def _apart(
-    tensors: Mapping[str, V], like: Params, structure: str | None
-) -> tuple[dict[str, V], dict[str, V]]:
-    """Return the parameters, and what is the curvature's, whose keys are checked."""
-    params = {k: v for k, v in tensors.items() if not k.startswith(PREFIX)}
-    extras = {k: v for k, v in tensors.items() if k not in params and k != FORMAT}
-    for key in like.keys() - params.keys():
-        raise WireError("missing", field=key)
-    for key in params.keys() - like.keys():
-        raise WireError("unexpected key", field=key)
+def _beside(
+    keys: Collection[str], like: Params, structure: str | None
+) -> dict[str, None]:
+    """Return which keys are the curvature's, all of which are checked."""
+    extras = {k: None for k in keys if k.startswith(PREFIX) and k != FORMAT}
+    check_same_keys(set(keys) - extras.keys() - {FORMAT}, like)
     check_keys(extras, like, structure)
-    return params, extras
+    return extras
 
 
 def _check_any(extras: Collection[str]) -> None:
     if not extras:
         raise WireError("no curvature arrived", field=PREFIX)
-
-
-def _check_params(params: Params, like: Params) -> None:
-    for key, tensor in params.items():
-        check_shape_and_dtype(key, tensor, like[key].shape, like[key].dtype)

@@ -24,14 +24,13 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent.frozen_head import HeadSums
-from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.checks import check_layout, check_second_moment
+from flwr_fisher.wire.arrays import read_named, tensors_to_arrays
+from flwr_fisher.wire.checks import check_same_shape, check_second_moment
 from flwr_fisher.wire.codec import FORMAT_VERSION, description_text, read_description
 from flwr_fisher.wire.payload import Payload
 
 _GRAM, _CROSS, _COUNT = "head/gram", "head/cross", "head/count"
 _FORMAT = "head/format"
-_SLACK = 4096  # bytes that one array's headers may take
 
 
 @dataclass(frozen=True)
@@ -117,17 +116,19 @@ class HeadUpload(Payload):
             Naming the key that is missing, unexpected, unreadable, of another shape or
             dtype, not finite, or no second moment; or if there is no such head.
         """
-        tensors = arrays_to_tensors(record, limit=_largest(like), most=4)
-        weight, bias = _head(tensors.pop(_FORMAT, None), like)
+        wide = torch.float64
+        expected = {
+            _GRAM: (wide, (None, None)),
+            _CROSS: (wide, (None, None)),
+            _COUNT: (wide, ()),
+            _FORMAT: (torch.uint8, (None,)),
+        }
+        tensors = read_named(record, expected, limit=_largest(like))
+        weight, bias = _head(tensors[_FORMAT], like)
         classes, features = like[weight].shape
         features += bias is not None
-        shapes = {_GRAM: (features, features), _CROSS: (features, classes), _COUNT: ()}
-        for key, shape in shapes.items():
-            if key not in tensors:
-                raise WireError("missing", field=key)
-            check_layout(key, tensors[key], torch.Size(shape), torch.float64)
-        for key in tensors.keys() - shapes.keys():
-            raise WireError("unexpected key", field=key)
+        check_same_shape(_GRAM, tensors[_GRAM].shape, (features, features))
+        check_same_shape(_CROSS, tensors[_CROSS].shape, (features, classes))
         count = float(tensors[_COUNT])
         if count <= 0:
             raise WireError(f"must be positive, got {count:g}", field=_COUNT)
@@ -139,10 +140,10 @@ def _largest(like: Params) -> int:
     """Return how many bytes the sums of any of a model's linear layers may take."""
     shapes = [value.shape for value in like.values() if value.dim() == 2]
     numbers = [(f + 1) * (f + 1 + c) for c, f in shapes]
-    return 8 * max(numbers, default=0) + 4 * _SLACK
+    return 8 * max(numbers, default=0)
 
 
-def _head(text: Tensor | None, like: Params) -> tuple[str, str | None]:
+def _head(text: Tensor, like: Params) -> tuple[str, str | None]:
     """Return the names of the head's weight and bias."""
     found = read_description(text, _FORMAT)
     weight, bias = found.get("weight"), found.get("bias")

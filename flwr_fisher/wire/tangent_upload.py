@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
-from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.checks import check_layout
+from flwr_fisher.wire.arrays import read_named, tensors_to_arrays
 from flwr_fisher.wire.displacement import (
     PARAMETERS,
     displacements,
@@ -28,7 +27,6 @@ from flwr_fisher.wire.payload import Payload
 KEYS = "tct/"  # begins the keys of all tensors that are not the network's
 _DIGEST, _HEAD, COUNT = "digest", "head", "count"
 LARGEST, _FEATURES, _STEP = "largest-eigenvalue", "features", "step"
-_SLACK = 4096  # bytes that one array's headers may take
 LONGEST = 1024  # bytes of a name
 _MOST_CLASSES = 2**20
 
@@ -190,17 +188,8 @@ def read_tangent(
         Naming the key that is missing, unexpected, unreadable, of another shape or
         dtype, not finite, or out of range.
     """
-    limit += LONGEST + _SLACK * (len(expected) + 1)
-    arrays = arrays_to_tensors(record, limit=limit, most=len(expected) + 1)
     layouts = {**expected, _DIGEST: (torch.uint8, (None,))}
-    keys = {f"{KEYS}{name}" for name in layouts}
-    if missing := keys - arrays.keys():
-        raise WireError("missing", field=min(missing))
-    if unknown := arrays.keys() - keys:
-        raise WireError("unexpected key", field=min(unknown))
-    tensors = {name: arrays[f"{KEYS}{name}"] for name in layouts}
-    for name, (dtype, shape) in layouts.items():
-        check_layout(f"{KEYS}{name}", tensors[name], shape, dtype)
+    tensors = read_named(record, layouts, limit=limit + LONGEST, prefix=KEYS)
     check(tensors, like)
     return TangentUpload({k: tensors[k] for k in expected}, _text(tensors, _DIGEST))
 

@@ -50,14 +50,14 @@ class KfacSums:
         the clients'.
     options : Mapping[str, …]
         What says which Fisher clients take.
-    held : bool
-        Whether all uploads are held, since a policy weighs them against each other.
+    keep_all : bool
+        Whether all uploads are kept, since a policy weighs them against each other.
         Else each is added up as it comes.
     """
 
     merge: MergeSettings
     options: Mapping[str, ConfigRecordValues]
-    held: bool
+    keep_all: bool
 
     def exchanges(self) -> Sequence[Exchange[Any]]:
         """Ask for models, for traces, and for products."""
@@ -84,7 +84,7 @@ class KfacSums:
         return [models, traces, *products]
 
     def _mean(self) -> Summation[Any]:
-        return Summation(total=RunningMean(), held=self.held)
+        return Summation(total=RunningMean(), keep_all=self.keep_all)
 
     def _product(self, iteration: int) -> Exchange[Additive]:
         """Ask for the Fishers' products with a direction."""
