@@ -2,17 +2,15 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord
 from oracles import randn
 from test_secure_sums import secure_app
 from test_strategy_contract import Row
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     LIFTED,
@@ -41,19 +39,19 @@ TASK = {"job": "afl", "head": ""}
 N, WIDTH, CLASSES = 90, 7, 3
 
 
-def backbone(bias: bool = True) -> nn.Module:
+def backbone(bias=True):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES, bias=bias)
     ).double()
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data():
     x = randn(1, N, 4, dtype=torch.float64)
     return x, x[:, :3].argmax(1)
 
 
-def pooled(model: nn.Module, ridge: float, targets: Tensor | None = None) -> Tensor:
+def pooled(model, ridge, targets=None):
     """The ridge regression as least squares with rows for its penalty."""
     x, y = data()
     features = model[:2](x).detach()
@@ -78,7 +76,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_head_is_the_pooled_regression(split: str, bias: bool) -> None:
+def test_the_head_is_the_pooled_regression(split, bias):
     model, (x, y) = backbone(bias), data()
     every = [
         head_sums(model, DataLoader(TensorDataset(x[own], y[own]), 32), "2")
@@ -90,7 +88,7 @@ def test_the_head_is_the_pooled_regression(split: str, bias: bool) -> None:
         torch.testing.assert_close(whole, pooled(model, ridge), rtol=1e-6, atol=1e-8)
 
 
-def test_numbers_are_regressed_on_as_they_are() -> None:
+def test_numbers_are_regressed_on_as_they_are():
     model, (x, _) = backbone(), data()
     targets = randn(5, N, CLASSES, dtype=torch.float64)
     sums = head_sums(model, [(x, targets)], "2")
@@ -101,7 +99,7 @@ def test_numbers_are_regressed_on_as_they_are() -> None:
     torch.testing.assert_close(whole, pooled(model, 0.1, targets))
 
 
-def test_a_sequence_has_a_row_for_each_position() -> None:
+def test_a_sequence_has_a_row_for_each_position():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
     tokens, labels = (
         torch.arange(12).reshape(2, 6) % 5,
@@ -116,7 +114,7 @@ def test_a_sequence_has_a_row_for_each_position() -> None:
     )
 
 
-def test_dependent_features_without_a_ridge_give_the_shortest_solution() -> None:
+def test_dependent_features_without_a_ridge_give_the_shortest_solution():
     x = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
     sums = head_sums(nn.Sequential(nn.Linear(2, 2, bias=False)), [(x, x)], "0")
     (weight,) = closed_form_head(sums, bias=False, ridge=0.0)
@@ -124,7 +122,7 @@ def test_dependent_features_without_a_ridge_give_the_shortest_solution() -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
-def test_labels_may_be_any_integers(dtype: torch.dtype) -> None:
+def test_labels_may_be_any_integers(dtype):
     x, y = data()
     model, two = backbone(), y.clamp_max(1)
     got, want = (head_sums(model, [(x, own)], "2") for own in (two.to(dtype), two))
@@ -141,23 +139,23 @@ def test_labels_may_be_any_integers(dtype: torch.dtype) -> None:
         (torch.zeros(2, 4), "labels of type NoneType"),
     ],
 )
-def test_labels_that_do_not_fit_are_refused(batch: Any, says: str) -> None:
+def test_labels_that_do_not_fit_are_refused(batch, says):
     with pytest.raises(DataError, match=says):
         head_sums(backbone().float(), [batch], "2")
 
 
-def test_no_examples_are_refused() -> None:
+def test_no_examples_are_refused():
     with pytest.raises(DataError, match="no examples"):
         head_sums(backbone(), [], "2")
 
 
-def test_a_head_that_is_called_twice_is_refused() -> None:
+def test_a_head_that_is_called_twice_is_refused():
     class Twice(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.head = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.head(self.head(x))
 
     with pytest.raises(StructureError, match="called 2 times"):
@@ -167,12 +165,12 @@ def test_a_head_that_is_called_twice_is_refused() -> None:
 # The strategy
 
 
-def run(app: Any = None, clients: int = 3, **own: Any) -> Any:
+def run(app=None, clients=3, **own):
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     return ROW(**{"policy": LIFTED, **own}).start(grid, tiny_arrays())
 
 
-def test_the_head_is_set_and_nothing_else() -> None:
+def test_the_head_is_set_and_nothing_else():
     result = run()
     before, after = (arrays_to_tensors(a) for a in (tiny_arrays(), result.arrays))
     changed = {k for k in before if not torch.equal(before[k], after[k])}
@@ -180,7 +178,7 @@ def test_the_head_is_set_and_nothing_else() -> None:
     assert result.details.count == 8 + 10 + 12
 
 
-def test_a_secure_sum_gives_the_same_head(tmp_path: Path) -> None:
+def test_a_secure_sum_gives_the_same_head(tmp_path):
     app = secure_app(tmp_path)
     plain = run(app, ridge=0.01)
     secure = run(app, ridge=0.01, secure=SecureSums(bits=64))
@@ -192,7 +190,7 @@ def test_a_secure_sum_gives_the_same_head(tmp_path: Path) -> None:
 # What arrives
 
 
-def uploaded() -> ArrayRecord:
+def uploaded():
     reply = ask(tiny_client(1), config=TASK)
     (record,) = reply.content.array_records.values()
     return record
@@ -213,7 +211,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_upload_is_refused_by_name(case: str) -> None:
+def test_a_bad_upload_is_refused_by_name(case):
     tamper, says = BAD[case]
     reply = ask(tiny_client(1), config=TASK)
     tamper(reply.content)
@@ -231,14 +229,14 @@ def test_a_bad_upload_is_refused_by_name(case: str) -> None:
         (3, None, "no linear layer's weight"),
     ],
 )
-def test_a_head_that_there_is_not_is_refused(weight: Any, bias: Any, says: str) -> None:
+def test_a_head_that_there_is_not_is_refused(weight, bias, says):
     good = HeadUpload.from_arrays(uploaded(), LIKE)
     record = HeadUpload(weight, bias, good.sums).to_arrays()
     with pytest.raises(WireError, match=says):
         HeadUpload.from_arrays(record, LIKE)
 
 
-def test_what_a_policy_may_do_keeps_the_solution() -> None:
+def test_what_a_policy_may_do_keeps_the_solution():
     good = HeadUpload.from_arrays(uploaded(), LIKE)
     solve = partial(closed_form_head, bias=True, ridge=0.1)
     (half,) = (good.scaled(dict.fromkeys(good.curvature_norms(), 0.5), LIKE),)
@@ -257,10 +255,10 @@ def test_what_a_policy_may_do_keeps_the_solution() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("ridge", [1e-3, 1.0])
-def test_the_strategys_head_is_the_pooled_regression(bias: bool, ridge: float) -> None:
+def test_the_strategys_head_is_the_pooled_regression(bias, ridge):
     x, y = data()
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         own = SPLITS["equal"][int(context.node_config["partition-id"])]
         loader = DataLoader(TensorDataset(x[own].float(), y[own]), batch_size=32)
         return FisherClient(backbone(bias).float(), loader, device="cpu")
@@ -286,10 +284,10 @@ def test_the_strategys_head_is_the_pooled_regression(bias: bool, ridge: float) -
         (lambda: nn.Linear(4, 3), None, {"weight", "bias"}),  # is its head
     ],
 )
-def test_another_head_may_be_named(make: Any, head: str | None, changed: set) -> None:
+def test_another_head_may_be_named(make, head, changed):
     x, y = data()
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         loader = DataLoader(TensorDataset(x, y), 32)
         return FisherClient(make().double(), loader, device="cpu")
 
@@ -301,7 +299,7 @@ def test_another_head_may_be_named(make: Any, head: str | None, changed: set) ->
     assert AFL(ridge=0.5, head=head).settings() == {"ridge": 0.5, "head": head}
 
 
-def test_a_backbone_evaluates_and_is_left_as_it_was() -> None:
+def test_a_backbone_evaluates_and_is_left_as_it_was():
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(7), nn.Dropout(0.5)
     model = nn.Sequential(nn.Linear(4, 7), *norm, nn.Linear(7, 3)).train()
@@ -315,13 +313,13 @@ def test_a_backbone_evaluates_and_is_left_as_it_was() -> None:
     torch.testing.assert_close(sums.gram[:-1, :-1], features.mT @ features)
 
 
-def test_a_ridge_below_zero_is_refused() -> None:
+def test_a_ridge_below_zero_is_refused():
     sums = HeadSums(torch.eye(2), torch.ones(2, 1), 2)
     with pytest.raises(ConfigurationError, match="ridge"):
         closed_form_head(sums, bias=False, ridge=-1.0)
 
 
-def test_masses_are_an_examples_and_each_part_is_limited_alone() -> None:
+def test_masses_are_an_examples_and_each_part_is_limited_alone():
     good = HeadUpload.from_arrays(uploaded(), LIKE)
     assert good.reweighted(3.0).curvature_norms() == pytest.approx(
         good.curvature_norms()

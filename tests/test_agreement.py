@@ -1,13 +1,12 @@
 """Clients that train other parameters than the rest are named before they train."""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MessageType
-from torch import Tensor, nn
+from flwr.app import ArrayRecord, MessageType
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
@@ -20,7 +19,7 @@ from flwr_fisher.testing import LocalGrid
 Frozen = Mapping[int, tuple[str, ...]]
 
 
-def model(frozen: tuple[str, ...] = ()) -> nn.Module:
+def model(frozen=()):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     for name in frozen:
@@ -28,17 +27,15 @@ def model(frozen: tuple[str, ...] = ()) -> nn.Module:
     return net
 
 
-def grid_of(
-    frozen: Frozen, count: int, trained: list[int], kind: type[LocalGrid] = LocalGrid
-) -> Any:
+def grid_of(frozen, count, trained, kind=LocalGrid):
     """Return clients of which some freeze parameters; `trained` notes who trains."""
     data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         partition = int(context.node_config["partition-id"])
 
         class Noted(LocalSGD):
-            def __call__(self, *args: Any, **options: Any) -> dict[str, float]:
+            def __call__(self, *args, **options):
                 trained.append(partition)
                 return super().__call__(*args, **options)
 
@@ -48,15 +45,13 @@ def grid_of(
     return kind(make_client_app(client_fn), count)
 
 
-def arrays(tensors: dict[str, Tensor]) -> ArrayRecord:
+def arrays(tensors):
     return ArrayRecord({name: value.clone() for name, value in tensors.items()})
 
 
 @pytest.mark.parametrize("make", [FedFisherOneShot, FedFish, FedPM])
-def test_the_odd_one_is_named_before_it_trains(
-    make: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    trained: list[int] = []
+def test_the_odd_one_is_named_before_it_trains(make, caplog):
+    trained = []
     grid = grid_of({1: ("0.weight", "0.bias")}, 4, trained)
     strategy = make(fraction_evaluate=0.0)
     result = strategy.start(grid, arrays(shared_state(model())), num_rounds=2)
@@ -70,8 +65,8 @@ def test_the_odd_one_is_named_before_it_trains(
     )
 
 
-def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd() -> None:
-    trained: list[int] = []
+def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd():
+    trained = []
     grid = grid_of({0: ("0.weight",), 2: ("0.weight",)}, 3, trained)
     strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=3)
     with pytest.raises(RoundError) as caught:
@@ -85,11 +80,11 @@ def test_what_most_freeze_may_be_sent_and_who_trains_it_is_odd() -> None:
     assert "did not reply" not in str(caught.value)
 
 
-def test_a_node_that_answers_no_query_is_not_waited_for_twice() -> None:
+def test_a_node_that_answers_no_query_is_not_waited_for_twice():
     class Deaf(LocalGrid):
         questions = 0
 
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        def push_messages(self, messages):
             heard = []
             for message in messages:
                 query = message.metadata.message_type == MessageType.QUERY
@@ -109,11 +104,11 @@ def test_a_node_that_answers_no_query_is_not_waited_for_twice() -> None:
     assert len(result.uploads) == 2  # what answers nothing is not asked to train
 
 
-def test_each_client_is_asked_once() -> None:
-    asked: list[int] = []
+def test_each_client_is_asked_once():
+    asked = []
     data = DataLoader(TensorDataset(torch.randn(8, 3), torch.randint(2, (8,))))
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         asked.append(1)
         return FisherClient(model(), data, train_fn=lambda *_: {})
 

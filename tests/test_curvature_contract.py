@@ -1,8 +1,6 @@
 """What `fisher` leaves alone, and what it refuses."""
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ fisher = partial(curvature.fisher, tolerance=0)
 class Fragile(nn.Module):
     """A model of every kind of parameter that fails in its third forward pass."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit=None):
         super().__init__()
         self.net = small_net()
         self.norm = nn.BatchNorm1d(3)
@@ -37,14 +35,14 @@ class Fragile(nn.Module):
         self.net[0].requires_grad_(False)
         self.limit, self.calls = limit, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         if self.limit is not None and self.calls > self.limit:
             raise ZeroDivisionError("the model broke")
         return self.dropout(self.norm(self.net(x))) * self.scale
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
+def snapshot(model):
     hooks = {
         f"{name}.{kind}": len(getattr(module, kind))
         for name, module in model.named_modules()
@@ -66,7 +64,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left, right):
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -78,7 +76,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def prepared(limit: int | None = None) -> nn.Module:
+def prepared(limit=None):
     """Return a model in mixed modes, with some gradients and a user's hook."""
     model = seeded(lambda: Fragile(limit)).train()
     model.net[2].eval()
@@ -90,7 +88,7 @@ def prepared(limit: int | None = None) -> nn.Module:
 class Breaks:
     """A loader that fails after its first batch."""
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self):
         yield randn(1, 2, *SMALL_SHAPE)
         raise ZeroDivisionError("the disk is gone")
 
@@ -98,9 +96,7 @@ class Breaks:
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("broken", [None, "loader", 0, 1, 2, 3])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_model_is_left_as_it_was(
-    structure: str, broken: str | int | None, enabled: bool
-) -> None:
+def test_the_model_is_left_as_it_was(structure, broken, enabled):
     """Also where the loader breaks, or the model in one of its calls."""
     x = randn(1, 6, *SMALL_SHAPE)
     model = prepared(broken if isinstance(broken, int) else None)
@@ -117,7 +113,7 @@ def test_the_model_is_left_as_it_was(
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_nngeometry_engine_leaves_the_model_as_it_was(structure: str) -> None:
+def test_the_nngeometry_engine_leaves_the_model_as_it_was(structure):
     model, x = seeded(small_net).train(), randn(1, 5, *SMALL_SHAPE)
     model[2].eval()
     before = snapshot(model)
@@ -134,35 +130,35 @@ LINEAR = nn.Linear(3, 3)
 class Branches(nn.Module):
     """Computes what torch.func has no rule for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc, self.odd = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         sign = 1 if x.sum().item() > 0 else 2
         return self.fc(x) * self.odd.mean() * sign
 
 
 class Sometimes(CalledTwice):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.fc(x)
         return self.head(self.fc(x) if len(x) == 1 else x)
 
 
 class Folds(CalledTwice):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         rows = x.repeat(2, 1) if len(x) == 1 else x
         return self.head(self.fc(rows))[: len(x)]
 
 
-def ended(*tail: nn.Module) -> nn.Module:
+def ended(*tail):
     return nn.Sequential(nn.Linear(3, 3), *tail)
 
 
 UNEVEN = VECTORS.split([4, 1])
 ONE = [VECTORS]
 Y = torch.arange(5) % 3
-MISTAKES: dict[str, tuple[nn.Module, Any, dict[str, Any], type[Exception], str]] = {
+MISTAKES = {
     **{
         f"unknown {what}": (
             LINEAR,
@@ -260,7 +256,7 @@ MISTAKES: dict[str, tuple[nn.Module, Any, dict[str, Any], type[Exception], str]]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named(name: str) -> None:
+def test_a_mistake_is_named(name):
     model, loader, options, error, culprit = MISTAKES[name]
     with pytest.raises(error, match=culprit):
         fisher(model, loader, **options)
@@ -268,7 +264,7 @@ def test_a_mistake_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_every_structure_refuses_the_same(structure: str, engine: str) -> None:
+def test_every_structure_refuses_the_same(structure, engine):
     how = {"structure": structure, "engine": engine}
     with pytest.raises(DataError, match="no examples"):
         fisher(LINEAR, [VECTORS[:0]], **how)
@@ -281,6 +277,6 @@ def test_every_structure_refuses_the_same(structure: str, engine: str) -> None:
             fisher(Branches(), ONE, **how)
 
 
-def test_the_models_device_may_be_named() -> None:
+def test_the_models_device_may_be_named():
     for device in ("cpu", torch.device("cpu", 0)):
         fisher(LINEAR, ONE, device=device)

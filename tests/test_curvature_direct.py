@@ -1,6 +1,5 @@
 """Norms, embeddings and parameters of all examples: exact without Jacobians."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,20 +7,20 @@ import torch
 import torch.nn.functional as F
 from nets import IMAGES, SERIES, TOKENS, VECTORS, freeze, with_statistics
 from oracles import check_exact, diagonal_fisher, headed, randn, relative, seeded
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.forms import Trial, shared_parameters
 
 
-def after_conv(norm: nn.Module, size: int = 2) -> nn.Module:
+def after_conv(norm, size=2):
     return headed(
         nn.Sequential(nn.Conv2d(2, 4, size, bias=False), with_statistics(norm)),
         IMAGES.shape[1:],
     )
 
 
-def on_series(norm: nn.Module) -> nn.Module:
+def on_series(norm):
     """Features last, time in the middle."""
     return headed(nn.Sequential(with_statistics(norm), nn.Tanh()), SERIES.shape[1:])
 
@@ -29,11 +28,11 @@ def on_series(norm: nn.Module) -> nn.Module:
 class Lookup(nn.Module):
     """The mean over tokens of a transformed embedding; tokens repeat."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options):
         super().__init__()
         self.rows, self.head = nn.Embedding(7, 4, **options), nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.rows(x).tanh().sum(1))
 
 
@@ -43,13 +42,13 @@ STEPS, FEATURES = SERIES.shape[1:]
 class Tokens(nn.Module):
     """As in a vision transformer: a class token in front, and positions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Parameter(randn(1, 1, 1, FEATURES))
         self.places = nn.Parameter(randn(2, 1, STEPS + 3, FEATURES))  # more than taken
         self.mix, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
         x = x + self.places[:, : x.shape[1]]
         return self.head(self.mix(x).tanh().sum(1))
@@ -58,30 +57,30 @@ class Tokens(nn.Module):
 class Times(nn.Module):
     """Multiplies by a parameter, entry by entry: a layer's scale."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape):
         super().__init__()
         self.scale = nn.Parameter(1 + randn(3, *shape).square())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (self.scale * x).tanh()
 
 
 class Projected(nn.Module):
     """A matrix that is no layer's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.matrix = nn.Parameter(randn(4, FEATURES, FEATURES))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x @ self.matrix).tanh()
 
 
-def on(inputs: Tensor, layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def on(inputs, layer):
     return lambda: headed(layer(), inputs.shape[1:])
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+CASES = {
     "batch norm": (lambda: after_conv(nn.BatchNorm2d(4)), IMAGES),
     "batch norm, vectors": (
         lambda: nn.Sequential(with_statistics(nn.BatchNorm1d(3)), nn.Linear(3, 3)),
@@ -113,7 +112,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_they_are_exact_without_jacobians(name: str) -> None:
+def test_they_are_exact_without_jacobians(name):
     make, inputs = CASES[name]
     check_exact(seeded(make), inputs, slow=set())
 
@@ -121,28 +120,28 @@ def test_they_are_exact_without_jacobians(name: str) -> None:
 class ChannelsLast(nn.LayerNorm):
     """As in ConvNeXt: over the channels of images."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.norm(self.norm(x).tanh()))
 
 
 class Places(nn.Module):
     """An embedding that is looked up once a batch, not once an example."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rows, self.places = nn.Embedding(7, 4), nn.Embedding(TOKENS.shape[1], 4)
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         places = self.places(torch.arange(x.shape[1]))
         return self.head((self.rows(x) + places).tanh().mean(1))
 
@@ -150,25 +149,25 @@ class Places(nn.Module):
 class Doubled(nn.RMSNorm):
     """Computes something else than its class does."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
 class Reused(nn.Module):
     """A head that shares its weight with the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rows = nn.Embedding(7, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.linear(self.rows(x).tanh().mean(1), self.rows.weight)
 
 
 class Flipped(Times):
     """Gives each example another one's share of the parameter."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scale = self.scale.expand(len(x), FEATURES) if self.scale.dim() == 1 else None
         return (x * (self.scale if scale is None else scale).flip(0)).tanh()
 
@@ -176,21 +175,21 @@ class Flipped(Times):
 class Ignored(Times):
     """Has a parameter that nothing hangs on."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x.tanh()
 
 
 class Summation(Times):
     """Sees all of the parameter at once."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.scale.sum()
 
 
 class FirstCopy(Times):
     """Reads the first copy alone, as a kernel may that does not look at shapes."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x * self.scale.flatten()[:FEATURES]).tanh()
 
 
@@ -210,9 +209,7 @@ COPIES = (Flipped, Ignored, Summation, FirstCopy)
         *((on(VECTORS, partial(layer, 3)), VECTORS) for layer in COPIES),
     ],
 )
-def test_what_is_no_plain_call_has_its_jacobian(
-    make: Callable[[], nn.Module], inputs: Tensor
-) -> None:
+def test_what_is_no_plain_call_has_its_jacobian(make, inputs):
     model = seeded(make)
     if "0.scale" in dict(model.named_parameters()):
         assert not shared_parameters(Trial(model, inputs, {}), ["0.scale"])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import dense_fisher, relative
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.client.jobs.fedfish import SquaredGradients
 from flwr_fisher.curvature import fisher
@@ -15,14 +15,14 @@ from flwr_fisher.errors import DataError, StructureError
 from flwr_fisher.params import flatten
 
 
-def net(outputs: int = 4, seed: int = 0) -> nn.Module:
+def net(outputs=4, seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, outputs)
     )
 
 
-def images(n: int = 9, seed: int = 1) -> Tensor:
+def images(n=9, seed=1):
     return torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(seed))
 
 
@@ -100,19 +100,19 @@ def test_the_groups_hold_every_kept_piece_once():
 class Table(nn.Module):
     """Logits by kind of example; of kind k, k + 2 classes have a chance."""
 
-    def __init__(self, kinds: int) -> None:
+    def __init__(self, kinds):
         super().__init__()
         self.logits, self.passes = nn.Linear(kinds, kinds + 1, bias=False), 0
         with torch.no_grad():
             self.logits.weight.copy_(-50.0 * torch.ones(kinds + 1, kinds).tril(-2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         outputs = self.logits(x).clone()
         outputs.register_hook(self.count)
         self.count(outputs)
         return outputs
 
-    def count(self, examples: Tensor) -> None:
+    def count(self, examples):
         self.passes += len(examples)
 
 
@@ -177,7 +177,7 @@ def test_labels_that_are_missing_or_do_not_fit(expectation, labels):
         fisher(net(), [batch], structure="diagonal", expectation=expectation)
 
 
-def tokens(seed: int = 0) -> tuple[nn.Module, Tensor]:
+def tokens(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(7, 5), nn.LayerNorm(5), nn.Linear(5, 7))
     return model, torch.randint(7, (6, 3), generator=torch.Generator().manual_seed(4))
@@ -256,11 +256,11 @@ PER_OUTPUT = {
 
 
 class Reshaped(nn.Module):
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape):
         super().__init__()
         self.head, self.shape = nn.Linear(3, torch.Size(shape).numel()), shape
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(x).reshape(len(x), *self.shape)
 
 
@@ -287,7 +287,7 @@ def test_soft_labels_are_of_classes():
 
 
 class Swapped(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x.transpose(1, 2)
 
 
@@ -316,7 +316,7 @@ def test_a_bound_on_memory_is_what_is_held_at_once(monkeypatch):
     assert set(seen[1:]) == {1}
 
 
-def many_batches(dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
+def many_batches(dtype):
     """A layer of each kind, over one position and several, and inputs of one sign."""
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -1,6 +1,5 @@
 """`fisher` against slow float64 oracles, one small model a case."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import NETS, VECTORS, Net, mlp
+from nets import NETS, VECTORS, mlp
 from oracles import (
     check_exact,
     diagonal_fisher,
@@ -20,7 +19,7 @@ from oracles import (
     relative,
     seeded,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher import curvature
 from flwr_fisher.curvature import STRUCTURES
@@ -32,7 +31,7 @@ fisher = partial(curvature.fisher, tolerance=0)
 # --- layers with a Kronecker form -----------------------------------------------------
 
 
-LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+LAYERS = {
     "linear": (lambda: nn.Linear(4, 3), (4,)),
     "linear-no-bias": (lambda: nn.Linear(4, 3, bias=False), (4,)),
     "conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 4, 5)),
@@ -90,9 +89,7 @@ even_kernel = pytest.mark.filterwarnings("ignore:Using padding='same' with even"
 
 @even_kernel
 @pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=LAYERS)
-def test_linear_and_convolution_layers(
-    make: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+def test_linear_and_convolution_layers(make, shape):
     model, x = seeded(lambda: headed(make(), shape)), randn(1, 5, *shape)
     check_exact(model, x, diagonal=set(), slow=set())
 
@@ -101,24 +98,24 @@ def test_linear_and_convolution_layers(
 
 
 @pytest.mark.parametrize("net", NETS.values(), ids=NETS)
-def test_other_models(net: Net) -> None:
+def test_other_models(net):
     check_exact(seeded(net.make), net.x, diagonal=net.diagonal)
 
 
-def test_a_users_hook_that_changes_an_output_is_taken_into_account() -> None:
+def test_a_users_hook_that_changes_an_output_is_taken_into_account():
     model = seeded(lambda: mlp(nn.Linear(3, 3), nn.Tanh()))
     model[0].register_forward_hook(lambda module, args, output: output * 3)
     check_exact(model, VECTORS)
 
 
 @st.composite
-def nets(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+def nets(draw):
     """Draw a small net of linear or convolution layers, and inputs for it."""
     size = st.integers(1, 4)
     activations = st.sampled_from([nn.ReLU(), nn.Tanh(), nn.SiLU(), nn.Identity()])
     classes, n, seed = draw(st.integers(2, 5)), draw(size), draw(st.integers(0, 999))
     shape: tuple[int, ...]
-    layers: list[nn.Module] = []
+    layers = []
     if draw(st.booleans()):
         groups, kernel = draw(st.integers(1, 2)), draw(st.integers(1, 3))
         shape = (groups * draw(st.integers(1, 2)), draw(size) + 2, draw(size) + 2)
@@ -148,7 +145,7 @@ def nets(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(nets())
-def test_random_nets(drawn: tuple[nn.Module, Tensor]) -> None:
+def test_random_nets(drawn):
     check_exact(*drawn)
 
 
@@ -156,7 +153,7 @@ def test_random_nets(drawn: tuple[nn.Module, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["small", "attention", "batch norm"])
-def test_a_small_step_costs_half_its_square_in_kl(name: str) -> None:
+def test_a_small_step_costs_half_its_square_in_kl(name):
     model, x = in_double(seeded(NETS[name].make), NETS[name].x)
     F_dense = fisher(model, [x], structure="dense")
     v = {
@@ -173,7 +170,7 @@ def test_a_small_step_costs_half_its_square_in_kl(name: str) -> None:
     assert float(vFv) == pytest.approx(2 * float(kl), rel=2e-3)
 
 
-def test_it_is_not_the_empirical_fisher() -> None:
+def test_it_is_not_the_empirical_fisher():
     model, x = seeded(lambda: nn.Linear(3, 3)), VECTORS
     zeros, twos = torch.zeros(5).long(), torch.full((5,), 2)
     for structure in STRUCTURES:
@@ -185,7 +182,7 @@ def test_it_is_not_the_empirical_fisher() -> None:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", ["small", "attention", "called twice", "batch norm"])
-def test_batching_does_not_matter(name: str, structure: str) -> None:
+def test_batching_does_not_matter(name, structure):
     model, x = seeded(NETS[name].make), NETS[name].x
     whole = fisher(model, [x], structure=structure)
     for batches in (x.split(1), x.split(2), [x[:1], x[1:]], [x[:0], x, x[:0]]):
@@ -197,16 +194,16 @@ def test_batching_does_not_matter(name: str, structure: str) -> None:
 class Confident(nn.Module):
     """Logits scaled by 50: most probabilities are 0 or 1 to float32."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 50 * self.net(x)
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "dense"])
-def test_a_confident_model_in_float32_keeps_its_digits(structure: str) -> None:
+def test_a_confident_model_in_float32_keeps_its_digits(structure):
     model, x = seeded(Confident), 3 * randn(1, 20, 4)
     top = model(x).softmax(1).max(1).values
     assert (top > 1 - 1e-6).any()

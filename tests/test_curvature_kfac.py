@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_nngeometry_engine_returns_the_same_curvature(structure: str) -> None:
+def test_the_nngeometry_engine_returns_the_same_curvature(structure):
     for make, shape in ((small_net, SMALL_SHAPE), (lambda: nn.Linear(3, 3), (3,))):
         model, x = seeded(make), randn(1, 7, *shape)
         batches = [(x[:3], None), (x[3:6], None), (x[6:], None)]
@@ -53,9 +53,7 @@ def test_the_nngeometry_engine_returns_the_same_curvature(structure: str) -> Non
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_the_nngeometry_engine_refuses_what_it_gets_wrong(
-    layer: nn.Module, reason: str
-) -> None:
+def test_the_nngeometry_engine_refuses_what_it_gets_wrong(layer, reason):
     model = headed(layer, (2, 4, 4))
     with pytest.raises(
         StructureError, match=rf"layer '0' through nngeometry: .*{reason}"
@@ -64,9 +62,7 @@ def test_the_nngeometry_engine_refuses_what_it_gets_wrong(
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 8, 9, 70])
-def test_half_of_a_second_moment_is_all_of_it(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_half_of_a_second_moment_is_all_of_it(monkeypatch, size):
     monkeypatch.setattr(accumulators, "_BLOCK", 4)
     columns = randn(0, 2, size, 3).double()
     moment = SecondMoment(2, size, columns)
@@ -77,7 +73,7 @@ def test_half_of_a_second_moment_is_all_of_it(
     assert got.data_ptr() == moment.total.data_ptr()
 
 
-def test_a_wide_layers_factors_are_those_of_its_inputs_and_gradients() -> None:
+def test_a_wide_layers_factors_are_those_of_its_inputs_and_gradients():
     model, x = seeded(lambda: nn.Linear(300, 4)), randn(1, 20, 300)
     (layer,) = fisher(model, [x]).blocks()
     assert isinstance(layer, Kronecker)

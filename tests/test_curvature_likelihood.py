@@ -3,21 +3,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import randn
-from torch import Tensor
 
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
 from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxFactor
 from flwr_fisher.errors import StructureError
 
 
-def factors_of(logits: Tensor) -> Tensor:
+def factors_of(logits):
     if logits.dim() < 3:
         logits = logits.unsqueeze(1)
     pieces = Pieces(SoftmaxFactor(logits), logits.shape)
     return torch.stack(list(pieces.all())).squeeze(2)
 
 
-def check_factors(logits: Tensor, tolerance: float) -> None:
+def check_factors(logits, tolerance):
     factors = factors_of(logits)
     n, classes = logits.shape
     assert factors.shape == (classes - 1, n, classes)
@@ -37,12 +36,12 @@ values = st.one_of(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(values, min_size=2, max_size=12))
-def test_factors_of_extreme_and_tied_logits(row: list[float]) -> None:
+def test_factors_of_extreme_and_tied_logits(row):
     check_factors(torch.tensor([row]), 1e-6)
     check_factors(torch.tensor([row], dtype=torch.float64), 1e-14)
 
 
-def test_factors_keep_the_digits_of_unlikely_classes() -> None:
+def test_factors_keep_the_digits_of_unlikely_classes():
     """In float32 the variance of a class with p = 1e-28 is still right."""
     logits = torch.tensor([[0.0, -23.0, -46.0, -64.0], [0.0, -40.0, -41.0, -64.0]])
     exact = logits.double().softmax(1)
@@ -53,13 +52,13 @@ def test_factors_keep_the_digits_of_unlikely_classes() -> None:
     torch.testing.assert_close(got, exact * others, rtol=1e-4, atol=0)
 
 
-def softmax_fisher(logits: Tensor) -> Tensor:
+def softmax_fisher(logits):
     p = logits.double().softmax(-1)
     return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8])
-def test_the_likeliest_labels_and_a_draw_are_right_on_average(most: int) -> None:
+def test_the_likeliest_labels_and_a_draw_are_right_on_average(most):
     row = torch.tensor([3.0, -1.0, 2.0, 0.0, -40.0, 1.0, -2.0, 0.5, -0.5])
     logits = row.expand(20_000, 1, -1)
     generator = torch.Generator().manual_seed(most)
@@ -87,7 +86,7 @@ def test_the_likeliest_labels_and_a_draw_are_right_on_average(most: int) -> None
     )
 
 
-def test_a_draw_is_never_of_a_class_without_a_chance() -> None:
+def test_a_draw_is_never_of_a_class_without_a_chance():
     row = torch.tensor([0.0, -200.0, -200.0, 0.0, -200.0])
     generator = torch.Generator().manual_seed(0)
     sure = SoftmaxFactor(row.expand(100, 1, -1), 3, generator)
@@ -101,7 +100,7 @@ def test_a_draw_is_never_of_a_class_without_a_chance() -> None:
     )
 
 
-def test_positions_share_a_pass_with_random_signs() -> None:
+def test_positions_share_a_pass_with_random_signs():
     logits = randn(5, 1, 4, 3).expand(20_000, -1, -1)
     generator = torch.Generator().manual_seed(0)
     pieces = Pieces(SoftmaxFactor(logits), logits.shape, generator)
@@ -122,6 +121,6 @@ def test_positions_share_a_pass_with_random_signs() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2, 1), (0,)])
-def test_factors_want_logits(shape: tuple[int, ...]) -> None:
+def test_factors_want_logits(shape):
     with pytest.raises(StructureError, match="with at least 2 classes"):
         LIKELIHOODS["categorical"].pieces(torch.zeros(shape))

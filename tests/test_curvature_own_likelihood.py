@@ -1,7 +1,6 @@
 """Likelihoods of the user's own: against dense oracles, and through a client."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -29,16 +28,16 @@ from flwr_fisher.wire import FisherUpload
 class Poisson(Likelihood):
     """Counts, of whose rate the model returns the logarithm."""
 
-    def columns(self, outputs: Tensor) -> Tensor:
+    def columns(self, outputs):
         return outputs.detach().exp().sqrt().reshape(1, len(outputs), -1, 1)
 
-    def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+    def sample_score(self, outputs, generator):
         return torch.poisson(outputs.exp(), generator=generator) - outputs.exp()
 
-    def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+    def score(self, outputs, labels):
         return labels - outputs.exp()
 
-    def information(self, outputs: Tensor) -> Tensor:
+    def information(self, outputs):
         return torch.diag_embed(outputs.exp())
 
 
@@ -48,19 +47,19 @@ class Correlated(Likelihood):
 
     root: Tensor  # of the precision
 
-    def columns(self, outputs: Tensor) -> Tensor:
+    def columns(self, outputs):
         rows = self.root.to(outputs).reshape(len(self.root), 1, 1, -1)
         return rows.expand(-1, len(outputs), -1, -1)
 
-    def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+    def sample_score(self, outputs, generator):
         noise = torch.empty_like(outputs).normal_(generator=generator)
         return noise @ self.root.to(outputs)
 
-    def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
+    def score(self, outputs, labels):
         root = self.root.to(outputs)
         return (labels - outputs) @ root.T @ root
 
-    def information(self, outputs: Tensor) -> Tensor:
+    def information(self, outputs):
         root = self.root.to(outputs)
         return (root.T @ root).expand(len(outputs), -1, -1)
 
@@ -68,42 +67,42 @@ class Correlated(Likelihood):
 class Sigmoid:
     """What "bernoulli" is to be."""
 
-    def information(self, z: Tensor) -> Tensor:
+    def information(self, z):
         return torch.diag_embed(z.sigmoid() * (1 - z.sigmoid()))
 
-    def score(self, z: Tensor, labels: Tensor) -> Tensor:
+    def score(self, z, labels):
         return labels - z.sigmoid()
 
 
 class Normal:
     """What "gaussian" is to be."""
 
-    def information(self, z: Tensor) -> Tensor:
+    def information(self, z):
         return torch.eye(z.shape[1]).to(z).expand(len(z), -1, -1)
 
-    def score(self, z: Tensor, labels: Tensor) -> Tensor:
+    def score(self, z, labels):
         return labels - z
 
 
 class Softmax:
     """What "categorical" is to be."""
 
-    def information(self, z: Tensor) -> Tensor:
+    def information(self, z):
         p = z.softmax(1)
         return torch.diag_embed(p) - p.unsqueeze(1) * p.unsqueeze(2)
 
-    def score(self, z: Tensor, labels: Tensor) -> Tensor:
+    def score(self, z, labels):
         return F.one_hot(labels, z.shape[1]) - z.softmax(1)
 
 
 POISSON, CORRELATED = Poisson(), Correlated(randn(5, 3, 3))
 
 
-def net(outputs: int = 3) -> nn.Module:
+def net(outputs=3):
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs))
 
 
-def jacobians(model: nn.Module, x: Tensor) -> Tensor:
+def jacobians(model, x):
     """Return ``[n, outputs, d]``, in float64, example by example."""
     params = {k: p.detach().double() for k, p in model.named_parameters()}
     rows = []
@@ -125,9 +124,7 @@ def jacobians(model: nn.Module, x: Tensor) -> Tensor:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_fisher_is_that_of_a_dense_oracle(
-    likelihood: Any, twin: Any, outputs: int
-) -> None:
+def test_the_fisher_is_that_of_a_dense_oracle(likelihood, twin, outputs):
     if (outputs == 1 and twin is CORRELATED) or likelihood == "categorical":
         outputs = 3
     model, x = seeded(lambda: net(outputs)), randn(1, 8, 4)
@@ -135,7 +132,7 @@ def test_the_fisher_is_that_of_a_dense_oracle(
     want = torch.einsum("ncd,nck,nke->de", J, twin.information(z), J) / len(x)
     how = {"structure": ["dense", "diagonal"], "likelihood": likelihood}
 
-    def check(loader: Any, want: Tensor, within: float, **more: Any) -> float:
+    def check(loader, want, within, **more):
         dense, diagonal = fisher(model, loader, **how, **more)
         assert relative(dense.to_dense(), want) <= within
         assert relative(flat(diagonal.diagonal()), want.diagonal()) <= within
@@ -154,7 +151,7 @@ def test_the_fisher_is_that_of_a_dense_oracle(
     check(batches, g.T @ g / len(x), 1e-5, expectation="empirical")
 
 
-def test_the_names_are_instances_too() -> None:
+def test_the_names_are_instances_too():
     model, x = seeded(net), randn(1, 8, 4)
     for name, instance in LIKELIHOODS.items():
         by_name = fisher(model, [x], likelihood=name).to_dense()
@@ -164,9 +161,9 @@ def test_the_names_are_instances_too() -> None:
     ]
 
 
-def test_what_is_no_likelihood_is_told() -> None:
+def test_what_is_no_likelihood_is_told():
     class Flat(Poisson):
-        def columns(self, outputs: Tensor) -> Tensor:
+        def columns(self, outputs):
             return outputs
 
     for structure in ("kfac", "dense"):
@@ -184,22 +181,22 @@ def test_what_is_no_likelihood_is_told() -> None:
 # --- through a client -----------------------------------------------------------------
 
 
-def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+def loss(outputs, labels):
     return (outputs.exp() - labels * outputs).mean()
 
 
-def client(**options: Any) -> FisherClient:
+def client(**options):
     counts = torch.randint(4, (12, 3), generator=rng(2)).float()
     loader = DataLoader(TensorDataset(randn(1, 12, 4), counts), batch_size=5)
     given = {"train_fn": LocalSGD(lr=0.01, loss_fn=loss), "likelihood": Poisson()}
     return FisherClient(seeded(net), loader, loader, device="cpu", **(given | options))
 
 
-def arrays() -> ArrayRecord:
+def arrays():
     return ArrayRecord(shared_state(seeded(net)))
 
 
-def test_a_client_uploads_the_fisher_of_its_own_likelihood() -> None:
+def test_a_client_uploads_the_fisher_of_its_own_likelihood():
     asked = {"structure": "dense", "tolerance": 0.0}
     asking = client()
     reply = ask(asking, arrays(), asked)
@@ -217,7 +214,7 @@ def test_a_client_uploads_the_fisher_of_its_own_likelihood() -> None:
     assert all(relative(got[k], step[k]) <= 1e-4 for k in step)
 
 
-def test_a_client_without_classes_has_no_accuracy() -> None:
+def test_a_client_without_classes_has_no_accuracy():
     scores = metrics_of(ask(client(), arrays(), kind="evaluate"))
     assert "loss" in scores
     assert "accuracy" not in scores
@@ -226,7 +223,7 @@ def test_a_client_without_classes_has_no_accuracy() -> None:
     assert "accuracy" in metrics_of(ask(classes, arrays(), kind="evaluate"))
 
 
-def test_what_needs_classes_or_a_loss_is_told() -> None:
+def test_what_needs_classes_or_a_loss_is_told():
     asking = client(train_fn=LocalSGD())
     with pytest.raises(ClientError, match=r"likelihood=<.*Poisson.*no loss_fn"):
         ask(asking, arrays(), {"job": "gradient"})
@@ -236,12 +233,12 @@ def test_what_needs_classes_or_a_loss_is_told() -> None:
 
 
 @pytest.mark.parametrize("likelihood", ["gaussian", "bernoulli"])
-def test_a_client_without_classes_scores_by_its_likelihood(likelihood: str) -> None:
+def test_a_client_without_classes_scores_by_its_likelihood(likelihood):
     """And does not train by the cross-entropy of classes."""
     x, y = randn(1, 8, 4), (randn(2, 8, 1) > 0).float()
     data = [(x, y)]
 
-    def train_fn(*args: Any) -> dict[str, float]:
+    def train_fn(*args):
         return {"train_loss": 0.0}
 
     model = nn.Linear(4, 1)

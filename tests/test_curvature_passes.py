@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.curvature import fisher
 
@@ -14,16 +14,16 @@ DRAWS = 250
 class Tokens(nn.Module):
     """Every position's output hangs on every position's input."""
 
-    def __init__(self, outputs: int) -> None:
+    def __init__(self, outputs):
         super().__init__()
         self.first, self.last = nn.Linear(3, 5), nn.Linear(5, outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.first(x).tanh()
         return self.last(hidden + 3 * hidden.mean(1, keepdim=True))
 
 
-def example(tokens: bool, outputs: int = 12) -> tuple[nn.Module, Tensor]:
+def example(tokens, outputs=12):
     torch.manual_seed(0)
     x = torch.randn(3, 4, 3)
     if tokens:
@@ -31,11 +31,11 @@ def example(tokens: bool, outputs: int = 12) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Flatten(), nn.Linear(12, outputs)), x
 
 
-def counted(model: nn.Module) -> list[int]:
+def counted(model):
     """Return a list that grows by each backward pass's number of examples."""
-    passes: list[int] = []
+    passes = []
 
-    def watch(_: nn.Module, __: object, outputs: Tensor) -> Tensor:
+    def watch(_, __, outputs):
         outputs = outputs.clone()
         if outputs.requires_grad:
             outputs.register_hook(lambda gradient: passes.append(len(gradient)))

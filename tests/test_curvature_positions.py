@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
@@ -37,7 +37,7 @@ LAYERS = {
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 100))
 @settings(max_examples=200, deadline=None)
-def test_a_grid_leaves_about_so_many(sizes: list[int], most: int) -> None:
+def test_a_grid_leaves_about_so_many(sizes, most):
     steps = _steps(sizes, most)
     kept = [-(-size // step) for size, step in zip(sizes, steps, strict=True)]
     assert math.prod(kept) <= most
@@ -58,13 +58,13 @@ def test_a_grid_leaves_about_so_many(sizes: list[int], most: int) -> None:
 
 @pytest.mark.parametrize("most", [1, 4, 10])
 @pytest.mark.parametrize("name", LAYERS)
-def test_all_origins_together_are_every_position_once(name: str, most: int) -> None:
+def test_all_origins_together_are_every_position_once(name, most):
     layer, shape = LAYERS[name]
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     sizes, outputs = positions(layer, inputs.shape), layer(inputs).detach()
     steps = _steps(sizes, most)
 
-    def moments(grid: tuple[slice, ...] | None) -> tuple[Tensor, Tensor]:
+    def moments(grid):
         bias = layer.bias is not None
         columns = (
             input_columns(layer, inputs, bias=bias, grid=grid),
@@ -83,7 +83,7 @@ def test_all_origins_together_are_every_position_once(name: str, most: int) -> N
         torch.testing.assert_close(torch.stack(of_grids).sum(0), whole)
 
 
-def net() -> nn.Module:
+def net():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, padding=1),
@@ -94,7 +94,7 @@ def net() -> nn.Module:
     )
 
 
-def images() -> Tensor:
+def images():
     return torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -45,11 +44,11 @@ EXACT, SINGLE = 1e-10, 2e-5
 class Scaled(nn.Module):
     """Attention by torch's fused kernel, which it differentiates once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.head = nn.Linear(3, 12), nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(seen.squeeze(1).mean(1))
@@ -58,16 +57,16 @@ class Scaled(nn.Module):
 class Normed(nn.Module):
     """Attention and a perceptron, each behind a layer norm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
         self.norm, self.attention = nn.LayerNorm(4), Attention()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.attention(F.gelu(self.norm(self.embedding(x))))
 
 
-def normed_conv(norm: nn.Module) -> nn.Module:
+def normed_conv(norm):
     return nn.Sequential(nn.Conv2d(2, 4, 2), with_statistics(norm), nn.Softplus())
 
 
@@ -76,7 +75,7 @@ SHARED = [
     *("embedding", "tied", "attention", "raw parameter", "called twice"),
     *("used outside", "squared", "unused"),
 ]
-MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+MODELS = {
     **{name: NETS[name][:2] for name in SHARED},
     "conv, pooled": (
         on_images(lambda: nn.Conv2d(2, 4, 2), lambda: nn.MaxPool2d(2)),
@@ -98,42 +97,40 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 class WithSpare(nn.Module):
-    def __init__(self, spare: nn.Module, model: nn.Module) -> None:
+    def __init__(self, spare, model):
         super().__init__()
         self.spare, self.model = spare, model
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.model(x)
 
 
-def doubled(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+def doubled(model, x):
     """Return both in float64, the model in training mode: probes put it in eval."""
     twin = copy.deepcopy(model).double().train()
     return twin, x.double() if x.is_floating_point() else x
 
 
-def labels_for(x: Tensor) -> Tensor:
+def labels_for(x):
     return torch.randint(3, (len(x),), generator=rng(9))
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
+def trained(model):
     return {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
 
 
-def at(model: nn.Module, x: Tensor, y: Tensor, loss_fn: Loss) -> Callable[..., Tensor]:
+def at(model, x, y, loss_fn):
     """Return the mean loss over all examples as a function of flat parameters."""
     twin, like = copy.deepcopy(model).eval(), trained(model)
 
-    def value(theta: Tensor) -> Tensor:
+    def value(theta):
         outputs = functional_call(twin, cut(theta, like), (x,))
         return loss_fn(outputs, y)
 
     return value
 
 
-def dense(
-    model: nn.Module, x: Tensor, y: Tensor, loss_fn: Loss = F.cross_entropy
-) -> tuple[Tensor, Tensor]:
+def dense(model, x, y, loss_fn=F.cross_entropy):
     """Return gradient and Hessian of the mean loss, ``[d]`` and ``[d, d]``."""
     value, theta = at(model, x, y, loss_fn), flat(trained(model))
     with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
@@ -141,7 +138,7 @@ def dense(
         return torch.func.grad(value)(theta), torch.func.hessian(value)(theta)
 
 
-def differenced(model: nn.Module, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
+def differenced(model, x, y, u):
     """Return Hu by central differences of the gradient.
 
     For where torch's own Hessian is not implemented, or not right: that of a
@@ -149,7 +146,7 @@ def differenced(model: nn.Module, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
     """
     steps = cut(u, trained(model))
 
-    def slope(step: float) -> Tensor:
+    def slope(step):
         twin = copy.deepcopy(model).eval()
         moved = [p for p in twin.parameters() if p.requires_grad]
         with torch.no_grad():
@@ -162,7 +159,7 @@ def differenced(model: nn.Module, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
     return (slope(h) - slope(-h)) / (2 * h)
 
 
-def in_batches(x: Tensor, y: Tensor, size: int = 2) -> list[tuple[Tensor, Tensor]]:
+def in_batches(x, y, size=2):
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
@@ -170,7 +167,7 @@ def in_batches(x: Tensor, y: Tensor, size: int = 2) -> list[tuple[Tensor, Tensor
     ("dtype", "bound"), [(torch.float64, EXACT), (torch.float32, SINGLE)]
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_against_the_dense_hessian(name: str, dtype: torch.dtype, bound: float) -> None:
+def test_against_the_dense_hessian(name, dtype, bound):
     make, inputs = MODELS[name]
     twin, x = doubled(seeded(make), inputs)
     model, y = copy.deepcopy(twin).to(dtype), labels_for(x)
@@ -194,29 +191,29 @@ def test_against_the_dense_hessian(name: str, dtype: torch.dtype, bound: float) 
         assert relative(flat(hvp(model, given, probe)), flat(product)) == 0
 
 
-def flat_of(model: nn.Module) -> Tensor:
+def flat_of(model):
     return flat(trained(model))
 
 
-def weight_norm(layer: nn.Module, dim: int | None = 0) -> nn.Module:
+def weight_norm(layer, dim=0):
     return nn.utils.parametrizations.weight_norm(layer, dim=dim)
 
 
 class Patches(nn.Module):
     """A small vision transformer: forward mode through attention and layer norm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.patch, self.norm = nn.Conv2d(2, 4, 2), nn.LayerNorm(4)
         self.encoder = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True)
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         tokens = self.patch(x).flatten(2).mT
         return self.head(self.encoder(self.norm(tokens)).mean(1))
 
 
-DIFFERENCED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+DIFFERENCED = {
     "transformer": (Normed, TOKENS),
     "encoder": (lambda: nn.Sequential(nn.Linear(3, 4), Encoder()), SERIES),
     "patches": (Patches, IMAGES),
@@ -237,7 +234,7 @@ DIFFERENCED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCED)
-def test_against_differences_of_gradients(name: str) -> None:
+def test_against_differences_of_gradients(name):
     make, inputs = DIFFERENCED[name]
     model, x = doubled(seeded(make), inputs)
     y = labels_for(x)
@@ -258,7 +255,7 @@ def test_against_differences_of_gradients(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["mlp", "small"])
-def test_any_loss(name: str, loss_fn: Loss) -> None:
+def test_any_loss(name, loss_fn):
     make, inputs = MODELS[name]
     model, x = doubled(seeded(make), inputs)
     y = randn(4, len(x), 3, dtype=torch.float64)
@@ -275,15 +272,15 @@ def test_any_loss(name: str, loss_fn: Loss) -> None:
 
 
 class Counts:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
+    def __init__(self, monkeypatch):
+        self.calls = []
         for name in ("_forward_over_reverse", "_double_backward"):
             monkeypatch.setattr(DoubleDerivatives, name, self.counted(name))
 
-    def counted(self, name: str) -> Callable[..., Any]:
+    def counted(self, name):
         method = getattr(DoubleDerivatives, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args):
             self.calls.append(name)
             return method(*args)
 
@@ -291,16 +288,16 @@ class Counts:
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+def counts(monkeypatch):
     return Counts(monkeypatch)
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(12, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = checkpoint(lambda z: self.conv(z).sigmoid(), x, use_reentrant=False)
         return self.head(hidden.flatten(1))
 
@@ -309,36 +306,36 @@ class Cube(torch.autograd.Function):
     """Without a formula for forward mode."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x**3
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         return 3 * x**2 * gradient
 
 
 class Cubed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Cube.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+    def forward(self, x):
+        return Cube.apply(x)
 
 
 class Aside(nn.Module):
     """Keeps its parameters in a list too, past every substitution."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(12, 3)
         self.aside = [self.head.weight]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.aside = [self.head.weight] if self.aside is None else self.aside
         hidden = self.conv(x).flatten(1).tanh()
         return self.head(hidden) + F.linear(hidden**2, self.aside[0])
 
 
-AWKWARD: dict[str, Callable[[], nn.Module]] = {
+AWKWARD = {
     "used past the module": Aside,
     "group norm": on_images(lambda: normed_conv(nn.GroupNorm(2, 4))),
     "own function": on_images(lambda: nn.Conv2d(2, 2, 2), Cubed),
@@ -347,7 +344,7 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", AWKWARD)
-def test_forward_mode_gives_way_once(name: str, counts: Counts) -> None:
+def test_forward_mode_gives_way_once(name, counts):
     model, x = doubled(seeded(AWKWARD[name]), IMAGES)
     y = labels_for(x)
     u = randn(7, flat_of(model).numel(), dtype=torch.float64)
@@ -356,11 +353,11 @@ def test_forward_mode_gives_way_once(name: str, counts: Counts) -> None:
     assert relative(flat(product), differenced(model, x, y, u)) <= 1e-7
 
 
-def test_a_loss_that_looks_at_the_parameters(counts: Counts) -> None:
+def test_a_loss_that_looks_at_the_parameters(counts):
     model, x = doubled(seeded(small_net), NETS["small"].x)
     y = labels_for(x)
 
-    def decayed(outputs: Tensor, labels: Tensor) -> Tensor:
+    def decayed(outputs, labels):
         squares = [p.square().sum() for p in model.parameters()]
         return F.cross_entropy(outputs, labels) + 0.5 * torch.stack(squares).sum()
 
@@ -375,25 +372,25 @@ def test_a_loss_that_looks_at_the_parameters(counts: Counts) -> None:
 
 
 class Stem(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(12, 3)
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def hidden(self, x):
         return self.conv(x).flatten(1).tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             hidden = self.hidden(x)
         return self.head(hidden)
 
 
-def test_what_is_computed_without_gradient_is_constant(counts: Counts) -> None:
+def test_what_is_computed_without_gradient_is_constant(counts):
     model, x = doubled(seeded(Stem), IMAGES)
     y = labels_for(x)
     with torch.no_grad():
-        hidden = model.hidden(x)  # type: ignore[operator]
-    _, H = dense(model.head, hidden, y)  # type: ignore[arg-type]
+        hidden = model.hidden(x)
+    _, H = dense(model.head, hidden, y)
     u = cut(randn(7, flat_of(model).numel(), dtype=torch.float64), trained(model))
     want = H @ flat({k: v for k, v in u.items() if k.startswith("head")})
     found, product, _ = gradient_and_hvp(model, in_batches(x, y), u)
@@ -402,7 +399,7 @@ def test_what_is_computed_without_gradient_is_constant(counts: Counts) -> None:
     assert counts.calls[:2] == ["_forward_over_reverse", "_double_backward"]
 
 
-def test_what_torch_cannot_differentiate_twice_is_named() -> None:
+def test_what_torch_cannot_differentiate_twice_is_named():
     model = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 3))
     batches = in_batches(TOKENS, labels_for(TOKENS))
     assert gradient(model, batches)[0]["0.weight"].any()
@@ -420,12 +417,12 @@ FAILURES = [
 class FailsAt(nn.Module):
     """A convolution that raises an error in one of its calls."""
 
-    def __init__(self, call: int, error: Exception) -> None:
+    def __init__(self, call, error):
         super().__init__()
         self.conv, self.scale = nn.Conv2d(2, 3, 3), nn.Parameter(torch.ones(3))
         self.calls, self.call, self.error = 0, call, error
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         if self.calls == self.call:
             raise self.error
@@ -433,7 +430,7 @@ class FailsAt(nn.Module):
 
 
 @pytest.mark.parametrize("error", FAILURES)
-def test_only_a_refusal_makes_forward_mode_give_way(error: Exception) -> None:
+def test_only_a_refusal_makes_forward_mode_give_way(error):
     model = FailsAt(1, error)
     with pytest.raises(type(error)) as caught:
         gradient_and_hvp(model, [(IMAGES, labels_for(IMAGES))])
@@ -449,7 +446,7 @@ def test_only_a_refusal_makes_forward_mode_give_way(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", FAILURES)
-def test_only_a_refusal_is_a_lack_of_per_example_gradients(error: Exception) -> None:
+def test_only_a_refusal_is_a_lack_of_per_example_gradients(error):
     with pytest.raises(type(error)) as caught:
         fisher(FailsAt(2, error), [IMAGES], structure="dense", tolerance=0)
     assert caught.value is error
@@ -464,7 +461,7 @@ def test_only_a_refusal_is_a_lack_of_per_example_gradients(error: Exception) -> 
 
 
 @pytest.mark.parametrize("name", ["mlp", "small", "batch norm", "dropout"])
-def test_how_examples_are_batched_does_not_matter(name: str) -> None:
+def test_how_examples_are_batched_does_not_matter(name):
     make, inputs = MODELS[name]
     model, x = doubled(seeded(make), inputs)
     y = labels_for(x)
@@ -477,8 +474,8 @@ def test_how_examples_are_batched_does_not_matter(name: str) -> None:
             assert relative(flat(a), flat(b)) <= EXACT
 
 
-def test_max_batch_size_bounds_what_the_model_sees() -> None:
-    sizes: list[int] = []
+def test_max_batch_size_bounds_what_the_model_sees():
+    sizes = []
     model = nn.Linear(3, 3)
     model.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
     gradient(model, [(VECTORS, labels_for(VECTORS))], max_batch_size=2)
@@ -486,7 +483,7 @@ def test_max_batch_size_bounds_what_the_model_sees() -> None:
 
 
 @pytest.mark.parametrize("name", ["dropout", "batch norm", "small"])
-def test_the_model_is_left_as_it_was_and_the_result_repeats(name: str) -> None:
+def test_the_model_is_left_as_it_was_and_the_result_repeats(name):
     make, x = MODELS[name]
     model = seeded(make).train()
     list(model.modules())[-1].eval()
@@ -501,17 +498,17 @@ def test_the_model_is_left_as_it_was_and_the_result_repeats(name: str) -> None:
         assert not any(v.requires_grad for v in a.values())
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert all(bool((p.grad == 1).all()) for p in model.parameters())  # type: ignore[union-attr]
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
 
 
-def test_a_zero_vector_has_a_zero_product() -> None:
+def test_a_zero_vector_has_a_zero_product():
     make, x = MODELS["small"]
     model = seeded(make)
     zero = {k: torch.zeros_like(v) for k, v in trained(model).items()}
     assert not flat(hvp(model, in_batches(x, labels_for(x)), zero)).any()
 
 
-def test_half_precision_is_summed_in_single() -> None:
+def test_half_precision_is_summed_in_single():
     model = nn.Linear(3, 3).bfloat16()
     x = VECTORS.bfloat16().repeat(200, 1)
     y = labels_for(VECTORS).repeat(200)
@@ -528,7 +525,7 @@ LINEAR, BATCH = nn.Linear(3, 3), (VECTORS, labels_for(VECTORS))
 PER_EXAMPLE = {"loss_fn": lambda o, y: F.cross_entropy(o, y, reduction="none")}
 OF_THE_BATCH = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
 DETACHED = {"loss_fn": lambda o, y: o.detach().mean()}
-MISTAKES: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
+MISTAKES = {
     "no batch": (LINEAR, [], {}, DataError, "no examples"),
     "no example": (LINEAR, [(VECTORS[:0], BATCH[1][:0])], {}, DataError, "no examples"),
     "no labels": (LINEAR, [VECTORS], {}, DataError, "label"),
@@ -567,7 +564,7 @@ MISTAKES: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("take", [gradient, gradient_and_hvp])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named(name: str, take: Callable[..., Any]) -> None:
+def test_mistakes_are_named(name, take):
     model, batches, options, error, culprit = MISTAKES[name]
     with pytest.raises(error, match=culprit):
         take(model, batches, **options)
@@ -587,8 +584,6 @@ def test_mistakes_are_named(name: str, take: Callable[..., Any]) -> None:
         ("last", UnknownNameError, "'last'; known: first"),
     ],
 )
-def test_a_probe_that_does_not_fit(
-    probe: Any, error: type[Exception], culprit: str
-) -> None:
+def test_a_probe_that_does_not_fit(probe, error, culprit):
     with pytest.raises(error, match=culprit):
         hvp(LINEAR, [BATCH], probe)

@@ -4,14 +4,13 @@ nngeometry is no oracle here: it has no label at every position, and gets neithe
 embeddings nor layer norms; the engine refuses them by name.
 """
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import Tensors, cut, flat, randn, relative, rng, seeded
-from torch import Tensor, nn
+from oracles import cut, flat, randn, relative, rng, seeded
+from torch import nn
 
 from flwr_fisher import curvature
 from flwr_fisher.params import trainable_names
@@ -27,7 +26,7 @@ V, T, WIDTH = 7, 5, 8
 class Packed(nn.Module):
     """The same with torch's own layers, which hold attention in one packed matrix."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(V, WIDTH), nn.Embedding(T, WIDTH)
         layer = partial(
@@ -36,7 +35,7 @@ class Packed(nn.Module):
         self.blocks = nn.ModuleList(layer(norm_first=i > 0) for i in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, V)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.positions(torch.arange(length))
         mask = torch.full((length, length), -torch.inf, dtype=x.dtype).triu(1)
@@ -45,11 +44,11 @@ class Packed(nn.Module):
         return self.head(self.norm(x))
 
 
-def ours(layers: int) -> nn.Module:
+def ours(layers):
     return Transformer(V, T, width=WIDTH, layers=layers, heads=2)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "one-layer": partial(ours, 1),
     "two-layers": partial(ours, 2),
     "packed": partial(Packed, 2),
@@ -57,7 +56,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 all_models = pytest.mark.parametrize("name", MODELS)
 
 
-def make(name: str) -> nn.Module:
+def make(name):
     """Return a model in float64 whose norms and biases are not ones and zeros."""
     model = seeded(MODELS[name]).double().eval()
     for i, p in enumerate(model.parameters()):
@@ -65,19 +64,19 @@ def make(name: str) -> nn.Module:
     return model
 
 
-def sequences(n: int = 5, length: int = T) -> tuple[Tensor, Tensor]:
+def sequences(n=5, length=T):
     pieces = torch.randint(V, (n, length + 1), generator=rng(8))
     return pieces[:, :-1], pieces[:, 1:]
 
 
-def gradients(model: nn.Module, value: Tensor) -> Tensors:
+def gradients(model, value):
     names = trainable_names(model)
     params = [model.get_parameter(n) for n in names]
     found = torch.autograd.grad(value, params, retain_graph=True)
     return dict(zip(names, found, strict=True))
 
 
-def token_gradients(model: nn.Module, x: Tensor) -> Iterator[tuple[float, Tensors]]:
+def token_gradients(model, x):
     """Yield p and the gradient of log p, for every example, position and token."""
     for example in x:
         log_p = model(example.unsqueeze(0))[0].log_softmax(-1)
@@ -85,12 +84,12 @@ def token_gradients(model: nn.Module, x: Tensor) -> Iterator[tuple[float, Tensor
             yield float(value.detach().exp()), gradients(model, value)
 
 
-def dense_oracle(model: nn.Module, x: Tensor) -> Tensor:
+def dense_oracle(model, x):
     rows = [p**0.5 * flat(g) for p, g in token_gradients(model, x)]
     return torch.stack(rows).T @ torch.stack(rows) / len(x)
 
 
-def check_diagonal(got: Tensors, want: Tensors) -> None:
+def check_diagonal(got, want):
     """Parameter by parameter, so that none hides behind another."""
     assert list(got) == list(want)
     for name, entries in want.items():
@@ -99,7 +98,7 @@ def check_diagonal(got: Tensors, want: Tensors) -> None:
 
 
 @all_models
-def test_exact(name: str) -> None:
+def test_exact(name):
     model, (x, _) = make(name), sequences()
     want = dense_oracle(model, x)
     dense, diagonal = fisher(model, x.split(2), structure=["dense", "diagonal"])
@@ -109,7 +108,7 @@ def test_exact(name: str) -> None:
 
 
 @all_models
-def test_empirical(name: str) -> None:
+def test_empirical(name):
     model, (x, y) = make(name), sequences()
     rows = []
     for example, labels in zip(x, y, strict=True):
@@ -124,7 +123,7 @@ def test_empirical(name: str) -> None:
 
 
 @all_models
-def test_empirical_batch(name: str) -> None:
+def test_empirical_batch(name):
     """FedFish's: the square of the gradient of each batch's mean loss."""
     model, (x, y) = make(name), sequences()
     batches = list(zip(x.split(2), y.split(2), strict=True))
@@ -137,7 +136,7 @@ def test_empirical_batch(name: str) -> None:
     check_diagonal(fisher(model, batches, **how).diagonal(), want)
 
 
-def test_sampled_is_right_on_average() -> None:
+def test_sampled_is_right_on_average():
     model, (x, _) = make("one-layer"), sequences(3)
     exact, samples = (
         fisher(model, [x], structure="diagonal", expectation=e, num_samples=2000)
@@ -153,7 +152,7 @@ def test_sampled_is_right_on_average() -> None:
 @pytest.mark.parametrize(
     "expectation", ["exact", "sampled", "empirical", "empirical-batch"]
 )
-def test_tokens_and_positions_that_do_not_occur_have_none(expectation: str) -> None:
+def test_tokens_and_positions_that_do_not_occur_have_none(expectation):
     model, (x, y) = make("one-layer"), sequences(4, length=3)
     x = x % 4
     how = {"structure": "diagonal", "expectation": expectation}

@@ -1,12 +1,10 @@
 """Thousands of classes: memory stays within a bound, and every layer has a form."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from fuzz_wire import Largest
 from oracles import diagonal_fisher, relative, seeded
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.curvature import Diagonal, fisher
 from flwr_fisher.curvature.estimate import accumulation, accumulators
@@ -17,18 +15,18 @@ VOCABULARY, WIDTH = 50_000, 16
 class Language(nn.Module):
     """Predicts a token at each position, or one for all."""
 
-    def __init__(self, vocabulary: int = VOCABULARY, *, pooled: bool = False) -> None:
+    def __init__(self, vocabulary=VOCABULARY, *, pooled=False):
         super().__init__()
         self.pooled = pooled
         self.rows, self.mix = nn.Embedding(vocabulary, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         logits = self.head(self.mix(self.rows(x)).tanh())
         return logits.mean(1) if self.pooled else logits
 
 
-def classifier() -> nn.Module:
+def classifier():
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1000))
 
 
@@ -41,9 +39,7 @@ TOKENS = torch.randint(VOCABULARY, (256, 4), generator=torch.Generator().manual_
     ids=["a vocabulary of 50 000", "1000 classes"],
 )
 @pytest.mark.parametrize("how", [{"max_passes": 3}, {"expectation": "sampled"}])
-def test_memory_stays_within_the_bound(
-    make: Callable[[], nn.Module], inputs: Tensor, limit: int, how: dict[str, object]
-) -> None:
+def test_memory_stays_within_the_bound(make, inputs, limit, how):
     model = seeded(make)
     logits = inputs.shape[:2].numel() if inputs.dtype == torch.long else len(inputs)
     logits *= list(model.parameters())[-1].nbytes
@@ -53,9 +49,7 @@ def test_memory_stays_within_the_bound(
     assert sorted(F.shapes) == sorted(dict(model.named_parameters()))
 
 
-def test_a_factor_that_would_be_too_large_is_an_exact_diagonal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_factor_that_would_be_too_large_is_an_exact_diagonal(monkeypatch):
     monkeypatch.setattr(accumulation, "LARGEST_FACTOR", 30)
     monkeypatch.setattr(accumulators, "_AT_ONCE", 300)  # in several parts
     model = seeded(lambda: Language(40, pooled=True)).double()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from nets import Attention
 from oracles import in_double, randn, relative, seeded
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher import curvature
 from flwr_fisher.curvature import BlockDiagonal, Kronecker
@@ -20,32 +20,32 @@ IMAGES = randn(2, 6, 2, 6, 5)
 class Pooled(nn.Module):
     """Layers that see every position, and a mean over positions."""
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, *layers):
         super().__init__()
         self.layers, self.head = nn.Sequential(*layers), nn.LazyLinear(3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         features = self.layers(x)
         axes = (1,) if features.dim() == 3 else (2, 3)
         return self.head(features.mean(axes))
 
 
-def pooled(inputs: Tensor, *layers: nn.Module) -> nn.Module:
+def pooled(inputs, *layers):
     model = Pooled(*layers)
     model(inputs)
     return model
 
 
-def tokens() -> nn.Module:
+def tokens():
     return pooled(TOKENS, nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False))
 
 
-def convolutions() -> nn.Module:
+def convolutions():
     first = nn.Conv2d(2, 4, (2, 3), padding=1, stride=(2, 1), dilation=(1, 2))
     return pooled(IMAGES, first, nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2))
 
 
-def columns(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def columns(layer, a, g):
     """Return an example's inputs and gradients ``[groups, size, T]``."""
     if isinstance(layer, nn.Conv2d):
         kernel, groups = layer.kernel_size, layer.groups
@@ -60,13 +60,11 @@ def columns(layer: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return a, g
 
 
-def factors(
-    model: nn.Module, name: str, inputs: Tensor, reduce: bool
-) -> tuple[Tensor, Tensor]:
+def factors(model, name, inputs, reduce):
     """Return A and G by loops over examples, classes and positions."""
     model, inputs = in_double(model, inputs)
     layer = model.get_submodule(name)
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen = []
     layer.register_forward_hook(lambda _, args, out: seen.append((args[0][0], out)))
     A = G = torch.zeros(())
     for x in inputs:

@@ -5,9 +5,7 @@ Needs PyTorch alone, not Flower, so that ``make gpu`` can run it anywhere.
 
 import copy
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from flwr_fisher.curvature import STRUCTURES, Curvature, Kronecker, fisher, fisher_plan
+from flwr_fisher.curvature import STRUCTURES, Kronecker, fisher, fisher_plan
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.tangent import TangentFeatures
@@ -26,7 +24,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
-def convolutions() -> nn.Module:
+def convolutions():
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
         nn.GroupNorm(2, 4),
@@ -40,24 +38,24 @@ def convolutions() -> nn.Module:
 class Recurrent(nn.Module):
     """What cuDNN refuses to take back in eval mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cells = nn.GRU(SERIES.shape[-1], 5, batch_first=True)
         self.head = nn.Linear(5, 3)
         self.cells.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.cells(x)[0].mean(1))
 
 
-CASES: dict[str, tuple[Any, Tensor]] = {
+CASES = {
     "convolutions": (convolutions, IMAGES),
     "attention": (Attention, randn(1, 5, 6, 4)),
     "recurrent": (Recurrent, SERIES),
 }
 
 
-def case(name: str) -> tuple[nn.Module, Tensor]:
+def case(name):
     make, inputs = CASES[name]
     model = seeded(make)
     model(inputs)
@@ -67,9 +65,7 @@ def case(name: str) -> tuple[nn.Module, Tensor]:
 class TF32(TorchDispatchMode):
     """Rounds what is multiplied to ten bits, as a GPU's tensor cores may."""
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if name in ("mm", "bmm", "convolution", "convolution_backward"):
             args = tree_map(_ten_bits, args)
@@ -78,7 +74,7 @@ class TF32(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _ten_bits(value: Any) -> Any:
+def _ten_bits(value):
     if not isinstance(value, Tensor) or value.dtype != torch.float32:
         return value
     bits = value.contiguous().view(torch.int32)
@@ -86,7 +82,7 @@ def _ten_bits(value: Any) -> Any:
 
 
 @contextmanager
-def tf32(device: str) -> Iterator[None]:
+def tf32(device):
     """Let matrices be multiplied in TF32; on a CPU it is acted out."""
     if device == "cpu":
         with TF32():
@@ -100,7 +96,7 @@ def tf32(device: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def layers(curvature: Curvature) -> set[str]:
+def layers(curvature):
     return {b.weight for b in curvature.blocks() if isinstance(b, Kronecker)}
 
 
@@ -153,7 +149,7 @@ def test_bfloat16_costs_two_digits_and_no_structure(name, how, device):
 def test_recurrent_layers_go_back_in_eval_mode_and_the_setting_is_left(device):
     model, inputs = case("recurrent")
     model, inputs = model.to(device), inputs.to(device)
-    seen: list[bool] = []
+    seen = []
     model.register_forward_hook(
         lambda *_: seen.append(torch.backends.cudnn.enabled and not model.training)
     )
@@ -191,7 +187,7 @@ def test_the_loop_waits_for_the_device_once_a_batch(device):
     model, inputs = case("convolutions")
     model, inputs = model.to(device), inputs.to(device)
 
-    def waits(batches: int) -> int:
+    def waits(batches):
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as caught:

@@ -1,13 +1,11 @@
 """FAGH as a strategy: against dense Hessians, and what could go wrong with a row."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from oracles import cut, flat, randn, relative, rng, seeded
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.params import norm, shared_state
 from flwr_fisher.randomness import derive_seed
-from flwr_fisher.strategies import FAGH, CurvatureResult
+from flwr_fisher.strategies import FAGH
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import SERVER, arrays_to_tensors
 
@@ -39,18 +37,18 @@ Tensors = dict[str, Tensor]
 PROBES = ("first", "random", "momentum", "none")
 
 
-def net() -> nn.Module:
-    def layers() -> nn.Module:
+def net():
+    def layers():
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
 
     return seeded(layers).double()
 
 
-def regression() -> nn.Module:
+def regression():
     return seeded(lambda: nn.Sequential(nn.Linear(4, 3))).double()
 
 
-def data(partition: int, black: bool = False) -> TensorDataset:
+def data(partition, black=False):
     n = 5 + 2 * partition
     x = randn(partition, n, 4 if black else 3, dtype=torch.float64)
     if black:
@@ -58,12 +56,8 @@ def data(partition: int, black: bool = False) -> TensorDataset:
     return TensorDataset(x, torch.randint(3, (n,), generator=rng(partition)))
 
 
-def app_of(
-    model: Callable[[], nn.Module] = net,
-    black: bool = False,
-    loss_fn: Callable[..., Tensor] = F.cross_entropy,
-) -> ClientApp:
-    def client_fn(context: Context) -> FisherClient:
+def app_of(model=net, black=False, loss_fn=F.cross_entropy):
+    def client_fn(context):
         held = data(int(context.node_config["partition-id"]), black)
         loader = DataLoader(held, batch_size=4)
         return FisherClient(model(), loader, loss_fn=loss_fn, device="cpu")
@@ -71,17 +65,11 @@ def app_of(
     return make_client_app(client_fn)
 
 
-def fagh(**options: Any) -> FAGH:
+def fagh(**options):
     return FAGH(**{"fraction_evaluate": 0.0, "lr": 0.3, "rho": 0.5, **options})
 
 
-def run(
-    strategy: FAGH,
-    app: ClientApp | None = None,
-    clients: int = 3,
-    arrays: ArrayRecord | None = None,
-    **options: Any,
-) -> CurvatureResult:
+def run(strategy, app=None, clients=3, arrays=None, **options):
     grid = LocalGrid(app_of() if app is None else app, clients)
     start = ArrayRecord(shared_state(net())) if arrays is None else arrays
     return strategy.start(grid, start, **options)
@@ -92,19 +80,13 @@ def run(
 TWIN = net()
 
 
-def dense_loss(vector: Tensor, like: Tensors, held: TensorDataset) -> Tensor:
+def dense_loss(vector, like, held):
     x, y = held.tensors
     outputs = torch.func.functional_call(TWIN, cut(vector, like), (x,))
     return F.cross_entropy(outputs, y)
 
 
-def dense_rounds(
-    cohorts: Sequence[Sequence[int]],
-    probe: str,
-    betas: tuple[float, float],
-    lr: float = 0.3,
-    rho: float = 0.5,
-) -> tuple[Tensors, int]:
+def dense_rounds(cohorts, probe, betas, lr=0.3, rho=0.5):
     """Return parameters after the rounds, and how often the row was of no use."""
     like = {k: v.detach() for k, v in net().named_parameters()}
     theta = flat(like)
@@ -138,7 +120,7 @@ def dense_rounds(
 
 
 @pytest.mark.parametrize("probe", PROBES)
-def test_rounds_are_the_dense_computation(probe: str) -> None:
+def test_rounds_are_the_dense_computation(probe):
     app = Watched(app_of())
     result = run(fagh(probe=probe, fraction_train=0.5), app, 6, num_rounds=4)
     cohorts = [[p for n, p in app.trained if n == t] for t in (1, 2, 3, 4)]
@@ -158,7 +140,7 @@ def test_rounds_are_the_dense_computation(probe: str) -> None:
 
 
 @pytest.mark.parametrize("probe", PROBES)
-def test_a_dropped_clients_weight_leaves_the_sum(probe: str) -> None:
+def test_a_dropped_clients_weight_leaves_the_sum(probe):
     app = Watched(app_of(), {1: fail})
     result = run(fagh(probe=probe, betas=(0.5, 0.0)), app, 4, num_rounds=2)
     want, _ = dense_rounds([[0, 2, 3]] * 2, probe, (0.5, 0.0))
@@ -166,7 +148,7 @@ def test_a_dropped_clients_weight_leaves_the_sum(probe: str) -> None:
     assert result.train_metrics_clientapp[2]["num-rejected"] == 1
 
 
-def test_the_first_coordinate_is_the_clients_whatever_the_servers_order() -> None:
+def test_the_first_coordinate_is_the_clients_whatever_the_servers_order():
     start = shared_state(net())
     turned = ArrayRecord({k: start[k] for k in reversed(start)})
     got = arrays_to_tensors(run(fagh(), arrays=turned).arrays)
@@ -178,7 +160,7 @@ def test_the_first_coordinate_is_the_clients_whatever_the_servers_order() -> Non
 # Probes
 
 
-def test_a_random_probe_has_length_one_and_no_order() -> None:
+def test_a_random_probe_has_length_one_and_no_order():
     like = {"a": torch.zeros(3, 5), "b": torch.zeros(2).double(), "c": torch.zeros(())}
     probe = random_probe(like, 3)
     turned = random_probe({k: like[k] for k in reversed(like)}, 3)
@@ -193,13 +175,13 @@ def test_a_random_probe_has_length_one_and_no_order() -> None:
 class Ear(ClientApp):
     """Notes what else the server sent, by round."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.app = app_of()
-        self.heard: dict[int, Tensors] = {}
-        self.asked: dict[int, Any] = {}
+        self.heard = {}
+        self.asked = {}
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         if message.metadata.message_type == "train":
             config = message.content.config_records["config"]
             tensors = arrays_to_tensors(message.content.array_records["arrays"])
@@ -213,7 +195,7 @@ class Ear(ClientApp):
         return self.app(message, context)
 
 
-def test_the_momentum_probe_is_the_last_direction_at_length_one() -> None:
+def test_the_momentum_probe_is_the_last_direction_at_length_one():
     ear, directions = Ear(), {}
     for n in (1, 2):
         directions[n] = run(fagh(probe="momentum"), num_rounds=n).details
@@ -228,21 +210,21 @@ def test_the_momentum_probe_is_the_last_direction_at_length_one() -> None:
 
 
 @pytest.mark.parametrize("probe", ["first", "random"])
-def test_other_probes_send_nothing(probe: str) -> None:
+def test_other_probes_send_nothing(probe):
     ear = Ear()
     run(fagh(probe=probe), ear, num_rounds=2)
     assert ear.heard == {1: {}, 2: {}}
     assert set(ear.asked.values()) == {probe}
 
 
-def test_without_a_probe_the_upload_is_fedavgs_size() -> None:
+def test_without_a_probe_the_upload_is_fedavgs_size():
     bare, row = (run(fagh(probe=p)).uploads[0] for p in ("none", "first"))
     assert list(bare.payload.parts) == ["gradient"]
     assert list(row.payload.parts) == ["gradient", "hvp"]
     assert bare.num_bytes < 0.6 * row.num_bytes
 
 
-def test_a_momentum_probe_cannot_join_late() -> None:
+def test_a_momentum_probe_cannot_join_late():
     strategy, grid = fagh(probe="momentum"), LocalGrid(app_of(), 3)
     start = ArrayRecord(shared_state(net()))
     with pytest.raises(ConfigurationError, match="needs the last step's direction"):
@@ -253,7 +235,7 @@ def test_a_momentum_probe_cannot_join_late() -> None:
 
 
 @pytest.mark.parametrize("probe", ["first", "none"])
-def test_a_black_corner_costs_the_row_and_nothing_else(probe: str) -> None:
+def test_a_black_corner_costs_the_row_and_nothing_else(probe):
     start = ArrayRecord(shared_state(regression()))
     app = app_of(regression, black=True)
     result = run(fagh(probe=probe), app, 3, start, num_rounds=3)
@@ -267,7 +249,7 @@ def test_a_black_corner_costs_the_row_and_nothing_else(probe: str) -> None:
     assert same_bits(result.arrays, bare.arrays)
 
 
-def test_a_random_probe_sees_past_the_black_corner() -> None:
+def test_a_random_probe_sees_past_the_black_corner():
     start = ArrayRecord(shared_state(regression()))
     app = app_of(regression, black=True)
     result = run(fagh(probe="random"), app, 3, start, num_rounds=3)
@@ -275,8 +257,8 @@ def test_a_random_probe_sees_past_the_black_corner() -> None:
     assert result.train_metrics_clientapp[3]["curvature"] > 0
 
 
-def test_nothing_to_descend_is_no_error() -> None:
-    def flat_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+def test_nothing_to_descend_is_no_error():
+    def flat_loss(outputs, labels):
         return outputs.sum() * 0
 
     strategy = fagh(probe="momentum")
@@ -290,7 +272,7 @@ def test_nothing_to_descend_is_no_error() -> None:
 # Arguments, and a server that asks for what cannot be
 
 
-def test_an_unknown_probe_lists_the_known() -> None:
+def test_an_unknown_probe_lists_the_known():
     known = "unknown probe 'second'; known: first, random, momentum, none"
     with pytest.raises(UnknownNameError, match=known):
         FAGH(probe="second")
@@ -298,7 +280,7 @@ def test_an_unknown_probe_lists_the_known() -> None:
         ask(tiny_client(), config={"job": "probe", "probe": "second"})
 
 
-def with_probe(change: Callable[[Tensors], Tensors]) -> ArrayRecord:
+def with_probe(change):
     start = arrays_to_tensors(tiny_arrays())
     trained = {k: v for k, v in start.items() if "running" not in k and "num" not in k}
     probe = change({k: torch.ones_like(v) for k, v in trained.items()})
@@ -324,16 +306,14 @@ def with_probe(change: Callable[[Tensors], Tensors]) -> ArrayRecord:
     ],
     ids=["none", "part", "more", "shape"],
 )
-def test_a_probe_that_does_not_fit_is_an_error_that_says_so(
-    change: Callable[[Tensors], Tensors], text: str
-) -> None:
+def test_a_probe_that_does_not_fit_is_an_error_that_says_so(change, text):
     config = {"job": "probe", "probe": "momentum"}
     with pytest.raises(ClientError, match=re.escape(text)):
         ask(tiny_client(), with_probe(change), config)
     ask(tiny_client(), with_probe(lambda probe: probe), config)
 
 
-def test_details_are_the_direction() -> None:
+def test_details_are_the_direction():
     result = run(fagh(lr=0.25))
     start, end = shared_state(net()), arrays_to_tensors(result.arrays)
     moved = {k: (start[k] - end[k]) / 0.25 for k in start}

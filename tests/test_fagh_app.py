@@ -4,7 +4,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -22,7 +21,7 @@ CLIENT = globals_of(APP, "client")
 class WatchedGrid(LocalGrid):
     """Notes which partitions a round's train messages go to."""
 
-    def push_messages(self, messages: Any) -> Any:
+    def push_messages(self, messages):
         sent = list(messages)
         for message in sent:
             if message.metadata.message_type.startswith("train"):
@@ -31,12 +30,12 @@ class WatchedGrid(LocalGrid):
                 cohort.add(self.nodes[message.metadata.dst_node_id])
         return super().push_messages(sent)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.cohorts: dict[Any, set[int]] = {}
+        self.cohorts = {}
 
 
-def run(path: Path, clients: int = 10, **options: Any) -> tuple[Any, Any]:
+def run(path, clients=10, **options):
     path.mkdir(exist_ok=True)
     named = {key.replace("_", "-"): value for key, value in options.items()}
     config = DEFAULTS["config"] | {"output-dir": str(path)}
@@ -47,10 +46,8 @@ def run(path: Path, clients: int = 10, **options: Any) -> tuple[Any, Any]:
     return json.loads((path / "metrics.json").read_text()), grid.cohorts
 
 
-def test_by_default_it_learns_in_fewer_rounds_than_one_local_step(
-    tmp_path: Path,
-) -> None:
-    def rounds_to(target: float, method: str) -> int:
+def test_by_default_it_learns_in_fewer_rounds_than_one_local_step(tmp_path):
+    def rounds_to(target, method):
         found, _ = run(tmp_path, 50, method=method, clients_per_round=20, num_rounds=20)
         reached = [
             int(number)
@@ -65,9 +62,7 @@ def test_by_default_it_learns_in_fewer_rounds_than_one_local_step(
     }
 
 
-def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(
-    tmp_path: Path,
-) -> None:
+def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(tmp_path):
     assert set(SERVER["METHODS"]) == {
         *("fagh", "scaffold", "fedexp", "fedga", "fedpm"),
         *("giant", "done", "fedavg", "fedprox"),
@@ -93,7 +88,7 @@ def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(
         assert last["loss"] < told["0"]["server"]["loss"]
 
 
-def test_a_run_repeats_whatever_the_node_ids(tmp_path: Path) -> None:
+def test_a_run_repeats_whatever_the_node_ids(tmp_path):
     for method in ("fagh", "fedprox"):
         first, second = (
             run(tmp_path, method=method, num_rounds=2)[0]["rounds"] for _ in "ab"
@@ -110,17 +105,15 @@ def test_a_run_repeats_whatever_the_node_ids(tmp_path: Path) -> None:
         ({"evaluate_every": 0}, ConfigurationError, "every must be >= 1"),
     ],
 )
-def test_mistakes_are_told_before_any_round(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_mistakes_are_told_before_any_round(tmp_path, options, error, text):
     with pytest.raises(error, match=text):
         run(tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_readme_has_every_key_with_its_default() -> None:
+def test_the_readme_has_every_key_with_its_default():
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", (APP / "README.md").read_text(), re.M)
-    told: dict[str, str] = {}
+    told = {}
     for keys, defaults in rows:
         names = re.findall(r"`([\w-]+)`", keys)
         values = [value.strip("`") for value in defaults.split(", ")]

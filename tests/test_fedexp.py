@@ -1,14 +1,11 @@
 """FedExP as a strategy: a round by hand, its two results, and what it owes users."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, MetricRecord
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     Watched,
@@ -24,14 +21,12 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import shared_state, trainable_names
 from flwr_fisher.rounds import last_two_mean
-from flwr_fisher.strategies import CurvatureResult, FedExP
+from flwr_fisher.strategies import FedExP
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
 
-def run(
-    app: ClientApp | None = None, clients: int = 3, *, num_rounds: int = 1, **own: Any
-) -> CurvatureResult:
+def run(app=None, clients=3, *, num_rounds=1, **own):
     begin = {k: own.pop(k) for k in ("checkpoint_dir", "resume") if k in own}
     strategy = FedExP(fraction_evaluate=0.0, **own)
     grid = LocalGrid(tiny_app() if app is None else app, clients)
@@ -49,11 +44,11 @@ def run(
 # lr = 9 / (2 (1 + epsilon)).
 
 
-def half_square(outputs: Tensor, labels: Tensor) -> Tensor:
+def half_square(outputs, labels):
     return (outputs - labels).square().sum(1).mean() / 2
 
 
-def plane() -> nn.Module:
+def plane():
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
@@ -68,10 +63,8 @@ def plane() -> nn.Module:
         ([1, -4], 9.0, 1.0, [1, 0]),
     ],
 )
-def test_one_round_is_what_a_pencil_gives(
-    first: list[int], epsilon: float, lr: float, mean: list[float]
-) -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_one_round_is_what_a_pencil_gives(first, epsilon, lr, mean):
+    def client_fn(context):
         x = [[first], [[1, 2], [1, 2]]][int(context.node_config["partition-id"])]
         data = TensorDataset(torch.tensor(x).float(), torch.ones(len(x), 1))
         train = LocalSGD(lr=1.0, momentum=0.0, loss_fn=half_square)
@@ -85,7 +78,7 @@ def test_one_round_is_what_a_pencil_gives(
     assert result.train_metrics_clientapp[1]["server-lr"] == pytest.approx(lr)
 
 
-def test_where_nothing_is_extrapolated_it_is_fedavg() -> None:
+def test_where_nothing_is_extrapolated_it_is_fedavg():
     result = run(epsilon=1e6, num_rounds=2)
     theirs = FedAvg(fraction_evaluate=0.0).start(
         LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=2
@@ -99,12 +92,12 @@ def test_where_nothing_is_extrapolated_it_is_fedavg() -> None:
 # The mean of the last two
 
 
-def test_their_mean_is_reported_and_training_goes_on_from_the_last() -> None:
+def test_their_mean_is_reported_and_training_goes_on_from_the_last():
     app, plain = Watched(), [run(num_rounds=n) for n in (1, 2, 3)]
     iterates = [arrays_to_tensors(result.arrays) for result in plain]
-    seen: list[ArrayRecord] = []
+    seen = []
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluate(server_round, arrays):
         seen.append(arrays)
         return None
 
@@ -126,7 +119,7 @@ def test_their_mean_is_reported_and_training_goes_on_from_the_last() -> None:
 # Which entries are trained
 
 
-def test_norms_are_over_trained_parameters_alone() -> None:
+def test_norms_are_over_trained_parameters_alone():
     names = trainable_names(tiny_model())
     assert same_bits(run(trained=names).arrays, run().arrays)
     # Far from each other, and with the same mean: 8, 10 and 12 are the weights.
@@ -140,7 +133,7 @@ def test_norms_are_over_trained_parameters_alone() -> None:
     assert close(plain.arrays, shifted.arrays, 1e-3)
 
 
-def test_names_that_the_model_lacks_are_refused_before_training() -> None:
+def test_names_that_the_model_lacks_are_refused_before_training():
     app = Watched()
     with pytest.raises(ConfigurationError, match=r"trained: the model has no \['x'\]"):
         run(app, trained=["x", "0.weight"])

@@ -2,23 +2,19 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     LIFTED,
-    Tamper,
     Watched,
     ask,
     change_array,
@@ -40,7 +36,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.params import shared_state, weighted_mean
 from flwr_fisher.report import evaluate_on_test
-from flwr_fisher.strategies import CurvatureResult, FedFish
+from flwr_fisher.strategies import FedFish
 from flwr_fisher.tasks import Transformer, load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
@@ -55,11 +51,11 @@ Tensors = dict[str, Tensor]
 MOMENTUM = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
 ASKS = {"job": "fedfish"}
 FISHER = f"{PREFIX}diagonal/"
-ADAM: dict[str, Any] = {"server_optimizer": "adam", "server_lr": 0.02}
+ADAM = {"server_optimizer": "adam", "server_lr": 0.02}
 PRODUCTS = ADAM | {"upload": "product"}
 
 
-def fedfish(**options: Any) -> FedFish:
+def fedfish(**options):
     """The paper's, unless the options say more."""
     defaults = {"fraction_evaluate": 0.0, "power": 1.0, "balance": 0.0}
     if options.get("upload") != "product":
@@ -67,19 +63,13 @@ def fedfish(**options: Any) -> FedFish:
     return FedFish(**{**defaults, **options})
 
 
-def run(
-    strategy: FedFish,
-    app: Any = None,
-    clients: int = 3,
-    arrays: ArrayRecord | None = None,
-    **options: Any,
-) -> CurvatureResult:
+def run(strategy, app=None, clients=3, arrays=None, **options):
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     start = tiny_arrays() if arrays is None else arrays
     return strategy.start(grid, start, **options)
 
 
-def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
+def left_out(caplog):
     return [m for m in map(logging.LogRecord.getMessage, caplog.records) if "left" in m]
 
 
@@ -98,17 +88,17 @@ def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
 HOLDINGS = [([[1, 0]], [[4]]), ([[1, 1], [0, 1]], [[2], [3]])]
 
 
-def half_square(outputs: Tensor, labels: Tensor) -> Tensor:
+def half_square(outputs, labels):
     return (outputs - labels).square().sum(1).mean() / 2
 
 
-def plane() -> nn.Module:
+def plane():
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
 
 
-def on_the_plane(context: Context) -> FisherClient:
+def on_the_plane(context):
     x, y = HOLDINGS[int(context.node_config["partition-id"])]
     data = TensorDataset(torch.tensor(x).float(), torch.tensor(y).float())
     train = LocalSGD(lr=0.5, momentum=0.0, loss_fn=half_square)
@@ -116,7 +106,7 @@ def on_the_plane(context: Context) -> FisherClient:
     return FisherClient(plane(), loader, train_fn=train, likelihood="gaussian")
 
 
-CASES: list[tuple[str, dict[str, Any], list[float]]] = [
+CASES = [
     ("paper", {}, [5 / 3, 2]),
     ("server-lr", {"server_lr": 0.5}, [5 / 6, 1]),
     # The mean over client 1's two batches halves its F: 4, 0 and 1/2, 1.
@@ -149,9 +139,7 @@ CASES: list[tuple[str, dict[str, Any], list[float]]] = [
 @pytest.mark.parametrize(
     ("options", "expected"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
-def test_one_round_is_what_a_pencil_gives(
-    options: dict[str, Any], expected: list[float]
-) -> None:
+def test_one_round_is_what_a_pencil_gives(options, expected):
     start = ArrayRecord(shared_state(plane()))
     result = run(fedfish(**options), make_client_app(on_the_plane), 2, start)
     got = arrays_to_tensors(result.arrays)["weight"]
@@ -163,7 +151,7 @@ def test_one_round_is_what_a_pencil_gives(
         assert norm == pytest.approx((25 / 9 + 4) ** 0.5)
 
 
-def test_by_default_fishers_are_rooted_and_balanced() -> None:
+def test_by_default_fishers_are_rooted_and_balanced():
     start, app = ArrayRecord(shared_state(plane())), make_client_app(on_the_plane)
     own = FedFish(fraction_evaluate=0.0, codec="lossless")
     mended = run(fedfish(power=0.5, balance=1.0), app, 2, start)
@@ -173,8 +161,8 @@ def test_by_default_fishers_are_rooted_and_balanced() -> None:
 # FedAvg
 
 
-def every_fisher(change: Callable[[Any], Any]) -> Tamper:
-    def tamper(content: RecordDict) -> None:
+def every_fisher(change):
+    def tamper(content):
         for key in list(content.array_records["arrays"]):
             if key.startswith(FISHER):
                 change_array(key, change)(content)
@@ -183,7 +171,7 @@ def every_fisher(change: Callable[[Any], Any]) -> Tamper:
 
 
 @pytest.mark.parametrize("value", [1.0, 3e-7, 0.0])
-def test_equal_fishers_give_fedavg_bit_for_bit(value: float) -> None:
+def test_equal_fishers_give_fedavg_bit_for_bit(value):
     equal = every_fisher(lambda a: np.full_like(a, value))
     result = run(fedfish(), Watched(tamper=dict.fromkeys(range(4), equal)), 4)
     posteriors = [u.payload.posterior(u.num_examples) for u in result.uploads]
@@ -203,7 +191,7 @@ def test_equal_fishers_give_fedavg_bit_for_bit(value: float) -> None:
     assert zeros == (4 if value == 0 else 0)
 
 
-def test_batch_norm_statistics_are_averaged_by_examples() -> None:
+def test_batch_norm_statistics_are_averaged_by_examples():
     asked = {"server-round": 1}
     replies = [tensors_of(ask(tiny_client(i), config=asked)) for i in range(3)]
     for options in ({}, {"server_lr": 0.5}, PRODUCTS):
@@ -216,21 +204,19 @@ def test_batch_norm_statistics_are_averaged_by_examples() -> None:
 # The Fisher, by loops of its own
 
 
-def net() -> nn.Module:
+def net():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def net_client(
-    batch_size: int = 4, holding: int = 1, **training: Any
-) -> tuple[FisherClient, DataLoader[Any]]:
+def net_client(batch_size=4, holding=1, **training):
     loader = DataLoader(tiny_data(holding), batch_size=batch_size)
     train = LocalSGD(**{"lr": 0.1, **training})
     return FisherClient(net(), loader, train_fn=train, device="cpu"), loader
 
 
-def fisher_of(client: FisherClient, **config: Any) -> tuple[Tensors, Tensors]:
+def fisher_of(client, **config):
     """What a client uploads: its parameters and its Fisher."""
     start = shared_state(net())
     reply = ask(client, ArrayRecord(start), ASKS | config)
@@ -239,20 +225,13 @@ def fisher_of(client: FisherClient, **config: Any) -> tuple[Tensors, Tensors]:
     return upload.params, upload.curvature.diagonal()
 
 
-def gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensors:
+def gradients(model, x, y):
     names, parameters = zip(*model.named_parameters(), strict=True)
     loss = F.cross_entropy(model(x), y)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-def trained_in_a_loop(
-    loader: Iterable[tuple[Tensor, Tensor]],
-    epochs: int,
-    lr: float,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    mu: float = 0.0,
-) -> tuple[nn.Module, Tensors, int]:
+def trained_in_a_loop(loader, epochs, lr, momentum=0.0, weight_decay=0.0, mu=0.0):
     """SGD without torch.optim; returns the last epoch's sum of squares too."""
     model = net()
     start = {k: p.detach().clone() for k, p in model.named_parameters()}
@@ -272,7 +251,7 @@ def trained_in_a_loop(
     return model, squares, batches
 
 
-def assert_close(got: Tensors, expected: Mapping[str, Tensor]) -> None:
+def assert_close(got, expected):
     assert got.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(got[key], value, rtol=2e-5, atol=1e-9)
@@ -280,7 +259,7 @@ def assert_close(got: Tensors, expected: Mapping[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("batch_size", [4, 10, 1])
-def test_the_extra_pass_is_algorithm_2(batch_size: int, reduction: str) -> None:
+def test_the_extra_pass_is_algorithm_2(batch_size, reduction):
     client, loader = net_client(batch_size, epochs=2, momentum=0.9)
     params, fisher = fisher_of(client, reduction=reduction)
     model, _, _ = trained_in_a_loop(loader, 2, 0.1, momentum=0.9)
@@ -303,9 +282,7 @@ def test_the_extra_pass_is_algorithm_2(batch_size: int, reduction: str) -> None:
     ],
 )
 @pytest.mark.parametrize("mu", [0.0, 0.7])
-def test_the_last_epoch_squares_what_training_saw(
-    training: dict[str, Any], reduction: str, mu: float
-) -> None:
+def test_the_last_epoch_squares_what_training_saw(training, reduction, mu):
     """Of the batch loss alone, whatever else the step is made of."""
     client, loader = net_client(**training)
     asked = {"source": "last-epoch", "reduction": reduction}
@@ -316,11 +293,11 @@ def test_the_last_epoch_squares_what_training_saw(
     assert_close(fisher, {k: s / count for k, s in squares.items()})
 
 
-def test_the_last_epoch_costs_no_further_backward_pass() -> None:
+def test_the_last_epoch_costs_no_further_backward_pass():
     counts = {}
     for source in ("extra-pass", "last-epoch"):
         client, loader = net_client(epochs=2)
-        passes: list[Tensor] = []
+        passes = []
         client.problem.model[2].bias.register_hook(passes.append)
         fisher_of(client, source=source)
         counts[source] = len(passes)
@@ -328,10 +305,10 @@ def test_the_last_epoch_costs_no_further_backward_pass() -> None:
     assert counts["extra-pass"] == 3 * len(loader)
 
 
-def test_the_last_epoch_needs_local_sgd_and_says_so_before_training() -> None:
-    calls: list[int] = []
+def test_the_last_epoch_needs_local_sgd_and_says_so_before_training():
+    calls = []
 
-    def mine(model: nn.Module, *args: Any) -> dict[str, float]:
+    def mine(model, *args):
         calls.append(1)
         return {}
 
@@ -346,11 +323,11 @@ def test_the_last_epoch_needs_local_sgd_and_says_so_before_training() -> None:
 # Products alone
 
 
-def products(**options: Any) -> FedFish:
+def products(**options):
     return fedfish(**{**PRODUCTS, "server_lr": 0.01, **options})
 
 
-def adam_by_hand(start: Tensors, gradients: list[Tensors], lr: float) -> Tensors:
+def adam_by_hand(start, gradients, lr):
     """Kingma and Ba's Algorithm 1 with their decay rates, in float64."""
     out = {}
     for key, value in start.items():
@@ -365,9 +342,9 @@ def adam_by_hand(start: Tensors, gradients: list[Tensors], lr: float) -> Tensors
 
 
 @pytest.mark.parametrize("source", ["extra-pass", "last-epoch"])
-def test_products_are_adams_gradient(source: str) -> None:
+def test_products_are_adams_gradient(source):
     start = arrays_to_tensors(tiny_arrays())
-    means: list[Tensors] = []
+    means = []
     for num_rounds in (1, 2):
         result = run(products(fisher_source=source), num_rounds=num_rounds)
         sent = [upload.payload.part("product") for upload in result.uploads]
@@ -386,7 +363,7 @@ def test_products_are_adams_gradient(source: str) -> None:
         assert torch.equal(one[f"product/{key}"], both[f"{FISHER}{key}"] * away)
 
 
-def test_products_have_fedavgs_bytes() -> None:
+def test_products_have_fedavgs_bytes():
     model = nn.Sequential(nn.Linear(3, 400), nn.BatchNorm1d(400), nn.Linear(400, 3))
     loader, start = tiny_client(3).problem.trainloader, ArrayRecord(shared_state(model))
     fedavg, product, both = (
@@ -401,8 +378,8 @@ def test_products_have_fedavgs_bytes() -> None:
 PRODUCT, BUFFER = "product/3.weight", "buffers/1.running_var"
 
 
-def rename(old: str, new: str) -> Tamper:
-    def tamper(content: RecordDict) -> None:
+def rename(old, new):
+    def tamper(content):
         record = content.array_records["arrays"]
         record[new] = record.pop(old)
 
@@ -416,7 +393,7 @@ OWN_HELD = (0, 1, 3)  # what the clients hold that are not spoiled
 
 
 spoil = change_array
-BAD: dict[str, tuple[dict[str, Any], Tamper, str]] = {
+BAD = {
     "NaN": (PRODUCTS, spoil(PRODUCT, lambda a: a * np.nan), f"'{PRODUCT}'"),
     "shape": (PRODUCTS, spoil(PRODUCT, lambda a: a.T), f"'{PRODUCT}'"),
     "dtype": (PRODUCTS, spoil(PRODUCT, lambda a: a.astype("f8")), f"'{PRODUCT}'"),
@@ -443,9 +420,7 @@ BAD: dict[str, tuple[dict[str, Any], Tamper, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_client_is_left_out_and_counted(
-    case: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_client_is_left_out_and_counted(case, caplog):
     options, tamper, reason = BAD[case]
     result = run(fedfish(**options), Watched(tamper={2: tamper}), 4)
     without = run(fedfish(**options), tiny_app(OWN_HELD))
@@ -457,7 +432,7 @@ def test_a_bad_client_is_left_out_and_counted(
     assert reason in said
 
 
-def test_a_client_without_any_fisher_has_no_say_and_is_counted() -> None:
+def test_a_client_without_any_fisher_has_no_say_and_is_counted():
     zeros = every_fisher(np.zeros_like)
     result = run(fedfish(policy=LIFTED), Watched(tamper={1: zeros}))
     metrics = result.train_metrics_clientapp[1]
@@ -477,7 +452,7 @@ def test_a_client_without_any_fisher_has_no_say_and_is_counted() -> None:
 
 # Stopped, and resumed
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
+OPTIMIZERS = {
     "momentum": {"server_optimizer": MOMENTUM},
     "adam": ADAM,
     "product": PRODUCTS | {"fisher_source": "last-epoch", "fraction_train": 0.5},
@@ -485,14 +460,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 CLIENTS, ROUNDS = 4, 3
 
 
-def assert_same(left: CurvatureResult, right: CurvatureResult) -> None:
+def assert_same(left, right):
     """Bit for bit."""
     assert same_bits(left.arrays, right.arrays)
     assert left.train_metrics_clientapp == right.train_metrics_clientapp
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_a_stopped_run_continues_bit_for_bit(tmp_path, name):
     make, own = partial(fedfish, **OPTIMIZERS[name]), {"num_rounds": ROUNDS}
     whole = run(make(), None, CLIENTS, **own)
     asked = round(CLIENTS * OPTIMIZERS[name].get("fraction_train", 1)) + 1
@@ -527,9 +502,7 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path, name: str) -> None:
         ),
     ],
 )
-def test_another_runs_options_are_refused_by_name(
-    tmp_path: Path, options: dict[str, Any], change: str
-) -> None:
+def test_another_runs_options_are_refused_by_name(tmp_path, options, change):
     run(fedfish(**ADAM), checkpoint_dir=tmp_path)
     app, own = Watched(), {"checkpoint_dir": tmp_path, "resume": True, "num_rounds": 2}
     with pytest.raises(CheckpointError, match="with other options") as caught:
@@ -558,14 +531,12 @@ def test_another_runs_options_are_refused_by_name(
         ({"fisher_source": "nope"}, "unknown fisher_source 'nope'; known: extra-pass"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_made(
-    options: dict[str, Any], text: str
-) -> None:
+def test_what_cannot_be_is_refused_when_it_is_made(options, text):
     with pytest.raises(ConfigurationError, match=re.escape(text)):
         FedFish(**options)
 
 
-def test_a_budget_that_is_too_small_is_refused_before_training() -> None:
+def test_a_budget_that_is_too_small_is_refused_before_training():
     app = Watched()
     with pytest.raises(ConfigurationError, match=r"budget must be >= [\d.]+"):
         run(FedFish(codec=Codec("fedavg", budget=0.05)), app)
@@ -575,7 +546,7 @@ def test_a_budget_that_is_too_small_is_refused_before_training() -> None:
 # As people use it
 
 
-def test_at_fedavgs_size_it_is_close_to_lossless() -> None:
+def test_at_fedavgs_size_it_is_close_to_lossless():
     task = load_task(
         dataset="digits",
         model="mlp",
@@ -585,7 +556,7 @@ def test_at_fedavgs_size_it_is_close_to_lossless() -> None:
     )
     train = LocalSGD(epochs=2, lr=0.1, momentum=0.0)
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         loader = task.train_loader(int(context.node_config["partition-id"]), 16)
         return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")
 
@@ -610,7 +581,7 @@ def test_at_fedavgs_size_it_is_close_to_lossless() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"server_optimizer": "adam"}])
-def test_it_trains_a_transformer(options: dict[str, Any]) -> None:
+def test_it_trains_a_transformer(options):
     if options:
         options = options | {"server_lr": 0.03}
     task = load_task(
@@ -622,19 +593,19 @@ def test_it_trains_a_transformer(options: dict[str, Any]) -> None:
     task = replace(task, parts=tuple(part[:64] for part in task.parts))
     x, y = task.data.test.subset(list(range(0, len(task.data.test), 5)))[:]
 
-    def small() -> nn.Module:
+    def small():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return Transformer(task.data.num_outputs, 64, width=16, layers=1, heads=2)
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         loader = task.train_loader(int(context.node_config["partition-id"]), 16)
         train = LocalSGD(epochs=2, lr=0.1)
         return FisherClient(small(), loader, train_fn=train, device="cpu")
 
-    losses: list[float] = []
+    losses = []
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
+    def evaluate(server_round, arrays):
         model = small()
         model.load_state_dict(arrays_to_tensors(arrays))
         with torch.no_grad():
@@ -647,12 +618,12 @@ def test_it_trains_a_transformer(options: dict[str, Any]) -> None:
     assert losses[3] < losses[0] - 1, losses
 
 
-def test_a_fisher_of_nothing_has_no_size_to_be_divided_by() -> None:
+def test_a_fisher_of_nothing_has_no_size_to_be_divided_by():
     """A model that is sure of all that it has: every gradient is 0."""
     model = nn.Linear(2, 2)
     data = TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
 
-    def sure(model: nn.Module, *_: object) -> dict[str, float]:
+    def sure(model, *_):
         with torch.no_grad():
             model.bias.copy_(torch.tensor([1e4, -1e4]))
         return {}

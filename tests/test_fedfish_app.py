@@ -4,7 +4,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -17,18 +16,18 @@ APP = Path(__file__).parents[1] / "apps" / "fedfish"
 DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
 
 
-def run(path: Path, clients: int = 8, **options: Any) -> dict[str, Any]:
+def run(path, clients=8, **options):
     named = {key.replace("_", "-"): value for key, value in options.items()}
     config = DEFAULTS["config"] | named | {"output-dir": str(path)}
     assert config.keys() == DEFAULTS["config"].keys()
     client, server = (load(APP, side) for side in ("client", "server"))
     grid = LocalGrid(client, clients, run_config=config)
     server(grid, Context(1, 1, {}, RecordDict(), config))
-    metrics: dict[str, Any] = json.loads((path / "metrics.json").read_text())
+    metrics = json.loads((path / "metrics.json").read_text())
     return metrics
 
 
-def test_by_default_it_learns_and_measures(tmp_path: Path) -> None:
+def test_by_default_it_learns_and_measures(tmp_path):
     metrics = run(tmp_path, num_rounds=4, clients_per_round=5)
     assert {"rounds.png", "labels.png"} <= {p.name for p in tmp_path.iterdir()}
     assert metrics["accuracy"]["fedfish"] > 0.7
@@ -45,7 +44,7 @@ def test_by_default_it_learns_and_measures(tmp_path: Path) -> None:
     assert metrics["seconds"]["total"] > 0
 
 
-def test_everything_can_be_chosen(tmp_path: Path) -> None:
+def test_everything_can_be_chosen(tmp_path):
     chosen = {"held_out": 0.0, "barrier_every": 0, "personalisation_fraction": 0.0}
     metrics = run(
         tmp_path,
@@ -75,17 +74,15 @@ def test_everything_can_be_chosen(tmp_path: Path) -> None:
         ({"codec": "lossless", "budget": 0.5}, "name 'fedavg'"),
     ],
 )
-def test_mistakes_are_told_before_any_training(
-    tmp_path: Path, options: dict[str, Any], text: str
-) -> None:
+def test_mistakes_are_told_before_any_training(tmp_path, options, text):
     with pytest.raises(ConfigurationError, match=text):
         run(tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_readme_has_every_key_with_its_default() -> None:
+def test_the_readme_has_every_key_with_its_default():
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", (APP / "README.md").read_text(), re.M)
-    told: dict[str, str] = {}
+    told = {}
     for keys, defaults in rows:
         names = re.findall(r"`([\w-]+)`", keys)
         values = [value.strip("`") for value in defaults.split(", ")]

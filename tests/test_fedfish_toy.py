@@ -4,7 +4,6 @@ import importlib.util
 import sys
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 
 import pytest
 
@@ -12,19 +11,15 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "fedfish_toy.py"
 
 
 @pytest.fixture(scope="module")
-def toy() -> ModuleType:
+def toy():
     spec = importlib.util.spec_from_file_location("fedfish_toy", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["fedfish_toy"] = module  # its dataclass looks itself up
     spec.loader.exec_module(module)
     return module
 
 
-def test_fedfish_has_the_lower_barrier_on_disjoint_supports(
-    toy: ModuleType, tmp_path: Path
-) -> None:
+def test_fedfish_has_the_lower_barrier_on_disjoint_supports(toy, tmp_path):
     runs = [toy.one_round("disjoint", seed) for seed in range(3)]
     avg, fish = ([mean(run.barriers[m]) for run in runs] for m in toy.METHODS)
     assert mean(fish) < mean(avg) / 3

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.clientapp.mod import (
     LocalDpMod,
     adaptiveclipping_mod,
@@ -21,7 +20,7 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
 )
-from torch import Tensor, nn
+from torch import nn
 from virtual import fedfisher_with, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
@@ -29,8 +28,7 @@ from flwr_fisher.curvature import Diagonal, Kronecker
 from flwr_fisher.errors import RoundError
 from flwr_fisher.merge import fedavg, fedfisher
 from flwr_fisher.params import shared_state, trainable_names
-from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.tasks import Task, load_task
+from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -40,7 +38,7 @@ Make = Callable[[], nn.Module]
 
 
 @cache
-def digits(seed: int = 0, alpha: float = 0.1) -> Task:
+def digits(seed=0, alpha=0.1):
     return load_task(
         dataset="digits",
         model="mlp",
@@ -51,8 +49,8 @@ def digits(seed: int = 0, alpha: float = 0.1) -> Task:
     )
 
 
-def grid_of(task: Task, make: Make, epochs: int, lr: float = 0.05) -> LocalGrid:
-    def client_fn(context: Context) -> FisherClient:
+def grid_of(task, make, epochs, lr=0.05):
+    def client_fn(context):
         loader = task.train_loader(int(context.node_config["partition-id"]), 32)
         return FisherClient(
             make(), loader, train_fn=LocalSGD(epochs=epochs, lr=lr), device="cpu"
@@ -61,13 +59,13 @@ def grid_of(task: Task, make: Make, epochs: int, lr: float = 0.05) -> LocalGrid:
     return LocalGrid(make_client_app(client_fn), CLIENTS)
 
 
-def accuracy(task: Task, make: Make, arrays: ArrayRecord) -> float:
+def accuracy(task, make, arrays):
     model = make()
     model.load_state_dict(arrays_to_tensors(arrays), strict=False)
     return score(model, task.test_loader(), CPU, F.cross_entropy)[1]
 
 
-def pretrained(task: Task, make: Make, epochs: int) -> nn.Module:
+def pretrained(task, make, epochs):
     """A model trained in one place, on everybody's data."""
     model = make()
     with torch.random.fork_rng(devices=[]):
@@ -77,14 +75,14 @@ def pretrained(task: Task, make: Make, epochs: int) -> nn.Module:
     return model
 
 
-def strategy_of(**options: Any) -> FedFisherOneShot:
+def strategy_of(**options):
     return fedfisher_with(**{"fraction_evaluate": 0.0, **options})
 
 
 # Accuracy
 
 
-def test_one_round_beats_fedavg_on_skewed_digits() -> None:
+def test_one_round_beats_fedavg_on_skewed_digits():
     means = {}
     for name, make in (
         ("fedfisher", strategy_of),
@@ -101,10 +99,10 @@ def test_one_round_beats_fedavg_on_skewed_digits() -> None:
     assert means["fedfisher"] > means["fedavg"] + 0.1, means
 
 
-def accuracy_by_round(seed: int) -> list[float]:
+def accuracy_by_round(seed):
     task = digits(seed)
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate(server_round, arrays):
         value = accuracy(task, task.make_model, arrays)
         return MetricRecord({"accuracy": value})
 
@@ -118,10 +116,10 @@ def accuracy_by_round(seed: int) -> list[float]:
     return [float(metrics["accuracy"]) for _, metrics in history]
 
 
-def test_clients_hear_how_much_their_fishers_may_take() -> None:
-    heard: list[dict[str, Any]] = []
+def test_clients_hear_how_much_their_fishers_may_take():
+    heard = []
 
-    def look(message: Any, context: Context, call_next: Any) -> Any:
+    def look(message, context, call_next):
         (config,) = message.content.config_records.values()
         heard.append({k: v for k, v in config.items() if k.startswith("fisher.")})
         return call_next(message, context)
@@ -129,7 +127,7 @@ def test_clients_hear_how_much_their_fishers_may_take() -> None:
     grid = LocalGrid(tiny_app([0, 1], mods=[look]), 2)
     names = ("examples", "max-passes", "max-positions")
     none = {"examples": None, "max_passes": None, "max_positions": None}
-    cases: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
+    cases = [
         ({}, (1000, 3, 32)),
         (none, (None, None, None)),
         ({"examples": 3, "max_passes": 2, "max_positions": 4}, (3, 2, 4)),
@@ -141,14 +139,14 @@ def test_clients_hear_how_much_their_fishers_may_take() -> None:
         assert tuple(heard[-1].get(f"fisher.{name}") for name in names) == wanted
 
 
-def test_accuracy_rises_over_a_few_rounds() -> None:
+def test_accuracy_rises_over_a_few_rounds():
     """On average: from one round to the next it may fall a little."""
     start, first, second, third = np.mean([accuracy_by_round(s) for s in range(3)], 0)
     assert first > start + 0.5
     assert (second + third) / 2 > first + 0.03, (first, second, third)
 
 
-def test_a_pretrained_model_survives_the_merge_and_gains_from_it() -> None:
+def test_a_pretrained_model_survives_the_merge_and_gains_from_it():
     task = digits(0)
     model = pretrained(task, task.make_model, epochs=1)
     warm = ArrayRecord(shared_state(model))
@@ -167,7 +165,7 @@ def test_a_pretrained_model_survives_the_merge_and_gains_from_it() -> None:
 # Frozen parts and adapters
 
 
-def frozen_backbone(task: Task) -> nn.Module:
+def frozen_backbone(task):
     model = pretrained(task, task.make_model, epochs=1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("fc3"))
@@ -177,19 +175,19 @@ def frozen_backbone(task: Task) -> nn.Module:
 class Adapted(nn.Module):
     """A frozen linear layer with a low-rank update, LoRA's form (Hu et al. 2022)."""
 
-    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+    def __init__(self, frozen, rank):
         super().__init__()
         self.frozen = frozen.requires_grad_(False)
         self.down = nn.Linear(frozen.in_features, rank, bias=False)
         self.up = nn.Linear(rank, frozen.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.frozen(x) + self.up(self.down(x))
+    def forward(self, x):
+        output = self.frozen(x) + self.up(self.down(x))
         return output
 
 
-def adapted(task: Task) -> nn.Module:
+def adapted(task):
     model = pretrained(task, task.make_model, epochs=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -209,14 +207,12 @@ def adapted(task: Task) -> nn.Module:
     ],
     ids=["frozen backbone", "adapters"],
 )
-def test_only_what_is_trained_travels_and_is_merged(
-    build: Callable[[Task], nn.Module], trained: set[str]
-) -> None:
+def test_only_what_is_trained_travels_and_is_merged(build, trained):
     task = digits(0)
     model = build(task)
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
-    def make() -> nn.Module:
+    def make():
         # One model for all clients, as on one machine: it must not leak.
         model.load_state_dict(state)
         return model
@@ -238,7 +234,7 @@ def test_only_what_is_trained_travels_and_is_merged(
     assert not same_bits(result.arrays, start)
 
 
-def test_adapters_are_merged_by_their_own_curvature() -> None:
+def test_adapters_are_merged_by_their_own_curvature():
     task = digits(0)
     model = adapted(task)
     start = ArrayRecord(shared_state(model))
@@ -254,7 +250,7 @@ def test_adapters_are_merged_by_their_own_curvature() -> None:
 # Batch norm
 
 
-def normed() -> nn.Module:
+def normed():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(
@@ -266,7 +262,7 @@ def normed() -> nn.Module:
         )
 
 
-def test_batch_norm_merges_its_parameters_and_averages_its_statistics() -> None:
+def test_batch_norm_merges_its_parameters_and_averages_its_statistics():
     task = digits(0)
     start = ArrayRecord(shared_state(normed()))
     result = strategy_of().start(grid_of(task, normed, epochs=2), start)
@@ -294,14 +290,14 @@ def test_batch_norm_merges_its_parameters_and_averages_its_statistics() -> None:
 # leave curvature alone, but must not change it unnoticed.
 
 
-def test_clipping_on_the_server_refuses_uploads_with_curvature() -> None:
+def test_clipping_on_the_server_refuses_uploads_with_curvature():
     strategy = strategy_of(codec="lossless")
     private = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.5, 3)
     with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
         private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
 
 
-def test_noise_on_the_server_alone_falls_on_the_merged_model_only() -> None:
+def test_noise_on_the_server_alone_falls_on_the_merged_model_only():
     private = DifferentialPrivacyClientSideFixedClipping(strategy_of(), 1e-9, 0.5, 3)
     noisy = private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
     clean = strategy_of().start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
@@ -310,7 +306,7 @@ def test_noise_on_the_server_alone_falls_on_the_merged_model_only() -> None:
         torch.testing.assert_close(value, other[key], rtol=0, atol=1e-6)
 
 
-def tensors_of_record(arrays: ArrayRecord) -> dict[str, Tensor]:
+def tensors_of_record(arrays):
     return {k: v.double() for k, v in arrays_to_tensors(arrays).items()}
 
 
@@ -323,30 +319,28 @@ def tensors_of_record(arrays: ArrayRecord) -> dict[str, Tensor]:
     ],
     ids=["local DP", "fixed clipping", "adaptive clipping"],
 )
-def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(
-    mod: Any, reason: str
-) -> None:
+def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(mod, reason):
     grid = LocalGrid(tiny_app(mods=[mod]), 3)
     with pytest.raises(RoundError, match=reason):
         strategy_of().start(grid, tiny_arrays(), num_rounds=1)
 
 
 @pytest.mark.parametrize("mod", [fixedclipping_mod, adaptiveclipping_mod])
-def test_clipping_mods_refuse_curvature_where_they_get_their_norm(mod: Any) -> None:
+def test_clipping_mods_refuse_curvature_where_they_get_their_norm(mod):
     grid = LocalGrid(tiny_app(mods=[mod]), 3)
     config = ConfigRecord({"clipping_norm": 1.0})
     with pytest.raises(RoundError, match="expects the keys in the ArrayRecord"):
         strategy_of().start(grid, tiny_arrays(), num_rounds=1, train_config=config)
 
 
-def test_client_mods_that_only_look_do_no_harm() -> None:
+def test_client_mods_that_only_look_do_no_harm():
     plain = strategy_of().start(LocalGrid(tiny_app(), 3), tiny_arrays())
     app = tiny_app(mods=[arrays_size_mod, message_size_mod])
     looked_at = strategy_of().start(LocalGrid(app, 3), tiny_arrays())
     assert same_bits(plain.arrays, looked_at.arrays)
 
 
-def test_local_privacy_works_where_no_curvature_is_asked_for() -> None:
+def test_local_privacy_works_where_no_curvature_is_asked_for():
     app = tiny_app(mods=[LocalDpMod(1.0, 1e-9, 1.0, 0.1)])
     private = FedAvg(fraction_evaluate=0.0).start(
         LocalGrid(app, 3), floats(tiny_arrays()), num_rounds=1
@@ -354,6 +348,6 @@ def test_local_privacy_works_where_no_curvature_is_asked_for() -> None:
     assert set(private.arrays) == set(floats(tiny_arrays()))
 
 
-def floats(arrays: ArrayRecord) -> ArrayRecord:
+def floats(arrays):
     """Flower's privacy cannot scale batch norm's integer counters."""
     return ArrayRecord({k: v for k, v in arrays.items() if "num_batches" not in k})

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from virtual import (
 )
 
 from flwr_fisher.errors import ConfigurationError, UnknownNameError
-from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -35,7 +34,7 @@ LIKE = arrays_to_tensors(tiny_arrays())
 FINE = Codec(budget=6.0)
 
 
-def run(app: Any = None, **options: Any) -> CurvatureResult:
+def run(app=None, **options):
     start = {k: options.pop(k) for k in ("checkpoint_dir", "resume") if k in options}
     strategy = fedfisher_with(**{"fraction_evaluate": 0.0, **options})
     return strategy.start(
@@ -43,14 +42,14 @@ def run(app: Any = None, **options: Any) -> CurvatureResult:
     )
 
 
-def distance(left: CurvatureResult, right: CurvatureResult) -> float:
+def distance(left, right):
     a, b = (arrays_to_tensors(r.arrays) for r in (left, right))
     return max(float((a[k] - b[k]).abs().max()) for k in a if a[k].is_floating_point())
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "ekfac", "block", "dense"])
 def test_at_many_bits_the_model_is_the_lossless_one(structure):
-    options: dict[str, Any] = {"structure": structure, "anchor": 0.1}
+    options = {"structure": structure, "anchor": 0.1}
     exact = run(codec="lossless", **options)
     assert distance(exact, run(codec=FINE, **options)) < 3e-3
     assert distance(exact, run(codec=Codec(budget=1.5), **options)) > 0
@@ -109,11 +108,11 @@ def test_a_packed_upload_of_rubbish_is_left_out_by_name(caplog):
 def test_another_codec_than_the_one_that_was_asked_for_is_refused(caplog):
     caplog.set_level("WARNING", logger="flwr")
 
-    def lossless(content: RecordDict) -> None:
+    def lossless(content):
         reply = ask(tiny_client(1), config={"structure": "kfac"})
         content["arrays"] = reply.content["arrays"]
 
-    def small(content: RecordDict) -> None:
+    def small(content):
         read = FisherUpload.from_arrays(content["arrays"], LIKE, FINE)
         content["arrays"] = read.to_arrays(Codec(budget=3.0))
 

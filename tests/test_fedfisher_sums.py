@@ -1,18 +1,15 @@
 """FedFisher with K-FAC sums as a strategy: two exchanges, and one an iteration."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
 from virtual import LIFTED, Watched, fedfisher_with, tiny_arrays, tiny_client
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError, RoundError
-from flwr_fisher.merge import MergeResult, sums_solver
-from flwr_fisher.strategies import FedFisherOneShot, Policy
+from flwr_fisher.merge import sums_solver
+from flwr_fisher.strategies import Policy
 from flwr_fisher.strategies.exchanges import kfac_sums
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import serialized_bytes, split_config
@@ -22,10 +19,10 @@ ALIKE = {"robust": 0.0, "max_share": 1.0}
 EXACT = {"codec": "lossless", "policy": LIFTED, "fraction_evaluate": 0.0}
 
 
-def app_of(folder: Path, lost: dict[str, int] | None = None, **options) -> ClientApp:
+def app_of(folder, lost=None, **options):
     """Clients that keep their state in a folder; `lost` fail from a job on."""
 
-    def mod(message: Message, context: Context, call_next) -> Message:
+    def mod(message, context, call_next):
         partition = int(context.node_config["partition-id"])
         config = next(iter(message.content.config_records.values()))
         job = str(split_config(config)[0].get("job"))
@@ -33,19 +30,19 @@ def app_of(folder: Path, lost: dict[str, int] | None = None, **options) -> Clien
             raise ClientError("gone")
         return call_next(message, context)
 
-    def client_of(context: Context) -> FisherClient:
+    def client_of(context):
         partition = int(context.node_config["partition-id"])
         return tiny_client(partition, state_dir=folder, **options)
 
     return make_client_app(client_of, mods=[mod])
 
 
-def merged(app: ClientApp, clients: int = 4, rounds: int = 1, **options):
+def merged(app, clients=4, rounds=1, **options):
     strategy = fedfisher_with(**{**EXACT, **options})
     return strategy.start(LocalGrid(app, clients), tiny_arrays(), num_rounds=rounds)
 
 
-def distance(a, b) -> float:
+def distance(a, b):
     a, b = (r.arrays.to_torch_state_dict() for r in (a, b))
     assert list(a) == list(b)
     return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
@@ -53,9 +50,7 @@ def distance(a, b) -> float:
 
 @pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize("balance", [0.0, 1.0])
-def test_the_model_is_that_of_the_parts(
-    iterations: int, balance: float, tmp_path: Path
-) -> None:
+def test_the_model_is_that_of_the_parts(iterations, balance, tmp_path):
     options = {"iterations": iterations, "balance": balance}
     app = app_of(tmp_path)
     parts = merged(app, **options, **ALIKE)
@@ -67,13 +62,13 @@ def test_the_model_is_that_of_the_parts(
     assert all(torch.allclose(mean[k].float(), far[k].float(), atol=1e-4) for k in mean)
 
 
-def test_rounds_follow_one_another_and_leave_one_file_a_client(tmp_path: Path) -> None:
+def test_rounds_follow_one_another_and_leave_one_file_a_client(tmp_path):
     result = merged(app_of(tmp_path), aggregate="sums", rounds=2, iterations=2)
     assert len(list(tmp_path.glob("state/partition-*/*/kfac-sums-*"))) == 4
     assert len(result.train_metrics_clientapp) == 2
 
 
-def test_each_client_trains_once_a_round(tmp_path: Path) -> None:
+def test_each_client_trains_once_a_round(tmp_path):
     app = Watched(app_of(tmp_path))
     merged(app, aggregate="sums", iterations=3)
     jobs = [config["job"] for config in app.configs]
@@ -85,7 +80,7 @@ def test_each_client_trains_once_a_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("job", ["kfac-traces", "kfac-product"])
-def test_who_leaves_stays_in_the_mean(job: str, tmp_path: Path) -> None:
+def test_who_leaves_stays_in_the_mean(job, tmp_path):
     whole = merged(app_of(tmp_path / "a"), aggregate="sums", iterations=2)
     left = merged(app_of(tmp_path / "b", lost={job: 1}), aggregate="sums", iterations=2)
     for name, value in whole.details.mean.items():
@@ -94,7 +89,7 @@ def test_who_leaves_stays_in_the_mean(job: str, tmp_path: Path) -> None:
     assert left.train_metrics_clientapp[1]["num-replies"] == 3
 
 
-def test_who_was_not_there_at_first_is_not_asked_later(tmp_path: Path) -> None:
+def test_who_was_not_there_at_first_is_not_asked_later(tmp_path):
     app = Watched(app_of(tmp_path, lost={"kfac-train": 2}))
     merged(app, aggregate="sums", iterations=1)
     later = [p for (_, p), c in zip(app.trained, app.configs, strict=True)
@@ -102,9 +97,9 @@ def test_who_was_not_there_at_first_is_not_asked_later(tmp_path: Path) -> None:
     assert sorted(set(later)) == [0, 1, 3]
 
 
-def test_a_lost_file_is_named_and_costs_one_client(tmp_path: Path, caplog) -> None:
+def test_a_lost_file_is_named_and_costs_one_client(tmp_path, caplog):
     class Losing(Watched):
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             reply = super().__call__(message, context)
             if self.configs and self.configs[-1].get("job") == "kfac-train":
                 for path in tmp_path.glob("state/partition-1/*/kfac-sums-*"):
@@ -115,8 +110,8 @@ def test_a_lost_file_is_named_and_costs_one_client(tmp_path: Path, caplog) -> No
     assert "round 1's model and Fisher are not in" in caplog.text
 
 
-def test_what_is_not_solved_is_named(tmp_path: Path, caplog, monkeypatch) -> None:
-    def unsolved(*args) -> MergeResult:
+def test_what_is_not_solved_is_named(tmp_path, caplog, monkeypatch):
+    def unsolved(*args):
         return replace(sums_solver.merged(*args), unsolved=["0.weight"])
 
     monkeypatch.setattr(kfac_sums, "merged", unsolved)
@@ -125,7 +120,7 @@ def test_what_is_not_solved_is_named(tmp_path: Path, caplog, monkeypatch) -> Non
     assert result.train_metrics_clientapp[1]["solver-fallbacks"] == 1
 
 
-def test_identical_clients_give_their_model(tmp_path: Path) -> None:
+def test_identical_clients_give_their_model(tmp_path):
     app = make_client_app(lambda context: tiny_client(1, state_dir=tmp_path))
     result = merged(app, clients=3, aggregate="sums", iterations=2)
     mean = result.details.mean
@@ -133,13 +128,13 @@ def test_identical_clients_give_their_model(tmp_path: Path) -> None:
     assert all(torch.allclose(arrays[k], mean[k], atol=1e-6) for k in mean)
 
 
-def test_a_killed_server_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_server_ends_with_the_same_bits(tmp_path):
     whole = merged(app_of(tmp_path / "a"), aggregate="sums", iterations=2)
     for stop in range(1, 5):
         folder = tmp_path / f"clients-{stop}"
 
         class Dying(Watched):
-            def __call__(self, message: Message, context: Context) -> Message:
+            def __call__(self, message, context):
                 if len(self.configs) == 4 * at - 2:  # noqa: B023
                     self.configs.append({})
                     raise KeyboardInterrupt
@@ -148,7 +143,7 @@ def test_a_killed_server_ends_with_the_same_bits(tmp_path: Path) -> None:
         at, app = stop, Dying(app_of(folder))
         grid, run = LocalGrid(app, 4), {"checkpoint_dir": tmp_path / f"run-{stop}"}
 
-        def strategy() -> FedFisherOneShot:
+        def strategy():
             return fedfisher_with(**EXACT, aggregate="sums", iterations=2)
 
         with pytest.raises(KeyboardInterrupt):
@@ -157,7 +152,7 @@ def test_a_killed_server_ends_with_the_same_bits(tmp_path: Path) -> None:
         assert distance(whole, result) == 0
 
 
-def test_what_sums_cannot_do_is_refused() -> None:
+def test_what_sums_cannot_do_is_refused():
     for options, reason in (
         ({"structure": "ekfac"}, "structure='kfac' or 'diagonal'"),
         ({"solver": "adam"}, "solver='pcg'"),
@@ -168,7 +163,7 @@ def test_what_sums_cannot_do_is_refused() -> None:
             fedfisher_with(aggregate="sums", **options)
 
 
-def test_own_loops_weights_count(tmp_path: Path) -> None:
+def test_own_loops_weights_count(tmp_path):
     """A metric ``num-examples`` of a `train_fn` is the weight in every exchange."""
 
     def train(model, loader, device, config):
@@ -180,11 +175,9 @@ def test_own_loops_weights_count(tmp_path: Path) -> None:
     assert distance(parts, merged(app, aggregate="sums", **options)) < 1e-4
 
 
-def test_the_log_says_how_large_the_largest_reply_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[list[str]] = []
-    sizes: list[int] = []
+def test_the_log_says_how_large_the_largest_reply_is(tmp_path, monkeypatch):
+    told = []
+    sizes = []
     monkeypatch.setattr("flwr_fisher.client.jobs.train.log_once", told.append)
 
     class Weighing(LocalGrid):
@@ -201,7 +194,7 @@ def test_the_log_says_how_large_the_largest_reply_is(
     assert float(words[0]) * 1e3 == pytest.approx(max(sizes), rel=0.03)
 
 
-def test_uploads_that_are_held_give_what_their_sums_do(tmp_path: Path) -> None:
+def test_uploads_that_are_held_give_what_their_sums_do(tmp_path):
     """Of clients whom no limit reaches; with a policy none is added before the end."""
     held = merged(app_of(tmp_path), aggregate="sums", policy=Policy())
     folded = merged(app_of(tmp_path), aggregate="sums")
@@ -209,8 +202,8 @@ def test_uploads_that_are_held_give_what_their_sums_do(tmp_path: Path) -> None:
     assert distance(held, folded) == 0
 
 
-def test_who_has_no_room_for_its_fisher_does_not_train(tmp_path: Path) -> None:
-    def train_fn(*args: object) -> dict[str, float]:
+def test_who_has_no_room_for_its_fisher_does_not_train(tmp_path):
+    def train_fn(*args):
         raise AssertionError("nothing is trained that cannot be kept")
 
     app = app_of(tmp_path, state_bytes=100, train_fn=train_fn)

@@ -1,13 +1,10 @@
 """FedGA as a strategy: against a loop written out, and what it owes users."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, RecordDict
-from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from virtual import (
     LIFTED,
@@ -28,14 +25,12 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state, trainable_names, weighted_mean
 from flwr_fisher.randomness import seed_of_clients
-from flwr_fisher.strategies import CurvatureResult, FedGA
+from flwr_fisher.strategies import FedGA
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
 
-def run(
-    app: ClientApp | None = None, clients: int = 3, *, num_rounds: int = 1, **own: Any
-) -> CurvatureResult:
+def run(app=None, clients=3, *, num_rounds=1, **own):
     begin = {k: own.pop(k) for k in ("checkpoint_dir", "resume") if k in own}
     strategy = FedGA(**{"fraction_evaluate": 0.0, "beta": 0.3, **own})
     grid = LocalGrid(tiny_app() if app is None else app, clients)
@@ -45,14 +40,14 @@ def run(
 # Against a loop
 
 
-def net() -> nn.Module:
+def net():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def net_app() -> ClientApp:
-    def client_fn(context: Context) -> FisherClient:
+def net_app():
+    def client_fn(context):
         held = int(context.node_config["partition-id"])
         loader = DataLoader(tiny_data(held), batch_size=4)
         train = LocalSGD(epochs=2, lr=0.1, momentum=0.0)
@@ -61,7 +56,7 @@ def net_app() -> ClientApp:
     return make_client_app(client_fn)
 
 
-def slopes(params: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+def slopes(params, x, y):
     model = net()
     model.load_state_dict(params)
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -69,7 +64,7 @@ def slopes(params: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]
     return dict(zip(names, found, strict=True))
 
 
-def by_hand(rounds: int, beta: float) -> dict[str, Tensor]:
+def by_hand(rounds, beta):
     theta = {k: v.clone() for k, v in net().state_dict().items()}
     data = [tiny_data(i).tensors for i in range(3)]
     total = sum(len(y) for _, y in data)
@@ -92,7 +87,7 @@ def by_hand(rounds: int, beta: float) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
-def test_rounds_are_the_loop_written_out(beta: float) -> None:
+def test_rounds_are_the_loop_written_out(beta):
     start = ArrayRecord(shared_state(net()))
     result = FedGA(beta=beta, fraction_evaluate=0.0).start(
         LocalGrid(net_app(), 3), start, num_rounds=3
@@ -105,8 +100,8 @@ def test_rounds_are_the_loop_written_out(beta: float) -> None:
         assert any((plain[k] - v).abs().max() > 1e-3 for k, v in expected.items())
 
 
-def test_beta_zero_is_fedavg_also_for_clients_that_shuffle() -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_beta_zero_is_fedavg_also_for_clients_that_shuffle():
+    def client_fn(context):
         held = int(context.node_config["partition-id"])
         client = tiny_client(held)
         client.problem.trainloader = DataLoader(
@@ -133,15 +128,13 @@ def test_beta_zero_is_fedavg_also_for_clients_that_shuffle() -> None:
 
 
 @pytest.mark.parametrize("exchange", [1, 2])
-def test_a_bad_reply_in_either_exchange_is_named_and_tolerated(
-    exchange: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_reply_in_either_exchange_is_named_and_tolerated(exchange, caplog):
     app = Watched()
     bad = change_array(
         "gradient/0.weight" if exchange == 1 else "0.weight", lambda a: a * float("nan")
     )
 
-    def tamper(content: Any) -> None:
+    def tamper(content):
         if app.trained.count((1, 2)) == exchange:
             bad(content)
 
@@ -153,18 +146,18 @@ def test_a_bad_reply_in_either_exchange_is_named_and_tolerated(
     assert "0.weight'" in caplog.text
 
 
-def test_a_client_that_fails_always_is_left_out() -> None:
+def test_a_client_that_fails_always_is_left_out():
     result = run(Watched(tamper={2: fail}), 4)
     assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
 
 
-def test_a_mean_gradient_that_does_not_come_is_named() -> None:
+def test_a_mean_gradient_that_does_not_come_is_named():
     with pytest.raises(ClientError, match="the server sent no 'gradient'"):
         ask(tiny_client(), config={"job": "displaced"})
 
 
-def test_any_loop_will_do_and_what_it_returns_is_checked() -> None:
-    def mine(model: nn.Module, *args: Any) -> Any:
+def test_any_loop_will_do_and_what_it_returns_is_checked():
+    def mine(model, *args):
         return None
 
     sent = {

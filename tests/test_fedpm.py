@@ -2,22 +2,18 @@
 
 import logging
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import nets
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, Context
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord
 from oracles import randn, seeded
 from test_strategy_contract import Row
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
-    Tamper,
     Watched,
     ask,
     change_array,
@@ -33,7 +29,7 @@ from virtual import (
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import CurvatureResult, FedPM
+from flwr_fisher.strategies import FedPM
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, arrays_to_tensors
 
@@ -42,13 +38,7 @@ TASK = {"job": "fedpm", "damping": 0.5}
 plain_sgd = partial(LocalSGD, lr=0.1, momentum=0.0)
 
 
-def run(
-    app: ClientApp | None = None,
-    clients: int = 3,
-    *,
-    start: ArrayRecord | None = None,
-    **own: Any,
-) -> CurvatureResult:
+def run(app=None, clients=3, *, start=None, **own):
     keys = ("num_rounds", "checkpoint_dir", "resume", "train_config")
     begin = {k: own.pop(k) for k in keys if k in own}
     grid = LocalGrid(tiny_app() if app is None else app, clients)
@@ -56,7 +46,7 @@ def run(
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-def test_identical_clients_get_their_model(clients: int) -> None:
+def test_identical_clients_get_their_model(clients):
     few = {"min_train_nodes": 1, "min_available_nodes": 1}
     result = run(tiny_app([1] * clients), clients, **few)
     alone = tensors_of(ask(tiny_client(1), config=TASK))
@@ -71,23 +61,23 @@ def test_identical_clients_get_their_model(clients: int) -> None:
 A = f"{PREFIX}kfac/3.weight/A"
 
 
-def drop_a_layer(content: Any) -> None:
+def drop_a_layer(content):
     del content.array_records["arrays"][A]
 
 
-def negative(array: Any) -> Any:
+def negative(array):
     array = array.copy()
     array[0, 1, 1] = -1
     return array
 
 
-def asymmetric(array: Any) -> Any:
+def asymmetric(array):
     array = array.copy()
     array[0, 1, 2] += 1
     return array
 
 
-BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
+BAD_REPLIES = {
     "a layer less": (drop_a_layer, PREFIX),
     "a layer more": (set_array(f"{PREFIX}kfac/1.weight/A", [[[1.0]]]), PREFIX),
     "asymmetric": (change_array(A, asymmetric), A),
@@ -97,9 +87,7 @@ BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_REPLIES)
-def test_a_bad_reply_is_named_and_tolerated(
-    case: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_reply_is_named_and_tolerated(case, caplog):
     tamper, field = BAD_REPLIES[case]
     result = run(Watched(tamper={2: tamper}), 4)
     assert result.train_metrics_clientapp[1]["num-rejected"] == 1
@@ -108,12 +96,10 @@ def test_a_bad_reply_is_named_and_tolerated(
     assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
 
 
-def test_what_is_no_second_moment_is_left_out_and_costs_no_layer_its_mixing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_no_second_moment_is_left_out_and_costs_no_layer_its_mixing(caplog):
     odd = change_array(A, lambda a: (100 * a.max() + 0 * a).astype("float32"))
 
-    def indefinite(content: Any) -> None:
+    def indefinite(content):
         odd(content)
         change_array(A, lambda a: a * (1 - 0.9 * torch.eye(5).numpy()))(content)
 
@@ -129,14 +115,14 @@ def test_what_is_no_second_moment_is_left_out_and_costs_no_layer_its_mixing(
 EPOCHS, LR, DAMPING, MIXING = 2, 0.3, 0.2, 1e-3
 
 
-def net() -> nn.Module:
+def net():
     return seeded(
         lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
     )
 
 
-def net_app(make: Callable[[], nn.Module] = net, **options: Any) -> ClientApp:
-    def client_fn(context: Context) -> FisherClient:
+def net_app(make=net, **options):
+    def client_fn(context):
         held = int(context.node_config["partition-id"])
         loader = DataLoader(tiny_data(held), batch_size=4)
         train = plain_sgd(epochs=EPOCHS, lr=LR)
@@ -145,26 +131,26 @@ def net_app(make: Callable[[], nn.Module] = net, **options: Any) -> ClientApp:
     return make_client_app(client_fn)
 
 
-def inputs_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+def inputs_of(model, x):
     """The inputs of the two layers, in float64."""
     a = torch.cat([x, torch.ones(len(x), 1)], dim=1).double()
     return [a, model[1](model[0](x)).detach().double()]
 
 
-def moments_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+def moments_of(model, x):
     return [a.mT @ a / len(a) for a in inputs_of(model, x)]
 
 
-def damped(M: Tensor, share: float) -> Tensor:
+def damped(M, share):
     return M + share * M.trace() / len(M) * torch.eye(len(M), dtype=torch.float64)
 
 
-def matrices_of(model: nn.Module) -> list[Tensor]:
+def matrices_of(model):
     first = torch.cat([model[0].weight, model[0].bias[:, None]], dim=1)
     return [first.detach().double(), model[2].weight.detach().double()]
 
 
-def put(model: nn.Module, matrices: list[Tensor]) -> nn.Module:
+def put(model, matrices):
     with torch.no_grad():
         model[0].weight.copy_(matrices[0][:, :-1])
         model[0].bias.copy_(matrices[0][:, -1])
@@ -172,7 +158,7 @@ def put(model: nn.Module, matrices: list[Tensor]) -> nn.Module:
     return model
 
 
-def trained_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
+def trained_by_hand(model, x, y):
     inverses = [torch.linalg.inv(damped(M, DAMPING)) for M in moments_of(model, x)]
     for _ in range(EPOCHS):
         for rows in torch.arange(len(y)).split(4):
@@ -185,7 +171,7 @@ def trained_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
     return model
 
 
-def rounds_by_hand(rounds: int) -> nn.Module:
+def rounds_by_hand(rounds):
     server, data = net(), [tiny_data(i).tensors for i in range(3)]
     shares = [len(y) / sum(len(y) for _, y in data) for _, y in data]
     for _ in range(rounds):
@@ -206,7 +192,7 @@ def rounds_by_hand(rounds: int) -> nn.Module:
     return server
 
 
-def test_rounds_are_the_loop_written_out() -> None:
+def test_rounds_are_the_loop_written_out():
     start = ArrayRecord(shared_state(net()))
     options = {"damping": DAMPING, "mixing_damping": MIXING}
     result = run(net_app(), start=start, num_rounds=3, **options)
@@ -216,19 +202,19 @@ def test_rounds_are_the_loop_written_out() -> None:
     assert result.train_metrics_clientapp[3]["mixing-norm"] > 1e-3
 
 
-def test_a_learning_rate_of_the_servers_is_taken() -> None:
+def test_a_learning_rate_of_the_servers_is_taken():
     start, config = ArrayRecord(shared_state(net())), {"lr": 0.0}
     reply = tensors_of(ask(net_client(), start, TASK | config))
     assert all(torch.equal(reply[k], v) for k, v in net().state_dict().items())
 
 
-def net_client(make: Callable[[], nn.Module] = net, **options: Any) -> FisherClient:
+def net_client(make=net, **options):
     options.setdefault("train_fn", plain_sgd(epochs=EPOCHS))
     loader = DataLoader(tiny_data(4), batch_size=4)
     return FisherClient(make(), loader, device="cpu", **options)
 
 
-def test_momentum_is_the_loops() -> None:
+def test_momentum_is_the_loops():
     """Much damping makes it SGD with a smaller rate, momentum and all."""
     sgd = LocalSGD(epochs=EPOCHS, lr=0.1, momentum=0.8)
     big = 1e8
@@ -249,17 +235,17 @@ def test_momentum_is_the_loops() -> None:
     )
 
 
-def _only(record: ArrayRecord, *keys: str) -> ArrayRecord:
+def _only(record, *keys):
     return ArrayRecord({key: record[key] for key in keys})
 
 
-def test_training_begins_with_the_randomness_of_fedavgs() -> None:
+def test_training_begins_with_the_randomness_of_fedavgs():
     """Shuffled batches are those that the job `train` would see."""
     orders = []
     for config in ({}, TASK):
-        seen: list[Tensor] = []
+        seen = []
 
-        def loss(outputs: Tensor, y: Tensor, seen: list[Tensor] = seen) -> Tensor:
+        def loss(outputs, y, seen=seen):
             seen.append(y.clone())
             return F.cross_entropy(outputs, y)
 
@@ -272,7 +258,7 @@ def test_training_begins_with_the_randomness_of_fedavgs() -> None:
 
 # Odd models: parameters without an A take plain steps, and are averaged
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
+MODELS = {
     "a convolution of two groups": (
         lambda: nn.Sequential(
             nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
@@ -312,7 +298,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
 }
 
 
-def odd_client(name: str, partition: int) -> FisherClient:
+def odd_client(name, partition):
     make, inputs, _ = MODELS[name]
     mine = slice(8 * partition, 8 * partition + 8)
     labels = torch.arange(24).remainder(3)[mine]
@@ -322,7 +308,7 @@ def odd_client(name: str, partition: int) -> FisherClient:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_odd_models(name: str) -> None:
+def test_odd_models(name):
     app = make_client_app(
         lambda context: odd_client(name, int(context.node_config["partition-id"]))
     )
@@ -345,8 +331,8 @@ def test_odd_models(name: str) -> None:
         torch.testing.assert_close(moved[key].double(), mean, rtol=1e-6, atol=1e-6)
 
 
-def test_what_has_no_second_moment_takes_plain_steps() -> None:
-    def model() -> nn.Module:
+def test_what_has_no_second_moment_takes_plain_steps():
+    def model():
         return seeded(lambda: nn.Sequential(nets.RawParameter()))
 
     loader = [tiny_data(4, 6).tensors]
@@ -384,9 +370,7 @@ def test_what_has_no_second_moment_takes_plain_steps() -> None:
         ),
     ],
 )
-def test_what_a_client_must_be(
-    make: Any, train_fn: Any, config: Any, error: type[Exception], reason: str
-) -> None:
+def test_what_a_client_must_be(make, train_fn, config, error, reason):
     start = ArrayRecord(shared_state(make()))
     client = net_client(make, train_fn=train_fn or plain_sgd(epochs=EPOCHS))
     with pytest.raises(error, match=reason):

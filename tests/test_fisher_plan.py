@@ -4,7 +4,7 @@ import pytest
 import torch
 from nets import IMAGES, SERIES
 from oracles import seeded
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.curvature import fisher, fisher_plan
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
@@ -13,14 +13,14 @@ from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameEr
 class Mixed(nn.Module):
     """Something of every form."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.norm, self.grow = nn.LayerNorm(4), nn.Linear(3, 4)
         self.scale = nn.Parameter(torch.ones(4))
         self.odd, self.head = nn.Parameter(torch.ones(4)), nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.grow(x) * self.scale
         x = self.norm(self.attention(x, x, x)[0] + x)
         return self.head(x.mean(1)) * self.odd.sum()
@@ -37,7 +37,7 @@ FORMS = {
 }
 
 
-def test_it_tells_every_parameters_form() -> None:
+def test_it_tells_every_parameters_form():
     plan = fisher_plan(seeded(Mixed), SERIES)
     assert {each.parameters[0]: each.form for each in plan.layers} == FORMS
     assert [e.parameters for e in plan.layers if e.slow] == [("odd",)]
@@ -47,7 +47,7 @@ def test_it_tells_every_parameters_form() -> None:
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "block", "dense"])
-def test_it_is_what_the_fisher_then_is(structure: str) -> None:
+def test_it_is_what_the_fisher_then_is(structure):
     model = seeded(Mixed)
     plan = fisher_plan(model, SERIES, structure=structure)
     F = fisher(model, [SERIES], structure=structure)
@@ -55,7 +55,7 @@ def test_it_is_what_the_fisher_then_is(structure: str) -> None:
     assert {n for e in plan.layers for n in e.parameters} == F.shapes.keys()
 
 
-def test_memory_and_mistakes_are_told_as_by_the_fisher() -> None:
+def test_memory_and_mistakes_are_told_as_by_the_fisher():
     model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(16, 3))
     assert fisher_plan(model, IMAGES, max_batch_bytes=1).examples_at_once == 1
     with pytest.raises(UnknownNameError, match="kfca"):

@@ -1,9 +1,6 @@
 """Uploads that are added up as they come: a server holds a few, however many come."""
 
-from collections.abc import Iterable
-
 import torch
-from flwr.app import Message
 from virtual import LIFTED, tiny_app, tiny_arrays
 
 from flwr_fisher.strategies import FedFisherOneShot, MergeOptions
@@ -16,7 +13,7 @@ class Punctual(LocalGrid):
 
     most = 0
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids):
         due = [id_ for id_ in message_ids if id_ in self._waiting]
         replies = [self._handle(self._waiting.pop(id_)) for id_ in due]
         if any(reply.metadata.message_type == "train" for reply in replies):
@@ -24,7 +21,7 @@ class Punctual(LocalGrid):
         return replies
 
 
-def merged(grid: LocalGrid) -> dict[str, torch.Tensor]:
+def merged(grid):
     strategy = FedFisherOneShot(
         aggregate="sums",
         merge=MergeOptions(iterations=1),
@@ -34,7 +31,7 @@ def merged(grid: LocalGrid) -> dict[str, torch.Tensor]:
     return arrays_to_tensors(strategy.start(grid, tiny_arrays()).arrays)
 
 
-def test_no_more_than_a_few_uploads_are_held() -> None:
+def test_no_more_than_a_few_uploads_are_held():
     grid = Punctual(tiny_app([0] * 12), 12)
     many = merged(grid)
     assert 1 < grid.most <= 4

@@ -1,7 +1,6 @@
 """Each client's influence: the merge without it, by hand and in the report."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,17 +19,17 @@ from flwr_fisher.merge import (
 from flwr_fisher.report import report_one_shot
 from flwr_fisher.report.influence import influences
 from flwr_fisher.strategies import CurvatureResult, Upload
-from flwr_fisher.tasks import Task, load_task
+from flwr_fisher.tasks import load_task
 from flwr_fisher.wire import FisherUpload
 
 
-def client(value: float, fisher: float, examples: float) -> LocalPosterior:
+def client(value, fisher, examples):
     F = Diagonal({"w": torch.tensor([fisher])})
     params = {"w": torch.tensor([value]), "count": torch.tensor(3)}
     return LocalPosterior(params, F, examples)
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     """Means weighted by examples times Fishers, 1 x 2, 2 x 1 and 4 x 1."""
     clients = [client(1.0, 2.0, 1), client(4.0, 1.0, 2), client(10.0, 1.0, 4)]
     merged = fedfisher(clients, solver="closed-form")
@@ -43,7 +42,7 @@ def test_by_hand() -> None:
     assert [each.score for each in influence(clients, merged)] == [None] * 3
 
 
-def test_the_others_are_merged_with_the_same_options() -> None:
+def test_the_others_are_merged_with_the_same_options():
     clients = [client(float(i), 1.0 + i, 5) for i in range(4)]
     merged = fedfisher(clients, anchor=0.5, robust=3.0)
     got = influence(clients, merged, score=lambda params: float(params["w"]))
@@ -54,7 +53,7 @@ def test_the_others_are_merged_with_the_same_options() -> None:
         assert float(want) != float(fedfisher(others).params["w"])
 
 
-def test_what_has_no_influence_to_measure() -> None:
+def test_what_has_no_influence_to_measure():
     one = client(1.0, 1.0, 1)
     with pytest.raises(ConfigurationError, match="one client alone"):
         influence([one], fedfisher([one]))
@@ -64,13 +63,13 @@ def test_what_has_no_influence_to_measure() -> None:
         influence([one, one], fedfisher_from_sums(add_sums(sums)))
 
 
-def digits() -> Task:
+def digits():
     return load_task(
         dataset="digits", model="logistic", partition="iid", num_partitions=3, seed=0
     )
 
 
-def with_outlier(task: Task) -> list[Upload[FisherUpload]]:
+def with_outlier(task):
     """Return uploads of which the second is upside down, and a hundred times large."""
     replies = uploads(task)
     odd = replies[1]
@@ -82,9 +81,7 @@ def with_outlier(task: Task) -> list[Upload[FisherUpload]]:
     return replies
 
 
-def test_the_report_has_the_outlier_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_report_has_the_outlier_first(tmp_path, caplog):
     task = digits()
     replies = with_outlier(task)
     merged = fedfisher(
@@ -118,12 +115,7 @@ def test_the_report_has_the_outlier_first(
         ({"solver": "adam", "iterations": 2}, 3, "it takes a merge a client"),
     ],
 )
-def test_where_it_is_left_out_one_line_says_why(
-    options: dict[str, object],
-    count: int,
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_it_is_left_out_one_line_says_why(options, count, reason, caplog):
     odd = uploads(digits())[0]
     replies = [odd] * count
     merged = fedfisher(

@@ -1,17 +1,15 @@
 """The second moments of layers' inputs, against loops and against K-FAC's `A`."""
 
-from collections.abc import Callable
-
 import nets
 import pytest
 import torch
 from oracles import SMALL_SHAPE, headed, randn, relative, seeded, small_net
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.curvature import Kronecker, fisher, input_covariances
 from flwr_fisher.errors import ConfigurationError, DataError, StructureError
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+MODELS = {
     "grouped": (
         lambda: headed(nn.Conv2d(4, 6, 2, groups=2, padding=1), (4, 3, 3)),
         randn(2, 20, 4, 3, 3),
@@ -25,7 +23,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_they_are_what_kfac_has_of_the_same_layers(name: str) -> None:
+def test_they_are_what_kfac_has_of_the_same_layers(name):
     make, inputs = MODELS[name]
     model = seeded(make)
     batches = inputs.split(3)
@@ -39,7 +37,7 @@ def test_they_are_what_kfac_has_of_the_same_layers(name: str) -> None:
         assert relative(layer.A, wanted[weight].A) < 1e-6
 
 
-def test_the_parts_of_a_batch_do_not_matter() -> None:
+def test_the_parts_of_a_batch_do_not_matter():
     model, x = seeded(small_net), randn(7, 50, *SMALL_SHAPE)
     whole = input_covariances(model, [x])
     for parts in (
@@ -50,10 +48,10 @@ def test_the_parts_of_a_batch_do_not_matter() -> None:
         assert all(relative(parts[k].A, v.A) < 1e-6 for k, v in whole.items())
 
 
-def test_the_data_go_forwards_only_and_the_model_stays_as_it_was() -> None:
+def test_the_data_go_forwards_only_and_the_model_stays_as_it_was():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.ReLU())
     model.append(nn.Linear(4, 2))
-    seen: list[tuple[int, bool, bool]] = []
+    seen = []
     model.register_forward_hook(
         lambda module, args, output: seen.append(
             (len(args[0]), torch.is_grad_enabled(), module.training)
@@ -77,7 +75,7 @@ def test_the_data_go_forwards_only_and_the_model_stays_as_it_was() -> None:
         (torch.bfloat16, torch.float32),
     ],
 )
-def test_sums_are_in_float32_or_better(dtype: torch.dtype, summed: torch.dtype) -> None:
+def test_sums_are_in_float32_or_better(dtype, summed):
     model, x = nn.Linear(3, 2).to(dtype), randn(9, 600, 3).to(dtype)
     A = input_covariances(model, x.split(2))["weight"].A
     a = torch.cat([x, torch.ones(600, 1)], dim=1).double()
@@ -88,18 +86,18 @@ def test_sums_are_in_float32_or_better(dtype: torch.dtype, summed: torch.dtype) 
 class Moody(nn.Module):
     """Calls its layer as often as the batch is long."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(1 if len(x) < 6 else 2):
             x = self.fc(x).tanh()
         return self.head(x)
 
 
 class Folds(Moody):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if len(x) < 6:
             return self.head(self.fc(x))
         return self.head(self.fc(x.repeat(2, 1)))[: len(x)]
@@ -110,14 +108,12 @@ class Folds(Moody):
     [(Moody, "2 times"), (Folds, "with 12 rows")],
     ids=["calls", "rows"],
 )
-def test_calls_that_depend_on_the_data_are_named(
-    make: Callable[[], nn.Module], how: str
-) -> None:
+def test_calls_that_depend_on_the_data_are_named(make, how):
     with pytest.raises(StructureError, match=f"'fc' was called {how}"):
         input_covariances(make(), [randn(1, 4, 3), randn(1, 6, 3)])
 
 
-def test_mistakes_are_named() -> None:
+def test_mistakes_are_named():
     model = nn.Linear(3, 2)
     with pytest.raises(DataError, match="no examples"):
         input_covariances(model, [])

@@ -8,7 +8,6 @@ from oracles import randn, random_dense, random_kronecker, relative
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Curvature,
     Diagonal,
     Kronecker,
     WeightedSum,
@@ -17,7 +16,6 @@ from flwr_fisher.curvature.operators.factors import DenseFactor
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import (
     LocalPosterior,
-    MergeSettings,
     balanced,
     fedavg,
     fedfisher,
@@ -25,10 +23,10 @@ from flwr_fisher.merge import (
     partial_traces,
 )
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
-from flwr_fisher.params import Params, flatten, shares_of, subtract, weighted_mean
+from flwr_fisher.params import flatten, shares_of, subtract, weighted_mean
 
 
-def grouped(seed: int) -> Curvature:
+def grouped(seed):
     """A convolution's of two groups, and a norm's diagonal beside it."""
     A, G = (
         DenseFactor((m := randn(seed + side, 2, n, n, dtype=torch.float64)) @ m.mT)
@@ -43,7 +41,7 @@ def grouped(seed: int) -> Curvature:
     )
 
 
-def layers(seed: int) -> Curvature:
+def layers(seed):
     """Two layers, one of which has a bias; of quite unlike sizes."""
     first = random_kronecker(seed, bias="b")
     second = random_kronecker(seed + 40)
@@ -55,7 +53,7 @@ def layers(seed: int) -> Curvature:
 CASES = {"layers": layers, "grouped": grouped}
 
 
-def clients(name: str, count: int = 4) -> list[LocalPosterior]:
+def clients(name, count=4):
     made = []
     for seed in range(count):
         curvature = CASES[name](10 * seed + 1).scaled(10.0**-seed)
@@ -67,7 +65,7 @@ def clients(name: str, count: int = 4) -> list[LocalPosterior]:
     return made
 
 
-def from_sums(posteriors: list[LocalPosterior], options: MergeSettings) -> Params:
+def from_sums(posteriors, options):
     """Merge as clients and a server would who see sums alone."""
     weights = [p.num_examples for p in posteriors]
     settings = {k: getattr(options, k) for k in ("shrink", "damping", "balance")}
@@ -88,9 +86,9 @@ def from_sums(posteriors: list[LocalPosterior], options: MergeSettings) -> Param
     return merged(mean, iterate, [list(b.shapes) for b in traces.blocks()]).params
 
 
-def summed(curvatures: list[Curvature], weights: list[float]) -> Curvature:
+def summed(curvatures, weights):
     shares = shares_of(weights)
-    blocks: list[Curvature] = []
+    blocks = []
     for parts in zip(*(F.blocks() for F in curvatures), strict=True):
         first = parts[0]
         if isinstance(first, Kronecker):
@@ -114,9 +112,7 @@ def summed(curvatures: list[Curvature], weights: list[float]) -> Curvature:
     [{}, {"shrink": 0.3, "damping": 0.2}, {"anchor": 1.0}, {"anchor": 0.0}],
     ids=str,
 )
-def test_iterations_from_sums_are_those_from_parts(
-    name: str, iterations: int, own: dict[str, float]
-) -> None:
+def test_iterations_from_sums_are_those_from_parts(name, iterations, own):
     options = {"shrink": 0.0, "robust": 0.0, "max_share": 1.0, **own}
     options["iterations"] = iterations
     made = clients(name)
@@ -127,7 +123,7 @@ def test_iterations_from_sums_are_those_from_parts(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_balance_is_by_layer_and_a_clients_own(name: str) -> None:
+def test_balance_is_by_layer_and_a_clients_own(name):
     options = {"shrink": 0.1, "robust": 0.0, "max_share": 1.0, "balance": 1.0}
     options["iterations"] = 3
     made = clients(name)
@@ -137,7 +133,7 @@ def test_balance_is_by_layer_and_a_clients_own(name: str) -> None:
         assert relative(got[key], value) <= 1e-5, key
 
 
-def test_many_iterations_solve_the_dense_system() -> None:
+def test_many_iterations_solve_the_dense_system():
     made = clients("layers", 3)
     options = merge_settings(
         shrink=0.0, balance=0.0, robust=0.0, anchor=0.05, iterations=60, tolerance=0
@@ -162,14 +158,14 @@ def test_many_iterations_solve_the_dense_system() -> None:
         assert relative(moved, step.squeeze(1)) <= 1e-5
 
 
-def test_identical_clients_give_their_model() -> None:
+def test_identical_clients_give_their_model():
     one = clients("grouped", 1)[0]
     got = from_sums([one, one, one], merge_settings(iterations=2))
     for key, value in one.params.items():
         assert relative(got[key], value) <= 1e-12
 
 
-def test_a_layer_without_curvature_stays_at_the_mean() -> None:
+def test_a_layer_without_curvature_stays_at_the_mean():
     made = [
         LocalPosterior(p.params, p.curvature.scaled(0.0), p.num_examples)
         for p in clients("grouped")
@@ -178,12 +174,12 @@ def test_a_layer_without_curvature_stays_at_the_mean() -> None:
     assert all(torch.equal(got[key], mean[key]) for key in mean)
 
 
-def test_what_has_no_partial_traces_is_named() -> None:
+def test_what_has_no_partial_traces_is_named():
     with pytest.raises(StructureError, match=r"\['w'\] is a Dense"):
         partial_traces(random_dense(3, 4, w=(2, 2)))
 
 
-def test_a_block_that_is_not_solved_stays_at_the_mean() -> None:
+def test_a_block_that_is_not_solved_stays_at_the_mean():
     mean = {k: torch.ones(1) for k in "abcd"}
     found = {"a": 1.0, "b": math.nan, "c": 0.0, "d": 1e300}
     step = {k: torch.tensor([v], dtype=torch.float64) for k, v in found.items()}
@@ -202,13 +198,13 @@ def test_a_block_that_is_not_solved_stays_at_the_mean() -> None:
 
 
 @pytest.mark.parametrize(("norms", "unsolved"), [([0.0], []), ([1.0, math.inf], ["a"])])
-def test_where_there_is_nothing_to_solve_nothing_is_unsolved(norms, unsolved) -> None:
+def test_where_there_is_nothing_to_solve_nothing_is_unsolved(norms, unsolved):
     zero = {"a": torch.zeros(1, dtype=torch.float64)}
     iterate = Iterate(zero, {}, {}, [0.0], [norms])
     assert merged({"a": torch.ones(1)}, iterate, [["a"]]).unsolved == unsolved
 
 
-def test_what_is_solved_at_once_or_well_enough_moves_no_more() -> None:
+def test_what_is_solved_at_once_or_well_enough_moves_no_more():
     made = clients("grouped")
     plain = {"shrink": 0.0, "damping": 0.0, "balance": 0.0}
     own = [balanced(p.curvature, **plain) for p in made]

@@ -1,10 +1,7 @@
-from typing import Any
-
 import pytest
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
-    Context,
     Message,
     MetricRecord,
     RecordDict,
@@ -31,19 +28,19 @@ from flwr_fisher.params import weighted_mean
 from flwr_fisher.testing import LocalGrid
 
 
-def train_messages(grid: LocalGrid, *nodes: int) -> list[Message]:
+def train_messages(grid, *nodes):
     content = RecordDict(
         {"arrays": tiny_arrays(), "config": ConfigRecord({"server-round": 1})}
     )
     return [Message(content, node, "train") for node in nodes or grid.nodes]
 
 
-def counting_app() -> ClientApp:
+def counting_app():
     """Replies with how many messages its node has had."""
     app = ClientApp()
 
     @app.query()
-    def query(message: Message, context: Context) -> Message:
+    def query(message, context):
         count = context.state.metric_records.get("count", MetricRecord({"n": 0}))
         context.state["count"] = MetricRecord({"n": int(count["n"]) + 1})
         content = RecordDict({"metrics": MetricRecord({**context.state["count"]})})
@@ -52,11 +49,11 @@ def counting_app() -> ClientApp:
     return app
 
 
-def queries(*nodes: int) -> list[Message]:
+def queries(*nodes):
     return [Message(RecordDict(), node, "query") for node in nodes]
 
 
-def test_nodes_have_random_ids_and_partitions_from_zero() -> None:
+def test_nodes_have_random_ids_and_partitions_from_zero():
     grids = [LocalGrid(tiny_app(), 5) for _ in range(2)]
     for grid in grids:
         assert sorted(grid.nodes.values()) == [0, 1, 2, 3, 4]
@@ -65,8 +62,8 @@ def test_nodes_have_random_ids_and_partitions_from_zero() -> None:
     assert not grids[0].nodes.keys() & grids[1].nodes.keys()
 
 
-def test_a_seed_fixes_ids_and_the_order_of_replies() -> None:
-    def senders(seed: int) -> list[int]:
+def test_a_seed_fixes_ids_and_the_order_of_replies():
+    def senders(seed):
         grid = LocalGrid(tiny_app(), 6, seed=seed)
         replies = grid.send_and_receive(train_messages(grid))
         return [reply.metadata.src_node_id for reply in replies]
@@ -75,7 +72,7 @@ def test_a_seed_fixes_ids_and_the_order_of_replies() -> None:
     assert sorted(senders(1)) != sorted(senders(2))
 
 
-def test_replies_come_in_another_order_than_questions() -> None:
+def test_replies_come_in_another_order_than_questions():
     grid = LocalGrid(tiny_app(), 8, seed=0)
     orders = set()
     for _ in range(4):
@@ -87,17 +84,17 @@ def test_replies_come_in_another_order_than_questions() -> None:
     assert len(orders) > 1
 
 
-def test_node_ids_come_in_an_order_that_means_nothing() -> None:
+def test_node_ids_come_in_an_order_that_means_nothing():
     grid = LocalGrid(tiny_app(), 8, seed=0)
     assert len({tuple(grid.get_node_ids()) for _ in range(4)}) > 1
 
 
-def test_a_client_sees_its_partition_and_the_run_config() -> None:
-    seen: list[Context] = []
+def test_a_client_sees_its_partition_and_the_run_config():
+    seen = []
     app = ClientApp()
 
     @app.query()
-    def query(message: Message, context: Context) -> Message:
+    def query(message, context):
         seen.append(context)
         return Message(RecordDict(), reply_to=message)
 
@@ -108,7 +105,7 @@ def test_a_client_sees_its_partition_and_the_run_config() -> None:
     assert all(c.run_config == {"lr": 0.5} for c in seen)
 
 
-def test_an_exception_becomes_an_error_reply_and_the_others_go_on() -> None:
+def test_an_exception_becomes_an_error_reply_and_the_others_go_on():
     grid = LocalGrid(Watched(tamper={1: fail}), 3)
     replies = list(grid.send_and_receive(train_messages(grid)))
     (bad,) = [reply for reply in replies if reply.has_error()]
@@ -117,24 +114,24 @@ def test_an_exception_becomes_an_error_reply_and_the_others_go_on() -> None:
     assert len(replies) == 3
 
 
-def test_so_does_a_reply_that_cannot_travel() -> None:
+def test_so_does_a_reply_that_cannot_travel():
     grid = LocalGrid(Watched(tamper={1: set_metric("n", 10**30)}), 3)
     replies = list(grid.send_and_receive(train_messages(grid)))
     (bad,) = [reply for reply in replies if reply.has_error()]
     assert bad.metadata.src_node_id == node_of(grid, 1)
 
 
-def test_stopping_the_process_is_not_an_error_reply() -> None:
+def test_stopping_the_process_is_not_an_error_reply():
     grid = LocalGrid(Watched(tamper={0: kill}), 1)
     with pytest.raises(KeyboardInterrupt):
         grid.send_and_receive(train_messages(grid))
 
 
-def test_a_reply_that_answers_another_message_is_an_error_reply() -> None:
+def test_a_reply_that_answers_another_message_is_an_error_reply():
     app = ClientApp()
 
     @app.query()
-    def query(message: Message, context: Context) -> Message:
+    def query(message, context):
         return Message(RecordDict(), reply_to=Message(RecordDict(), reply_to=message))
 
     grid = LocalGrid(app, 2)
@@ -143,11 +140,11 @@ def test_a_reply_that_answers_another_message_is_an_error_reply() -> None:
     assert all("answers another message" in reply.error.reason for reply in replies)
 
 
-def test_contexts_live_on_between_messages_and_apart_from_each_other() -> None:
+def test_contexts_live_on_between_messages_and_apart_from_each_other():
     grid = LocalGrid(counting_app(), 2)
     first, second = grid.nodes
 
-    def counts(*nodes: int) -> list[Any]:
+    def counts(*nodes):
         replies = grid.send_and_receive(queries(*nodes))
         return [metrics_of(reply)["n"] for reply in replies]
 
@@ -157,7 +154,7 @@ def test_contexts_live_on_between_messages_and_apart_from_each_other() -> None:
     assert counts(first) == [3]
 
 
-def test_replies_are_pulled_one_by_one_and_only_once() -> None:
+def test_replies_are_pulled_one_by_one_and_only_once():
     app = Watched()
     grid = LocalGrid(app, 3)
     ids = list(grid.push_messages(train_messages(grid)))
@@ -170,7 +167,7 @@ def test_replies_are_pulled_one_by_one_and_only_once() -> None:
     assert not list(grid.pull_messages(ids))
 
 
-def test_only_what_was_asked_for_is_pulled() -> None:
+def test_only_what_was_asked_for_is_pulled():
     grid = LocalGrid(tiny_app(), 3)
     ids = list(grid.push_messages(train_messages(grid)))
     (reply,) = grid.pull_messages(ids[1:2])
@@ -179,12 +176,12 @@ def test_only_what_was_asked_for_is_pulled() -> None:
     assert not list(grid.pull_messages(["never sent"]))
 
 
-def test_contents_are_copied_both_ways() -> None:
-    kept: list[RecordDict] = []
+def test_contents_are_copied_both_ways():
+    kept = []
     app = ClientApp()
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def train(message, context):
         message.content.config_records["config"]["mine"] = True
         kept.append(message.content)
         return Message(message.content, reply_to=message)
@@ -199,7 +196,7 @@ def test_contents_are_copied_both_ways() -> None:
         assert not any(reply.content is content for content in kept)
 
 
-def test_create_message_is_a_message() -> None:
+def test_create_message_is_a_message():
     grid = LocalGrid(counting_app(), 1)
     (node,) = grid.nodes
     message = grid.create_message(RecordDict(), "query", node, "7")
@@ -209,7 +206,7 @@ def test_create_message_is_a_message() -> None:
     assert reply.metadata.src_node_id == node
 
 
-def test_no_nodes_are_refused() -> None:
+def test_no_nodes_are_refused():
     with pytest.raises(ConfigurationError, match="num_supernodes must be >= 1: 0"):
         LocalGrid(tiny_app(), 0)
 
@@ -217,14 +214,14 @@ def test_no_nodes_are_refused() -> None:
 # Our client under this grid
 
 
-def test_a_query_tells_the_partition() -> None:
+def test_a_query_tells_the_partition():
     grid = LocalGrid(tiny_app(), 4)
     replies = grid.send_and_receive(queries(*grid.nodes))
     reported = {r.metadata.src_node_id: metrics_of(r)["partition-id"] for r in replies}
     assert reported == grid.nodes
 
 
-def test_a_query_tells_nothing_where_there_is_no_partition() -> None:
+def test_a_query_tells_nothing_where_there_is_no_partition():
     grid = LocalGrid(tiny_app(), 2)
     for context in grid._contexts.values():
         del context.node_config["partition-id"]
@@ -233,7 +230,7 @@ def test_a_query_tells_nothing_where_there_is_no_partition() -> None:
 
 
 @pytest.mark.parametrize("partition", [1.5, "hospital-a"])
-def test_a_partition_that_is_no_integer_is_refused(partition: Any) -> None:
+def test_a_partition_that_is_no_integer_is_refused(partition):
     grid = LocalGrid(tiny_app(), 2)
     for context in grid._contexts.values():
         context.node_config["partition-id"] = partition
@@ -241,7 +238,7 @@ def test_a_partition_that_is_no_integer_is_refused(partition: Any) -> None:
         assert f"partition-id is {partition!r}, and must be" in reply.error.reason
 
 
-def local_results(config: dict[str, Any], clients: int) -> ArrayRecord:
+def local_results(config, clients):
     """The average that FedAvg should find, from clients asked one by one."""
     replies = [
         ask(tiny_client(i), config={"server-round": 1, **config}, partition=i)
@@ -260,9 +257,7 @@ def local_results(config: dict[str, Any], clients: int) -> ArrayRecord:
     ],
     ids=["FedAvg", "FedProx"],
 )
-def test_flowers_own_strategies_run_over_it_with_our_client(
-    strategy: FedAvg, config: dict[str, Any]
-) -> None:
+def test_flowers_own_strategies_run_over_it_with_our_client(strategy, config):
     grid = LocalGrid(tiny_app(), 3)
     result = strategy.start(grid, tiny_arrays(), num_rounds=1)
     assert close(drop_counters(result.arrays), drop_counters(local_results(config, 3)))
@@ -270,6 +265,6 @@ def test_flowers_own_strategies_run_over_it_with_our_client(
     assert 0 <= result.evaluate_metrics_clientapp[1]["accuracy"] <= 1
 
 
-def drop_counters(arrays: ArrayRecord) -> ArrayRecord:
+def drop_counters(arrays):
     """FedAvg turns batch norm's integer counters into floats; they are not ours."""
     return ArrayRecord({k: v for k, v in arrays.items() if "num_batches" not in k})

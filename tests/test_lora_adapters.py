@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -13,7 +12,7 @@ import lora_adapters as example
 from flwr_fisher.params import shared_state
 
 
-def test_adapters_begin_as_the_model_and_are_all_that_is_trained() -> None:
+def test_adapters_begin_as_the_model_and_are_all_that_is_trained():
     torch.manual_seed(0)
     base = example.transformer()
     model = example.adapted(shared_state(base), seed=1)
@@ -26,9 +25,7 @@ def test_adapters_begin_as_the_model_and_are_all_that_is_trained() -> None:
     assert torch.equal(model.blocks[0].up.first.weight, other.blocks[0].up.first.weight)
 
 
-def test_the_merge_beats_the_mean_and_each_clients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_merge_beats_the_mean_and_each_clients(monkeypatch):
     monkeypatch.setattr(example, "MOST", 60_000)
     losses = example.run(seed=0, epochs=2, kinds=example.texts())
     assert list(losses) == [

@@ -1,7 +1,6 @@
 """Factors of few directions against their dense twins, and how they are found."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -9,13 +8,11 @@ from fuzz_wire import Largest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import randn, random_like, random_psd, relative
-from torch import Tensor
 
 from flwr_fisher.curvature import Kronecker
 from flwr_fisher.curvature.operators.factors import (
     DenseFactor,
     LowRankFactor,
-    SymmetricFactor,
 )
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.wire.budget import _Matrix, _pack_matrices
@@ -26,9 +23,7 @@ SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples
 F64 = torch.float64
 
 
-def low_rank(
-    seed: int, groups: int, n: int, rank: int, *, rows: bool = False
-) -> LowRankFactor:
+def low_rank(seed, groups, n, rank, *, rows=False):
     directions = randn(seed, groups, n, rank, dtype=F64)
     lengths = randn(seed + 1, groups, rank, dtype=F64).abs()
     rest = randn(seed + 2, groups, n, dtype=F64).square()
@@ -36,11 +31,11 @@ def low_rank(
     return LowRankFactor(directions, lengths, rest, scales)
 
 
-def close(got: Tensor, want: Tensor) -> None:
+def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-def added(factor: SymmetricFactor) -> Tensor:
+def added(factor):
     """Return ones to which a factor was added in place."""
     total = torch.ones(factor.shape).to(factor.diagonal())
     factor.add_to(total)
@@ -56,9 +51,7 @@ def added(factor: SymmetricFactor) -> Tensor:
     seed=st.integers(0, 99),
     rows=st.booleans(),
 )
-def test_a_low_rank_factor_is_its_dense_twin(
-    groups: int, n: int, rank: int, share: float, seed: int, rows: bool
-) -> None:
+def test_a_low_rank_factor_is_its_dense_twin(groups, n, rank, share, seed, rows):
     factor = low_rank(seed, groups, n, min(rank, n), rows=rows)
     twin = DenseFactor(factor.to_dense())
     assert factor.shape == twin.shape
@@ -69,7 +62,7 @@ def test_a_low_rank_factor_is_its_dense_twin(
     close(factor @ right, twin @ right)
     close(left @ factor, left @ twin)
     per_group = torch.linspace(0.5, 2, groups, dtype=F64)
-    changes: list[Any] = [
+    changes = [
         lambda f: f.scaled(share),
         lambda f: f.scaled(per_group),
         lambda f: f.towards_diagonal(share),
@@ -78,7 +71,7 @@ def test_a_low_rank_factor_is_its_dense_twin(
         lambda f: f.mapped(lambda tensor: tensor.float()),
     ]
     for change in changes:
-        changed: SymmetricFactor = change(factor)
+        changed = change(factor)
         assert isinstance(changed, LowRankFactor)
         want = change(twin).to_dense()
         rtol = 1e-5 if want.dtype == torch.float32 else 1e-10
@@ -88,9 +81,7 @@ def test_a_low_rank_factor_is_its_dense_twin(
 
 @SETTINGS
 @given(groups=st.integers(1, 3), n=st.integers(1, 7), share=st.floats(0, 1))
-def test_a_dense_factor_that_was_changed_is_its_matrix_changed(
-    groups: int, n: int, share: float
-) -> None:
+def test_a_dense_factor_that_was_changed_is_its_matrix_changed(groups, n, share):
     matrices = torch.stack([random_psd(n, n, seed) for seed in range(groups)])
     factor = DenseFactor(matrices)
     per_group = torch.linspace(0.5, 2, groups, dtype=F64)
@@ -112,7 +103,7 @@ def test_a_dense_factor_that_was_changed_is_its_matrix_changed(
     close(changed.mapped(lambda tensor: 2 * tensor).matrix, 2 * matrices)
 
 
-def test_directions_may_be_the_integers_as_which_they_travelled() -> None:
+def test_directions_may_be_the_integers_as_which_they_travelled():
     codes = torch.randint(-7, 8, (2, 5, 3), dtype=torch.int8)
     lengths, rest = randn(1, 2, 3).abs(), randn(2, 2, 5).abs()
     factor = LowRankFactor(codes, lengths, rest)
@@ -122,7 +113,7 @@ def test_directions_may_be_the_integers_as_which_they_travelled() -> None:
     assert factor.scaled(2.0).directions is codes
 
 
-def test_a_diagonal_takes_no_second_copy_of_the_directions() -> None:
+def test_a_diagonal_takes_no_second_copy_of_the_directions():
     """A merge asks for those of all clients, and memory let go may not come back."""
     n, rank = 300, 1000
     directions = torch.randint(-7, 8, (1, n, rank), dtype=torch.int8)
@@ -134,7 +125,7 @@ def test_a_diagonal_takes_no_second_copy_of_the_directions() -> None:
     torch.testing.assert_close(found, factor.to_dense().diagonal(dim1=-2, dim2=-1))
 
 
-def test_nothing_of_the_size_of_the_matrix_is_made() -> None:
+def test_nothing_of_the_size_of_the_matrix_is_made():
     """A factor of a million rows would have 10^12 entries."""
     n = 10**6
     rest = torch.ones(1, 1).expand(1, n)
@@ -146,7 +137,7 @@ def test_nothing_of_the_size_of_the_matrix_is_made() -> None:
     assert (changed @ torch.ones(1, n, 1)).shape == (1, n, 1)
 
 
-def clients(rank: int, dense: bool, count: int = 3) -> list[LocalPosterior]:
+def clients(rank, dense, count=3):
     found = []
     for client in range(count):
         A, G = (low_rank(10 * client + s, 1, n, rank) for s, n in ((0, 30), (5, 8)))
@@ -159,9 +150,9 @@ def clients(rank: int, dense: bool, count: int = 3) -> list[LocalPosterior]:
 
 @pytest.mark.parametrize("rank", [0, 1, 4, 8])
 @pytest.mark.parametrize("solver", ["pcg", "cg", "gd", "adam"])
-def test_it_merges_as_its_dense_twin(solver: str, rank: int) -> None:
+def test_it_merges_as_its_dense_twin(solver, rank):
     """Also where few vectors are inverted, and where all together are too many."""
-    options: dict[str, Any] = {"anchor": 0.1, "shrink": 0.2, "damping": 0.1}
+    options = {"anchor": 0.1, "shrink": 0.2, "damping": 0.1}
     options |= {"balance": 0.5, "iterations": 6}
     for more in ({"shrink": 0.0, "damping": 0.0}, {}):
         got, want = (
@@ -176,7 +167,7 @@ def test_it_merges_as_its_dense_twin(solver: str, rank: int) -> None:
 # --- finding leading vectors ----------------------------------------------------------
 
 
-def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
+def with_spectrum(values, seed=0):
     n = len(values)
     basis = torch.linalg.qr(randn(seed, n, n, dtype=F64)).Q
     matrix = (basis * values) @ basis.mT
@@ -185,9 +176,7 @@ def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_leading_vectors_leave_no_more_than_the_bound(
-    power: float, dtype: torch.dtype
-) -> None:
+def test_leading_vectors_leave_no_more_than_the_bound(power, dtype):
     n, k = 700, 60
     spectrum = torch.arange(1, n + 1, dtype=F64) ** -power
     matrices = with_spectrum(spectrum).to(dtype)
@@ -208,7 +197,7 @@ def test_leading_vectors_leave_no_more_than_the_bound(
     torch.testing.assert_close(kept.diagonal(), values[0].double(), rtol=1e-4, atol=0)
 
 
-def test_a_matrix_of_low_rank_is_found_whole() -> None:
+def test_a_matrix_of_low_rank_is_found_whole():
     values = torch.zeros(600, dtype=F64)
     values[:20] = torch.linspace(1, 5, 20, dtype=F64)
     matrices = with_spectrum(values)
@@ -217,7 +206,7 @@ def test_a_matrix_of_low_rank_is_found_whole() -> None:
     assert (found[0, 20:] <= 1e-10).all()
 
 
-def test_small_matrices_are_decomposed_whole() -> None:
+def test_small_matrices_are_decomposed_whole():
     for n, count in itertools.product((1, 5, 512), (1, 4)):
         matrices = random_psd(n, n + 3, 0).unsqueeze(0)
         values, vectors = leading_vectors(matrices, count)
@@ -225,13 +214,13 @@ def test_small_matrices_are_decomposed_whole() -> None:
         close(vectors * values.unsqueeze(-2) @ vectors.mT, matrices)
 
 
-def test_they_are_the_same_in_every_call() -> None:
+def test_they_are_the_same_in_every_call():
     matrices = with_spectrum(torch.arange(1, 601, dtype=F64) ** -1.0).float()
     first, second = (leading_vectors(matrices, 20)[1] for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_zero_and_huge_matrices_have_leading_vectors() -> None:
+def test_zero_and_huge_matrices_have_leading_vectors():
     for scale in (0.0, 1e-30, 1e30):
         matrices = scale * with_spectrum(torch.arange(1, 601, dtype=F64) ** -1.0)
         values, vectors = leading_vectors(matrices.float(), 20)
@@ -240,7 +229,7 @@ def test_zero_and_huge_matrices_have_leading_vectors() -> None:
 
 
 @pytest.mark.parametrize("left", [20_000, 60_000, 150_000])
-def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left: int) -> None:
+def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left):
     """Columns are guessed before they are found, and what is sent fits."""
     spectra = [
         torch.arange(1, n + 1, dtype=F64) ** -p for n, p in ((640, 0.6), (720, 1.2))
@@ -270,14 +259,12 @@ def test_large_matrices_share_the_bytes_much_as_if_all_were_known(left: int) -> 
 @pytest.mark.parametrize(
     ("missing", "cut"), [(5_000, {200}), (30_000, {200, 520}), (300_000, None)]
 )
-def test_few_missing_bytes_decompose_no_large_matrix(
-    monkeypatch: pytest.MonkeyPatch, missing: int, cut: set[int] | None
-) -> None:
+def test_few_missing_bytes_decompose_no_large_matrix(monkeypatch, missing, cut):
     """Each is decomposed once, with as many columns as there is room for."""
     sizes = (900, 520, 200)
-    found: list[int] = []
+    found = []
 
-    def watched(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def watched(matrix, count):
         found.append(matrix.shape[-1])
         return leading_vectors(matrix, count)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
-from flwr.serverapp.strategy import FedAdam, FedAvg, Strategy
+from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from virtual import (
@@ -50,7 +50,7 @@ from flwr_fisher.wire import arrays_to_tensors
 TRAIN = {"evaluate-on": "train"}
 HALF = {"personalise-fraction": 0.5, "personalise-epochs": 2}
 
-STRATEGIES: dict[str, Callable[..., Strategy]] = {
+STRATEGIES = {
     "FedAvg": FedAvg,
     "FedAdam": FedAdam,
     "ours": partial(FedFisherOneShot, codec="lossless"),
@@ -82,7 +82,7 @@ class Remembers(Watched):
 
     def __init__(self, app=None, silent=()):
         super().__init__(app)
-        self.uploads: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self.uploads = {}
         self.silent = set(silent)
 
     def __call__(self, message, context):
@@ -274,7 +274,7 @@ def test_without_classes_there_is_a_loss_and_no_error():
             torch.randn(8, 3, generator=generator),
         )
         loader = DataLoader(data, batch_size=4)
-        loss: Any = F.mse_loss
+        loss = F.mse_loss
         train = LocalSGD(loss_fn=loss)
         return FisherClient(
             nn.Linear(2, 3), loader, train_fn=train, loss_fn=loss,
@@ -390,7 +390,7 @@ def test_fractions_share_the_test_half_and_have_names_of_their_own():
 def test_the_halves_do_not_overlap_and_stay_the_same():
     """With features that tell who an example is."""
     x = torch.arange(20.0).unsqueeze(1).repeat(1, FEATURES)
-    seen: list[list[float]] = []
+    seen = []
 
     class Notes(nn.Linear):
         def forward(self, inputs):
@@ -578,7 +578,7 @@ def test_the_choice_is_made_before_the_first_training():
     grid = LocalGrid(tiny_app(), 8, seed=0)
     nodes = sorted(grid.nodes)
     connected = nodes[:4]
-    grid.get_node_ids = lambda: list(connected)  # type: ignore[method-assign]
+    grid.get_node_ids = lambda: list(connected)
     measured = MeasuredGrid(grid, held_out=0.5)
     assert len(measured.held_out()) == 2
     connected += nodes[4:6]
@@ -745,7 +745,7 @@ def test_a_run_stopped_before_its_measure_is_measured_when_resumed(tmp_path):
         barrier = ClientServerBarrier(grid)
         return combine(lambda r, a: barrier(r, a) if r == 0 else None, evaluate_fn)
 
-    options: dict[str, Any] = {"num_rounds": 1}
+    options = {"num_rounds": 1}
     expected, _ = run(FedFisherOneShot(), ClientServerBarrier, **options)
     options["checkpoint_dir"] = tmp_path
     with pytest.raises(KeyboardInterrupt):

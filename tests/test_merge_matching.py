@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord
 from oracles import randn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +22,7 @@ from flwr_fisher.tasks import make_model
 from flwr_fisher.testing import LocalGrid
 
 
-def net(bias: bool = True) -> nn.Module:
+def net(bias=True):
     """Two convolutions, a flattening, two linear layers."""
     return nn.Sequential(
         nn.Conv2d(2, 6, 3, bias=bias),
@@ -36,16 +36,16 @@ def net(bias: bool = True) -> nn.Module:
     ).double()
 
 
-def images(seed: int = 0, n: int = 12) -> torch.Tensor:
+def images(seed=0, n=12):
     return randn(seed, n, 2, 6, 6, dtype=torch.float64)
 
 
-def drawn(layers, seed: int) -> list[torch.Tensor]:
+def drawn(layers, seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randperm(one.outputs, generator=generator) for one in layers[:-1]]
 
 
-def posterior_of(model: nn.Module, structure: str, n: int = 10) -> LocalPosterior:
+def posterior_of(model, structure, n=10):
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(images(1), torch.zeros(12)), batch_size=4)
     return LocalPosterior(
@@ -53,20 +53,20 @@ def posterior_of(model: nn.Module, structure: str, n: int = 10) -> LocalPosterio
     )
 
 
-def loaded(params, bias: bool = True) -> nn.Module:
+def loaded(params, bias=True):
     model = net(bias)
     model.load_state_dict(dict(params))
     return model
 
 
-def same(left, right, tolerance: float = 1e-12) -> None:
+def same(left, right, tolerance=1e-12):
     assert left.keys() == right.keys()
     for name, value in left.items():
         torch.testing.assert_close(right[name], value, rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_renumbered_network_computes_the_same(bias: bool) -> None:
+def test_a_renumbered_network_computes_the_same(bias):
     torch.manual_seed(0)
     model = net(bias)
     params = shared_state(model)
@@ -79,9 +79,7 @@ def test_a_renumbered_network_computes_the_same(bias: bool) -> None:
 
 @pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_its_curvature_is_that_of_the_renumbered_network(
-    structure: str, bias: bool
-) -> None:
+def test_its_curvature_is_that_of_the_renumbered_network(structure, bias):
     torch.manual_seed(0)
     before = posterior_of(net(bias), structure)
     layers = chain_of(before.params)
@@ -93,7 +91,7 @@ def test_its_curvature_is_that_of_the_renumbered_network(
 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet", "cnn-bias"])
-def test_permuted_copies_match_exactly(name: str) -> None:
+def test_permuted_copies_match_exactly(name):
     params = shared_state(make_model(name, shape=(1, 28, 28), num_classes=10, seed=3))
     layers = chain_of(params)
     for seed in range(3):
@@ -102,7 +100,7 @@ def test_permuted_copies_match_exactly(name: str) -> None:
         same(params, back, 0)
 
 
-def test_the_merge_of_permuted_copies_is_the_network() -> None:
+def test_the_merge_of_permuted_copies_is_the_network():
     torch.manual_seed(0)
     one = posterior_of(net(), "kfac", 30)
     layers = chain_of(one.params)
@@ -114,16 +112,16 @@ def test_the_merge_of_permuted_copies_is_the_network() -> None:
     same(one.params, fedfisher(matched(clients)).params, 1e-9)
 
 
-def small(seed: int) -> dict[str, torch.Tensor]:
+def small(seed):
     torch.manual_seed(seed)
     hidden = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU()
     return shared_state(nn.Sequential(*hidden, nn.Linear(4, 2)).double())
 
 
-def check_nothing_is_nearer(own, other, layers, orders) -> None:
+def check_nothing_is_nearer(own, other, layers, orders):
     """Of no layer any other order brings a network nearer to another."""
 
-    def likeness(orders) -> float:
+    def likeness(orders):
         there = renumbered(own, layers, orders)
         return sum(float((there[k] * other[k]).sum()) for k in there)
 
@@ -133,7 +131,7 @@ def check_nothing_is_nearer(own, other, layers, orders) -> None:
             assert likeness([*orders[:at], torch.tensor(p), *orders[at + 1 :]]) <= most
 
 
-def test_each_client_is_as_near_to_the_mean_of_the_others_as_can_be() -> None:
+def test_each_client_is_as_near_to_the_mean_of_the_others_as_can_be():
     """By their examples; where MergeMany ends."""
     for seed in range(4):
         clients = [plain(small(10 * seed + i), n) for i, n in enumerate((5, 20, 60))]
@@ -157,28 +155,28 @@ def test_each_client_is_as_near_to_the_mean_of_the_others_as_can_be() -> None:
         (nn.LayerNorm(3), "weight"),
     ],
 )
-def test_what_is_no_chain_is_refused_by_name(model: nn.Module, name: str) -> None:
+def test_what_is_no_chain_is_refused_by_name(model, name):
     with pytest.raises(StructureError, match=f"'{name}'"):
         chain_of(shared_state(model))
 
 
-def test_a_dense_curvature_is_refused_with_the_way_out() -> None:
+def test_a_dense_curvature_is_refused_with_the_way_out():
     torch.manual_seed(0)
     client = posterior_of(net(bias=False), "dense")
     with pytest.raises(StructureError, match="take structure='kfac'"):
         matched([client, client])
 
 
-def rival(name: str, seed: int) -> dict[str, torch.Tensor]:
+def rival(name, seed):
     return shared_state(make_model(name, shape=(1, 28, 28), num_classes=10, seed=seed))
 
 
-def plain(params, n: int) -> LocalPosterior:
+def plain(params, n):
     ones = {k: torch.ones_like(v) for k, v in params.items()}
     return LocalPosterior(params, Diagonal(ones), n)
 
 
-def test_clients_that_cannot_be_merged_are_refused() -> None:
+def test_clients_that_cannot_be_merged_are_refused():
     one, other = plain(rival("mlp", 0), 1), plain({"fc1.weight": torch.ones(2, 2)}, 1)
     with pytest.raises(ParamsError, match="no posterior"):
         matched([])
@@ -189,7 +187,7 @@ def test_clients_that_cannot_be_merged_are_refused() -> None:
 # In FedFisher
 
 
-def test_fedfisher_merges_clients_that_did_not_start_from_one_model() -> None:
+def test_fedfisher_merges_clients_that_did_not_start_from_one_model():
     """Each has the server's model with its units in another order, and trains none."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -197,10 +195,10 @@ def test_fedfisher_merges_clients_that_did_not_start_from_one_model() -> None:
     layers = chain_of(params)
     data = TensorDataset(randn(0, 12, 3), torch.arange(12) % 3)
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         orders = drawn(layers, int(context.node_config["partition-id"]))
 
-        def shuffle(model: nn.Module, *_: object) -> dict[str, float]:
+        def shuffle(model, *_):
             model.load_state_dict(renumbered(params, layers, orders))
             return {}
 
@@ -208,7 +206,7 @@ def test_fedfisher_merges_clients_that_did_not_start_from_one_model() -> None:
         own = copy.deepcopy(model)
         return FisherClient(own, loader, train_fn=shuffle, device="cpu")
 
-    def merged(**options: bool) -> torch.Tensor:
+    def merged(**options):
         grid = LocalGrid(make_client_app(client_fn), 3)
         strategy = FedFisherOneShot(
             codec="lossless", fraction_evaluate=0.0, policy=LIFTED, **options
@@ -223,12 +221,12 @@ def test_fedfisher_merges_clients_that_did_not_start_from_one_model() -> None:
 
 
 @pytest.mark.parametrize("options", [{"structure": "dense"}, {"aggregate": "sums"}])
-def test_what_cannot_be_matched_is_refused_at_construction(options) -> None:
+def test_what_cannot_be_matched_is_refused_at_construction(options):
     with pytest.raises(ConfigurationError, match="matching=True needs"):
         FedFisherOneShot(matching=True, **options)
 
 
-def test_a_model_without_a_chain_is_refused_before_training() -> None:
+def test_a_model_without_a_chain_is_refused_before_training():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     grid = LocalGrid(make_client_app(lambda context: None), 3)
     strategy = FedFisherOneShot(matching=True)

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,11 @@ from oracles import (
     random_psd,
     relative,
 )
-from torch import Tensor
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
     Curvature,
     Dense,
-    EigenKronecker,
     Kronecker,
     WeightedSum,
 )
@@ -36,7 +33,7 @@ from flwr_fisher.params import unflatten
 Make = Callable[[int], Curvature]
 
 
-def low_rank(seed: int, rank: int = 2, n: int = 13, m: int = 6) -> Kronecker:
+def low_rank(seed, rank=2, n=13, m=6):
     """Return a layer whose factors are cut to few vectors, of two groups."""
     A, G = (
         LowRankFactor(
@@ -49,14 +46,14 @@ def low_rank(seed: int, rank: int = 2, n: int = 13, m: int = 6) -> Kronecker:
     return Kronecker("w", torch.Size([2 * m, n - 1]), A, G, "b")
 
 
-def mixed(seed: int) -> Curvature:
+def mixed(seed):
     """Return a dense block for some clients, and a layer's for the others."""
     if seed % 2:
         return random_kronecker(seed, bias="b", rank=6)
     return random_dense(seed, 20, w=(4, 3), b=(4,))
 
 
-LAYERS: dict[str, Make] = {
+LAYERS = {
     "kfac": lambda seed: random_kronecker(seed, bias="b", rank=6),
     "groups": lambda seed: random_kronecker(seed, shape=(6, 4), groups=2, rank=6),
     "singular": lambda seed: random_kronecker(seed, rank=1),
@@ -64,7 +61,7 @@ LAYERS: dict[str, Make] = {
     "low-rank": low_rank,
     "nearly whole": lambda seed: low_rank(seed, rank=12),
 }
-KINDS: dict[str, Make] = LAYERS | {
+KINDS = LAYERS | {
     "dense": lambda seed: random_dense(seed, 3, w=(4, 3)),
     "mixed": mixed,
     "two layers": lambda seed: BlockDiagonal(
@@ -75,14 +72,14 @@ layers = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
-def system(make: Make, count: int = 3) -> WeightedSum:
+def system(make, count=3):
     """Return a block's sum over clients, with a mean eigenvalue of 1."""
     terms = [make(i + 1) for i in range(count)]
     total = WeightedSum(terms, [0.2 * (i + 1) for i in range(count)])
     return total.scaled(total.numel() / total.trace())
 
 
-def matrix_of(product: Callable[[Any], Any], curvature: Curvature) -> Tensor:
+def matrix_of(product, curvature):
     """Return the dense matrix of a linear map, column by column."""
     columns = []
     for index in range(curvature.numel()):
@@ -92,7 +89,7 @@ def matrix_of(product: Callable[[Any], Any], curvature: Curvature) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def partial_traces(dense: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+def partial_traces(dense, outputs, inputs):
     """Return the traces over outputs and over inputs, from the matrix itself."""
     four = dense.reshape(outputs, inputs, outputs, inputs)
     return torch.einsum("iaib->ab", four), torch.einsum("iaja->ij", four)
@@ -100,14 +97,11 @@ def partial_traces(dense: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("ridge", [0.01, 0.5])
 @layers
-def test_it_is_the_inverse_of_the_product_of_partial_traces(
-    make: Make, ridge: float
-) -> None:
+def test_it_is_the_inverse_of_the_product_of_partial_traces(make, ridge):
     """Against the same in dense matrices, group by group."""
     total = system(make)
     got = matrix_of(preconditioner(total, ridge), total)
     first = total.terms[0]
-    assert isinstance(first, Kronecker | EigenKronecker)
     groups, outputs, inputs = first.matrix_shape
     rows = unflatten(torch.arange(total.numel()), total.shapes)
     want = torch.zeros_like(got)
@@ -123,18 +117,18 @@ def test_it_is_the_inverse_of_the_product_of_partial_traces(
     assert relative(got, want) <= 1e-10
 
 
-def test_dense_matrices_are_solved_in_one_iteration() -> None:
+def test_dense_matrices_are_solved_in_one_iteration():
     clients = posteriors(KINDS["dense"])
     got = fedfisher(clients, anchor=0.1, tolerance=1e-8)
     assert got.iterations == 1
     assert got.residuals[-1] <= 1e-8
 
 
-def test_one_layers_product_needs_few_iterations() -> None:
+def test_one_layers_product_needs_few_iterations():
     """Clients that see the same inputs sum to a product, but for the ridge."""
     A, shape = random_psd(30, 60, 1).unsqueeze(0), torch.Size([20, 30])
 
-    def same_inputs(seed: int) -> Curvature:
+    def same_inputs(seed):
         return Kronecker("w", shape, A, random_psd(20, 40, seed + 1).unsqueeze(0))
 
     options = {"anchor": 0.01, "tolerance": 1e-6, "iterations": 500}
@@ -152,7 +146,7 @@ def test_one_layers_product_needs_few_iterations() -> None:
     ],
     ids=["plain", "regularised"],
 )
-def test_all_solvers_agree_in_the_end(make: Make, options: dict[str, float]) -> None:
+def test_all_solvers_agree_in_the_end(make, options):
     clients = posteriors(make)
     limits = {"anchor": 0.05, "iterations": 3000, "tolerance": 1e-10, "robust": 0.5}
     limits |= options
@@ -171,7 +165,7 @@ def test_all_solvers_agree_in_the_end(make: Make, options: dict[str, float]) -> 
             assert relative(value, other.params[key]) <= 1e-5
 
 
-def _densely(curvature: Curvature, options: dict[str, float]) -> Curvature:
+def _densely(curvature, options):
     blocks = [
         Dense(block.shapes, block.to_dense())
         for part in curvature.blocks()
@@ -182,7 +176,7 @@ def _densely(curvature: Curvature, options: dict[str, float]) -> Curvature:
     return BlockDiagonal(blocks)
 
 
-def test_other_mixtures_are_divided_by_their_diagonals() -> None:
+def test_other_mixtures_are_divided_by_their_diagonals():
     total = WeightedSum(
         [random_kronecker(1, rank=6), random_dense(2, 20, w=(4, 3))], [0.5, 0.5]
     )
@@ -194,7 +188,7 @@ def test_other_mixtures_are_divided_by_their_diagonals() -> None:
 
 @pytest.mark.parametrize("solver", ["pcg", "cg"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_solved_in_single(dtype: torch.dtype, solver: str) -> None:
+def test_half_precision_is_solved_in_single(dtype, solver):
     """The same numbers, of a layer whose sums in half precision would stand still."""
     clients = posteriors(lambda seed: random_kronecker(seed, shape=(20, 300), rank=60))
     single, half = [], []
@@ -211,20 +205,18 @@ def test_half_precision_is_solved_in_single(dtype: torch.dtype, solver: str) -> 
     assert relative(got.params["w"].float() - mean, step) <= 0.02
 
 
-def test_no_more_than_one_layers_system_is_held(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[weakref.ref[LinearSystem]] = []
-    held: list[int] = []
+def test_no_more_than_one_layers_system_is_held(monkeypatch):
+    made = []
+    held = []
     original = LinearSystem.anchored
 
-    def anchored(*args: Any) -> LinearSystem:
+    def anchored(*args):
         held.append(sum(system() is not None for system in made))
         system = original(*args)
         made.append(weakref.ref(system))
         return system
 
-    def normalised(self: LinearSystem) -> LinearSystem:
+    def normalised(self):
         made.append(weakref.ref(self))
         return self
 
@@ -247,12 +239,12 @@ def test_no_more_than_one_layers_system_is_held(
     ],
 )
 @pytest.mark.parametrize("solver", ["pcg", "cg", "adam"])
-def test_it_merges_where_it_is_told_to(solver: str, device: str) -> None:
+def test_it_merges_where_it_is_told_to(solver, device):
     clients = posteriors(KINDS["two layers"])
-    seen: set[str] = set()
+    seen = set()
     original = LinearSystem.matvec
 
-    def matvec(self: LinearSystem, vector: Any) -> dict[str, Tensor]:
+    def matvec(self, vector):
         seen.update(value.device.type for value in vector.values())
         return original(self, vector)
 

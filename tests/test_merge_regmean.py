@@ -10,32 +10,27 @@ from oracles import (
     random_kronecker,
     relative,
 )
-from torch import Tensor
 
-from flwr_fisher.curvature import BlockDiagonal, Kronecker
+from flwr_fisher.curvature import BlockDiagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import LocalPosterior, fedavg, regmean
 
 
-def root(matrix: Tensor) -> Tensor:
+def root(matrix):
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.mT
 
 
-def least_squares(
-    clients: list[LocalPosterior], layer: int, off_diagonal: float
-) -> list[Tensor]:
+def least_squares(clients, layer, off_diagonal):
     """Return each group's W of least sum p_i |(W - W_i) A_i^(1/2)|^2, of least norm."""
     total = sum(c.num_examples for c in clients)
     blocks = [c.curvature.blocks()[layer] for c in clients]
     first = blocks[0]
-    assert isinstance(first, Kronecker)
     out = first.weight_shape[0] // first.A.shape[0]
     found = []
     for g in range(first.A.shape[0]):
         rows, targets = [], []
         for client, block in zip(clients, blocks, strict=True):
-            assert isinstance(block, Kronecker)
             here = slice(g * out, (g + 1) * out)
             W = client.params[block.weight][here].reshape(out, -1)
             if block.bias is not None:
@@ -63,9 +58,7 @@ def least_squares(
         ((6, 1, 3), "b", 2),
     ],
 )
-def test_regmean_is_least_squares_on_the_inputs(
-    shape: tuple[int, ...], bias: str | None, groups: int, off_diagonal: float
-) -> None:
+def test_regmean_is_least_squares_on_the_inputs(shape, bias, groups, off_diagonal):
     clients = posteriors(
         lambda seed: random_kronecker(seed, shape=shape, bias=bias, groups=groups)
     )
@@ -79,7 +72,7 @@ def test_regmean_is_least_squares_on_the_inputs(
         assert relative(got["b"], torch.cat([W[:, -1] for W in want])) <= 1e-8
 
 
-def test_whole_models_layer_by_layer_and_the_rest_averaged() -> None:
+def test_whole_models_layer_by_layer_and_the_rest_averaged():
     clients = posteriors(random_blocks)
     for i, client in enumerate(clients):
         client.params["buffer"] = randn(i, 2)
@@ -93,7 +86,7 @@ def test_whole_models_layer_by_layer_and_the_rest_averaged() -> None:
         assert torch.equal(got[name], mean[name])
 
 
-def test_identical_clients_keep_their_model() -> None:
+def test_identical_clients_keep_their_model():
     clients = posteriors(random_blocks)
     for client in clients[1:]:
         client.params.update(clients[0].params)
@@ -101,7 +94,7 @@ def test_identical_clients_keep_their_model() -> None:
     assert max(relative(got[k], v) for k, v in clients[0].params.items()) <= 1e-10
 
 
-def test_float32s_rounding_of_singular_factors_is_not_inverted() -> None:
+def test_float32s_rounding_of_singular_factors_is_not_inverted():
     clients = posteriors(lambda s: random_kronecker(s, shape=(5, 200), rank=20))
     single = []
     for c in clients:
@@ -112,7 +105,7 @@ def test_float32s_rounding_of_singular_factors_is_not_inverted() -> None:
     assert relative(regmean(single, off_diagonal=1.0)["w"], want) <= 1e-3
 
 
-def test_regmean_needs_input_factors_and_clients() -> None:
+def test_regmean_needs_input_factors_and_clients():
     for make in (
         lambda seed: random_diagonal(seed, w=(2, 3)),
         lambda seed: BlockDiagonal([random_diagonal(seed, w=(2, 3))]),

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flwr.app import ArrayRecord
 from oracles import CLIENT_CURVATURES, flat, posteriors, randn
 from virtual import (
     LIFTED,
-    Tamper,
     Watched,
     change_array,
     close,
@@ -21,7 +19,7 @@ from virtual import (
 
 from flwr_fisher.curvature import Curvature, Diagonal
 from flwr_fisher.curvature.operators.lazy import shared_blocks
-from flwr_fisher.merge import LocalPosterior, MergeSettings, fedfisher, merge_settings
+from flwr_fisher.merge import LocalPosterior, fedfisher, merge_settings
 from flwr_fisher.merge.weights import JUDGES, layer_weights, without_outliers
 from flwr_fisher.testing import LocalGrid
 
@@ -30,11 +28,11 @@ KINDS = CLIENT_CURVATURES
 all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
-def moved(client: LocalPosterior, factor: float) -> LocalPosterior:
+def moved(client, factor):
     return replace(client, params={k: v * factor for k, v in client.params.items()})
 
 
-def hostile(clients: list[LocalPosterior]) -> dict[str, LocalPosterior]:
+def hostile(clients):
     """Return what the first client may send in its place."""
     first = clients[0]
     spiked = first.curvature.scaled(1e30)
@@ -53,7 +51,7 @@ def hostile(clients: list[LocalPosterior]) -> dict[str, LocalPosterior]:
 
 
 @all_kinds
-def test_distances_are_those_of_a_dense_computation(make: Make) -> None:
+def test_distances_are_those_of_a_dense_computation(make):
     clients = posteriors(make, 5)
     names = list(clients[0].params)
     stacked = {k: torch.stack([c.params[k] for c in clients]) for k in names}
@@ -74,7 +72,7 @@ def test_distances_are_those_of_a_dense_computation(make: Make) -> None:
 
 @all_kinds
 @pytest.mark.parametrize("attack", hostile(posteriors(KINDS["dense"])))
-def test_an_outlier_is_left_out(make: Make, attack: str) -> None:
+def test_an_outlier_is_left_out(make, attack):
     clients = posteriors(make, 7)
     other = posteriors(make, 7)[1:]
     attacked = [hostile(clients)[attack], *other]
@@ -94,7 +92,7 @@ def test_an_outlier_is_left_out(make: Make, attack: str) -> None:
 
 
 @all_kinds
-def test_a_client_cannot_move_its_distance_by_its_own_curvature(make: Make) -> None:
+def test_a_client_cannot_move_its_distance_by_its_own_curvature(make):
     clients = posteriors(make, 5)
     lied = replace(
         clients[0], curvature=clients[0].curvature.scaled(1e12), num_examples=1e18
@@ -105,12 +103,12 @@ def test_a_client_cannot_move_its_distance_by_its_own_curvature(make: Make) -> N
     )
 
 
-def test_buffers_are_measured_too() -> None:
+def test_buffers_are_measured_too():
     clients = [
         replace(client, params={**client.params, "mean": randn(i, 4).double()})
         for i, client in enumerate(posteriors(KINDS["diagonal"], 5))
     ]
-    clients[2].params["mean"].mul_(1e6)  # type: ignore[index]
+    clients[2].params["mean"].mul_(1e6)
     screened = without_outliers(clients, 3.0)
     assert screened.indices == [0, 1, 3, 4]
     assert list(screened.outliers()) == [2]
@@ -120,7 +118,7 @@ def test_buffers_are_measured_too() -> None:
 
 
 @all_kinds
-def test_without_outliers_no_bit_changes(make: Make) -> None:
+def test_without_outliers_no_bit_changes(make):
     clients = posteriors(make, 6)
     want, got = fedfisher(clients), fedfisher(clients, outlier=1e6)
     assert got.shares == want.shares
@@ -128,7 +126,7 @@ def test_without_outliers_no_bit_changes(make: Make) -> None:
     assert all(torch.equal(got.params[k], v) for k, v in want.params.items())
 
 
-def test_counters_are_no_distance() -> None:
+def test_counters_are_no_distance():
     clients = posteriors(KINDS["diagonal"], 5)
     counting = [
         replace(c, params={**c.params, "n": torch.tensor(10**6 if i == 2 else i)})
@@ -138,7 +136,7 @@ def test_counters_are_no_distance() -> None:
     assert before == after
 
 
-def test_many_clients_are_judged_by_some_from_among_all() -> None:
+def test_many_clients_are_judged_by_some_from_among_all():
     clients = [
         replace(c, curvature=c.curvature.scaled(0.0)) if i < 20 else c
         for i, c in enumerate(posteriors(KINDS["diagonal"], 60))
@@ -147,7 +145,7 @@ def test_many_clients_are_judged_by_some_from_among_all() -> None:
     assert 5 not in without_outliers(clients, 5.0).indices
 
 
-def test_of_an_even_number_the_median_is_between_two() -> None:
+def test_of_an_even_number_the_median_is_between_two():
     """The centre is 2, and the distances 2, 1, 1 and 7 of it have the median 1.5."""
     clients = [
         LocalPosterior({"w": torch.tensor([x])}, Diagonal({"w": torch.ones(1)}), 1)
@@ -158,7 +156,7 @@ def test_of_an_even_number_the_median_is_between_two() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_two_have_no_majority(count: int) -> None:
+def test_two_have_no_majority(count):
     clients = posteriors(KINDS["kfac"], 3)[:count]
     clients[0] = moved(clients[0], 1e3)
     want, got = fedfisher(clients), fedfisher(clients, outlier=1.0)
@@ -166,7 +164,7 @@ def test_two_have_no_majority(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 3 * JUDGES + 1])
-def test_the_order_of_clients_does_not_matter(count: int) -> None:
+def test_the_order_of_clients_does_not_matter(count):
     clients = posteriors(KINDS["diagonal"], count)
     clients[0] = moved(clients[0], 1e3)
     got = without_outliers(clients, 5.0)
@@ -180,7 +178,7 @@ def test_the_order_of_clients_does_not_matter(count: int) -> None:
 # --- examples -------------------------------------------------------------------------
 
 
-def test_examples_count_up_to_a_multiple_of_the_median() -> None:
+def test_examples_count_up_to_a_multiple_of_the_median():
     clients = posteriors(KINDS["diagonal"], 5)  # of 10, 20, … 50 examples
     clients[1] = replace(clients[1], num_examples=2.0**62)
     screened = without_outliers(clients, 100.0)
@@ -190,13 +188,13 @@ def test_examples_count_up_to_a_multiple_of_the_median() -> None:
 # --- the cap --------------------------------------------------------------------------
 
 
-def options(**given: float) -> MergeSettings:
+def options(**given):
     return merge_settings(**{"balance": 0.0, "robust": 0.0, **given})
 
 
 @pytest.mark.parametrize("max_share", [0.5, 0.6, 0.9])
 @pytest.mark.parametrize("spike", [1e3, 1e30, 1e300])
-def test_no_client_holds_more_than_its_share(max_share: float, spike: float) -> None:
+def test_no_client_holds_more_than_its_share(max_share, spike):
     traces = [1.0, 2.0, spike, 4.0]
     weights = layer_weights(
         [3, 1, 2, 2], traces, [0.0] * 4, options(max_share=max_share)
@@ -216,18 +214,14 @@ def test_no_client_holds_more_than_its_share(max_share: float, spike: float) -> 
         ([1, 1, 1], [0.0, 0.0, 0.0]),
     ],
 )
-def test_the_cap_leaves_others_bit_for_bit(
-    examples: list[float], traces: list[float]
-) -> None:
+def test_the_cap_leaves_others_bit_for_bit(examples, traces):
     rises = [0.3, 0.2, 0.5, 0.1][: len(examples)]
     free = layer_weights(examples, traces, rises, options(max_share=1.0))
     assert layer_weights(examples, traces, rises, options()) == free
 
 
 @pytest.mark.parametrize("spike", [10.0, 1e30])
-def test_an_outlier_in_curvature_counts_as_a_multiple_of_the_median(
-    spike: float,
-) -> None:
+def test_an_outlier_in_curvature_counts_as_a_multiple_of_the_median(spike):
     traces = [1.0, 2.0, spike, 3.0, 1.0]
     weights = layer_weights([1] * 5, traces, [0.0] * 5, options(outlier=1.5))
     held = [w * t for w, t in zip(weights, traces, strict=True)]
@@ -242,7 +236,7 @@ def test_an_outlier_in_curvature_counts_as_a_multiple_of_the_median(
     )
 
 
-def test_who_alone_is_sure_of_anything_moves_nothing() -> None:
+def test_who_alone_is_sure_of_anything_moves_nothing():
     weights = layer_weights([1, 1, 1], [0.0, 0.0, 1.0], [0.0] * 3, options())
     assert weights == [0.5, 0.5, 0.0]
 
@@ -250,10 +244,8 @@ def test_who_alone_is_sure_of_anything_moves_nothing() -> None:
 # --- the strategy ---------------------------------------------------------------------
 
 
-def test_the_strategy_leaves_out_an_outlier_and_logs_who(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def run(tamper: Tamper, **options: float) -> tuple[ArrayRecord, list[float], str]:
+def test_the_strategy_leaves_out_an_outlier_and_logs_who(caplog):
+    def run(tamper, **options):
         caplog.clear()
         app = Watched(tamper={3: tamper})
         strategy = fedfisher_with(

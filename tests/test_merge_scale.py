@@ -1,7 +1,6 @@
 """A merge of uploads of any scale that floats hold, and solvers that do not solve."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from oracles import (
     random_kronecker,
     relative,
 )
-from torch import Tensor
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Curvature,
     Deferred,
     Dense,
     Diagonal,
@@ -31,7 +28,6 @@ from flwr_fisher.errors import ParamsError, StructureError
 from flwr_fisher.merge import (
     DiagonalSums,
     LocalPosterior,
-    MergeResult,
     add_sums,
     fedavg,
     fedfisher,
@@ -55,10 +51,10 @@ KINDS = [
 ]
 
 
-def low_rank(seed: int) -> Curvature:
+def low_rank(seed):
     """K-FAC as it comes off the wire: small integers, and lengths."""
 
-    def factor(n: int, seed: int) -> LowRankFactor:
+    def factor(n, seed):
         generator = torch.Generator().manual_seed(seed)
         directions = torch.randint(-127, 128, (1, n, 2), generator=generator)
         lengths = torch.rand(1, 2, generator=generator).double() / 100
@@ -69,13 +65,13 @@ def low_rank(seed: int) -> Curvature:
     return Kronecker("w", shape, factor(4, 2 * seed), factor(4, 2 * seed + 1), "b")
 
 
-def make(kind: str) -> Callable[[int], Curvature]:
+def make(kind):
     if kind == "deferred":
         return random_kronecker
     return low_rank if kind == "low-rank" else CURVATURES[kind]
 
 
-def scaled(curvature: Curvature, root: float) -> Curvature:
+def scaled(curvature, root):
     """Return a curvature times `root` squared, in both factors where there are two."""
     if isinstance(curvature, BlockDiagonal):
         return BlockDiagonal([scaled(child, root) for child in curvature.children])
@@ -89,17 +85,17 @@ def scaled(curvature: Curvature, root: float) -> Curvature:
     return curvature.scaled(root**2)
 
 
-def with_scales(clients: Clients, *roots: float) -> Clients:
+def with_scales(clients, *roots):
     return [
         LocalPosterior(c.params, scaled(c.curvature, root), c.num_examples)
         for c, root in zip(clients, roots, strict=True)
     ]
 
 
-def in_single(clients: Clients, kind: str = "") -> Clients:
+def in_single(clients, kind=""):
     """Return clients in float32, the integers of low rank as they are."""
 
-    def single(tensor: Tensor) -> Tensor:
+    def single(tensor):
         return tensor.float() if tensor.is_floating_point() else tensor
 
     return [
@@ -112,13 +108,13 @@ def in_single(clients: Clients, kind: str = "") -> Clients:
     ]
 
 
-def later(curvature: Curvature, kind: str) -> Curvature:
+def later(curvature, kind):
     if kind != "deferred":
         return curvature
     return Deferred(curvature, lambda: curvature)
 
 
-def apart(got: MergeResult, want: MergeResult) -> float:
+def apart(got, want):
     assert not got.unsolved
     assert not want.unsolved
     pairs = zip(got.params.values(), want.params.values(), strict=True)
@@ -130,7 +126,7 @@ def apart(got: MergeResult, want: MergeResult) -> float:
 
 @pytest.mark.parametrize("solver", ["pcg", "cg"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_common_scale_does_not_matter(kind: str, solver: str) -> None:
+def test_a_common_scale_does_not_matter(kind, solver):
     """Down to products of 1e-36, and up to 1e60: as without, in float32."""
     clients = posteriors(make(kind))
     want = fedfisher(in_single(clients), solver=solver)
@@ -152,9 +148,7 @@ def test_a_common_scale_does_not_matter(kind: str, solver: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_clients_scale_is_as_in_exact_arithmetic(
-    kind: str, options: dict[str, float]
-) -> None:
+def test_one_clients_scale_is_as_in_exact_arithmetic(kind, options):
     """Which here is float64's: its range holds what float32's does not."""
     clients = posteriors(make(kind))
     for root in (1e-18, 1e-11, 1e18):
@@ -173,7 +167,7 @@ def test_one_clients_scale_is_as_in_exact_arithmetic(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_balance_a_clients_scale_does_not_matter(kind: str) -> None:
+def test_with_balance_a_clients_scale_does_not_matter(kind):
     """Neither a client that is sure of itself nor one that says so has more say."""
     clients, options = (
         in_single(posteriors(make(kind))),
@@ -185,11 +179,11 @@ def test_with_balance_a_clients_scale_does_not_matter(kind: str) -> None:
         assert apart(got, want) <= 1e-5, root
 
 
-def test_two_identities_of_1e30_take_over_as_far_as_they_weigh() -> None:
+def test_two_identities_of_1e30_take_over_as_far_as_they_weigh():
     """The case that gave NaN: finite, and the product of the factors is 1e60."""
     shape = torch.Size((3, 3))
 
-    def client(value: float, size: float) -> LocalPosterior:
+    def client(value, size):
         eye = size * torch.eye(3).unsqueeze(0)
         F = Kronecker("w", shape, eye, eye)
         return LocalPosterior({"w": torch.full((3, 3), value)}, F, 10)
@@ -209,7 +203,7 @@ def test_two_identities_of_1e30_take_over_as_far_as_they_weigh() -> None:
     assert torch.allclose(adam.params["w"], torch.ones(3, 3), atol=0.01)
 
 
-def test_scales_may_differ_from_layer_to_layer() -> None:
+def test_scales_may_differ_from_layer_to_layer():
     clients = posteriors(random_blocks)
     want = fedfisher(in_single(clients))
     sizes = {"conv.weight": 1e18, "fc.weight": 1e-18, "norm.weight": 1e-14}
@@ -230,8 +224,8 @@ def test_scales_may_differ_from_layer_to_layer() -> None:
     assert apart(fedfisher(in_single(moved)), want) <= 1e-5
 
 
-def test_one_entry_far_out_of_a_diagonal() -> None:
-    def clients(dtype: torch.dtype) -> Clients:
+def test_one_entry_far_out_of_a_diagonal():
+    def clients(dtype):
         entries = [[1e30, 1e-40, 1.0, 0.0], [1.0, 1.0, 1e-40, 1e-30]]
         return [
             LocalPosterior(
@@ -250,7 +244,7 @@ def test_one_entry_far_out_of_a_diagonal() -> None:
 
 @pytest.mark.parametrize("size", [1e-15, 1e15, 1e30])
 @pytest.mark.parametrize("trust", [1.0, 1e9])
-def test_parameters_of_any_scale(size: float, trust: float) -> None:
+def test_parameters_of_any_scale(size, trust):
     clients = posteriors(make("kronecker-bias"))
     want = fedfisher(in_single(clients), trust=trust)
     moved = [
@@ -265,7 +259,7 @@ def test_parameters_of_any_scale(size: float, trust: float) -> None:
     assert not got.unsolved
 
 
-def test_steps_longer_than_any_float() -> None:
+def test_steps_longer_than_any_float():
     """Two clients 4e38 apart in float32, which ends at 3.4e38."""
     one = Diagonal({"w": torch.ones(2)})
     clients = [
@@ -279,7 +273,7 @@ def test_steps_longer_than_any_float() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("root", [2.0**-58, 2.0**58])
-def test_a_power_of_two_changes_no_digit(kind: str, root: float) -> None:
+def test_a_power_of_two_changes_no_digit(kind, root):
     (client,) = in_single(with_scales(posteriors(make(kind), count=1), root))
     got, exponent = rescaled(client.curvature)
     wide = client.curvature.to(dtype=torch.float64).to_dense()
@@ -291,7 +285,7 @@ def test_a_power_of_two_changes_no_digit(kind: str, root: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e6, 1e30])
-def test_sums_of_any_scale(factor: float) -> None:
+def test_sums_of_any_scale(factor):
     clients = in_single(posteriors(make("diagonal")))
     plain = [DiagonalSums.of(client) for client in clients]
     want = fedfisher_from_sums(add_sums(plain))
@@ -311,12 +305,12 @@ def test_sums_of_any_scale(factor: float) -> None:
     assert apart(one, fedfisher(wide, **plain)) <= 1e-5
 
 
-def scaled_sums(client: LocalPosterior, factor: float) -> DiagonalSums:
+def scaled_sums(client, factor):
     F = client.curvature.scaled(factor)
     return DiagonalSums.of(LocalPosterior(client.params, F, client.num_examples))
 
 
-def test_sums_that_float32_cannot_hold() -> None:
+def test_sums_that_float32_cannot_hold():
     """Two of 3e38 make 6e38; and a client's own names its examples."""
     params = {"w": torch.ones(2)}
     F = Diagonal({"w": torch.full((2,), 3e38)})
@@ -330,7 +324,7 @@ def test_sums_that_float32_cannot_hold() -> None:
 # Solvers that do not solve
 
 
-def unsolvable() -> Clients:
+def unsolvable():
     """One layer whose curvature is none: symmetric, and not semi-definite."""
     swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     fine = random_diagonal(1, v=(3,)).to(dtype=torch.float32)
@@ -345,7 +339,7 @@ def unsolvable() -> Clients:
 
 
 @pytest.mark.parametrize("solver", ["pcg", "cg", "gd"])
-def test_what_is_not_solved_is_the_mean_and_named(solver: str) -> None:
+def test_what_is_not_solved_is_the_mean_and_named(solver):
     clients, lines = unsolvable(), []
     merged = fedfisher(clients, solver=solver, progress=lines.append, iterations=400)
     assert merged.unsolved == ["w"]
@@ -362,7 +356,7 @@ def test_what_is_not_solved_is_the_mean_and_named(solver: str) -> None:
     assert not want.unsolved
 
 
-def test_adam_leaves_out_what_does_not_end_finite() -> None:
+def test_adam_leaves_out_what_does_not_end_finite():
     """Its steps know no curvature: only what grows beyond all bounds is left out."""
     clients = unsolvable()
     huge = Dense({"w": torch.Size((2,))}, torch.tensor([[0.0, 3e7], [3e7, 0.0]]))
@@ -378,11 +372,11 @@ def test_adam_leaves_out_what_does_not_end_finite() -> None:
     assert all(map(math.isfinite, merged.residuals))
 
 
-def test_conjugate_gradients_stop_before_what_is_no_number() -> None:
+def test_conjugate_gradients_stop_before_what_is_no_number():
     b = {"w": torch.tensor([1.0, 2.0])}
     calls = []
 
-    def fails_later(vector: dict[str, Tensor]) -> dict[str, Tensor]:
+    def fails_later(vector):
         calls.append(vector)
         bad = float("nan") if len(calls) > 1 else 1.0
         return {"w": bad * torch.tensor([1.0, 3.0]) * vector["w"]}
@@ -393,14 +387,14 @@ def test_conjugate_gradients_stop_before_what_is_no_number() -> None:
     assert solution["w"].isfinite().all()
 
 
-def test_a_solution_that_is_no_number_is_an_error() -> None:
+def test_a_solution_that_is_no_number_is_an_error():
     """`solve` of a sum, by conjugate gradients: NaN is not converged."""
     bad = Dense({"w": torch.Size((2,))}, torch.full((2, 2), float("nan")))
     with pytest.raises(StructureError, match="conjugate gradients"):
         (bad + bad).solve({"w": torch.ones(2)})
 
 
-def test_regmean_of_any_scale() -> None:
+def test_regmean_of_any_scale():
     clients = posteriors(make("kronecker-bias"))
     want = regmean(clients)
     for size in (1e-30, 1e30):
@@ -409,7 +403,7 @@ def test_regmean_of_any_scale() -> None:
         assert max(relative(got[k], want[k]) for k in want) <= 1e-4
 
 
-def test_the_strategy_names_and_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_strategy_names_and_counts(caplog):
     from flwr.app import MetricRecord
 
     strategy = FedFisherOneShot(structure="dense", device="cpu")

@@ -8,10 +8,8 @@ import pickle
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -31,12 +29,12 @@ QUICKSTART = Path(
 )
 
 
-def blocks(page: str, kind: str) -> list[list[str]]:
+def blocks(page, kind):
     found = re.findall(rf"```{kind}\n(.*?)```", PAGES[page], re.DOTALL)
     return [block.splitlines() for block in found]
 
 
-def sides(lines: list[str]) -> tuple[str, str]:
+def sides(lines):
     """A diff's two texts."""
     before = [line[1:] for line in lines if not line.startswith("+")]
     after = [line[1:] for line in lines if not line.startswith("-")]
@@ -47,18 +45,18 @@ def sides(lines: list[str]) -> tuple[str, str]:
 
 
 class Net(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def load_data(partition: int) -> tuple[DataLoader, DataLoader]:
+def load_data(partition):
     generator = torch.Generator().manual_seed(partition)
     x, y = torch.randn(24, 4, generator=generator), torch.arange(24) % 3
     data = TensorDataset(x + 2 * nn.functional.one_hot(y, 4), y)
     return DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=8)
 
 
-def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
+def train(net, loader, epochs, lr):
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     net.train()
     for _ in range(epochs):
@@ -70,7 +68,7 @@ def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
     return float(loss.detach())
 
 
-def test(net: nn.Module, loader: DataLoader) -> tuple[float, float]:
+def test(net, loader):
     net.eval()
     x, y = loader.dataset.tensors
     with torch.no_grad():
@@ -79,25 +77,25 @@ def test(net: nn.Module, loader: DataLoader) -> tuple[float, float]:
     return float(nn.functional.cross_entropy(outputs, y)), float(accuracy)
 
 
-test.__test__ = False  # type: ignore[attr-defined]
+test.__test__ = False
 
 
-def get_weights(net: nn.Module) -> list[Any]:
+def get_weights(net):
     return [value.numpy() for value in net.state_dict().values()]
 
 
-def set_weights(net: nn.Module, weights: list[Any]) -> None:
+def set_weights(net, weights):
     pairs = zip(net.state_dict(), weights, strict=True)
     net.load_state_dict({name: torch.tensor(value) for name, value in pairs})
 
 
 @pytest.fixture
-def my_app(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def my_app(monkeypatch):
     """What the pages' apps import; it notes what comes of a run."""
     module = ModuleType("my_app")
     module.scores, module.states = [], []
 
-    def evaluate(server_round: int, weights: list[Any], config: Any) -> Any:
+    def evaluate(server_round, weights, config):
         net = Net()
         set_weights(net, weights)
         loss, accuracy = test(net, load_data(9)[1])
@@ -113,19 +111,19 @@ def my_app(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         yield module
 
 
-def app_of(text: str) -> Any:
-    namespace: dict[str, Any] = {}
+def app_of(text):
+    namespace = {}
     exec(compile(text, "app.py", "exec"), namespace)
     return namespace["app"]
 
 
-def run(client: Any, server: Any, clients: int = 4, **config: Any) -> None:
+def run(client, server, clients=4, **config):
     grid = LocalGrid(client, clients, run_config=config)
     server(grid, Context(1, 1, {}, RecordDict(), config))
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
-def test_a_numpy_client_app_before_and_after(my_app: Any, side: int, caplog) -> None:
+def test_a_numpy_client_app_before_and_after(my_app, side, caplog):
     caplog.set_level("INFO", logger="flwr")
     client, server = (sides(block)[side] for block in blocks("numpyclient", "diff")[:2])
     run(app_of(client), app_of(server))
@@ -135,7 +133,7 @@ def test_a_numpy_client_app_before_and_after(my_app: Any, side: int, caplog) -> 
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
-def test_a_message_app_before_and_after(my_app: Any, side: int, caplog) -> None:
+def test_a_message_app_before_and_after(my_app, side, caplog):
     caplog.set_level("INFO", logger="flwr")
     client, server = (sides(block)[side] for block in blocks("fedavg", "diff")[:2])
     run(app_of(client), app_of(server))
@@ -146,9 +144,7 @@ def test_a_message_app_before_and_after(my_app: Any, side: int, caplog) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FedFish(", "FAGH(", "FedFisherOneShot("])
-def test_a_fisher_client_takes_the_place_of_a_client_app(
-    my_app: Any, strategy: str
-) -> None:
+def test_a_fisher_client_takes_the_place_of_a_client_app(my_app, strategy):
     server = sides(blocks("fedavg", "diff")[1])[1]
     server = server.replace("import FedFish", f"import {strategy[:-1]}")
     server = server.replace("= FedFish(", f"= {strategy}")
@@ -159,7 +155,7 @@ def test_a_fisher_client_takes_the_place_of_a_client_app(
 # Flower's own apps
 
 
-def hunks(block: list[str]) -> Iterator[tuple[str, str, str]]:
+def hunks(block):
     """Yield (file, old lines, new lines) for each hunk of a page's diff."""
     path, lines = "", list[str]()
     for line in [*block, "@@"]:
@@ -172,11 +168,11 @@ def hunks(block: list[str]) -> Iterator[tuple[str, str, str]]:
             lines.append(line)
 
 
-def apply(page: str, app: str, folder: Path) -> None:
+def apply(page, app, folder):
     """Copy an app with the page's lines changed."""
     if not QUICKSTART.is_dir():
         pytest.skip(f"Flower's own apps are not at {QUICKSTART}")
-    texts: dict[str, str] = {}
+    texts = {}
     for path in sorted((QUICKSTART / app).rglob("*")):
         if path.suffix in (".py", ".toml"):
             name = path.relative_to(QUICKSTART / app).as_posix()
@@ -189,10 +185,10 @@ def apply(page: str, app: str, folder: Path) -> None:
         (folder / name).write_text(text[1:], encoding="utf-8")
 
 
-def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
+def config_of(folder, **changes):
     """An app's run config, as Flower flattens it."""
     text = (folder / "pyproject.toml").read_text(encoding="utf-8")
-    config: dict[str, Any] = {}
+    config = {}
     for key, value in tomllib.loads(text)["tool"]["flwr"]["app"]["config"].items():
         inner = value.items() if isinstance(value, dict) else None
         config |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner}
@@ -201,7 +197,7 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """A place that modules are imported from, and forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -260,7 +256,7 @@ class EasyDict(dict):
 """
 
 
-def without_data(text: str) -> str:
+def without_data(text):
     """A module without what loads data, which is no part of a move."""
     lines, gone = text.splitlines(), set[int]()
     hubs = ("datasets", "flwr_datasets", "torchvision")
@@ -276,7 +272,7 @@ def without_data(text: str) -> str:
     return "\n".join(line for i, line in enumerate(lines) if i not in gone)
 
 
-def instead(folder: Path, name: str, strategy: str) -> None:
+def instead(folder, name, strategy):
     """Another of this library's strategies in a server app."""
     path = folder / name
     text = path.read_text(encoding="utf-8")
@@ -284,7 +280,7 @@ def instead(folder: Path, name: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FedFish", "FedFisherOneShot"])
-def test_flowers_quickstart_moves(folder: Path, strategy: str, caplog) -> None:
+def test_flowers_quickstart_moves(folder, strategy, caplog):
     caplog.set_level("INFO", logger="flwr")
     apply("fedavg", "message-api", folder)
     instead(folder, "pytorchexample/server_app.py", strategy)
@@ -302,7 +298,7 @@ def test_flowers_quickstart_moves(folder: Path, strategy: str, caplog) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FedFish", "FedFisherOneShot"])
-def test_flowers_fedprox_moves(folder: Path, strategy: str, caplog) -> None:
+def test_flowers_fedprox_moves(folder, strategy, caplog):
     caplog.set_level("INFO", logger="flwr")
     apply("numpyclient", "numpy-client", folder)
     instead(folder, "fedprox/server_app.py", strategy)
@@ -337,7 +333,7 @@ def test_flowers_fedprox_moves(folder: Path, strategy: str, caplog) -> None:
     assert "left out" not in caplog.text
 
 
-def test_the_published_apps_are_not_here() -> None:
+def test_the_published_apps_are_not_here():
     """The pages quote the lines that change, and few beside them."""
     for page in PAGES:
         quoted = [line for line in blocks(page, "diff")[2] if line.startswith(" ")]

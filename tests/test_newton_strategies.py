@@ -2,18 +2,15 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord
 from oracles import randn, relative
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
-    Tamper,
     Watched,
     ask,
     change_array,
@@ -39,7 +36,6 @@ from flwr_fisher.strategies import (
     DONE,
     FAGH,
     GIANT,
-    CurvatureResult,
     CurvatureStrategy,
 )
 from flwr_fisher.testing import LocalGrid
@@ -50,45 +46,38 @@ NAN = float("nan")
 CLIENTS = 3
 
 
-def row(kind: Callable[..., CurvatureStrategy], **own: Any) -> Make:
+def row(kind, **own):
     return lambda **options: kind(**{"fraction_evaluate": 0.0, **own, **options})
 
 
-NEWTON: dict[str, Make] = {
+NEWTON = {
     "giant": row(GIANT, lr=0.5, iterations=3),
     "done": row(DONE, lr=0.5, iterations=3, alpha=0.1),
 }
-STRATEGIES: dict[str, Make] = {
+STRATEGIES = {
     f"fagh-{probe}": row(FAGH, lr=0.3, rho=0.5, probe=probe)
     for probe in ("first", "random", "momentum", "none")
 } | NEWTON
 
 
 @pytest.fixture(params=STRATEGIES)
-def make(request: pytest.FixtureRequest) -> Make:
+def make(request):
     return STRATEGIES[request.param]
 
 
 @pytest.fixture(params=NEWTON)
-def newton(request: pytest.FixtureRequest) -> Make:
+def newton(request):
     return NEWTON[request.param]
 
 
-def run(
-    strategy: CurvatureStrategy,
-    app: ClientApp | None = None,
-    clients: int = CLIENTS,
-    arrays: ArrayRecord | None = None,
-    seed: int | None = None,
-    **options: Any,
-) -> CurvatureResult:
+def run(strategy, app=None, clients=CLIENTS, arrays=None, seed=None, **options):
     grid = LocalGrid(tiny_app() if app is None else app, clients, seed=seed)
     start = tiny_arrays() if arrays is None else arrays
     return strategy.start(grid, start, **{"num_rounds": 2, **options})
 
 
 @cache
-def plain(make: Make, *holdings: int) -> CurvatureResult:
+def plain(make, *holdings):
     """What good clients give, without anything special."""
     return run(make(), tiny_app(list(holdings) or [0, 1, 2]))
 
@@ -96,20 +85,20 @@ def plain(make: Make, *holdings: int) -> CurvatureResult:
 # A quadratic: y = x w, mean squared error, 4 weights
 
 
-def plane() -> nn.Module:
+def plane():
     model = nn.Linear(4, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     return model
 
 
-def half(partition: int, same: bool) -> tuple[Tensor, Tensor]:
+def half(partition, same):
     n = 60 if same else 60 + 20 * partition
     x = randn(0 if same else partition, n, 4, dtype=torch.float64)
     return x, randn(10 + partition, n, 1, dtype=torch.float64)
 
 
-def plane_app(same: bool) -> ClientApp:
-    def client_fn(context: Context) -> FisherClient:
+def plane_app(same):
+    def client_fn(context):
         held = TensorDataset(*half(int(context.node_config["partition-id"]), same))
         loader = DataLoader(held, batch_size=32)
         return FisherClient(plane(), loader, loss_fn=F.mse_loss, device="cpu")
@@ -117,7 +106,7 @@ def plane_app(same: bool) -> ClientApp:
     return make_client_app(client_fn)
 
 
-EXACT: dict[str, Make] = {
+EXACT = {
     "giant": row(GIANT, iterations=20),
     "done": row(DONE, iterations=80, alpha=0.4),
 }
@@ -125,9 +114,7 @@ EXACT: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("lost", [None, 1])
-def test_one_round_is_the_mean_of_dense_newton_steps(
-    name: str, lost: int | None
-) -> None:
+def test_one_round_is_the_mean_of_dense_newton_steps(name, lost):
     app = Watched(plane_app(same=False), {} if lost is None else {lost: fail})
     start = ArrayRecord(shared_state(plane()))
     result = run(EXACT[name](), app, 4, start, num_rounds=1)
@@ -145,7 +132,7 @@ def test_one_round_is_the_mean_of_dense_newton_steps(
     assert norm == pytest.approx(float(g.norm()))
 
 
-def test_done_is_its_iterations() -> None:
+def test_done_is_its_iterations():
     app, start = plane_app(same=True), ArrayRecord(shared_state(plane()))
     result = run(DONE(alpha=0.1, iterations=2, lr=0.5), app, 3, start, num_rounds=1)
     x, _ = half(0, same=True)
@@ -162,11 +149,11 @@ def test_done_is_its_iterations() -> None:
 class Ear(Watched):
     """Notes tasks, and what the server sent beside the model."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.heard: list[tuple[str, int, list[str]]] = []
+        self.heard = []
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         if message.metadata.message_type == "train":
             config = message.content.config_records["config"]
             keys = message.content.array_records["arrays"]
@@ -176,7 +163,7 @@ class Ear(Watched):
         return super().__call__(message, context)
 
 
-def test_the_same_clients_get_the_mean_gradient(newton: Make) -> None:
+def test_the_same_clients_get_the_mean_gradient(newton):
     ear = Ear()
     run(newton(fraction_train=0.5), ear, 6, num_rounds=1)
     asked = {
@@ -194,8 +181,8 @@ def test_the_same_clients_get_the_mean_gradient(newton: Make) -> None:
     assert {c["solver"] for c in asks} <= {"giant", "done"}
 
 
-def test_a_client_that_fails_once_is_asked_again(newton: Make) -> None:
-    def fail_gradient(content: RecordDict) -> None:
+def test_a_client_that_fails_once_is_asked_again(newton):
+    def fail_gradient(content):
         if any(k.startswith("gradient/") for k in content.array_records["arrays"]):
             raise ValueError("out of cheese")
 
@@ -208,31 +195,31 @@ def test_a_client_that_fails_once_is_asked_again(newton: Make) -> None:
 # What every strategy that sends derivatives owes
 
 
-def first_of(names: tuple[str, ...], then: Callable[[str], Tamper]) -> Tamper:
+def first_of(names, then):
     """Spoil the first array there is under one of the names."""
 
-    def tamper(content: RecordDict) -> None:
+    def tamper(content):
         keys = content.array_records["arrays"]
         then(next(k for k in keys if k.split("/")[0] in names))(content)
 
     return tamper
 
 
-def vectors(change: Callable[[Any], Any]) -> Tamper:
+def vectors(change):
     names = ("hvp", "gradient", "direction")
     return first_of(names, lambda key: change_array(key, change))
 
 
-def parameters_key(content: RecordDict) -> None:
+def parameters_key(content):
     set_array("3.bias", [1.0, 1.0, 1.0])(content)
 
 
-def drop_a_parameter(content: RecordDict) -> None:
+def drop_a_parameter(content):
     for key in [k for k in content.array_records["arrays"] if "/3.bias" in k]:
         drop_array(key)(content)
 
 
-BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
+BAD_REPLIES = {
     "NaN": (vectors(lambda a: a * NAN), "0.weight': holds NaN or infinity"),
     "shape": (vectors(lambda a: a.T), "0.weight': shape (3, 4)"),
     "dtype": (vectors(lambda a: a.astype("float64")), "0.weight': dtype torch.float64"),
@@ -246,9 +233,7 @@ BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
 
 @pytest.mark.parametrize("kind", ["fagh-first", "giant", "done"])
 @pytest.mark.parametrize("case", BAD_REPLIES)
-def test_a_bad_reply_is_left_out_by_name(
-    kind: str, case: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_reply_is_left_out_by_name(kind, case, caplog):
     make, (tamper, text) = STRATEGIES[kind], BAD_REPLIES[case]
     grid = LocalGrid(Watched(tiny_app([0, 1, 7, 2]), {2: tamper}), 4)
     result = make().start(grid, tiny_arrays(), num_rounds=2)
@@ -263,16 +248,14 @@ def test_a_bad_reply_is_left_out_by_name(
         assert text in line
 
 
-def test_a_product_without_its_gradient_is_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_product_without_its_gradient_is_left_out(caplog):
     app = Watched(tamper={1: drop_array("gradient/3.bias")})
     run(STRATEGIES["fagh-first"](), app)
     assert "left out partition-1" in caplog.text
     assert "'gradient/3.bias': missing" in caplog.text
 
 
-def test_buffers_stay(make: Make) -> None:
+def test_buffers_stay(make):
     before = arrays_to_tensors(tiny_arrays())
     after = arrays_to_tensors(run(make()).arrays)
     assert list(before) == list(after)
@@ -281,8 +264,8 @@ def test_buffers_stay(make: Make) -> None:
         assert torch.equal(value, after[name]) == is_buffer, name
 
 
-def test_frozen_parameters_stay(make: Make) -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_frozen_parameters_stay(make):
+    def client_fn(context):
         client = tiny_client(int(context.node_config["partition-id"]))
         client.problem.model[0].requires_grad_(False)
         return client
@@ -296,7 +279,7 @@ def test_frozen_parameters_stay(make: Make) -> None:
 # Arguments, and a server that asks for what cannot be
 
 
-def test_a_client_names_what_it_was_not_sent() -> None:
+def test_a_client_names_what_it_was_not_sent():
     with pytest.raises(ClientError, match="the server sent no 'gradient'"):
         ask(tiny_client(), config={"job": "direction"})
     with pytest.raises(UnknownNameError, match="unknown solver 'lu'; known: giant, d"):

@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -282,7 +281,7 @@ def test_an_app_gives_the_same_with_the_same_data_on_nodes(app, tmp_path):
                 del grid._contexts[node].node_config["num-partitions"]
                 grid._contexts[node].node_config["data-path"] = str(path)
         load(APPS / app, "server")(grid, Context(1, 1, {}, RecordDict(), sided))
-        metrics: dict[str, Any] = json.loads((where / "metrics.json").read_text())
+        metrics = json.loads((where / "metrics.json").read_text())
         return metrics
 
     simulated = run(tmp_path / "simulation", own=False)["accuracy"]

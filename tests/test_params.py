@@ -1,10 +1,9 @@
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from oracles import randn
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import (
@@ -25,13 +24,13 @@ from flwr_fisher.params import (
 )
 
 
-def pair() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def pair():
     left = {"w": randn(0, 2, 3), "b": randn(1, 2), "s": randn(2)}
     right = {"b": randn(3, 2), "w": randn(4, 2, 3), "s": randn(5)}
     return left, right
 
 
-def test_add_subtract_and_scale_work_by_key_and_keep_the_left_order() -> None:
+def test_add_subtract_and_scale_work_by_key_and_keep_the_left_order():
     left, right = pair()
     for got, want in (
         (add(left, right), {k: left[k] + right[k] for k in left}),
@@ -44,7 +43,7 @@ def test_add_subtract_and_scale_work_by_key_and_keep_the_left_order() -> None:
             torch.testing.assert_close(got[key], value)
 
 
-def test_dot_and_norm_are_those_of_the_flat_vectors() -> None:
+def test_dot_and_norm_are_those_of_the_flat_vectors():
     left, right = pair()
     ordered = {k: right[k] for k in left}
     torch.testing.assert_close(dot(left, right), flatten(left) @ flatten(ordered))
@@ -55,14 +54,14 @@ def test_dot_and_norm_are_those_of_the_flat_vectors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_norm_is_finite_where_its_square_is_not(dtype: torch.dtype) -> None:
+def test_a_norm_is_finite_where_its_square_is_not(dtype):
     large = {"w": torch.full((90_000,), 2.0, dtype=dtype) * 2.0**6}
     assert float(norm(large)) == pytest.approx(128 * 300, rel=1e-2)
     assert norm(large).dtype == dtype
 
 
 @pytest.mark.parametrize("function", [add, subtract, dot, check_same_layout])
-def test_differing_layouts_are_named(function: Callable[..., object]) -> None:
+def test_differing_layouts_are_named(function):
     left, right = pair()
     function(left, right)
     for wrong, culprit in (
@@ -77,18 +76,18 @@ def test_differing_layouts_are_named(function: Callable[..., object]) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_named(value: float) -> None:
+def test_what_is_not_finite_is_named(value):
     params = {"n": torch.tensor([3]), "w": torch.ones(2), "b": torch.tensor([value])}
     with pytest.raises(ParamsError, match="client 2: 'b' holds NaN or infinity"):
         check_finite(params, "client 2")
     check_finite({"n": params["n"], "w": params["w"]}, "client 2")
 
 
-def test_shares_add_up_to_one() -> None:
+def test_shares_add_up_to_one():
     assert shares_of([1, 3.0, 0]) == [0.25, 0.75, 0.0]
 
 
-def test_select_returns_the_same_tensors_in_the_names_order() -> None:
+def test_select_returns_the_same_tensors_in_the_names_order():
     left, _ = pair()
     got = select(left, iter(["s", "w"]))
     assert list(got) == ["s", "w"]
@@ -98,7 +97,7 @@ def test_select_returns_the_same_tensors_in_the_names_order() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8,), (10,), (9, 1), (1, 9)])
-def test_unflatten_names_sizes_that_do_not_fit(shape: tuple[int, ...]) -> None:
+def test_unflatten_names_sizes_that_do_not_fit(shape):
     shapes = {k: v.shape for k, v in pair()[0].items()}
     sizes = rf"shape \({', '.join(map(str, shape))},?\) into 9"
     with pytest.raises(ParamsError, match=sizes):
@@ -108,7 +107,7 @@ def test_unflatten_names_sizes_that_do_not_fit(shape: tuple[int, ...]) -> None:
 # --- weighted_mean --------------------------------------------------------------------
 
 
-def test_the_weighted_mean_is_the_weighted_sum() -> None:
+def test_the_weighted_mean_is_the_weighted_sum():
     clients = [{"w": randn(i, 4, 5, dtype=torch.float64)} for i in range(3)]
     got = weighted_mean(clients, [1, 2, 5])["w"]
     want = (clients[0]["w"] + 2 * clients[1]["w"] + 5 * clients[2]["w"]) / 8
@@ -120,28 +119,26 @@ def test_the_weighted_mean_is_the_weighted_sum() -> None:
 @pytest.mark.parametrize(
     "weights", [[1, 1, 1], [3, 7, 1], [0.1, 0.2, 0.7], [1e-9, 1, 1e9], [5, 0, 0]]
 )
-def test_equal_inputs_come_back_bit_for_bit(
-    dtype: torch.dtype, weights: list[float]
-) -> None:
+def test_equal_inputs_come_back_bit_for_bit(dtype, weights):
     value = randn(0, 1000).mul(1e3).to(dtype)
     got = weighted_mean([{"w": value}] * 3, weights)["w"]
     assert got.dtype == dtype
     assert torch.equal(got, value)
 
 
-def test_the_mean_sums_in_float64() -> None:
+def test_the_mean_sums_in_float64():
     clients = [{"w": torch.tensor([x])} for x in (1.0, 1e8, -1e8)]
     assert weighted_mean(clients, [1, 1, 1])["w"].item() == pytest.approx(1 / 3)
 
 
-def test_integers_are_rounded_to_the_nearest() -> None:
+def test_integers_are_rounded_to_the_nearest():
     clients = [{"n": torch.tensor([0, 10, 100])}, {"n": torch.tensor([3, 11, 100])}]
     got = weighted_mean(clients, [1, 3])["n"]
     assert got.dtype == torch.int64
     assert got.tolist() == [2, 11, 100]
 
 
-def test_weights_scale_and_a_zero_weight_drops_its_client() -> None:
+def test_weights_scale_and_a_zero_weight_drops_its_client():
     left, right = pair()
     once, ten = (
         weighted_mean([left, right], [1, 3]),
@@ -156,13 +153,13 @@ def test_weights_scale_and_a_zero_weight_drops_its_client() -> None:
 @pytest.mark.parametrize(
     "weights", [[0, 0], [-1, 2], [1, math.nan], [math.nan, 1], [1, math.inf], [-1, -1]]
 )
-def test_unusable_weights_are_named(weights: list[float]) -> None:
+def test_unusable_weights_are_named(weights):
     with pytest.raises(ParamsError, match="weights must be >= 0") as caught:
         weighted_mean([*pair()], weights)
     assert str(weights) in str(caught.value)
 
 
-def test_a_mean_needs_clients_one_weight_each_and_one_layout() -> None:
+def test_a_mean_needs_clients_one_weight_each_and_one_layout():
     left, right = pair()
     with pytest.raises(ParamsError, match="0 sets of params for 0 weights"):
         weighted_mean([], [])
@@ -178,7 +175,7 @@ def test_a_mean_needs_clients_one_weight_each_and_one_layout() -> None:
 class Partly(nn.Module):
     """A frozen body, a buffer that is saved, one that is not, and a trained head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Linear(3, 4).requires_grad_(False)
         self.norm = nn.BatchNorm1d(4)
@@ -187,12 +184,12 @@ class Partly(nn.Module):
         self.head.bias.requires_grad_(False)
 
 
-def test_trainable_names_leave_frozen_parameters_out() -> None:
+def test_trainable_names_leave_frozen_parameters_out():
     assert trainable_names(Partly()) == ["norm.weight", "norm.bias", "head.weight"]
     assert trainable_names(nn.ReLU()) == []
 
 
-def test_shared_state_is_what_is_trained_and_the_saved_buffers() -> None:
+def test_shared_state_is_what_is_trained_and_the_saved_buffers():
     model = Partly()
     assert list(shared_state(model)) == [
         "norm.weight",
@@ -204,7 +201,7 @@ def test_shared_state_is_what_is_trained_and_the_saved_buffers() -> None:
     ]
 
 
-def test_shared_state_of_a_fully_trained_model_is_its_state_dict() -> None:
+def test_shared_state_of_a_fully_trained_model_is_its_state_dict():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     shared, state = shared_state(model), model.state_dict()
     assert list(shared) == list(state)
@@ -212,7 +209,7 @@ def test_shared_state_of_a_fully_trained_model_is_its_state_dict() -> None:
     assert not any(tensor.requires_grad for tensor in shared.values())
 
 
-def test_a_tied_weight_is_shared_under_one_name_and_frozen_under_none() -> None:
+def test_a_tied_weight_is_shared_under_one_name_and_frozen_under_none():
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
     model[1].weight = model[0].weight
     assert list(shared_state(model)) == ["0.weight"]

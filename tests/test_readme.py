@@ -23,7 +23,7 @@ PAGES = (README, *sorted(DOCS.glob("*.md")))
 ALONE = ("crashes", "hostile-clients", "secure-sums")  # whose blocks need nothing
 
 
-def blocks(page: Path) -> list[str]:
+def blocks(page):
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
@@ -31,11 +31,11 @@ CLIENT, SERVER = blocks(README)
 
 
 class Net(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def load_data(partition: int) -> tuple[DataLoader, DataLoader]:
+def load_data(partition):
     generator = torch.Generator().manual_seed(partition)
     x, y = torch.randn(24, 4, generator=generator), torch.arange(24) % 3
     data = TensorDataset(x + 2 * nn.functional.one_hot(y, 4), y)
@@ -43,7 +43,7 @@ def load_data(partition: int) -> tuple[DataLoader, DataLoader]:
 
 
 @pytest.fixture
-def my_app(monkeypatch) -> ModuleType:
+def my_app(monkeypatch):
     module = ModuleType("my_app")
     module.Net, module.load_data = Net, load_data
     monkeypatch.setitem(sys.modules, "my_app", module)
@@ -72,7 +72,7 @@ def test_the_test_examples_run(my_app, tmp_path, monkeypatch):
         exec(code, module.__dict__)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("HOME", str(tmp_path))
-    namespace: dict[str, object] = {}
+    namespace = {}
     first, second = blocks(DOCS / "testing.md")
     exec(first, namespace)
     assert set(namespace["result"].arrays) == set(shared_state(Net()))
@@ -94,7 +94,7 @@ def test_the_examples_without_flower_run(tmp_path):
 
 
 def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):
-    client: dict[str, object] = {}
+    client = {}
     exec(CLIENT, client)
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=5)}
     exec(blocks(DOCS / "fedfish.md")[0], namespace)
@@ -104,7 +104,7 @@ def test_the_many_rounds_example_runs_and_measures(my_app, monkeypatch):
 
 
 def test_methods_compare_as_the_readme_says(my_app, tmp_path, monkeypatch):
-    client: dict[str, object] = {}
+    client = {}
     exec(CLIENT.replace("epochs=30", "epochs=1"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=4)}
@@ -117,7 +117,7 @@ def test_methods_compare_as_the_readme_says(my_app, tmp_path, monkeypatch):
 
 
 def test_the_one_shot_example_tells_the_clients_shares(my_app):
-    client: dict[str, object] = {}
+    client = {}
     exec(CLIENT.replace("epochs=30", "epochs=1"), client)
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
     exec(blocks(DOCS / "fedfisher.md")[0], namespace)
@@ -125,7 +125,7 @@ def test_the_one_shot_example_tells_the_clients_shares(my_app):
 
 
 def test_both_examples_of_a_head_in_closed_form_find_the_same(my_app):
-    client: dict[str, object] = {}
+    client = {}
     exec(CLIENT, client)
     loaders = [load_data(partition)[0] for partition in range(3)]
     grid = LocalGrid(client["app"], num_supernodes=3)
@@ -140,7 +140,7 @@ def test_both_examples_of_a_head_in_closed_form_find_the_same(my_app):
 def test_one_app_of_clients_answers_all_methods_of_many_rounds(
     my_app, tmp_path, monkeypatch
 ):
-    client: dict[str, object] = {}
+    client = {}
     exec(CLIENT.replace("epochs=30", "epochs=1, momentum=0"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
@@ -159,7 +159,7 @@ def test_the_other_merges_run():
 
 
 def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkeypatch):
-    client: dict[str, object] = {}
+    client = {}
     exec(CLIENT.replace("epochs=30", "epochs=1"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def test_the_two_stages_example_runs_and_leaves_a_model(my_app, tmp_path, monkey
 def test_the_watched_run_leaves_a_table_and_the_best_model(
     my_app, tmp_path, monkeypatch
 ):
-    client: dict[str, object] = {}
+    client = {}
     exec(CLIENT.replace("epochs=30", "epochs=1"), client)
     monkeypatch.setenv("HOME", str(tmp_path))
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=3)}
@@ -220,7 +220,7 @@ def test_every_link_leads_somewhere(page):
 def test_the_table_of_options_has_the_merges_defaults():
     page = (DOCS / "options.md").read_text()
     table = page.split("`FedFisherOneShot` takes")[1].split("`FedFish` takes")[0]
-    shown: dict[str, str] = {}
+    shown = {}
     for names, values in re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE):
         shown |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=False)
     options = merge_settings()

@@ -23,7 +23,7 @@ RUN = {
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that were saved."""
-    figures: list[Figure] = []
+    figures = []
     save = Figure.savefig
 
     def keep(self, *args, **kwargs):
@@ -60,7 +60,7 @@ def test_metrics_by_round_say_where_they_come_from():
 
 def test_they_reach_metrics_json(tmp_path):
     rounds = {n: {"server": dict(RUN[n % 3])} for n in range(11)}
-    empty: dict[str, float] = {}
+    empty = {}
     folder = ReportDir(tmp_path)
     folder.metrics(accuracy=empty, bytes=empty, seconds=empty, config={}, rounds=rounds)
     written = json.loads((tmp_path / "metrics.json").read_text())
@@ -96,7 +96,6 @@ def test_several_runs_and_metrics_are_drawn(tmp_path, drawn):
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["FedFish", "FedAvg"]
     inner = figure.axes[1].get_legend()
-    assert inner is not None
     names = [text.get_text() for text in inner.get_texts()]
     assert names == ["personalised", "accuracy"]
     assert figure.axes[1].get_ylabel() == "accuracy, %"

@@ -4,10 +4,8 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,14 +24,14 @@ def scripts():
 
 
 @pytest.mark.parametrize("name", ["README.md", "chooser.md"])
-def test_a_page_is_what_make_results_writes(name: str) -> None:
+def test_a_page_is_what_make_results_writes(name):
     import summary
 
     written = (BENCHMARKS / "results" / name).read_text()
     assert written == summary.PAGES[name]() + "\n", "it is stale: run `make results`"
 
 
-def test_every_recommendation_is_what_its_table_says() -> None:
+def test_every_recommendation_is_what_its_table_says():
     import summary
 
     numbers = cache(summary.numbers_of)
@@ -43,7 +41,7 @@ def test_every_recommendation_is_what_its_table_says() -> None:
         assert (BENCHMARKS / "results" / f"{choice.page}.md").exists()
 
 
-def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason() -> None:
+def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason():
     import summary
 
     papers = tomllib.loads(summary.PAPERS.read_text())
@@ -58,16 +56,14 @@ def test_every_figure_of_the_papers_has_a_word_and_those_not_run_a_reason() -> N
             assert "data" not in said or where not in readers, where
 
 
-def runs() -> dict[str, str]:
+def runs():
     papers = tomllib.loads((BENCHMARKS / "papers.toml").read_text())
     said = [each for paper in papers.values() for each in list(paper.values())[1:]]
     return {each["run"]: each["data"] for each in said if "run" in each}
 
 
 @pytest.mark.parametrize(("command", "data"), runs().items())
-def test_a_command_for_data_that_are_not_here_would_run(
-    command: str, data: str
-) -> None:
+def test_a_command_for_data_that_are_not_here_would_run(command, data):
     flwr, run, app, *options = shlex.split(command)
     assert [flwr, run] == ["flwr", "run"]
     project = tomllib.loads((BENCHMARKS.parent / app / "pyproject.toml").read_text())
@@ -89,7 +85,7 @@ def test_a_command_for_data_that_are_not_here_would_run(
     assert "alpha" not in given or "dirichlet" in partition
 
 
-def test_no_page_quotes_a_figure_that_the_results_have_not() -> None:
+def test_no_page_quotes_a_figure_that_the_results_have_not():
     import summary
 
     for path in summary.QUOTING:
@@ -97,7 +93,7 @@ def test_no_page_quotes_a_figure_that_the_results_have_not() -> None:
         assert made == path.read_text(), f"{path.name} is stale: run `make results`"
 
 
-def test_the_readme_quotes_the_one_shot_table_and_five_figures_of_the_papers() -> None:
+def test_the_readme_quotes_the_one_shot_table_and_five_figures_of_the_papers():
     readme = (BENCHMARKS.parent / "README.md").read_text()
     quoted = dict(
         re.findall(r"<!--= (\S+)[^\n]* -->\n(.*?)<!--=-->", readme, re.DOTALL)
@@ -126,7 +122,7 @@ PAGE = """# A page
 
 
 @pytest.fixture
-def requoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def requoted(monkeypatch, tmp_path):
     from harness import quotes
 
     quotes._tables_of.cache_clear()
@@ -134,7 +130,7 @@ def requoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     (tmp_path / "some.md").write_text(PAGE)
     page = tmp_path / "page.md"
 
-    def write(text: str) -> str:
+    def write(text):
         page.write_text(text)
         return quotes.requoted(page, {"words": lambda *names: [*names]})
 

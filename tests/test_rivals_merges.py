@@ -14,7 +14,7 @@ from rivals.fedlpa import ADDED, descended
 from rivals.otfusion import transport
 from rivals.pfnm import _Units
 from test_merge_matching import drawn, plain, rival, same, small
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.curvature import BlockDiagonal, Kronecker, fisher
@@ -27,7 +27,7 @@ from flwr_fisher.randomness import random_stream
 # PFNM
 
 
-def test_every_term_of_an_assignments_gain_counts() -> None:
+def test_every_term_of_an_assignments_gain_counts():
     """Against all assignments of two units to three that are there, or to new ones."""
     J, prior = 5, torch.zeros(3, dtype=torch.float64)
     for seed in range(200):
@@ -40,9 +40,8 @@ def test_every_term_of_an_assignments_gain_counts() -> None:
         place = model._add(own, total.clone(), count.clone(), prior, J)[2]
 
         def gain(
-            assigned: tuple[int, ...], own=own, total=total, count=count,
-            sigma=sigma, sigma0=sigma0, gamma=gamma,
-        ) -> float:  # fmt: skip
+            assigned, own=own, total=total, count=count,
+            sigma=sigma, sigma0=sigma0, gamma=gamma) :  # fmt: skip
             value = 0.0
             for w, i in zip(own, assigned, strict=True):
                 before, members = prior, 0
@@ -62,7 +61,7 @@ def test_every_term_of_an_assignments_gain_counts() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "lenet", "cnn-bias"])
 @pytest.mark.parametrize("merge", [pfnm, otfusion])
-def test_permuted_copies_match_exactly(merge, name: str) -> None:
+def test_permuted_copies_match_exactly(merge, name):
     """With a flat prior the mean of copies is the network, in the first one's order."""
     params = rival(name, 3)
     layers = chain_of(params)
@@ -73,7 +72,7 @@ def test_permuted_copies_match_exactly(merge, name: str) -> None:
 
 
 @pytest.mark.parametrize("sigma0", [1.0, 4.0])
-def test_the_prior_draws_units_to_zero(sigma0: float) -> None:
+def test_the_prior_draws_units_to_zero(sigma0):
     params = rival("mlp", 0)
     merged = pfnm([plain(params, 1)] * 3, gamma=1e-6, sigma0=sigma0)
     share = 3 / (3 + 1 / sigma0)
@@ -82,9 +81,7 @@ def test_the_prior_draws_units_to_zero(sigma0: float) -> None:
     torch.testing.assert_close(merged["fc1.bias"], bias)
 
 
-def test_unlike_units_make_the_network_wider_and_keep_each_client(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unlike_units_make_the_network_wider_and_keep_each_client(monkeypatch):
     """Units far apart stay apart, and the outputs are the mean of the clients'."""
     nets, clients = [], []
     for seed in range(2):
@@ -104,7 +101,7 @@ def test_unlike_units_make_the_network_wider_and_keep_each_client(
     assert len(pfnm(clients, sigma=1e-3, sigma0=1e3)["0.weight"]) == 8
 
 
-def test_a_network_without_hidden_layers_is_averaged() -> None:
+def test_a_network_without_hidden_layers_is_averaged():
     clients = [plain(shared_state(nn.Linear(3, 2)), n) for n in (1, 3)]
     same(fedavg(clients), pfnm(clients), 0)
 
@@ -112,7 +109,7 @@ def test_a_network_without_hidden_layers_is_averaged() -> None:
 # OTFusion
 
 
-def test_each_layers_transport_is_the_cheapest_of_all_permutations() -> None:
+def test_each_layers_transport_is_the_cheapest_of_all_permutations():
     """To the client with the most examples, on inputs that were transported before."""
     clients = [plain(small(s), n) for s, n in ((0, 10), (1, 30))]
     one, other = (client.params for client in clients)
@@ -125,7 +122,7 @@ def test_each_layers_transport_is_the_cheapest_of_all_permutations() -> None:
         )
         columns = torch.cat([columns[:, inputs], columns[:, -1:]], 1)
 
-        def cost(places: tuple[int, ...], rows=rows, columns=columns) -> float:
+        def cost(places, rows=rows, columns=columns):
             return float((rows - columns[list(places)]).norm(dim=1).sum())
 
         assert tuple(order.tolist()) == min(permutations(range(len(rows))), key=cost)
@@ -137,11 +134,11 @@ def test_each_layers_transport_is_the_cheapest_of_all_permutations() -> None:
 # FedLPA
 
 
-def eye(n: int) -> Tensor:
+def eye(n):
     return torch.eye(n, dtype=torch.float64)
 
 
-def clients(bias: bool = True) -> list[LocalPosterior]:
+def clients(bias=True):
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
@@ -155,7 +152,7 @@ def clients(bias: bool = True) -> list[LocalPosterior]:
     return found
 
 
-def terms_of(posteriors: list[LocalPosterior], at: int, s: int = 1):
+def terms_of(posteriors, at, s=1):
     """Return each client's share, factors with what is added, and weights."""
     total = sum(p.num_examples for p in posteriors)
     for posterior in posteriors:
@@ -167,7 +164,7 @@ def terms_of(posteriors: list[LocalPosterior], at: int, s: int = 1):
         yield posterior.num_examples / total, A, B, W
 
 
-def one_by_one(posteriors: list[LocalPosterior], at: int, steps: int, s: int) -> Tensor:
+def one_by_one(posteriors, at, steps, s):
     """The released loop: the mean squared error's gradient, at a rate of 1."""
     terms = list(terms_of(posteriors, at, s))
     Z = sum(p * B @ W @ A for p, A, B, W in terms)
@@ -183,7 +180,7 @@ def one_by_one(posteriors: list[LocalPosterior], at: int, steps: int, s: int) ->
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 400])
-def test_the_steps_are_the_released_ones(steps: int, bias: bool) -> None:
+def test_the_steps_are_the_released_ones(steps, bias):
     assert pytest.approx((1 - 0.999) ** 0.5) == ADDED
     posteriors = clients(bias)
     merged = fedlpa(posteriors, steps=steps, positions={"0.weight": 4})
@@ -195,7 +192,7 @@ def test_the_steps_are_the_released_ones(steps: int, bias: bool) -> None:
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
-def test_their_fixed_point_is_the_dense_solve() -> None:
+def test_their_fixed_point_is_the_dense_solve():
     posteriors = clients()
     merged = fedlpa(posteriors, steps=10**12)
     matrix, rhs = 0.0, 0.0
@@ -210,7 +207,7 @@ def test_their_fixed_point_is_the_dense_solve() -> None:
     assert torch.equal(descended(lambda x: x, z, z, rate=0.1, steps=5), z)
 
 
-def test_what_has_no_factors_is_averaged() -> None:
+def test_what_has_no_factors_is_averaged():
     posteriors = [
         replace(p, params={**p.params, "scale": torch.full((2,), float(i))})
         for i, p in enumerate(clients())
@@ -218,7 +215,7 @@ def test_what_has_no_factors_is_averaged() -> None:
     assert torch.equal(fedlpa(posteriors)["scale"], fedavg(posteriors)["scale"])
 
 
-def test_what_cannot_be_solved_is_refused() -> None:
+def test_what_cannot_be_solved_is_refused():
     first, *others = clients()
     for blocks in (
         list(first.curvature.blocks())[k] for k in (slice(1), slice(None, None, -1))
@@ -242,13 +239,13 @@ def test_what_cannot_be_solved_is_refused() -> None:
         (fedlpa, {"added": -0.1}),
     ],
 )
-def test_arguments_are_checked(merge, argument) -> None:
+def test_arguments_are_checked(merge, argument):
     with pytest.raises(ConfigurationError, match=next(iter(argument))):
         merge([plain(rival("mlp", 0), 1)], **argument)
 
 
 @pytest.mark.parametrize("merge", [pfnm, otfusion])
-def test_clients_that_cannot_be_merged_are_refused(merge) -> None:
+def test_clients_that_cannot_be_merged_are_refused(merge):
     one, other = plain(rival("mlp", 0), 1), plain({"fc1.weight": torch.ones(2, 2)}, 1)
     with pytest.raises(ParamsError, match="no posterior"):
         merge([])

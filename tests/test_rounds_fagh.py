@@ -1,7 +1,5 @@
 """FAGH's step against a dense solve, and what could make it infinite."""
 
-from typing import Any
-
 import pytest
 import torch
 from oracles import cut, flat, randn, relative, seeded
@@ -9,40 +7,38 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature import gradient_and_hvp
 from flwr_fisher.params import dot
-from flwr_fisher.rounds import FaghStep, fagh_step
+from flwr_fisher.rounds import fagh_step
 
 SHAPES = {"w": torch.Size((3, 2)), "b": torch.Size((4,))}
 D = 10
 Tensors = dict[str, Tensor]
 
 
-def vector(seed: int, dtype: torch.dtype = torch.float64) -> Tensors:
+def vector(seed, dtype=torch.float64):
     return cut(
         randn(seed, D, dtype=dtype), {k: torch.empty(s) for k, s in SHAPES.items()}
     )
 
 
-def spd(seed: int) -> Tensor:
+def spd(seed):
     rows = randn(seed, 2 * D, D, dtype=torch.float64)
     return rows.mT @ rows / D
 
 
-def times(H: Tensor, u: Tensors) -> Tensors:
+def times(H, u):
     return cut(H @ flat(u), u)
 
 
-def unit(u: Tensors) -> Tensors:
+def unit(u):
     return cut(flat(u) / flat(u).norm(), u)
 
 
-def dense_direction(G: Tensor, V: Tensor, c: float, rho: float) -> Tensor:
+def dense_direction(G, V, c, rho):
     H = torch.outer(V, V) / c
     return torch.linalg.solve(H + rho * torch.eye(len(V), dtype=V.dtype), G)
 
 
-def first_step(
-    params: Tensors, g: Tensors, v: Tensors, c: float, **changes: Any
-) -> FaghStep:
+def first_step(params, g, v, c, **changes):
     return fagh_step(params, g, v, c, None, **{"t": 1, "lr": 0.1, "rho": 0.5} | changes)
 
 
@@ -50,7 +46,7 @@ def first_step(
     ("rho", "exact"), [(1.0, 1e-12), (0.1, 1e-12), (1e-3, 1e-10), (1e-9, 1e-5)]
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_one_step_is_the_dense_solution(seed: int, rho: float, exact: float) -> None:
+def test_one_step_is_the_dense_solution(seed, rho, exact):
     params, g, u = vector(seed), vector(10 + seed), unit(vector(20 + seed))
     v = times(spd(seed), u)
     c = float(dot(u, v))
@@ -63,9 +59,7 @@ def test_one_step_is_the_dense_solution(seed: int, rho: float, exact: float) -> 
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.0, 0.0), (0.5, 0.0), (0.0, 0.9)])
-def test_moments_are_means_with_their_bias_corrected(
-    betas: tuple[float, float],
-) -> None:
+def test_moments_are_means_with_their_bias_corrected(betas):
     params, moments, u = vector(0), None, unit(vector(1))
     G, V = (torch.zeros(D, dtype=torch.float64) for _ in range(2))
     for t in range(1, 6):
@@ -85,7 +79,7 @@ def test_moments_are_means_with_their_bias_corrected(
         params, moments = step.params, step.moments
 
 
-def test_a_moving_probe_averages_its_curvature_beside_it() -> None:
+def test_a_moving_probe_averages_its_curvature_beside_it():
     probes = [unit(vector(s)) for s in (1, 2)]
     products = [times(spd(3), u) for u in probes]
     curvatures = [float(dot(u, v)) for u, v in zip(probes, products, strict=True)]
@@ -116,7 +110,7 @@ def test_a_moving_probe_averages_its_curvature_beside_it() -> None:
     assert relative(flat(step.direction), alone) <= 1e-10
 
 
-def plain(step: FaghStep, params: Tensors, g: Tensors, rho: float = 0.5) -> bool:
+def plain(step, params, g, rho=0.5):
     """Return whether the step fell back to G / rho, all finite."""
     G = flat(g) / rho
     finite = all(
@@ -129,7 +123,7 @@ def plain(step: FaghStep, params: Tensors, g: Tensors, rho: float = 0.5) -> bool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_curvature_that_cannot_be_used(dtype: torch.dtype) -> None:
+def test_curvature_that_cannot_be_used(dtype):
     params, g = vector(0, dtype), vector(1, dtype)
     v = vector(2, dtype)
     zero = cut(torch.zeros(D, dtype=dtype), v)
@@ -153,7 +147,7 @@ def test_curvature_that_cannot_be_used(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-320, 1e-300, 1e-30, 1e30, 1e300])
-def test_a_row_of_any_size_is_finite(size: float) -> None:
+def test_a_row_of_any_size_is_finite(size):
     params, g, u = vector(0), vector(1), unit(vector(2))
     v = cut(flat(times(spd(3), u)) * size, u)
     step = first_step(params, g, v, float(dot(u, v)), rho=0.5)
@@ -166,20 +160,20 @@ def test_a_row_of_any_size_is_finite(size: float) -> None:
     assert relative(flat(step.direction), want) <= 1e-10
 
 
-def test_epsilon_is_the_smallest_cosine_between_probe_and_product() -> None:
+def test_epsilon_is_the_smallest_cosine_between_probe_and_product():
     g = vector(1)
     v = cut(torch.eye(D, dtype=torch.float64)[3] * 7, g)
     assert first_step(vector(0), g, v, 7 * 0.29, epsilon=0.3).fell_back
     assert not first_step(vector(0), g, v, 7 * 0.31, epsilon=0.3).fell_back
 
 
-def images(shift: float) -> list[tuple[Tensor, Tensor]]:
+def images(shift):
     x = randn(3, 40, 1, 4, 4).abs()
     x[:, :, 0, 0] = 0  # a corner that is always black
     return [(x - shift, torch.arange(40) % 3)]
 
 
-def test_logistic_regressions_dead_corner_is_counted() -> None:
+def test_logistic_regressions_dead_corner_is_counted():
     model = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
     params = {k: p.detach() for k, p in model.named_parameters()}
     for shift, dead in ((0.0, True), (0.5, False)):
@@ -191,7 +185,7 @@ def test_logistic_regressions_dead_corner_is_counted() -> None:
         assert all(v.isfinite().all() for v in step.params.values())
 
 
-def test_buffers_stay_and_order_and_dtypes_too() -> None:
+def test_buffers_stay_and_order_and_dtypes_too():
     params = {
         "b": randn(0, 4),
         "mean": torch.ones(2),

@@ -17,9 +17,7 @@ Tensors = dict[str, Tensor]
 WEIGHTS = [5.0, 1.0, 3.0]
 
 
-def entry_by_entry(
-    deltas: list[Tensors], fishers: list[Tensors], weights: list[float]
-) -> Tensors:
+def entry_by_entry(deltas, fishers, weights):
     """Return sum w F D / sum w F in Python's floats; FedAvg's where all F are equal."""
     out = {}
     for key, first in deltas[0].items():
@@ -36,12 +34,7 @@ def entry_by_entry(
     return out
 
 
-def clients(
-    seed: int = 0,
-    count: int = 3,
-    zeros: float = 0.3,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[list[Tensors], list[Tensors]]:
+def clients(seed=0, count=3, zeros=0.3, dtype=torch.float32):
     """Make updates, and Fishers some of whose entries are zero."""
     shapes = {"w": (3, 4), "b": (3,), "s": ()}
     deltas, fishers = [], []
@@ -62,7 +55,7 @@ def clients(
     return deltas, fishers
 
 
-def assert_close(got: Tensors, want: Tensors, rtol: float = 1e-6) -> None:
+def assert_close(got, want, rtol=1e-6):
     assert list(got) == list(want)
     for key, value in want.items():
         torch.testing.assert_close(
@@ -78,9 +71,7 @@ def assert_close(got: Tensors, want: Tensors, rtol: float = 1e-6) -> None:
     exponent=st.integers(-30, 30),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape_and_any_zeros(
-    count: int, shape: list[int], zeros: float, exponent: int, seed: int
-) -> None:
+def test_any_shape_and_any_zeros(count, shape, zeros, exponent, seed):
     g = rng(seed)
     deltas = [
         {"w": torch.randn(shape, generator=g, dtype=torch.float64)}
@@ -105,9 +96,7 @@ def test_any_shape_and_any_zeros(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e-38, 7e30])
-def test_equal_fishers_give_fedavg_bit_for_bit(
-    dtype: torch.dtype, value: float
-) -> None:
+def test_equal_fishers_give_fedavg_bit_for_bit(dtype, value):
     for seed in range(10):
         deltas, fishers = clients(seed, count=7, dtype=dtype)
         weights = [float(w) for w in torch.rand(7, generator=rng(seed)) + 0.01]
@@ -120,7 +109,7 @@ def test_equal_fishers_give_fedavg_bit_for_bit(
 
 
 @pytest.mark.parametrize("factor", [2.0**-100, 0.5, 2.0**60])
-def test_the_common_scale_of_fishers_does_not_matter(factor: float) -> None:
+def test_the_common_scale_of_fishers_does_not_matter(factor):
     deltas, fishers = clients(0, dtype=torch.float64)
     want = fedfish_average(deltas, fishers, WEIGHTS)
     scaled = [{k: v * factor for k, v in f.items()} for f in fishers]
@@ -129,7 +118,7 @@ def test_the_common_scale_of_fishers_does_not_matter(factor: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-320, 1e-200, 1e150, 1e308])
-def test_tiny_and_huge_fishers(size: float) -> None:
+def test_tiny_and_huge_fishers(size):
     deltas = [
         {"w": torch.tensor([1.0, 1e300], dtype=torch.float64)},
         {"w": torch.zeros(2, dtype=torch.float64)},
@@ -142,7 +131,7 @@ def test_tiny_and_huge_fishers(size: float) -> None:
     torch.testing.assert_close(got, want, rtol=1e-3, atol=0)
 
 
-def test_a_client_without_weight_is_not_heard() -> None:
+def test_a_client_without_weight_is_not_heard():
     deltas, fishers = clients(0)
     want = fedfish_average(deltas[:2], fishers[:2], WEIGHTS[:2])
     fishers[2] = {k: torch.full_like(v, 1e38) for k, v in fishers[2].items()}
@@ -153,7 +142,7 @@ def test_a_client_without_weight_is_not_heard() -> None:
     assert_close(got, want)
 
 
-def test_buffers_without_a_fisher_are_averaged_in_their_place() -> None:
+def test_buffers_without_a_fisher_are_averaged_in_their_place():
     deltas, fishers = clients(0)
     for i in range(3):
         deltas[i] = {"mean": randn(i, 2), **deltas[i], "count": torch.tensor(i + 7)}
@@ -169,7 +158,7 @@ def test_buffers_without_a_fisher_are_averaged_in_their_place() -> None:
     )
 
 
-def test_arguments_are_left_alone_and_order_comes_from_the_first_client() -> None:
+def test_arguments_are_left_alone_and_order_comes_from_the_first_client():
     deltas, fishers = clients(0)
     deltas[1] = dict(reversed(deltas[1].items()))
     fishers[2] = dict(reversed(fishers[2].items()))
@@ -180,7 +169,7 @@ def test_arguments_are_left_alone_and_order_comes_from_the_first_client() -> Non
         assert all(torch.equal(old[k], new[k]) for k in old)
 
 
-def test_a_quotient_of_sums_keeps_the_mean_where_there_is_no_fisher() -> None:
+def test_a_quotient_of_sums_keeps_the_mean_where_there_is_no_fisher():
     mean = {"w": torch.full((3,), 0.5)}
     fisher = {"w": torch.tensor([-1e-9, 0.0, 4.0])}  # rounding may go below 0
     found = fedfish_quotient({"w": torch.tensor([1.0, 1.0, 6.0])}, fisher, mean)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from oracles import Tensors, randn, random_psd, relative
-from torch import Tensor
+from oracles import randn, random_psd, relative
 
 from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.params import weighted_mean
@@ -19,7 +18,7 @@ SHAPES = {
 }
 
 
-def layers_of(seed: int, rank: int = 9, dtype: torch.dtype = torch.float64) -> Layers:
+def layers_of(seed, rank=9, dtype=torch.float64):
     """A linear layer with a bias, and a convolution of two groups without."""
     fc = random_psd(IN + 1, rank, seed)[None]
     conv = torch.stack([random_psd(4, rank, seed + 50 + g) for g in range(GROUPS)])
@@ -29,14 +28,14 @@ def layers_of(seed: int, rank: int = 9, dtype: torch.dtype = torch.float64) -> L
     }
 
 
-def params_of(seed: int, dtype: torch.dtype = torch.float64) -> Tensors:
+def params_of(seed, dtype=torch.float64):
     return {
         name: randn(100 * seed + i, *shape).to(dtype)
         for i, (name, shape) in enumerate(SHAPES.items())
     }
 
 
-def blocks_of(params: Tensors) -> list[tuple[str, int, Tensor]]:
+def blocks_of(params):
     """Each layer's matrices, written out: (name, group, outputs by inputs)."""
     fc = torch.cat([params["fc.weight"], params["fc.bias"][:, None]], dim=1)
     conv = params["conv.weight"].reshape(GROUPS, FILTERS // GROUPS, 4)
@@ -46,7 +45,7 @@ def blocks_of(params: Tensors) -> list[tuple[str, int, Tensor]]:
     ]
 
 
-def assert_close(got: Tensors, blocks: list[Tensor], tolerance: float) -> None:
+def assert_close(got, blocks, tolerance):
     for (_, _, found), wanted in zip(blocks_of(got), blocks, strict=True):
         assert relative(found, wanted) < tolerance
 
@@ -54,7 +53,7 @@ def assert_close(got: Tensors, blocks: list[Tensor], tolerance: float) -> None:
 # The direction
 
 
-def dense_direction(G: Tensor, A: Tensor, damping: float) -> Tensor:
+def dense_direction(G, A, damping):
     """Solve with the Kronecker product, written out over the flattened matrix."""
     delta = damping * A.trace() / len(A)
     damped = A.double() + delta * torch.eye(len(A), dtype=torch.float64)
@@ -64,7 +63,7 @@ def dense_direction(G: Tensor, A: Tensor, damping: float) -> Tensor:
 
 @pytest.mark.parametrize("rank", [2, 9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_direction_solves_the_dense_system(dtype: torch.dtype, rank: int) -> None:
+def test_the_direction_solves_the_dense_system(dtype, rank):
     gradient, layers = params_of(1, dtype), layers_of(2, rank, dtype)
     found = Preconditioner.of(layers, damping=0.1).direction(gradient)
     expected = [
@@ -77,14 +76,14 @@ def test_the_direction_solves_the_dense_system(dtype: torch.dtype, rank: int) ->
     assert found["norm.weight"] is gradient["norm.weight"]
 
 
-def test_inputs_that_are_all_zero_keep_their_gradient() -> None:
+def test_inputs_that_are_all_zero_keep_their_gradient():
     gradient = {"w": torch.ones(2, 3)}
     layers = {"w": InputCovariance("w", None, torch.zeros(1, 3, 3))}
     found = Preconditioner.of(layers, damping=0.1).direction(gradient)
     assert torch.equal(found["w"], gradient["w"])
 
 
-def test_a_layer_without_a_gradient_is_left_out() -> None:
+def test_a_layer_without_a_gradient_is_left_out():
     preconditioner = Preconditioner.of(layers_of(1), damping=0.1)
     norm = {"norm.weight": torch.ones(5)}
     assert preconditioner.direction(norm) == norm
@@ -93,14 +92,12 @@ def test_a_layer_without_a_gradient_is_left_out() -> None:
 # The mixture
 
 
-def root(A: Tensor) -> Tensor:
+def root(A):
     values, vectors = torch.linalg.eigh(A.double())
     return vectors * values.clamp_min(0).sqrt() @ vectors.mT
 
 
-def least_squares(
-    blocks: list[Tensor], moments: list[Tensor], shares: list[float], damping: float
-) -> Tensor:
+def least_squares(blocks, moments, shares, damping):
     """Minimise sum_i p_i |(W - W_i) A_i^(1/2)|^2 + delta |W - mean|^2, row on row."""
     mean = sum(p * W for p, W in zip(shares, blocks, strict=True))
     total = sum(p * A.double() for p, A in zip(shares, moments, strict=True))
@@ -121,7 +118,7 @@ SHARES = [w / 60 for w in WEIGHTS]
 
 @pytest.mark.parametrize("rank", [1, 9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_mixture_is_the_least_squares_fit(dtype: torch.dtype, rank: int) -> None:
+def test_the_mixture_is_the_least_squares_fit(dtype, rank):
     trained = [params_of(seed, dtype) for seed in (1, 2, 3)]
     moments = [layers_of(seed, rank, dtype) for seed in (4, 5, 6)]
     found = fedpm_mix(trained, moments, WEIGHTS, damping=1e-3)
@@ -149,12 +146,12 @@ def test_the_mixture_is_the_least_squares_fit(dtype: torch.dtype, rank: int) -> 
 
 
 @pytest.mark.parametrize("rank", [1, 9])
-def test_float32_rounding_does_not_fill_the_null_space(rank: int) -> None:
+def test_float32_rounding_does_not_fill_the_null_space(rank):
     """Inputs that are nearly copies: what A cannot tell apart stays near the mean."""
     base = [randn(seed, 50, rank) for seed in (1, 2)]
     spread = randn(3, rank, 40)
     data = [100 * each @ spread for each in base]
-    moments: list[Layers] = [
+    moments = [
         {"w": InputCovariance("w", None, (x.mT @ x / len(x))[None])} for x in data
     ]
     trained = [{"w": randn(seed, 2, 40)} for seed in (4, 5)]
@@ -166,7 +163,7 @@ def test_float32_rounding_does_not_fill_the_null_space(rank: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_identical_clients_get_their_model_bit_for_bit(dtype: torch.dtype) -> None:
+def test_identical_clients_get_their_model_bit_for_bit(dtype):
     mine = params_of(1, dtype) | {"steps": torch.tensor(7)}
     for moments in (layers_of(2), layers_of(2, rank=1)):
         found = fedpm_mix([mine] * 3, [moments] * 3, [1, 3, 7]).params
@@ -174,14 +171,14 @@ def test_identical_clients_get_their_model_bit_for_bit(dtype: torch.dtype) -> No
         assert all(found[k].dtype == v.dtype for k, v in mine.items())
 
 
-def test_much_damping_is_fedavg() -> None:
+def test_much_damping_is_fedavg():
     trained = [params_of(seed) for seed in (1, 2, 3)]
     found = fedpm_mix(trained, [layers_of(s) for s in (4, 5, 6)], WEIGHTS, damping=1e9)
     for key, value in weighted_mean(trained, WEIGHTS).items():
         torch.testing.assert_close(found.params[key], value)
 
 
-def test_what_is_no_second_moment_is_averaged_and_named() -> None:
+def test_what_is_no_second_moment_is_averaged_and_named():
     trained = [params_of(seed) for seed in (1, 2)]
     moments = [layers_of(seed) for seed in (4, 5)]
     A = moments[1]["fc.weight"].A

@@ -1,7 +1,6 @@
 """Steps of many rounds from uploads that are finite, and far out."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,8 +12,6 @@ from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.merge import LocalPosterior, regmean
 from flwr_fisher.params import norm
 from flwr_fisher.rounds import (
-    FaghMoments,
-    FaghStep,
     Preconditioner,
     done_direction,
     fagh_step,
@@ -42,20 +39,20 @@ Tensors = dict[str, Tensor]
 END = 3e38  # near float32's
 
 
-def w(*entries: float, dtype: torch.dtype = torch.float32) -> Tensors:
+def w(*entries, dtype=torch.float32):
     return {"w": torch.tensor(entries, dtype=dtype)}
 
 
 # What exact arithmetic has a result for
 
 
-def fagh(size: float, dtype: torch.dtype = torch.float32) -> FaghStep:
+def fagh(size, dtype=torch.float32):
     gradient, product = (w(a * size, size, dtype=dtype) for a in (1.0, 2.0))
     start = w(0.0, 0.0, dtype=dtype)
     return fagh_step(start, gradient, product, size, None, t=1, lr=1.0, rho=1.0)
 
 
-def test_fagh_with_gradients_of_1e30() -> None:
+def test_fagh_with_gradients_of_1e30():
     got, want = fagh(1e30), fagh(1e30, torch.float64)
     assert torch.allclose(got.params["w"].double(), want.params["w"], rtol=1e-5)
     kept = [got.params, got.direction, got.moments.gradient, got.moments.hvp]
@@ -64,8 +61,8 @@ def test_fagh_with_gradients_of_1e30() -> None:
         assert math.isfinite(float(norm(group)))
 
 
-def test_fedexp_with_updates_whose_squares_overflow() -> None:
-    def step(size: float) -> float:
+def test_fedexp_with_updates_whose_squares_overflow():
+    def step(size):
         pairs = (size, 2 * size), (size, -2 * size)
         deltas = [w(*pair, dtype=torch.float64) for pair in pairs]
         start = w(0.0, 0.0, dtype=torch.float64)
@@ -75,7 +72,7 @@ def test_fedexp_with_updates_whose_squares_overflow() -> None:
     assert step(1e200) == pytest.approx(2.5)
 
 
-def test_fedfish_with_a_fisher_of_1e30() -> None:
+def test_fedfish_with_a_fisher_of_1e30():
     deltas, fishers = [w(1.0, 4.0), w(3.0, 8.0)], [w(1e30, 1.0), w(1.0, 1e-40)]
     got = fedfish_average(deltas, fishers, [1, 3])["w"]
     assert torch.allclose(got, torch.tensor([1.0, 4.0]))
@@ -86,17 +83,17 @@ def test_fedfish_with_a_fisher_of_1e30() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_input_moments_of_any_scale(size: float) -> None:
+def test_input_moments_of_any_scale(size):
     """Of FedPM and of RegMean."""
     eye = torch.eye(2).unsqueeze(0)
     A = [(eye + 0.5 * i) for i in range(2)]
     models = [{"w": torch.tensor([[1.0, i + 2.0]])} for i in range(2)]
 
-    def mixed(scale: float) -> Tensor:
+    def mixed(scale):
         layers = [{"w": InputCovariance("w", None, scale * a)} for a in A]
         return fedpm_mix(models, layers, [1, 1]).params["w"]
 
-    def merged(scale: float) -> Tensor:
+    def merged(scale):
         G = torch.ones(1, 1, 1)
         shape = torch.Size((1, 2))
         clients = [
@@ -109,10 +106,10 @@ def test_input_moments_of_any_scale(size: float) -> None:
         assert torch.allclose(method(size), method(1.0), rtol=1e-5)
 
 
-def test_tct_with_a_mean_far_out() -> None:
+def test_tct_with_a_mean_far_out():
     """As long as float64 holds the sum of squares."""
 
-    def part(mean: float, count: int) -> FeatureMoments:
+    def part(mean, count):
         values = (torch.tensor([v], dtype=torch.float64) for v in (mean, 1.0))
         return FeatureMoments(*values, count)
 
@@ -127,14 +124,14 @@ def test_tct_with_a_mean_far_out() -> None:
 # What has none, or none that the dtype holds: the message names the quantity
 
 
-def swelling(vector: Tensors) -> Tensors:
+def swelling(vector):
     return {"w": 1e15 * vector["w"]}
 
 
 COLUMN = torch.ones(1, 1)
 ONE, TEN = torch.Size((1, 1)), {"w": torch.full((1, 1), 10.0).double()}
 LAST = torch.full((1, 1, 1), 1.7e308, dtype=torch.float64)
-NOT_FINITE: dict[str, tuple[Callable[[], object], str]] = {
+NOT_FINITE = {
     "fagh": (
         lambda: fagh_step(w(0.0), w(END), w(0.0), 0.0, None, t=1, lr=1.0, rho=1e-3),
         "direction of FAGH's step: 'w'",
@@ -207,7 +204,7 @@ NOT_FINITE: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("case", NOT_FINITE)
-def test_what_is_not_finite_is_named(case: str) -> None:
+def test_what_is_not_finite_is_named(case):
     call, message = NOT_FINITE[case]
     with pytest.raises(ParamsError, match=message):
         call()
@@ -220,32 +217,32 @@ NAN, INF = math.nan, math.inf
 UNUSABLE = w(math.nan, 1.0)
 
 
-def fagh_first(params=A, g=A, hvp=A, c=1.0, moments=None, **changes) -> FaghStep:
+def fagh_first(params=A, g=A, hvp=A, c=1.0, moments=None, **changes):
     return fagh_step(
         params, g, hvp, c, moments, **{"t": 1, "lr": 0.1, "rho": 1} | changes
     )
 
 
-def scaffold(params=A, control=A, delta=A, shift=A, **more) -> object:
+def scaffold(params=A, control=A, delta=A, shift=A, **more):
     return scaffold_step(params, control, [delta], [shift], [1], **more)
 
 
-def fedfish(deltas=(A, A, A), fishers=(A, A, A)) -> object:
+def fedfish(deltas=(A, A, A), fishers=(A, A, A)):
     return fedfish_average(deltas, fishers, [5.0, 1.0, 3.0])
 
 
-def moments(*entries: float) -> dict[str, InputCovariance]:
+def moments(*entries):
     return {"w": InputCovariance("w", None, torch.diag(torch.tensor(entries))[None])}
 
 
-def halved() -> FaghMoments:
+def halved():
     kept = fagh_first().moments
     del kept.hvp["w"]
     return kept
 
 
 ROW = {"w": torch.ones(1, 2)}
-OUT_OF_RANGE: list[tuple[Callable[..., object], str, tuple[object, ...]]] = [
+OUT_OF_RANGE = [
     (fagh_first, "t", (0,)),
     (fagh_first, "lr", (-1.0, NAN)),
     (fagh_first, "rho", (0.0, INF, NAN)),
@@ -271,14 +268,12 @@ OUT_OF_RANGE: list[tuple[Callable[..., object], str, tuple[object, ...]]] = [
     ("call", "name", "value"),
     [(c, n, v) for c, n, values in OUT_OF_RANGE for v in values],
 )
-def test_a_number_out_of_range_is_named(
-    call: Callable[..., object], name: str, value: object
-) -> None:
+def test_a_number_out_of_range_is_named(call, name, value):
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
         call(**{name: value})
 
 
-REFUSED: list[tuple[Callable[[], object], str]] = [
+REFUSED = [
     (lambda: fagh_first(hvp={}), r"hvp .*\['w'\]"),
     (lambda: fagh_first(params={}), "'w'"),
     (lambda: fagh_first(g=UNUSABLE), "'w' holds NaN"),
@@ -336,17 +331,17 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "culprit"), REFUSED)
-def test_what_does_not_fit_is_named(call: Callable[[], object], culprit: str) -> None:
+def test_what_does_not_fit_is_named(call, culprit):
     with pytest.raises(ParamsError, match=culprit):
         call()
 
 
-def test_a_damping_that_inverts_nothing_is_named() -> None:
+def test_a_damping_that_inverts_nothing_is_named():
     with pytest.raises(ConfigurationError, match="'w': raise"):
         Preconditioner.of(moments(1.0, -1e-3), damping=1e-9)
 
 
-def test_fedpm_averages_what_float64_cannot_hold() -> None:
+def test_fedpm_averages_what_float64_cannot_hold():
     models = [{"w": 1e10 * torch.tensor([[1.0, i]]).double()} for i in range(2)]
     layers = [
         {"w": InputCovariance("w", None, a * torch.eye(2).unsqueeze(0).double())}

@@ -1,6 +1,5 @@
 """SCAFFOLD, FedExP, FedGA, GIANT and DONE on problems whose answers are known."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -34,20 +33,20 @@ class Quadratic:
     a: Tensor
     weight: float = 1.0
 
-    def gradient(self, params: Tensors) -> Tensors:
+    def gradient(self, params):
         return {"w": self.A @ (params["w"] - self.a)}
 
-    def hvp(self, vector: Tensors) -> Tensors:
+    def hvp(self, vector):
         return {"w": self.A @ vector["w"]}
 
 
-def quadratic(seed: int, weight: float = 1.0) -> Quadratic:
+def quadratic(seed, weight=1.0):
     rows = randn(seed, 2 * D, D, dtype=torch.float64)
     A = rows.mT @ rows / (2 * D) + 0.1 * torch.eye(D, dtype=torch.float64)
     return Quadratic(A, randn(100 + seed, D, dtype=torch.float64), weight)
 
 
-def optimum(clients: list[Quadratic]) -> Tensor:
+def optimum(clients):
     A = torch.stack([c.weight * c.A for c in clients]).sum(0)
     b = torch.stack([c.weight * (c.A @ c.a) for c in clients]).sum(0)
     return torch.linalg.solve(A, b)
@@ -59,7 +58,7 @@ ZERO = {"w": torch.zeros(D, dtype=torch.float64)}
 LR, STEPS = 0.05, 8
 
 
-def local(client: Quadratic, start: Tensors, shift: Tensors = ZERO) -> Tensors:
+def local(client, start, shift=ZERO):
     """Return where a client's gradient steps end; `shift` is c - c_i."""
     w = start["w"]
     for _ in range(STEPS):
@@ -70,7 +69,7 @@ def local(client: Quadratic, start: Tensors, shift: Tensors = ZERO) -> Tensors:
 # --- SCAFFOLD -------------------------------------------------------------------------
 
 
-def scaffold(clients: list[Quadratic], cohorts: list[list[int]]) -> Tensors:
+def scaffold(clients, cohorts):
     """Run SCAFFOLD, and check that c stays the mean of all clients' c_i."""
     params, c, controls = ZERO, ZERO, [ZERO for _ in clients]
     total = sum(client.weight for client in clients)
@@ -91,7 +90,7 @@ def scaffold(clients: list[Quadratic], cohorts: list[list[int]]) -> Tensors:
     return params
 
 
-def test_scaffold_reaches_the_optimum_and_fedavg_does_not() -> None:
+def test_scaffold_reaches_the_optimum_and_fedavg_does_not():
     best = optimum(CLIENTS)
     everyone = list(range(len(CLIENTS)))
     assert relative(scaffold(CLIENTS, [everyone] * 300)["w"], best) <= 1e-8
@@ -101,7 +100,7 @@ def test_scaffold_reaches_the_optimum_and_fedavg_does_not() -> None:
     assert relative(params["w"], best) >= 1e-2
 
 
-def test_scaffold_reaches_it_with_two_clients_a_round() -> None:
+def test_scaffold_reaches_it_with_two_clients_a_round():
     generator = rng(0)
     equal = [Quadratic(c.A, c.a) for c in CLIENTS]
     cohorts = [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(800)]
@@ -110,7 +109,7 @@ def test_scaffold_reaches_it_with_two_clients_a_round() -> None:
     assert relative(scaffold(CLIENTS, cohorts)["w"], optimum(CLIENTS)) <= 1e-6
 
 
-def test_a_control_variate_is_the_mean_gradient_along_the_way() -> None:
+def test_a_control_variate_is_the_mean_gradient_along_the_way():
     client, w, seen = quadratic(1), ZERO, []
     own, c = {"w": randn(7, D, dtype=torch.float64)}, {"w": randn(8, D).double()}
     end = local(client, ZERO, subtract(c, own))
@@ -121,7 +120,7 @@ def test_a_control_variate_is_the_mean_gradient_along_the_way() -> None:
     assert relative(got["w"], torch.stack(seen).mean(0)) <= 1e-12
 
 
-def test_scaffolds_averages_by_hand() -> None:
+def test_scaffolds_averages_by_hand():
     params = {"w": torch.tensor([10.0]), "count": torch.tensor(5)}
     deltas = [{"w": torch.tensor([1.0])}, {"w": torch.tensor([5.0])}]
     shifts = [{"w": torch.tensor([2.0])}, {"w": torch.tensor([-2.0])}]
@@ -139,7 +138,7 @@ def test_scaffolds_averages_by_hand() -> None:
 # --- FedExP ---------------------------------------------------------------------------
 
 
-def test_fedexp_by_hand() -> None:
+def test_fedexp_by_hand():
     """Four clients that each move one of four axes: the mean is a quarter of a step."""
     params = {"w": torch.full((4,), 10.0), "count": torch.tensor(7)}
     deltas = [{"w": 4 * axis} for axis in torch.eye(4)]
@@ -154,7 +153,7 @@ def test_fedexp_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_fedexp_is_the_papers_for_equal_clients(seed: int) -> None:
+def test_fedexp_is_the_papers_for_equal_clients(seed):
     count, epsilon = 3 + 5 * seed, 0.1
     deltas = list(randn(seed, count, 30, dtype=torch.float64))
     mean = torch.stack(deltas).mean(0)
@@ -168,7 +167,7 @@ def test_fedexp_is_the_papers_for_equal_clients(seed: int) -> None:
     assert relative(step.params["w"], -want * mean) <= 1e-12
 
 
-def test_fedexp_never_steps_less_than_fedavg() -> None:
+def test_fedexp_never_steps_less_than_fedavg():
     params, delta = {"w": torch.ones(3)}, {"w": torch.tensor([1.0, 2.0, 3.0])}
     step = fedexp_step(params, [delta, delta], [1, 2], epsilon=0.0)
     assert step.lr == 1
@@ -179,7 +178,7 @@ def test_fedexp_never_steps_less_than_fedavg() -> None:
     assert torch.equal(step.params["w"], params["w"])
 
 
-def test_the_last_two_iterates() -> None:
+def test_the_last_two_iterates():
     last, before = {"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}
     assert float(last_two_mean(last, before)["w"]) == 2
     assert float(last_two_mean(last, None)["w"]) == 3
@@ -188,7 +187,7 @@ def test_the_last_two_iterates() -> None:
 # --- FedGA ----------------------------------------------------------------------------
 
 
-def test_fedgas_starts_have_the_server_for_their_mean() -> None:
+def test_fedgas_starts_have_the_server_for_their_mean():
     params = {"w": randn(1, D, dtype=torch.float64), "count": torch.tensor(7)}
     found = [c.gradient(params) for c in CLIENTS]
     mean = weighted_mean(found, WEIGHTS)
@@ -201,11 +200,11 @@ def test_fedgas_starts_have_the_server_for_their_mean() -> None:
     assert torch.equal(same["w"], params["w"])
 
 
-def test_fedgas_displaced_gradients_descend_the_disagreement_too() -> None:
+def test_fedgas_displaced_gradients_descend_the_disagreement_too():
     """For quadratics exactly: the gradient of f + beta/2 sum p_i |g_i - g|^2."""
     beta, total = 0.3, sum(WEIGHTS)
 
-    def objective(w: Tensor) -> Tensor:
+    def objective(w):
         slopes = [c.A @ (w - c.a) for c in CLIENTS]
         shares = [weight / total for weight in WEIGHTS]
         mean = sum(p * g for p, g in zip(shares, slopes, strict=True))
@@ -232,11 +231,11 @@ def test_fedgas_displaced_gradients_descend_the_disagreement_too() -> None:
 # --- GIANT and DONE -------------------------------------------------------------------
 
 
-def by_giant(client: Quadratic, g: Tensors) -> Tensors:
+def by_giant(client, g):
     return giant_direction(client.hvp, g, iterations=D, tolerance=0.0)
 
 
-def by_done(client: Quadratic, g: Tensors) -> Tensors:
+def by_done(client, g):
     values = torch.linalg.eigvalsh(client.A)
     alpha = 2 / float(values[0] + values[-1])
     return done_direction(client.hvp, g, alpha=alpha, iterations=300)
@@ -246,9 +245,7 @@ SOLVE = pytest.mark.parametrize("solve", [by_giant, by_done])
 
 
 @SOLVE
-def test_one_round_on_equal_hessians_is_newtons_step(
-    solve: Callable[[Quadratic, Tensors], Tensors],
-) -> None:
+def test_one_round_on_equal_hessians_is_newtons_step(solve):
     A = CLIENTS[0].A
     clients = [Quadratic(A, c.a, c.weight) for c in CLIENTS]
     params = {"w": randn(1, D, dtype=torch.float64), "count": torch.tensor(7)}
@@ -262,9 +259,7 @@ def test_one_round_on_equal_hessians_is_newtons_step(
 
 
 @SOLVE
-def test_on_different_hessians_it_is_their_harmonic_mean(
-    solve: Callable[[Quadratic, Tensors], Tensors],
-) -> None:
+def test_on_different_hessians_it_is_their_harmonic_mean(solve):
     params = {"w": randn(1, D, dtype=torch.float64)}
     g = weighted_mean([c.gradient(params) for c in CLIENTS], WEIGHTS)
     got = newton_step(params, [solve(c, g) for c in CLIENTS], WEIGHTS)
@@ -273,18 +268,18 @@ def test_on_different_hessians_it_is_their_harmonic_mean(
     assert relative(got["w"], want) <= 1e-8
 
 
-def test_a_models_own_newton_step() -> None:
+def test_a_models_own_newton_step():
     """With the library's Hessian-vector products, on a regularised classifier."""
     model = seeded(lambda: nn.Linear(3, 3)).double()
     x, y = randn(1, 20, 3, dtype=torch.float64), torch.arange(20) % 3
     like = {k: p.detach() for k, p in model.named_parameters()}
 
-    def loss(theta: Tensor) -> Tensor:
+    def loss(theta):
         w = cut(theta, like)
         outputs = F.linear(x, w["weight"], w["bias"])
         return F.cross_entropy(outputs, y) + 0.05 * theta.square().sum()
 
-    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+    def loss_fn(outputs, labels):
         squares = [p.square().sum() for p in model.parameters()]
         return F.cross_entropy(outputs, labels) + 0.05 * torch.stack(squares).sum()
 
@@ -295,7 +290,7 @@ def test_a_models_own_newton_step() -> None:
     assert relative(flat(g), slope) <= 1e-12
     want = torch.linalg.solve(H, slope)
 
-    def product(vector: Tensors) -> Tensors:
+    def product(vector):
         return hvp(model, batches, vector, loss_fn=loss_fn)
 
     cg = giant_direction(product, g, iterations=12, tolerance=1e-12)
@@ -304,7 +299,7 @@ def test_a_models_own_newton_step() -> None:
     assert relative(flat(richardson), want) <= 1e-6
 
 
-def test_dones_iterations_are_the_papers() -> None:
+def test_dones_iterations_are_the_papers():
     client, g = quadratic(1), {"w": randn(2, D, dtype=torch.float64)}
     alpha, d = 0.1, torch.zeros(D, dtype=torch.float64)
     for count in range(1, 6):
@@ -313,7 +308,7 @@ def test_dones_iterations_are_the_papers() -> None:
         assert relative(-got["w"], d) <= 1e-12
 
 
-def test_giant_without_positive_curvature_still_descends() -> None:
+def test_giant_without_positive_curvature_still_descends():
     g = {"w": randn(2, D, dtype=torch.float64)}
     concave = Quadratic(-torch.eye(D, dtype=torch.float64), g["w"])
     assert torch.equal(giant_direction(concave.hvp, g)["w"], g["w"])
@@ -326,7 +321,7 @@ def test_giant_without_positive_curvature_still_descends() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-7, 1e7])
-def test_giants_tolerance_is_relative_to_the_gradient(size: float) -> None:
+def test_giants_tolerance_is_relative_to_the_gradient(size):
     client, g = quadratic(1), {"w": randn(2, D, dtype=torch.float64)}
     want = giant_direction(client.hvp, g, iterations=2 * D)["w"]
     assert relative(client.A @ want, g["w"]) <= 1e-6

@@ -5,17 +5,16 @@ import re
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import virtual
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     Watched,
@@ -36,7 +35,7 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import CurvatureResult, Policy, Scaffold
+from flwr_fisher.strategies import Policy, Scaffold
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Roster, arrays_to_tensors
 
@@ -46,28 +45,26 @@ plain_sgd = partial(LocalSGD, momentum=0.0)
 
 
 @pytest.fixture(autouse=True)
-def _own_home_and_no_momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home_and_no_momentum(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(virtual, "LocalSGD", plain_sgd)
 
 
-def state_files() -> list[Path]:
+def state_files():
     root = Path("~/.cache/flwr-fisher/state/state").expanduser()
     return sorted(root.rglob("*.*"))
 
 
-def scaffold(**options: Any) -> Scaffold:
+def scaffold(**options):
     return Scaffold(**{"fraction_evaluate": 0.0, **options})
 
 
-def run(
-    strategy: Scaffold, app: ClientApp | None = None, clients: int = 3, **options: Any
-) -> CurvatureResult:
+def run(strategy, app=None, clients=3, **options):
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     return strategy.start(grid, tiny_arrays(), **options)
 
 
-def test_the_server_goes_as_far_as_its_lr_says() -> None:
+def test_the_server_goes_as_far_as_its_lr_says():
     start, whole, half = (
         arrays_to_tensors(arrays)
         for arrays in (
@@ -93,9 +90,7 @@ def test_the_server_goes_as_far_as_its_lr_says() -> None:
         (fail, "error"),
     ],
 )
-def test_a_bad_reply_is_named_and_tolerated(
-    tamper: virtual.Tamper, field: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_reply_is_named_and_tolerated(tamper, field, caplog):
     result = run(scaffold(), Watched(tamper={2: tamper}), 4)
     assert len(result.uploads) == 3
     assert result.train_metrics_clientapp[1]["num-rejected"] == 1
@@ -109,7 +104,7 @@ def test_a_bad_reply_is_named_and_tolerated(
 # Identical clients are one, and one is SGD
 
 
-def by_sgd(rounds: int, epochs: int, lr: float) -> nn.Module:
+def by_sgd(rounds, epochs, lr):
     model = virtual.tiny_model()
     data = DataLoader(tiny_data(1), batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), lr)
@@ -121,8 +116,8 @@ def by_sgd(rounds: int, epochs: int, lr: float) -> nn.Module:
     return model
 
 
-def test_identical_clients_are_sgd() -> None:
-    def client_fn(context: Context) -> FisherClient:
+def test_identical_clients_are_sgd():
+    def client_fn(context):
         return tiny_client(1, train_fn=plain_sgd(lr=0.1, epochs=2))
 
     result = run(scaffold(), make_client_app(client_fn), 4, num_rounds=3)
@@ -137,7 +132,7 @@ def test_identical_clients_are_sgd() -> None:
 QUADRATIC = 4
 
 
-def holding(partition: int) -> tuple[Tensor, Tensor]:
+def holding(partition):
     generator = torch.Generator().manual_seed(partition)
     n = 4 + 3 * partition
     x = torch.randn(n, 2, generator=generator) * torch.tensor([1.0 + partition, 1.0])
@@ -145,15 +140,15 @@ def holding(partition: int) -> tuple[Tensor, Tensor]:
     return x, x @ truth
 
 
-def optimum() -> Tensor:
+def optimum():
     x, y = (
         torch.cat(part) for part in zip(*map(holding, range(QUADRATIC)), strict=True)
     )
     return torch.linalg.lstsq(x.double(), y.double()).solution.flatten()
 
 
-def line_app(**options: Any) -> ClientApp:
-    def client_fn(context: Context) -> FisherClient:
+def line_app(**options):
+    def client_fn(context):
         data = TensorDataset(*holding(int(context.node_config["partition-id"])))
         train = plain_sgd(epochs=20, lr=0.02, loss_fn=F.mse_loss)
         loader = DataLoader(data, batch_size=len(data))
@@ -162,13 +157,13 @@ def line_app(**options: Any) -> ClientApp:
     return make_client_app(client_fn)
 
 
-def line() -> nn.Module:
+def line():
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
 
 
-def on_lines(strategy: Any, rounds: int, app: ClientApp | None = None) -> Tensor:
+def on_lines(strategy, rounds, app=None):
     start = ArrayRecord(shared_state(line()))
     grid = LocalGrid(app or line_app(), QUADRATIC)
     result = strategy.start(grid, start, num_rounds=rounds)
@@ -176,14 +171,14 @@ def on_lines(strategy: Any, rounds: int, app: ClientApp | None = None) -> Tensor
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_it_reaches_the_optimum(fraction: float) -> None:
+def test_it_reaches_the_optimum(fraction):
     wanted = optimum()
     rounds = 40 if fraction == 1 else 60
     ours = on_lines(scaffold(fraction_train=fraction), rounds)
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-3)
 
 
-def test_fedavg_does_not_reach_it() -> None:
+def test_fedavg_does_not_reach_it():
     once, again = (on_lines(FedAvg(fraction_evaluate=0.0), n) for n in (15, 20))
     assert (once - optimum()).norm() > 0.1
     assert (again - once).norm() < 0.01
@@ -192,7 +187,7 @@ def test_fedavg_does_not_reach_it() -> None:
 # The control variate
 
 
-def own_controls() -> dict[int, dict[str, Tensor]]:
+def own_controls():
     """Each client's newest control variate, from its disk."""
     newest = {p.parents[1].name: p for p in state_files()}
     return {
@@ -201,7 +196,7 @@ def own_controls() -> dict[int, dict[str, Tensor]]:
     }
 
 
-def assert_mean_of(control: dict[str, Tensor], clients: int) -> None:
+def assert_mean_of(control, clients):
     """Those who never took part count with nothing, and the others' mean weight."""
     found = own_controls()
     weights = {i: 8 + 2 * i for i in found}
@@ -211,7 +206,7 @@ def assert_mean_of(control: dict[str, Tensor], clients: int) -> None:
         torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_c_stays_the_mean_of_the_clients_own() -> None:
+def test_c_stays_the_mean_of_the_clients_own():
     counts = []
     for rounds in range(1, 8):
         where = Path("~/checkpoints").expanduser()
@@ -225,11 +220,11 @@ def test_c_stays_the_mean_of_the_clients_own() -> None:
     assert counts[-1] == 5
 
 
-def test_c_stays_their_mean_where_replies_are_left_out() -> None:
+def test_c_stays_their_mean_where_replies_are_left_out():
     """A client whose reply was not used goes on from where the server heard of it."""
     app = Watched()
 
-    def sometimes(content: Any) -> None:
+    def sometimes(content):
         if app.trained.count((2, 1)) == 1 and app.trained[-1] == (2, 1):
             raise ValueError("lost on the way")
 
@@ -241,9 +236,7 @@ def test_c_stays_their_mean_where_replies_are_left_out() -> None:
     assert_mean_of(result.details, 3)
 
 
-def test_a_lost_state_starts_from_zero_is_logged_and_counted(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lost_state_starts_from_zero_is_logged_and_counted(caplog):
     where = Path("~/checkpoints").expanduser()
     run(scaffold(), num_rounds=2, checkpoint_dir=where)
     assert "from zero" not in caplog.text
@@ -261,13 +254,13 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(
     assert "3 clients have lost their state" in caplog.text
 
 
-def test_the_state_is_on_the_clients_disk_and_not_in_its_context() -> None:
+def test_the_state_is_on_the_clients_disk_and_not_in_its_context():
     """Two runs share none."""
-    contexts: list[Context] = []
+    contexts = []
     app = tiny_app()
 
     class Spy(ClientApp):
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             contexts.append(context)
             return app(message, context)
 
@@ -280,28 +273,28 @@ def test_the_state_is_on_the_clients_disk_and_not_in_its_context() -> None:
     assert len({p.parent.name for p in state_files()}) == 2
 
 
-def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_named(tmp_path):
     client = tiny_client(0, state_dir=Path(__file__))
     sent = as_sent({"run": torch.tensor(1), "steps": torch.tensor(0)})
     with pytest.raises(ClientError, match=r"cannot keep .*test_scaffold.*state_dir="):
         ask(client, ArrayRecord({**tiny_arrays(), **sent}), {"job": "scaffold"})
 
 
-def as_sent(tensors: dict[str, Tensor]) -> ArrayRecord:
+def as_sent(tensors):
     return ArrayRecord({f"server/{key}": value for key, value in tensors.items()})
 
 
 # Stopped, and resumed
 
 
-def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path: Path) -> None:
+def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path):
     clients, app = 4, Watched()
 
-    def start(app: Watched, where: Path | None = None, **options: Any) -> Any:
+    def start(app, where=None, **options):
         own = {"num_rounds": 4, "checkpoint_dir": where, **options}
         return run(scaffold(fraction_train=0.75), app, clients, **own)
 
-    def late(content: Any) -> None:
+    def late(content):
         if app.trained[-1][0] == 3:
             raise ValueError("too late")
 
@@ -327,20 +320,20 @@ def test_a_round_that_failed_is_repeated_from_where_it_began(tmp_path: Path) -> 
         (LocalSGD(momentum=0.0), {"lr": 0.0}, r"learning rate, which is 0"),
     ],
 )
-def test_what_a_client_must_be(train_fn: Any, config: Any, reason: str) -> None:
+def test_what_a_client_must_be(train_fn, config, reason):
     with pytest.raises(ClientError, match=reason):
         ask(tiny_client(0, train_fn=train_fn), config={"job": "scaffold"} | config)
 
 
 def test_a_parameter_that_a_clients_loss_does_not_reach_still_follows_the_others(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     class Half(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.used(x)
 
     model = Half()
@@ -362,7 +355,7 @@ def test_a_parameter_that_a_clients_loss_does_not_reach_still_follows_the_others
 # The roster
 
 
-def test_a_roster_survives_its_tensors_with_large_node_ids() -> None:
+def test_a_roster_survives_its_tensors_with_large_node_ids():
     big = 2**64 - 5
     roster = Roster().after(1, {big: 2.0, 0: 1.0})
     roster = roster.after(2, {0: 3.0})

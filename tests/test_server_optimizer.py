@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from flwr_fisher.rounds import OPTIMIZERS, make_optimizer, server_step
 Tensors = dict[str, Tensor]
 Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-FACTORIES: dict[str, Factory] = {
+FACTORIES = {
     "sgd": make_optimizer("sgd", 0.1),
     "sgd momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
@@ -44,7 +42,7 @@ FACTORIES: dict[str, Factory] = {
 }
 
 
-def start(dtype: torch.dtype = torch.float32) -> Tensors:
+def start(dtype=torch.float32):
     return {
         "a.w": randn(0, 3, 4, dtype=dtype),
         "count": torch.tensor(7),
@@ -53,7 +51,7 @@ def start(dtype: torch.dtype = torch.float32) -> Tensors:
     }
 
 
-def gradients(dtype: torch.dtype = torch.float32, count: int = 6) -> list[Tensors]:
+def gradients(dtype=torch.float32, count=6):
     # In another order than the parameters.
     return [
         {
@@ -65,7 +63,7 @@ def gradients(dtype: torch.dtype = torch.float32, count: int = 6) -> list[Tensor
     ]
 
 
-def uninterrupted(factory: Factory, dtype: torch.dtype = torch.float32) -> Tensors:
+def uninterrupted(factory, dtype=torch.float32):
     """Return where torch's optimiser gets, kept alive over all steps."""
     params = start(dtype)
     trained = {k: nn.Parameter(v) for k, v in params.items() if k != "count"}
@@ -79,11 +77,9 @@ def uninterrupted(factory: Factory, dtype: torch.dtype = torch.float32) -> Tenso
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", FACTORIES)
-def test_saved_and_restored_it_is_one_optimiser_bit_for_bit(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_saved_and_restored_it_is_one_optimiser_bit_for_bit(name, dtype, tmp_path):
     factory, params = FACTORIES[name], start(dtype)
-    state: Tensors = {}
+    state = {}
     for t, gradient in enumerate(gradients(dtype)):
         params, state = server_step(params, gradient, state, factory)
         assert all(isinstance(value, Tensor) for value in state.values())
@@ -97,7 +93,7 @@ def test_saved_and_restored_it_is_one_optimiser_bit_for_bit(
         assert torch.equal(params[key], value), key
 
 
-def test_the_state_is_called_after_parameter_and_entry() -> None:
+def test_the_state_is_called_after_parameter_and_entry():
     _, state = server_step(start(), gradients()[0], {}, make_optimizer("adam", 0.1))
     entries = ("exp_avg", "exp_avg_sq", "step")
     names = ("a.w", "b", "scale")
@@ -107,7 +103,7 @@ def test_the_state_is_called_after_parameter_and_entry() -> None:
     assert server_step(start(), gradients()[0], {}, make_optimizer("sgd", 1.0))[1] == {}
 
 
-def test_adams_first_step_by_hand() -> None:
+def test_adams_first_step_by_hand():
     params, gradient = start(torch.float64), gradients(torch.float64)[0]
     got, _ = server_step(params, gradient, {}, make_optimizer("adam", 0.01))
     for key, g in gradient.items():
@@ -116,7 +112,7 @@ def test_adams_first_step_by_hand() -> None:
         torch.testing.assert_close(got[key], want)
 
 
-def test_only_what_has_a_floating_gradient_is_stepped() -> None:
+def test_only_what_has_a_floating_gradient_is_stepped():
     params, gradient = start(), {"b": torch.ones(3), "count": torch.tensor(2)}
     factory = make_optimizer("adam", 0.1)
     got, state = server_step(params, gradient, {}, factory)
@@ -135,7 +131,7 @@ def test_only_what_has_a_floating_gradient_is_stepped() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd momentum", "amsgrad", "adagrad"])
-def test_the_arguments_are_left_alone(name: str) -> None:
+def test_the_arguments_are_left_alone(name):
     factory, first, second = FACTORIES[name], *gradients()[:2]
     params, state = server_step(start(), first, {}, factory)
     before = [{k: v.clone() for k, v in t.items()} for t in (params, second, state)]
@@ -147,7 +143,7 @@ def test_the_arguments_are_left_alone(name: str) -> None:
         assert all(torch.equal(left[k], right[k]) for k in left)
 
 
-def test_a_gradient_of_another_precision_takes_the_parameters() -> None:
+def test_a_gradient_of_another_precision_takes_the_parameters():
     gradient = {k: v.double() for k, v in gradients()[0].items()}
     got, _ = server_step(start(), gradient, {}, make_optimizer("sgd", 1.0))
     assert torch.equal(got["b"], start()["b"] - gradients()[0]["b"])
@@ -156,7 +152,7 @@ def test_a_gradient_of_another_precision_takes_the_parameters() -> None:
 class Odd(torch.optim.SGD):
     """Keeps what no optimiser of torch keeps: Python values."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             if not state:
@@ -171,7 +167,7 @@ class Odd(torch.optim.SGD):
             p.data -= p.grad * state["decay"] * (2 if state["warm"] else 1)
 
 
-def test_values_that_are_no_tensors_come_back_as_what_they_were() -> None:
+def test_values_that_are_no_tensors_come_back_as_what_they_were():
     params, state = start(), {}
     for gradient in gradients():
         params, state = server_step(params, gradient, state, Odd)
@@ -181,7 +177,7 @@ def test_values_that_are_no_tensors_come_back_as_what_they_were() -> None:
     assert int(state["b/t:int"]) == 6
 
 
-def test_every_name_makes_its_optimiser() -> None:
+def test_every_name_makes_its_optimiser():
     assert {"sgd", "adam", "adamw", "adagrad", "rmsprop"} <= set(OPTIMIZERS)
     assert set(OPTIMIZERS).isdisjoint({"optimizer", "lbfgs", "sparseadam"})
     for name in OPTIMIZERS:
@@ -209,29 +205,27 @@ def test_every_name_makes_its_optimiser() -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_servers_optimiser(
-    optimizer: Any, lr: float | None, message: str
-) -> None:
+def test_what_cannot_be_a_servers_optimiser(optimizer, lr, message):
     with pytest.raises(ConfigurationError, match=message):
         make_optimizer(optimizer, lr)
 
 
-def test_an_optimiser_that_refuses_a_parameter_says_why() -> None:
+def test_an_optimiser_that_refuses_a_parameter_says_why():
     with pytest.raises(ConfigurationError, match="2D"):
         server_step(start(), gradients()[0], {}, make_optimizer("muon", 0.1))
 
 
-def test_state_that_would_be_lost_is_refused() -> None:
+def test_state_that_would_be_lost_is_refused():
     class InGroups(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             self.param_groups[0]["t"] = self.param_groups[0].get("t", 0) + 1
 
     class Global(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            self.state["t"] = torch.tensor(1)  # type: ignore[index]
+        def step(self, closure=None):
+            self.state["t"] = torch.tensor(1)
 
     class Lists(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
                 self.state[p]["history"] = [p]
 
@@ -253,13 +247,13 @@ def test_state_that_would_be_lost_is_refused() -> None:
         ({"count": torch.tensor(1.0)}, r"'count' is torch.float32, but the parameter"),
     ],
 )
-def test_an_unusable_gradient_is_named(gradient: Tensors, message: str) -> None:
+def test_an_unusable_gradient_is_named(gradient, message):
     with pytest.raises(ParamsError, match=message):
         server_step(start(), gradient, {}, make_optimizer("sgd", 1.0))
 
 
 @pytest.mark.parametrize("key", ["c/step", "b/step:complex"])
-def test_a_state_of_another_model_is_refused(key: str) -> None:
+def test_a_state_of_another_model_is_refused(key):
     with pytest.raises(ParamsError, match=f"the state has '{key}'"):
         server_step(
             start(), gradients()[0], {key: torch.ones(())}, make_optimizer("adam")

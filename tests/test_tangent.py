@@ -1,9 +1,7 @@
 """`TangentFeatures` against per-example autograd of a network with a head by hand."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from nets import (
     with_statistics,
 )
 from oracles import randn, relative, seeded, small_net
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from flwr_fisher.errors import (
@@ -37,7 +35,7 @@ from flwr_fisher.tasks import make_model
 ALL = 10**9
 
 
-def by_hand(features: TangentFeatures, model: nn.Module, x: Tensor) -> Tensor:
+def by_hand(features, model, x):
     """Return every feature of every example, one backward pass at a time, float64.
 
     The new head's weights are taken from the features; the rest is done anew.
@@ -64,7 +62,7 @@ def by_hand(features: TangentFeatures, model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def coordinates(features: TangentFeatures, total: int) -> Tensor:
+def coordinates(features, total):
     """Return the places of the features among all, from the public numbers alone."""
     assert features.num_features <= total
     start, places = 0, []
@@ -79,34 +77,34 @@ def coordinates(features: TangentFeatures, total: int) -> Tensor:
 
 
 class OwnParameter(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 4)
         self.temperature = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head((self.fc(x) * self.temperature).tanh())
 
 
 class TiedBelow(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tied, self.head = TiedLinear(), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.tied(x).tanh())
 
 
-def conv(*layers: nn.Module, width: int) -> nn.Module:
+def conv(*layers, width):
     return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(width, 3))
 
 
-def batch_norm() -> nn.Module:
+def batch_norm():
     norm = with_statistics(nn.BatchNorm2d(4))
     return conv(nn.Conv2d(2, 4, 2), norm, width=16)
 
 
-def dropout() -> nn.Module:
+def dropout():
     layers = nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)
     return nn.Sequential(*layers)
 
@@ -117,7 +115,7 @@ SHARED = [
     *("not called", "folded", "time first", "squared", "fewer inputs", "pads itself"),
     *("weight norm", "in place", "frozen weight", "frozen bias", "frozen layer"),
 ]
-CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+CASES = {
     **{name: NETS[name][:2] for name in SHARED},
     "lenet": (
         lambda: make_model("lenet-bias", shape=(1, 8, 8), num_classes=3),
@@ -140,7 +138,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+def case(request):
     make, x = CASES[request.param]
     return seeded(make), x
 
@@ -148,7 +146,7 @@ def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
 # --- the numbers ----------------------------------------------------------------------
 
 
-def test_all_coordinates_are_the_gradient(case: tuple[nn.Module, Tensor]) -> None:
+def test_all_coordinates_are_the_gradient(case):
     model, x = case
     model.double()
     features = TangentFeatures(model, ALL, seed=3)
@@ -160,7 +158,7 @@ def test_all_coordinates_are_the_gradient(case: tuple[nn.Module, Tensor]) -> Non
     assert features.num_features == want.shape[1]
 
 
-def test_some_coordinates_are_entries_of_it(case: tuple[nn.Module, Tensor]) -> None:
+def test_some_coordinates_are_entries_of_it(case):
     model, x = case
     total = TangentFeatures(model, ALL).num_features
     features = TangentFeatures(model, total // 2, seed=4)
@@ -172,7 +170,7 @@ def test_some_coordinates_are_entries_of_it(case: tuple[nn.Module, Tensor]) -> N
     assert relative(got, by_hand(features, model, x)[:, places]) < 1e-5
 
 
-def test_a_log_softmax_behind_the_head_has_no_part() -> None:
+def test_a_log_softmax_behind_the_head_has_no_part():
     body = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)]
     model = seeded(lambda: nn.Sequential(*body))
     wrapped = nn.Sequential(*body, nn.LogSoftmax(dim=1), nn.ReLU(inplace=True))
@@ -181,7 +179,7 @@ def test_a_log_softmax_behind_the_head_has_no_part() -> None:
     assert torch.equal(features(VECTORS), TangentFeatures(model, ALL)(VECTORS))
 
 
-def test_parts_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_batch_change_nothing(monkeypatch):
     for make, x in (CASES["embedding"], CASES["small"]):
         features = TangentFeatures(seeded(make).double(), 25)
         x = x.double() if x.is_floating_point() else x
@@ -192,12 +190,11 @@ def test_parts_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(tangent_engine, "_PRODUCTS", {"cpu": 1})
         parts = TangentFeatures(seeded(make).double(), 25)
         assert relative(parts(x), whole) < 1e-12
-        assert parts._engine is not None
         assert parts._engine.chunk == 1
         monkeypatch.undo()
 
 
-def test_beginning_with_one_example() -> None:
+def test_beginning_with_one_example():
     """What is settled on the first batch holds for those that are larger."""
     for name in ("folded", "time first", "batch norm"):
         make, x = CASES[name]
@@ -206,13 +203,13 @@ def test_beginning_with_one_example() -> None:
         assert relative(features(x), by_hand(features, seeded(make), x)) < 1e-5
 
 
-def test_no_examples_have_no_features() -> None:
+def test_no_examples_have_no_features():
     features = TangentFeatures(nn.Linear(3, 2), 3)
     assert features(VECTORS[:0]).shape == (0, 3)
     assert features(VECTORS).shape == (5, 3)
 
 
-def test_without_gradients_and_in_inference_mode() -> None:
+def test_without_gradients_and_in_inference_mode():
     want = TangentFeatures(seeded(dropout), 20)(VECTORS)
     with torch.no_grad():
         assert torch.equal(TangentFeatures(seeded(dropout), 20)(VECTORS), want)
@@ -224,7 +221,7 @@ def test_without_gradients_and_in_inference_mode() -> None:
     assert not TangentFeatures(seeded(dropout), 20)(x).requires_grad
 
 
-def test_half_precision_gives_single() -> None:
+def test_half_precision_gives_single():
     model = seeded(dropout).bfloat16()
     features = TangentFeatures(model, ALL)
     got = features(VECTORS.bfloat16())
@@ -232,7 +229,7 @@ def test_half_precision_gives_single() -> None:
     assert relative(got, by_hand(features, model, VECTORS.bfloat16())) < 0.03
 
 
-def test_a_head_with_a_parametrisation() -> None:
+def test_a_head_with_a_parametrisation():
     plain, model = seeded(dropout), seeded(dropout)
     weight_norm(model[3])
     assert torch.equal(
@@ -244,7 +241,7 @@ def test_a_head_with_a_parametrisation() -> None:
 # --- what is drawn --------------------------------------------------------------------
 
 
-def test_coordinates_are_drawn_evenly() -> None:
+def test_coordinates_are_drawn_evenly():
     model, counts = nn.Linear(39, 2), torch.zeros(40)
     for seed in range(200):
         counts[coordinates(TangentFeatures(model, 10, seed=seed), 40)] += 1
@@ -253,7 +250,7 @@ def test_coordinates_are_drawn_evenly() -> None:
     assert counts.max() < 80
 
 
-def test_the_new_head_is_distributed_as_linear_layers_are() -> None:
+def test_the_new_head_is_distributed_as_linear_layers_are():
     model = nn.Sequential(nn.Linear(3, 10_000), nn.ReLU(), nn.Linear(10_000, 2))
     head = TangentFeatures(model, 10)._network.get_submodule("2").requires_grad_(False)
     usual = seeded(lambda: nn.Linear(10_000, 1)).weight.detach()
@@ -265,14 +262,14 @@ def test_the_new_head_is_distributed_as_linear_layers_are() -> None:
     assert abs(float(head.weight.mean())) < 2e-4
 
 
-def test_the_digest_is_not_of_the_values() -> None:
+def test_the_digest_is_not_of_the_values():
     first, second = seeded(small_net, 1), seeded(small_net, 2).double()
     digests = {TangentFeatures(m, 30, seed=5).digest for m in (first, second)}
     assert len(digests) == 1
     assert TangentFeatures(first, 30, seed=5, head="7").digest in digests
 
 
-def test_the_digest_is_of_all_else() -> None:
+def test_the_digest_is_of_all_else():
     model = seeded(small_net)
     wider = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
     renamed = nn.Sequential(nn.Identity(), *wider)
@@ -294,7 +291,7 @@ def test_the_digest_is_of_all_else() -> None:
 # --- what is left alone ---------------------------------------------------------------
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_as_it_was():
     model = batch_norm()
     model.train()
     model[0].eval()
@@ -313,7 +310,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model[-1].out_features == 3
 
 
-def test_values_are_those_at_construction() -> None:
+def test_values_are_those_at_construction():
     model = seeded(dropout)
     features = TangentFeatures(model, 20)
     want = features(VECTORS)
@@ -330,24 +327,24 @@ def test_values_are_those_at_construction() -> None:
 class OutOfOrder(nn.Module):
     """Its last linear layer in definition is not the last that is called."""
 
-    def __init__(self, width: int = 3) -> None:
+    def __init__(self, width=3):
         super().__init__()
         self.head, self.fc = nn.Linear(width, 4), nn.Linear(3, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.fc(x).tanh())
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(3, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fc(x) + self.fc(-x)
 
 
-def test_the_head_is_found_or_named() -> None:
+def test_the_head_is_found_or_named():
     found = TangentFeatures(small_net(), 10)
     assert (found.head, found.num_classes, found.seed) == ("7", 3, 0)
     named = TangentFeatures(OutOfOrder(), 10, head="head")
@@ -357,20 +354,18 @@ def test_the_head_is_found_or_named() -> None:
     assert (lonely.head, lonely.num_classes, lonely.num_features) == ("", 4, 4)
 
 
-def test_a_head_in_the_middle_is_the_end() -> None:
+def test_a_head_in_the_middle_is_the_end():
     """A named head need not be last; what follows it does not matter."""
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Flatten(0)))
     features = TangentFeatures(model, ALL, head="0")
     assert torch.equal(features(VECTORS)[:, :3], VECTORS)
 
 
-def on(
-    x: Tensor, make: Callable[[], nn.Module], **options: Any
-) -> Callable[[], object]:
+def on(x, make, **options):
     return lambda: TangentFeatures(make(), 10, **options)(x)
 
 
-REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+REFUSED = [
     (on(IMAGES, lambda: nn.Conv2d(1, 2, 3)), StructureError, r"nn\.Linear"),
     (on(VECTORS, small_net, head="fc"), UnknownNameError, "'fc'; known: 5, 7"),
     (on(VECTORS, small_net, head="0"), ConfigurationError, "head='0'.*5, 7"),
@@ -394,14 +389,12 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (on(VECTORS, lambda: Centred()), StructureError, "other examples"),
     (on(VECTORS[:1], lambda: Centred()), StructureError, "other examples"),
     (on(SERIES, lambda: OverTimeHead()), StructureError, r"\(4, 5, 1\) for 4"),
-    (on([VECTORS], lambda: nn.Linear(3, 2)), DataError, "list"),  # type: ignore[arg-type]
+    (on([VECTORS], lambda: nn.Linear(3, 2)), DataError, "list"),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "culprit"), REFUSED)
-def test_what_has_no_features_is_named(
-    call: Callable[[], object], error: type[Exception], culprit: str
-) -> None:
+def test_what_has_no_features_is_named(call, error, culprit):
     with pytest.raises(error, match=culprit):
         call()
 
@@ -410,37 +403,37 @@ def test_what_has_no_features_is_named(
 
 
 class Centred(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fc(x - x.mean(0))
 
 
 class OverTimeHead(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(x).mean(1)
 
 
 class Varying(nn.Module):
     """Calls a layer twice for long examples."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(2 if x.shape[1] > 5 else 1):
             x = F.tanh(self.fc(x))
         return self.head(x.mean(1))
 
 
-def test_calls_that_depend_on_the_data() -> None:
+def test_calls_that_depend_on_the_data():
     features = TangentFeatures(Varying(), 3)
     features(SERIES)
     with pytest.raises(StructureError, match=r"'fc' was called .* must not depend"):

@@ -1,18 +1,15 @@
 """TCT's regression: the closed form against plain loops, and where rounds end."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import randn, relative, rng
-from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, ParamsError
 from flwr_fisher.rounds import scaffold_control, scaffold_step
@@ -37,9 +34,7 @@ F64 = torch.float64
 C = 3
 
 
-def plain_steps(
-    Z: Tensor, Y: Tensor, weight: Tensor, h: Tensor | None, lr: float, steps: int
-) -> Tensor:
+def plain_steps(Z, Y, weight, h, lr, steps):
     """Take gradient steps in float64, as the paper writes them."""
     Z, Y, theta = Z.double(), Y.double(), weight.double()
     shift = torch.zeros_like(theta) if h is None else h.double()
@@ -48,18 +43,18 @@ def plain_steps(
     return theta
 
 
-def targets(seed: int, n: int, classes: int = C) -> Tensor:
+def targets(seed, n, classes=C):
     labels = torch.randint(classes, (n,), generator=rng(seed))
     return torch.nn.functional.one_hot(labels, classes).double() - 1 / classes
 
 
-def f64(seed: int, *shape: int) -> Tensor:
+def f64(seed, *shape):
     return randn(seed, *shape, dtype=F64)
 
 
 # --- the closed form ------------------------------------------------------------------
 
-SHAPES: dict[str, Callable[[int], Tensor]] = {
+SHAPES = {
     "wide": lambda s: f64(s, 6, 20),
     "tall": lambda s: f64(s, 20, 6),
     "square": lambda s: f64(s, 7, 7),
@@ -86,14 +81,8 @@ SHAPES: dict[str, Callable[[int], Tensor]] = {
     corrected=st.booleans(),
 )
 def test_the_closed_form_is_where_the_steps_end(
-    shape: str,
-    seed: int,
-    fraction: float,
-    steps: int,
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    corrected: bool,
-) -> None:
+    shape, seed, fraction, steps, stored, dtype, corrected
+):
     Z = SHAPES[shape](seed).to(stored)
     p, Y = Z.shape[1], targets(seed, len(Z))
     weight = f64(seed + 2, p, C).to(dtype)
@@ -113,7 +102,7 @@ def test_the_closed_form_is_where_the_steps_end(
         assert error <= (1e-12 if dtype == F64 else 5e-5) * scale
 
 
-def exact(z: float, y: float, start: float, h: float, lr: float, steps: int) -> float:
+def exact(z, y, start, h, lr, steps):
     """Return the M-th iterate of one weight on one example, with 60 digits."""
     with localcontext() as context:
         context.prec = 60
@@ -123,7 +112,7 @@ def exact(z: float, y: float, start: float, h: float, lr: float, steps: int) -> 
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 499, 500, 100_000])
-def test_the_closed_form_keeps_its_digits_at_every_eigenvalue(steps: int) -> None:
+def test_the_closed_form_keeps_its_digits_at_every_eigenvalue(steps):
     edges = [1e-4 / steps * f for f in (0.999, 1.001)] + [0.4999999, 0.5, 0.5000001]
     grid = [10.0**-k for k in range(0, 25, 2)] + edges
     for x in [*grid, 0.9, 1.0, 1.0000001, 1.5, 1.99, 1.9999999]:
@@ -149,7 +138,7 @@ def test_the_closed_form_keeps_its_digits_at_every_eigenvalue(steps: int) -> Non
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 500])
-def test_what_multiplies_the_correction_keeps_its_digits_too(steps: int) -> None:
+def test_what_multiplies_the_correction_keeps_its_digits_too(steps):
     one, zero, lr = torch.ones(1, 1, dtype=F64), torch.zeros(1, 1, dtype=F64), 3.0
     eta = Decimal(lr)
     for x in [10.0**-k for k in range(30)] + [0.999e-4 / steps, 1.001e-4 / steps]:
@@ -164,7 +153,7 @@ def test_what_multiplies_the_correction_keeps_its_digits_too(steps: int) -> None
         assert abs(float(got) - want) <= 1e-9 * (lr * steps) ** 2, x
 
 
-def test_a_residual_that_is_known_changes_nothing() -> None:
+def test_a_residual_that_is_known_changes_nothing():
     Z, Y, weight, h = f64(0, 5, 8), targets(0, 5), f64(1, 8, C), f64(2, 8, C)
     E, spectrum = tct_residual(Z, Y, weight), gram_spectrum(Z)
     assert relative(E, Z @ weight - Y) <= 1e-14
@@ -176,9 +165,7 @@ def test_a_residual_that_is_known_changes_nothing() -> None:
         assert relative(got, want) <= 1e-13
 
 
-def test_features_of_one_kind_and_the_next_are_multiplied_in_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_features_of_one_kind_and_the_next_are_multiplied_in_blocks(monkeypatch):
     Z, Y = randn(0, 11, 6).half(), targets(0, 11)
     weight, h, known = randn(1, 6, C), randn(2, 6, C), gram_spectrum(Z)
     whole = tct_update(Z, Y, weight, h, known, lr=0.1, local_steps=50)
@@ -191,7 +178,7 @@ def test_features_of_one_kind_and_the_next_are_multiplied_in_blocks(
     assert relative(feature_moments(Z).m2, moments.m2) <= 1e-14
 
 
-def test_inputs_are_left_alone_and_layouts_do_not_matter() -> None:
+def test_inputs_are_left_alone_and_layouts_do_not_matter():
     Z, Y, weight, h = f64(0, 5, 8), targets(0, 5), f64(1, 8, C), f64(2, 8, C)
     before = [t.clone() for t in (Z, Y, weight, h)]
     spectrum, options = gram_spectrum(Z), {"lr": 0.1, "local_steps": 20}
@@ -207,7 +194,7 @@ def test_inputs_are_left_alone_and_layouts_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_the_spectrum_is_the_gram_matrixs(shape: str) -> None:
+def test_the_spectrum_is_the_gram_matrixs(shape):
     Z = SHAPES[shape](5)
     spectrum, n = gram_spectrum(Z), len(Z)
     K, Q = Z @ Z.T / n, spectrum.eigenvectors
@@ -219,7 +206,7 @@ def test_the_spectrum_is_the_gram_matrixs(shape: str) -> None:
 
 
 @pytest.mark.parametrize("largest", [1e-300, 1e-3, 0.3, 1.0, 7.0, 12345.678, 1e9])
-def test_the_largest_safe_rate_is_just_safe(largest: float) -> None:
+def test_the_largest_safe_rate_is_just_safe(largest):
     lr = largest_safe_lr(largest)
     assert 2 * (1 - 1e-15) <= lr * largest < 2
     check_lr(lr, largest)
@@ -227,7 +214,7 @@ def test_the_largest_safe_rate_is_just_safe(largest: float) -> None:
         check_lr(2.000001 / largest, largest)
 
 
-def test_a_rate_that_is_too_large_is_refused_with_one_that_is_not() -> None:
+def test_a_rate_that_is_too_large_is_refused_with_one_that_is_not():
     Z, Y, weight = f64(0, 5, 8), targets(0, 5), f64(1, 8, C)
     spectrum = gram_spectrum(Z)
     lr = 2.5 / spectrum.largest
@@ -245,7 +232,7 @@ def test_a_rate_that_is_too_large_is_refused_with_one_that_is_not() -> None:
 # --- standardisation ------------------------------------------------------------------
 
 
-def pooled(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def pooled(parts):
     """Return all features' means and standard deviations, from exact sums."""
     means, stds = [], []
     for column in torch.cat(parts).double().T.tolist():
@@ -258,7 +245,7 @@ def pooled(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 1e3, 2e4])
-def test_standardisation_is_that_of_the_pooled_features(offset: float) -> None:
+def test_standardisation_is_that_of_the_pooled_features(offset):
     sizes, spread = [1, 50, 7, 200], torch.tensor([0.01, 1.0, 30.0], dtype=F64)
     parts = [(f64(i, n, 3) + i + offset) * spread for i, n in enumerate(sizes)]
     moments = combine_moments([feature_moments(part) for part in parts])
@@ -272,7 +259,7 @@ def test_standardisation_is_that_of_the_pooled_features(offset: float) -> None:
     assert (Z.square().mean(0) - 1).abs().max() <= 1e-11
 
 
-def test_the_order_and_grouping_of_clients_do_not_matter() -> None:
+def test_the_order_and_grouping_of_clients_do_not_matter():
     parts = [feature_moments(f64(i, 5 + i, 6) + 100 * i) for i in range(4)]
     want = combine_moments(parts)
     grouped = combine_moments([combine_moments(parts[2:]), combine_moments(parts[:2])])
@@ -284,7 +271,7 @@ def test_the_order_and_grouping_of_clients_do_not_matter() -> None:
     assert torch.equal(alone.m2, parts[0].m2)
 
 
-def test_a_constant_feature_does_not_count() -> None:
+def test_a_constant_feature_does_not_count():
     wobble = 1.0 + torch.finfo(torch.float32).eps * (torch.arange(20) % 2)
     columns = [
         torch.full((20,), 0.1),
@@ -316,7 +303,7 @@ class Federation:
     lr: float = field(init=False)
     steps: int = 40
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.Z = [f64(self.seed + i, n, self.p) + 0.3 for i, n in enumerate(self.sizes)]
         for i, Z in enumerate(self.Z):
             Z[:, 0] = Z[:, 1]  # so that least squares has many solutions
@@ -330,7 +317,7 @@ class Federation:
         self.lr = 0.5 / max(s.largest for s in self.spectra)
         self.zero = torch.zeros(self.p, C, dtype=F64)
 
-    def best(self, weights: list[float] | None = None) -> Tensor:
+    def best(self, weights=None):
         """Return the minimum-norm least squares of all, each client's mean weighted."""
         weights = weights or [float(n) for n in self.sizes]
         pairs = zip(weights, self.sizes, strict=True)
@@ -339,17 +326,11 @@ class Federation:
         Y = torch.cat([r * y for r, y in zip(roots, self.Y, strict=True)])
         return torch.linalg.lstsq(Z, Y, driver="gelsd").solution
 
-    def local(self, i: int, weight: Tensor, h: Tensor | None) -> Tensor:
+    def local(self, i, weight, h):
         options = {"lr": self.lr, "local_steps": self.steps}
         return tct_update(self.Z[i], self.Y[i], weight, h, self.spectra[i], **options)
 
-    def train(
-        self,
-        cohorts: list[list[int]],
-        *,
-        control: bool = True,
-        weights: list[float] | None = None,
-    ) -> Tensor:
+    def train(self, cohorts, *, control=True, weights=None):
         """Run rounds of TCT, and check that c stays the mean of all c_i."""
         weights = weights or [float(n) for n in self.sizes]
         weight, c, own = self.zero, self.zero, [self.zero for _ in self.sizes]
@@ -370,10 +351,10 @@ class Federation:
                 assert (c - mean / sum(weights)).norm() <= 1e-10 * (1 + c.norm())
         return weight
 
-    def train_by_h(self, cohorts: list[list[int]]) -> Tensor:
+    def train_by_h(self, cohorts):
         """Run the paper's Algorithm 1: h_i from the global weights met next."""
         weight, h = self.zero, [self.zero for _ in self.sizes]
-        last: dict[int, Tensor] = {}
+        last = {}
         for cohort in cohorts:
             for i in cohort:
                 if i in last:
@@ -387,12 +368,12 @@ class Federation:
 EVERYONE = [[0, 1, 2, 3]] * 300
 
 
-def pairs(rounds: int) -> list[list[int]]:
+def pairs(rounds):
     generator = rng(1)
     return [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(rounds)]
 
 
-def test_rounds_end_at_the_pooled_minimum_norm_least_squares() -> None:
+def test_rounds_end_at_the_pooled_minimum_norm_least_squares():
     clients = Federation()
     best = clients.best()
     pinv = torch.linalg.pinv(torch.cat(clients.Z)) @ torch.cat(clients.Y)
@@ -401,14 +382,14 @@ def test_rounds_end_at_the_pooled_minimum_norm_least_squares() -> None:
     assert relative(clients.train(EVERYONE, control=False), best) >= 0.05
 
 
-def test_with_absent_clients_only_scaffolds_form_ends_there() -> None:
+def test_with_absent_clients_only_scaffolds_form_ends_there():
     clients = Federation()
     best, cohorts = clients.best(), pairs(800)
     assert relative(clients.train(cohorts), best) <= 1e-9
     assert not relative(clients.train_by_h(pairs(60)), best) <= 0.05
 
 
-def test_equal_weights_solve_another_problem() -> None:
+def test_equal_weights_solve_another_problem():
     clients = Federation()
     equal = [1.0] * len(clients.sizes)
     weight = clients.train(EVERYONE, weights=equal)
@@ -416,7 +397,7 @@ def test_equal_weights_solve_another_problem() -> None:
     assert relative(weight, clients.best()) >= 0.05
 
 
-def test_the_average_is_scaffolds() -> None:
+def test_the_average_is_scaffolds():
     weight, c, own = f64(0, 4, C), f64(1, 4, C), [f64(i, 4, C) for i in (2, 3)]
     ends, weights = [f64(4, 4, C), f64(5, 4, C)], [3.0, 1.0]
     deltas = [{"w": weight - end} for end in ends]
@@ -436,7 +417,7 @@ def test_the_average_is_scaffolds() -> None:
     assert relative(alone - own[0], shifts[0]["w"]) <= 1e-14
 
 
-def test_averages_of_float32_are_taken_in_float64() -> None:
+def test_averages_of_float32_are_taken_in_float64():
     weight, c = randn(0, 50, C), randn(1, 50, C)
     ends = [weight + 1e-3 * randn(i, 50, C) for i in range(2, 9)]
     options = {"lr": 1e-3, "local_steps": 100}
@@ -460,19 +441,19 @@ S0, ONE, TWO = gram_spectrum(Z0), torch.ones(1, dtype=F64), torch.ones(2, dtype=
 NAN, INF = float("nan"), float("inf")
 
 
-def steps(Z=Z0, Y=Y0, weight=W0, h=None, **more) -> Tensor:
+def steps(Z=Z0, Y=Y0, weight=W0, h=None, **more):
     return tct_steps(Z, Y, weight, h, **{"lr": 0.1, "local_steps": 2} | more)
 
 
-def update(Z=Z0, Y=Y0, weight=W0, h=None, **more) -> Tensor:
+def update(Z=Z0, Y=Y0, weight=W0, h=None, **more):
     return tct_update(Z, Y, weight, h, S0, **{"lr": 0.1, "local_steps": 2} | more)
 
 
-def average(c=W0, ends=(W0,), weights=(1,), **more) -> object:
+def average(c=W0, ends=(W0,), weights=(1,), **more):
     return tct_average(W0, c, ends, weights, **{"lr": 0.1, "local_steps": 2} | more)
 
 
-REFUSED_BY_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
+REFUSED_BY_BOTH = [
     ({"Y": Y0[:4]}, ParamsError, "Y has shape"),
     ({"weight": W0[:7]}, ParamsError, "weight has shape"),
     ({"h": W0[:, :2]}, ParamsError, "h has shape"),
@@ -483,7 +464,7 @@ REFUSED_BY_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
         for lr in (0.0, -1.0, NAN, INF)
     ),
 ]
-REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+REFUSED = [
     *(
         (partial(call, **wrong), error, culprit)
         for call in (update, steps)
@@ -536,8 +517,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "culprit"), REFUSED)
-def test_what_cannot_be_is_named(
-    call: Callable[[], object], error: type[Exception], culprit: str
-) -> None:
+def test_what_cannot_be_is_named(call, error, culprit):
     with pytest.raises(error, match=culprit):
         call()

@@ -4,12 +4,10 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
 from flwr_fisher.tasks import DATASETS, ImageData, Images, load_dataset
@@ -17,7 +15,7 @@ from flwr_fisher.tasks import DATASETS, ImageData, Images, load_dataset
 MNIST_DIR = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def images(n: int = 6, channels: int = 1, side: int = 2) -> Images:
+def images(n=6, channels=1, side=2):
     data = torch.arange(n * channels * side * side).to(torch.uint8)
     half = (0.5,) * channels
     return Images(
@@ -25,7 +23,7 @@ def images(n: int = 6, channels: int = 1, side: int = 2) -> Images:
     )
 
 
-def write_idx(path: Path, array: Tensor) -> None:
+def write_idx(path, array):
     """Write bytes in the format of MNIST's files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sizes = struct.pack(f">{array.ndim}I", *array.shape)
@@ -33,21 +31,21 @@ def write_idx(path: Path, array: Tensor) -> None:
     path.write_bytes(head + sizes + array.to(torch.uint8).numpy().tobytes())
 
 
-def write_picture(path: Path, pixels: Tensor) -> None:
+def write_picture(path, pixels):
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels.to(torch.uint8).numpy()).save(path)
 
 
-def refuse(*_: Any, **__: Any) -> None:
+def refuse(*_, **__):
     raise RuntimeError("no network here")
 
 
 # --- Images and ImageData
 
 
-def test_bytes_are_scaled_and_normalised() -> None:
+def test_bytes_are_scaled_and_normalised():
     data = torch.tensor([[0, 51], [255, 102]], dtype=torch.uint8).reshape(1, 2, 1, 2)
     x, y = Images(data, torch.tensor([3]), mean=(0.1, 0.5), std=(0.2, 0.25))[[0]]
     expected = torch.tensor([[-0.5, 0.5], [2.0, -0.4]]).reshape(1, 2, 1, 2)
@@ -55,7 +53,7 @@ def test_bytes_are_scaled_and_normalised() -> None:
     assert y.tolist() == [3]
 
 
-def test_a_batch_holds_what_single_reads_give_in_the_order_asked() -> None:
+def test_a_batch_holds_what_single_reads_give_in_the_order_asked():
     some = images(channels=3)
     x, y = some[[4, 1, 1]]
     for position, index in enumerate((4, 1, 1)):
@@ -65,7 +63,7 @@ def test_a_batch_holds_what_single_reads_give_in_the_order_asked() -> None:
     assert torch.equal(some[1:3][0], some[[1, 2]][0])
 
 
-def test_subset_keeps_order_and_copies() -> None:
+def test_subset_keeps_order_and_copies():
     some = images()
     part = some.subset([5, 0])
     assert torch.equal(part[[0, 1]][0], some[[5, 0]][0])
@@ -84,16 +82,14 @@ def test_subset_keeps_order_and_copies() -> None:
         ({"mean": (0.5, 0.5)}, "1 channels"),
     ],
 )
-def test_images_of_the_wrong_form_are_refused(
-    change: dict[str, Any], message: str
-) -> None:
+def test_images_of_the_wrong_form_are_refused(change, message):
     good = images()
     fields = {"data": good.data, "targets": good.targets, "mean": (0.5,), "std": (0.5,)}
     with pytest.raises(DataError, match=message):
         Images(**{**fields, **change})
 
 
-def test_data_whose_splits_do_not_fit_are_refused() -> None:
+def test_data_whose_splits_do_not_fit_are_refused():
     good = images()
     with pytest.raises(DataError, match="test split is empty"):
         ImageData(good, good.subset([]), ("a", "b"))
@@ -106,7 +102,7 @@ def test_data_whose_splits_do_not_fit_are_refused() -> None:
 # --- names and directories
 
 
-def test_digits() -> None:
+def test_digits():
     from sklearn.datasets import load_digits
 
     data = load_dataset("digits")
@@ -125,18 +121,18 @@ def test_digits() -> None:
 
 
 @pytest.mark.parametrize("name", ["minst", "imagefolder:", "hf:", "hf"])
-def test_unknown_name_lists_the_known(name: str) -> None:
+def test_unknown_name_lists_the_known(name):
     with pytest.raises(UnknownNameError) as caught:
         load_dataset(name)
     assert all(known in str(caught.value) for known in DATASETS)
 
 
-def test_relative_data_dir_is_refused() -> None:
+def test_relative_data_dir_is_refused():
     with pytest.raises(ConfigurationError, match=r"data-dir.*'some/where'"):
         load_dataset("mnist", "some/where")
 
 
-def test_importing_tasks_is_cheap() -> None:
+def test_importing_tasks_is_cheap():
     heavy = "{'torchvision', 'sklearn', 'flwr_datasets', 'datasets', 'flwr'}"
     code = f"import sys, flwr_fisher.tasks; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -146,7 +142,7 @@ def test_importing_tasks_is_cheap() -> None:
 
 
 @pytest.mark.skipif(not MNIST_DIR.is_dir(), reason="MNIST is not in ../shared/data")
-def test_mnist() -> None:
+def test_mnist():
     data = load_dataset("mnist", MNIST_DIR)
     assert repr(data) == "ImageData(60000 + 10000 of shape 1x28x28, 10 classes)"
     assert data.train.data.dtype == torch.uint8
@@ -159,9 +155,7 @@ def test_mnist() -> None:
 @pytest.mark.parametrize(
     "name", ["mnist", "emnist-letters", "svhn", "cifar10", "gtsrb"]
 )
-def test_missing_files_without_network_say_what_to_do(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_files_without_network_say_what_to_do(name, tmp_path, monkeypatch):
     from torchvision import datasets
 
     for kind in ("MNIST", "EMNIST", "SVHN", "CIFAR10", "GTSRB"):
@@ -178,8 +172,8 @@ def test_missing_files_without_network_say_what_to_do(
     [("mnist", "MNIST", "0 - zero"), ("fashionmnist", "FashionMNIST", "T-shirt/top")],
 )
 def test_files_that_are_there_are_not_downloaded(
-    name: str, folder: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, folder, first, tmp_path, monkeypatch
+):
     from torchvision import datasets
 
     monkeypatch.setattr(datasets.MNIST, "download", refuse)
@@ -203,8 +197,8 @@ def test_files_that_are_there_are_not_downloaded(
     ],
 )
 def test_emnist_is_upright_and_labelled_from_zero(
-    name: str, split: str, first: int, classes: int, tmp_path: Path
-) -> None:
+    name, split, first, classes, tmp_path
+):
     pixels = torch.arange(2 * 28 * 28).reshape(2, 28, 28) % 251
     for part in ("train", "test"):
         raw = tmp_path / "EMNIST" / "raw" / f"emnist-{split}-{part}"
@@ -224,17 +218,11 @@ def test_emnist_is_upright_and_labelled_from_zero(
         ("cifar100", "fine_labels", (0.5071, 0.4865, 0.4409)),
     ],
 )
-def test_cifar_channels_come_first(
-    name: str,
-    labels: str,
-    mean: tuple[float, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cifar_channels_come_first(name, labels, mean, tmp_path, monkeypatch):
     from torchvision import datasets
     from torchvision.datasets import cifar
 
-    def write(file: str, content: dict[str, Any]) -> None:
+    def write(file, content):
         path = tmp_path / known.base_folder / file
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(pickle.dumps(content))
@@ -254,9 +242,7 @@ def test_cifar_channels_come_first(
     assert data.train.mean == mean
 
 
-def test_svhn_has_numbers_for_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_svhn_has_numbers_for_names(tmp_path, monkeypatch):
     from scipy.io import savemat
     from torchvision.datasets import svhn
 
@@ -272,7 +258,7 @@ def test_svhn_has_numbers_for_names(
     assert data.test.targets.tolist() == [2, 0, 1]
 
 
-def test_gtsrb_is_resized(tmp_path: Path) -> None:
+def test_gtsrb_is_resized(tmp_path):
     base = tmp_path / "gtsrb"
     training, final = base / "GTSRB" / "Training", base / "GTSRB" / "Final_Test"
     for label, side in ((0, 20), (1, 50)):
@@ -285,13 +271,13 @@ def test_gtsrb_is_resized(tmp_path: Path) -> None:
     data = load_dataset("gtsrb", tmp_path)
     assert data.shape == (3, 32, 32)
     assert data.train.targets.tolist() == data.test.targets.tolist() == [0, 1]
-    assert data.test.data[1].unique().tolist() == [40]  # type: ignore[no-untyped-call]
+    assert data.test.data[1].unique().tolist() == [40]
 
 
 # --- image folders
 
 
-def write_folders(root: Path, *, sides: tuple[int, ...] = (5, 9)) -> None:
+def write_folders(root, *, sides=(5, 9)):
     for split in ("train", "test"):
         for label, name in enumerate(("ant", "bee")):
             for side in sides:
@@ -300,7 +286,7 @@ def write_folders(root: Path, *, sides: tuple[int, ...] = (5, 9)) -> None:
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_image_folder(tmp_path: Path, relative: bool) -> None:
+def test_image_folder(tmp_path, relative):
     write_folders(tmp_path / "mine")
     name = "mine" if relative else str(tmp_path / "mine")
     data = load_dataset(f"imagefolder:{name}", tmp_path if relative else None)
@@ -318,7 +304,7 @@ def test_image_folder(tmp_path: Path, relative: bool) -> None:
         (lambda root: (root / "train" / "cow").mkdir(), "cow"),
     ],
 )
-def test_a_wrong_image_folder_shows_the_layout(tmp_path: Path, wrong, holds) -> None:
+def test_a_wrong_image_folder_shows_the_layout(tmp_path, wrong, holds):
     root = tmp_path / "mine"
     write_folders(root)
     wrong(root)
@@ -327,7 +313,7 @@ def test_a_wrong_image_folder_shows_the_layout(tmp_path: Path, wrong, holds) -> 
     assert "<dir>/train/<class>/<image files>" in str(raised.value)
 
 
-def test_image_folder_with_other_classes_in_test(tmp_path: Path) -> None:
+def test_image_folder_with_other_classes_in_test(tmp_path):
     write_folders(tmp_path)
     (tmp_path / "test" / "bee").rename(tmp_path / "test" / "wasp")
     with pytest.raises(DataError, match=r"same classes.*: bee, wasp"):
@@ -337,9 +323,7 @@ def test_image_folder_with_other_classes_in_test(tmp_path: Path) -> None:
 # --- the Hub, by way of files on disk
 
 
-def write_hub(
-    root: Path, columns: dict[str, Any], splits: tuple[str, ...] = ("train", "test")
-) -> str:
+def write_hub(root, columns, splits=("train", "test")):
     from datasets import Dataset, Features, disable_progress_bars
 
     disable_progress_bars()
@@ -351,7 +335,7 @@ def write_hub(
     return f"hf:{root / 'set'}"
 
 
-def pictures(*sides: int, channels: int = 1) -> Any:
+def pictures(*sides, channels=1):
     from datasets import Image
     from PIL import Image as Pillow
 
@@ -360,7 +344,7 @@ def pictures(*sides: int, channels: int = 1) -> Any:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch):
     from flwr_datasets import federated_dataset
 
     # It would report the use to Flower.
@@ -369,7 +353,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_hub_images_of_one_size_keep_it(hub: Path) -> None:
+def test_hub_images_of_one_size_keep_it(hub):
     from datasets import ClassLabel, Value
 
     coarse = [1, 0, 1], ClassLabel(names=["a", "b"])
@@ -383,7 +367,7 @@ def test_hub_images_of_one_size_keep_it(hub: Path) -> None:
     assert int(data.test.data.min()) == int(data.test.data.max()) == 7
 
 
-def test_hub_images_of_different_sizes_are_resized(hub: Path) -> None:
+def test_hub_images_of_different_sizes_are_resized(hub):
     from datasets import Value
 
     labels = [2, 0], Value("int64")
@@ -393,7 +377,7 @@ def test_hub_images_of_different_sizes_are_resized(hub: Path) -> None:
     assert int(data.test.data.min()) == int(data.test.data.max()) == 7
 
 
-def test_hub_columns_that_are_not_clear_are_named(hub: Path) -> None:
+def test_hub_columns_that_are_not_clear_are_named(hub):
     from datasets import ClassLabel
 
     kind = ClassLabel(names=["a", "b"])
@@ -402,7 +386,7 @@ def test_hub_columns_that_are_not_clear_are_named(hub: Path) -> None:
         load_dataset(write_hub(hub, columns), hub / "cache")
 
 
-def test_hub_without_a_test_split(hub: Path) -> None:
+def test_hub_without_a_test_split(hub):
     from datasets import ClassLabel
 
     columns = {"img": pictures(4, 4), "label": ([0, 1], ClassLabel(names=["a", "b"]))}

@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from flwr_fisher.tasks import (
     PARTITIONS,
     VOCABULARY,
     Sequences,
-    Task,
     TextData,
     Transformer,
     load_dataset,
@@ -32,7 +30,7 @@ from flwr_fisher.tasks.load import _share_out
 from flwr_fisher.tasks.partitioners import by_document
 
 
-def language(**changes: Any) -> Task:
+def language(**changes):
     arguments = {
         "dataset": "language",
         "model": "transformer",
@@ -42,16 +40,15 @@ def language(**changes: Any) -> Task:
     return load_task(**{**arguments, **changes})
 
 
-def text(tokens: torch.Tensor) -> str:
+def text(tokens):
     return "".join(VOCABULARY[token] for token in tokens.flatten().tolist())
 
 
 # --- the text
 
 
-def test_language() -> None:
+def test_language():
     data = load_dataset("language")
-    assert isinstance(data, TextData)
     assert (data.shape, data.num_outputs) == ((64,), 97)
     assert data.num_classes == len(data.class_names) >= 70
     assert {"assert", "while", "string-methods"} <= set(data.class_names)
@@ -70,7 +67,7 @@ def test_language() -> None:
     assert text(data.train.tokens[first]).startswith('The "assert" statement\n***')
 
 
-def test_every_document_is_in_both_splits_and_the_test_is_its_end() -> None:
+def test_every_document_is_in_both_splits_and_the_test_is_its_end():
     from pydoc_data.topics import topics
 
     whole = dict(without_repeats(topics))
@@ -93,7 +90,7 @@ def test_every_document_is_in_both_splits_and_the_test_is_its_end() -> None:
         )
 
 
-def test_the_splits_share_hardly_any_text() -> None:
+def test_the_splits_share_hardly_any_text():
     """As they would if topics kept the paragraphs that other topics have."""
     data = load_language()
     train = text(data.train.tokens)
@@ -101,7 +98,7 @@ def test_the_splits_share_hardly_any_text() -> None:
     assert np.mean([start in train for start in starts]) < 0.04
 
 
-def test_a_paragraph_stays_in_the_shortest_document_that_has_it() -> None:
+def test_a_paragraph_stays_in_the_shortest_document_that_has_it():
     topics = {
         "all": "A.\n\n   B is\n   long.\n\nC.\n\nA.",
         "b": "B is long.",
@@ -114,7 +111,7 @@ def test_a_paragraph_stays_in_the_shortest_document_that_has_it() -> None:
     ]
 
 
-def test_cutting_documents() -> None:
+def test_cutting_documents():
     documents = [("long", "abcdefghijkl"), ("short", "abcde"), ("two", "éb\ncde")]
     data = cut(documents, length=2, held=4)
     assert data.class_names == ("long", "two")
@@ -129,7 +126,7 @@ def test_cutting_documents() -> None:
 # --- Sequences and TextData
 
 
-def pieces(count: int = 4, length: int = 3) -> Sequences:
+def pieces(count=4, length=3):
     tokens = torch.arange(count * length).reshape(count, length)
     return Sequences(tokens, torch.arange(count) % 2)
 
@@ -147,9 +144,7 @@ TAGS = torch.zeros(2).long()
         (LONG, TAGS.float(), r"torch.float32 \[2\]"),
     ],
 )
-def test_sequences_of_the_wrong_form_are_refused(
-    tokens: torch.Tensor, documents: torch.Tensor, culprit: str
-) -> None:
+def test_sequences_of_the_wrong_form_are_refused(tokens, documents, culprit):
     with pytest.raises(DataError, match=culprit):
         Sequences(tokens, documents)
 
@@ -162,7 +157,7 @@ def test_sequences_of_the_wrong_form_are_refused(
         (Sequences(LONG[:1], torch.tensor([2])), "test split.* 2 to 2"),
     ],
 )
-def test_splits_that_do_not_fit_are_refused(test: Sequences, culprit: str) -> None:
+def test_splits_that_do_not_fit_are_refused(test, culprit):
     with pytest.raises(DataError, match=culprit):
         TextData(pieces(), test, ("a", "b"))
 
@@ -171,7 +166,7 @@ def test_splits_that_do_not_fit_are_refused(test: Sequences, culprit: str) -> No
 
 
 @pytest.mark.parametrize("clients", [1, 8, 20, 60])
-def test_every_document_is_at_one_client(clients: int) -> None:
+def test_every_document_is_at_one_client(clients):
     task = language(num_partitions=clients)
     counts = task.label_histogram()
     assert counts.shape == (clients, task.data.num_classes)
@@ -186,7 +181,7 @@ def test_every_document_is_at_one_client(clients: int) -> None:
         assert max(sizes) < 1.2 * min(sizes)
 
 
-def test_the_seed_decides_who_has_what() -> None:
+def test_the_seed_decides_who_has_what():
     first = language(seed=1)
     _share_out.cache_clear()
     np.random.seed(5)  # noqa: NPY002 - the global state must not matter
@@ -200,7 +195,7 @@ def test_the_seed_decides_who_has_what() -> None:
     assert groups[0] != groups[1]
 
 
-def test_documents_are_dealt_out_to_who_has_least() -> None:
+def test_documents_are_dealt_out_to_who_has_least():
     sizes = np.array([3, 100, 40, 6, 36, 1])
     values = np.repeat(np.arange(6), sizes)
     for seed in range(5):
@@ -210,7 +205,7 @@ def test_documents_are_dealt_out_to_who_has_least() -> None:
         assert sum(len(np.unique(values[part])) for part in parts) == 6
 
 
-def test_more_clients_than_documents() -> None:
+def test_more_clients_than_documents():
     with pytest.raises(
         DataError, match=r"'by-document': 3 documents.*4 clients.*fewer"
     ):
@@ -218,7 +213,7 @@ def test_more_clients_than_documents() -> None:
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_other_partitions_share_out_documents_too(partition: str) -> None:
+def test_the_other_partitions_share_out_documents_too(partition):
     with warnings.catch_warnings():
         # Few clients with two documents each leave out most documents.
         warnings.filterwarnings("ignore", message=".*no client holds")
@@ -231,9 +226,8 @@ def test_the_other_partitions_share_out_documents_too(partition: str) -> None:
 # --- the task
 
 
-def test_loaders() -> None:
+def test_loaders():
     task = language(validation=40)
-    assert isinstance(task.validation, Sequences)
     everyone = [index for part in task.parts for index in part]
     assert len(everyone) == len(task.data.train) - 40
     batches = list(task.train_loader(2, 16))
@@ -249,7 +243,7 @@ def test_loaders() -> None:
     assert len(repr(task)) < 200
 
 
-def test_an_app_s_run_config_names_it() -> None:
+def test_an_app_s_run_config_names_it():
     config = {
         "dataset": "language",
         "data-dir": "",
@@ -284,9 +278,7 @@ def test_an_app_s_run_config_names_it() -> None:
         ({"num_partitions": 0}, ConfigurationError, "num_partitions"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_way_out(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_what_does_not_fit_is_refused_with_the_way_out(changes, error, message):
     with pytest.raises(error, match=message):
         language(**changes)
 
@@ -294,14 +286,14 @@ def test_what_does_not_fit_is_refused_with_the_way_out(
 # --- the model
 
 
-def small(**changes: Any) -> Transformer:
+def small(**changes):
     sizes = {"vocabulary": 7, "length": 5, "width": 8, "layers": 2, "heads": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Transformer(**{**sizes, **changes})
 
 
-def test_the_model_s_size_and_calls() -> None:
+def test_the_model_s_size_and_calls():
     model = language().make_model()
     block = (64 * 3 + 64 + 256 + 64) + (64 * 64 * 12) + 4 * 64
     assert sum(p.numel() for p in model.parameters()) == (
@@ -318,17 +310,17 @@ def test_the_model_s_size_and_calls() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_the_model_computes_what_its_weights_say() -> None:
+def test_the_model_computes_what_its_weights_say():
     """One sequence, position by position and head by head."""
     model = small(layers=1).double()
     w = {k: v.detach() for k, v in model.state_dict().items()}
     tokens = [3, 1, 1, 6]
 
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+    def norm(x, name):
         scaled = (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
         return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
 
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(x, name):
         return w[f"{name}.weight"] @ x + w[f"{name}.bias"]
 
     xs = [
@@ -350,20 +342,20 @@ def test_the_model_computes_what_its_weights_say() -> None:
 
 
 @pytest.mark.parametrize("change", [{"heads": 3}, {"layers": 0}, {"vocabulary": 0}])
-def test_sizes_that_make_no_model(change: dict[str, int]) -> None:
+def test_sizes_that_make_no_model(change):
     ((name, value),) = change.items()
     said = f"{value} {name}" if name != "vocabulary" else f"{name} {value}"
     with pytest.raises(ConfigurationError, match=said):
         small(**change)
 
 
-def test_no_tokens() -> None:
+def test_no_tokens():
     with pytest.raises(ConfigurationError, match=r"0 classes of examples \(5,\)"):
         make_model("transformer", shape=(5,), num_classes=0)
     assert "transformer" in MODELS
 
 
-def test_the_client_s_loops_and_the_measures_take_tokens() -> None:
+def test_the_client_s_loops_and_the_measures_take_tokens():
     task, device = language(num_partitions=60), torch.device("cpu")
     model, test = task.make_model(), task.test_loader()
     x, y = task.data.test[:]

@@ -1,6 +1,5 @@
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 FOR_IMAGES = [name for name in MODELS if name != "transformer"]
 
 
-def num_parameters(model: nn.Module) -> int:
+def num_parameters(model):
     return sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FOR_IMAGES)
-def test_every_model_fits_every_shape(name: str, shape: tuple[int, int, int]) -> None:
+def test_every_model_fits_every_shape(name, shape):
     model = make_model(name, shape=shape, num_classes=7)
     calls = Counter[str]()
     kinds = (nn.Conv2d, nn.Linear)
@@ -46,17 +45,17 @@ def test_every_model_fits_every_shape(name: str, shape: tuple[int, int, int]) ->
         ("resnet18", (3, 32, 32), 11173962),
     ],
 )
-def test_sizes_are_the_papers(name: str, shape: Any, count: int) -> None:
+def test_sizes_are_the_papers(name, shape, count):
     assert num_parameters(make_model(name, shape=shape, num_classes=10)) == count
 
 
 @pytest.mark.parametrize("name", ["lenet", "cnn"])
-def test_models_without_biases_have_none(name: str) -> None:
+def test_models_without_biases_have_none(name):
     keys = list(make_model(name, shape=(1, 28, 28), num_classes=10).state_dict())
     assert keys == [f"{n}.weight" for n in ("conv1", "conv2", "fc1", "fc2", "fc3")]
 
 
-def test_lenet_computes_what_its_weights_say() -> None:
+def test_lenet_computes_what_its_weights_say():
     from torch.nn.functional import conv2d, max_pool2d
 
     model = make_model("lenet", shape=(1, 28, 28), num_classes=10)
@@ -69,8 +68,8 @@ def test_lenet_computes_what_its_weights_say() -> None:
     torch.testing.assert_close(model(x), h)
 
 
-def test_resnets_keep_small_images_large_and_differ_in_norms() -> None:
-    seen: dict[str, Any] = {}
+def test_resnets_keep_small_images_large_and_differ_in_norms():
+    seen = {}
     for name, kind in (("resnet18", nn.BatchNorm2d), ("resnet18-gn", nn.GroupNorm)):
         model = make_model(name, shape=(3, 16, 16), num_classes=10)
         norms = [m for m in model.modules() if "Norm" in type(m).__name__]
@@ -84,9 +83,7 @@ def test_resnets_keep_small_images_large_and_differ_in_norms() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_only_the_seed_decides_and_the_global_generator_is_left_alone(
-    name: str,
-) -> None:
+def test_only_the_seed_decides_and_the_global_generator_is_left_alone(name):
     shape = (1, 28, 28) if name in FOR_IMAGES else (28,)
     make = partial(make_model, name, shape=shape, num_classes=10)
     first = make(seed=4).state_dict()
@@ -99,19 +96,19 @@ def test_only_the_seed_decides_and_the_global_generator_is_left_alone(
     assert not all(torch.equal(other[k], v) for k, v in first.items())
 
 
-def test_unknown_name() -> None:
+def test_unknown_name():
     with pytest.raises(UnknownNameError, match=r"unknown model 'lenet5'; known: .*mlp"):
         make_model("lenet5", shape=(1, 28, 28), num_classes=10)
 
 
 @pytest.mark.parametrize("name", ["lenet", "lenet-bias", "cnn", "cnn-bias"])
-def test_images_that_are_too_small(name: str) -> None:
+def test_images_that_are_too_small(name):
     with pytest.raises(ConfigurationError, match=rf"\(1, 3, 8\).*'{name}'.* 4 pixels"):
         make_model(name, shape=(1, 3, 8), num_classes=10)
     make_model(name, shape=(1, 4, 4), num_classes=10)
 
 
-def test_no_classes_or_no_pixels() -> None:
+def test_no_classes_or_no_pixels():
     with pytest.raises(ConfigurationError, match="0 classes"):
         make_model("mlp", shape=(1, 8, 8), num_classes=0)
     with pytest.raises(ConfigurationError, match=r"\(1, 0, 8\)"):

@@ -1,11 +1,9 @@
 import math
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
 from flwr_fisher.tasks import (
@@ -21,13 +19,13 @@ TARGETS = torch.cat([torch.full((n,), c) for c, n in enumerate(SIZES)])
 TARGETS = TARGETS[torch.randperm(len(TARGETS), generator=torch.manual_seed(3))]
 
 
-def split(name: str, seed: int = 0, **arguments: Any) -> list[list[int]]:
+def split(name, seed=0, **arguments):
     arguments = {"num_partitions": 10, "alpha": 0.5, **arguments}
     return partition_indices(TARGETS, name, seed=seed, **arguments)
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_no_example_goes_to_two_clients(name: str) -> None:
+def test_no_example_goes_to_two_clients(name):
     parts = split(name)
     assert len(parts) == 10
     counts = Counter(index for part in parts for index in part)
@@ -38,7 +36,7 @@ def test_no_example_goes_to_two_clients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_only_the_seed_decides(name: str) -> None:
+def test_only_the_seed_decides(name):
     first = split(name)
     np.random.seed(5)  # noqa: NPY002 - the global state must not matter
     torch.manual_seed(5)
@@ -48,21 +46,21 @@ def test_only_the_seed_decides(name: str) -> None:
     assert split(name, seed=1) != first
 
 
-def test_iid_parts_are_equal_and_mixed() -> None:
+def test_iid_parts_are_equal_and_mixed():
     sorted_targets = TARGETS.sort().values
     parts = partition_indices(sorted_targets, "iid", num_partitions=10)
     assert {len(part) for part in parts} == {125}
     assert (label_histogram(sorted_targets, parts, 10) > 0).all()
 
 
-def test_each_client_has_its_number_of_classes() -> None:
+def test_each_client_has_its_number_of_classes():
     counts = label_histogram(TARGETS, split("classes-per-client"), 10)
     assert ((counts > 0).sum(dim=1) == 2).all()
     three = split("classes-per-client", classes_per_client=3)
     assert ((label_histogram(TARGETS, three, 10) > 0).sum(dim=1) == 3).all()
 
 
-def test_shards_are_runs_of_equal_labels() -> None:
+def test_shards_are_runs_of_equal_labels():
     parts = split("shards", shards_per_client=2)
     assert {len(part) for part in parts} == {124}
     # A run of 62 sorted labels touches two classes at most, as each has at least 80.
@@ -70,7 +68,7 @@ def test_shards_are_runs_of_equal_labels() -> None:
     assert {len(part) for part in split("shards", shards_per_client=5)} == {125}
 
 
-def test_dirichlet_class_gives_small_clients_no_second_try() -> None:
+def test_dirichlet_class_gives_small_clients_no_second_try():
     from flwr_datasets.partitioner import DirichletPartitioner
 
     arguments = {"num_partitions": 10, "partition_by": "label", "alpha": 0.3}
@@ -87,9 +85,7 @@ def test_dirichlet_class_gives_small_clients_no_second_try() -> None:
 # --- dirichlet-client
 
 
-def slow_shares(
-    clients: int, classes: int, alpha: float, rng: np.random.Generator
-) -> NDArray[np.float64]:
+def slow_shares(clients, classes, alpha, rng):
     """The definition, with numpy's own Dirichlet draws."""
     q = np.array([rng.dirichlet([alpha] * classes) for _ in range(clients)])
     return np.array(
@@ -98,7 +94,7 @@ def slow_shares(
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 2.0])
-def test_shares_are_distributed_as_the_definition_says(alpha: float) -> None:
+def test_shares_are_distributed_as_the_definition_says(alpha):
     from flwr_fisher.tasks.partitioners import client_shares
 
     draws = 1500
@@ -124,7 +120,7 @@ def test_shares_are_distributed_as_the_definition_says(alpha: float) -> None:
     assert abs(ours.std() - twin.std()) < 0.02
 
 
-def test_shares_stay_finite_where_proportions_underflow() -> None:
+def test_shares_stay_finite_where_proportions_underflow():
     from flwr_fisher.tasks.partitioners import client_shares
 
     shares = client_shares(5, 10, 1e-4, np.random.default_rng(0))
@@ -133,7 +129,7 @@ def test_shares_stay_finite_where_proportions_underflow() -> None:
     assert (shares.max(axis=0) > 0.99).all()
 
 
-def test_counts_follow_the_drawn_shares() -> None:
+def test_counts_follow_the_drawn_shares():
     from flwr_fisher.tasks.partitioners import client_shares
 
     parts = split("dirichlet-client", num_partitions=5, seed=7)
@@ -144,7 +140,7 @@ def test_counts_follow_the_drawn_shares() -> None:
     assert (np.abs(counts.numpy() - shares * np.array(SIZES)) < 1).all()
 
 
-def test_a_client_s_examples_are_mixed() -> None:
+def test_a_client_s_examples_are_mixed():
     part = split("dirichlet-client", num_partitions=2, alpha=5)[0]
     labels = TARGETS[part]
     # In order of class they would change nine times.
@@ -152,7 +148,7 @@ def test_a_client_s_examples_are_mixed() -> None:
 
 
 @pytest.mark.parametrize("name", ["dirichlet-client", "by-document"])
-def test_labels_are_read_without_the_images(name: str) -> None:
+def test_labels_are_read_without_the_images(name):
     from datasets import Dataset, Features, Image, Value
 
     broken = {"bytes": b"no image", "path": None}
@@ -168,7 +164,7 @@ def test_labels_are_read_without_the_images(name: str) -> None:
 # --- errors
 
 
-def test_an_unknown_name_lists_the_known() -> None:
+def test_an_unknown_name_lists_the_known():
     with pytest.raises(UnknownNameError, match="dirichlet-client, dirichlet-class"):
         make_partitioner("dirichlet", num_partitions=2)
 
@@ -185,18 +181,18 @@ def test_an_unknown_name_lists_the_known() -> None:
         ("seed", -1),
     ],
 )
-def test_a_number_out_of_range_is_named(argument: str, value: float) -> None:
+def test_a_number_out_of_range_is_named(argument, value):
     with pytest.raises(ConfigurationError, match=f"{argument} must be"):
-        make_partitioner("iid", **{"num_partitions": 2, argument: value})  # type: ignore[arg-type]
+        make_partitioner("iid", **{"num_partitions": 2, argument: value})
 
 
-def test_more_classes_a_client_than_there_are() -> None:
+def test_more_classes_a_client_than_there_are():
     with pytest.raises(ConfigurationError, match=r"classes_per_client must be ≤ 10"):
         split("classes-per-client", classes_per_client=11)
 
 
 @pytest.mark.parametrize("name", ["dirichlet-client", "dirichlet-class"])
-def test_a_client_with_too_few_examples_is_named_with_the_way_out(name: str) -> None:
+def test_a_client_with_too_few_examples_is_named_with_the_way_out(name):
     with pytest.raises(DataError) as caught:
         split(name, num_partitions=300, alpha=0.1, seed=2)
     message = str(caught.value)
@@ -206,19 +202,19 @@ def test_a_client_with_too_few_examples_is_named_with_the_way_out(name: str) -> 
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-def test_more_clients_than_pairs_of_examples(name: str) -> None:
+def test_more_clients_than_pairs_of_examples(name):
     with pytest.raises(DataError, match="5 examples for 3 clients"):
         partition_indices(torch.arange(5) % 2, name, num_partitions=3)
 
 
-def test_a_partitioner_s_own_refusal_becomes_ours() -> None:
+def test_a_partitioner_s_own_refusal_becomes_ours():
     # Three clients need the class of one example.
     targets = torch.tensor([0] * 20 + [1])
     with pytest.raises(DataError, match=r"classes-per-client.*Label: 1"):
         partition_indices(targets, "classes-per-client", num_partitions=3)
 
 
-def test_classes_that_no_client_holds_are_warned_of() -> None:
+def test_classes_that_no_client_holds_are_warned_of():
     with pytest.warns(UserWarning, match="no client holds the classes") as caught:
         parts = split("classes-per-client", num_partitions=2)
     assert len(caught) == 1
@@ -226,7 +222,7 @@ def test_classes_that_no_client_holds_are_warned_of() -> None:
     assert f"classes {', '.join(map(str, missing.tolist()))};" in str(caught[0].message)
 
 
-def test_histogram_counts_as_a_loop_would() -> None:
+def test_histogram_counts_as_a_loop_would():
     parts = split("dirichlet-client")
     counts = label_histogram(TARGETS, parts, 12)
     assert counts.shape == (10, 12)

@@ -1,13 +1,11 @@
-from typing import Any
-
 import pytest
 import torch
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import Task, load, load_task, task_from_run_config
+from flwr_fisher.tasks import load, load_task, task_from_run_config
 
 
-def digits(**changes: Any) -> Task:
+def digits(**changes):
     arguments = {
         "dataset": "digits",
         "model": "lenet",
@@ -18,14 +16,12 @@ def digits(**changes: Any) -> Task:
     return load_task(**{**arguments, **changes})
 
 
-def test_two_processes_would_agree() -> None:
+def test_two_processes_would_agree():
     first = digits(validation=50, seed=3)
     load._share_out.cache_clear()
     again = digits(validation=50, seed=3)
     assert first is not again
     assert first.parts == again.parts
-    assert first.validation is not None
-    assert again.validation is not None
     assert torch.equal(first.validation.data, again.validation.data)
     for p, q in zip(
         first.make_model().parameters(), again.make_model().parameters(), strict=True
@@ -37,7 +33,7 @@ def test_two_processes_would_agree() -> None:
     assert not torch.equal(*weights)
 
 
-def test_clients_share_the_whole_training_set() -> None:
+def test_clients_share_the_whole_training_set():
     whole = digits()
     assert whole.num_partitions == 4
     everyone = sorted(index for part in whole.parts for index in part)
@@ -50,25 +46,23 @@ def test_clients_share_the_whole_training_set() -> None:
 
 
 @pytest.mark.parametrize("hold_out", [True, False])
-def test_validation_examples_come_from_the_training_set(hold_out: bool) -> None:
+def test_validation_examples_come_from_the_training_set(hold_out):
     held = digits(validation=100, hold_out=hold_out)
     everyone = sorted(index for part in held.parts for index in part)
     assert len(everyone) == len(set(everyone)) == (1337 if hold_out else 1437)
     kept = sorted(set(range(1437)) - set(everyone))
-    assert held.validation is not None
     assert len(held.validation) == 100
     if hold_out:  # what the clients lack is what the server has
         expected = held.data.train.data[kept].flatten(1).sort(dim=0).values
         found = held.validation.data.flatten(1).sort(dim=0).values
         assert torch.equal(found, expected)
     other = digits(validation=100, hold_out=not hold_out).validation
-    assert other is not None
     assert torch.equal(other.data, held.validation.data)
     # Uniform: it has every class.
     assert held.validation.targets.bincount(minlength=10).min() > 0
 
 
-def test_train_loader_reads_a_client_s_examples_once_an_epoch() -> None:
+def test_train_loader_reads_a_client_s_examples_once_an_epoch():
     one = digits()
     loader = one.train_loader(1, 32)
     batches = list(loader)
@@ -84,10 +78,10 @@ def test_train_loader_reads_a_client_s_examples_once_an_epoch() -> None:
     )
 
 
-def test_train_order_comes_from_the_global_generator() -> None:
+def test_train_order_comes_from_the_global_generator():
     loader = digits().train_loader(0, 32)
 
-    def labels() -> list[int]:
+    def labels():
         return [int(label) for _, y in loader for label in y]
 
     with torch.random.fork_rng(devices=[]):
@@ -98,18 +92,17 @@ def test_train_order_comes_from_the_global_generator() -> None:
     assert first != second
 
 
-def test_eval_loaders_read_in_order() -> None:
+def test_eval_loaders_read_in_order():
     one = digits(validation=20)
     labels = torch.cat([y for _, y in one.test_loader(batch_size=100)])
     assert torch.equal(labels, one.data.test.targets)
     assert [len(y) for _, y in one.test_loader()] == [360]
-    assert one.validation is not None
     batches = list(one.eval_loader(one.validation, batch_size=8))
     assert [len(y) for _, y in batches] == [8, 8, 4]
     assert torch.equal(batches[1][0], one.validation[list(range(8, 16))][0])
 
 
-def test_repr_is_short() -> None:
+def test_repr_is_short():
     assert repr(digits(validation=20)) == (
         "Task(ImageData(1437 + 360 of shape 1x8x8, 10 classes), 4 clients,"
         " model 'lenet', seed 0, 20 for validation)"
@@ -129,26 +122,24 @@ def test_repr_is_short() -> None:
         ({"num_partitions": 600, "alpha": 0.1}, DataError, r"client \d+ has [01] "),
     ],
 )
-def test_errors_come_early_and_name_the_culprit(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_errors_come_early_and_name_the_culprit(changes, error, message):
     with pytest.raises(error, match=message):
         digits(**changes)
 
 
 @pytest.mark.parametrize("partition_id", [-1, 4])
-def test_a_client_that_does_not_exist(partition_id: int) -> None:
+def test_a_client_that_does_not_exist(partition_id):
     with pytest.raises(ConfigurationError, match=f"in 0…3, not {partition_id}"):
         digits().train_loader(partition_id, 32)
 
 
-def classes_of(task: Task) -> list[int]:
+def classes_of(task):
     shared = [i for part in task.parts for i in part]
     assert len(set(shared)) == len(shared)
     return task.data.train.classes[shared].bincount(minlength=10).tolist()
 
 
-def test_a_subset_has_each_class_alike_and_is_the_seeds() -> None:
+def test_a_subset_has_each_class_alike_and_is_the_seeds():
     task = digits(max_examples=203)
     assert sorted(classes_of(task)) == [20] * 7 + [21] * 3
     load._share_out.cache_clear()
@@ -157,19 +148,19 @@ def test_a_subset_has_each_class_alike_and_is_the_seeds() -> None:
     assert len(task.data.test) == 360
 
 
-def test_a_subset_is_of_what_validation_leaves_and_may_be_all() -> None:
+def test_a_subset_is_of_what_validation_leaves_and_may_be_all():
     some = digits(max_examples=100, validation=1337)
     assert sum(classes_of(some)) == 100
     assert digits(max_examples=10**6).parts == digits().parts
 
 
 @pytest.mark.parametrize("count", [-1, 0.5])
-def test_a_subset_is_a_number_of_examples(count: Any) -> None:
+def test_a_subset_is_a_number_of_examples(count):
     with pytest.raises(ConfigurationError, match="max_examples"):
         digits(max_examples=count)
 
 
-def test_a_run_config_may_have_max_examples() -> None:
+def test_a_run_config_may_have_max_examples():
     config = {"dataset": "digits", "data-dir": "", "model": "mlp", "partition": "iid"}
     config |= {"alpha": 0.1, "seed": 0}
     whole = task_from_run_config(config, 4)

@@ -1,18 +1,15 @@
 """TCT as a strategy: two stages, their optimum, and what survives a crash."""
 
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import virtual
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     CLASSES,
@@ -35,9 +32,8 @@ from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import derive_seed, seed_of_clients
-from flwr_fisher.strategies import TCT, CurvatureResult, FedAvg, Regression, Scaffold
+from flwr_fisher.strategies import TCT, FedAvg, Regression, Scaffold
 from flwr_fisher.tangent import (
-    Spectrum,
     TangentFeatures,
     TCTModel,
     combine_moments,
@@ -56,24 +52,21 @@ CLIENTS, STAGE1, ROUNDS = 3, 2, 5
 
 
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
 
 
-def tct(**options: Any) -> TCT:
-    own: dict[str, Any] = {"stage1_rounds": STAGE1, "num_features": 20}
+def tct(**options):
+    own = {"stage1_rounds": STAGE1, "num_features": 20}
     own |= {"local_steps": 30, "fraction_evaluate": 0.0}
     names = {field.name for field in fields(Regression)} & options.keys()
     regression = Regression(**{name: options.pop(name) for name in names})
     return TCT(regression=regression, **{**own, **options})
 
 
-def client_app(
-    change: Callable[[int, FisherClient], FisherClient | None] | None = None,
-    **options: Any,
-) -> ClientApp:
-    def client_fn(context: Context) -> FisherClient:
+def client_app(change=None, **options):
+    def client_fn(context):
         partition = int(context.node_config["partition-id"])
         client = tiny_client(partition, **options)
         return (change and change(partition, client)) or client
@@ -81,19 +74,13 @@ def client_app(
     return make_client_app(client_fn)
 
 
-def run(
-    strategy: TCT,
-    app: ClientApp | None = None,
-    clients: int = CLIENTS,
-    num_rounds: int = ROUNDS,
-    **options: Any,
-) -> CurvatureResult:
+def run(strategy, app=None, clients=CLIENTS, num_rounds=ROUNDS, **options):
     grid = LocalGrid(client_app() if app is None else app, clients)
     return strategy.start(grid, tiny_arrays(), num_rounds=num_rounds, **options)
 
 
 @cache
-def plain(num_rounds: int = ROUNDS, **options: Any) -> CurvatureResult:
+def plain(num_rounds=ROUNDS, **options):
     """What good clients give, without anything special."""
     return run(tct(**options), num_rounds=num_rounds)
 
@@ -101,13 +88,7 @@ def plain(num_rounds: int = ROUNDS, **options: Any) -> CurvatureResult:
 class Problem:
     """The regression as the clients have it, made by hand from a run's network."""
 
-    def __init__(
-        self,
-        arrays: ArrayRecord,
-        clients: Sequence[int] = range(CLIENTS),
-        standardised: Sequence[int] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, arrays, clients=range(CLIENTS), standardised=None, **options):
         network = tiny_model()
         tensors = arrays_to_tensors(arrays)
         own = {k: v for k, v in tensors.items() if not k.startswith("tct/")}
@@ -126,24 +107,22 @@ class Problem:
         moments = combine_moments([feature_moments(raw[i]) for i in everyone])
         self.mean, self.std = (t.float() for t in standardisation(moments))
         self.Z = {i: (z - self.mean) / self.std for i, z in raw.items()}
-        self.spectra: dict[int, Spectrum] = {
-            i: gram_spectrum(z) for i, z in self.Z.items()
-        }
+        self.spectra = {i: gram_spectrum(z) for i, z in self.Z.items()}
         self.largest = max(s.largest for s in self.spectra.values())
 
-    def optimum(self) -> Tensor:
+    def optimum(self):
         Z = torch.cat([z.double() for z in self.Z.values()])
         return torch.linalg.pinv(Z, rtol=1e-6) @ torch.cat(list(self.Y.values()))
 
-    def predictions(self, weight: Tensor) -> Tensor:
+    def predictions(self, weight):
         return torch.cat([z.double() @ weight.double() for z in self.Z.values()])
 
 
-def weight_of(result: CurvatureResult) -> Tensor:
+def weight_of(result):
     return arrays_to_tensors(result.arrays)["tct/weight"]
 
 
-def metric(result: CurvatureResult, name: str) -> list[Any]:
+def metric(result, name):
     rounds = result.train_metrics_clientapp
     return [rounds[r][name] for r in sorted(rounds) if name in rounds[r]]
 
@@ -151,7 +130,7 @@ def metric(result: CurvatureResult, name: str) -> list[Any]:
 # The result
 
 
-def test_the_result_is_a_model_that_predicts() -> None:
+def test_the_result_is_a_model_that_predicts():
     for seed in (0, 4):
         result = plain(seed=seed)
         tensors = arrays_to_tensors(result.arrays)
@@ -169,13 +148,13 @@ def test_the_result_is_a_model_that_predicts() -> None:
     assert same_bits(plain(head="3").arrays, plain(seed=0).arrays)
 
 
-def assert_has_network_of(result: CurvatureResult, arrays: ArrayRecord) -> None:
+def assert_has_network_of(result, arrays):
     network = arrays_to_tensors(result.arrays)
     for key, value in arrays_to_tensors(arrays).items():
         assert torch.equal(network[key], value), key
 
 
-def test_the_networks_of_stage_1_and_of_the_result_are_one() -> None:
+def test_the_networks_of_stage_1_and_of_the_result_are_one():
     """Whichever strategy trained it; pre-trained weights need no stage 1."""
     for make, own in ((FedAvg, plain()), (Scaffold, None)):
         stage1 = make(fraction_evaluate=0.0).start(
@@ -191,7 +170,7 @@ def test_the_networks_of_stage_1_and_of_the_result_are_one() -> None:
     assert jobs == [job for job in expected for _ in range(CLIENTS)]
 
 
-def test_metrics_show_the_stages(caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_show_the_stages(caplog):
     caplog.set_level(logging.INFO)
     result = run(tct())
     assert metric(result, "stage") == [1, 1, 2, 2, 2]
@@ -218,11 +197,9 @@ def test_metrics_show_the_stages(caplog: pytest.LogCaptureFixture) -> None:
 # Stage 2 against the functions that it is made of
 
 
-def by_functions(
-    problem: Problem, rounds: Sequence[Sequence[int]], *, lr: float, steps: int
-) -> tuple[Tensor, Tensor]:
+def by_functions(problem, rounds, *, lr, steps):
     """SCAFFOLD's algorithm, over who takes part in each round; all weigh in at once."""
-    rates: dict[str, Any] = {"lr": lr, "local_steps": steps}
+    rates = {"lr": lr, "local_steps": steps}
     weight = torch.zeros(len(problem.mean), CLASSES)
     control = torch.zeros_like(weight)
     own = {i: torch.zeros_like(weight) for i in problem.Z}
@@ -242,7 +219,7 @@ def by_functions(
     return weight, control
 
 
-def test_a_round_is_the_functions_by_hand() -> None:
+def test_a_round_is_the_functions_by_hand():
     result = plain(num_rounds=STAGE1 + 1 + 3)
     problem = Problem(result.arrays)
     (lr,) = set(metric(result, "lr"))
@@ -252,9 +229,7 @@ def test_a_round_is_the_functions_by_hand() -> None:
 
 
 @pytest.mark.parametrize("control_variates", [True, False])
-def test_steps_one_by_one_end_where_the_closed_form_does(
-    control_variates: bool,
-) -> None:
+def test_steps_one_by_one_end_where_the_closed_form_does(control_variates):
     both = [
         plain(solver=solver, control_variates=control_variates)
         for solver in ("closed-form", "steps")
@@ -263,7 +238,7 @@ def test_steps_one_by_one_end_where_the_closed_form_does(
     assert metric(both[0], "train_loss") == pytest.approx(metric(both[1], "train_loss"))
 
 
-def test_many_rounds_reach_the_pooled_least_squares() -> None:
+def test_many_rounds_reach_the_pooled_least_squares():
     result = run(tct(num_features=8, local_steps=10), num_rounds=STAGE1 + 1 + 60)
     problem = Problem(result.arrays, num_features=8)
     found, best = (
@@ -272,7 +247,7 @@ def test_many_rounds_reach_the_pooled_least_squares() -> None:
     assert (found - best).norm() < 1e-3 * best.norm()
 
 
-def test_one_step_without_control_variates_is_gradient_descent() -> None:
+def test_one_step_without_control_variates_is_gradient_descent():
     result = plain(local_steps=1, control_variates=False)
     assert result.details is None
     assert not metric(result, "control-norm")
@@ -288,29 +263,29 @@ def test_one_step_without_control_variates_is_gradient_descent() -> None:
     torch.testing.assert_close(weight_of(result).double(), weight, rtol=1e-4, atol=1e-6)
 
 
-def test_features_may_stay_as_they_are() -> None:
+def test_features_may_stay_as_they_are():
     tensors = arrays_to_tensors(plain(standardise=False).arrays)
     assert bool((tensors["tct/mean"] == 0).all())
     assert bool((tensors["tct/std"] == 1).all())
     assert tensors["tct/weight"].norm() > 0
 
 
-def test_half_precision_is_about_the_same() -> None:
+def test_half_precision_is_about_the_same():
     whole, half = plain(), plain(feature_dtype="float16")
     assert not same_bits(whole.arrays, half.arrays)
     torch.testing.assert_close(weight_of(half), weight_of(whole), rtol=0.1, atol=3e-3)
 
 
-def test_features_too_far_out_for_half_precision_are_named() -> None:
+def test_features_too_far_out_for_half_precision_are_named():
     class Far(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = nn.Linear(FEATURES, CLASSES)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.net(1e6 * x)
 
-    def change(i: int, client: FisherClient) -> FisherClient:
+    def change(i, client):
         return FisherClient(Far(), client.problem.trainloader, device="cpu")
 
     start = ArrayRecord(shared_state(Far()))
@@ -322,7 +297,7 @@ def test_features_too_far_out_for_half_precision_are_named() -> None:
 # Who takes part
 
 
-def test_absent_clients_are_scaffolds_by_hand() -> None:
+def test_absent_clients_are_scaffolds_by_hand():
     app = Watched(client_app())
     strategy = tct(fraction_train=0.5, seed=1)
     result = run(strategy, app, clients=4, num_rounds=STAGE1 + 1 + 5)
@@ -342,13 +317,11 @@ def test_absent_clients_are_scaffolds_by_hand() -> None:
     torch.testing.assert_close(result.details, control, rtol=1e-3, atol=1e-5)
 
 
-def members_by_hand(
-    problem: Problem, cohorts: Sequence[Sequence[int]], *, lr: float
-) -> tuple[Tensor, Tensor]:
+def members_by_hand(problem, cohorts, *, lr):
     """The server's c is the clients' c_i, by what is known of all clients' weight."""
-    rates: dict[str, Any] = {"lr": lr, "local_steps": 30}
+    rates = {"lr": lr, "local_steps": 30}
     weight = torch.zeros(20, CLASSES)
-    own: dict[int, Tensor] = {}
+    own = {}
     control = torch.zeros_like(weight)
     for cohort in cohorts:
         locals_ = {}
@@ -364,9 +337,7 @@ def members_by_hand(
     return weight, control
 
 
-def test_a_lost_state_starts_from_zero_is_logged_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_state_starts_from_zero_is_logged_and_counted(tmp_path, caplog):
     where = tmp_path / "run"
     run(tct(), num_rounds=4, checkpoint_dir=where)
     states = sorted(Path("~").expanduser().rglob("tct-control-*"))
@@ -379,8 +350,8 @@ def test_a_lost_state_starts_from_zero_is_logged_and_counted(
     assert caplog.text.count("it is lost, and begins anew") == 2
 
 
-def absent_at_convexifying(app: Watched, partition: int = 2) -> Watched:
-    def fails(content: RecordDict) -> None:
+def absent_at_convexifying(app, partition=2):
+    def fails(content):
         if app.trained[-1][0] == STAGE1 + 1:
             raise ValueError("out of cheese")
 
@@ -388,7 +359,7 @@ def absent_at_convexifying(app: Watched, partition: int = 2) -> Watched:
     return app
 
 
-def test_who_failed_while_features_were_standardised_joins_later() -> None:
+def test_who_failed_while_features_were_standardised_joins_later():
     result = run(tct(lr=0.01), absent_at_convexifying(Watched(client_app())))
     assert metric(result, "num-replies") == [3, 3, 2, 3, 3]
     # Both exchanges of the convexifying round asked it.
@@ -401,12 +372,10 @@ def test_who_failed_while_features_were_standardised_joins_later() -> None:
     torch.testing.assert_close(tensors["tct/weight"], weight, rtol=1e-3, atol=1e-5)
 
 
-def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(caplog):
     """It was not there when the rate was settled."""
 
-    def larger(partition: int, client: FisherClient) -> None:
+    def larger(partition, client):
         if partition == 2:
             x, y = tiny_data(partition).tensors
             data = TensorDataset(x * 50.0, y)
@@ -421,7 +390,7 @@ def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(
 # Stage 1
 
 
-def test_clients_evaluate_the_network_and_then_the_regression() -> None:
+def test_clients_evaluate_the_network_and_then_the_regression():
     app = Watched(client_app())
     result = run(tct(fraction_evaluate=1.0), app)
     assert sorted(r for r, _ in app.evaluated) == sorted([1, 2, 3, 4, 5] * CLIENTS)
@@ -435,9 +404,7 @@ def test_clients_evaluate_the_network_and_then_the_regression() -> None:
     assert scores[ROUNDS]["accuracy"] == pytest.approx(right / total)
 
 
-def test_clients_may_evaluate_on_training_data_but_not_personalise(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_clients_may_evaluate_on_training_data_but_not_personalise(caplog):
     config = ConfigRecord({"fisher.evaluate-on": "train"})
     result = run(tct(fraction_evaluate=1.0), evaluate_config=config)
     assert 0 <= result.evaluate_metrics_clientapp[ROUNDS]["accuracy"] <= 1
@@ -447,10 +414,10 @@ def test_clients_may_evaluate_on_training_data_but_not_personalise(
     assert "no parameters to personalise" in caplog.text
 
 
-def test_the_server_evaluates_the_network_and_then_the_model() -> None:
-    seen: dict[int, bool] = {}
+def test_the_server_evaluates_the_network_and_then_the_model():
+    seen = {}
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate(server_round, arrays):
         seen[server_round] = TCTModel.is_in(arrays_to_tensors(arrays))
         return MetricRecord({"round": server_round})
 
@@ -476,27 +443,27 @@ def test_the_server_evaluates_the_network_and_then_the_model() -> None:
         ({"fraction_train": 2.0}, r"^fraction_train must be in"),
     ],
 )
-def test_bad_arguments_are_named(options: dict[str, Any], reason: str) -> None:
+def test_bad_arguments_are_named(options, reason):
     with pytest.raises(ConfigurationError, match=reason):
         tct(**options)
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])
-def test_too_few_rounds_for_a_stage_2_are_refused(num_rounds: int) -> None:
+def test_too_few_rounds_for_a_stage_2_are_refused(num_rounds):
     app = Watched(client_app())
     with pytest.raises(ConfigurationError, match=r"leaves no round of stage 2.*=4"):
         run(tct(), app, num_rounds=num_rounds)
     assert not app.trained
 
 
-def test_a_tct_model_is_nothing_to_start_from() -> None:
+def test_a_tct_model_is_nothing_to_start_from():
     result = plain()
     grid = LocalGrid(client_app(), CLIENTS)
     with pytest.raises(ConfigurationError, match=r"\['tct/head', .*shared_state"):
         tct().start(grid, result.arrays, num_rounds=5)
 
 
-def test_other_loops_than_start_are_refused() -> None:
+def test_other_loops_than_start_are_refused():
     grid = LocalGrid(client_app(), CLIENTS)
     with pytest.raises(ConfigurationError, match="use this library's `start`"):
         tct().configure_train(STAGE1 + 1, tiny_arrays(), ConfigRecord(), grid)
@@ -505,7 +472,7 @@ def test_other_loops_than_start_are_refused() -> None:
 # The learning rate
 
 
-def test_a_rate_that_is_too_large_is_refused_before_stage_2(tmp_path: Path) -> None:
+def test_a_rate_that_is_too_large_is_refused_before_stage_2(tmp_path):
     problem = Problem(plain().arrays)
     by_client = {i: s.largest for i, s in problem.spectra.items()}
     order = sorted(by_client, key=by_client.__getitem__)
@@ -528,7 +495,7 @@ def test_a_rate_that_is_too_large_is_refused_before_stage_2(tmp_path: Path) -> N
     assert same_bits(resumed.arrays, plain(lr=safe).arrays)
 
 
-def test_a_rate_too_large_for_one_of_three_is_told(caplog) -> None:
+def test_a_rate_too_large_for_one_of_three_is_told(caplog):
     by_client = {i: s.largest for i, s in Problem(plain().arrays).spectra.items()}
     order = sorted(by_client, key=by_client.__getitem__)
     lr = 2 / ((by_client[order[-1]] + by_client[order[-2]]) / 2)
@@ -537,7 +504,7 @@ def test_a_rate_too_large_for_one_of_three_is_told(caplog) -> None:
     assert f"too large for partition-{order[-1]}, by the eigenvalues" in caplog.text
 
 
-def test_the_default_is_the_papers_or_what_is_safe() -> None:
+def test_the_default_is_the_papers_or_what_is_safe():
     result = plain()
     largest = Problem(result.arrays).largest
     assert 1 / largest < 5 / 20
@@ -558,9 +525,7 @@ def test_the_default_is_the_papers_or_what_is_safe() -> None:
         ({}, {"state_dir": Path(__file__)}, r"cannot keep .*test_tct.*state_dir="),
     ],
 )
-def test_what_stage_2_cannot_do_ends_the_run_by_name(
-    strategy: dict[str, Any], client: dict[str, Any], reason: str
-) -> None:
+def test_what_stage_2_cannot_do_ends_the_run_by_name(strategy, client, reason):
     app = Watched(client_app(**client))
     with pytest.raises(RoundError, match=reason):
         run(tct(**strategy), app)
@@ -568,9 +533,9 @@ def test_what_stage_2_cannot_do_ends_the_run_by_name(
     assert rounds == ({1, 2, 3} if "state_dir" in client else {1})
 
 
-def test_once_stage_2_has_begun_the_rate_stays(tmp_path: Path) -> None:
+def test_once_stage_2_has_begun_the_rate_stays(tmp_path):
     """And other options are refused."""
-    where: dict[str, Any] = {"checkpoint_dir": tmp_path / "run"}
+    where = {"checkpoint_dir": tmp_path / "run"}
     run(tct(lr=0.02), num_rounds=4, **where)
     for options, said in (
         ({"lr": 0.01}, r"begun with lr=0.02, not 0.01"),
@@ -588,9 +553,7 @@ def test_once_stage_2_has_begun_the_rate_stays(tmp_path: Path) -> None:
 # Too many examples, and other networks
 
 
-def test_too_many_examples_are_refused_by_name_in_the_first_round(
-    few: None,
-) -> None:
+def test_too_many_examples_are_refused_by_name_in_the_first_round(few):
     app = Watched(client_app())
     with pytest.raises(RoundError, match=r"partition-2: .* 12 examples.*'steps'"):
         run(tct(min_train_nodes=3), app)
@@ -599,7 +562,7 @@ def test_too_many_examples_are_refused_by_name_in_the_first_round(
         run(tct(stage1_rounds=0, min_train_nodes=3), num_rounds=2)
 
 
-def test_steps_need_no_spectrum(few: None) -> None:
+def test_steps_need_no_spectrum(few):
     stepped = run(tct(solver="steps", lr=0.05))
     assert [p.name.split("-")[0] for p in cached()] == [
         *("features", "spectrum"),
@@ -612,7 +575,7 @@ def test_steps_need_no_spectrum(few: None) -> None:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def few(monkeypatch):
     """Let ten examples be as many as there may be for a spectrum."""
     plain(solver="steps", lr=0.05)
     plain(lr=0.05)
@@ -620,32 +583,30 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 7), (7, 40), (1, 5), (5, 1), (300, 20)])
-def test_the_largest_eigenvalue_needs_no_matrix(shape: tuple[int, int]) -> None:
+def test_the_largest_eigenvalue_needs_no_matrix(shape):
     Z = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     exact = gram_spectrum(Z).largest
     found = largest_gram_eigenvalue(Z)
     assert exact * (1 - 1e-6) <= found <= exact * 1.05
 
 
-def other_network(partition: int, client: FisherClient) -> FisherClient | None:
+def other_network(partition, client):
     """Partition 1 has one layer frozen, so its features are of other parameters."""
     if partition == 1:
-        client.problem.model[1].requires_grad_(False)  # type: ignore[index]
+        client.problem.model[1].requires_grad_(False)
     return None
 
 
-def other_client(
-    partition: int, client: FisherClient, **config: Any
-) -> FisherClient | None:
+def other_client(partition, client, **config):
     """Partition 1 obeys another config than the server's."""
     if partition == 1:
         fit = client.fit
 
-        def other(message: Any, context: Context) -> Any:
+        def other(message, context):
             message.content.config_records["config"].update(config)
             return fit(message, context)
 
-        client.fit = other  # type: ignore[method-assign]
+        client.fit = other
     return None
 
 
@@ -657,9 +618,7 @@ def other_client(
         other_network,
     ],
 )
-def test_a_client_whose_features_are_others_is_refused_by_name(
-    change: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_whose_features_are_others_is_refused_by_name(change, caplog):
     result = run(tct(), client_app(change))
     assert metric(result, "num-rejected") == [0, 0, 2, 1, 1]
     left = [m for m in map(logging.LogRecord.getMessage, caplog.records) if "left" in m]
@@ -670,7 +629,7 @@ def test_a_client_whose_features_are_others_is_refused_by_name(
 
 NAN = float("nan")
 MOMENTS, SPECTRUM, STEP = "tct-moments", "tct-spectrum", "tct-step"
-BAD: list[tuple[str, virtual.Tamper, str]] = [
+BAD = [
     (MOMENTS, drop_array("tct/m2"), "tct/m2': missing"),
     (MOMENTS, drop_array("tct/digest"), "tct/digest': missing"),
     (MOMENTS, set_array("tct/more", [1.0]), "tct/more': unexpected key"),
@@ -693,12 +652,10 @@ BAD: list[tuple[str, virtual.Tamper, str]] = [
 
 
 @pytest.mark.parametrize(("job", "tamper", "field"), BAD)
-def test_a_bad_upload_is_named_and_tolerated(
-    job: str, tamper: virtual.Tamper, field: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_upload_is_named_and_tolerated(job, tamper, field, caplog):
     app, last = Watched(client_app()), STAGE1 + 1 + (job == STEP)
 
-    def sometimes(content: RecordDict) -> None:
+    def sometimes(content):
         if app.configs[-1].get("job") == job:
             tamper(content)
 
@@ -711,7 +668,7 @@ def test_a_bad_upload_is_named_and_tolerated(
 # What every strategy owes its users
 
 
-def test_node_ids_and_the_order_of_replies_do_not_matter() -> None:
+def test_node_ids_and_the_order_of_replies_do_not_matter():
     first, second = (
         tct(fraction_evaluate=1.0).start(
             LocalGrid(client_app(), CLIENTS, seed=seed), tiny_arrays(), ROUNDS
@@ -723,7 +680,7 @@ def test_node_ids_and_the_order_of_replies_do_not_matter() -> None:
     assert first.evaluate_metrics_clientapp == second.evaluate_metrics_clientapp
 
 
-def test_the_callers_records_are_left_as_they_were() -> None:
+def test_the_callers_records_are_left_as_they_were():
     app, arrays = Watched(client_app()), tiny_arrays()
     train, evaluate = ConfigRecord({"lr": 0.2}), ConfigRecord({"note": "hi"})
     grid = LocalGrid(app, CLIENTS)
@@ -740,12 +697,12 @@ def test_the_callers_records_are_left_as_they_were() -> None:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counted(monkeypatch):
     """How many examples' features were computed, call by call."""
-    calls: list[int] = []
+    calls = []
 
     class Counting(TangentFeatures):
-        def __call__(self, x: Tensor) -> Tensor:
+        def __call__(self, x):
             calls.append(len(x))
             return super().__call__(x)
 
@@ -753,13 +710,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def cached() -> list[Path]:
+def cached():
     return sorted(Path("~/.cache/flwr-fisher/state/features").expanduser().rglob("*.*"))
 
 
-def test_features_are_computed_once_a_client_and_run(
-    counted: list[int], tmp_path: Path
-) -> None:
+def test_features_are_computed_once_a_client_and_run(counted, tmp_path):
     run(tct(), num_rounds=6, checkpoint_dir=tmp_path / "run")
     assert sorted(counted) == [8, 10, 12]
     run(tct(), num_rounds=9, checkpoint_dir=tmp_path / "run", resume=True)
@@ -768,7 +723,7 @@ def test_features_are_computed_once_a_client_and_run(
     assert names == ["features", "spectrum"] * CLIENTS
 
 
-def test_another_run_computes_its_own(counted: list[int]) -> None:
+def test_another_run_computes_its_own(counted):
     """No key knows what a model's code does."""
     first, second = run(tct()), run(tct())
     assert len(counted) == 2 * CLIENTS
@@ -776,14 +731,12 @@ def test_another_run_computes_its_own(counted: list[int]) -> None:
 
 
 @pytest.mark.parametrize("what", ["data", "labels", "network"])
-def test_what_changes_is_computed_again(
-    what: str, counted: list[int], tmp_path: Path
-) -> None:
+def test_what_changes_is_computed_again(what, counted, tmp_path):
     where = tmp_path / "run"
     run(tct(lr=1e-3), num_rounds=4, checkpoint_dir=where)
     counted.clear()
 
-    def change(partition: int, client: FisherClient) -> None:
+    def change(partition, client):
         x, y = tiny_data(partition).tensors
         if partition == 1 and what == "data":
             x = x + 1e-3
@@ -804,9 +757,7 @@ def test_what_changes_is_computed_again(
     ("name", "how"),
     [("features", "truncated"), ("spectrum", "flipped"), ("features", "gone")],
 )
-def test_a_corrupt_file_is_named_and_made_again(
-    name: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corrupt_file_is_named_and_made_again(name, how, tmp_path, caplog):
     where = tmp_path / "run"
     run(tct(), num_rounds=4, checkpoint_dir=where)
     (path,) = [p for p in cached() if "partition-1" in str(p) and name in p.name]
@@ -825,13 +776,13 @@ def test_a_corrupt_file_is_named_and_made_again(
 # Stopped, and resumed
 
 
-def whole_run(app: Watched, where: Path | None = None, **options: Any) -> Any:
+def whole_run(app, where=None, **options):
     strategy = tct(fraction_train=0.75, fraction_evaluate=0.5)
     return run(strategy, app, 4, num_rounds=6, checkpoint_dir=where, **options)
 
 
 @cache
-def uninterrupted() -> CurvatureResult:
+def uninterrupted():
     return whole_run(Watched(client_app()))
 
 
@@ -839,7 +790,7 @@ ASKED = [3, 3, 8, 3, 3, 3]  # requests to train, by round
 
 
 @pytest.mark.parametrize("asked", [2, 8, 12, 22])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asked: int) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, asked):
     """Stopped anywhere, once a client had saved and was not yet heard of."""
     expected, app = uninterrupted(), Watched(client_app())
     app.tamper = dict.fromkeys(range(4), virtual.kill_after(asked, app))

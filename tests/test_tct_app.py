@@ -5,7 +5,6 @@ import logging
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["
 FEW = {"num_rounds": 5, "stage1_rounds": 2, "local_epochs": 1, "num_features": 300}
 
 
-def run(path: Path, clients: int = 10, **options: Any) -> dict[str, Any]:
+def run(path, clients=10, **options):
     named = {key.replace("_", "-"): value for key, value in options.items()}
     config = DEFAULTS["config"] | {"output-dir": str(path)}
     config |= {"state-dir": str(path / "state")} | named
@@ -30,13 +29,11 @@ def run(path: Path, clients: int = 10, **options: Any) -> dict[str, Any]:
     client, server = (load(APP, side) for side in ("client", "server"))
     grid = LocalGrid(client, clients, run_config=config)
     server(grid, Context(1, 1, {}, RecordDict(), config))
-    metrics: dict[str, Any] = json.loads((path / "metrics.json").read_text())
+    metrics = json.loads((path / "metrics.json").read_text())
     return metrics
 
 
-def test_by_default_the_second_stage_wins(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_by_default_the_second_stage_wins(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="flwr"):
         metrics = run(tmp_path, stage1_rounds=5, num_rounds=10)
     accuracy, rounds = metrics["accuracy"], metrics["rounds"]
@@ -55,7 +52,7 @@ def test_by_default_the_second_stage_wins(
         assert text in caplog.text
 
 
-def test_its_file_is_a_model_that_predicts(tmp_path: Path) -> None:
+def test_its_file_is_a_model_that_predicts(tmp_path):
     metrics = run(tmp_path, **FEW)
     task = task_from_run_config(metrics["config"], 10)
     model = TCTModel.load(tmp_path / "model.safetensors", task.make_model())
@@ -68,7 +65,7 @@ def test_its_file_is_a_model_that_predicts(tmp_path: Path) -> None:
     assert 4 * weights < sizes["fedavg_per_client"] < 4 * weights + 5000
 
 
-def test_everything_can_be_chosen(tmp_path: Path) -> None:
+def test_everything_can_be_chosen(tmp_path):
     by_default = run(tmp_path, **FEW)
     slow = run(tmp_path, **FEW, solver="steps")
     assert slow["accuracy"]["tct"] == pytest.approx(
@@ -95,7 +92,7 @@ def test_everything_can_be_chosen(tmp_path: Path) -> None:
     assert metrics["accuracy"]["tct"] != by_default["accuracy"]["tct"]
 
 
-def test_a_run_repeats(tmp_path: Path) -> None:
+def test_a_run_repeats(tmp_path):
     models = []
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -115,17 +112,15 @@ def test_a_run_repeats(tmp_path: Path) -> None:
         ({"evaluate_every": 0}, ConfigurationError, "every must be >= 1"),
     ],
 )
-def test_mistakes_are_told_before_any_round(
-    tmp_path: Path, options: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_mistakes_are_told_before_any_round(tmp_path, options, error, text):
     with pytest.raises(error, match=text):
         run(tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_readme_has_every_key_with_its_default() -> None:
+def test_the_readme_has_every_key_with_its_default():
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", (APP / "README.md").read_text(), re.M)
-    told: dict[str, str] = {}
+    told = {}
     for keys, defaults in rows:
         names = re.findall(r"`([\w-]+)`", keys)
         values = [value.strip("`") for value in defaults.split(", ")]

@@ -1,22 +1,19 @@
 """A TCT client's examples: in one order, and of one digest, however they come."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import tiny_data
 
-from flwr_fisher.client.jobs.tct_features import Examples, read_examples
+from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.errors import DataError
 
 
-def examples(loader: Any, partition: int = 0) -> Examples:
+def examples(loader, partition=0):
     return read_examples(loader, partition)
 
 
-def test_examples_are_the_same_in_whatever_order_and_batches_they_come() -> None:
+def test_examples_are_the_same_in_whatever_order_and_batches_they_come():
     data = tiny_data(3)
     plain = examples(DataLoader(data, batch_size=4))
     for options in (
@@ -37,7 +34,7 @@ def test_examples_are_the_same_in_whatever_order_and_batches_they_come() -> None
     assert {(*x, y) for x, y in again} == pairs
 
 
-def test_other_examples_have_another_digest() -> None:
+def test_other_examples_have_another_digest():
     data = tiny_data(3)
     x, y = data.tensors
     relabelled, moved = y.clone(), x.clone()
@@ -56,9 +53,9 @@ def test_other_examples_have_another_digest() -> None:
     assert len(digests) == len(sets)
 
 
-def test_a_loader_that_augments_gives_the_same_every_time() -> None:
+def test_a_loader_that_augments_gives_the_same_every_time():
     class Noisy(TensorDataset):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             x, y = super().__getitem__(index)
             return x + torch.randn(3), y
 
@@ -79,13 +76,13 @@ def test_a_loader_that_augments_gives_the_same_every_time() -> None:
         torch.tensor([[0], [1]]),
     ],
 )
-def test_labels_that_are_no_classes_are_refused(labels: Tensor) -> None:
+def test_labels_that_are_no_classes_are_refused(labels):
     found = examples([(torch.randn(2, 3), labels)])
     with pytest.raises(DataError, match=r"integers \[n\] from 0 to 2; got torch"):
         found.check_classes(3)
 
 
-def test_a_loader_without_batches_is_named() -> None:
+def test_a_loader_without_batches_is_named():
     loader = DataLoader(tiny_data(0, 3), batch_size=4, drop_last=True)
     with pytest.raises(DataError, match="loader of partition 5 gives no batch"):
         examples(loader, 5)

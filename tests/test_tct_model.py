@@ -1,15 +1,13 @@
 """`TCTModel`: what it predicts, and how it travels and is kept."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from nets import IMAGES, VECTORS, freeze, with_statistics
 from oracles import randn, seeded
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_fisher.errors import CheckpointError, ParamsError, UnknownNameError
 from flwr_fisher.params import shared_state
@@ -19,28 +17,28 @@ from flwr_fisher.tangent import model as tct_model
 P, C = 20, 3
 
 
-def net() -> nn.Module:
+def net():
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, C))
 
 
-def normed() -> nn.Module:
+def normed():
     norm = with_statistics(nn.BatchNorm2d(4))
     head = nn.Flatten(), nn.Linear(16, C)
     return nn.Sequential(nn.Conv2d(2, 4, 2), norm, nn.Tanh(), *head)
 
 
-def parts(seed: int = 0, features: int = P) -> tuple[Tensor, Tensor, Tensor]:
+def parts(seed=0, features=P):
     """Return weights, means and standard deviations."""
     std = randn(seed + 2, features).exp()
     return randn(seed, features, C), randn(seed + 1, features), std
 
 
-def tct(model: nn.Module | None = None, seed: int = 7) -> TCTModel:
+def tct(model=None, seed=7):
     return TCTModel(model or seeded(net), *parts(), seed=seed)
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     path = tmp_path / "tct.safetensors"
     tct().save(path)
     return path
@@ -49,7 +47,7 @@ def saved(tmp_path: Path) -> Path:
 # --- predictions ----------------------------------------------------------------------
 
 
-def test_predictions_are_features_times_weights() -> None:
+def test_predictions_are_features_times_weights():
     weight, mean, std = parts()
     z = (TangentFeatures(seeded(net), P, seed=7)(VECTORS) - mean) / std
     got = tct()(VECTORS)
@@ -59,15 +57,15 @@ def test_predictions_are_features_times_weights() -> None:
     assert torch.allclose(got[0], torch.tensor(by_hand), rtol=1e-4, atol=1e-5)
 
 
-def test_another_layer_as_head() -> None:
+def test_another_layer_as_head():
     body = nn.Linear(3, 5), nn.Linear(3, 3)  # defined in the order of their last use
 
     class Backwards(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.classifier, self.body = copy.deepcopy(body)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.classifier(self.body(x).tanh())
 
     weight = randn(4, 16, 5)
@@ -78,14 +76,14 @@ def test_another_layer_as_head() -> None:
     assert torch.equal(back(VECTORS), model(VECTORS))
 
 
-def test_parts_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_batch_change_nothing(monkeypatch):
     want = tct()(VECTORS)
     monkeypatch.setattr(tct_model, "_AT_ONCE", 2 * P)
     assert torch.allclose(tct()(VECTORS), want, rtol=1e-5)
     assert tct()(VECTORS[:0]).shape == (0, C)
 
 
-def test_any_mode_predicts_the_same() -> None:
+def test_any_mode_predicts_the_same():
     model = TCTModel(seeded(normed), *parts(), seed=7)
     want = model(IMAGES)
     assert not want.requires_grad
@@ -101,7 +99,7 @@ def test_any_mode_predicts_the_same() -> None:
     assert torch.equal(fresh(IMAGES), want)
 
 
-def test_it_moves_as_a_module() -> None:
+def test_it_moves_as_a_module():
     model = tct()
     want = model(VECTORS)
     double = copy.deepcopy(model).double()
@@ -112,7 +110,7 @@ def test_it_moves_as_a_module() -> None:
     assert torch.equal(copy.deepcopy(model)(VECTORS), want)
 
 
-def test_loading_a_state_takes_effect() -> None:
+def test_loading_a_state_takes_effect():
     model, other = tct(), TCTModel(seeded(net, 1), *parts(3), seed=7)
     model(VECTORS)
     model.load_state_dict(other.state_dict())
@@ -123,7 +121,7 @@ def test_loading_a_state_takes_effect() -> None:
     assert torch.equal(model(VECTORS), other(VECTORS))
 
 
-def test_what_it_is_made_of_is_left_alone() -> None:
+def test_what_it_is_made_of_is_left_alone():
     base, given = seeded(net).train(), parts()
     model = TCTModel(base, *given, seed=7)
     want = model(VECTORS)
@@ -141,9 +139,7 @@ def test_what_it_is_made_of_is_left_alone() -> None:
     ("make", "x"),
     [(net, VECTORS), (normed, IMAGES), (lambda: nn.Linear(3, C), VECTORS)],
 )
-def test_a_round_trip_is_exact(
-    make: Callable[[], nn.Module], x: Tensor, tmp_path: Path
-) -> None:
+def test_a_round_trip_is_exact(make, x, tmp_path):
     base = seeded(make)
     features = TangentFeatures(base, P).num_features
     model = TCTModel(base, *parts(features=features), seed=-3)
@@ -158,7 +154,7 @@ def test_a_round_trip_is_exact(
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
 
-def test_buffers_travel_and_frozen_parameters_stay() -> None:
+def test_buffers_travel_and_frozen_parameters_stay():
     base = freeze(seeded(normed), "0.weight")
     model = TCTModel(base, *parts(), seed=7)
     tensors = model.to_tensors()
@@ -175,7 +171,7 @@ def test_buffers_travel_and_frozen_parameters_stay() -> None:
 # --- mistakes -------------------------------------------------------------------------
 
 
-def test_shapes_that_do_not_fit() -> None:
+def test_shapes_that_do_not_fit():
     weight, mean, std = parts()
     with pytest.raises(ParamsError, match=r"mean and std \[p\]; got .*\(19,\)"):
         TCTModel(net(), weight, mean[1:], std, seed=0)
@@ -191,7 +187,7 @@ def test_shapes_that_do_not_fit() -> None:
         TCTModel(net(), weight, mean, std, seed=0, head="fc")
 
 
-def test_tensors_that_do_not_fit() -> None:
+def test_tensors_that_do_not_fit():
     tensors = tct().to_tensors()
     missing = {k: v for k, v in tensors.items() if k != "tct/mean"}
     with pytest.raises(ParamsError, match="'tct/mean'"):
@@ -211,7 +207,7 @@ def test_tensors_that_do_not_fit() -> None:
         TCTModel.from_tensors(net(), tensors | {"tct/head": broken})
 
 
-def test_files_that_cannot_be_read(saved: Path) -> None:
+def test_files_that_cannot_be_read(saved):
     whole = saved.read_bytes()
     for content in (whole[:-10], b"garbage" * 20, b"", whole[:6]):
         saved.write_bytes(content)
@@ -223,7 +219,7 @@ def test_files_that_cannot_be_read(saved: Path) -> None:
         TCTModel.load(saved.with_name("no.safetensors"), net())
 
 
-def test_files_of_something_else(saved: Path) -> None:
+def test_files_of_something_else(saved):
     wider = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, C))
     with pytest.raises(
         CheckpointError, match=r"tct\.safetensors does not .*'0\.weight'"
@@ -236,6 +232,6 @@ def test_files_of_something_else(saved: Path) -> None:
         TCTModel.load(saved, net())
 
 
-def test_a_disk_that_refuses(tmp_path: Path) -> None:
+def test_a_disk_that_refuses(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot write .*nowhere"):
         tct().save(tmp_path / "nowhere" / "m.safetensors")

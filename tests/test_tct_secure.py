@@ -1,8 +1,6 @@
 """TCT whose server sees sums: the model of the plain run, and no client's features."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from flwr_fisher.errors import ConfigurationError, RoundError, WireError
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import (
     TCT,
-    CurvatureResult,
     Regression,
 )
 from flwr_fisher.tangent import combine_moments, feature_moments
@@ -35,17 +32,17 @@ SECURE = SecureSums(bits=64)
 
 
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
 
 
-def tct(**options: Any) -> TCT:
-    own: dict[str, Any] = {"stage1_rounds": 1, "num_features": 20, "local_steps": 30}
+def tct(**options):
+    own = {"stage1_rounds": 1, "num_features": 20, "local_steps": 30}
     return TCT(**{**own, "fraction_evaluate": 0.0, "policy": LIFTED, **options})
 
 
-def run(strategy: TCT, app: Any = None, rounds: int = 4) -> CurvatureResult:
+def run(strategy, app=None, rounds=4):
     grid = LocalGrid(tiny_app(mods=[SecureSumsMod()]) if app is None else app, 4)
     return strategy.start(grid, tiny_arrays(), num_rounds=rounds)
 
@@ -53,7 +50,7 @@ def run(strategy: TCT, app: Any = None, rounds: int = 4) -> CurvatureResult:
 @pytest.mark.parametrize(
     "options", [{}, {"regression": Regression(control_variates=False)}]
 )
-def test_the_model_is_that_of_plain_sums(options: dict[str, Any]) -> None:
+def test_the_model_is_that_of_plain_sums(options):
     plain = run(tct(lr=0.05, **options))
     secure = run(tct(lr=0.05, secure=SECURE, **options))
     one, two = arrays_to_tensors(plain.arrays), arrays_to_tensors(secure.arrays)
@@ -65,7 +62,7 @@ def test_the_model_is_that_of_plain_sums(options: dict[str, Any]) -> None:
     assert upload.client == "the sum over 4 clients"
 
 
-def test_no_clients_steps_diverge_at_the_rate_that_is_agreed() -> None:
+def test_no_clients_steps_diverge_at_the_rate_that_is_agreed():
     plain = run(tct(), rounds=3).train_metrics_clientapp
     secure = run(tct(secure=SECURE), rounds=3).train_metrics_clientapp
     largest = float(plain[2]["largest-eigenvalue"])
@@ -73,13 +70,13 @@ def test_no_clients_steps_diverge_at_the_rate_that_is_agreed() -> None:
     assert 0.9 * plain[2]["lr"] < secure[2]["lr"] < 1.01 * plain[2]["lr"]
 
 
-def test_a_rate_that_is_too_large_for_many_is_refused_before_stage_2() -> None:
+def test_a_rate_that_is_too_large_for_many_is_refused_before_stage_2():
     with pytest.raises(ConfigurationError, match="one of the sum over 4 clients"):
         run(tct(lr=10.0, secure=SECURE))
 
 
-def test_some_clients_take_part_in_a_round_and_go_on_later() -> None:
-    own: dict[str, Any] = {"fraction_train": 0.75, "secure": SECURE}
+def test_some_clients_take_part_in_a_round_and_go_on_later():
+    own = {"fraction_train": 0.75, "secure": SECURE}
     result = run(tct(lr=0.05, **own), rounds=7)
     summed = [m.get("num-summed") for m in result.train_metrics_clientapp.values()]
     assert summed == [3, 4, 3, 3, 3, 3, 3]
@@ -87,19 +84,19 @@ def test_some_clients_take_part_in_a_round_and_go_on_later() -> None:
     assert all(value > 0 for value in losses)
 
 
-def last(result: CurvatureResult, count: int) -> list[Any]:
+def last(result, count):
     rounds = result.train_metrics_clientapp
     return [rounds[n] for n in sorted(rounds)[-count:]]
 
 
-def test_clients_that_reply_to_sums_alone_reply() -> None:
+def test_clients_that_reply_to_sums_alone_reply():
     app = tiny_app(mods=[SecureSumsMod(required=True)])
     with pytest.raises(RoundError, match="replies to secure sums only"):
         run(tct(), app)
     run(tct(secure=SECURE), app)
 
 
-def test_features_sums_need_more_than_32_bits() -> None:
+def test_features_sums_need_more_than_32_bits():
     with pytest.raises(ConfigurationError, match="bits=64"):
         tct(secure=SecureSums())
 
@@ -110,9 +107,7 @@ def test_features_sums_need_more_than_32_bits() -> None:
 @given(
     st.lists(st.floats(0, 2.0**39), min_size=1, max_size=20),
 )
-def test_summed_bins_tell_eigenvalues_to_an_eighth_of_an_octave(
-    values: list[float],
-) -> None:
+def test_summed_bins_tell_eigenvalues_to_an_eighth_of_an_octave(values):
     counts = sum(eigenvalue_bin(value) for value in values)
     edges = upper_edges(counts)
     for value, edge in zip(sorted(values), edges, strict=True):
@@ -120,7 +115,7 @@ def test_summed_bins_tell_eigenvalues_to_an_eighth_of_an_octave(
         assert edge <= max(value * 2 ** (1 / 8), 2.0**-40) * (1 + 1e-12)
 
 
-def test_summed_moments_are_the_moments_over_all() -> None:
+def test_summed_moments_are_the_moments_over_all():
     generator = torch.Generator().manual_seed(0)
     scales = torch.logspace(-4, 2, 7)
     clients = [
@@ -139,7 +134,7 @@ def test_summed_moments_are_the_moments_over_all() -> None:
     assert bytes(read.tensors["head"].tolist()) == b"head"
 
 
-def record(tensors: dict[str, torch.Tensor]) -> Any:
+def record(tensors):
     digest = {"digest": bytes_of("d")}
     return tensors_to_arrays({f"tct/{k}": v for k, v in (tensors | digest).items()})
 
@@ -157,15 +152,13 @@ def record(tensors: dict[str, torch.Tensor]) -> Any:
         ({"more": torch.zeros(1)}, "unexpected"),
     ],
 )
-def test_malformed_moment_sums_are_refused(
-    change: dict[str, torch.Tensor], says: str
-) -> None:
+def test_malformed_moment_sums_are_refused(change, says):
     moments = feature_moments(torch.randn(4, 3))
     with pytest.raises(WireError, match=says):
         read_moment_sums(3)(record(moment_sums(moments, 2, "") | change), {})
 
 
-def test_malformed_numbers_of_clients_are_refused() -> None:
+def test_malformed_numbers_of_clients_are_refused():
     counts = eigenvalue_bin(1.0)
     # The last would have the server make an edge for each of 2**40 clients.
     for wrong in (-counts, 0 * counts, counts * 2**40):
@@ -176,12 +169,12 @@ def test_malformed_numbers_of_clients_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stop", [6, 22, 38, 62, 74])
-def test_a_killed_server_goes_on_in_either_stage(stop: int, tmp_path: Path) -> None:
+def test_a_killed_server_goes_on_in_either_stage(stop, tmp_path):
     """Of 4 clients: in the first stage's sums, the moments', the rates', a step's."""
     asked = 0
 
     class Dying(SecureSumsMod):
-        def __call__(self, message: Any, context: Any, call_next: Any) -> Any:
+        def __call__(self, message, context, call_next):
             nonlocal asked
             asked += 1
             if asked == stop:
@@ -190,7 +183,7 @@ def test_a_killed_server_goes_on_in_either_stage(stop: int, tmp_path: Path) -> N
 
     app = tiny_app(mods=[Dying()])
     expected = run(tct(lr=0.05), rounds=3)
-    kept: dict[str, Any] = {"checkpoint_dir": tmp_path / "run"}
+    kept = {"checkpoint_dir": tmp_path / "run"}
     grid = LocalGrid(app, 4)
     with pytest.raises(KeyboardInterrupt):
         tct(lr=0.05, secure=SECURE).start(grid, tiny_arrays(), 3, **kept)

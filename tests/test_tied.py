@@ -15,7 +15,7 @@ from flwr_fisher.testing import LocalGrid
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(5, 4)
         self.head = nn.Linear(4, 5, bias=False)
@@ -25,7 +25,7 @@ class Tied(nn.Module):
         return self.head(self.embed(x).mean(1))
 
 
-def client() -> FisherClient:
+def client():
     torch.manual_seed(0)
     data = TensorDataset(torch.randint(5, (12, 3)), torch.randint(5, (12,)))
     return FisherClient(Tied(), DataLoader(data, batch_size=4), device="cpu")

@@ -3,12 +3,11 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def load(name: str, run: str) -> ModuleType:
+def load(name, run):
     """Return a tutorial as a module, as far as the block that is called `run`."""
     path = EXAMPLES / f"{name}.py"
     method, mark, _ = path.read_text().partition(f"# %%\n# {run}\n")
