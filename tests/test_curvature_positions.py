@@ -12,13 +12,8 @@ from torch import nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.curvature.estimate.accumulators import side_by_side
-from flwr_fisher.curvature.estimate.layers import (
-    Positions,
-    _steps,
-    input_columns,
-    output_columns,
-    positions,
-)
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer
+from flwr_fisher.curvature.estimate.positions import Positions, _steps
 
 LAYERS = {
     "tokens": (nn.Linear(3, 4), (2, 11, 3)),
@@ -61,14 +56,14 @@ def test_a_grid_leaves_about_so_many(sizes, most):
 def test_all_origins_together_are_every_position_once(name, most):
     layer, shape = LAYERS[name]
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    sizes, outputs = positions(layer, inputs.shape), layer(inputs).detach()
-    steps = _steps(sizes, most)
+    kronecker = KroneckerLayer.of("", layer, bias=layer.bias is not None)
+    outputs = layer(inputs).detach()
+    steps = _steps(kronecker.positions(inputs.shape), most)
 
     def moments(grid):
-        bias = layer.bias is not None
         columns = (
-            input_columns(layer, inputs, bias=bias, grid=grid),
-            output_columns(layer, outputs, grid=grid),
+            kronecker.input_columns(inputs, grid),
+            kronecker.output_columns(outputs, grid),
         )
         flat = [side_by_side(each) for each in columns]
         return flat[0] @ flat[0].mT, flat[1] @ flat[1].mT

@@ -7,16 +7,15 @@ go through ``torch.func``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.estimate.forms import Trial, explained
+from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
-from flwr_fisher.curvature.estimate.layers import input_columns
-from flwr_fisher.curvature.estimate.tappable import PlainLayer, tappable_layers
-from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer, PackedProjection
+from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.errors import StructureError
 
 _FEW = 16  # examples of the first batch on which layers are tried
@@ -69,13 +68,16 @@ class FeatureEngine:
         if len(few) == 1:  # with a second, to see whether that changes its output
             few = torch.cat([few, torch.zeros_like(few)])
         _check_one_output_each(network, few)
-        tappable = tappable_layers(network)
-        taps = explained(Trial(network, few, tappable))
-        layers = {name: tappable[name] for name in taps}
-        self.layers = {
+        layers = {
             name: layer
-            for name, layer in layers.items()
-            if layer.weight in chosen or layer.bias in chosen
+            for name, layer in kronecker_layers(network).items()
+            if not isinstance(layer, PackedProjection)
+        }
+        taps = explained(Trial(network, few, layers))
+        self.layers = {
+            name: layers[name]
+            for name in taps
+            if layers[name].weight in chosen or layers[name].bias in chosen
         }
         self.weights = {
             layer.weight: _Weight(layer, chosen[layer.weight].entries)
@@ -85,7 +87,7 @@ class FeatureEngine:
         taken = {p for x in self.layers.values() for p in (x.weight, x.bias)}
         self.rest = [name for name in chosen if name not in taken]
         self.jacobians = Jacobians(network, self.rest)
-        sizes = [_entries(layers[name], taps[name]) for name in layers]
+        sizes = [_entries(layers[name], tap) for name, tap in taps.items()]
         self.chunk = max(1, _AT_ONCE // max(sum(sizes), few[0].numel(), 1))
 
     def write(self, inputs: Tensor, out: Tensor) -> None:
@@ -109,14 +111,14 @@ class FeatureEngine:
     def _write_layers(self, x: Tensor, out: Tensor) -> None:
         outputs, taps = tapped_forward(self.network, x, self.layers)
         _check_shape(outputs, len(x))
-        calls = {name: _one_call(name, tap, len(x)) for name, tap in taps.items()}
+        calls = single_calls(taps, len(x))
         edges = [tap.edge() for tap in calls.values()]
         gradients = torch.autograd.grad(outputs.sum(), edges)
         for (name, tap), gradient in zip(calls.items(), gradients, strict=True):
             self._write_layer(self.layers[name], tap.inputs, gradient, out)
 
     def _write_layer(
-        self, layer: PlainLayer, inputs: Tensor, gradient: Tensor, out: Tensor
+        self, layer: KroneckerLayer, inputs: Tensor, gradient: Tensor, out: Tensor
     ) -> None:
         g = layer.output_columns(gradient).flatten(1, 2)
         bias = self.chosen.get(layer.bias or "")
@@ -139,9 +141,9 @@ class FeatureEngine:
 class _Weight:
     """Chosen entries of a weight's gradients ``sum_t g_t a_t^T``."""
 
-    def __init__(self, layer: PlainLayer, entries: Tensor) -> None:
+    def __init__(self, layer: KroneckerLayer, entries: Tensor) -> None:
         weight, self.groups = layer.kernel, layer.groups
-        self.layer, self.entries = layer, entries
+        self.layer, self.entries = replace(layer, bias=None), entries
         size = weight[0].numel()
         self.row = entries // size
         group = self.row // (len(weight) // self.groups)
@@ -157,7 +159,7 @@ class _Weight:
         write = self._gather if gather else self._product
         pairs = zip(torch.split(inputs, size), torch.split(g, size), strict=True)
         for (a, b), o in zip(pairs, torch.split(out, size), strict=True):
-            columns = input_columns(self.layer.layer, a.to(g.dtype), bias=False)
+            columns = self.layer.input_columns(a)
             write(columns, b, o)
 
     def _gather(self, columns: Tensor, g: Tensor, out: Tensor) -> None:
@@ -175,18 +177,7 @@ class _Weight:
         out.copy_(product.flatten(1).index_select(1, self.entries))
 
 
-def _one_call(name: str, calls: list[Tap], examples: int) -> Tap:
-    if len(calls) != 1 or len(calls[0].inputs) != examples:
-        rows = [len(call.inputs) for call in calls]
-        raise StructureError(
-            f"layer '{name}' was called with {rows} rows for {examples} examples, and "
-            "once with one row an example in the first batch; its calls must not "
-            "depend on the data"
-        )
-    return calls[0]
-
-
-def _entries(layer: PlainLayer, tap: Tap) -> int:
+def _entries(layer: KroneckerLayer, tap: Tap) -> int:
     """Return about how many entries an example takes in a layer, forth and back."""
     columns = layer.input_columns(tap.inputs[:1])
     return 2 * (tap.inputs[:1].numel() + len(layer.kernel) * columns.shape[3])

@@ -21,9 +21,9 @@ from flwr_fisher.curvature.estimate.jacobians import (
     DiagonalJacobian,
     JacobianAccumulator,
 )
-from flwr_fisher.curvature.estimate.layers import Positions
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
-from flwr_fisher.curvature.estimate.tappable import TappableLayer
+from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.models import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
@@ -31,11 +31,11 @@ from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names
 
-_SHARINGS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
+_SHARINGS: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
     "expand": KroneckerAccumulator,
     "reduce": ReducedKroneckerAccumulator,
 }
-_KINDS: dict[str, Callable[[TappableLayer], LayerAccumulator]] = {
+_KINDS: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
     "diagonal": DiagonalAccumulator,
     "block": BlockAccumulator,
 }
@@ -143,7 +143,7 @@ class Accumulation:
         """Return the diagonal of what is no layer with a Kronecker form."""
         found: dict[str, Tensor] = {}
         for squares in self.direct.values():
-            found |= squares.mean(count)
+            found |= squares.sums.mean(count)
         if "others" in self.jacobians:
             found |= self.jacobians["others"].mean(count).diagonal()
         return found
@@ -161,8 +161,8 @@ def _check_size(sizes: list[int]) -> None:
 
 def _accumulators(
     structures: list[str],
-    layers: Mapping[str, TappableLayer],
-    kinds: Mapping[str, Callable[[TappableLayer], LayerAccumulator]],
+    layers: Mapping[str, KroneckerLayer],
+    kinds: Mapping[str, Callable[[KroneckerLayer], LayerAccumulator]],
     kfac: Curvature | None,
 ) -> dict[str, dict[str, LayerAccumulator]]:
     """Return the accumulators by the names of layers and structures."""
@@ -173,7 +173,7 @@ def _accumulators(
         "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight]),
     }
 
-    def kind(structure: str, layer: TappableLayer) -> str:
+    def kind(structure: str, layer: KroneckerLayer) -> str:
         large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
         return "diagonal" if large and structure in ("kfac", "ekfac") else structure
 
@@ -198,7 +198,7 @@ def _chunk(
 
 
 def _bytes(
-    layer: TappableLayer,
+    layer: KroneckerLayer,
     inputs: Tensor,
     accumulators: Sequence[LayerAccumulator],
     positions: Positions,

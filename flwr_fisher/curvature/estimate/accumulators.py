@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.tappable import TappableLayer
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
@@ -67,7 +67,7 @@ class LayerAccumulator(ABC):
     pairs = True
     whole = False  # whether all of an example's gradient is there at once
 
-    def __init__(self, layer: TappableLayer) -> None:
+    def __init__(self, layer: KroneckerLayer) -> None:
         self.layer = layer
 
     @property
@@ -113,7 +113,7 @@ class KroneckerAccumulator(LayerAccumulator):
 
     observes, pairs = True, False
 
-    def __init__(self, layer: TappableLayer) -> None:
+    def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
         groups, outputs, inputs = layer.matrices().shape
         like = layer.kernel.new_zeros((), dtype=layer.dtype)
@@ -169,7 +169,7 @@ class ReducedKroneckerAccumulator(KroneckerAccumulator):
 class DiagonalAccumulator(LayerAccumulator):
     """The exact diagonal: squared per-example gradients."""
 
-    def __init__(self, layer: TappableLayer) -> None:
+    def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
         self.total = torch.zeros_like(layer.matrices(), dtype=layer.dtype)
 
@@ -206,7 +206,7 @@ class DiagonalAccumulator(LayerAccumulator):
 class EigenAccumulator(DiagonalAccumulator):
     """The diagonal in K-FAC's eigenbasis, for E-KFAC."""
 
-    def __init__(self, layer: TappableLayer, kfac: Kronecker) -> None:
+    def __init__(self, layer: KroneckerLayer, kfac: Kronecker) -> None:
         super().__init__(layer)
         self.basis_A = _eigenvectors(kfac.A, layer.dtype)
         self.basis_G = _eigenvectors(kfac.G, layer.dtype)
@@ -238,7 +238,7 @@ class BlockAccumulator(LayerAccumulator):
 
     whole = True
 
-    def __init__(self, layer: TappableLayer) -> None:
+    def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
         size = layer.matrices().numel()
         self.total = layer.kernel.new_zeros(size, size, dtype=layer.dtype)

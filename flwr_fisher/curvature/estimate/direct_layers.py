@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.sums import Sums
+
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NORMS = (*_BATCH, *_INSTANCE, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -174,25 +176,12 @@ class SquaredGradients:
 
     def __init__(self, layer: DirectLayer) -> None:
         self.layer = layer
-        self.totals = [
-            layer.widened(torch.zeros_like(p)).detach() for p in layer.parameters()
-        ]
+        names = layer.names.values()
+        self.sums = Sums(dict(zip(names, layer.parameters(), strict=True)))
 
     def add(self, prepared: Any, output: Tensor) -> None:
         """Add the squares of the gradients of some examples."""
-        squares = self.layer.reduced(prepared, output, torch.square)
-        for total, square in zip(self.totals, squares, strict=True):
-            total.add_(square)
-
-    def mean(self, num_examples: int) -> dict[str, Tensor]:
-        """Return the means over examples, by the model's names."""
-        parts = zip(
-            self.layer.names.values(),
-            self.layer.parameters(),
-            self.totals,
-            strict=True,
-        )
-        return {n: (total / num_examples).to(p.dtype) for n, p, total in parts}
+        self.sums.add(self.layer.reduced(prepared, output, torch.square))
 
 
 @dataclass(frozen=True)

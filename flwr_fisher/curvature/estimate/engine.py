@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
-from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.pieces import Group, Pieces, backward_plan
+from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.curvature.sums import widened
 

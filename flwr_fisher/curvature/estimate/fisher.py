@@ -15,13 +15,13 @@ from flwr_fisher.curvature.estimate.expectation import (
     Expectation,
     squared_batch_gradients,
 )
-from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.likelihood import (
     LIKELIHOODS,
     Likelihood,
     likelihood_of,
 )
 from flwr_fisher.curvature.estimate.options import TOLERANCE, check_options
+from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.pairs import unwrapped

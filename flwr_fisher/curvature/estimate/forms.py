@@ -1,5 +1,6 @@
 """How each parameter's gradients are taken, as a trial on a few examples shows."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
-from flwr_fisher.curvature.estimate.tappable import (
-    TappableLayer,
-    direct_layers,
-    kronecker_layers,
-)
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer, is_packed
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.sums import widened
 from flwr_fisher.params import trainable_names
@@ -35,7 +32,7 @@ class Trial:
         In eval mode.
     inputs : Tensor
         A batch, of which a few examples are taken.
-    layers : Mapping[str, TappableLayer | DirectLayer]
+    layers : Mapping[str, KroneckerLayer | DirectLayer]
         Those whose calls matter.
 
     Attributes
@@ -56,7 +53,7 @@ class Trial:
         self,
         model: nn.Module,
         inputs: Tensor,
-        layers: Mapping[str, TappableLayer | DirectLayer],
+        layers: Mapping[str, KroneckerLayer | DirectLayer],
     ) -> None:
         self.model, self.layers = model, layers
         self.inputs = torch.cat([inputs[:_FEW]] * 2)[:_FEW]
@@ -100,7 +97,7 @@ class Forms:
 
     Parameters
     ----------
-    layers : dict[str, TappableLayer]
+    layers : dict[str, KroneckerLayer]
         Those with a Kronecker form, by their modules' names.
     direct : dict[str, DirectLayer]
         Norms, embeddings and what all examples share, by a name of their own.
@@ -110,7 +107,7 @@ class Forms:
         All other parameters.
     """
 
-    layers: dict[str, TappableLayer]
+    layers: dict[str, KroneckerLayer]
     direct: dict[str, DirectLayer]
     inputs: dict[str, Tensor]
     others: list[str]
@@ -126,10 +123,10 @@ class Forms:
         inputs : Tensor
             A batch, of which a few examples are tried.
         """
-        tappable, direct = kronecker_layers(model), direct_layers(model)
-        trial = Trial(model, inputs, {**tappable, **direct})
+        layers, direct = kronecker_layers(model), direct_layers(model)
+        trial = Trial(model, inputs, {**layers, **direct})
         calls = explained(trial)
-        layers = {name: tappable[name] for name in calls if name in tappable}
+        layers = {name: layers[name] for name in calls if name in layers}
         direct = {name: direct[name] for name in calls if name in direct}
         taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
         taken |= {p for layer in direct.values() for p in layer.names.values()}
@@ -139,6 +136,47 @@ class Forms:
         seen |= {name: each.copies(1) for name, each in shared.items()}
         others = [name for name in others if name not in shared]
         return cls(layers, {**direct, **shared}, seen, others)
+
+
+def kronecker_layers(model: nn.Module) -> dict[str, KroneckerLayer]:
+    """Return the layers that may have a Kronecker form, by their modules' names.
+
+    Their weight is trained, and theirs alone; attention's projections are last.
+    """
+    layers = {}
+    for name, module, trained in _sole_owners(model):
+        bias = not trained.isdisjoint({"bias", "in_proj_bias"})
+        layer = KroneckerLayer.of(name, module, bias=bias)
+        if layer and layer.own[0] in trained and trained <= {*layer.own}:
+            layers[name] = layer
+    packed = {n: each for n, each in layers.items() if is_packed(each.layer)}
+    return {n: each for n, each in layers.items() if n not in packed} | packed
+
+
+def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
+    """Return norms and embeddings whose parameters are used in one place only."""
+    layers = {}
+    for name, module, trained in _sole_owners(model):
+        prefix = f"{name}." if name else ""
+        names = {own: f"{prefix}{own}" for own in sorted(trained, reverse=True)}
+        layer = DirectLayer.of(module, names) if names else None
+        if layer is not None:
+            layers[name] = layer
+    return layers
+
+
+def _sole_owners(model: nn.Module) -> list[tuple[str, nn.Module, set[str]]]:
+    """Return modules whose own parameters are no other's, and which are trained."""
+    modules = [
+        (name, module, dict(module.named_parameters(recurse=False)))
+        for name, module in model.named_modules()
+    ]
+    owners = Counter(id(p) for *_, own in modules for p in own.values())
+    return [
+        (name, module, {k for k, p in own.items() if p.requires_grad})
+        for name, module, own in modules
+        if all(owners[id(parameter)] == 1 for parameter in own.values())
+    ]
 
 
 def explained(trial: Trial) -> dict[str, Tap]:

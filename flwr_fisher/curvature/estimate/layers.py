@@ -1,207 +1,290 @@
-r"""Linear and convolution layers as matrix products over positions.
+r"""Layers with a Kronecker form, as matrix products over positions.
 
-Both compute, at each of T output positions (T = 1 for a plain linear layer), an output
+Each computes, at each of T output positions (T = 1 for a plain linear layer), an output
 column :math:`W a_t` from an input column :math:`a_t`. With a batch's columns as
 ``[n, groups, size, T]`` an example's gradient is :math:`\sum_t g_t a_t^\top`, and
 K-FAC's factors are second moments of the columns.
 """
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.randomness import random_stream
+from flwr_fisher.curvature.estimate.positions import Grid
+from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
 
-Grid = tuple[slice, ...]  # along each axis of positions
 
-
-class Positions:
-    """Draws positions, each of a layer's with the same chance.
-
-    They lie on a grid with a random origin, so that none are next to each other: a
-    convolution's neighbours see nearly the same.
+@dataclass(frozen=True)
+class KroneckerLayer(ABC):
+    """A layer with a Kronecker form, and the model's names of its trained parameters.
 
     Parameters
     ----------
-    most : int, optional
-        About how many of an example's count in the inputs' factor; by default all. In
-        the gradients', which vary more from one position to the next, twice as many.
-    seed : int
-        Of the origins.
+    layer : nn.Module
+        The layer.
+    weight : str
+        The weight's name.
+    bias : str | None
+        The bias's name, if it is trained.
     """
 
-    def __init__(self, most: int | None, seed: int) -> None:
-        self.most, self._draw = most, random_stream(seed, "positions")
+    layer: nn.Module
+    weight: str
+    bias: str | None
+    own: ClassVar[tuple[str, str]] = ("weight", "bias")
+    """The layer's own names of them."""
 
-    def of_inputs(self, sizes: Sequence[int]) -> tuple[Grid, int]:
-        """Return a grid, and how many positions each of its points stands for.
+    @staticmethod
+    def of(name: str, layer: nn.Module, *, bias: bool) -> "KroneckerLayer | None":
+        """Return a model's layer by its name, or None if it has no such form.
 
         Parameters
         ----------
-        sizes : Sequence[int]
-            How many positions there are along each axis.
+        name : str
+            The module's, in the model.
+        layer : nn.Module
+            The module.
+        bias : bool
+            Whether it has a bias that is trained.
         """
-        return self._grid(sizes, self.most)
-
-    def of_gradients(self, sizes: Sequence[int]) -> tuple[Grid, int]:
-        """Return the same of the outputs' gradients."""
-        return self._grid(sizes, None if self.most is None else 2 * self.most)
-
-    def _grid(self, sizes: Sequence[int], most: int | None) -> tuple[Grid, int]:
-        if most is None:
-            return (slice(None),) * len(sizes), 1
-        steps = _steps(sizes, most)
-        origins = [int(self._draw.integers(step)) for step in steps]
-        slices = (slice(o, None, step) for o, step in zip(origins, steps, strict=True))
-        return tuple(slices), math.prod(steps)
-
-
-def _steps(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the smallest steps that leave at most so many, about square."""
-    steps = [1] * len(sizes)
-
-    def left(axis: int) -> int:
-        return -(-sizes[axis] // steps[axis])
-
-    while math.prod(map(left, range(len(sizes)))) > most:
-        widest = max(range(len(sizes)), key=left)
-        steps[widest] += 1
-    return steps
-
-
-KroneckerLayer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-KRONECKER_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def input_columns(
-    layer: KroneckerLayer, inputs: Tensor, *, bias: bool, grid: Grid | None = None
-) -> Tensor:
-    """Return what the layer multiplies its weight with.
-
-    Parameters
-    ----------
-    layer : nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-        The layer.
-    inputs : Tensor
-        Its input: ``[n, ..., in]``, or ``[n, in, *spatial]`` for a convolution.
-    bias : bool
-        Whether to append a row of ones.
-    grid : tuple[slice, ...], optional
-        Which positions to take, along each axis of :func:`positions`.
-
-    Returns
-    -------
-    Tensor
-        ``[n, groups, in / groups * kernel (+ 1), T]``, with all examples' positions
-        side by side in memory, as their second moment wants them.
-    """
-    if isinstance(layer, nn.Linear):
-        tokens = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
-        if grid is not None:
-            tokens = tokens[:, *grid]
-        return token_columns(tokens, bias=bias)
-    windows = _windows(layer, inputs, grid)
-    groups, rows = layer.groups, layer.weight[0].numel()
-    n = inputs.shape[0]
-    positions = windows.numel() // (groups * rows * n)
-    columns = windows.new_empty(groups, rows + bias, n, positions)
-    columns[:, :rows].view(windows.shape).copy_(windows)
-    if bias:
-        columns[:, rows] = 1
-    return columns.permute(2, 0, 1, 3)
-
-
-def output_columns(
-    layer: KroneckerLayer, outputs: Tensor, *, grid: Grid | None = None
-) -> Tensor:
-    """Return an output, or its gradient, as ``[n, groups, out / groups, T]``."""
-    if isinstance(layer, nn.Linear):
-        tokens = outputs.reshape(outputs.shape[0], -1, outputs.shape[-1])
-        if grid is not None:
-            tokens = tokens[:, *grid]
-        return token_columns(tokens)
-    if grid is not None:
-        outputs = outputs[:, :, *grid]
-    n, groups = outputs.shape[0], layer.groups
-    return outputs.reshape(n, groups, outputs.shape[1] // groups, -1)
-
-
-def token_columns(tokens: Tensor, *, bias: bool = False) -> Tensor:
-    """Return ``[n, T, size]`` as columns ``[n, 1, size (+ 1), T]``, features in a row.
-
-    So all examples' columns are side by side in memory, and need no copy for it.
-    """
-    if bias:
-        tokens = torch.cat([tokens, torch.ones_like(tokens[..., :1])], -1)
-    return tokens.contiguous().mT.unsqueeze(1)
-
-
-def fits(layer: KroneckerLayer, inputs: torch.Size, outputs: torch.Size) -> bool:
-    """Return whether these are the shapes of one plain call of the layer."""
-    if isinstance(layer, nn.Linear):
-        rows, columns = layer.weight.shape
-        plain = len(inputs) > 1 and inputs[-1] == columns
-        return plain and outputs == torch.Size([*inputs[:-1], rows])
-    if len(inputs) != 2 + len(layer.kernel_size) or inputs[1] != layer.in_channels:
-        return False
-    sizes = positions(layer, inputs)
-    return outputs == torch.Size([inputs[0], layer.out_channels, *sizes])
-
-
-def positions(layer: KroneckerLayer, inputs: torch.Size) -> list[int]:
-    """Return how many output positions there are along each axis, for such inputs.
-
-    A linear layer has one axis, whatever lies between examples and features.
-    """
-    if isinstance(layer, nn.Linear):
-        return [inputs[1:-1].numel()]
-    padding, sizes = _padding(layer)[::-1], []
-    for axis in range(len(layer.kernel_size)):
-        size = inputs[2 + axis] + padding[2 * axis] + padding[2 * axis + 1]
-        reach = layer.dilation[axis] * (layer.kernel_size[axis] - 1) + 1
-        sizes.append((size - reach) // layer.stride[axis] + 1)
-    return sizes
-
-
-def _windows(
-    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, grid: Grid | None
-) -> Tensor:
-    """Return a view of a convolution's padded input, for any stride and dilation.
-
-    ``[groups, in / groups, *kernel, n, *positions]``: copying it is several times
-    faster than ``F.unfold``, and it is in the order that second moments want.
-    """
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    if any(padding := _padding(layer)):
-        inputs = F.pad(inputs, padding, mode=mode)
-    spatial = inputs.dim() - 2
-    for axis in range(spatial):
-        step = layer.dilation[axis]
-        reach = step * (layer.kernel_size[axis] - 1) + 1
-        inputs = inputs.unfold(2 + axis, reach, layer.stride[axis])[..., ::step]
-    if grid is not None:
-        inputs = inputs[:, :, *grid]
-    channels = inputs.shape[1] // layer.groups
-    shape = (len(inputs), layer.groups, channels, *inputs.shape[2:])
-    steps = inputs.stride()
-    grouped = inputs.as_strided(shape, (steps[0], channels * steps[1], *steps[1:]))
-    kernel = range(3 + spatial, 3 + 2 * spatial)
-    return grouped.permute(1, 2, *kernel, 0, *range(3, 3 + spatial))
-
-
-def _padding(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> list[int]:
-    """Return the padding in ``F.pad``'s order: last axis first, before and after."""
-    amounts: list[int] = []
-    for axis in reversed(range(len(layer.kernel_size))):
-        if layer.padding == "same":
-            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
-            amounts += [total // 2, total - total // 2]
-        elif layer.padding == "valid":
-            amounts += [0, 0]
+        kind: type[KroneckerLayer]
+        if isinstance(layer, nn.Linear):
+            kind = LinearLayer
+        elif isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            kind = ConvolutionLayer
+        elif is_packed(layer):
+            kind = PackedProjection
         else:
-            amounts += [cast(Sequence[int], layer.padding)[axis]] * 2
-    return amounts
+            return None
+        weight, of_bias = (f"{name}.{own}" if name else own for own in kind.own)
+        return kind(layer, weight, of_bias if bias else None)
+
+    @abstractmethod
+    def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return what the layer multiplies its weight with.
+
+        Parameters
+        ----------
+        inputs : Tensor
+            Its input: ``[n, ..., in]``, or ``[n, in, *spatial]`` for a convolution.
+        grid : tuple[slice, ...], optional
+            Which positions to take, along each axis of :meth:`positions`.
+
+        Returns
+        -------
+        Tensor
+            ``[n, groups, in / groups * kernel (+ 1), T]``, ending with ones for a
+            trained bias, with all examples' positions side by side in memory, as their
+            second moment wants them.
+        """
+
+    @abstractmethod
+    def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return an output, or its gradient, as ``[n, groups, out / groups, T]``."""
+
+    @abstractmethod
+    def positions(self, inputs: torch.Size) -> list[int]:
+        """Return how many output positions there are along each axis, for such inputs.
+
+        A linear layer has one axis, whatever lies between examples and features.
+        """
+
+    @abstractmethod
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether these are the shapes of one plain call."""
+
+    @property
+    def groups(self) -> int:
+        """How many parts of the outputs have factors of their own."""
+        return 1
+
+    def parameters(self) -> list[Tensor]:
+        """Return the trained parameters, weight first."""
+        names = zip(self.own, (self.weight, self.bias), strict=True)
+        return [getattr(self.layer, own) for own, name in names if name is not None]
+
+    @property
+    def kernel(self) -> Tensor:
+        """The weight."""
+        return self.parameters()[0].detach()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of columns and of sums of their products: at least float32."""
+        return torch.promote_types(self.kernel.dtype, torch.float32)
+
+    def gradients(self, inputs: Tensor, output: Tensor) -> list[Tensor]:
+        """Return the parameters' gradients, given that of the output."""
+        g, a = self.output_columns(output), self.input_columns(inputs)
+        product = torch.einsum("ngot,ngit->goi", g, a)
+        return list(self.as_params(product).values())
+
+    def matrices(self) -> Tensor:
+        """Return the weight as ``[groups, out / groups, in (+ 1)]``, the bias last."""
+        weight, *bias = self.parameters()
+        return to_matrices(weight, bias[0] if bias else None, self.groups).detach()
+
+    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
+        """Cut what :meth:`matrices` returns back into weight and bias."""
+        return from_matrices(matrices, self.weight, self.kernel.shape, self.bias)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of the weight and the bias."""
+        return {k: v.shape for k, v in self.as_params(self.matrices()).items()}
+
+
+class LinearLayer(KroneckerLayer):
+    """A linear layer, of examples or of their tokens."""
+
+    def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return the tokens as columns."""
+        return self._columns(inputs, grid, bias=self.bias is not None)
+
+    def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return the outputs as columns."""
+        return self._columns(outputs, grid, bias=False)
+
+    def _columns(self, values: Tensor, grid: Grid | None, *, bias: bool) -> Tensor:
+        """Return ``[n, ..., size]`` as ``[n, 1, size (+ 1), T]``, features in a row.
+
+        So all examples' columns are side by side in memory, and need no copy for it.
+        """
+        tokens = values.reshape(len(values), -1, values.shape[-1]).to(self.dtype)
+        if grid is not None:
+            tokens = tokens[:, *grid]
+        if bias:
+            tokens = torch.cat([tokens, torch.ones_like(tokens[..., :1])], -1)
+        return tokens.contiguous().mT.unsqueeze(1)
+
+    def positions(self, inputs: torch.Size) -> list[int]:
+        """Return how many tokens there are."""
+        return [inputs[1:-1].numel()]
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether features are last, and there are outputs for each."""
+        rows, columns = self.kernel.shape
+        plain = len(inputs) > 1 and inputs[-1] == columns
+        return plain and output == torch.Size([*inputs[:-1], rows])
+
+
+class PackedProjection(LinearLayer):
+    """The queries', keys' and values' projection of self-attention, packed in one."""
+
+    own = ("in_proj_weight", "in_proj_bias")
+
+    @property
+    def groups(self) -> int:
+        """Queries, keys and values."""
+        return 3
+
+    def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return the tokens as columns, the same for all three."""
+        return super().input_columns(inputs, grid).expand(-1, 3, -1, -1)
+
+    def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return queries, keys and values as columns."""
+        columns = super().output_columns(outputs, grid)  # [n, 1, 3 E, T]
+        return columns.view(len(columns), 3, -1, columns.shape[-1])
+
+
+class ConvolutionLayer(KroneckerLayer):
+    """A convolution, whose inputs are its patches."""
+
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    @property
+    def groups(self) -> int:
+        """The convolution's own."""
+        return self.layer.groups
+
+    def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return the patches as columns."""
+        windows = self._windows(inputs.to(self.dtype), grid)
+        bias, rows = self.bias is not None, self.kernel[0].numel()
+        n = inputs.shape[0]
+        positions = windows.numel() // (self.groups * rows * n)
+        columns = windows.new_empty(self.groups, rows + bias, n, positions)
+        columns[:, :rows].view(windows.shape).copy_(windows)
+        if bias:
+            columns[:, rows] = 1
+        return columns.permute(2, 0, 1, 3)
+
+    def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
+        """Return the outputs as columns, group by group."""
+        outputs = outputs.to(self.dtype)
+        if grid is not None:
+            outputs = outputs[:, :, *grid]
+        n, groups = outputs.shape[0], self.groups
+        return outputs.reshape(n, groups, outputs.shape[1] // groups, -1)
+
+    def positions(self, inputs: torch.Size) -> list[int]:
+        """Return how many positions there are along each axis."""
+        layer, padding = self.layer, self._padding()[::-1]
+        sizes = []
+        for axis in range(len(layer.kernel_size)):
+            size = inputs[2 + axis] + padding[2 * axis] + padding[2 * axis + 1]
+            sizes.append((size - self._reach(axis)) // layer.stride[axis] + 1)
+        return sizes
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether channels are second, and there is an output a position."""
+        layer, axes = self.layer, len(self.layer.kernel_size)
+        if len(inputs) != 2 + axes or inputs[1] != layer.in_channels:
+            return False
+        sizes = self.positions(inputs)
+        return output == torch.Size([inputs[0], layer.out_channels, *sizes])
+
+    def _reach(self, axis: int) -> int:
+        """Return how many inputs a patch spans along an axis."""
+        return self.layer.dilation[axis] * (self.layer.kernel_size[axis] - 1) + 1
+
+    def _windows(self, inputs: Tensor, grid: Grid | None) -> Tensor:
+        """Return a view of the padded input's patches, for any stride and dilation.
+
+        ``[groups, in / groups, *kernel, n, *positions]``: copying it is several times
+        faster than ``F.unfold``, and it is in the order that second moments want.
+        """
+        layer, spatial = self.layer, inputs.dim() - 2
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        if any(padding := self._padding()):
+            inputs = F.pad(inputs, padding, mode=mode)
+        for axis in range(spatial):
+            every = inputs.unfold(2 + axis, self._reach(axis), layer.stride[axis])
+            inputs = every[..., :: layer.dilation[axis]]
+        if grid is not None:
+            inputs = inputs[:, :, *grid]
+        channels = inputs.shape[1] // layer.groups
+        shape = (len(inputs), layer.groups, channels, *inputs.shape[2:])
+        steps = inputs.stride()
+        grouped = inputs.as_strided(shape, (steps[0], channels * steps[1], *steps[1:]))
+        kernel = range(3 + spatial, 3 + 2 * spatial)
+        return grouped.permute(1, 2, *kernel, 0, *range(3, 3 + spatial))
+
+    def _padding(self) -> list[int]:
+        """Return the padding in ``F.pad``'s order: last axis first, both ends."""
+        layer, amounts = self.layer, list[int]()
+        for axis in reversed(range(len(layer.kernel_size))):
+            if layer.padding == "same":
+                total = self._reach(axis) - 1
+                amounts += [total // 2, total - total // 2]
+            elif layer.padding == "valid":
+                amounts += [0, 0]
+            else:
+                amounts += [cast(Sequence[int], layer.padding)[axis]] * 2
+        return amounts
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Return whether a module is attention with one parameter for its projections."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+        and module.in_proj_weight is not None
+        and module.bias_k is None
+        and not module.add_zero_attn
+    )

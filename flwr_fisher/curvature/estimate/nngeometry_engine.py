@@ -13,7 +13,7 @@ from nngeometry.object.vector import PVector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_fisher.curvature.estimate.tappable import PlainLayer
+from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.lazy import WeightedSum
@@ -134,7 +134,7 @@ def nngeometry_fisher(
     return _NNGeometryMatrix(matrix, shapes)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, PlainLayer]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, KroneckerLayer]]:
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if not own:
@@ -151,18 +151,18 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, PlainLayer]]:
                 reason = "only zero padding given as numbers is right"
         if reason:
             raise StructureError(f"layer '{name}' through nngeometry: {reason}")
-        assert isinstance(module, _LAYERS)
-        bias = module.bias is not None
-        yield name, PlainLayer.within(name, module, bias=bias)
+        layer = KroneckerLayer.of(name, module, bias=len(own) > 1)
+        assert layer is not None
+        yield name, layer
 
 
-def _kronecker(layer: PlainLayer, factors: tuple[Tensor, Tensor]) -> Kronecker:
+def _kronecker(layer: KroneckerLayer, factors: tuple[Tensor, Tensor]) -> Kronecker:
     A, G = (factor.detach().unsqueeze(0) for factor in factors)
     return Kronecker(layer.weight, layer.kernel.shape, A, G, layer.bias)
 
 
 def _eigen(
-    layer: PlainLayer, bases: tuple[Tensor, Tensor], moments: Tensor
+    layer: KroneckerLayer, bases: tuple[Tensor, Tensor], moments: Tensor
 ) -> EigenKronecker:
     A, G = (basis.detach().unsqueeze(0) for basis in bases)
     S = moments.detach().reshape(1, G.shape[1], A.shape[1])

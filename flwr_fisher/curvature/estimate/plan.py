@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature.batches import device_of
 from flwr_fisher.curvature.estimate.accumulation import Accumulation
-from flwr_fisher.curvature.estimate.layers import Positions
 from flwr_fisher.curvature.estimate.options import STRUCTURES
+from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import check_known, check_range
 
@@ -120,9 +120,9 @@ def fisher_plan(
         form = f"{found.form}, as a basis" if basis else found.form
         layers.append(LayerPlan(names, form, found.nbytes))
     for direct in taken.direct.values():
-        size = sum(total.nbytes for total in direct.totals)
-        names = tuple(direct.layer.names.values())
-        layers.append(LayerPlan(names, "diagonal", size))
+        totals = direct.sums.totals
+        size = sum(total.nbytes for total in totals.values())
+        layers.append(LayerPlan(tuple(totals), "diagonal", size))
     for name, jacobian in taken.jacobians.items():
         numel = sum(p.numel() for p in jacobian.params.values())
         entries = numel**2 if name == "dense" else numel

@@ -14,9 +14,9 @@ from torch.backends import mha
 from torch.func import functional_call
 
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
-from flwr_fisher.curvature.estimate.tappable import (
+from flwr_fisher.curvature.estimate.layers import (
+    KroneckerLayer,
     PackedProjection,
-    TappableLayer,
     is_packed,
 )
 from flwr_fisher.errors import StructureError
@@ -130,7 +130,7 @@ class Tap:
 def tapped_forward(
     model: nn.Module,
     inputs: Tensor,
-    layers: Mapping[str, TappableLayer | DirectLayer],
+    layers: Mapping[str, KroneckerLayer | DirectLayer],
 ) -> tuple[Tensor, dict[str, list[Tap]]]:
     """Run the model once; return its output and every call of the given layers.
 
@@ -140,8 +140,8 @@ def tapped_forward(
         The model.
     inputs : Tensor
         A batch.
-    layers : Mapping[str, TappableLayer | DirectLayer]
-        The layers to record, from :func:`tappable_layers` and :func:`direct_layers`.
+    layers : Mapping[str, KroneckerLayer | DirectLayer]
+        The layers to record, from :func:`kronecker_layers` and :func:`direct_layers`.
     """
     taps: dict[str, list[Tap]] = {name: [] for name in layers}
 

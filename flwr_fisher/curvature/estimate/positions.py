@@ -1,0 +1,62 @@
+"""At which of a layer's positions K-FAC's factors are taken."""
+
+import math
+from collections.abc import Sequence
+
+from flwr_fisher.randomness import random_stream
+
+Grid = tuple[slice, ...]  # along each axis of positions
+
+
+class Positions:
+    """Draws positions, each of a layer's with the same chance.
+
+    They lie on a grid with a random origin, so that none are next to each other: a
+    convolution's neighbours see nearly the same.
+
+    Parameters
+    ----------
+    most : int, optional
+        About how many of an example's count in the inputs' factor; by default all. In
+        the gradients', which vary more from one position to the next, twice as many.
+    seed : int
+        Of the origins.
+    """
+
+    def __init__(self, most: int | None, seed: int) -> None:
+        self.most, self._draw = most, random_stream(seed, "positions")
+
+    def of_inputs(self, sizes: Sequence[int]) -> tuple[Grid, int]:
+        """Return a grid, and how many positions each of its points stands for.
+
+        Parameters
+        ----------
+        sizes : Sequence[int]
+            How many positions there are along each axis.
+        """
+        return self._grid(sizes, self.most)
+
+    def of_gradients(self, sizes: Sequence[int]) -> tuple[Grid, int]:
+        """Return the same of the outputs' gradients."""
+        return self._grid(sizes, None if self.most is None else 2 * self.most)
+
+    def _grid(self, sizes: Sequence[int], most: int | None) -> tuple[Grid, int]:
+        if most is None:
+            return (slice(None),) * len(sizes), 1
+        steps = _steps(sizes, most)
+        origins = [int(self._draw.integers(step)) for step in steps]
+        slices = (slice(o, None, step) for o, step in zip(origins, steps, strict=True))
+        return tuple(slices), math.prod(steps)
+
+
+def _steps(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the smallest steps that leave at most so many, about square."""
+    steps = [1] * len(sizes)
+
+    def left(axis: int) -> int:
+        return -(-sizes[axis] // steps[axis])
+
+    while math.prod(map(left, range(len(sizes)))) > most:
+        widest = max(range(len(sizes)), key=left)
+        steps[widest] += 1
+    return steps
