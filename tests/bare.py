@@ -2,7 +2,6 @@
 
 import json
 import tomllib
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
@@ -29,9 +28,9 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 """
 
 
-def closure(requirements: Iterable[str]) -> set[str]:
+def closure(requirements):
     """The distributions that these requirements bring, with what those require."""
-    names: set[str] = set()
+    names = set()
     open_ = [Requirement(text) for text in requirements]
     while open_:
         requirement = open_.pop()
@@ -48,7 +47,7 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return names
 
 
-def hidden() -> set[str]:
+def hidden():
     """The packages that the bare library does not bring, and that are here."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     bare = closure(project["dependencies"]) | {"flwr-fisher"}
@@ -60,7 +59,7 @@ def hidden() -> set[str]:
     }
 
 
-def write_sitecustomize(folder: Path) -> Path:
+def write_sitecustomize(folder):
     """Write what hides them from Python; the folder goes first into PYTHONPATH."""
     folder.mkdir(parents=True, exist_ok=True)
     text = _HIDE.format(hidden=json.dumps(sorted(hidden())))

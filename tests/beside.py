@@ -12,18 +12,18 @@ from bare import write_sitecustomize
 
 DEMO = Path(__file__).parents[1] / "federation" / "demo.py"
 _LONGEST = 900.0  # seconds
-_CHILDREN: list[object] = []  # Python warns of one that runs and nobody knows
+_CHILDREN = []  # Python warns of one that runs and nobody knows
 
 
 class Beside:
     """``federation/demo.py``, its nodes without extras; several processes may wait."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder / "federation"
         self._log, self._code = folder / "demo.log", folder / "code"
         self._group = folder / "group"
 
-    def start(self) -> None:
+    def start(self):
         """Start it, unless another process has."""
         folder = self._log.parent
         try:
@@ -53,21 +53,21 @@ class Beside:
         self._group.write_text(str(own.pid))
         _CHILDREN.append(own)
 
-    def said(self) -> str:
+    def said(self):
         """What it printed, once it has ended well."""
         assert self._ended(_LONGEST), self._log.read_text()[-4000:]
         text = self._log.read_text()
         assert self._code.read_text().strip() == "0", text[-4000:]
         return text
 
-    def end(self) -> None:
+    def end(self):
         """Have it end what it has started, if it has not ended, and clean up."""
         if self._group.exists() and not self._code.exists():
             os.killpg(int(self._group.read_text()), signal.SIGTERM)
             self._ended(60)
         shutil.rmtree(self._log.parent, ignore_errors=True)
 
-    def _ended(self, seconds: float) -> bool:
+    def _ended(self, seconds):
         deadline = time.monotonic() + seconds
         while not self._code.exists() and time.monotonic() < deadline:
             time.sleep(0.2)

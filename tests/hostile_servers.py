@@ -11,13 +11,12 @@ import copy
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.clientapp import ClientApp
 from hostile import CLIENTS, HOSTILE, VICTIMS, make_app, make_model
 from virtual import same_bits
@@ -35,10 +34,10 @@ VALUES = (2**62, -1, 0.5, float("nan"), "much", [1, 2], "x\n\x1b[2J" * 10**5)
 # What a server may do to a request
 
 
-def floats(change: Callable[[np.ndarray], Any]) -> Change:
+def floats(change):
     """Change all that is no integer."""
 
-    def changed(content: RecordDict) -> None:
+    def changed(content):
         (record,) = content.array_records.values()
         for key in list(record):
             values = record[key].numpy()
@@ -50,10 +49,10 @@ def floats(change: Callable[[np.ndarray], Any]) -> Change:
     return changed
 
 
-def integers(value: int) -> Change:
+def integers(value):
     """Change all integers: runs, steps."""
 
-    def changed(content: RecordDict) -> None:
+    def changed(content):
         (record,) = content.array_records.values()
         for key in list(record):
             values = record[key].numpy()
@@ -63,29 +62,29 @@ def integers(value: int) -> Change:
     return changed
 
 
-def setting(key: str, value: Any) -> Change:
+def setting(key, value):
     """Ask with another value of a setting."""
 
-    def changed(content: RecordDict) -> None:
+    def changed(content):
         (record,) = content.config_records.values()
         record[key] = value
 
     return changed
 
 
-def without_arrays(content: RecordDict) -> None:
+def without_arrays(content):
     """Send nothing."""
     for name in list(content.array_records):
         del content[name]
 
 
-def without_config(content: RecordDict) -> None:
+def without_config(content):
     """Ask nothing."""
     for name in list(content.config_records):
         content[name] = ConfigRecord()
 
 
-def many_arrays(content: RecordDict) -> None:
+def many_arrays(content):
     """A hundred thousand arrays."""
     (name,) = content.array_records
     tiny = Array(np.zeros(1, np.float32))
@@ -93,13 +92,13 @@ def many_arrays(content: RecordDict) -> None:
     content[name] = ArrayRecord({**content.array_records[name], **more})
 
 
-def long_key(content: RecordDict) -> None:
+def long_key(content):
     """An array whose name is a megabyte of control characters."""
     (record,) = content.array_records.values()
     record["server/" + "\n\x1b[2J\x07" * 200_000] = Array(np.zeros(1, np.float32))
 
 
-CHANGES: dict[str, Change] = {
+CHANGES = {
     "NaN": floats(lambda a: a * np.nan),
     "infinite": floats(lambda a: a + np.inf),
     "1e30": floats(lambda a: a * 0 + 1e30),
@@ -119,7 +118,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def hostile_requests(message: Message) -> Iterator[tuple[str, RecordDict]]:
+def hostile_requests(message):
     """Yield requests that an honest one could be instead."""
     changes = dict(CHANGES)
     (config,) = message.content.config_records.values()
@@ -143,14 +142,14 @@ def hostile_requests(message: Message) -> Iterator[tuple[str, RecordDict]]:
 class Besieged(ClientApp):
     """Six clients, of which one gets every hostile request before an honest one."""
 
-    def __init__(self, app: ClientApp, folder: Path) -> None:
+    def __init__(self, app, folder):
         super().__init__()
         self.app, self.folder = app, folder
-        self.harmed: list[str] = []
+        self.harmed = []
         self.asked = 0
-        self._known: set[str] = set()
+        self._known = set()
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         config = next(iter(message.content.config_records.values()), {})
         kind = f"{message.metadata.message_type} {config.get('fisher.job', '')}".strip()
         mine = context.node_config["partition-id"] == HOSTILE
@@ -160,9 +159,7 @@ class Besieged(ClientApp):
                 self._besiege(f"{kind}: {name}", content, message, context)
         return self.app(message, context)
 
-    def _besiege(
-        self, name: str, content: RecordDict, message: Message, context: Context
-    ) -> None:
+    def _besiege(self, name, content, message, context):
         request = copy.copy(message)
         request.__dict__["_content"] = content
         self.asked += 1
@@ -184,16 +181,16 @@ class Besieged(ClientApp):
             self.harmed.append(f"{name}: {more} bytes")
 
 
-def size_of(folder: Path) -> int:
+def size_of(folder):
     """How many bytes all files in a folder have."""
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 @contextmanager
-def at_most(seconds: int) -> Iterator[None]:
+def at_most(seconds):
     """Raise :class:`TimeoutError` after that long."""
 
-    def late(*_: Any) -> None:
+    def late(*_):
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, late)
@@ -205,7 +202,7 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def besiege(name: str) -> tuple[int, list[str]]:
+def besiege(name):
     """Return how many hostile requests a strategy's client had, and what harm came."""
     victim = VICTIMS[name]
     results = []

@@ -2,10 +2,7 @@
 
 import csv
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -16,31 +13,27 @@ from virtual import same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.callbacks import (
     BestModel,
-    Callback,
     CSVFile,
     EarlyStopping,
-    History,
     MLflow,
     TensorBoard,
     WandB,
 )
 from flwr_fisher.errors import CallbackError, ConfigurationError
-from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot
+from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 
 
 class Told:
     """Remembers what it is told; may fail, or end the run."""
 
-    def __init__(self, fails: int = 0, ends: int = 0) -> None:
+    def __init__(self, fails=0, ends=0):
         self.fails, self.ends = fails, ends
-        self.rounds: list[int] = []
-        self.arrays: dict[int, ArrayRecord] = {}
-        self.history: History = {}
+        self.rounds = []
+        self.arrays = {}
+        self.history = {}
 
-    def on_round_end(
-        self, server_round: int, arrays: ArrayRecord, history: History
-    ) -> bool:
+    def on_round_end(self, server_round, arrays, history):
         self.rounds.append(server_round)
         self.arrays[server_round], self.history = arrays, history
         if server_round == self.fails:
@@ -48,10 +41,10 @@ class Told:
         return server_round == self.ends
 
 
-def run(*callbacks: Callback, scores: str = "", **options: Any) -> CurvatureResult:
+def run(*callbacks, scores="", **options):
     """`scores` has a digit for each round from 0: the server's accuracy."""
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluate(server_round, arrays):
         if not scores:
             return None
         return MetricRecord({"accuracy": int(scores[server_round]) / 10})
@@ -62,14 +55,14 @@ def run(*callbacks: Callback, scores: str = "", **options: Any) -> CurvatureResu
     return strategy.start(grid, tiny_arrays(), evaluate_fn=evaluate, **options)
 
 
-def history_of(name: str, values: Mapping[int, float]) -> History:
+def history_of(name, values):
     return {number: {name: value} for number, value in values.items()}
 
 
 # When they are called, and with what
 
 
-def test_they_are_told_of_each_round_with_all_metrics() -> None:
+def test_they_are_told_of_each_round_with_all_metrics():
     told = Told()
     result = run(told, scores="01234")
     assert told.rounds == [1, 2, 3, 4]
@@ -83,7 +76,7 @@ def test_they_are_told_of_each_round_with_all_metrics() -> None:
     assert last["evaluate/accuracy"] == result.evaluate_metrics_clientapp[4]["accuracy"]
 
 
-def test_one_that_says_so_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_says_so_ends_the_run(caplog):
     caplog.set_level("INFO", "flwr")
     other = Told()
     result = run(Told(ends=2), other)
@@ -92,7 +85,7 @@ def test_one_that_says_so_ends_the_run(caplog: pytest.LogCaptureFixture) -> None
     assert "[ROUND 2] is the last one: Told" in caplog.text
 
 
-def test_one_that_fails_loses_nothing(tmp_path: Path) -> None:
+def test_one_that_fails_loses_nothing(tmp_path):
     other = Told()
     with pytest.raises(
         CallbackError, match=r"Told\.on_round_end failed after round 2: Val"
@@ -105,9 +98,7 @@ def test_one_that_fails_loses_nothing(tmp_path: Path) -> None:
     assert same_bits(resumed.arrays, run().arrays)
 
 
-def test_a_resumed_run_tells_of_its_last_round_and_knows_all_before(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_run_tells_of_its_last_round_and_knows_all_before(tmp_path):
     run(num_rounds=2, checkpoint_dir=tmp_path, scores="0123")
     told = Told()
     run(told, num_rounds=3, checkpoint_dir=tmp_path, resume=True, scores="0123")
@@ -116,7 +107,7 @@ def test_a_resumed_run_tells_of_its_last_round_and_knows_all_before(
     assert accuracies == [0.0, 0.1, 0.2, 0.3]
 
 
-def test_what_is_none_is_refused_before_anything_begins() -> None:
+def test_what_is_none_is_refused_before_anything_begins():
     with pytest.raises(
         ConfigurationError, match="has a method on_round_end, and <buil"
     ):
@@ -126,7 +117,7 @@ def test_what_is_none_is_refused_before_anything_begins() -> None:
 # The best model, and an early end
 
 
-def test_the_best_rounds_model_is_kept(tmp_path: Path) -> None:
+def test_the_best_rounds_model_is_kept(tmp_path):
     """The first of equals."""
     told, path = Told(), tmp_path / "models" / "best.safetensors"
     run(told, BestModel(path), scores="90377")
@@ -137,9 +128,9 @@ def test_the_best_rounds_model_is_kept(tmp_path: Path) -> None:
         assert file.metadata() == {"round": "3", "metric": "server/accuracy"}
 
 
-def test_a_crash_before_the_best_model_was_written_is_made_good(tmp_path: Path) -> None:
+def test_a_crash_before_the_best_model_was_written_is_made_good(tmp_path):
     path = tmp_path / "best.safetensors"
-    options: dict[str, Any] = {"checkpoint_dir": tmp_path / "run", "scores": "01900"}
+    options = {"checkpoint_dir": tmp_path / "run", "scores": "01900"}
     run(num_rounds=2, **options)
     run(BestModel(path), resume=True, **options)
     with safe_open(path, "pt") as file:
@@ -157,21 +148,21 @@ def test_a_crash_before_the_best_model_was_written_is_made_good(tmp_path: Path) 
         ({1: 0.1, 2: float("nan"), 3: 0.2}, False),
     ],
 )
-def test_patience_ends(values: dict[int, float], ends: bool) -> None:
+def test_patience_ends(values, ends):
     stop = EarlyStopping("server/accuracy", patience=2, min_delta=0.01)
     history = history_of("server/accuracy", values)
     assert stop.on_round_end(max(values), ArrayRecord(), history) is ends
 
 
-def test_a_run_that_was_stopped_goes_on_with_more_patience(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "scores": "09123"}
+def test_a_run_that_was_stopped_goes_on_with_more_patience(tmp_path):
+    options = {"checkpoint_dir": tmp_path, "scores": "09123"}
     for patience, resume, last in ((1, False, 2), (1, True, 2), (9, True, 4)):
         result = run(EarlyStopping(patience=patience), resume=resume, **options)
         assert sorted(result.train_metrics_clientapp) == [*range(1, last + 1)]
 
 
 @pytest.mark.parametrize("begin", [{}, {0: {"server/accuracy": 0.1}}])
-def test_not_every_round_need_be_evaluated(tmp_path: Path, begin: History) -> None:
+def test_not_every_round_need_be_evaluated(tmp_path, begin):
     path = tmp_path / "best.safetensors"
     best, stop = BestModel(path), EarlyStopping(patience=2)
     history = dict(begin)
@@ -189,7 +180,7 @@ def test_not_every_round_need_be_evaluated(tmp_path: Path, begin: History) -> No
         assert file.metadata()["round"] == "3"
 
 
-def test_a_metric_that_is_not_there_is_named() -> None:
+def test_a_metric_that_is_not_there_is_named():
     with pytest.raises(
         CallbackError, match=r"no round .* 'server/accurac'; there are: "
     ):
@@ -205,9 +196,9 @@ def test_a_metric_that_is_not_there_is_named() -> None:
 # Tables and trackers
 
 
-def test_the_table_has_each_round_once(tmp_path: Path) -> None:
+def test_the_table_has_each_round_once(tmp_path):
     path = tmp_path / "logs" / "metrics.csv"
-    options: dict[str, Any] = {"checkpoint_dir": tmp_path / "run", "scores": "01234"}
+    options = {"checkpoint_dir": tmp_path / "run", "scores": "01234"}
     run(CSVFile(path), num_rounds=2, **options)
     run(CSVFile(path), resume=True, **options)
     with path.open() as file:
@@ -226,26 +217,24 @@ def test_the_table_has_each_round_once(tmp_path: Path) -> None:
 
 
 class Writer:
-    def __init__(self, log_dir: str) -> None:
+    def __init__(self, log_dir):
         self.log_dir = log_dir
-        self.scalars: list[tuple[str, float, int]] = []
+        self.scalars = []
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+    def add_scalar(self, tag, scalar_value, global_step):
         self.scalars.append((tag, scalar_value, global_step))
 
-    def flush(self) -> None:
+    def flush(self):
         pass
 
 
-HISTORY: History = {
+HISTORY = {
     1: {"server/accuracy": 0.5, "train/client-share": [0.5, 0.5]},
     2: {"server/accuracy": 0.6},
 }
 
 
-def test_tensorboard_gets_each_round_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tensorboard_gets_each_round_once(monkeypatch, tmp_path):
     module = ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
@@ -257,14 +246,14 @@ def test_tensorboard_gets_each_round_once(
     assert board._writer.log_dir == str(tmp_path)
 
 
-def test_mlflow_and_wandb_get_numbers_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
+def test_mlflow_and_wandb_get_numbers_by_round(monkeypatch):
+    calls = []
     mlflow, wandb = ModuleType("mlflow"), ModuleType("wandb")
     mlflow.log_params = calls.append  # type: ignore[attr-defined]
     mlflow.log_metrics = lambda metrics, step: calls.append((step, metrics))  # type: ignore[attr-defined]
 
     class Run:
-        def log(self, data: dict[str, float], step: int) -> None:
+        def log(self, data, step):
             calls.append((step, data))
 
     wandb.init = lambda **options: calls.append(options) or Run()  # type: ignore[attr-defined]
@@ -285,9 +274,7 @@ def test_mlflow_and_wandb_get_numbers_by_round(monkeypatch: pytest.MonkeyPatch) 
     ("make", "package"),
     [(lambda: TensorBoard("x"), "tensorboard"), (MLflow, "mlflow"), (WandB, "wandb")],
 )
-def test_a_tracker_that_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch, make: Any, package: str
-) -> None:
+def test_a_tracker_that_is_not_there_is_named(monkeypatch, make, package):
     for module in ("torch.utils.tensorboard", "mlflow", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigurationError, match=f"pip install {package}"):

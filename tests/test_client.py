@@ -1,12 +1,11 @@
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     CLASSES,
@@ -111,7 +110,7 @@ def test_with_a_structure_the_fisher_of_the_trained_model_is_added(structure):
 def test_the_fisher_is_limited_as_server_and_client_want(
     monkeypatch, asked, cap, taken
 ):
-    heard: dict[str, Any] = {}
+    heard = {}
 
     def told(*args, **options):
         heard.update(options)
@@ -407,7 +406,7 @@ def test_frozen_parameters_that_the_server_sends_are_loaded_and_returned():
 
 
 def test_a_custom_train_fn_gets_model_loader_device_and_config():
-    seen: dict[str, Any] = {}
+    seen = {}
 
     def train(model, loader, device, config):
         seen.update(model=model, loader=loader, device=device, config=dict(config))
@@ -448,7 +447,7 @@ def slow_sgd(epochs=1, lr=0.01, momentum=0.9, decay=0.0, mu=0.0, smoothing=0.0):
     """SGD by hand, with smoothed labels and FedProx's term written out in the loss."""
     model = tiny_model().train()
     start = {k: p.detach().clone() for k, p in model.named_parameters()}
-    velocity: dict[str, Tensor] = {}
+    velocity = {}
     for _ in range(epochs):
         for x, y in DataLoader(tiny_data(0), batch_size=4):
             logits = model(x)
@@ -533,7 +532,7 @@ def test_the_proximal_term_leaves_frozen_and_unused_parameters_alone():
 
 
 def test_on_epoch_hears_every_epochs_mean_loss():
-    heard: list[tuple[int, float]] = []
+    heard = []
     trainer = LocalSGD(epochs=3, on_epoch=lambda *args: heard.append(args))
     reply = ask(tiny_client(train_fn=trainer))
     assert [epoch for epoch, _ in heard] == [1, 2, 3]
@@ -575,7 +574,7 @@ def test_local_sgd_refuses_numbers_out_of_range(arguments, name):
 
 
 def test_the_app_builds_a_client_for_each_message_from_the_context():
-    built: list[int] = []
+    built = []
 
     def client_fn(context):
         built.append(int(context.node_config["partition-id"]))
@@ -594,7 +593,7 @@ def test_the_app_builds_a_client_for_each_message_from_the_context():
 
 
 def test_mods_see_train_messages_only():
-    seen: list[str] = []
+    seen = []
 
     def spy(message, context, call_next):
         seen.append(message.metadata.message_type)

@@ -62,7 +62,7 @@ def test_entries_names_and_clients_are_apart(tmp_path):
 
 
 def test_what_is_not_there_is_made_once(tmp_path):
-    calls: list[int] = []
+    calls = []
 
     def make():
         calls.append(1)
@@ -323,7 +323,7 @@ def test_what_never_fits_is_refused_with_ways_out(tmp_path):
 @pytest.mark.parametrize("same", [False, True])
 def test_clients_do_not_get_in_each_others_way(tmp_path, same):
     """They make, and delete, entries all the time; two may be one client's."""
-    errors: list[Exception] = []
+    errors = []
 
     def work(number):
         try:

@@ -1,6 +1,5 @@
 """What a server cannot make a client do: work, or store, without end."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,7 +58,7 @@ def with_gradient():
 
 
 def for_tct(**changes):
-    facts: dict[str, Any] = {
+    facts = {
         "run": 1,
         "steps": 0,
         "mean": torch.zeros(P),
@@ -90,7 +89,7 @@ GIANT = {"job": "direction", "solver": "giant"}
 DONE = {"job": "direction", "solver": "done"}
 TCT_STEP = {"job": "tct-step", "num-features": P}
 TUNE = {"personalise-fraction": 0.5}
-CAPPED: list[tuple[str, Callable[[], ArrayRecord], dict[str, Any], str, str]] = [
+CAPPED = [
     ("train", with_gradient, GIANT, "iterations", "max_steps"),
     ("train", with_gradient, DONE, "iterations", "max_steps"),
     ("train", for_tct, TCT_STEP, "local-steps", "max_steps"),
@@ -147,7 +146,7 @@ def test_a_disk_has_a_positive_number_of_bytes(value, tmp_path):
 NAN, INF = float("nan"), float("inf")
 SCAFFOLD = {"job": "scaffold"}
 OF_RUN = partial(sent, run=1, steps=0)
-NO_NUMBERS: list[tuple[str, Callable[[], ArrayRecord], dict[str, Any]]] = [
+NO_NUMBERS = [
     *[("train", with_gradient, GIANT | {"iterations": v}) for v in ("x", 0, -5, 1.5)],
     *[("train", with_gradient, DONE | {"alpha": v}) for v in ("x", NAN, INF, [1.0])],
     *[("train", for_tct, TCT_STEP | {"local-steps": v}) for v in ("x", 0, [5], 2.0)],
@@ -192,7 +191,7 @@ def test_a_long_text_for_a_number_does_not_fill_a_log(tmp_path):
 
 # Tensors that are none of those expected
 
-WRONG_FACTS: list[tuple[str, Any]] = [
+WRONG_FACTS = [
     ("run", None),
     ("run", -1),
     ("run", 0.5),

@@ -2,11 +2,8 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ import torch
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
-    Context,
     Message,
     MetricRecord,
     RecordDict,
@@ -51,24 +47,24 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.door import Rejections
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.strategies import FedExP, FedFisherOneShot, ServerState, Step
+from flwr_fisher.strategies import FedExP, FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, FisherUpload
 from flwr_fisher.wire.additive import SUMS
 
 
-def arrow(a: np.ndarray) -> np.ndarray:
+def arrow(a):
     """A small diagonal that ends with 0, and entries beside that 0."""
     small = np.diag(np.r_[3e-7 * np.diag(a[0].astype(float))[:-1], 0])
     small[-1] = small[:, -1] = np.sqrt(0.9e-5 * np.diag(small))
     return small[None]
 
 
-def left(reason: str) -> str:
+def left(reason):
     return rf"left out partition-2: .*{reason}"
 
 
-def limited(what: str) -> str:
+def limited(what):
     return rf"limited partition-2: {what}"
 
 
@@ -92,7 +88,7 @@ ATTACKS |= {
     "products the other way, x 1e6": edit("^product/", lambda a: -1e6 * a),
 }
 # A strategy, what the hostile client does, and what the log says of it instead.
-CASES: list[tuple[str, str, str]] = [
+CASES = [
     ("FedFisher", "F = 1e30 I", left(HUGE)),
     ("FedFisher", "F x 1e-20", ""),
     ("FedFisher, packed", "F x 1e-20", ""),
@@ -136,7 +132,7 @@ CASES: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "attack", "said"), CASES)
-def test_what_did_harm_does_none(name: str, attack: str, said: str) -> None:
+def test_what_did_harm_does_none(name, attack, said):
     outcome = run(name, ATTACKS[attack])
     assert outcome.harm == ""
     assert re.search(said, outcome.log)
@@ -147,13 +143,13 @@ def test_what_did_harm_does_none(name: str, attack: str, said: str) -> None:
     assert len(outcome.log.splitlines()) < 30
 
 
-def test_a_hostile_server_does_no_client_harm() -> None:
+def test_a_hostile_server_does_no_client_harm():
     asked, harmed = besiege("SCAFFOLD")
     assert asked > 100
     assert harmed == []
 
 
-def test_a_hostile_run_can_be_harmed() -> None:
+def test_a_hostile_run_can_be_harmed():
     """That the harness sees harm: without a policy, 2^62 examples own the model."""
     victim = VICTIMS["FedExP"]
     attack = GENERAL["2^62 examples, random"]
@@ -167,13 +163,11 @@ def test_a_hostile_run_can_be_harmed() -> None:
 # Decoding, and what turns out bad later
 
 
-def test_any_exception_of_one_reply_costs_that_reply_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_exception_of_one_reply_costs_that_reply_alone(monkeypatch, caplog):
     read = FisherUpload.from_arrays
-    calls: list[int] = []
+    calls = []
 
-    def sometimes(record: ArrayRecord, *args: Any, **options: Any) -> FisherUpload:
+    def sometimes(record, *args, **options):
         calls.append(1)
         if len(calls) == 2:
             raise RecursionError("too deep\nINFO : all is well")
@@ -187,11 +181,11 @@ def test_any_exception_of_one_reply_costs_that_reply_alone(
     assert r"RecursionError: too deep\nINFO : all is well" in caplog.text
 
 
-def stepping(make: Callable[[Any, Any, Any], Step]) -> FedFisherOneShot:
+def stepping(make):
     """A strategy whose step is another one; it is given the right one, too."""
 
     class Odd(FedFisherOneShot):
-        def exchanges(self, server_round: int) -> Any:
+        def exchanges(self, server_round):
             (exchange,) = super().exchanges(server_round)
             return [replace(exchange, step=partial(make, exchange.step))]
 
@@ -199,9 +193,9 @@ def stepping(make: Callable[[Any, Any, Any], Step]) -> FedFisherOneShot:
 
 
 def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def step(taken: Any, state: ServerState, uploads: Any) -> Step:
+    tmp_path, caplog
+):
+    def step(taken, state, uploads):
         if any(upload.client == "partition-2" for upload in uploads):
             raise ParamsError("the third client's overflow")
         return taken(state, uploads)
@@ -219,10 +213,8 @@ def test_an_upload_that_no_step_can_take_is_set_aside_and_never_met_again(
     assert "overflow" in opened(tmp_path).exchange(1, 1).all_set_aside["partition-2"]
 
 
-def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(
-    tmp_path: Path,
-) -> None:
-    def step(taken: Any, state: ServerState, uploads: Any) -> Step:
+def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(tmp_path):
+    def step(taken, state, uploads):
         raise ParamsError("no step at all")
 
     grid, where = LocalGrid(tiny_app(), 3), {"checkpoint_dir": tmp_path}
@@ -232,7 +224,7 @@ def test_a_step_that_fails_whatever_it_is_given_ends_the_round_and_keeps_all(
     assert kept == ["partition-0", "partition-1", "partition-2"]
 
 
-def test_a_rejected_upload_is_not_kept(tmp_path: Path) -> None:
+def test_a_rejected_upload_is_not_kept(tmp_path):
     victim = VICTIMS["FedFisher"]
     app = make_app(victim, str(tmp_path / "state"), OF_CURVATURE["F = 1e30 I"])
     strategy = victim.make(min_train_nodes=CLIENTS, fraction_evaluate=0.0)
@@ -253,12 +245,12 @@ def test_a_rejected_upload_is_not_kept(tmp_path: Path) -> None:
 class Claims(ClientApp):
     """Nodes whose answers to the query are chosen by the partition that they hold."""
 
-    def __init__(self, claims: dict[int, int]) -> None:
+    def __init__(self, claims):
         super().__init__()
         self.app, self.claims = tiny_app(), claims
-        self.trained: list[int] = []
+        self.trained = []
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         partition = int(context.node_config["partition-id"])
         if message.metadata.message_type == "query":
             claim = self.claims.get(partition, partition)
@@ -269,14 +261,12 @@ class Claims(ClientApp):
         return self.app(message, context)
 
 
-def start(app: ClientApp, grid: LocalGrid | None = None, clients: int = 4, **options):
+def start(app, grid=None, clients=4, **options):
     strategy = FedExP(fraction_evaluate=0.0, **options)
     return strategy.start(grid or LocalGrid(app, clients), tiny_arrays(), num_rounds=1)
 
 
-def test_a_double_claim_is_refused_for_both_by_name(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_double_claim_is_refused_for_both_by_name(caplog):
     app = Claims({3: 1})
     result = start(app)
     assert sorted(app.trained) == [0, 2]
@@ -287,14 +277,14 @@ def test_a_double_claim_is_refused_for_both_by_name(
 
 
 @pytest.mark.parametrize("claim", [-5, 2**63])
-def test_a_partition_that_cannot_be_is_none(claim: int, caplog) -> None:
+def test_a_partition_that_cannot_be_is_none(claim, caplog):
     result = start(Claims({3: claim}), clients=6)
     numbers = [upload.number for upload in result.uploads]
     assert len(set(numbers)) == 6  # -5 was 5 in the roster
     assert re.search(r"node-\d+ claims partition -?\d+, which cannot be", caplog.text)
 
 
-def test_a_node_id_cannot_be_claimed_as_a_partition() -> None:
+def test_a_node_id_cannot_be_claimed_as_a_partition():
     app = Claims({0: -1})  # goes by its node's id
     grid = LocalGrid(app, 4)
     app.claims[3] = next(node for node, held in grid.nodes.items() if held == 0)
@@ -307,7 +297,7 @@ class Registered(LocalGrid):
 
     names: dict[int, str]
 
-    def get_nodes(self) -> Iterable[NodeInfo]:
+    def get_nodes(self):
         for node in self.get_node_ids():
             yield NodeInfo(node_id=node, name=self.names.get(self.nodes[node]))
 
@@ -327,12 +317,8 @@ class Registered(LocalGrid):
     ],
 )
 def test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim(
-    registered: dict[int, str],
-    claims: dict[int, int],
-    clients: list[str],
-    trained: list[int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    registered, claims, clients, trained, caplog
+):
     app = Claims(claims)
     grid = Registered(app, 4)
     grid.names = registered
@@ -344,7 +330,7 @@ def test_a_registered_name_is_who_a_node_is_and_is_lost_to_no_claim(
         assert all(f"node-{node}" in said for node in nodes)
 
 
-def test_the_seed_that_draws_cohorts_is_sent_to_nobody() -> None:
+def test_the_seed_that_draws_cohorts_is_sent_to_nobody():
     app = Watched()
     strategy = FedExP(seed=12345, fraction_train=0.5, fraction_evaluate=1.0)
     strategy.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=2)
@@ -353,7 +339,7 @@ def test_the_seed_that_draws_cohorts_is_sent_to_nobody() -> None:
     assert not any(12345 in config.values() for config in app.configs)
 
 
-def test_products_of_one_client_are_computed_and_not_believed() -> None:
+def test_products_of_one_client_are_computed_and_not_believed():
     like = {"w": torch.zeros(2)}
     parts = {
         "params": {"w": torch.tensor([1.0, 2.0])},
@@ -368,7 +354,7 @@ def test_products_of_one_client_are_computed_and_not_believed() -> None:
 # The policy
 
 
-def test_a_policy_out_of_range_is_named() -> None:
+def test_a_policy_out_of_range_is_named():
     for policy, said in (
         ({"max_share": 0.4}, "share"),
         ({"max_distance": 0.5}, "dist"),
@@ -379,8 +365,8 @@ def test_a_policy_out_of_range_is_named() -> None:
         FedExP(policy={"max_weight": 3})
 
 
-def test_a_policy_is_an_option_that_a_resumed_run_must_share(tmp_path: Path) -> None:
-    def again(policy: Policy | None, *, resume: bool) -> Any:
+def test_a_policy_is_an_option_that_a_resumed_run_must_share(tmp_path):
+    def again(policy, *, resume):
         strategy = FedExP(fraction_evaluate=0.0, policy=policy)
         grid = LocalGrid(tiny_app(), 3)
         return strategy.start(
@@ -393,7 +379,7 @@ def test_a_policy_is_an_option_that_a_resumed_run_must_share(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", VICTIMS)
-def test_two_clients_are_not_limited(name: str, tmp_path: Path, caplog) -> None:
+def test_two_clients_are_not_limited(name, tmp_path, caplog):
     victim = VICTIMS[name]
     grid = LocalGrid(make_app(victim, str(tmp_path)), 2, seed=1)
     start = ArrayRecord(shared_state(make_model(victim.normalised)))
@@ -403,7 +389,7 @@ def test_two_clients_are_not_limited(name: str, tmp_path: Path, caplog) -> None:
     assert "limited" not in caplog.text
 
 
-def test_who_is_limited_is_counted(tmp_path: Path) -> None:
+def test_who_is_limited_is_counted(tmp_path):
     victim = VICTIMS["FedExP"]
     attack = both(edit(NETWORK, noise), edit(ANY, lambda a: 1e3 * a))
     grid = LocalGrid(make_app(victim, str(tmp_path), attack), CLIENTS, seed=1)
@@ -415,7 +401,7 @@ def test_who_is_limited_is_counted(tmp_path: Path) -> None:
 # The log
 
 
-def test_one_mistake_of_many_clients_is_two_lines(caplog) -> None:
+def test_one_mistake_of_many_clients_is_two_lines(caplog):
     rejections = Rejections()
     for i in range(1000):
         rejections.add(f"partition-{i}", "no\nsuch layer", stage="train", node=i)
@@ -429,7 +415,7 @@ def test_one_mistake_of_many_clients_is_two_lines(caplog) -> None:
     assert line.endswith(r"and 995 more: no\nsuch layer")
 
 
-def test_a_thousand_mistakes_are_twenty_lines_of_an_error() -> None:
+def test_a_thousand_mistakes_are_twenty_lines_of_an_error():
     rejections = Rejections()
     for i in range(1000):
         rejections.add(f"partition-{i}", f"mistake {i}", stage="train")
@@ -440,14 +426,14 @@ def test_a_thousand_mistakes_are_twenty_lines_of_an_error() -> None:
 # Evaluate replies weigh no more than they may, either
 
 
-def test_an_evaluation_of_2_62_examples_owns_no_metric() -> None:
+def test_an_evaluation_of_2_62_examples_owns_no_metric():
     plain = tiny_app()
     app = ClientApp()
     app.train()(plain)
     app.query()(plain)
 
     @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
+    def evaluate(message, context):
         liar = context.node_config["partition-id"] == 3
         own = {"num-examples": 2**62, "loss": 1.0} if liar else {"num-examples": 10}
         content = RecordDict({"m": MetricRecord({"loss": 0.0, **own})})

@@ -1,30 +1,27 @@
 """Who is who: restarts, claims, registrations and errors count nobody twice."""
 
-from collections.abc import Mapping
 from math import inf
-from pathlib import Path
-from typing import Any
 
 import pytest
-from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
-from flwr.app import ConfigRecord, Context, Error, Message
+from clocked import Behaviour, ClockedGrid, clock, options_of
+from flwr.app import ConfigRecord, Error, Message
 from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode, NodeInfo
-from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, Waiting
+from flwr_fisher.strategies import FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
 
 __all__ = ["clock"]
 
 
-def start(grid: Any, waiting: Waiting | None = None, **options: Any) -> CurvatureResult:
+def start(grid, waiting=None, **options):
     own = options_of(waiting=waiting, policy=LIFTED)
     own |= {k: options.pop(k) for k in ("min_train_nodes",) if k in options}
     return FedFisherOneShot(**own).start(grid, tiny_arrays(), **options)
 
 
-def clients_of(result: CurvatureResult) -> list[str]:
+def clients_of(result):
     return [upload.client for upload in result.uploads]
 
 
@@ -40,24 +37,19 @@ class Named(ClockedGrid):
 
     dies = inf
 
-    def __init__(
-        self,
-        *args: Any,
-        registered: Mapping[int, str] | None = None,
-        claims: Mapping[int, int] | None = None,
-    ) -> None:
+    def __init__(self, *args, registered=None, claims=None):
         super().__init__(*args)
         self.registered = registered or {}
         for node, place in self.nodes.items():
             own = self._contexts[node].node_config
             own["partition-id"] = (claims or {}).get(place, place)
 
-    def get_node_ids(self) -> Any:
+    def get_node_ids(self):
         if self.clock.now > self.dies:
             raise KilledError
         return super().get_node_ids()
 
-    def get_nodes(self) -> Any:
+    def get_nodes(self):
         named = self.registered
         nodes = {node: named.get(self.nodes[node], "") for node in self.get_node_ids()}
         return [NodeInfo(node_id=node, name=name) for node, name in nodes.items()]
@@ -66,9 +58,7 @@ class Named(ClockedGrid):
 # Restarts
 
 
-def test_a_client_that_restarts_while_its_old_node_is_listed_is_waited_for(
-    clock: FullClock,
-) -> None:
+def test_a_client_that_restarts_while_its_old_node_is_listed_is_waited_for(clock):
     old = {1: Behaviour(connected=lambda now: now < 70)}
     grid = Named(tiny_app([0, 1, 1]), old, clock, 3, claims={2: 1})
     result = start(grid, timeout=3600)
@@ -76,7 +66,7 @@ def test_a_client_that_restarts_while_its_old_node_is_listed_is_waited_for(
     assert 70 < clock.now < 90
 
 
-def test_two_nodes_of_one_name_end_the_run_after_two_minutes(clock: FullClock) -> None:
+def test_two_nodes_of_one_name_end_the_run_after_two_minutes(clock):
     grid = Named(tiny_app(), {}, clock, 3, claims={0: 0, 1: 0, 2: 0})
     with pytest.raises(RoundError, match=r"0 nodes can be asked, and 2 are needed:\n"):
         start(grid, timeout=3600)
@@ -86,9 +76,7 @@ def test_two_nodes_of_one_name_end_the_run_after_two_minutes(clock: FullClock) -
 # Claims
 
 
-def test_a_claim_does_not_cost_the_owner_what_it_was_asked_for(
-    clock: FullClock,
-) -> None:
+def test_a_claim_does_not_cost_the_owner_what_it_was_asked_for(clock):
     slow = {p: Behaviour(seconds=lambda times: 60.0) for p in range(3)}
     impostor = Behaviour(connected=lambda now: now > 20)
     slow[3] = impostor
@@ -99,9 +87,7 @@ def test_a_claim_does_not_cost_the_owner_what_it_was_asked_for(
     assert result.uploads[1].node_id == owner
 
 
-def test_an_unregistered_claim_costs_a_registered_node_nothing(
-    clock: FullClock,
-) -> None:
+def test_an_unregistered_claim_costs_a_registered_node_nothing(clock):
     """The impostor replies first, and is gone when the owner comes."""
 
     comes = {
@@ -115,9 +101,7 @@ def test_an_unregistered_claim_costs_a_registered_node_nothing(
     assert result.train_metrics_clientapp[1]["num-rejected"] == 1
 
 
-def test_a_node_that_is_registered_between_two_lives_counts_once(
-    clock: FullClock, tmp_path: Path
-) -> None:
+def test_a_node_that_is_registered_between_two_lives_counts_once(clock, tmp_path):
     comes = {p: Behaviour(connected=lambda now: now < 100) for p in (0, 1)}
     comes[2] = Behaviour(connected=lambda now: now > 100)
     app, waiting = Watched(tiny_app()), Waiting(window=1000)
@@ -141,12 +125,12 @@ def test_a_node_that_is_registered_between_two_lives_counts_once(
 class Fails(Watched):
     """Nodes that answer the first questions about who they are with an error."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times):
         super().__init__(tiny_app())
         self.times = times
-        self.asked: dict[int, int] = {}
+        self.asked = {}
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         if message.metadata.message_type == "query" and not message.content:
             asked = self.asked.get(context.node_id, 0)
             self.asked[context.node_id] = asked + 1
@@ -156,9 +140,7 @@ class Fails(Watched):
         return super().__call__(message, context)
 
 
-def test_an_error_is_no_answer_to_who_one_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_is_no_answer_to_who_one_is(caplog):
     """Who cannot tell goes by its node, and the log says why."""
     result = start(LocalGrid(Fails(1), 3))
     assert clients_of(result) == [f"partition-{p}" for p in range(3)]
@@ -168,9 +150,7 @@ def test_an_error_is_no_answer_to_who_one_is(
     assert "goes by its id: out of memory" in caplog.text
 
 
-def test_a_client_known_better_in_the_next_life_counts_once(
-    clock: FullClock, tmp_path: Path
-) -> None:
+def test_a_client_known_better_in_the_next_life_counts_once(clock, tmp_path):
     """Its app failed at the question in the first one; its node's id is the same."""
     waiting = Waiting(window=1000)
     comes = {2: Behaviour(connected=lambda now: now > 95)}
@@ -193,7 +173,7 @@ class Refusing(ClockedGrid):
 
     refuses: tuple[int, ...] = ()
 
-    def push_messages(self, messages: Any) -> Any:
+    def push_messages(self, messages):
         messages = list(messages)
         kinds = {m.metadata.message_type for m in messages}
         taken = [
@@ -205,9 +185,7 @@ class Refusing(ClockedGrid):
         return super().push_messages(taken)
 
 
-def test_who_could_not_be_reached_missed_no_deadline(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_could_not_be_reached_missed_no_deadline(clock, caplog):
     grid = Refusing(tiny_app(), {}, clock, 3)
     grid.refuses = (1,)
     result = start(grid, num_rounds=3, timeout=50)
@@ -221,12 +199,12 @@ def test_who_could_not_be_reached_missed_no_deadline(
     assert clock.now < 40
 
 
-def test_in_a_window_who_could_not_be_reached_is_asked_again(clock: FullClock) -> None:
+def test_in_a_window_who_could_not_be_reached_is_asked_again(clock):
     grid = Refusing(tiny_app(), {}, clock, 3)
     grid.refuses = (1,)
     get_node_ids = grid.get_node_ids
 
-    def later() -> Any:
+    def later():
         if clock.now > 100:
             grid.refuses = ()
         return get_node_ids()
@@ -240,9 +218,9 @@ def test_in_a_window_who_could_not_be_reached_is_asked_again(clock: FullClock) -
 # What clients say they train
 
 
-def test_names_of_no_parameter_are_not_kept() -> None:
+def test_names_of_no_parameter_are_not_kept():
     class Boasts(Watched):
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             reply = super().__call__(message, context)
             for name, record in reply.content.config_records.items():
                 if "trained" in record:

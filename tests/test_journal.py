@@ -5,10 +5,8 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from flwr_fisher.errors import CheckpointError
 from flwr_fisher.server import journal
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.journal import FolderLock, Journal
-from flwr_fisher.strategies import CurvatureResult
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -42,11 +39,11 @@ class Few(LocalGrid):
 
     connected: tuple[int, ...] = tuple(range(CLIENTS))
 
-    def get_node_ids(self) -> Any:
+    def get_node_ids(self):
         return [n for n in super().get_node_ids() if self.nodes[n] in self.connected]
 
 
-def start(where: Path | None, app: Any = None, **options: Any) -> CurvatureResult:
+def start(where, app=None, **options):
     run = {"num_rounds": options.pop("num_rounds", 2)}
     run |= {k: options.pop(k) for k in ("resume",) if k in options}
     grid = Few(app or Watched(), CLIENTS)
@@ -56,17 +53,17 @@ def start(where: Path | None, app: Any = None, **options: Any) -> CurvatureResul
 
 
 @pytest.fixture(scope="module")
-def expected() -> CurvatureResult:
+def expected():
     return start(None)
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(tmp_path_factory):
     """A run of which the second round has two of three uploads."""
     where = tmp_path_factory.mktemp("stopped") / "run"
     app = Watched()
 
-    def stop(content: Any) -> None:
+    def stop(content):
         if len(app.trained) == CLIENTS + 3:
             raise KeyboardInterrupt
 
@@ -78,7 +75,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """Another run, of the same model, clients and options."""
     where = tmp_path_factory.mktemp("whole") / "run"
     start(where)
@@ -86,18 +83,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(stopped: Path, tmp_path: Path) -> Path:
+def run(stopped, tmp_path):
     return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
-def flip(data: bytes, place: int = -5) -> bytes:
+def flip(data, place=-5):
     """Change one bit; near the end it is of a tensor, which stays finite."""
     changed = bytearray(data)
     changed[place] ^= 1
     return bytes(changed)
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+DAMAGE = {
     "empty": lambda data: b"",
     "cut in half": lambda data: data[: len(data) // 2],
     "another header": lambda data: b"\xff" * 16 + data[16:],
@@ -106,18 +103,18 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def lines_of(where: Path) -> list[dict[str, Any]]:
+def lines_of(where):
     text = (where / "journal.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
-def line_of(where: Path, event: str, server_round: int) -> int:
+def line_of(where, event, server_round):
     """Which line tells of an event of a round, counted from 1; the last one."""
     told = [(line["event"], line.get("round")) for line in lines_of(where)]
     return len(told) - told[::-1].index((event, server_round))
 
 
-def change_line(where: Path, number: int, change: Callable[[bytes], bytes]) -> None:
+def change_line(where, number, change):
     path = where / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     lines[number - 1] = change(lines[number - 1])
@@ -135,7 +132,7 @@ EVENTS = {
     "closed": ("closed", 1, "delete the line to go on"),
     "begun": ("begun", None, "begin anew in another checkpoint_dir"),
 }
-SPOILED: dict[str, Callable[[bytes], bytes]] = {
+SPOILED = {
     "cut": lambda line: line[: len(line) // 2] + b"\n",
     "flipped": lambda line: flip(line, len(line) // 3),
     "a number": lambda line: b"7\n",
@@ -152,9 +149,7 @@ DAMAGED_LINES += [
 
 
 @pytest.mark.parametrize(("name", "spoil"), DAMAGED_LINES)
-def test_a_damaged_file_is_named_with_the_way_out(
-    run: Path, expected: CurvatureResult, name: str, spoil: str
-) -> None:
+def test_a_damaged_file_is_named_with_the_way_out(run, expected, name, spoil):
     """And its line; the way out leads out."""
     event, server_round, way_out = EVENTS[name]
     number = line_of(run, event, server_round)
@@ -169,7 +164,7 @@ def test_a_damaged_file_is_named_with_the_way_out(
 
 
 @pytest.mark.parametrize("number", [1, 5])
-def test_a_line_of_another_run_is_named(run: Path, whole: Path, number: int) -> None:
+def test_a_line_of_another_run_is_named(run, whole, number):
     other = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
     change_line(run, number, lambda line: other[number - 1])
     named = 2 if number == 1 else number  # the first line says which run it is
@@ -178,9 +173,7 @@ def test_a_line_of_another_run_is_named(run: Path, whole: Path, number: int) -> 
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "admit', bytes(700), b"\xff\xfe"])
-def test_a_line_that_a_crash_cut_off_is_taken_away(
-    run: Path, expected: CurvatureResult, torn: bytes
-) -> None:
+def test_a_line_that_a_crash_cut_off_is_taken_away(run, expected, torn):
     with (run / "journal.jsonl").open("ab") as file:
         file.write(torn)
     app = Watched()
@@ -192,8 +185,8 @@ def test_a_line_that_a_crash_cut_off_is_taken_away(
 
 @pytest.mark.parametrize("lines", range(1, 12))
 def test_a_journal_that_ends_anywhere_goes_on_from_there(
-    stopped: Path, tmp_path: Path, expected: CurvatureResult, lines: int
-) -> None:
+    stopped, tmp_path, expected, lines
+):
     """As a power cut leaves it, with files that it does not know of yet."""
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
@@ -209,7 +202,7 @@ def test_a_journal_that_ends_anywhere_goes_on_from_there(
             start(run, resume=True)
 
 
-def test_any_change_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+def test_any_change_is_refused_by_name_or_left_out(tmp_path):
     """And no other exception comes of it."""
     run, rng = tmp_path / "run", random.Random(0)
     shutil.copytree(FORMAT_6, run)
@@ -227,9 +220,7 @@ def test_any_change_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
         read.release()
 
 
-def test_without_its_opening_nobody_who_has_replied_is_asked_again(
-    run: Path, expected: CurvatureResult
-) -> None:
+def test_without_its_opening_nobody_who_has_replied_is_asked_again(run, expected):
     change_line(run, line_of(run, "opened", 2), lambda line: b"")
     app = Watched()
     assert same_bits(start(run, app, resume=True).arrays, expected.arrays)
@@ -240,9 +231,7 @@ def test_without_its_opening_nobody_who_has_replied_is_asked_again(
 
 
 @pytest.mark.parametrize("name", ["run.json", "journal.jsonl", "gone", "states"])
-def test_a_folder_of_another_format_or_half_a_one_is_refused(
-    run: Path, name: str
-) -> None:
+def test_a_folder_of_another_format_or_half_a_one_is_refused(run, name):
     file, reason = run / "journal.jsonl", "go on with the version of flwr-fisher that"
     if name == "journal.jsonl":
         text = file.read_text().replace('"format": "6"', '"format": "7"')
@@ -268,9 +257,7 @@ def test_a_folder_of_another_format_or_half_a_one_is_refused(
 
 
 @pytest.mark.parametrize("how", [*DAMAGE, "another round's", "another run's"])
-def test_a_file_of_another_run_is_named(
-    run: Path, whole: Path, expected: CurvatureResult, how: str
-) -> None:
+def test_a_file_of_another_run_is_named(run, whole, expected, how):
     """And one that is damaged; the way out leads out."""
     path = run / "round-0001.safetensors"
     others = {"another round's": run / "round-0000.safetensors"}
@@ -288,12 +275,8 @@ def test_a_file_of_another_run_is_named(
     "how", [*DAMAGE, "another client's", "another run's", "deleted"]
 )
 def test_an_upload_that_is_none_of_this_exchange_is_asked_for_again(
-    run: Path,
-    whole: Path,
-    how: str,
-    expected: CurvatureResult,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    run, whole, how, expected, caplog
+):
     one, two = sorted((run / UPLOADS).glob("*.safetensors"))
     others = {"another client's": two, "another run's": whole / UPLOADS / one.name}
     data = others.get(how, one).read_bytes()
@@ -308,7 +291,7 @@ def test_an_upload_that_is_none_of_this_exchange_is_asked_for_again(
     assert len(app.trained) == 2
 
 
-def test_what_is_not_ours_is_left_alone(run: Path, expected: CurvatureResult) -> None:
+def test_what_is_not_ours_is_left_alone(run, expected):
     for name in ("uploads-foo", "uploads-", "round-x.safetensors", "notes.txt"):
         (run / name).mkdir()
     (run / UPLOADS / "notes.txt").write_text("mine")
@@ -318,9 +301,7 @@ def test_what_is_not_ours_is_left_alone(run: Path, expected: CurvatureResult) ->
     assert (run / UPLOADS / "notes.txt").exists()
 
 
-def test_what_a_killed_server_did_not_delete_any_more_goes(
-    whole: Path, stopped: Path, tmp_path: Path
-) -> None:
+def test_what_a_killed_server_did_not_delete_any_more_goes(whole, stopped, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     shutil.copy(stopped / "round-0000.safetensors", run)
@@ -330,7 +311,7 @@ def test_what_a_killed_server_did_not_delete_any_more_goes(
     assert left == {"round-0001.safetensors", "round-0002.safetensors", "uploads-0002"}
 
 
-def test_what_a_killed_server_left_half_written_goes(run: Path) -> None:
+def test_what_a_killed_server_left_half_written_goes(run):
     left = [run / "round-0002.77.partial", run / UPLOADS / "partition-1.77.partial"]
     theirs = [run / "mine.partial", run / "notes" / "round.77.partial"]
     theirs[1].parent.mkdir()
@@ -347,13 +328,13 @@ def test_what_a_killed_server_left_half_written_goes(run: Path) -> None:
 @pytest.mark.parametrize("which", ["files", "lines"])
 @pytest.mark.parametrize("calls", range(7))
 def test_a_disk_that_refuses_is_named_and_nothing_is_lost(
-    tmp_path: Path, expected: CurvatureResult, which: str, calls: int, monkeypatch: Any
-) -> None:
+    tmp_path, expected, which, calls, monkeypatch
+):
     """The line that was refused is there in part."""
     place = (journal, "save_record") if which == "files" else (journal.os, "fsync")
     left, real = calls, getattr(*place)
 
-    def full(*args: Any, **kwargs: Any) -> Any:
+    def full(*args, **kwargs):
         nonlocal left
         left -= 1
         if left < 0:
@@ -372,11 +353,9 @@ def test_a_disk_that_refuses_is_named_and_nothing_is_lost(
     assert same_bits(start(tmp_path, resume=True).arrays, expected.arrays)
 
 
-def test_what_is_told_is_on_the_disk_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_told_is_on_the_disk_before(tmp_path, monkeypatch):
     """A loss of power leaves no line without its file: each is synced in that order."""
-    synced: list[int] = []
+    synced = []
     monkeypatch.setattr(
         journal.os, "fsync", lambda f: synced.append(os.fstat(f).st_ino)
     )
@@ -395,16 +374,14 @@ def test_what_is_told_is_on_the_disk_before(
     assert synced == [path.stat().st_ino for path in order]
 
 
-def test_a_folder_may_be_the_homes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_may_be_the_homes(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     start(Path("~/run"))
     assert (tmp_path / "run" / "journal.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["医院" * 60, "a" * 300, "../../x", "a/b\\c"])
-def test_any_registered_name_is_a_files(tmp_path: Path, name: str) -> None:
+def test_any_registered_name_is_a_files(tmp_path, name):
     run = Journal(tmp_path)
     run.begin({})
     whose = (Identity(1, name), Identity(2, f"{name}!"))
@@ -428,9 +405,7 @@ def test_any_registered_name_is_a_files(tmp_path: Path, name: str) -> None:
 # Rounds
 
 
-def test_the_metrics_of_all_rounds_are_there_though_rounds_are_pruned(
-    tmp_path: Path,
-) -> None:
+def test_the_metrics_of_all_rounds_are_there_though_rounds_are_pruned(tmp_path):
     start(tmp_path, num_rounds=3)
     result = start(tmp_path, resume=True, num_rounds=5)
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5]
@@ -439,9 +414,7 @@ def test_the_metrics_of_all_rounds_are_there_though_rounds_are_pruned(
     assert finished == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_was_missing_is_told_again_when_a_closed_round_is_resumed(
-    tmp_path: Path,
-) -> None:
+def test_what_was_missing_is_told_again_when_a_closed_round_is_resumed(tmp_path):
     app = Watched()
     app.tamper = {2: drop_array("3.bias")}
     first = start(tmp_path, app, num_rounds=1)
@@ -455,9 +428,7 @@ def test_what_was_missing_is_told_again_when_a_closed_round_is_resumed(
 # Who is connected
 
 
-def test_uploads_of_clients_that_are_gone_count(
-    run: Path, expected: CurvatureResult
-) -> None:
+def test_uploads_of_clients_that_are_gone_count(run, expected):
     """Two are on disk; only the third is connected now."""
     kept = {int(path.stem[-1]) for path in (run / UPLOADS).glob("*.safetensors")}
     (missing,) = set(range(CLIENTS)) - kept
@@ -467,9 +438,7 @@ def test_uploads_of_clients_that_are_gone_count(
     assert app.trained == [(2, missing)]
 
 
-def test_a_round_with_all_its_uploads_needs_nobody(
-    whole: Path, tmp_path: Path, expected: CurvatureResult
-) -> None:
+def test_a_round_with_all_its_uploads_needs_nobody(whole, tmp_path, expected):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     (run / "round-0002.safetensors").unlink()
     result = start(run, connected=(), resume=True)
@@ -479,10 +448,10 @@ def test_a_round_with_all_its_uploads_needs_nobody(
 # Two servers
 
 
-def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_servers_do_not_share_a_folder(tmp_path):
     app = Watched()
 
-    def second(content: Any) -> None:
+    def second(content):
         with pytest.raises(CheckpointError) as caught:
             start(tmp_path, resume=True)
         text = str(caught.value)
@@ -496,7 +465,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     start(tmp_path, resume=True)
 
 
-def _in_a_child(act: Callable[[], object]) -> int:
+def _in_a_child(act):
     """Run it in a process of its own; return what the process is known by."""
     if (pid := os.fork()) == 0:
         try:
@@ -507,9 +476,7 @@ def _in_a_child(act: Callable[[], object]) -> int:
     return pid
 
 
-def test_a_lock_ends_with_its_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_ends_with_its_holder(tmp_path, monkeypatch):
     lock = FolderLock(tmp_path)
     monkeypatch.setattr(journal, "PATIENCE", 0.1)
     pid = _in_a_child(lambda: FolderLock(tmp_path))
@@ -518,12 +485,10 @@ def test_a_lock_ends_with_its_holder(
     FolderLock(tmp_path).release()
 
 
-def test_a_holder_that_ends_is_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_holder_that_ends_is_waited_for(tmp_path, caplog):
     """As the ServerApp of a SuperLink that was killed, and started again."""
 
-    def hold() -> None:
+    def hold():
         lock = FolderLock(tmp_path)
         (tmp_path / "held").touch()
         time.sleep(1)
@@ -542,7 +507,7 @@ def test_a_holder_that_ends_is_waited_for(
 # The format
 
 
-def test_the_format_is_read_by_every_later_version(tmp_path: Path) -> None:
+def test_the_format_is_read_by_every_later_version(tmp_path):
     """Or refused by its number; this one reads what was written when it was made."""
     where = tmp_path / "run"
     shutil.copytree(FORMAT_6, where)

@@ -7,7 +7,6 @@ inside a function.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -69,7 +68,7 @@ PROMISED = ("flwr.app", "flwr.serverapp", "flwr.clientapp")
 REASON = "Long: "  # how a docstring gives the reason for more than 300 lines
 
 
-def sources(root: Path) -> Iterator[tuple[str, str, Path]]:
+def sources(root):
     """Yield (room, name, path) for each source file; names as they are installed."""
     for path in sorted((root / "flwr_fisher").rglob("*.py")):
         name = path.relative_to(root / "flwr_fisher").as_posix()
@@ -80,23 +79,23 @@ def sources(root: Path) -> Iterator[tuple[str, str, Path]]:
         yield "strategies", path.relative_to(root).as_posix(), path
 
 
-def imported(name: str, source: str) -> set[str]:
+def imported(name, source):
     """Return every module that a file imports, anywhere in it, as an absolute name.
 
     ``from a import b`` gives both ``a`` and ``a.b``, since b may be a module.
     """
-    found: set[str] = set()
+    found = set()
     for module, item, _ in imported_names(name, source):
         found |= {module, f"{module}.{item}"} if item else {module}
     return found
 
 
-def rooms(modules: set[str]) -> set[str]:
+def rooms(modules):
     parts = [module.split(".") for module in modules]
     return {p[1] for p in parts if p[0] == "flwr_fisher" and len(p) > 1}
 
 
-def complaints(room: str, name: str, source: str) -> list[str]:
+def complaints(room, name, source):
     """Return what is wrong with one file's imports, in words."""
     if room not in ALLOWED:
         return [f"{name}: the room '{room}' is not in the design's table"]
@@ -117,7 +116,7 @@ def complaints(room: str, name: str, source: str) -> list[str]:
     return found + [f"{name} must not import {other}" for other in sorted(heavy)]
 
 
-def inner_complaints(name: str, modules: set[str]) -> list[str]:
+def inner_complaints(name, modules):
     """Return what is wrong between the rooms within the room of curvature."""
     parts = name.split("/")
     if parts[0] != "curvature" or parts[1] not in CURVATURE:
@@ -131,7 +130,7 @@ def inner_complaints(name: str, modules: set[str]) -> list[str]:
 FILES = list(sources(ROOT))
 
 
-def test_every_file_of_the_checkout_is_seen() -> None:
+def test_every_file_of_the_checkout_is_seen():
     assert {room for room, _, _ in FILES} == set(ALLOWED)
     names = {name for _, name, _ in FILES}
     assert {ONLY_NNGEOMETRY, ONLY_FLOWERS_INTERNALS} <= names
@@ -141,34 +140,34 @@ def test_every_file_of_the_checkout_is_seen() -> None:
 @pytest.mark.parametrize(
     ("room", "name", "path"), FILES, ids=[name for _, name, _ in FILES]
 )
-def test_no_arrow_points_the_wrong_way(room: str, name: str, path: Path) -> None:
+def test_no_arrow_points_the_wrong_way(room, name, path):
     assert complaints(room, name, path.read_text(encoding="utf-8")) == []
 
 
 # Circles of files
 
 
-def module_of(name: str) -> str:
+def module_of(name):
     """Return the module that a file is, by its name as it is installed."""
     parts = ["flwr_fisher", *name.removesuffix(".py").split("/")]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def graph(files: Mapping[str, str]) -> dict[str, set[str]]:
+def graph(files):
     """Return, by module, the modules whose files it imports.
 
     ``from a import b`` imports the file of ``a.b`` if there is one, and that of ``a``
     if not. A package's face is a file like any other.
     """
     modules = {module_of(name): (name, source) for name, source in files.items()}
-    arrows: dict[str, set[str]] = {}
+    arrows = {}
     for module, (name, source) in modules.items():
         targets = imported_files(name, source, set(modules))
         arrows[module] = targets - {module}
     return arrows
 
 
-def imported_names(name: str, source: str) -> Iterator[tuple[str, str, str]]:
+def imported_names(name, source):
     """Yield (module, name in it or "", name here) of each of a file's imports."""
     package = ["flwr_fisher", *name.split("/")[:-1]]
     for node in ast.walk(ast.parse(source)):
@@ -183,7 +182,7 @@ def imported_names(name: str, source: str) -> Iterator[tuple[str, str, str]]:
                 yield ".".join(base), alias.name, alias.asname or alias.name
 
 
-def imported_files(name: str, source: str, modules: set[str]) -> set[str]:
+def imported_files(name, source, modules):
     found = set()
     for module, item, _ in imported_names(name, source):
         whole = f"{module}.{item}"
@@ -191,12 +190,12 @@ def imported_files(name: str, source: str, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+def circles(arrows):
     """Return a circle for each arrow that closes one, in a walk along all arrows."""
-    done: set[str] = set()
-    found: list[list[str]] = []
+    done = set()
+    found = []
 
-    def walk(module: str, path: list[str]) -> None:
+    def walk(module, path):
         if module in path:
             found.append([*path[path.index(module) :], module])
         elif module not in done:
@@ -209,7 +208,7 @@ def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle():
     files = {name: path.read_text(encoding="utf-8") for _, name, path in FILES}
     assert circles(graph(files)) == []
 
@@ -228,11 +227,11 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     ],
     ids=["two", "in a function", "for types", "a package's face"],
 )
-def test_a_circle_is_seen(files: dict[str, str]) -> None:
+def test_a_circle_is_seen(files):
     assert len(circles(graph(files))) == 1
 
 
-def test_a_package_of_files_in_order_has_no_circle() -> None:
+def test_a_package_of_files_in_order_has_no_circle():
     files = {
         "p/__init__.py": "from flwr_fisher.p.a import A\nfrom flwr_fisher.p import b",
         "p/a.py": "from flwr_fisher.p import b",
@@ -259,7 +258,7 @@ REACH = {
 }
 
 
-def reached(files: Mapping[str, str], starts: Iterable[str]) -> set[str]:
+def reached(files, starts):
     """Return the files that some files import, directly or not, besides themselves.
 
     A name that a package's face re-exports counts as the file that defines it.
@@ -274,14 +273,14 @@ def reached(files: Mapping[str, str], starts: Iterable[str]) -> set[str]:
         if name.endswith("__init__.py")
     }
 
-    def defining(module: str, item: str) -> str:
+    def defining(module, item):
         if f"{module}.{item}" in modules:
             return f"{module}.{item}"
         if item in faces.get(module, {}):
             return defining(*faces[module][item])
         return module
 
-    found: set[str] = set()
+    found = set()
     todo = list(starts)
     while todo:
         for module, item, _ in imported_names(*modules[todo.pop()]):
@@ -293,13 +292,13 @@ def reached(files: Mapping[str, str], starts: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", REACH)
-def test_no_more_files_lie_on_the_way_than_are_needed(name: str) -> None:
+def test_no_more_files_lie_on_the_way_than_are_needed(name):
     most, starts = REACH[name]
     files = {name: path.read_text(encoding="utf-8") for _, name, path in FILES}
     assert len(reached(files, starts)) <= most
 
 
-def test_a_name_counts_as_the_file_that_defines_it() -> None:
+def test_a_name_counts_as_the_file_that_defines_it():
     files = {
         "a.py": "from flwr_fisher.p import f as g",
         "p/__init__.py": "from flwr_fisher.p.b import h as f\nfrom .c import other",
@@ -313,7 +312,7 @@ def test_a_name_counts_as_the_file_that_defines_it() -> None:
 # How the house looks
 
 
-def test_the_room_of_strategies_shows_the_algorithms() -> None:
+def test_the_room_of_strategies_shows_the_algorithms():
     names = [name for room, name, _ in FILES if room == "strategies"]
     assert len([name for name in names if name.count("/") == 1]) <= 8
 
@@ -323,11 +322,11 @@ def test_the_room_of_strategies_shows_the_algorithms() -> None:
     [path for room, _, path in FILES if room == "strategies"],
     ids=[name for room, name, _ in FILES if room == "strategies"],
 )
-def test_no_strategy_touches_anothers_private_parts(path: Path) -> None:
+def test_no_strategy_touches_anothers_private_parts(path):
     assert foreign_parts(path.read_text(encoding="utf-8")) == []
 
 
-def foreign_parts(source: str) -> list[str]:
+def foreign_parts(source):
     """Return the names beginning with one underscore that a file takes of others."""
     return [
         ast.unparse(node)
@@ -339,7 +338,7 @@ def foreign_parts(source: str) -> list[str]:
     ]
 
 
-def test_private_parts_are_told_apart() -> None:
+def test_private_parts_are_told_apart():
     assert foreign_parts("self._a = super().__init__(type(x).__name__)") == []
     assert foreign_parts("self.stage1._state = f(other._b)") == [
         "self.stage1._state",
@@ -348,13 +347,13 @@ def test_private_parts_are_told_apart() -> None:
 
 
 @cache
-def long_files() -> list[Path]:
+def long_files():
     folders = ("flwr_fisher", "strategies", "apps", "benchmarks", "examples")
     paths = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
     return [p for p in paths if len(p.read_text(encoding="utf-8").splitlines()) > 300]
 
 
-def test_a_long_file_gives_its_reason_at_the_top() -> None:
+def test_a_long_file_gives_its_reason_at_the_top():
     for path in long_files():
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert REASON in (docstring or ""), path
@@ -408,7 +407,7 @@ def test_a_long_file_gives_its_reason_at_the_top() -> None:
         ("attic", "attic/x.py", "import os"),
     ],
 )
-def test_a_wrong_arrow_is_seen(room: str, name: str, source: str) -> None:
+def test_a_wrong_arrow_is_seen(room, name, source):
     assert len(complaints(room, name, source)) == 1
 
 
@@ -433,11 +432,11 @@ def test_a_wrong_arrow_is_seen(room: str, name: str, source: str) -> None:
         ("tasks", "tasks/x.py", "import datasets"),
     ],
 )
-def test_a_right_arrow_is_allowed(room: str, name: str, source: str) -> None:
+def test_a_right_arrow_is_allowed(room, name, source):
     assert complaints(room, name, source) == []
 
 
-def loaded_by(statement: str, *blocked: str) -> set[str]:
+def loaded_by(statement, *blocked):
     """Return the packages that a fresh interpreter has loaded after a statement."""
     block = "".join(f"sys.modules[{name!r}] = None; " for name in blocked)
     report = "print(*{name.split('.')[0] for name, m in sys.modules.items() if m})"
@@ -449,13 +448,13 @@ def loaded_by(statement: str, *blocked: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+def test_importing_the_package_loads_nothing_heavy():
     loaded = loaded_by("import flwr_fisher; assert flwr_fisher.__version__")
     assert "flwr_fisher" in loaded
     assert loaded.isdisjoint(HEAVY | {"torch", "torchvision"})
 
 
-def test_the_maths_works_without_flower() -> None:
+def test_the_maths_works_without_flower():
     rooms = ("curvature", "merge", "rounds", "tangent")
     statement = "import " + ", ".join(f"flwr_fisher.{room}" for room in rooms)
     loaded = loaded_by(statement, *sorted(HEAVY))

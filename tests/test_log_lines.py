@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch.utils.data import DataLoader
@@ -36,11 +36,11 @@ def new_process(monkeypatch):
     monkeypatch.setattr("flwr_fisher.client.messages._failures", Failures())
 
 
-def messages(caplog, level: int = logging.INFO) -> list[str]:
+def messages(caplog, level=logging.INFO):
     return [r.getMessage() for r in caplog.records if r.levelno >= level]
 
 
-def columns(message: str) -> int:
+def columns(message):
     first, *others = message.expandtabs(4).split("\n")
     return max(map(len, [PREFIX + first, *others]))
 
@@ -48,7 +48,7 @@ def columns(message: str) -> int:
 # Where they end
 
 
-def test_the_width_is_the_terminals() -> None:
+def test_the_width_is_the_terminals():
     code = "from flwr_fisher.log_lines import wrapped; print(wrapped('x ' * 40 + 'y'))"
     for columns, lines in (("200", 1), ("60", 2), ("0", 2)):  # 0: not known, so 80
         shown = subprocess.run(
@@ -61,7 +61,7 @@ def test_the_width_is_the_terminals() -> None:
         assert len(shown.stdout.splitlines()) == lines
 
 
-def test_long_lines_are_wrapped_and_nothing_is_cut(narrow) -> None:
+def test_long_lines_are_wrapped_and_nothing_is_cut(narrow):
     text = "\t└──> Aggregated MetricRecord: " + " ".join(
         f"'m{i}': {i}," for i in range(40)
     )
@@ -72,14 +72,14 @@ def test_long_lines_are_wrapped_and_nothing_is_cut(narrow) -> None:
     assert path in log_lines.wrapped(f"Results of all the rounds are in {path}")
 
 
-def test_short_lines_stay_as_they_are(narrow) -> None:
+def test_short_lines_stay_as_they_are(narrow):
     assert log_lines.wrapped("\t├──> a  b") == "\t├──> a  b"
 
 
-def test_a_whole_runs_lines_fit(narrow, caplog) -> None:
+def test_a_whole_runs_lines_fit(narrow, caplog):
     caplog.set_level("INFO", logger="flwr")
 
-    def broken(context: Context) -> FisherClient:
+    def broken(context):
         partition = context.node_config["partition-id"]
         if partition > 2:
             raise ClientError("this client " + "cannot do it at all, " * 12)
@@ -96,7 +96,7 @@ def test_a_whole_runs_lines_fit(narrow, caplog) -> None:
     assert "cannot do it at all, cannot" in caplog.text.replace("\n", " ")
 
 
-def test_of_a_long_list_the_first_entries_are_logged(caplog) -> None:
+def test_of_a_long_list_the_first_entries_are_logged(caplog):
     caplog.set_level("INFO", logger="flwr")
     FedFisherOneShot().start(LocalGrid(tiny_app(), 12), tiny_arrays())
     (line,) = [m for m in messages(caplog) if "client-share" in m]
@@ -106,8 +106,8 @@ def test_of_a_long_list_the_first_entries_are_logged(caplog) -> None:
 # Who has nothing to evaluate on
 
 
-def without_valloader(*partitions: int):
-    def client_fn(context: Context) -> FisherClient:
+def without_valloader(*partitions):
+    def client_fn(context):
         partition = int(context.node_config["partition-id"])
         batches = DataLoader(tiny_data(partition), batch_size=4)
         held_out = None if partition in partitions else batches
@@ -116,7 +116,7 @@ def without_valloader(*partitions: int):
     return make_client_app(client_fn)
 
 
-def test_a_client_without_valloader_is_left_out_quietly(caplog) -> None:
+def test_a_client_without_valloader_is_left_out_quietly(caplog):
     caplog.set_level("INFO", logger="flwr")
     result = FedExP().start(
         LocalGrid(without_valloader(0, 3), 4), tiny_arrays(), num_rounds=3
@@ -130,7 +130,7 @@ def test_a_client_without_valloader_is_left_out_quietly(caplog) -> None:
     assert [m for m in messages(caplog, logging.WARNING) if "evaluate" in m] == []
 
 
-def test_where_no_client_evaluates_the_run_has_no_metrics_of_it(caplog) -> None:
+def test_where_no_client_evaluates_the_run_has_no_metrics_of_it(caplog):
     result = FedExP().start(
         LocalGrid(without_valloader(0, 1), 2), tiny_arrays(), num_rounds=2
     )
@@ -138,8 +138,8 @@ def test_where_no_client_evaluates_the_run_has_no_metrics_of_it(caplog) -> None:
     assert [m for m in messages(caplog, logging.WARNING) if "evaluate" in m] == []
 
 
-def test_the_means_are_of_those_who_evaluate() -> None:
-    def loss(app) -> float:
+def test_the_means_are_of_those_who_evaluate():
+    def loss(app):
         result = FedExP(min_evaluate_nodes=1).start(LocalGrid(app, 3), tiny_arrays())
         return result.evaluate_metrics_clientapp[1]["loss"]
 
@@ -148,7 +148,7 @@ def test_the_means_are_of_those_who_evaluate() -> None:
     assert loss(without_valloader(0, 2)) != first
 
 
-def test_enough_replies_are_of_those_who_evaluate() -> None:
+def test_enough_replies_are_of_those_who_evaluate():
     # In a second round the last client might still be busy with the first.
     result = FedExP(waiting=Waiting(enough_fraction=0.5)).start(
         LocalGrid(without_valloader(0, 1, 2), 4), tiny_arrays(), num_rounds=1
@@ -156,7 +156,7 @@ def test_enough_replies_are_of_those_who_evaluate() -> None:
     assert "loss" in result.evaluate_metrics_clientapp[1]
 
 
-def test_both_stages_of_tct_leave_it_out(caplog) -> None:
+def test_both_stages_of_tct_leave_it_out(caplog):
     strategy = TCT(stage1_rounds=1, num_features=8, local_steps=2)
     result = strategy.start(
         LocalGrid(without_valloader(0), 3), tiny_arrays(), num_rounds=3
@@ -165,7 +165,7 @@ def test_both_stages_of_tct_leave_it_out(caplog) -> None:
     assert "left out" not in caplog.text
 
 
-def test_evaluation_on_the_training_data_asks_all() -> None:
+def test_evaluation_on_the_training_data_asks_all():
     result = FedExP().start(
         LocalGrid(without_valloader(0, 1), 2),
         tiny_arrays(),
@@ -174,7 +174,7 @@ def test_evaluation_on_the_training_data_asks_all() -> None:
     assert "loss" in result.evaluate_metrics_clientapp[1]
 
 
-def test_with_flowers_fedavg_it_is_an_error_that_explains_itself(caplog) -> None:
+def test_with_flowers_fedavg_it_is_an_error_that_explains_itself(caplog):
     FedAvg().start(LocalGrid(without_valloader(0), 2), tiny_arrays(), num_rounds=1)
     assert (
         "partition-0 failed: ClientError: this client has no valloader" in caplog.text
@@ -185,11 +185,11 @@ def test_with_flowers_fedavg_it_is_an_error_that_explains_itself(caplog) -> None
 # Exceptions of clients
 
 
-def failing(error: Exception, *, at: str = "train"):
+def failing(error, *, at="train"):
     def loop(model, loader, device, config):
         raise error
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         if at == "build":
             raise error
         return tiny_client(int(context.node_config["partition-id"]), train_fn=loop)
@@ -197,7 +197,7 @@ def failing(error: Exception, *, at: str = "train"):
     return make_client_app(client_fn)
 
 
-def test_one_exception_of_many_clients_has_one_traceback(caplog) -> None:
+def test_one_exception_of_many_clients_has_one_traceback(caplog):
     with pytest.raises(RoundError, match="ZeroDivisionError: by nothing"):
         FedExP().start(
             LocalGrid(failing(ZeroDivisionError("by nothing")), 6), tiny_arrays()
@@ -209,7 +209,7 @@ def test_one_exception_of_many_clients_has_one_traceback(caplog) -> None:
     assert re.search(r"left out partition-\d, partition-\d.*, too", caplog.text)
 
 
-def test_another_exception_has_its_own_traceback(caplog) -> None:
+def test_another_exception_has_its_own_traceback(caplog):
     failures = Failures()
     for error in (ValueError("a"), KeyError("b"), ValueError("a")):
         try:
@@ -220,14 +220,14 @@ def test_another_exception_has_its_own_traceback(caplog) -> None:
     assert caplog.text.count("Traceback") == 2
 
 
-def test_an_error_that_explains_itself_needs_no_traceback(caplog) -> None:
+def test_an_error_that_explains_itself_needs_no_traceback(caplog):
     with pytest.raises(RoundError, match="ClientError: no such job"):
         FedExP().start(LocalGrid(failing(ClientError("no such job")), 3), tiny_arrays())
     assert "Traceback" not in caplog.text
     assert "failed: ClientError: no such job" in caplog.text
 
 
-def test_a_client_that_cannot_be_built_answers_all_the_same(caplog) -> None:
+def test_a_client_that_cannot_be_built_answers_all_the_same(caplog):
     with pytest.raises(RoundError, match="OSError: no data"):
         FedExP().start(
             LocalGrid(failing(OSError("no data"), at="build"), 3), tiny_arrays()
@@ -235,7 +235,7 @@ def test_a_client_that_cannot_be_built_answers_all_the_same(caplog) -> None:
     assert caplog.text.count("Traceback") == 1
 
 
-def test_local_grid_tells_a_foreign_apps_exception_once(caplog) -> None:
+def test_local_grid_tells_a_foreign_apps_exception_once(caplog):
     app = ClientApp()
 
     @app.train()

@@ -5,10 +5,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,6 @@ from virtual import ask, metrics_of, same_bits, tiny_arrays, tiny_client, tiny_d
 
 from flwr_fisher.client import (
     ClientLimits,
-    FisherClient,
-    LocalProblem,
     LocalSGD,
     Reply,
     Request,
@@ -39,14 +35,14 @@ CPU = torch.device("cpu")
 RUN = "00ff00ff00ff00ff"
 
 
-def files(where: Path) -> list[str]:
+def files(where):
     return sorted(path.name for path in where.rglob("*.safetensors"))
 
 
 class Seen:
     """What trainings did; not among what their results depend on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.trainings, self.epochs = 0, list[int]()
         self.running, self.go_on = threading.Event(), threading.Event()
 
@@ -57,26 +53,26 @@ SEEN = Seen()
 class Counted(LocalSGD):
     """Counts how often it trains."""
 
-    def __call__(self, *args: Any, checkpoint: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, *args, checkpoint=None, **kwargs):
         SEEN.trainings += 1
         return super().__call__(*args, checkpoint=checkpoint, **kwargs)
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh():
     SEEN.__init__()  # type: ignore[misc]
 
 
-def disk_of(root: Path, **options: Any) -> ClientDisk:
+def disk_of(root, **options):
     return ClientDisk(root, "uploads", 0, "1", **options)
 
 
-def client(where: Path, **options: Any) -> Any:
+def client(where, **options):
     options.setdefault("train_fn", Counted(lr=0.1))
     return tiny_client(state_dir=where, **options)
 
 
-def arrays_of(message: Any) -> Any:
+def arrays_of(message):
     (record,) = message.content.array_records.values()
     return record
 
@@ -84,7 +80,7 @@ def arrays_of(message: Any) -> Any:
 # What was finished
 
 
-def test_a_finished_upload_is_handed_over_when_asked_again(tmp_path: Path) -> None:
+def test_a_finished_upload_is_handed_over_when_asked_again(tmp_path):
     config = {"run": RUN, "structure": "kfac", "server-round": 1}
     first = ask(client(tmp_path), config=config)
     again = ask(client(tmp_path), config=config)
@@ -93,7 +89,7 @@ def test_a_finished_upload_is_handed_over_when_asked_again(tmp_path: Path) -> No
     assert dict(metrics_of(again)) == dict(metrics_of(first))
 
 
-def test_a_server_that_keeps_nothing_has_clients_keep_nothing(tmp_path: Path) -> None:
+def test_a_server_that_keeps_nothing_has_clients_keep_nothing(tmp_path):
     for _ in range(2):
         ask(client(tmp_path), config={"structure": "kfac"})
     assert SEEN.trainings == 2
@@ -113,16 +109,14 @@ def test_a_server_that_keeps_nothing_has_clients_keep_nothing(tmp_path: Path) ->
     ],
     ids=["round", "run", "config", "option", "seed", "parameters", "client"],
 )
-def test_another_request_is_trained_for(
-    tmp_path: Path, change: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_another_request_is_trained_for(tmp_path, change, options):
     config = {"run": RUN, "structure": "kfac", "server-round": 1}
     ask(client(tmp_path), config=config)
     ask(client(tmp_path), config=config | change, **options)
     assert SEEN.trainings == 2
 
 
-def test_other_data_or_another_loop_are_trained_with(tmp_path: Path) -> None:
+def test_other_data_or_another_loop_are_trained_with(tmp_path):
     config = {"run": RUN, "server-round": 1}
     ask(client(tmp_path), config=config)
     ask(client(tmp_path, train_fn=Counted(lr=0.1, epochs=2)), config=config)
@@ -130,20 +124,18 @@ def test_other_data_or_another_loop_are_trained_with(tmp_path: Path) -> None:
     assert SEEN.trainings == 3
 
 
-def test_the_next_request_replaces_the_last_ones_upload(tmp_path: Path) -> None:
+def test_the_next_request_replaces_the_last_ones_upload(tmp_path):
     for server_round in (1, 2, 3):
         ask(client(tmp_path), config={"run": RUN, "server-round": server_round})
     assert files(tmp_path) == ["upload-000003.safetensors"]
 
 
-def flip(path: Path) -> None:
+def flip(path):
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def test_a_damaged_upload_is_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_upload_is_made_again(tmp_path, caplog):
     config = {"run": RUN, "server-round": 1}
     first = ask(client(tmp_path), config=config)
     (path,) = tmp_path.rglob("upload-*.safetensors")
@@ -154,9 +146,7 @@ def test_a_damaged_upload_is_made_again(
     assert f"{path} is damaged, and treated as lost" in caplog.text
 
 
-def test_a_disk_that_is_full_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_is_full_costs_a_warning(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     reply = ask(client(blocked), config={"run": RUN, "server-round": 1})
@@ -164,9 +154,7 @@ def test_a_disk_that_is_full_costs_a_warning(
     assert "This upload is not kept" in caplog.text
 
 
-def test_a_training_stays_where_its_upload_is_too_large(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_stays_where_its_upload_is_too_large(tmp_path, caplog):
     """Asked again, the client need not train again."""
     outbox = Outbox(disk_of(tmp_path, limit=10**5), 1, "x")
     outbox.training().save({"w": torch.zeros(10**5)})
@@ -184,7 +172,7 @@ def test_a_training_stays_where_its_upload_is_too_large(
 @pytest.mark.parametrize(
     "run", ["../../etc", "-1", "f" * 17, "", 3.5, "0xff", " ff ", "f_f", "+f", "FF"]
 )
-def test_a_run_of_no_name_is_refused(tmp_path: Path, run: Any) -> None:
+def test_a_run_of_no_name_is_refused(tmp_path, run):
     with pytest.raises(ClientError, match="the server's name for the run is"):
         ask(client(tmp_path), config={"run": run})
 
@@ -196,15 +184,15 @@ class KilledError(Exception):
     """Stands for the end of the process."""
 
 
-def dies_after(epoch: int) -> Any:
-    def on_epoch(number: int, loss: float) -> None:
+def dies_after(epoch):
+    def on_epoch(number, loss):
         if number == epoch:
             raise KilledError
 
     return on_epoch
 
 
-def loader_of(kind: str) -> Any:
+def loader_of(kind):
     data, generator = tiny_data(3), torch.Generator().manual_seed(4)
     if kind == "shuffled":
         return DataLoader(data, batch_size=4, shuffle=True)
@@ -214,7 +202,7 @@ def loader_of(kind: str) -> Any:
     return DataLoader(data, batch_size=4, sampler=sampler)
 
 
-def net() -> nn.Module:
+def net():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -222,7 +210,7 @@ def net() -> nn.Module:
         )
 
 
-LOOPS: dict[str, dict[str, Any]] = {
+LOOPS = {
     "momentum": {"lr": 0.1},
     "adam": {"optimizer": partial(torch.optim.Adam, lr=0.01)},
     "schedule": {
@@ -240,13 +228,13 @@ LOOPS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("loop", LOOPS)
 def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
-    tmp_path: Path, loop: str, kind: str, epoch: int
-) -> None:
+    tmp_path, loop, kind, epoch
+):
     options = {"epochs": 5, **LOOPS[loop]}
     config = {"proximal-mu": 0.5} if loop == "proximal" else {}
     disk = disk_of(tmp_path)
 
-    def train(model: nn.Module, checkpoint: Any, **more: Any) -> Mapping[str, float]:
+    def train(model, checkpoint, **more):
         torch.manual_seed(7)
         sgd = LocalSGD(**options, **more)
         return sgd(model, loader_of(kind), CPU, config, checkpoint=checkpoint)
@@ -255,7 +243,7 @@ def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
     expected = train(whole, None)
     with pytest.raises(KilledError):
         train(stopped, TrainingCheckpoint(disk, 1, "x"), on_epoch=dies_after(epoch))
-    seen: list[int] = []
+    seen = []
     metrics = train(
         resumed,
         TrainingCheckpoint(disk, 1, "x"),
@@ -268,7 +256,7 @@ def test_local_sgd_goes_on_after_its_last_finished_epoch_bit_for_bit(
 
 
 @register_job("train-twice")
-def train_twice(problem: LocalProblem, request: Request) -> Reply:
+def train_twice(problem, request):
     """Train, go half-way back, and train again, as a personal part does."""
     metrics = problem.train(request.config)
     problem.load(
@@ -281,16 +269,16 @@ def train_twice(problem: LocalProblem, request: Request) -> Reply:
 
 
 @pytest.mark.parametrize("training", [1, 2])
-def test_each_training_of_a_job_is_kept_apart(tmp_path: Path, training: int) -> None:
-    ends: list[int] = []
+def test_each_training_of_a_job_is_kept_apart(tmp_path, training):
+    ends = []
     killed_at = [[], [1, 2], [1, 2, 3, 1, 2]][training]
 
-    def on_epoch(number: int, loss: float) -> None:
+    def on_epoch(number, loss):
         ends.append(number)
         if ends == killed_at:
             raise KilledError
 
-    def answer(**config: Any) -> Any:
+    def answer(**config):
         loop = LocalSGD(lr=0.1, epochs=3, on_epoch=on_epoch)
         config |= {"job": "train-twice", "server-round": 1}
         return ask(client(tmp_path, train_fn=loop), config=config)
@@ -306,9 +294,7 @@ def test_each_training_of_a_job_is_kept_apart(tmp_path: Path, training: int) -> 
 
 
 @pytest.mark.parametrize("damage", ["flipped", "foreign"])
-def test_a_damaged_training_starts_anew(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_training_starts_anew(tmp_path, damage, caplog):
     disk = disk_of(tmp_path)
     checkpoint = TrainingCheckpoint(disk, 1, "x")
     checkpoint.save({"epoch": 1})
@@ -323,12 +309,10 @@ def test_a_damaged_training_starts_anew(
 
 
 @pytest.mark.parametrize("other", ["loader", "optimiser", "model"])
-def test_a_training_that_does_not_fit_starts_anew(
-    tmp_path: Path, other: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_training_that_does_not_fit_starts_anew(tmp_path, other, caplog):
     disk = disk_of(tmp_path)
 
-    def train(model: nn.Module, kept: bool, **more: Any) -> Mapping[str, float]:
+    def train(model, kept, **more):
         torch.manual_seed(7)
         checkpoint = TrainingCheckpoint(disk, 1, "x") if kept else None
         loader = loader_of(more.pop("kind", "shuffled"))
@@ -336,7 +320,7 @@ def test_a_training_that_does_not_fit_starts_anew(
 
     with pytest.raises(KilledError):
         train(net(), kept=True, lr=0.1, on_epoch=dies_after(2))
-    now: dict[str, Any] = {"lr": 0.1}
+    now = {"lr": 0.1}
     if other == "loader":
         now["kind"] = "generator"
     if other == "optimiser":
@@ -353,16 +337,14 @@ def test_a_training_that_does_not_fit_starts_anew(
         assert torch.equal(value, resumed.state_dict()[key]), key
 
 
-def test_a_crash_in_the_fisher_costs_no_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    epochs: list[int] = []
+def test_a_crash_in_the_fisher_costs_no_epoch(tmp_path, monkeypatch):
+    epochs = []
     loop = LocalSGD(
         lr=0.1, epochs=3, on_epoch=lambda number, loss: epochs.append(number)
     )
     config = {"run": RUN, "structure": "kfac", "server-round": 1}
 
-    def dies(*args: Any, **kwargs: Any) -> None:
+    def dies(*args, **kwargs):
         raise KilledError
 
     with monkeypatch.context() as patched:
@@ -376,12 +358,8 @@ def test_a_crash_in_the_fisher_costs_no_epoch(
     assert files(tmp_path) == ["upload-000001.safetensors"]
 
 
-def test_a_train_fn_of_ones_own_saves_itself_through_its_checkpoint(
-    tmp_path: Path,
-) -> None:
-    def train_fn(
-        model: Any, loader: Any, device: Any, config: Any, *, checkpoint: Any
-    ) -> dict[str, float]:
+def test_a_train_fn_of_ones_own_saves_itself_through_its_checkpoint(tmp_path):
+    def train_fn(model, loader, device, config, *, checkpoint):
         saved = checkpoint.load() or {"epoch": 0, "model": model.state_dict()}
         model.load_state_dict(saved["model"])
         for epoch in range(saved["epoch"] + 1, 4):
@@ -404,10 +382,10 @@ def test_a_train_fn_of_ones_own_saves_itself_through_its_checkpoint(
     assert same_bits(arrays_of(reply), arrays_of(whole))
 
 
-def test_a_train_fn_without_the_keyword_starts_anew(tmp_path: Path) -> None:
-    calls: list[int] = []
+def test_a_train_fn_without_the_keyword_starts_anew(tmp_path):
+    calls = []
 
-    def train_fn(model: Any, loader: Any, device: Any, config: Any) -> dict[str, float]:
+    def train_fn(model, loader, device, config):
         calls.append(1)
         if len(calls) == 1:
             raise KilledError
@@ -420,17 +398,17 @@ def test_a_train_fn_without_the_keyword_starts_anew(tmp_path: Path) -> None:
     assert len(calls) == 2
 
 
-def test_the_process_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
+def test_the_process_that_is_left_over_is_waited_for(tmp_path):
     """Two lives of a client at the same request: one trains, the other hands over."""
     config, replies = {"run": RUN, "server-round": 1}, list[Any]()
 
-    def slow(model: Any, loader: Any, device: Any, config: Any) -> dict[str, float]:
+    def slow(model, loader, device, config):
         SEEN.trainings += 1
         SEEN.running.set()
         SEEN.go_on.wait(30)
         return {"mine": 1.0}
 
-    def work() -> None:
+    def work():
         replies.append(ask(client(tmp_path, train_fn=slow), config=config))
 
     first, second = threading.Thread(target=work), threading.Thread(target=work)
@@ -445,8 +423,8 @@ def test_the_process_that_is_left_over_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     disk = disk_of(tmp_path)
     outbox = Outbox(disk, 1, "")
     with (
@@ -460,12 +438,12 @@ def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
 # Which trainings are the same
 
 
-def train_by(model: Any, loader: Any, device: Any, config: Any, **how: Any) -> Any:
+def train_by(model, loader, device, config, **how):
     SEEN.trainings += 1
     return {"mine": float(how.get("epochs", 0))}
 
 
-def train_otherwise(model: Any, loader: Any, device: Any, config: Any) -> Any:
+def train_otherwise(model, loader, device, config):
     SEEN.trainings += 1
     return {"mine": -1.0}
 
@@ -475,10 +453,10 @@ class Loop:
 
     scale = 1.0
 
-    def __init__(self, epochs: int = 1, **more: Any) -> None:
+    def __init__(self, epochs=1, **more):
         self._epochs, self.more = epochs, more
 
-    def __call__(self, model: Any, loader: Any, device: Any, config: Any) -> Any:
+    def __call__(self, model, loader, device, config):
         SEEN.trainings += 1
         return {"mine": float(self._epochs)}
 
@@ -489,17 +467,17 @@ class OtherLoop(Loop):
     scale = 2.0
 
 
-def closed_over(epochs: Any) -> Any:
-    def train(model: Any, loader: Any, device: Any, config: Any) -> Any:
+def closed_over(epochs):
+    def train(model, loader, device, config):
         SEEN.trainings += 1
         return {"mine": float(len(str(epochs)))}
 
     return train
 
 
-def compiled(epochs: int, constant: int) -> Any:
+def compiled(epochs, constant):
     """The function of a module that was edited between two lives."""
-    space: dict[str, Any] = {"__name__": "edited"}
+    space = {"__name__": "edited"}
     exec(EDITED.format(epochs=epochs, constant=constant), space)
     return space["train"]
 
@@ -512,15 +490,15 @@ def train(model, loader, device, config): return {{"mine": EPOCHS + helper()}}
 LOSSES = (nn.CrossEntropyLoss(torch.ones(3)), nn.CrossEntropyLoss(torch.ones(3) * 2))
 
 
-def adam(lr: float) -> Any:
+def adam(lr):
     return LocalSGD(optimizer=partial(torch.optim.Adam, lr=lr))
 
 
-def two(make: Any, one: Any, other: Any) -> tuple[Any, Any]:
+def two(make, one, other):
     return make(one), make(other)
 
 
-PAIRS: dict[str, tuple[Any, Any]] = {
+PAIRS = {
     "keywords of a partial": two(lambda n: partial(train_by, epochs=n), 30, 1),
     "the function in a partial": two(partial, train_by, train_otherwise),
     "a partial in a partial": two(
@@ -544,20 +522,18 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def digest_of(one: FisherClient) -> str:
+def digest_of(one):
     return Outbox.of(one.problem, Request({}, options={"run": RUN})).digest
 
 
 @pytest.mark.parametrize("what", PAIRS)
-def test_another_training_is_told_apart_and_the_same_is_known_again(
-    tmp_path: Path, what: str
-) -> None:
+def test_another_training_is_told_apart_and_the_same_is_known_again(tmp_path, what):
     one, other = (client(tmp_path, train_fn=train_fn) for train_fn in PAIRS[what])
     again = client(tmp_path, train_fn=deepcopy(PAIRS[what][0]))
     assert digest_of(one) == digest_of(again) != digest_of(other) != ""
 
 
-def test_the_reply_of_another_partial_is_not_handed_over(tmp_path: Path) -> None:
+def test_the_reply_of_another_partial_is_not_handed_over(tmp_path):
     config = {"run": RUN, "server-round": 1}
     for epochs in (30, 1, 1):
         loop = partial(train_by, epochs=epochs)
@@ -570,8 +546,8 @@ def test_the_reply_of_another_partial_is_not_handed_over(tmp_path: Path) -> None
     "unknown", [threading.Lock(), (n for n in range(3)), sys.stderr]
 )
 def test_what_cannot_be_told_apart_is_never_taken_for_the_same(
-    tmp_path: Path, unknown: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, unknown, caplog
+):
     config = {"run": RUN, "server-round": 1}
     for _ in range(2):
         ask(client(tmp_path, train_fn=Loop(at=unknown)), config=config)
@@ -580,9 +556,9 @@ def test_what_cannot_be_told_apart_is_never_taken_for_the_same(
     assert files(tmp_path) == []
 
 
-def test_settings_of_ones_own_say_what_a_training_depends_on(tmp_path: Path) -> None:
+def test_settings_of_ones_own_say_what_a_training_depends_on(tmp_path):
     class Settled(Loop):
-        def settings(self) -> dict[str, Any]:
+        def settings(self):
             return {"epochs": self._epochs}
 
     one, same, other = (
@@ -592,7 +568,7 @@ def test_settings_of_ones_own_say_what_a_training_depends_on(tmp_path: Path) -> 
     assert digest_of(one) == digest_of(same) != digest_of(other) != ""
 
 
-def test_another_process_describes_the_same(tmp_path: Path) -> None:
+def test_another_process_describes_the_same(tmp_path):
     """Also where texts are hashed otherwise, and sets have another order."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -607,7 +583,7 @@ def test_another_process_describes_the_same(tmp_path: Path) -> None:
         "told = described([partial(train, m={'k', 'l', 'm'}), sgd], 'train_fn')\n"
         "print(told)\n"
     )
-    here: dict[str, Any] = {"__name__": "__main__"}
+    here = {"__name__": "__main__"}
     exec(compile(script.read_text(), script, "exec"), here)
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     done = subprocess.run(
@@ -629,20 +605,18 @@ def test_another_process_describes_the_same(tmp_path: Path) -> None:
         {"batch_fn": lambda batch: batch},
     ],
 )
-def test_another_client_of_the_same_data_hands_over_nothing(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
+def test_another_client_of_the_same_data_hands_over_nothing(tmp_path, other):
     assert digest_of(client(tmp_path)) != digest_of(client(tmp_path, **other)) != ""
 
 
-def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path: Path) -> None:
+def test_another_layer_or_a_frozen_one_makes_another_upload(tmp_path):
     tanh, frozen = client(tmp_path), client(tmp_path)
     tanh.problem.model[2] = nn.Tanh()
     frozen.problem.model[0].requires_grad_(False)
     assert len({digest_of(one) for one in (client(tmp_path), tanh, frozen)}) == 3
 
 
-def test_the_generator_of_a_batch_sampler_is_kept() -> None:
+def test_the_generator_of_a_batch_sampler_is_kept():
     own, data = torch.Generator(), tiny_data(2)
     sampler = RandomSampler(data, generator=own)
     loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))

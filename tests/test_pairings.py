@@ -1,12 +1,9 @@
 """A server and clients that do not go together are told so before anyone trains."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 import rivals_path  # noqa: F401
 import torch
-from clocked import Behaviour, ClockedGrid, FullClock, clock
+from clocked import Behaviour, ClockedGrid, clock
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
@@ -47,7 +44,6 @@ from flwr_fisher.errors import (
 from flwr_fisher.strategies import (
     FAGH,
     TCT,
-    CurvatureStrategy,
     FedExP,
     FedFish,
     FedFisherOneShot,
@@ -65,12 +61,12 @@ class Plain(ClientApp):
     `curvature` says whether its train function calls `fisher_arrays`.
     """
 
-    def __init__(self, curvature: bool = False) -> None:
+    def __init__(self, curvature=False):
         super().__init__()
-        self.trained: list[int] = []
+        self.trained = []
 
         @self.train()
-        def train(message: Message, context: Context) -> Message:
+        def train(message, context):
             partition = int(context.node_config["partition-id"])
             self.trained.append(partition)
             problem = tiny_client(partition).problem
@@ -87,12 +83,12 @@ class Plain(ClientApp):
 
 
 class Older(NumPyClient):
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
+    def fit(self, parameters, config):
         raise AssertionError("it trains")
 
 
-def strategies() -> list[CurvatureStrategy]:
-    options: dict[str, Any] = {"fraction_evaluate": 0.0}
+def strategies():
+    options = {"fraction_evaluate": 0.0}
     return [
         fedfisher_with(**options),
         FedFish(**options),
@@ -104,9 +100,7 @@ def strategies() -> list[CurvatureStrategy]:
 
 
 @pytest.mark.parametrize("strategy", strategies(), ids=lambda s: type(s).__name__)
-def test_a_plain_app_is_told_before_it_trains(
-    strategy: CurvatureStrategy, caplog
-) -> None:
+def test_a_plain_app_is_told_before_it_trains(strategy, caplog):
     app = Plain()
     text = r"0 nodes can be asked, and 2 are needed:\nnode-\d+, node-\d+, "
     text += r"node-\d+: its ClientApp is not flwr-fisher's.*app.query\(\)\(identify\)"
@@ -117,11 +111,11 @@ def test_a_plain_app_is_told_before_it_trains(
     assert len(said) == 1
 
 
-def test_an_app_with_a_query_of_its_own_that_is_not_ours_is_told() -> None:
+def test_an_app_with_a_query_of_its_own_that_is_not_ours_is_told():
     app = Plain()
 
     @app.query()
-    def query(message: Message, context: Context) -> Message:
+    def query(message, context):
         content = RecordDict({"mine": MetricRecord({"partition-id": 0})})
         return Message(content, reply_to=message)
 
@@ -130,7 +124,7 @@ def test_an_app_with_a_query_of_its_own_that_is_not_ours_is_told() -> None:
     assert not app.trained
 
 
-def test_a_numpy_client_is_told_before_it_trains() -> None:
+def test_a_numpy_client_is_told_before_it_trains():
     app = OlderClientApp(lambda context: Older().to_client())
     text = r"its ClientApp is that of a NumPyClient.*legacy.client_app\(client_fn, mod"
     for strategy in strategies():
@@ -138,7 +132,7 @@ def test_a_numpy_client_is_told_before_it_trains() -> None:
             strategy.start(LocalGrid(app, 2), tiny_arrays(), num_rounds=3)
 
 
-def test_nobody_waits_for_what_stays_as_it_is(clock: FullClock) -> None:
+def test_nobody_waits_for_what_stays_as_it_is(clock):
     grid = ClockedGrid(Plain(), {}, clock, 3)
     with pytest.raises(RoundError, match="its ClientApp is not flwr-fisher's"):
         FedFish().start(grid, tiny_arrays(), num_rounds=1)
@@ -148,21 +142,21 @@ def test_nobody_waits_for_what_stays_as_it_is(clock: FullClock) -> None:
 class Mixed(ClientApp):
     """Partition 0 runs another app."""
 
-    def __init__(self, other: ClientApp) -> None:
+    def __init__(self, other):
         super().__init__()
         self.other, self.app = other, tiny_app()
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         odd = context.node_config["partition-id"] == 0
         return (self.other if odd else self.app)(message, context)
 
 
-def named(grid: LocalGrid) -> str:
+def named(grid):
     """The name of a node that tells none."""
     return f"node-{node_of(grid, 0)}"
 
 
-def test_beside_ours_another_app_is_left_out_by_name(caplog) -> None:
+def test_beside_ours_another_app_is_left_out_by_name(caplog):
     plain = Plain()
     grid = LocalGrid(Mixed(plain), 3)
     result = FedFisherOneShot(fraction_evaluate=0.0).start(grid, tiny_arrays())
@@ -172,7 +166,7 @@ def test_beside_ours_another_app_is_left_out_by_name(caplog) -> None:
     assert f"{named(grid)}: not asked: its ClientApp is not" in caplog.text
 
 
-def test_one_other_app_does_not_end_a_run_that_waits_for_more(clock: FullClock) -> None:
+def test_one_other_app_does_not_end_a_run_that_waits_for_more(clock):
     late = {2: Behaviour(connected=lambda now: now > 60)}
     grid = ClockedGrid(Mixed(Plain()), late, clock, 3)
     result = FedFish(fraction_evaluate=0.0).start(grid, tiny_arrays(), num_rounds=1)
@@ -183,11 +177,11 @@ def test_one_other_app_does_not_end_a_run_that_waits_for_more(clock: FullClock) 
     assert 60 < clock.now < 70
 
 
-def test_an_app_that_only_fails_at_the_question_takes_part() -> None:
+def test_an_app_that_only_fails_at_the_question_takes_part():
     """It may be ours, and have lost its disk for a moment."""
 
     class Fails(ClientApp):
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             if message.metadata.message_type == "query":
                 raise OSError("disk")
             return tiny_app()(message, context)
@@ -203,7 +197,7 @@ def test_an_app_that_only_fails_at_the_question_takes_part() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda s: s, Repeatable], ids=["bare", "repeatable"])
 @pytest.mark.parametrize("app", [Plain, tiny_app], ids=["plain", "ours"])
-def test_flowers_strategies_work_with_either(wrap: Any, app: Any) -> None:
+def test_flowers_strategies_work_with_either(wrap, app):
     made = wrap(FedAvg(fraction_evaluate=0.0))
     arrays = made.start(LocalGrid(app(), 2), tiny_arrays(), num_rounds=1).arrays
     expected = FedAvg(fraction_evaluate=0.0).start(
@@ -216,7 +210,7 @@ def test_flowers_strategies_work_with_either(wrap: Any, app: Any) -> None:
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
-def test_a_train_function_by_hand_uploads_what_ours_does(structure: str) -> None:
+def test_a_train_function_by_hand_uploads_what_ours_does(structure):
     app = Plain(curvature=True)
     app.query()(identify)
     for options in ({}, {"aggregate": "sums"}):
@@ -231,7 +225,7 @@ def test_a_train_function_by_hand_uploads_what_ours_does(structure: str) -> None
         assert names[0] == names[1] == [f"partition-{p}" for p in range(3)]
 
 
-def test_a_train_function_by_hand_answers_fedavg_and_fedfish() -> None:
+def test_a_train_function_by_hand_answers_fedavg_and_fedfish():
     app = Plain(curvature=True)
     app.query()(identify)
     for made in (FedAvg(fraction_evaluate=0.0), FedFish(fraction_evaluate=0.0)):
@@ -242,14 +236,14 @@ def test_a_train_function_by_hand_answers_fedavg_and_fedfish() -> None:
         assert close(*(r.arrays for r in results))
 
 
-def test_what_a_train_function_by_hand_cannot_do_is_told() -> None:
+def test_what_a_train_function_by_hand_cannot_do_is_told():
     app = Plain(curvature=True)
     app.query()(identify)
     with pytest.raises(RoundError, match=r"asks for the job 'probe', and fisher_arr"):
         FAGH(fraction_evaluate=0.0).start(LocalGrid(app, 2), tiny_arrays())
 
 
-def asked(**options: Any) -> tuple[Message, Context]:
+def asked(**options):
     """What a train function is called with."""
     LocalGrid(tiny_app(), 1)
     config = ConfigRecord({f"fisher.{name}": value for name, value in options.items()})
@@ -258,14 +252,14 @@ def asked(**options: Any) -> tuple[Message, Context]:
 
 
 @pytest.mark.parametrize("call", [fisher_arrays, check_fisher])
-def test_arrays_of_another_model_are_refused_by_hand(call: Any) -> None:
+def test_arrays_of_another_model_are_refused_by_hand(call):
     model = tiny_model()[0]  # type: ignore[index]
     loader = tiny_client().problem.trainloader
     with pytest.raises(ClientError, match="build the same model on both sides"):
         call(*asked(structure="kfac"), model, loader)
 
 
-def test_what_would_fail_after_a_training_by_hand_fails_before() -> None:
+def test_what_would_fail_after_a_training_by_hand_fails_before():
     model = tiny_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loader = tiny_client().problem.trainloader
@@ -280,7 +274,7 @@ def test_what_would_fail_after_a_training_by_hand_fails_before() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_examples": 8}])
-def test_batches_that_come_once_are_checked_without_being_read(options: Any) -> None:
+def test_batches_that_come_once_are_checked_without_being_read(options):
     """They could not be counted, which `fisher_arrays` is told and a check need not."""
     message, context = asked(structure="kfac")
     batches = (batch for batch in tiny_client().problem.trainloader)
@@ -292,7 +286,7 @@ def test_batches_that_come_once_are_checked_without_being_read(options: Any) -> 
 
 
 @pytest.mark.parametrize("call", [fisher_arrays, check_fisher])
-def test_fedfishs_last_epoch_is_none_of_a_training_by_hand(call: Any) -> None:
+def test_fedfishs_last_epoch_is_none_of_a_training_by_hand(call):
     loader = tiny_client().problem.trainloader
     with pytest.raises(ClientError, match="needs train_fn=LocalSGD") as caught:
         call(*asked(job="fedfish", source="last-epoch"), tiny_model(), loader)
@@ -303,14 +297,14 @@ def test_fedfishs_last_epoch_is_none_of_a_training_by_hand(call: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", strategies(), ids=lambda s: type(s).__name__)
-def test_our_strategy_in_an_older_server_is_told(strategy: Any) -> None:
+def test_our_strategy_in_an_older_server_is_told(strategy):
     server = Server(client_manager=SimpleClientManager(), strategy=strategy)
     name = type(strategy).__name__
     with pytest.raises(ConfigurationError, match=rf"make it as_legacy\({name}, model"):
         server.fit(1, None)
 
 
-def requests() -> dict[str, tuple[RecordDict, str]]:
+def requests():
     """What an older strategy sends."""
     arrays = [v.numpy() for v in tiny_model().state_dict().values()]
     ins = FitIns(ndarrays_to_parameters(arrays), {})
@@ -322,7 +316,7 @@ def requests() -> dict[str, tuple[RecordDict, str]]:
 
 
 @pytest.mark.parametrize("kind", ["fit", "parameters"])
-def test_our_client_tells_an_older_server(kind: str) -> None:
+def test_our_client_tells_an_older_server(kind):
     grid = LocalGrid(tiny_app(), 1)
     content, message_type = requests()[kind]
     message = Message(content, next(iter(grid.nodes)), message_type)

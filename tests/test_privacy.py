@@ -1,13 +1,11 @@
 """Differential privacy of sums: what is clipped, what noise there is, what it costs."""
 
 import math
-from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from test_secure_sums import merged, secure_app, stage_of
 from virtual import LIFTED, fedfisher_with, tiny_arrays
@@ -27,7 +25,6 @@ from flwr_fisher.secure.payload import Contribution
 from flwr_fisher.server.privacy import with_noise
 from flwr_fisher.strategies import (
     FedAvg,
-    FedFisherOneShot,
     Privacy,
 )
 from flwr_fisher.strategies.exchanges.private_sums import _read
@@ -37,18 +34,18 @@ from flwr_fisher.wire import Additive
 QUIET = 1e-9  # a noise multiplier that leaves the clipping to be seen
 
 
-def fisher(**options: Any) -> FedFisherOneShot:
-    own: dict[str, Any] = {"structure": "diagonal", "aggregate": "sums"}
+def fisher(**options):
+    own = {"structure": "diagonal", "aggregate": "sums"}
     own |= {"fraction_evaluate": 0.0, "solver": "closed-form", "anchor": 1.0}
     return fedfisher_with(**own | options)
 
 
-def stepping_app(folder: Path, step: float, **options: Any) -> ClientApp:
+def stepping_app(folder, step, **options):
     """Clients of which number i adds i times a step to each number."""
     app = ClientApp()
 
     @app.train(mods=[SecureSumsMod(state_dir=folder, **options)])
-    def train(message: Message, context: Context) -> Message:
+    def train(message, context):
         arrays = message.content.array_records["arrays"].to_torch_state_dict()
         own = step * int(context.node_config["partition-id"])
         trained = {
@@ -62,7 +59,7 @@ def stepping_app(folder: Path, step: float, **options: Any) -> ClientApp:
     return app
 
 
-def change(strategy: FedAvg, app: ClientApp, clients: int) -> torch.Tensor:
+def change(strategy, app, clients):
     """Return by how much a round changes the model, as one vector."""
     start, new = tiny_arrays().to_torch_state_dict(), merged(strategy, app, clients)
     assert all(
@@ -77,13 +74,11 @@ def change(strategy: FedAvg, app: ClientApp, clients: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("multiplier", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("releases", [1, 10])
-def test_epsilon_is_above_the_exact_one_and_near_it(
-    multiplier: float, releases: int
-) -> None:
+def test_epsilon_is_above_the_exact_one_and_near_it(multiplier, releases):
     """Of Gaussian mechanisms together there is a closed form (Balle & Wang 2018)."""
     cdf, mu, delta = NormalDist().cdf, math.sqrt(releases) / multiplier, 1e-5
 
-    def delta_of(epsilon: float) -> float:
+    def delta_of(epsilon):
         above = cdf(mu / 2 - epsilon / mu)
         return above - math.exp(epsilon) * cdf(-mu / 2 - epsilon / mu)
 
@@ -93,7 +88,7 @@ def test_epsilon_is_above_the_exact_one_and_near_it(
     assert delta_of(epsilon / 1.15) > delta
 
 
-def test_what_is_out_of_range_is_refused() -> None:
+def test_what_is_out_of_range_is_refused():
     good = {"noise_multiplier": 1.0, "clipping_norm": 1.0}
     for wrong in (
         {"noise_multiplier": 0.0},
@@ -118,7 +113,7 @@ def test_what_is_out_of_range_is_refused() -> None:
 # Noise
 
 
-def test_noise_is_normal_and_new_each_time() -> None:
+def test_noise_is_normal_and_new_each_time():
     zeros = {"w": torch.zeros(200_000)}
     one, two = with_noise(zeros, 2.0)["w"], with_noise(zeros, 2.0)["w"]
     assert abs(float(one.std()) / 2 - 1) < 0.01
@@ -129,7 +124,7 @@ def test_noise_is_normal_and_new_each_time() -> None:
         assert abs(share - NormalDist().cdf(x)) < 0.01
 
 
-def test_clients_noise_adds_up_to_the_noise_that_was_asked_for(tmp_path: Path) -> None:
+def test_clients_noise_adds_up_to_the_noise_that_was_asked_for(tmp_path):
     privacy = Privacy(noise_multiplier=2.0, clipping_norm=0.5, honest=0.8)
     strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
     app = stepping_app(tmp_path, 0.0)
@@ -139,7 +134,7 @@ def test_clients_noise_adds_up_to_the_noise_that_was_asked_for(tmp_path: Path) -
     assert abs(float(seen.std()) / wanted - 1) < 5 / math.sqrt(2 * len(seen))
 
 
-def test_the_servers_noise_is_that_of_the_sum(tmp_path: Path) -> None:
+def test_the_servers_noise_is_that_of_the_sum(tmp_path):
     loud = Privacy(noise_multiplier=50.0, clipping_norm=0.01)
     start, spread = tiny_arrays().to_torch_state_dict(), []
     for _ in range(8):
@@ -155,7 +150,7 @@ def test_the_servers_noise_is_that_of_the_sum(tmp_path: Path) -> None:
 # Clipping
 
 
-def test_steps_are_clipped_and_count_once(tmp_path: Path) -> None:
+def test_steps_are_clipped_and_count_once(tmp_path):
     """Client i moves each number by 10 i, and weighs 1 + 10 i."""
     privacy = Privacy(noise_multiplier=QUIET, clipping_norm=0.3)
     strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
@@ -164,14 +159,14 @@ def test_steps_are_clipped_and_count_once(tmp_path: Path) -> None:
     assert float((moved - expected).abs().max()) < 1e-6
 
 
-def test_steps_that_are_short_are_left_as_they_are(tmp_path: Path) -> None:
+def test_steps_that_are_short_are_left_as_they_are(tmp_path):
     privacy = Privacy(noise_multiplier=QUIET, clipping_norm=1e3)
     strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
     moved = change(strategy, stepping_app(tmp_path, 0.5), clients=4)
     assert float((moved - 0.5 * 6 / 4).abs().max()) < 1e-4
 
 
-def test_a_contributions_norm_is_one_at_most_and_its_sums_are_the_fishers() -> None:
+def test_a_contributions_norm_is_one_at_most_and_its_sums_are_the_fishers():
     generator = torch.Generator().manual_seed(0)
     start = {"w": torch.randn(50, generator=generator), "b": torch.zeros(3)}
     for scale in (1e-3, 1.0, 1e3):
@@ -194,7 +189,7 @@ def test_a_contributions_norm_is_one_at_most_and_its_sums_are_the_fishers() -> N
     assert not any(v["w"].any() for v in still.values())
 
 
-def test_a_contribution_that_is_too_long_is_clipped_by_the_server() -> None:
+def test_a_contribution_that_is_too_long_is_clipped_by_the_server():
     like = {"w": torch.zeros(4)}
     long = {f"contribution/{name}": {"w": torch.full((4,), 100.0)} for name in VECTORS}
     read = _read(Additive.of(long).to_arrays(), like)
@@ -204,9 +199,7 @@ def test_a_contribution_that_is_too_long_is_clipped_by_the_server() -> None:
         _read(Additive({}).to_arrays(), like)
 
 
-def test_private_sums_merge_alike_with_the_servers_noise_and_with_the_clients(
-    tmp_path: Path,
-) -> None:
+def test_private_sums_merge_alike_with_the_servers_noise_and_with_the_clients(tmp_path):
     privacy = Privacy(noise_multiplier=QUIET, clipping_norm=0.2)
     app = secure_app(tmp_path)
     plain = merged(fisher(privacy=privacy, policy=LIFTED), app)
@@ -221,7 +214,7 @@ def test_private_sums_merge_alike_with_the_servers_noise_and_with_the_clients(
 # What is refused, and what is told
 
 
-def test_exponents_tell_nothing() -> None:
+def test_exponents_tell_nothing():
     sent = {"w": torch.zeros(3)}
     small, large = (
         Contribution({"w": torch.full((3,), size)}).bounded(sent, 1.0, 0.1)
@@ -231,7 +224,7 @@ def test_exponents_tell_nothing() -> None:
     assert [small.weight, large.weight] == [1.0, 1.0]
 
 
-def test_a_client_may_ask_for_noise(tmp_path: Path) -> None:
+def test_a_client_may_ask_for_noise(tmp_path):
     app = stepping_app(tmp_path, 1.0, min_noise=0.5)
     for privacy in (None, Privacy(noise_multiplier=0.5, clipping_norm=1.0)):
         strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
@@ -241,10 +234,10 @@ def test_a_client_may_ask_for_noise(tmp_path: Path) -> None:
     merged(FedAvg(fraction_evaluate=0.0, privacy=enough, secure=SecureSums()), app)
 
 
-def test_a_sum_with_too_little_noise_is_not_opened(tmp_path: Path) -> None:
-    opened: list[int] = []
+def test_a_sum_with_too_little_noise_is_not_opened(tmp_path):
+    opened = []
 
-    def leaves(message: Message, context: Context, now: str) -> None:
+    def leaves(message, context, now):
         if now == "values" and context.node_config["partition-id"] == 2:
             raise ClientError("gone")
         if now == "open":
@@ -257,7 +250,7 @@ def test_a_sum_with_too_little_noise_is_not_opened(tmp_path: Path) -> None:
     assert len(opened) == 5  # the exponents, which are constants
 
 
-def test_who_resumes_must_ask_for_the_same_privacy(tmp_path: Path) -> None:
+def test_who_resumes_must_ask_for_the_same_privacy(tmp_path):
     privacy = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
     grid = LocalGrid(secure_app(tmp_path / "a"), 4)
     folder = tmp_path / "run"
@@ -267,10 +260,10 @@ def test_who_resumes_must_ask_for_the_same_privacy(tmp_path: Path) -> None:
         other.start(grid, tiny_arrays(), 2, checkpoint_dir=folder, resume=True)
 
 
-def test_stages_are_those_of_any_secure_sum(tmp_path: Path) -> None:
-    seen: set[str] = set()
+def test_stages_are_those_of_any_secure_sum(tmp_path):
+    seen = set()
 
-    def watch(message: Message, context: Context, now: str) -> None:
+    def watch(message, context, now):
         seen.add(stage_of(message))
 
     privacy = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
@@ -278,7 +271,7 @@ def test_stages_are_those_of_any_secure_sum(tmp_path: Path) -> None:
     assert seen == {"keys", "shares", "exponents", "values", "open"}
 
 
-def test_what_a_sum_of_one_contribution_holds_is_the_clients() -> None:
+def test_what_a_sum_of_one_contribution_holds_is_the_clients():
     generator = torch.Generator().manual_seed(0)
     start = {"w": torch.randn(50, generator=generator)}
     for scale in (1e-3, 1.0, 1e3):
@@ -295,7 +288,7 @@ def test_what_a_sum_of_one_contribution_holds_is_the_clients() -> None:
         torch.testing.assert_close(pull, product, rtol=1e-3, atol=1e-7)
 
 
-def test_noise_makes_no_curvature_negative() -> None:
+def test_noise_makes_no_curvature_negative():
     start = {"w": torch.zeros(50)}
     noisy = {f"{k}/w": torch.full((50,), -0.1) for k in VECTORS}
     assert not private_sums(noisy, start, 0.1).fisher["w"].any()
@@ -304,7 +297,7 @@ def test_noise_makes_no_curvature_negative() -> None:
         private_sums(fewer, start, 0.1)
 
 
-def test_a_tiny_fisher_is_none_the_less_sent() -> None:
+def test_a_tiny_fisher_is_none_the_less_sent():
     start = {"w": torch.zeros(50)}
     entries = {"w": torch.full((50,), 1e-30)}
     vectors = contribution(start, {"w": torch.ones(50)}, entries, 1.0)

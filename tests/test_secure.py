@@ -1,7 +1,5 @@
 """The mathematics of secure sums: what comes out, and what can be seen before."""
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -21,24 +19,21 @@ from flwr_fisher.secure.fixed_point import (
     LEVELS,
     LOWEST,
     FixedPoint,
-    Words,
     exponents_of,
     highest,
     unary,
 )
 
 
-def added(parts: Sequence[Words]) -> Words:
-    total: Words = np.sum(parts, axis=0, dtype=parts[0].dtype)
+def added(parts):
+    total = np.sum(parts, axis=0, dtype=parts[0].dtype)
     return total
 
 
 class Federation:
     """Clients and a server, as messages would join them."""
 
-    def __init__(
-        self, count: int, sums: int = 1, degree: int = 100, share: float = 0.6
-    ) -> None:
+    def __init__(self, count, sums=1, degree=100, share=0.6):
         self.clients = {n: Participant.new(n, sums) for n in range(10, 10 + count)}
         around = neighbourhoods(list(self.clients), degree, seed=1)
         self.server = Aggregator(
@@ -48,7 +43,7 @@ class Federation:
             threshold_of(len(around[0]), share),
         )
 
-    def share(self, absent: Sequence[int] = ()) -> None:
+    def share(self, absent=()):
         """Cut, seal, pass on."""
         server = self.server
         sealed = {
@@ -62,22 +57,14 @@ class Federation:
                 server.sealed_shares_for(n), server.commitments_for(n)
             )
 
-    def mask(
-        self, words: Mapping[int, Words], index: int = 0, absent: Sequence[int] = ()
-    ) -> dict[int, Words]:
+    def mask(self, words, index=0, absent=()):
         return {
             n: self.clients[n].mask(index, words[n])
             for n in self.server.sealed
             if n not in absent
         }
 
-    def open(
-        self,
-        masked: Mapping[int, Words],
-        index: int = 0,
-        absent: Sequence[int] = (),
-        change: Mapping[int, bytes] | None = None,
-    ) -> Words:
+    def open(self, masked, index=0, absent=(), change=None):
         survivors = list(masked)
         shares = {
             n: self.clients[n].open(index, *self.server.split(n, survivors))
@@ -91,7 +78,7 @@ class Federation:
         )
 
 
-def words_of(count: int, size: int = 5, dtype: type = np.uint32) -> dict[int, Words]:
+def words_of(count, size=5, dtype=np.uint32):
     generator = np.random.default_rng(0)
     most = np.iinfo(dtype).max
     return {
@@ -107,7 +94,7 @@ def words_of(count: int, size: int = 5, dtype: type = np.uint32) -> dict[int, Wo
     bits=st.sampled_from([np.uint32, np.uint64]),
 )
 @settings(max_examples=15, deadline=None)
-def test_masks_cancel(count: int, size: int, degree: int, bits: type) -> None:
+def test_masks_cancel(count, size, degree, bits):
     federation = Federation(count, degree=degree)
     federation.share()
     words = words_of(count, size, bits)
@@ -124,7 +111,7 @@ def test_masks_cancel(count: int, size: int, degree: int, bits: type) -> None:
     bits=st.sampled_from([32, 64]),
 )
 @settings(max_examples=200, deadline=None)
-def test_sums_are_within_the_stated_error(values: list[list[float]], bits: int) -> None:
+def test_sums_are_within_the_stated_error(values, bits):
     tensors = [torch.tensor(own, dtype=torch.float64) for own in values]
     fixed = FixedPoint(bits, len(tensors))
     exponent = max(e for own in tensors for e in exponents_of({"w": own}))
@@ -135,7 +122,7 @@ def test_sums_are_within_the_stated_error(values: list[list[float]], bits: int) 
     assert error <= fixed.error(exponent) + rounding
 
 
-def test_exponents_are_agreed_without_looking() -> None:
+def test_exponents_are_agreed_without_looking():
     every = [[3, -20, LOWEST], [1, 4, LOWEST], [-100, 4, LOWEST]]
     words = [unary(own, noise(bytes([i]), 3 * LEVELS)) for i, own in enumerate(every)]
     assert highest(added(words)) == [3, 4, LOWEST]
@@ -145,7 +132,7 @@ def test_exponents_are_agreed_without_looking() -> None:
     assert ((one != 0) == (three != 0)).all()
 
 
-def test_what_is_too_large_or_not_finite_is_refused() -> None:
+def test_what_is_too_large_or_not_finite_is_refused():
     fixed = FixedPoint(32, 2)
     for values in (torch.tensor([2.0]), torch.tensor([torch.nan])):
         with pytest.raises(ParamsError, match="below 2"):
@@ -162,7 +149,7 @@ def test_what_is_too_large_or_not_finite_is_refused() -> None:
 # What can be seen
 
 
-def uniform(words: Words) -> bool:
+def uniform(words):
     """Whether residues are uniform, in their highest, middle and lowest bytes."""
     size = words.itemsize
     for byte in (0, size // 2, size - 1):
@@ -176,7 +163,7 @@ def uniform(words: Words) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
-def test_what_the_server_gets_is_uniform(dtype: type) -> None:
+def test_what_the_server_gets_is_uniform(dtype):
     federation = Federation(3)
     federation.share()
     words = {n: np.zeros(2**18, dtype) for n in federation.clients}
@@ -197,7 +184,7 @@ def test_what_the_server_gets_is_uniform(dtype: type) -> None:
         assert uniform(federation.server.unmask(0, others, survivors, shares))
 
 
-def test_every_residue_is_drawn_top_and_bottom_included() -> None:
+def test_every_residue_is_drawn_top_and_bottom_included():
     # Of 2**20 words of a stream, each of the 256 highest bytes; and with few bits left
     # the extremes come as often as any other.
     federation = Federation(2)
@@ -208,7 +195,7 @@ def test_every_residue_is_drawn_top_and_bottom_included() -> None:
         assert 160 < hits < 352  # 256 are expected, and their deviation is 16
 
 
-def test_masks_of_two_sums_are_not_alike() -> None:
+def test_masks_of_two_sums_are_not_alike():
     federation = Federation(3, sums=2)
     federation.share()
     zeros = {n: np.zeros(2**16, np.uint32) for n in federation.clients}
@@ -220,7 +207,7 @@ def test_masks_of_two_sums_are_not_alike() -> None:
 
 
 @pytest.mark.parametrize("degree", [6, 100])
-def test_who_leaves_changes_the_set_and_nothing_else(degree: int) -> None:
+def test_who_leaves_changes_the_set_and_nothing_else(degree):
     words = words_of(8)
     federation = Federation(8, degree=degree, share=0.5)
     federation.share(absent=[12])  # after it sent its keys
@@ -230,7 +217,7 @@ def test_who_leaves_changes_the_set_and_nothing_else(degree: int) -> None:
     assert (opened == added([words[n] for n in present])).all()
 
 
-def test_too_few_are_told_by_name() -> None:
+def test_too_few_are_told_by_name():
     federation = Federation(5)
     with pytest.raises(RoundError, match="not partition-12, partition-13, "):
         federation.share(absent=[12, 13, 14])
@@ -241,7 +228,7 @@ def test_too_few_are_told_by_name() -> None:
         federation.open(masked, absent=[12, 13, 14])
 
 
-def test_a_client_opens_nothing_for_too_few() -> None:
+def test_a_client_opens_nothing_for_too_few():
     federation = Federation(5)
     federation.share()
     masked = federation.mask(words_of(5), absent=[11, 12, 13])
@@ -252,7 +239,7 @@ def test_a_client_opens_nothing_for_too_few() -> None:
 # What is refused
 
 
-def test_nothing_is_masked_or_opened_twice_in_two_ways() -> None:
+def test_nothing_is_masked_or_opened_twice_in_two_ways():
     federation = Federation(4, share=0.5)
     federation.share()
     words = words_of(4)
@@ -266,7 +253,7 @@ def test_nothing_is_masked_or_opened_twice_in_two_ways() -> None:
         federation.open({n: own for n, own in masked.items() if n != 13})
 
 
-def test_a_share_that_is_wrong_is_named_and_does_no_harm(caplog) -> None:
+def test_a_share_that_is_wrong_is_named_and_does_no_harm(caplog):
     words = words_of(5)
     federation = Federation(5)
     federation.share()
@@ -276,7 +263,7 @@ def test_a_share_that_is_wrong_is_named_and_does_no_harm(caplog) -> None:
     assert "from partition-11" in caplog.text
 
 
-def test_sealed_shares_are_for_one_reader() -> None:
+def test_sealed_shares_are_for_one_reader():
     federation = Federation(3)
     server = federation.server
     sealed = {
@@ -299,7 +286,7 @@ def test_sealed_shares_are_for_one_reader() -> None:
         client.receive({}, {})
 
 
-def test_keys_that_cannot_be_are_refused() -> None:
+def test_keys_that_cannot_be_are_refused():
     federation = Federation(3)
     client, right = federation.clients[10], federation.server.keys_for(10)
     with pytest.raises(ClientError, match="this client's own"):
@@ -314,7 +301,7 @@ def test_keys_that_cannot_be_are_refused() -> None:
         client.share({**right, 11: others[11]}, 2)
 
 
-def test_a_participant_survives_its_process() -> None:
+def test_a_participant_survives_its_process():
     federation = Federation(4, sums=2)
     federation.share()
     words = words_of(4)
@@ -327,7 +314,7 @@ def test_a_participant_survives_its_process() -> None:
 # Who is whose neighbour
 
 
-def test_a_ring_joins_all_and_is_mutual() -> None:
+def test_a_ring_joins_all_and_is_mutual():
     numbers = list(range(100, 200))
     around = dict(zip(numbers, neighbourhoods(numbers, 6, seed=3), strict=True))
     assert {len(own) for own in around.values()} == {7}
@@ -335,7 +322,7 @@ def test_a_ring_joins_all_and_is_mutual() -> None:
     assert around != dict(zip(numbers, neighbourhoods(numbers, 6, seed=4), strict=True))
 
 
-def test_the_number_of_neighbours_follows_from_chances() -> None:
+def test_the_number_of_neighbours_follows_from_chances():
     assert degree_for(40, 0.55) == 39
     assert 60 < degree_for(300, 0.55) < degree_for(1000, 0.55) < 150
     with pytest.raises(ConfigurationError, match="too near"):

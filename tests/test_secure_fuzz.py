@@ -2,11 +2,10 @@
 
 import random
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, RecordDict
 from fuzz_wire import spoil_array
 from test_secure_sums import client_of, merged, stage_of
 from virtual import LIFTED, tiny_arrays
@@ -17,7 +16,6 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.secure.payload import SecureUpload
 from flwr_fisher.strategies import (
-    CurvatureStrategy,
     FedFisherOneShot,
     MergeOptions,
     Privacy,
@@ -39,9 +37,9 @@ DIAGONAL = {**PLAIN, "structure": "diagonal"}
 PRIVATE = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
 
 
-def spoiled(record: ArrayRecord, rng: random.Random) -> ArrayRecord:
+def spoiled(record, rng):
     """Spoil, drop, rename or exchange some of a record's arrays."""
-    arrays: dict[str, Array] = dict(record)
+    arrays = dict(record)
     for _ in range(rng.choice((1, 1, 2, 4))):
         if not arrays:
             break
@@ -65,9 +63,9 @@ def spoiled(record: ArrayRecord, rng: random.Random) -> ArrayRecord:
 class Noted(LocalGrid):
     """Keeps every reply to a request to train."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.replies: list[ArrayRecord] = []
+        self.replies = []
 
     def pull_messages(self, message_ids):
         replies = list(super().pull_messages(message_ids))
@@ -77,16 +75,14 @@ class Noted(LocalGrid):
         return replies
 
 
-def replies_of(strategy: CurvatureStrategy, folder: Path) -> list[ArrayRecord]:
+def replies_of(strategy, folder):
     app = make_client_app(client_of, mods=[SecureSumsMod(state_dir=folder)])
     grid = Noted(app, 3)
     strategy.start(grid, tiny_arrays())
     return grid.replies
 
 
-def test_spoiled_replies_are_read_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     like = arrays_to_tensors(tiny_arrays())
     secure = replies_of(FedFisherOneShot(**DIAGONAL, secure=SecureSums()), tmp_path)
@@ -122,19 +118,17 @@ def test_spoiled_replies_are_read_or_refused(
     assert read > 50  # and some of it can be told by nobody
 
 
-def named(tensors: dict[str, torch.Tensor]) -> ArrayRecord:
+def named(tensors):
     return tensors_to_arrays({f"tct/{k}": v for k, v in tensors.items()})
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_round_with_a_spoiler_ends_with_a_model_or_a_round_error(
-    seed: int, tmp_path: Path
-) -> None:
+def test_a_round_with_a_spoiler_ends_with_a_model_or_a_round_error(seed, tmp_path):
     """One of five clients spoils each of its replies, or some of them."""
     own, rng = SecureSumsMod(state_dir=tmp_path), random.Random(seed)
 
     class Spoiling(SecureSumsMod):
-        def __call__(self, message: Message, context: Context, call_next) -> Message:
+        def __call__(self, message, context, call_next):
             reply = own(message, context, call_next)
             mine = context.node_config["partition-id"] == 2
             if mine and stage_of(message) != "None" and rng.random() < 0.4:
@@ -154,12 +148,12 @@ def test_a_round_with_a_spoiler_ends_with_a_model_or_a_round_error(
     assert all(value.isfinite().all() for value in result.values())
 
 
-def test_spoiled_requests_do_a_client_no_harm(tmp_path: Path) -> None:
+def test_spoiled_requests_do_a_client_no_harm(tmp_path):
     """The client answers, or raises what the server is told; its disk is as before."""
     rng, raised = random.Random(1), 0
 
     class Spoiling(SecureSumsMod):
-        def __call__(self, message: Message, context: Context, call_next) -> Message:
+        def __call__(self, message, context, call_next):
             nonlocal raised
             inner = SecureSumsMod(state_dir=tmp_path)
             if stage_of(message) == "None" or rng.random() < 0.5:

@@ -3,11 +3,9 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -16,7 +14,6 @@ from safetensors.torch import load_file
 from virtual import LIFTED, Watched, tiny_app, tiny_arrays, tiny_client
 
 from flwr_fisher.client import (
-    FisherClient,
     LocalSGD,
     identify,
     make_client_app,
@@ -27,7 +24,6 @@ from flwr_fisher.secure.crypto import Trusted, signature
 from flwr_fisher.strategies import (
     FAGH,
     GIANT,
-    CurvatureStrategy,
     FedAvg,
     FedFish,
     FedFisherOneShot,
@@ -42,37 +38,33 @@ from flwr_fisher.wire import split_config
 Spoil = Callable[[Message, Context, str], Message | None]
 
 
-def secure_app(
-    folder: Path, spoil: Spoil = lambda message, context, stage: None, **options: object
-) -> ClientApp:
+def secure_app(folder, spoil=lambda message, context, stage: None, **options):
     """An app that takes part in secure sums; `spoil` may do something else."""
     own = SecureSumsMod(state_dir=folder, **options)
 
     class Spoiling(SecureSumsMod):
-        def __call__(self, message: Message, context: Context, call_next) -> Message:
+        def __call__(self, message, context, call_next):
             reply = spoil(message, context, stage_of(message))
             return reply or own(message, context, call_next)
 
     return make_client_app(client_of, mods=[Spoiling()])
 
 
-def client_of(context: Context) -> FisherClient:
+def client_of(context):
     return tiny_client(int(context.node_config["partition-id"]))
 
 
-def stage_of(message: Message) -> str:
+def stage_of(message):
     config = next(iter(message.content.config_records.values()))
     return str(split_config(config)[0].get("secure"))
 
 
-def merged(
-    strategy: CurvatureStrategy, app: ClientApp, clients: int = 4, rounds: int = 1
-) -> dict[str, torch.Tensor]:
+def merged(strategy, app, clients=4, rounds=1):
     result = strategy.start(LocalGrid(app, clients), tiny_arrays(), num_rounds=rounds)
     return result.arrays.to_torch_state_dict()
 
 
-def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def distance(a, b):
     assert a.keys() == b.keys()
     return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
 
@@ -94,16 +86,14 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     ("name", "bits"), [*((name, 32) for name in STRATEGIES), ("fedfisher", 64)]
 )
-def test_a_secure_sum_gives_the_model_of_the_plain_one(
-    name: str, bits: int, tmp_path: Path
-) -> None:
+def test_a_secure_sum_gives_the_model_of_the_plain_one(name, bits, tmp_path):
     make, app = STRATEGIES[name], secure_app(tmp_path)
     plain = merged(make(policy=LIFTED), app, rounds=2)
     secure = merged(make(secure=SecureSums(bits=bits)), app, rounds=2)
     assert distance(plain, secure) < 1e-4
 
 
-def test_nothing_of_a_sum_is_left_in_the_state(tmp_path: Path) -> None:
+def test_nothing_of_a_sum_is_left_in_the_state(tmp_path):
     strategy = STRATEGIES["kfac"](secure=SecureSums())
     grid, run = LocalGrid(secure_app(tmp_path / "a"), 3), tmp_path / "run"
     result = strategy.start(grid, tiny_arrays(), checkpoint_dir=run)
@@ -116,12 +106,12 @@ def test_nothing_of_a_sum_is_left_in_the_state(tmp_path: Path) -> None:
     assert not [key for key in saved if "secure" in key]
 
 
-def test_fedavg_of_anybodys_clients(tmp_path: Path) -> None:
+def test_fedavg_of_anybodys_clients(tmp_path):
     """The mean of clients that know this library by the mod alone."""
     app = ClientApp()
 
     @app.train(mods=[SecureSumsMod(state_dir=tmp_path)])
-    def train(message: Message, context: Context) -> Message:
+    def train(message, context):
         arrays = message.content.array_records["arrays"]
         partition = int(context.node_config["partition-id"])
         trained = {k: v + partition for k, v in arrays.to_torch_state_dict().items()}
@@ -138,9 +128,7 @@ def test_fedavg_of_anybodys_clients(tmp_path: Path) -> None:
         assert (result[name] - expected).abs().max() < 1e-6, name
 
 
-def test_a_folder_that_cannot_be_made_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with pytest.raises(RoundError, match=r"SecureSumsMod\(state_dir=\.\.\.\)"):
@@ -150,9 +138,9 @@ def test_a_folder_that_cannot_be_made_is_named(
 # What is seen
 
 
-def test_no_number_of_a_client_leaves_it(tmp_path: Path) -> None:
+def test_no_number_of_a_client_leaves_it(tmp_path):
     """Of two runs that differ in one client's data, all replies look alike."""
-    seen: dict[str, list[RecordDict]] = {}
+    seen = {}
     own = SecureSumsMod(state_dir=tmp_path)
 
     class Watching(SecureSumsMod):
@@ -200,12 +188,10 @@ PARTS = {
         *[("open", 1), ("values", 1), ("open", 2)],
     ],
 )
-def test_who_leaves_changes_the_set_and_nothing_else(
-    stage: str, times: int, tmp_path: Path, caplog
-) -> None:
-    seen: list[str] = []
+def test_who_leaves_changes_the_set_and_nothing_else(stage, times, tmp_path, caplog):
+    seen = []
 
-    def leaves(message: Message, context: Context, now: str) -> None:
+    def leaves(message, context, now):
         if context.node_config["partition-id"] == 2:
             seen.append(now)
             if seen.count(stage) >= times:
@@ -221,8 +207,8 @@ def test_who_leaves_changes_the_set_and_nothing_else(
     assert "partition-2" in caplog.text
 
 
-def test_too_few_end_the_round_and_are_named(tmp_path: Path) -> None:
-    def leaves(message: Message, context: Context, now: str) -> None:
+def test_too_few_end_the_round_and_are_named(tmp_path):
+    def leaves(message, context, now):
         if now == "open" and context.node_config["partition-id"] in (1, 2, 3):
             raise ClientError("gone")
 
@@ -237,12 +223,12 @@ def test_too_few_end_the_round_and_are_named(tmp_path: Path) -> None:
 # What is refused
 
 
-def test_a_client_without_the_mod_says_so() -> None:
+def test_a_client_without_the_mod_says_so():
     with pytest.raises(RoundError, match=r"mods=\[SecureSumsMod\(\)\]"):
         merged(FedAvg(secure=SecureSums()), tiny_app())
 
 
-def test_the_extra_is_named_where_it_is_missing() -> None:
+def test_the_extra_is_named_where_it_is_missing():
     code = "import sys, flwr_fisher.client, flwr_fisher.strategies\n"
     code += "sys.modules['cryptography'] = None\nimport flwr_fisher.secure"
     done = subprocess.run(
@@ -252,7 +238,7 @@ def test_the_extra_is_named_where_it_is_missing() -> None:
     assert 'pip install "flwr-fisher[secure]"' in done.stderr
 
 
-def test_clients_hide_among_enough(tmp_path: Path) -> None:
+def test_clients_hide_among_enough(tmp_path):
     strategy = STRATEGIES["fedfisher"](secure=SecureSums())
     with pytest.raises(RoundError, match="2 clients take part, and this one"):
         merged(strategy, secure_app(tmp_path), clients=2)
@@ -260,7 +246,7 @@ def test_clients_hide_among_enough(tmp_path: Path) -> None:
     merged(STRATEGIES["fedfisher"](secure=SecureSums()), app, clients=2)
 
 
-def test_a_client_may_refuse_everything_else(tmp_path: Path) -> None:
+def test_a_client_may_refuse_everything_else(tmp_path):
     app = make_client_app(
         client_of, mods=[SecureSumsMod(required=True, state_dir=tmp_path)]
     )
@@ -269,7 +255,7 @@ def test_a_client_may_refuse_everything_else(tmp_path: Path) -> None:
     merged(STRATEGIES["fedfisher"](secure=SecureSums()), app)
 
 
-def test_what_is_no_sum_is_refused_before_anybody_trains() -> None:
+def test_what_is_no_sum_is_refused_before_anybody_trains():
     app = Watched()
     for strategy, reason in (
         (FedFisherOneShot(secure=SecureSums()), "takes more than sums"),
@@ -289,10 +275,10 @@ def test_what_is_no_sum_is_refused_before_anybody_trains() -> None:
             SecureSums(**wrong)
 
 
-def test_an_exchange_of_anothers_keys_is_told(tmp_path: Path, caplog) -> None:
-    kept: list[Message] = []
+def test_an_exchange_of_anothers_keys_is_told(tmp_path, caplog):
+    kept = []
 
-    def replays(message: Message, context: Context, now: str) -> Message | None:
+    def replays(message, context, now):
         if now == "keys" and context.node_config["partition-id"] in (1, 2):
             if not kept:
                 reply = SecureSumsMod(state_dir=tmp_path)(message, context, None)
@@ -314,7 +300,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_what_is_malformed_is_told_by_name(what: str, tmp_path: Path, caplog) -> None:
+def test_what_is_malformed_is_told_by_name(what, tmp_path, caplog):
     stage, key, says = SPOILT[what]
     own = SecureSumsMod(state_dir=tmp_path)
 
@@ -335,9 +321,7 @@ def test_what_is_malformed_is_told_by_name(what: str, tmp_path: Path, caplog) ->
 
 
 @pytest.mark.parametrize("key", ["session", "commitments", "sealed-shares", "layout"])
-def test_what_all_clients_have_malformed_ends_the_round(
-    key: str, tmp_path: Path
-) -> None:
+def test_what_all_clients_have_malformed_ends_the_round(key, tmp_path):
     own = SecureSumsMod(state_dir=tmp_path)
 
     class Spoiling(SecureSumsMod):
@@ -355,7 +339,7 @@ def test_what_all_clients_have_malformed_ends_the_round(
         )
 
 
-def keys_of(folder: Path, names: str) -> Path:
+def keys_of(folder, names):
     """Make a key for each name; return the folder of the public halves."""
     (folder / "trusted").mkdir(parents=True)
     form = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -379,9 +363,7 @@ def keys_of(folder: Path, names: str) -> Path:
         ("ab-", "signed by nobody"),
     ],
 )
-def test_keys_are_those_of_clients_that_are_trusted(
-    signers: str, says: str | None, tmp_path: Path
-) -> None:
+def test_keys_are_those_of_clients_that_are_trusted(signers, says, tmp_path):
     trusted = keys_of(tmp_path / "ours", "abc")
     keys_of(tmp_path / "theirs", "x")
 
@@ -405,7 +387,7 @@ def test_keys_are_those_of_clients_that_are_trusted(
         merged(strategy, app, clients=3)
 
 
-def test_a_server_that_hands_out_keys_of_its_own_is_found_out(tmp_path: Path) -> None:
+def test_a_server_that_hands_out_keys_of_its_own_is_found_out(tmp_path):
     trusted = keys_of(tmp_path, "a")
     client, forged = Participant.new(0, 2), Participant.new(0, 2)
     signed = signature(tmp_path / "a", 0, client.public())
@@ -422,8 +404,8 @@ def test_a_server_that_hands_out_keys_of_its_own_is_found_out(tmp_path: Path) ->
         signature(tmp_path / "nowhere", 0, [])
 
 
-def test_a_lost_state_is_told_and_costs_one_client(tmp_path: Path, caplog) -> None:
-    def loses(message: Message, context: Context, now: str) -> None:
+def test_a_lost_state_is_told_and_costs_one_client(tmp_path, caplog):
+    def loses(message, context, now):
         if now == "shares" and context.node_config["partition-id"] == 1:
             for path in (tmp_path / "secure").glob("partition-1/*/*.safetensors"):
                 path.unlink()
@@ -433,11 +415,11 @@ def test_a_lost_state_is_told_and_costs_one_client(tmp_path: Path, caplog) -> No
     assert "the secrets of this secure sum are not in" in caplog.text
 
 
-def test_a_killed_server_goes_on_with_the_same_sums(tmp_path: Path) -> None:
+def test_a_killed_server_goes_on_with_the_same_sums(tmp_path):
     """In any exchange: the model is the same, and nobody trains twice."""
-    trained: list[int] = []
+    trained = []
 
-    def counts(context: Context) -> FisherClient:
+    def counts(context):
         partition = int(context.node_config["partition-id"])
 
         def train(model, loader, device, config):
@@ -446,7 +428,7 @@ def test_a_killed_server_goes_on_with_the_same_sums(tmp_path: Path) -> None:
 
         return tiny_client(partition, train_fn=train, state_dir=tmp_path / "clients")
 
-    stages: list[str] = []
+    stages = []
 
     class Dying(SecureSumsMod):
         def __call__(self, message, context, call_next):
@@ -473,7 +455,7 @@ def test_a_killed_server_goes_on_with_the_same_sums(tmp_path: Path) -> None:
         assert sorted(trained) == [0, 1, 2, 3]
 
 
-def test_a_summand_leaves_the_disk_when_its_sum_is_open(tmp_path: Path) -> None:
+def test_a_summand_leaves_the_disk_when_its_sum_is_open(tmp_path):
     merged(STRATEGIES["fedfisher"](secure=SecureSums()), secure_app(tmp_path))
     folder = tmp_path / "secure"
     assert folder.stat().st_mode & 0o077 == 0

@@ -1,15 +1,12 @@
 """A run that was stopped goes on where it was, and ends as if nothing had happened."""
 
 import shutil
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from clocked import FullClock, clock
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from clocked import clock
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from safetensors import safe_open
 from virtual import (
     Watched,
@@ -30,7 +27,6 @@ from flwr_fisher.errors import CheckpointError, RoundError
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.strategies import (
-    CurvatureResult,
     FedFisherOneShot,
     FedGA,
     MergeOptions,
@@ -42,22 +38,22 @@ CLIENTS, ROUNDS = 4, 3
 ALL = [(n, p) for n in range(1, ROUNDS + 1) for p in range(CLIENTS)]
 
 
-def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+def evaluate(server_round, arrays):
     total = float(sum(array.numpy().sum() for array in arrays.values()))
     return MetricRecord({"sum": total / 3, "round": server_round, "list": [0.1, total]})
 
 
 def start(
-    app: Watched | None = None,
-    where: Path | None = None,
+    app=None,
+    where=None,
     *,
-    num_rounds: int = ROUNDS,
-    evaluate_fn: Callable[..., MetricRecord | None] | None = evaluate,
-    resume: bool = False,
-    reopen: bool = False,
-    train_config: ConfigRecord | None = None,
-    **options: Any,
-) -> CurvatureResult:
+    num_rounds=ROUNDS,
+    evaluate_fn=evaluate,
+    resume=False,
+    reopen=False,
+    train_config=None,
+    **options,
+):
     strategy = fedfisher_with(**options)
     return strategy.start(
         LocalGrid(app or Watched(), CLIENTS),
@@ -72,7 +68,7 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory):
     """The folder of a run of one round."""
     where = tmp_path_factory.mktemp("once")
     start(where=where, num_rounds=1)
@@ -80,11 +76,11 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted() -> CurvatureResult:
+def uninterrupted():
     return start()
 
 
-def assert_same_result(left: CurvatureResult, right: CurvatureResult) -> None:
+def assert_same_result(left, right):
     """Bit for bit."""
     assert same_bits(left.arrays, right.arrays)
     assert left.train_metrics_clientapp == right.train_metrics_clientapp
@@ -95,7 +91,7 @@ def assert_same_result(left: CurvatureResult, right: CurvatureResult) -> None:
 ALWAYS = {"journal.jsonl", "lock"}
 
 
-def files(where: Path) -> set[str]:
+def files(where):
     return {str(p.relative_to(where)) for p in where.rglob("*") if p.is_file()}
 
 
@@ -103,9 +99,7 @@ def files(where: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("asked", [1, 3, CLIENTS, 6, 11])
-def test_killed_while_uploads_arrive(
-    tmp_path: Path, uninterrupted: CurvatureResult, asked: int
-) -> None:
+def test_killed_while_uploads_arrive(tmp_path, uninterrupted, asked):
     """Or right after a round."""
     app = killing_app(asked)
     with pytest.raises(KeyboardInterrupt):
@@ -127,12 +121,9 @@ def test_killed_while_uploads_arrive(
     ("stop", "before"), [(SystemExit, 0), (OSError, 2), (KeyboardInterrupt, 2)]
 )
 def test_killed_after_the_step_and_before_the_round_is_written(
-    tmp_path: Path,
-    uninterrupted: CurvatureResult,
-    stop: type[BaseException],
-    before: int,
-) -> None:
-    def dies(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    tmp_path, uninterrupted, stop, before
+):
+    def dies(server_round, arrays):
         if server_round == before:
             raise stop
         return evaluate(server_round, arrays)
@@ -144,15 +135,15 @@ def test_killed_after_the_step_and_before_the_round_is_written(
     assert sorted(again.trained) == ALL[before * CLIENTS :]
 
 
-def test_what_was_never_trained_is_evaluated_where_it_began(tmp_path: Path) -> None:
+def test_what_was_never_trained_is_evaluated_where_it_began(tmp_path):
     """An app gives arrays drawn anew each time that it is started."""
-    seen: list[ArrayRecord] = []
+    seen = []
 
-    def sees(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def sees(server_round, arrays):
         seen.append(arrays)
         raise KeyboardInterrupt
 
-    own: dict[str, Any] = {"evaluate_fn": sees, "checkpoint_dir": tmp_path}
+    own = {"evaluate_fn": sees, "checkpoint_dir": tmp_path}
     for seed in (0, 1):
         grid = LocalGrid(Watched(), CLIENTS)
         with pytest.raises(KeyboardInterrupt):
@@ -161,7 +152,7 @@ def test_what_was_never_trained_is_evaluated_where_it_began(tmp_path: Path) -> N
     assert not same_bits(seen[1], tiny_arrays(1))
 
 
-def test_a_rejected_reply_is_not_kept(tmp_path: Path) -> None:
+def test_a_rejected_reply_is_not_kept(tmp_path):
     """A round that failed for it can be taken up again."""
     bad = {1: drop_array("0.weight"), 2: fail, 3: set_metric("num-examples", 0)}
     with pytest.raises(RoundError):
@@ -174,9 +165,7 @@ def test_a_rejected_reply_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [ROUNDS, 0])
-def test_when_all_is_done_the_result_is_returned(
-    tmp_path: Path, uninterrupted: CurvatureResult, num_rounds: int
-) -> None:
+def test_when_all_is_done_the_result_is_returned(tmp_path, uninterrupted, num_rounds):
     """More rounds may be added; then the last two, and the last uploads, are there."""
     start(where=tmp_path, num_rounds=1)
     with safe_open(tmp_path / "round-0001.safetensors", "pt") as file:
@@ -192,10 +181,10 @@ def test_when_all_is_done_the_result_is_returned(
     assert files(tmp_path) == rounds | uploads | ALWAYS
     again = Watched()
 
-    def never(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    def never(server_round, arrays):
         raise AssertionError(f"round {server_round} was evaluated again")
 
-    own: dict[str, Any] = {"num_rounds": num_rounds, "evaluate_fn": never}
+    own = {"num_rounds": num_rounds, "evaluate_fn": never}
     result = start(again, tmp_path, resume=True, **own)
     assert_same_result(result, uninterrupted)
     assert not again.trained
@@ -203,8 +192,8 @@ def test_when_all_is_done_the_result_is_returned(
     assert result.uploads == []
 
 
-def test_metrics_keep_their_types(tmp_path: Path) -> None:
-    def odd(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+def test_metrics_keep_their_types(tmp_path):
+    def odd(server_round, arrays):
         return MetricRecord(
             {"nan": float("nan"), "inf": float("inf"), "n": 3, "l": [1, 2], "f": 3.0}
         )
@@ -218,24 +207,20 @@ def test_metrics_keep_their_types(tmp_path: Path) -> None:
 # What is on disk
 
 
-def gradients_displaced(
-    app: Watched, where: Path | None = None, **options: Any
-) -> CurvatureResult:
+def gradients_displaced(app, where=None, **options):
     """Do a round of two exchanges."""
     strategy = FedGA(beta=0.5, fraction_evaluate=0.0)
     grid = LocalGrid(app, 3)
     return strategy.start(grid, tiny_arrays(), checkpoint_dir=where, **options)
 
 
-def test_a_resume_knows_who_answered_the_first_of_two_exchanges(
-    tmp_path: Path,
-) -> None:
+def test_a_resume_knows_who_answered_the_first_of_two_exchanges(tmp_path):
     """Client 1 failed in the first exchange, and would not if it were asked again."""
 
-    def failing_first() -> Watched:
+    def failing_first():
         app = Watched()
 
-        def tamper(content: RecordDict) -> None:
+        def tamper(content):
             if [p for _, p in app.trained].count(1) == 1:
                 raise ValueError("out of cheese")
 
@@ -254,13 +239,13 @@ def test_a_resume_knows_who_answered_the_first_of_two_exchanges(
     assert result.train_metrics_clientapp[1]["num-gradients"] == 2
 
 
-def spoil(path: Path) -> None:
+def spoil(path):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
 
 
-def test_what_a_later_exchange_was_made_of_may_not_get_lost(tmp_path: Path) -> None:
+def test_what_a_later_exchange_was_made_of_may_not_get_lost(tmp_path):
     expected = gradients_displaced(Watched(), tmp_path / "whole")
     stopped, where = Watched(), tmp_path / "stopped"
     stopped.tamper = dict.fromkeys((0, 2), kill_after(4, stopped))
@@ -278,7 +263,7 @@ def test_what_a_later_exchange_was_made_of_may_not_get_lost(tmp_path: Path) -> N
     assert same_bits(result.arrays, expected.arrays)
 
 
-def test_what_only_its_own_step_was_made_of_is_asked_for_again(tmp_path: Path) -> None:
+def test_what_only_its_own_step_was_made_of_is_asked_for_again(tmp_path):
     expected = start(num_rounds=1, where=tmp_path / "whole")
     where = tmp_path / "stopped"
     start(num_rounds=1, where=where)
@@ -292,15 +277,13 @@ def test_what_only_its_own_step_was_made_of_is_asked_for_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lost", [1, 11])
-def test_the_last_of_many_exchanges_is_opened_again(
-    clock: FullClock, tmp_path: Path, lost: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_of_many_exchanges_is_opened_again(clock, tmp_path, lost, caplog):
     """Who missed the first one cannot join the others, which the log tells."""
 
     class Loses(LocalGrid):
         """Holds one reply back for good."""
 
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        def pull_messages(self, message_ids):
             replies = list(super().pull_messages(message_ids))
             asked = [p for _, p in app.trained].count(3)
             held = node_of(self, 3) if asked == lost else None
@@ -310,7 +293,7 @@ def test_the_last_of_many_exchanges_is_opened_again(
                 if r.metadata.src_node_id != held or r.metadata.message_type == "query"
             ]
 
-    def run(grid: LocalGrid, **options: Any) -> CurvatureResult:
+    def run(grid, **options):
         strategy = FedFisherOneShot(
             aggregate="sums", merge=MergeOptions(iterations=9), fraction_evaluate=0.0
         )
@@ -336,16 +319,16 @@ def test_the_last_of_many_exchanges_is_opened_again(
 @pytest.mark.parametrize("again", [{}, {"reopen": True}], ids=["resumed", "reopened"])
 @pytest.mark.parametrize("dies", ["when it has asked", "when the state is written"])
 def test_a_server_dies_while_a_round_is_opened_again(
-    tmp_path: Path, dies: str, again: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, dies, again, monkeypatch
+):
     start(Watched(tamper={3: fail}), tmp_path, num_rounds=1)
-    options: dict[str, Any] = {"where": tmp_path, "num_rounds": 1, "resume": True}
+    options = {"where": tmp_path, "num_rounds": 1, "resume": True}
     app, append = Watched(), Journal.append
     if dies == "when it has asked":
         app.tamper[3] = kill
     else:
 
-        def before_its_line(self: Journal, event: str, **content: Any) -> None:
+        def before_its_line(self, event, **content):
             if event == "finished" and content["round"] == 1:
                 raise KeyboardInterrupt
             append(self, event, **content)
@@ -360,10 +343,10 @@ def test_a_server_dies_while_a_round_is_opened_again(
     assert len(last.trained) == (dies == "when it has asked")
 
 
-def test_a_round_that_cannot_be_opened_again_stays(tmp_path: Path) -> None:
+def test_a_round_that_cannot_be_opened_again_stays(tmp_path):
     first = start(where=tmp_path, num_rounds=1)
     spoil(tmp_path / "round-0000.safetensors")
-    options: dict[str, Any] = {"where": tmp_path, "num_rounds": 1, "resume": True}
+    options = {"where": tmp_path, "num_rounds": 1, "resume": True}
     with pytest.raises(CheckpointError, match=r"round-0000\.safetensors is damaged"):
         start(reopen=True, **options)
     assert same_bits(start(**options).arrays, first.arrays)
@@ -386,9 +369,7 @@ def test_a_round_that_cannot_be_opened_again_stays(tmp_path: Path) -> None:
         ({"train_config": ConfigRecord({"lr": 0.2})}, "train_config.lr: None -> 0.2"),
     ],
 )
-def test_another_train_config_is_told(
-    once: Path, options: dict[str, Any], change: str
-) -> None:
+def test_another_train_config_is_told(once, options, change):
     """And every option that rounds hang on; those that are the same are not named."""
     app = Watched()
     with pytest.raises(CheckpointError) as caught:
@@ -400,7 +381,7 @@ def test_another_train_config_is_told(
 @pytest.mark.parametrize(
     "value", [0.1, 3, "a", True, b"bytes", [1, 2], float("nan"), [b"a", b"b"]]
 )
-def test_the_same_train_config_is_gone_on_with(tmp_path: Path, value: Any) -> None:
+def test_the_same_train_config_is_gone_on_with(tmp_path, value):
     """And NumPy's numbers are kept as any."""
     options = {"train_config": ConfigRecord({"own": value}), "num_rounds": 1}
     options |= {"seed": np.int64(3), "min_train_nodes": np.int64(2)}
@@ -408,7 +389,7 @@ def test_the_same_train_config_is_gone_on_with(tmp_path: Path, value: Any) -> No
     start(where=tmp_path, resume=True, **options)
 
 
-def test_a_directory_with_a_run_is_refused_without_resume(once: Path) -> None:
+def test_a_directory_with_a_run_is_refused_without_resume(once):
     before = {name: (once / name).read_bytes() for name in files(once)}
     app = Watched()
     with pytest.raises(CheckpointError, match=r"round 1: pass resume=True") as caught:
@@ -423,8 +404,8 @@ def test_a_directory_with_a_run_is_refused_without_resume(once: Path) -> None:
 
 
 def test_an_upload_that_does_not_fit_the_model_is_set_aside_and_never_met_again(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with pytest.raises(KeyboardInterrupt):
         start(killing_app(3), tmp_path)
     path = next((tmp_path / "uploads-0001" / "exchange-1").glob("*.safetensors"))

@@ -5,10 +5,9 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from flwr.app import (
     Array,
     ArrayRecord,
     ConfigRecord,
-    Context,
     Message,
     MetricRecord,
     RecordDict,
@@ -27,7 +25,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 from virtual import (
     Clock,
-    Tamper,
     Watched,
     ask,
     change_array,
@@ -57,7 +54,6 @@ from flwr_fisher.errors import (
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server import cohort, mailbox, round
 from flwr_fisher.server import identity as identity_module
-from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.strategies import (
     AFL,
     DONE,
@@ -101,7 +97,7 @@ class Row:
     plain_sgd: bool = False
     extras: bool = False
 
-    def __call__(self, **options: Any) -> CurvatureStrategy:
+    def __call__(self, **options):
         return self.make(**{"fraction_evaluate": 0.0, **self.own, **options})
 
 
@@ -206,7 +202,7 @@ STRATEGIES = {
 }
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """Run a test with every row that does not lack it."""
     if "row" in metafunc.fixturenames:
         name = metafunc.function.__name__
@@ -216,11 +212,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def row(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Row:
+def row(request, monkeypatch):
     return of_name(request.param, monkeypatch)
 
 
-def of_name(name: str, monkeypatch: pytest.MonkeyPatch) -> Row:
+def of_name(name, monkeypatch):
     """Return a row, whose clients train as it needs from now on."""
     found = STRATEGIES[name]
     if found.plain_sgd:
@@ -228,20 +224,13 @@ def of_name(name: str, monkeypatch: pytest.MonkeyPatch) -> Row:
     return found
 
 
-def run(
-    strategy: CurvatureStrategy,
-    app: ClientApp | None = None,
-    clients: int = 3,
-    *,
-    seed: int | None = None,
-    **options: Any,
-) -> CurvatureResult:
+def run(strategy, app=None, clients=3, *, seed=None, **options):
     grid = LocalGrid(tiny_app() if app is None else app, clients, seed=seed)
     return strategy.start(grid, tiny_arrays(), **options)
 
 
 @cache
-def plain(row: Row, *holdings: int, num_rounds: int = 1) -> CurvatureResult:
+def plain(row, *holdings, num_rounds=1):
     """What good clients give, without anything special."""
     held = holdings or (0, 1, 2)
     return run(row(), tiny_app(held), len(held), num_rounds=num_rounds)
@@ -250,7 +239,7 @@ def plain(row: Row, *holdings: int, num_rounds: int = 1) -> CurvatureResult:
 # The model
 
 
-def test_identical_clients_get_their_model(row: Row) -> None:
+def test_identical_clients_get_their_model(row):
     result = run(row(), tiny_app([1, 1, 1]))
     alone = tensors_of(ask(tiny_client(1)))
     merged = arrays_to_tensors(result.arrays)
@@ -260,14 +249,14 @@ def test_identical_clients_get_their_model(row: Row) -> None:
         assert torch.equal(merged[key], value), key
 
 
-def test_one_client_gets_its_model(row: Row) -> None:
+def test_one_client_gets_its_model(row):
     result = run(row(min_train_nodes=1, min_available_nodes=1), tiny_app([2]), 1)
     alone = tensors_of(ask(tiny_client(2)))
     merged = arrays_to_tensors(result.arrays)
     assert all(torch.equal(merged[key], value) for key, value in alone.items())
 
 
-def test_node_ids_and_the_order_of_replies_do_not_matter(row: Row) -> None:
+def test_node_ids_and_the_order_of_replies_do_not_matter(row):
     results = [
         run(row(fraction_evaluate=1.0), seed=seed, num_rounds=2) for seed in (1, 2, 3)
     ]
@@ -284,9 +273,9 @@ def test_node_ids_and_the_order_of_replies_do_not_matter(row: Row) -> None:
     assert ids[0] != ids[1]
 
 
-def scaled_weights(*factors: float) -> Watched:
-    def scale(factor: float) -> Tamper:
-        def tamper(content: RecordDict) -> None:
+def scaled_weights(*factors):
+    def scale(factor):
+        def tamper(content):
             metrics = content.metric_records["metrics"]
             metrics["num-examples"] = metrics["num-examples"] * factor
 
@@ -295,15 +284,15 @@ def scaled_weights(*factors: float) -> Watched:
     return Watched(tamper={i: scale(factor) for i, factor in enumerate(factors)})
 
 
-def test_the_scale_of_weights_does_not_matter_but_their_ratio_does(row: Row) -> None:
+def test_the_scale_of_weights_does_not_matter_but_their_ratio_does(row):
     expected = plain(row).arrays
     assert same_bits(expected, run(row(), scaled_weights(4, 4, 4)).arrays)
     assert close(expected, run(row(), scaled_weights(0.3, 0.3, 0.3)).arrays, 1e-3)
     assert not close(expected, run(row(), scaled_weights(1, 1, 20)).arrays, 1e-3)
 
 
-def test_weights_may_come_from_another_metric(row: Row) -> None:
-    def trust(content: RecordDict) -> None:
+def test_weights_may_come_from_another_metric(row):
+    def trust(content):
         metrics = content.metric_records["metrics"]
         metrics["trust"] = metrics["num-examples"]
         metrics["num-examples"] = 1
@@ -313,7 +302,7 @@ def test_weights_may_come_from_another_metric(row: Row) -> None:
     assert same_bits(result.arrays, plain(row).arrays)
 
 
-def test_the_model_is_not_the_start_and_each_round_goes_on(row: Row) -> None:
+def test_the_model_is_not_the_start_and_each_round_goes_on(row):
     first, second = (plain(row, num_rounds=n).arrays for n in (1, 2))
     assert not close(first, tiny_arrays(), 1e-3)
     again = row().start(LocalGrid(tiny_app(), 3), first, num_rounds=1)
@@ -324,26 +313,26 @@ def test_the_model_is_not_the_start_and_each_round_goes_on(row: Row) -> None:
 # A bad reply is left out, by name
 
 
-def two_records(content: RecordDict) -> None:
+def two_records(content):
     content["more"] = ArrayRecord({"0.weight": Array(torch.ones(1).numpy())})
 
 
-def two_metric_records(content: RecordDict) -> None:
+def two_metric_records(content):
     content["more"] = MetricRecord({"num-examples": 3})
 
 
-def no_record(content: RecordDict) -> None:
+def no_record(content):
     del content["arrays"]
 
 
-def corrupted(content: RecordDict) -> None:
+def corrupted(content):
     record = content.array_records["arrays"]
     array = record["3.weight"]
     record["3.weight"] = Array(array.dtype, array.shape, array.stype, array.data[:-3])
 
 
-def spoil_an_extra(change: Callable[[Any], Any]) -> Tamper:
-    def tamper(content: RecordDict) -> None:
+def spoil_an_extra(change):
+    def tamper(content):
         record = content.array_records["arrays"]
         key = next(key for key in record if key.startswith(PREFIX))
         change_array(key, change)(content)
@@ -351,14 +340,14 @@ def spoil_an_extra(change: Callable[[Any], Any]) -> Tamper:
     return tamper
 
 
-def drop_a_block(content: RecordDict) -> None:
+def drop_a_block(content):
     record = content.array_records["arrays"]
     for key in [k for k in record if k.startswith(PREFIX) and "1.bias" in k]:
         del record[key]
 
 
 NAN = float("nan")
-BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
+BAD_REPLIES = {
     "missing key": (drop_array("3.bias"), "3.bias"),
     "unexpected key": (set_array("9.bias", [1.0]), "9.bias"),
     "shape": (change_array("0.weight", lambda a: a.T), "0.weight"),
@@ -384,7 +373,7 @@ BAD_REPLIES: dict[str, tuple[Tamper, str]] = {
 }
 # Metrics that cannot be averaged with the others', and whether they cost the client its
 # place in the metrics; never in the model.
-ODD_METRICS: dict[str, tuple[Tamper, bool]] = {
+ODD_METRICS = {
     "another metric": (set_metric("more", 1.0), False),
     "a metric less": (set_metric("train_loss", None), True),
     "a list for a number": (set_metric("train_loss", [1.0, 2.0]), True),
@@ -392,15 +381,13 @@ ODD_METRICS: dict[str, tuple[Tamper, bool]] = {
 }
 
 
-def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
+def left_out(caplog):
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     return [r.getMessage() for r in warnings if "left out" in r.getMessage()]
 
 
 @pytest.mark.parametrize("case", BAD_REPLIES)
-def test_a_bad_reply_is_left_out_by_name_and_the_round_goes_on(
-    case: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_reply_is_left_out_by_name_and_the_round_goes_on(case, caplog):
     row = STRATEGIES["fedfisher-kfac"]
     tamper, field = BAD_REPLIES[case]
     grid = LocalGrid(Watched(tiny_app(), {2: tamper}), 4)
@@ -414,9 +401,7 @@ def test_a_bad_reply_is_left_out_by_name_and_the_round_goes_on(
 
 
 @pytest.mark.parametrize("case", ODD_METRICS)
-def test_odd_metrics_cost_metrics_and_no_upload(
-    case: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_odd_metrics_cost_metrics_and_no_upload(case, caplog):
     row = STRATEGIES["fedfisher-kfac"]
     tamper, costs = ODD_METRICS[case]
     result = row().start(LocalGrid(Watched(tiny_app(), {2: tamper}), 4), tiny_arrays())
@@ -429,7 +414,7 @@ def test_odd_metrics_cost_metrics_and_no_upload(
     assert ("metrics without partition-2" in caplog.text) is costs
 
 
-def test_half_the_clients_with_one_metric_more_lose_it_and_nothing_else() -> None:
+def test_half_the_clients_with_one_metric_more_lose_it_and_nothing_else():
     row = STRATEGIES["fedfisher-kfac"]
     more = {partition: set_metric("more", 1.0) for partition in (0, 1)}
     result = row().start(LocalGrid(Watched(tiny_app(), more), 4), tiny_arrays())
@@ -438,9 +423,7 @@ def test_half_the_clients_with_one_metric_more_lose_it_and_nothing_else() -> Non
     assert result.train_metrics_clientapp == expected.train_metrics_clientapp
 
 
-def test_all_bad_replies_at_once_spoil_nothing(
-    row: Row, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_bad_replies_at_once_spoil_nothing(row, caplog):
     bad = [
         (tamper, field)
         for case, (tamper, field) in BAD_REPLIES.items()
@@ -458,15 +441,13 @@ def test_all_bad_replies_at_once_spoil_nothing(
         assert any(f"{start}'{field}" in text for text in said), start
 
 
-def test_good_clients_leave_nothing_out(
-    row: Row, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_good_clients_leave_nothing_out(row, caplog):
     metrics = run(row(), Watched()).train_metrics_clientapp[1]
     assert (metrics["num-replies"], metrics["num-rejected"]) == (3, 0)
     assert "left out" not in caplog.text
 
 
-def test_too_few_usable_replies_end_the_round_with_every_reason(row: Row) -> None:
+def test_too_few_usable_replies_end_the_round_with_every_reason(row):
     spoiled = {
         0: fail,
         1: drop_array("3.bias"),
@@ -493,26 +474,24 @@ class Silent(LocalGrid):
 
     silent = 1
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids):
         replies = list(super().pull_messages(message_ids))
         return [r for r in replies if not self._swallowed(r)]
 
-    def _swallowed(self, reply: Message) -> bool:
+    def _swallowed(self, reply):
         is_train = reply.metadata.message_type == "train"
         return is_train and self.nodes[reply.metadata.src_node_id] == self.silent
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     stopped = Clock()
     for module in (cohort, identity_module, mailbox, round):
         monkeypatch.setattr(module, "time", stopped)
     return stopped
 
 
-def test_a_client_that_never_answers_costs_the_timeout_and_no_more(
-    row: Row, clock: Clock
-) -> None:
+def test_a_client_that_never_answers_costs_the_timeout_and_no_more(row, clock):
     strategy = row()
     result = strategy.start(Silent(tiny_app(), 3), tiny_arrays(), timeout=20)
     assert same_bits(result.arrays, plain(row, 0, 2).arrays)
@@ -520,7 +499,7 @@ def test_a_client_that_never_answers_costs_the_timeout_and_no_more(
     assert max(clock.slept) <= 3
 
 
-def test_silence_is_a_reason_too(row: Row, clock: Clock) -> None:
+def test_silence_is_a_reason_too(row, clock):
     strategy = row(min_train_nodes=3)
     with pytest.raises(RoundError, match="no reply from partition-1: none within 20 s"):
         strategy.start(Silent(tiny_app(), 3), tiny_arrays(), timeout=20)
@@ -531,20 +510,20 @@ class Slow(LocalGrid):
 
     looked = 0
 
-    def get_node_ids(self) -> Iterable[int]:
+    def get_node_ids(self):
         self.looked += 1
         return list(self.nodes)[: self.looked - 1]
 
 
-def test_the_round_waits_for_nodes(row: Row, clock: Clock) -> None:
+def test_the_round_waits_for_nodes(row, clock):
     result = row(min_available_nodes=3).start(Slow(tiny_app(), 3), tiny_arrays())
     assert len(result.uploads) == 3
     assert clock.slept == [1, 1, 1]
 
 
-def test_the_wait_for_nodes_ends(row: Row, clock: Clock) -> None:
+def test_the_wait_for_nodes_ends(row, clock):
     class OneIsNotConnected(LocalGrid):
-        def get_node_ids(self) -> list[int]:
+        def get_node_ids(self):
             return sorted(self.nodes)[1:]
 
     strategy = row(min_available_nodes=4)
@@ -556,7 +535,7 @@ def test_the_wait_for_nodes_ends(row: Row, clock: Clock) -> None:
 # What belongs to the caller stays as it is
 
 
-def test_the_callers_records_are_left_as_they_were(row: Row) -> None:
+def test_the_callers_records_are_left_as_they_were(row):
     arrays = tiny_arrays()
     train, evaluate = ConfigRecord({"lr": 0.2}), ConfigRecord({"note": "hi"})
     app = Watched()
@@ -578,13 +557,13 @@ def test_the_callers_records_are_left_as_they_were(row: Row) -> None:
     assert {c["server-round"] for c in told} == {1, 2}
 
 
-def test_a_users_own_keys_reach_the_training_loop_untouched(row: Row) -> None:
+def test_a_users_own_keys_reach_the_training_loop_untouched(row):
     mine = {"seed": 9, "task": "mine", "structure": "tree", "codec": "zip", "lr": 0.1}
-    seen: list[dict[str, Any]] = []
+    seen = []
 
     @dataclass(frozen=True)
     class Noting(LocalSGD):
-        def __call__(self, model: Any, loader: Any, device: Any, config: Any, **o: Any):
+        def __call__(self, model, loader, device, config, **o):
             seen.append(dict(config))
             return super().__call__(model, loader, device, config, **o)
 
@@ -598,14 +577,14 @@ def test_a_users_own_keys_reach_the_training_loop_untouched(row: Row) -> None:
     assert seen == [{**mine, "server-round": 1}] * 3
 
 
-def test_the_callers_config_cannot_change_what_the_strategy_asks_for(row: Row) -> None:
+def test_the_callers_config_cannot_change_what_the_strategy_asks_for(row):
     config = ConfigRecord({"fisher.structure": "nonsense", "server-round": 9})
     config["fisher.seed"] = 9
     result = run(row(), train_config=config)
     assert same_bits(result.arrays, plain(row).arrays)
 
 
-def test_configure_train_leaves_the_callers_records_too(row: Row) -> None:
+def test_configure_train_leaves_the_callers_records_too(row):
     config, arrays = ConfigRecord({"lr": 0.2}), tiny_arrays()
     strategy, grid = row(fraction_evaluate=1.0), LocalGrid(tiny_app(), 3)
     messages = list(strategy.configure_train(1, arrays, config, grid))
@@ -616,12 +595,12 @@ def test_configure_train_leaves_the_callers_records_too(row: Row) -> None:
     assert {m.metadata.group_id for m in messages} == {"1"}
 
 
-def test_records_travel_under_the_keys_that_were_asked_for(row: Row) -> None:
-    seen: set[frozenset[str]] = set()
+def test_records_travel_under_the_keys_that_were_asked_for(row):
+    seen = set()
     app = tiny_app()
 
     class Spy(ClientApp):
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             if message.metadata.message_type == "train":
                 seen.add(frozenset(message.content))
             return app(message, context)
@@ -633,7 +612,7 @@ def test_records_travel_under_the_keys_that_were_asked_for(row: Row) -> None:
 # Sampling
 
 
-def sampled(row: Row, **options: Any) -> list[list[int]]:
+def sampled(row, **options):
     """Which partitions are asked to train, or to evaluate, in four rounds."""
     strategy, grid = row(**{"fraction_train": 0.0, **options}), LocalGrid(tiny_app(), 6)
     chosen = []
@@ -646,9 +625,7 @@ def sampled(row: Row, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
-def test_sampling_depends_on_seed_and_round_not_on_node_ids(
-    row: Row, which: str
-) -> None:
+def test_sampling_depends_on_seed_and_round_not_on_node_ids(row, which):
     half = {f"fraction_{which}": 0.5}
     first = sampled(row, **half)
     assert first == sampled(row, **half)
@@ -658,7 +635,7 @@ def test_sampling_depends_on_seed_and_round_not_on_node_ids(
 
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
-def test_the_minimum_is_a_floor_of_the_sample(row: Row, which: str) -> None:
+def test_the_minimum_is_a_floor_of_the_sample(row, which):
     few = {f"fraction_{which}": 0.01, f"min_{which}_nodes": 2}
     assert {len(partitions) for partitions in sampled(row, **few)} == {2}
     everyone = {f"fraction_{which}": 1.0}
@@ -674,16 +651,14 @@ def test_the_minimum_is_a_floor_of_the_sample(row: Row, which: str) -> None:
         ({"timeout": -5}, "timeout must be"),
     ],
 )
-def test_arguments_of_start_are_looked_at(options: dict[str, Any], says: str) -> None:
+def test_arguments_of_start_are_looked_at(options, says):
     with pytest.raises(ConfigurationError, match=says):
         FedFish().start(LocalGrid(tiny_app(), 2), tiny_arrays(), **options)
 
 
-def test_hooks_of_a_subclass_that_start_does_not_call_are_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hooks_of_a_subclass_that_start_does_not_call_are_told(caplog):
     class Own(FedFish):
-        def aggregate_train(self, *args: Any) -> Any:
+        def aggregate_train(self, *args):
             raise AssertionError("nobody calls it")
 
     with caplog.at_level("WARNING", logger="flwr"):
@@ -692,7 +667,7 @@ def test_hooks_of_a_subclass_that_start_does_not_call_are_told(
     assert "configure_train" not in caplog.text
 
 
-def test_start_samples_as_the_hooks_do(row: Row) -> None:
+def test_start_samples_as_the_hooks_do(row):
     app = Watched()
     half = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
     run(row(**half), app, 6)
@@ -701,14 +676,14 @@ def test_start_samples_as_the_hooks_do(row: Row) -> None:
     assert sorted(app.evaluated) == [(1, partition) for partition in evaluated]
 
 
-def test_evaluation_can_be_left_out(row: Row) -> None:
+def test_evaluation_can_be_left_out(row):
     app = Watched()
     result = run(row(fraction_evaluate=0.0), app)
     assert not app.evaluated
     assert not result.evaluate_metrics_clientapp
 
 
-def test_without_training_the_start_is_evaluated_as_with_fedavg(row: Row) -> None:
+def test_without_training_the_start_is_evaluated_as_with_fedavg(row):
     app = Watched()
     mine = run(row(fraction_train=0.0, fraction_evaluate=1.0), app)
     assert not app.trained
@@ -727,23 +702,23 @@ def test_without_training_the_start_is_evaluated_as_with_fedavg(row: Row) -> Non
 class Mute(ClientApp):
     """Nodes that do not tell which partition they hold."""
 
-    def __init__(self, answer: Callable[[Message], Message]) -> None:
+    def __init__(self, answer):
         super().__init__()
         self.app, self.answer = tiny_app(), answer
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         if message.metadata.message_type == "query":
             return self.answer(message)
         return self.app(message, context)
 
 
-def tells(**metrics: Any) -> Callable[[Message], Message]:
+def tells(**metrics):
     version = ConfigRecord({"flwr-fisher": "0.1.0"})
     content = {"metrics": MetricRecord(metrics), "config": version}
     return lambda message: Message(RecordDict(content), reply_to=message)
 
 
-def refuses(message: Message) -> Message:
+def refuses(message):
     raise FileNotFoundError("no data set at the place where one should be")
 
 
@@ -752,9 +727,7 @@ def refuses(message: Message) -> Message:
     [tells(), tells(**{"partition-id": 0.5}), refuses],
     ids=["nothing", "nonsense", "error"],
 )
-def test_nodes_without_a_partition_go_by_their_id(
-    row: Row, answer: Callable[[Message], Message]
-) -> None:
+def test_nodes_without_a_partition_go_by_their_id(row, answer):
     grid = LocalGrid(Mute(answer), 3)
     result = row().start(grid, tiny_arrays())
     assert close(result.arrays, plain(row).arrays, 1e-3)
@@ -762,7 +735,7 @@ def test_nodes_without_a_partition_go_by_their_id(
     assert names == [f"node-{node}" for node in sorted(grid.nodes)]
 
 
-def test_nodes_that_claim_one_partition_are_not_asked(row: Row) -> None:
+def test_nodes_that_claim_one_partition_are_not_asked(row):
     with pytest.raises(RoundError, match="'partition-1' is claimed by more than one"):
         run(row(), Mute(tells(**{"partition-id": 1})), timeout=1)
 
@@ -771,9 +744,7 @@ def test_nodes_that_claim_one_partition_are_not_asked(row: Row) -> None:
 
 
 @pytest.mark.parametrize("asked", [1, 4])
-def test_a_stopped_run_goes_on_bit_for_bit(
-    row: Row, asked: int, tmp_path: Path
-) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(row, asked, tmp_path):
     """Stopped within an exchange, and in the next exchange or round."""
     with pytest.raises(KeyboardInterrupt):
         run(row(), killing_app(asked, 3), num_rounds=2, checkpoint_dir=tmp_path)
@@ -785,7 +756,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert len(again.trained) == 2 * 3 * len(row().exchanges(1)) - asked
 
 
-CHANGED: list[tuple[str, dict[str, Any], str]] = [
+CHANGED = [
     ("fedga", {"beta": 0.5}, "beta: 0.3 -> 0.5"),
     ("fedexp", {"epsilon": 0.5}, "epsilon: 0.001 -> 0.5"),
     ("fedpm", {"damping": 0.1}, "damping: 0.5 -> 0.1"),
@@ -804,12 +775,8 @@ CHANGED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "options", "change"), CHANGED)
 def test_another_runs_options_are_refused_by_name(
-    name: str,
-    options: dict[str, Any],
-    change: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, options, change, tmp_path, monkeypatch
+):
     row, app = of_name(name, monkeypatch), Watched()
     run(row(), checkpoint_dir=tmp_path)
     again = row(**options)
@@ -821,9 +788,9 @@ def test_another_runs_options_are_refused_by_name(
 # Other loops than `start`
 
 
-def test_the_hooks_do_by_hand_what_start_does(row: Row) -> None:
+def test_the_hooks_do_by_hand_what_start_does(row):
     strategy, grid = row(), LocalGrid(tiny_app(), 3)
-    arrays: ArrayRecord | None = tiny_arrays()
+    arrays = tiny_arrays()
     expected = plain(row, num_rounds=2)
     for server_round in (1, 2):
         assert arrays is not None
@@ -834,7 +801,7 @@ def test_the_hooks_do_by_hand_what_start_does(row: Row) -> None:
     assert same_bits(arrays, expected.arrays)
 
 
-def test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum(row: Row) -> None:
+def test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum(row):
     app = Watched(tiny_app(), {2: drop_array("3.bias")})
     for minimum in (2, 3):
         strategy, grid = row(min_train_nodes=minimum), LocalGrid(app, 3)
@@ -848,8 +815,8 @@ def test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum(row: Row) -
             assert same_bits(arrays, plain(row, 0, 1).arrays)
 
 
-def test_flowers_own_loop_gives_the_same(row: Row) -> None:
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+def test_flowers_own_loop_gives_the_same(row):
+    def evaluate(server_round, arrays):
         return MetricRecord({"sum": float(arrays["0.weight"].numpy().sum())})
 
     config = ConfigRecord({"lr": 0.05})
@@ -876,7 +843,7 @@ def test_flowers_own_loop_gives_the_same(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedga", "giant", "done"])
-def test_flowers_hooks_refuse_two_exchanges(name: str) -> None:
+def test_flowers_hooks_refuse_two_exchanges(name):
     strategy, grid = STRATEGIES[name](), LocalGrid(tiny_app(), 3)
     for hook in (
         lambda: strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid),
@@ -886,10 +853,10 @@ def test_flowers_hooks_refuse_two_exchanges(name: str) -> None:
             hook()
 
 
-def test_metrics_can_be_aggregated_in_the_users_way(row: Row) -> None:
-    heard: list[tuple[int, str]] = []
+def test_metrics_can_be_aggregated_in_the_users_way(row):
+    heard = []
 
-    def mine(contents: list[RecordDict], key: str) -> MetricRecord:
+    def mine(contents, key):
         heard.append((len(contents), key))
         return MetricRecord({"mine": 1.0})
 
@@ -898,7 +865,7 @@ def test_metrics_can_be_aggregated_in_the_users_way(row: Row) -> None:
     assert result.train_metrics_clientapp[1]["mine"] == 1.0
 
 
-def test_the_result_has_uploads_and_weighted_metrics(row: Row) -> None:
+def test_the_result_has_uploads_and_weighted_metrics(row):
     result = plain(row, num_rounds=2)
     assert [upload.num_examples for upload in result.uploads] == [8, 10, 12]
     losses = [float(upload.metrics["train_loss"]) for upload in result.uploads]
@@ -910,7 +877,7 @@ def test_the_result_has_uploads_and_weighted_metrics(row: Row) -> None:
     assert result.details is not None
 
 
-def test_no_rounds_return_the_start(row: Row) -> None:
+def test_no_rounds_return_the_start(row):
     result = run(row(), num_rounds=0)
     assert same_bits(result.arrays, tiny_arrays())
 
@@ -926,7 +893,7 @@ WRONG_BASE = {
     "min_available_nodes": (0,),
 }
 INF = float("inf")
-WRONG: dict[type[Any], dict[str, tuple[Any, ...]]] = {
+WRONG = {
     MergeOptions: {
         "anchor": (-1e-9, NAN),
         "shrink": (-0.1, 1.5),
@@ -970,9 +937,7 @@ WRONG: dict[type[Any], dict[str, tuple[Any, ...]]] = {
         for value in values
     ],
 )
-def test_a_strategys_own_arguments_out_of_range_are_named(
-    kind: type[Any], name: str, value: Any
-) -> None:
+def test_a_strategys_own_arguments_out_of_range_are_named(kind, name, value):
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
         kind(**{name: value})
 
@@ -980,7 +945,7 @@ def test_a_strategys_own_arguments_out_of_range_are_named(
 @pytest.mark.parametrize(
     ("name", "value"), [(k, v) for k, values in WRONG_BASE.items() for v in values]
 )
-def test_arguments_out_of_range_are_named(row: Row, name: str, value: float) -> None:
+def test_arguments_out_of_range_are_named(row, name, value):
     with pytest.raises(ConfigurationError, match=f"^{name} must be"):
         row(**{name: value})
 
@@ -993,7 +958,7 @@ def test_arguments_out_of_range_are_named(row: Row, name: str, value: float) -> 
         ("expectation", "exact"),
     ],
 )
-def test_unknown_names_list_the_known(name: str, known: str) -> None:
+def test_unknown_names_list_the_known(name, known):
     text = f"^unknown {name} 'nope'; known: {known}"
     with pytest.raises(UnknownNameError, match=text):
         fedfisher_with(**{name: "nope"})
@@ -1006,26 +971,24 @@ def test_unknown_names_list_the_known(name: str, known: str) -> None:
         ({"score": lambda params: 0.0}, "score is for solver='adam', not 'pcg'"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused_early(
-    arguments: dict[str, Any], text: str
-) -> None:
+def test_arguments_that_do_not_go_together_are_refused_early(arguments, text):
     with pytest.raises(ConfigurationError, match=re.escape(text)):
         FedFisherOneShot(**arguments)
 
 
-def test_an_argument_that_does_not_exist_is_a_type_error(row: Row) -> None:
+def test_an_argument_that_does_not_exist_is_a_type_error(row):
     with pytest.raises(TypeError, match="fraction_trian"):
         row(fraction_trian=0.5)
 
 
-def test_an_odd_evaluation_costs_a_warning_and_not_the_round(row: Row, caplog) -> None:
+def test_an_odd_evaluation_costs_a_warning_and_not_the_round(row, caplog):
     plain_app = tiny_app()
     odd = ClientApp()
     odd.train()(plain_app)
     odd.query()(plain_app)
 
     @odd.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
+    def evaluate(message, context):
         reply = plain_app(message, context)
         if context.node_config["partition-id"] == 1:
             metrics = next(iter(reply.content.metric_records.values()))
@@ -1038,7 +1001,7 @@ def test_an_odd_evaluation_costs_a_warning_and_not_the_round(row: Row, caplog) -
     assert "left out" not in caplog.text
 
 
-BAD_EVALUATIONS: dict[str, tuple[dict[str, Any], str]] = {
+BAD_EVALUATIONS = {
     "negative weight": ({"num-examples": -192}, "'num-examples': the weight must be"),
     "a list as loss": ({"loss": [1.0, 2.0]}, "it reports no 'loss'"),
     "NaN": ({"loss": NAN}, "it reports a 'loss' that is NaN or infinite"),
@@ -1050,7 +1013,7 @@ BAD_EVALUATIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_EVALUATIONS)
-def test_a_bad_evaluation_is_left_out_by_name(case: str, caplog) -> None:
+def test_a_bad_evaluation_is_left_out_by_name(case, caplog):
     row = STRATEGIES["fedfisher-kfac"]
     entries, reason = BAD_EVALUATIONS[case]
     plain_app = tiny_app()
@@ -1059,7 +1022,7 @@ def test_a_bad_evaluation_is_left_out_by_name(case: str, caplog) -> None:
     odd.query()(plain_app)
 
     @odd.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
+    def evaluate(message, context):
         reply = plain_app(message, context)
         if context.node_config["partition-id"] == 3:
             next(iter(reply.content.metric_records.values())).update(entries)
@@ -1077,5 +1040,5 @@ def test_a_bad_evaluation_is_left_out_by_name(case: str, caplog) -> None:
     assert reason in said
 
 
-def evaluations(row: Row) -> dict[int, MetricRecord]:
+def evaluations(row):
     return run(row(fraction_evaluate=1.0)).evaluate_metrics_clientapp

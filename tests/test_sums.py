@@ -3,10 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +58,6 @@ from torch import Tensor, nn
 from virtual import (
     FEATURES,
     LIFTED,
-    Tamper,
     Watched,
     ask,
     change_array,
@@ -104,7 +100,7 @@ from flwr_fisher.merge import (
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot
 from flwr_fisher.server.identity import Identity
-from flwr_fisher.strategies import FedFisherOneShot, Policy
+from flwr_fisher.strategies import Policy
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import LOSSLESS, Additive, Codec, arrays_to_tensors
@@ -126,7 +122,7 @@ FEW = {solver: SHORT if solver in ("adam", "gd") else {} for solver in SOLVERS}
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
 
 
-def assert_within(got: Named, want: Named, tolerance: float = 1e-5) -> None:
+def assert_within(got, want, tolerance=1e-5):
     """Relative to each tensor's largest entry, or to 1."""
     assert list(got) == list(want)
     for key, value in want.items():
@@ -138,11 +134,11 @@ def assert_within(got: Named, want: Named, tolerance: float = 1e-5) -> None:
 # The algebra
 
 
-def sums_of(clients: Posteriors) -> DiagonalSums:
+def sums_of(clients):
     return add_sums([DiagonalSums.of(client) for client in clients])
 
 
-def by_hand(theta: float, f: float, n: int, count: int) -> LocalPosterior:
+def by_hand(theta, f, n, count):
     params = {
         "w": torch.tensor([theta]),
         "mean": torch.tensor([theta]),
@@ -151,7 +147,7 @@ def by_hand(theta: float, f: float, n: int, count: int) -> LocalPosterior:
     return LocalPosterior(params, Diagonal({"w": torch.tensor([f])}), n)
 
 
-def test_two_clients_by_hand() -> None:
+def test_two_clients_by_hand():
     sums = sums_of([by_hand(1.0, 2.0, 3, 5), by_hand(5.0, 4.0, 1, 8)])
     assert sums.num_examples == 4
     assert sums.params["w"].tolist() == [3 * 1 + 1 * 5]
@@ -168,7 +164,7 @@ def test_two_clients_by_hand() -> None:
     assert anchored.shares == []
 
 
-def trained(model: nn.Module, n: int) -> LocalPosterior:
+def trained(model, n):
     """A client whose model is some steps away from the start."""
     dtype = next(model.parameters()).dtype
     generator = torch.Generator().manual_seed(n)
@@ -183,7 +179,7 @@ def trained(model: nn.Module, n: int) -> LocalPosterior:
     return LocalPosterior(params, fisher(model, [x], structure="diagonal"), n)
 
 
-def each_trained(make: Callable[[], nn.Module]) -> Posteriors:
+def each_trained(make):
     clients = []
     for n in (4, 9, 30):
         with torch.random.fork_rng(devices=[]):
@@ -192,9 +188,7 @@ def each_trained(make: Callable[[], nn.Module]) -> Posteriors:
     return clients
 
 
-def drawn(
-    count: int = 4, scale: float = 1.0, sizes: tuple[int, ...] = (1, 20, 3, 50)
-) -> Posteriors:
+def drawn(count=4, scale=1.0, sizes=(1, 20, 3, 50)):
     """Clients with Fishers over ten decades and weights over six."""
     clients = []
     for i in range(count):
@@ -211,7 +205,7 @@ def drawn(
     return clients
 
 
-def with_zeros() -> Posteriors:
+def with_zeros():
     """Entries of which one client knows anything, or none."""
     clients = drawn()
     for index, client in enumerate(clients):
@@ -222,15 +216,15 @@ def with_zeros() -> Posteriors:
     return clients
 
 
-def with_other_dtypes() -> Posteriors:
+def with_other_dtypes():
     flags = {"flag": torch.tensor(True), "steps": torch.tensor(7, dtype=torch.int32)}
     return [replace(c, params=flags | c.params) for c in drawn()]
 
 
-def in_children() -> Posteriors:
+def in_children():
     """The same diagonals, as blocks."""
 
-    def split(client: LocalPosterior) -> LocalPosterior:
+    def split(client):
         parts = [Diagonal({k: v}) for k, v in client.curvature.diagonal().items()]
         return replace(
             client, curvature=BlockDiagonal([BlockDiagonal(parts[:1]), parts[1]])
@@ -239,14 +233,14 @@ def in_children() -> Posteriors:
     return [split(client) for client in drawn()]
 
 
-def partly_covered() -> Posteriors:
+def partly_covered():
     return [
         replace(c, curvature=Diagonal({"w": c.curvature.diagonal()["w"]}))
         for c in drawn()
     ]
 
 
-CASES: dict[str, Callable[[], Posteriors]] = {
+CASES = {
     "linear": lambda: each_trained(lambda: nn.Linear(FEATURES, 2)),
     "batch norm": lambda: each_trained(tiny_model),
     "double": lambda: each_trained(lambda: nn.Linear(FEATURES, 2).double()),
@@ -275,7 +269,7 @@ CASES: dict[str, Callable[[], Posteriors]] = {
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_sums_give_the_model_of_the_parts(case: str, options: dict[str, Any]) -> None:
+def test_sums_give_the_model_of_the_parts(case, options):
     if case == "large Fishers" and options["solver"] == "adam":
         pytest.skip("magnifies rounding: the next test")
     clients = CASES[case]()
@@ -285,7 +279,7 @@ def test_sums_give_the_model_of_the_parts(case: str, options: dict[str, Any]) ->
     assert len(sums.residuals) == sums.iterations + 1
 
 
-def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts() -> None:
+def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts():
     clients = CASES["large Fishers"]()
     nudged = [
         replace(c, params={k: v * (1 + 2e-7) for k, v in c.params.items()})
@@ -294,7 +288,7 @@ def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts() -> Non
     first, second = (fedfisher(c, solver="adam").params for c in (clients, nudged))
     sums = fedfisher_from_sums(sums_of(clients), solver="adam").params
 
-    def apart(other: Named) -> float:
+    def apart(other):
         return max(float((other[k] - v).abs().max()) for k, v in first.items())
 
     assert apart(second) > 1e-4
@@ -302,13 +296,13 @@ def test_adam_magnifies_the_rounding_of_sums_no_more_than_that_of_parts() -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_mean_of_the_sums_is_fedavgs(case: str) -> None:
+def test_the_mean_of_the_sums_is_fedavgs(case):
     clients = CASES[case]()
     mean = sums_of(clients).mean(clients[0].params)
     assert_within(mean, fedavg(clients), 1e-6)
 
 
-def test_cg_does_not_depend_on_its_iterations_where_it_divides() -> None:
+def test_cg_does_not_depend_on_its_iterations_where_it_divides():
     sums = sums_of(drawn())
     few, many = (fedfisher_from_sums(sums, iterations=i) for i in (1, 500))
     assert all(torch.equal(few.params[k], v) for k, v in many.params.items())
@@ -316,7 +310,7 @@ def test_cg_does_not_depend_on_its_iterations_where_it_divides() -> None:
     assert few.residuals[-1] < 1e-6
 
 
-def test_sums_of_sums_are_sums() -> None:
+def test_sums_of_sums_are_sums():
     parts = [DiagonalSums.of(client) for client in drawn(5)]
     whole = add_sums(parts)
     nested = add_sums([add_sums(parts[:2]), add_sums(parts[2:])])
@@ -325,10 +319,10 @@ def test_sums_of_sums_are_sums() -> None:
         assert_within(getattr(nested, field), getattr(whole, field), 1e-6)
 
 
-def test_a_score_chooses_among_adams_steps() -> None:
+def test_a_score_chooses_among_adams_steps():
     clients, seen = drawn(), []
 
-    def score(params: Named) -> float:
+    def score(params):
         seen.append(params)
         return -len(seen)
 
@@ -350,7 +344,7 @@ def test_a_score_chooses_among_adams_steps() -> None:
     ],
     ids=["kfac", "lazy sum"],
 )
-def test_only_diagonals_can_be_summed(make: Callable[[], LocalPosterior]) -> None:
+def test_only_diagonals_can_be_summed(make):
     with pytest.raises(StructureError, match="only diagonals can be summed"):
         DiagonalSums.of(make())
 
@@ -359,22 +353,22 @@ def test_only_diagonals_can_be_summed(make: Callable[[], LocalPosterior]) -> Non
     ("name", "value"),
     [("robust", 1.0), ("max_share", 0.5), ("trust", 0.75), ("outlier", 1.5)],
 )
-def test_weights_and_distances_need_single_clients(name: str, value: float) -> None:
+def test_weights_and_distances_need_single_clients(name, value):
     with pytest.raises(ConfigurationError, match=rf"^{name} must be .* got {value}"):
         fedfisher_from_sums(sums_of(drawn()), **{name: value})
 
 
 @pytest.mark.parametrize("balance", [1.0, 0.5, -1.0, NAN])
-def test_balance_needs_more_than_sums(balance: float) -> None:
+def test_balance_needs_more_than_sums(balance):
     with pytest.raises(
         ConfigurationError, match=r"^balance must be 0 where the server"
     ):
         fedfisher_from_sums(sums_of(drawn()), balance=balance)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     one, two = (DiagonalSums.of(client) for client in drawn(2))
-    nothing: dict[str, Named] = {"fisher": {}, "fisher_params": {}}
+    nothing = {"fisher": {}, "fisher_params": {}}
     with pytest.raises(ParamsError, match="no sums"):
         add_sums([])
     with pytest.raises(ParamsError, match=r"client 1 lacks the keys \['b'\]"):
@@ -403,7 +397,7 @@ def test_what_does_not_fit_is_refused() -> None:
 READ = Additive.reader(*SUMMED)
 
 
-def tiny_upload() -> Additive:
+def tiny_upload():
     sums = DiagonalSums.of(replace(each_trained(tiny_model)[0], num_examples=1))
     parts = sums.params, sums.fisher, sums.fisher_params
     return Additive.of(dict(zip(SUMMED, parts, strict=True)))
@@ -412,14 +406,14 @@ def tiny_upload() -> Additive:
 LIKE = arrays_to_tensors(tiny_arrays())
 
 
-def travelled(record: ArrayRecord) -> ArrayRecord:
+def travelled(record):
     """Serialise a record as Flower does."""
     proto = recorddict_to_proto(RecordDict({"arrays": record}))
     (arrived,) = recorddict_from_proto(proto).array_records.values()
     return arrived
 
 
-def test_an_upload_comes_back_bit_for_bit_in_any_order() -> None:
+def test_an_upload_comes_back_bit_for_bit_in_any_order():
     sent = tiny_upload()
     record = travelled(sent.to_arrays())
     shuffled = ArrayRecord({key: record[key] for key in reversed(list(record))})
@@ -429,7 +423,7 @@ def test_an_upload_comes_back_bit_for_bit_in_any_order() -> None:
         assert same_bits(got.to_arrays(), sent.to_arrays())
 
 
-def test_a_client_uploads_its_contribution() -> None:
+def test_a_client_uploads_its_contribution():
     asked = {"structure": "diagonal", "seed": 3}
     parts = tensors_of(ask(tiny_client(1), config=asked))
     own = tensors_of(ask(tiny_client(1), config=asked | {"job": "diagonal-sums"}))
@@ -464,18 +458,16 @@ def test_a_client_uploads_its_contribution() -> None:
         ),
     ],
 )
-def test_a_client_refuses_before_training_what_it_cannot_upload(
-    config: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    def train_fn(*_: Any) -> dict[str, float]:
+def test_a_client_refuses_before_training_what_it_cannot_upload(config, error, text):
+    def train_fn(*_):
         raise AssertionError("it trained")
 
     with pytest.raises(error, match=text):
         ask(tiny_client(train_fn=train_fn), config={"job": "diagonal-sums"} | config)
 
 
-def with_entry(value: float) -> Callable[[Any], Any]:
-    def change(array: Any) -> Any:
+def with_entry(value):
+    def change(array):
         changed = array.copy()
         changed.flat[0] = value
         return changed
@@ -483,7 +475,7 @@ def with_entry(value: float) -> Callable[[Any], Any]:
     return change
 
 
-def cut_short(content: RecordDict) -> None:
+def cut_short(content):
     record = content.array_records["arrays"]
     array = record["fisher/3.weight"]
     record["fisher/3.weight"] = Array(
@@ -491,8 +483,8 @@ def cut_short(content: RecordDict) -> None:
     )
 
 
-def drop_all(prefix: str) -> Tamper:
-    def tamper(content: RecordDict) -> None:
+def drop_all(prefix):
+    def tamper(content):
         record = content.array_records["arrays"]
         for key in [k for k in record if k.startswith(prefix)]:
             del record[key]
@@ -500,15 +492,15 @@ def drop_all(prefix: str) -> Tamper:
     return tamper
 
 
-def together(*tampers: Tamper) -> Tamper:
-    def tamper(content: RecordDict) -> None:
+def together(*tampers):
+    def tamper(content):
         for one in tampers:
             one(content)
 
     return tamper
 
 
-def as_parts(content: RecordDict) -> None:
+def as_parts(content):
     """Reply as a client does that has never heard of sums."""
     reply = ask(tiny_client(2), config={"structure": "diagonal"})
     content["arrays"] = reply.content["arrays"]
@@ -516,7 +508,7 @@ def as_parts(content: RecordDict) -> None:
 
 PARAM, F, FT = "", "fisher/", "fisher-params/"
 COUNTER = f"{PARAM}1.num_batches_tracked"
-BAD: dict[str, tuple[Tamper, str, str]] = {
+BAD = {
     "missing parameter": (drop_array(f"{PARAM}3.bias"), f"{PARAM}3.bias", "missing"),
     "missing buffer": (
         drop_array(f"{PARAM}1.running_var"),
@@ -590,19 +582,19 @@ BAD: dict[str, tuple[Tamper, str, str]] = {
 }
 
 
-def sums(**options: Any) -> FedFisherOneShot:
+def sums(**options):
     return fedfisher_with(**{"fraction_evaluate": 0.0, **SUMS, **options})
 
 
 @pytest.fixture(scope="module")
-def without_2() -> ArrayRecord:
+def without_2():
     return run(sums(), tiny_app([0, 1, 3])).arrays
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_upload_is_left_out_by_name_and_the_round_goes_on(
-    case: str, without_2: ArrayRecord, caplog: pytest.LogCaptureFixture
-) -> None:
+    case, without_2, caplog
+):
     tamper, field, reason = BAD[case]
     grid = LocalGrid(Watched(tiny_app(), {2: tamper}), 4)
     result = sums().start(grid, tiny_arrays())
@@ -614,9 +606,7 @@ def test_a_bad_upload_is_left_out_by_name_and_the_round_goes_on(
     assert reason in said
 
 
-def test_all_bad_uploads_at_once_spoil_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_all_bad_uploads_at_once_spoil_nothing(caplog):
     tampers = [tamper for tamper, _, _ in BAD.values()]
     app = Watched(tiny_app([0, 1, 2, *[2] * len(tampers)]), dict(enumerate(tampers, 3)))
     result = run(sums(), app, 3 + len(tampers))
@@ -626,7 +616,7 @@ def test_all_bad_uploads_at_once_spoil_nothing(
     assert all(f"partition-{3 + i}" in said for i in range(len(tampers)))
 
 
-def test_too_few_usable_uploads_end_the_round_with_every_reason() -> None:
+def test_too_few_usable_uploads_end_the_round_with_every_reason():
     app = Watched(tiny_app(), {0: fail, 1: drop_array(f"{PARAM}3.bias")})
     with pytest.raises(RoundError, match="1 usable replies") as caught:
         run(sums(), app)
@@ -634,7 +624,7 @@ def test_too_few_usable_uploads_end_the_round_with_every_reason() -> None:
     assert f"'{PARAM}3.bias': missing" in str(caught.value)
 
 
-def test_any_bytes_are_read_or_refused() -> None:
+def test_any_bytes_are_read_or_refused():
     record = tiny_upload().to_arrays()
     random, refused = np.random.default_rng(0), 0
     for _ in range(400):
@@ -655,16 +645,14 @@ def test_any_bytes_are_read_or_refused() -> None:
 
 
 @pytest.fixture
-def row() -> Row:
+def row():
     """What the contract's tests are run with."""
     return Row(fedfisher_with, SUMS)
 
 
 @every_solver
 @pytest.mark.parametrize("holdings", [(0, 1, 2), (0, 30), (4, 4, 4)])
-def test_a_round_gives_the_model_of_the_parts(
-    solver: str, holdings: tuple[int, ...]
-) -> None:
+def test_a_round_gives_the_model_of_the_parts(solver, holdings):
     results = [
         run(
             fedfisher_with(
@@ -687,7 +675,7 @@ def test_a_round_gives_the_model_of_the_parts(
     assert results[1].details.shares == []
 
 
-def test_several_rounds_follow_the_parts() -> None:
+def test_several_rounds_follow_the_parts():
     parts, sums = (
         run(
             fedfisher_with(fraction_evaluate=0.0, policy=LIFTED, **options),
@@ -699,7 +687,7 @@ def test_several_rounds_follow_the_parts() -> None:
     assert close(sums.arrays, parts.arrays, 1e-4)
 
 
-def test_the_defaults_give_the_model_of_parts_without_clients_weights() -> None:
+def test_the_defaults_give_the_model_of_parts_without_clients_weights():
     strategy = sums()
     assert strategy.merge.balance == strategy.merge.robust == 0
     assert strategy.merge.anchor == 0.1
@@ -707,14 +695,14 @@ def test_the_defaults_give_the_model_of_parts_without_clients_weights() -> None:
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-def test_identical_clients_get_their_model_up_to_rounding(clients: int) -> None:
+def test_identical_clients_get_their_model_up_to_rounding(clients):
     few = {"min_train_nodes": 1, "min_available_nodes": 1}
     result = run(sums(**few), tiny_app([1] * clients), clients)
     alone = tensors_of(ask(tiny_client(1)))
     assert_within(arrays_to_tensors(result.arrays), alone, 1e-6)
 
 
-def test_clients_count_by_their_examples() -> None:
+def test_clients_count_by_their_examples():
     result = run(sums(), tiny_app([0, 20]), 2)
     small, large = (tensors_of(ask(tiny_client(i))) for i in (0, 20))
     merged = arrays_to_tensors(result.arrays)["1.running_mean"]
@@ -722,7 +710,7 @@ def test_clients_count_by_their_examples() -> None:
     torch.testing.assert_close(merged, mean)
 
 
-def test_clients_are_asked_for_sums_and_only_then() -> None:
+def test_clients_are_asked_for_sums_and_only_then():
     for strategy, asked in (
         (sums(), "diagonal-sums"),
         (fedfisher_with(**PARTS), None),
@@ -734,7 +722,7 @@ def test_clients_are_asked_for_sums_and_only_then() -> None:
         assert {c["codec"] for c in trained} == {"lossless"}
 
 
-def test_uploads_are_added_as_they_come_in_any_order() -> None:
+def test_uploads_are_added_as_they_come_in_any_order():
     """Where no policy weighs them against each other: the same bits, and none kept."""
     plain = run(sums(policy=LIFTED))
     held = run(sums(policy=Policy(max_share=1, max_distance=1e9)))
@@ -757,16 +745,14 @@ def test_uploads_are_added_as_they_come_in_any_order() -> None:
         ({"structure": "kfac", "solver": "closed-form"}, "needs structure='diagonal'"),
     ],
 )
-def test_what_sums_cannot_do_is_refused_at_construction(
-    options: dict[str, Any], text: str
-) -> None:
+def test_what_sums_cannot_do_is_refused_at_construction(options, text):
     with pytest.raises(ConfigurationError, match=re.escape(text)):
         sums(**options)
 
 
 @pytest.mark.parametrize("codec", ["auto", "lossless"])
 @pytest.mark.parametrize("balance", [None, 0, 0.0])
-def test_what_sums_can_do_is_not(codec: str, balance: float | None) -> None:
+def test_what_sums_can_do_is_not(codec, balance):
     same = sums(codec=codec, balance=balance).options()
     assert same == sums().options()
     assert same["aggregate"] == "sums"
@@ -776,20 +762,16 @@ def test_what_sums_can_do_is_not(codec: str, balance: float | None) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted() -> Any:
+def uninterrupted():
     return start(**SUMS)
 
 
-def test_checkpoints_do_not_change_the_result(
-    tmp_path: Path, uninterrupted: Any
-) -> None:
+def test_checkpoints_do_not_change_the_result(tmp_path, uninterrupted):
     assert_same_result(start(where=tmp_path, **SUMS), uninterrupted)
 
 
 @pytest.mark.parametrize("asked", [3, CLIENTS, 11])
-def test_killed_while_uploads_arrive(
-    tmp_path: Path, uninterrupted: Any, asked: int
-) -> None:
+def test_killed_while_uploads_arrive(tmp_path, uninterrupted, asked):
     app = killing_app(asked)
     with pytest.raises(KeyboardInterrupt):
         start(app, tmp_path, **SUMS)
@@ -798,7 +780,7 @@ def test_killed_while_uploads_arrive(
     assert sorted(again.trained + app.trained[:-1]) == ALL
 
 
-def test_a_kept_upload_is_checked_again(tmp_path: Path) -> None:
+def test_a_kept_upload_is_checked_again(tmp_path):
     app = Watched(tamper=dict.fromkeys((1, 2, 3), fail))
     with pytest.raises(RoundError):
         start(app, tmp_path, **SUMS)
@@ -810,7 +792,7 @@ def test_a_kept_upload_is_checked_again(tmp_path: Path) -> None:
     assert list(opened(tmp_path).exchange(1, 1).all_set_aside) == ["partition-0"]
 
 
-def test_a_run_with_parts_is_not_continued_with_sums(tmp_path: Path) -> None:
+def test_a_run_with_parts_is_not_continued_with_sums(tmp_path):
     start(where=tmp_path, num_rounds=1, **PARTS)
     with pytest.raises(CheckpointError) as caught:
         start(where=tmp_path, resume=True, **SUMS)
@@ -820,13 +802,13 @@ def test_a_run_with_parts_is_not_continued_with_sums(tmp_path: Path) -> None:
 # The report
 
 
-def test_the_report_leaves_out_what_the_server_cannot_know(tmp_path: Path) -> None:
+def test_the_report_leaves_out_what_the_server_cannot_know(tmp_path):
     task = load_task(
         dataset="digits", model="mlp", partition="dirichlet-client", alpha=0.5,
         num_partitions=3, seed=0,
     )  # fmt: skip
 
-    def client_fn(context: Any) -> FisherClient:
+    def client_fn(context):
         loader = task.train_loader(context.node_config["partition-id"], 32)
         train = LocalSGD(epochs=1, lr=0.05)
         return FisherClient(task.make_model(), loader, train_fn=train, device="cpu")

@@ -6,12 +6,10 @@ import re
 import weakref
 from functools import partial
 from math import inf
-from pathlib import Path
-from typing import Any
 
 import pytest
-from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from clocked import Behaviour, ClockedGrid, clock, options_of
+from flwr.app import ConfigRecord
 from virtual import Watched, opened, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
@@ -34,7 +32,7 @@ HANGS = Behaviour(seconds=lambda times: inf)
 LATE = Behaviour(seconds=lambda times: 30.0)
 
 
-def start(grid: Any, *, make: Any = FedFisherOneShot, **options: Any) -> Any:
+def start(grid, *, make=FedFisherOneShot, **options):
     own = ("num_rounds", "timeout", "checkpoint_dir", "resume", "evaluate_fn")
     run = {k: options.pop(k) for k in own if k in options}
     return make(**options_of(**options)).start(grid, tiny_arrays(), **run)
@@ -51,9 +49,7 @@ MIXED = {
 }
 
 
-def test_twenty_rounds_end_at_enough(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_twenty_rounds_end_at_enough(clock, caplog):
     caplog.set_level(logging.INFO, "flwr")
     app = Watched(tiny_app())
     grid = ClockedGrid(app, MIXED, clock, 6)
@@ -72,9 +68,7 @@ def test_twenty_rounds_end_at_enough(
     assert any(p == 5 for _, p in app.trained)
 
 
-def test_twenty_rounds_end_at_the_deadline(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_twenty_rounds_end_at_the_deadline(clock, caplog):
     grid = ClockedGrid(tiny_app(), MIXED, clock, 6)
     result = start(grid, num_rounds=20, timeout=20)
     rounds = list(result.train_metrics_clientapp.values())
@@ -97,17 +91,12 @@ def test_twenty_rounds_end_at_the_deadline(
     ids=["hangs", "enough", "of no use"],
 )
 def test_a_hanging_client_costs_evaluation_nothing_more(
-    clock: FullClock,
-    behaviour: Behaviour,
-    share: float,
-    lies: bool,
-    evaluate: list[int],
-    seconds: float,
-) -> None:
+    clock, behaviour, share, lies, evaluate, seconds
+):
     """It ends at enough, of those that are of use."""
 
     class Liar(Watched):
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             reply = super().__call__(message, context)
             liar = lies and context.node_config["partition-id"] == 2
             if liar and message.metadata.message_type == "evaluate":
@@ -124,9 +113,7 @@ def test_a_hanging_client_costs_evaluation_nothing_more(
     assert result.evaluate_metrics_clientapp[1]
 
 
-def test_evaluation_without_clients_costs_the_run_nothing(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_evaluation_without_clients_costs_the_run_nothing(clock, caplog):
     gone = Behaviour(connected=lambda now: now < 1)
     grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), gone), clock, 3)
     result = FedFisherOneShot().start(grid, tiny_arrays(), timeout=3600)
@@ -135,7 +122,7 @@ def test_evaluation_without_clients_costs_the_run_nothing(
     assert clock.now < 70
 
 
-def test_a_silent_node_delays_the_start_by_seconds(clock: FullClock) -> None:
+def test_a_silent_node_delays_the_start_by_seconds(clock):
     app = Watched(tiny_app())
     grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
     result = start(grid, timeout=3600)
@@ -143,17 +130,13 @@ def test_a_silent_node_delays_the_start_by_seconds(clock: FullClock) -> None:
     assert clock.now < 15
 
 
-def test_a_node_that_starts_again_is_waited_for_where_it_is_wanted(
-    clock: FullClock,
-) -> None:
+def test_a_node_that_starts_again_is_waited_for_where_it_is_wanted(clock):
     grid = ClockedGrid(tiny_app(), {1: Behaviour(answers=100.0)}, clock, 4)
     result = start(grid, timeout=3600, min_available_nodes=4)
     assert result.train_metrics_clientapp[1]["num-replies"] == 4
 
 
-def test_a_node_that_never_answers_is_named_and_waited_for_once(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_never_answers_is_named_and_waited_for_once(clock, caplog):
     app = Watched(tiny_app())
     grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
     result = start(grid, num_rounds=5, timeout=3600, min_available_nodes=4)
@@ -163,7 +146,7 @@ def test_a_node_that_never_answers_is_named_and_waited_for_once(
     assert caplog.text.count(f"no answer has come yet: node-{silent}") == 1
 
 
-def test_who_connects_later_never_holds_up_a_round(clock: FullClock) -> None:
+def test_who_connects_later_never_holds_up_a_round(clock):
     comes = Behaviour(answers=500.0, connected=lambda now: now > 5)
     app = Watched(tiny_app())
     grid = ClockedGrid(app, {3: comes}, clock, 4)
@@ -172,7 +155,7 @@ def test_who_connects_later_never_holds_up_a_round(clock: FullClock) -> None:
     assert all(p != 3 for _, p in app.trained)
 
 
-def test_nobody_who_answers_is_named(clock: FullClock, caplog) -> None:
+def test_nobody_who_answers_is_named(clock, caplog):
     caplog.set_level("INFO", logger="flwr")
     dumb = Behaviour(answers=inf)
     grid = ClockedGrid(tiny_app(), dict.fromkeys(range(2), dumb), clock, 2)
@@ -183,13 +166,13 @@ def test_nobody_who_answers_is_named(clock: FullClock, caplog) -> None:
     assert re.search(waits, caplog.text.replace("\n", " "))
 
 
-def test_messages_die_with_their_round(clock: FullClock) -> None:
+def test_messages_die_with_their_round(clock):
     grid = ClockedGrid(tiny_app(), {}, clock, 3)
     start(grid, num_rounds=2, timeout=77)
     assert grid.lifetimes == [77] * 6
 
 
-def test_over_selection_asks_more_than_it_waits_for(clock: FullClock) -> None:
+def test_over_selection_asks_more_than_it_waits_for(clock):
     slow = {p: Behaviour(seconds=lambda times: 1000.0) for p in (0, 7)}
     grid = ClockedGrid(tiny_app(), slow, clock, 10)
     waiting = Waiting(over_selection=0.5)
@@ -202,7 +185,7 @@ def test_over_selection_asks_more_than_it_waits_for(clock: FullClock) -> None:
     assert clock.now < 100
 
 
-def test_a_strategy_runs_on_one_grid_after_another(clock: FullClock) -> None:
+def test_a_strategy_runs_on_one_grid_after_another(clock):
     """Nobody of the second grid is known, and all are waited for."""
     strategy = FedFisherOneShot(**options_of())
     for _ in range(2):
@@ -212,11 +195,11 @@ def test_a_strategy_runs_on_one_grid_after_another(clock: FullClock) -> None:
         assert len(result.uploads) == 4
 
 
-def test_an_answer_that_was_lost_is_asked_for_again(clock: FullClock) -> None:
+def test_an_answer_that_was_lost_is_asked_for_again(clock):
     lost = Behaviour(answers=inf)
     grid = ClockedGrid(tiny_app(), {3: lost}, clock, 4)
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> None:
+    def evaluate(server_round, arrays):
         if server_round:
             clock.now += 400
             lost.answers = 0.1  # of the next question
@@ -229,16 +212,14 @@ def test_an_answer_that_was_lost_is_asked_for_again(clock: FullClock) -> None:
 @pytest.mark.parametrize(
     "waiting", [Waiting(enough_replies=1), Waiting(enough_fraction=0.1)]
 )
-def test_enough_is_never_less_than_a_round_needs(
-    clock: FullClock, waiting: Waiting
-) -> None:
+def test_enough_is_never_less_than_a_round_needs(clock, waiting):
     slow = {p: Behaviour(seconds=lambda times: 10.0) for p in (1, 2, 3)}
     grid = ClockedGrid(tiny_app(), slow, clock, 4)
     result = start(grid, timeout=100, waiting=waiting, min_train_nodes=3)
     assert len(result.uploads) >= 3
 
 
-def test_who_is_never_waited_for_sits_out_in_the_end(clock: FullClock) -> None:
+def test_who_is_never_waited_for_sits_out_in_the_end(clock):
     grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 4)
     start(grid, num_rounds=20, timeout=100, waiting=Waiting(enough_fraction=0.7))
     asked = [who for _, kind, who in grid.sent if kind == "train"]
@@ -247,12 +228,12 @@ def test_who_is_never_waited_for_sits_out_in_the_end(clock: FullClock) -> None:
     assert asked.count(0) == 20
 
 
-def test_rounds_that_are_over_hold_no_model(clock: FullClock) -> None:
+def test_rounds_that_are_over_hold_no_model(clock):
     """A client that hangs is due for hours; its rounds' parameters are not kept."""
-    alive: list[Any] = []
+    alive = []
     made = LateReplies.__init__
 
-    def tracked(self: LateReplies, *args: Any, **kwargs: Any) -> None:
+    def tracked(self, *args, **kwargs):
         made(self, *args, **kwargs)
         assert self.door is not None
         alive.append(weakref.ref(self.door))
@@ -268,12 +249,10 @@ def test_rounds_that_are_over_hold_no_model(clock: FullClock) -> None:
     assert sum(one() is not None for one in alive) <= 1
 
 
-def test_a_resumed_run_leaves_out_whom_the_first_life_did(
-    clock: FullClock, tmp_path: Path
-) -> None:
+def test_a_resumed_run_leaves_out_whom_the_first_life_did(clock, tmp_path):
     """Who sits out decides who is sampled: it is kept with the round."""
 
-    def asked(rounds: list[int], where: Path) -> list[list[int]]:
+    def asked(rounds, where):
         per_round = []
         for index, num_rounds in enumerate(rounds):
             clock.now = 0
@@ -291,9 +270,7 @@ def test_a_resumed_run_leaves_out_whom_the_first_life_did(
     assert asked([1, 2, 3, 5, 8], tmp_path / "parts") == whole
 
 
-def test_the_dead_are_not_charged_with_evaluations_deadline(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_dead_are_not_charged_with_evaluations_deadline(clock, caplog):
     slow = SLOW_TO_EVALUATE
     dies = Behaviour(seconds=slow.seconds, dies=3.0)
     grid = ClockedGrid(tiny_app(), {0: slow, 1: dies}, clock, 3)
@@ -307,9 +284,7 @@ def test_the_dead_are_not_charged_with_evaluations_deadline(
 # What becomes of rounds that fail
 
 
-def test_a_failed_round_can_be_skipped(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_round_can_be_skipped(clock, caplog):
     slow_first = Behaviour(seconds=lambda times: 100.0 if times == 0 else 1.0)
     grid = ClockedGrid(tiny_app(), dict.fromkeys((0, 1), slow_first), clock, 3)
     waiting = Waiting(on_failed_round="skip")
@@ -319,14 +294,12 @@ def test_a_failed_round_can_be_skipped(
     assert "[ROUND 1] skipped: 1 usable replies, and min_train_nodes=2" in caplog.text
 
 
-def test_half_of_a_skipped_round_changes_nothing(
-    clock: FullClock, tmp_path: Path
-) -> None:
+def test_half_of_a_skipped_round_changes_nothing(clock, tmp_path):
     """FedGA's second exchange fails, after the first one's step."""
     second = Behaviour(seconds=lambda times: 1.0 if times % 2 == 0 else inf)
     grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), second), clock, 3)
     skip = Waiting(on_failed_round="skip")
-    own: dict[str, Any] = {"timeout": 9, "checkpoint_dir": tmp_path}
+    own = {"timeout": 9, "checkpoint_dir": tmp_path}
     result = start(grid, make=partial(FedGA, beta=0.1), waiting=skip, **own)
     assert same_bits(result.arrays, tiny_arrays())
     before, after = (opened(tmp_path).load_state(n) for n in (0, 1))
@@ -334,7 +307,7 @@ def test_half_of_a_skipped_round_changes_nothing(
     assert result.train_metrics_clientapp[1]["skipped"] == 1
 
 
-def test_a_round_that_all_others_need_is_not_skipped() -> None:
+def test_a_round_that_all_others_need_is_not_skipped():
     tct = TCT(stage1_rounds=2)
     assert [tct.may_skip(n) for n in (1, 2, 3, 4)] == [True, True, False, True]
 
@@ -342,7 +315,7 @@ def test_a_round_that_all_others_need_is_not_skipped() -> None:
 # Flower's own loop
 
 
-def test_in_flowers_loop_the_dead_are_named_too(clock: FullClock) -> None:
+def test_in_flowers_loop_the_dead_are_named_too(clock):
     grid = ClockedGrid(tiny_app(), {2: Behaviour(dies=0.5)}, clock, 3)
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
     sent = list(strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid))
@@ -357,7 +330,7 @@ def test_in_flowers_loop_the_dead_are_named_too(clock: FullClock) -> None:
 # Before a server app begins
 
 
-def test_a_server_app_waits_for_its_nodes(clock: FullClock) -> None:
+def test_a_server_app_waits_for_its_nodes(clock):
     comes = Behaviour(connected=lambda now: now >= 7)
     grid = ClockedGrid(tiny_app(), {2: comes}, clock, 3)
     assert sorted(wait_for_nodes(grid, 3)) == sorted(grid.nodes)
@@ -391,12 +364,12 @@ def test_a_server_app_waits_for_its_nodes(clock: FullClock) -> None:
         ({"on_failed_round": "pray"}, "unknown on_failed_round 'pray'"),
     ],
 )
-def test_mistakes_are_named(options: dict[str, Any], reason: str) -> None:
+def test_mistakes_are_named(options, reason):
     with pytest.raises(ConfigurationError, match=reason):
         Waiting(**options)
 
 
-def test_a_window_asks_everyone() -> None:
+def test_a_window_asks_everyone():
     with pytest.raises(ConfigurationError, match=r"fraction_train=0\.5 and a window"):
         FedFisherOneShot(fraction_train=0.5, waiting=Waiting(window=9))
     with pytest.raises(ConfigurationError, match="waiting must be a Waiting"):

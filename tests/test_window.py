@@ -2,19 +2,17 @@
 
 import shutil
 from math import inf
-from pathlib import Path
-from typing import Any
 
 import pytest
-from clocked import Behaviour, ClockedGrid, FullClock, clock, options_of
+from clocked import Behaviour, ClockedGrid, clock, options_of
 from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
-from flwr_fisher.strategies import CurvatureResult, FedFisherOneShot, Waiting
+from flwr_fisher.strategies import FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
 
 
-def clients_of(result: CurvatureResult) -> list[int]:
+def clients_of(result):
     names = [upload.client for upload in result.uploads]
     return [int(name.removeprefix("partition-")) for name in names]
 
@@ -25,26 +23,26 @@ HOUR = 300.0  # a short one
 DAY = 24 * HOUR
 
 
-def between(first: float, last: float) -> Behaviour:
+def between(first, last):
     """A client that is connected then, and takes a while to train."""
     return Behaviour(
         seconds=lambda times: 20.0, connected=lambda now: first <= now < last
     )
 
 
-def start(grid: Any, waiting: Waiting | None = None, **options: Any) -> CurvatureResult:
+def start(grid, waiting=None, **options):
     own = {"policy": options.pop("policy")} if "policy" in options else {}
     strategy = FedFisherOneShot(**options_of(waiting=waiting, **own))
     return strategy.start(grid, tiny_arrays(), **options)
 
 
-def merged_of(*partitions: int) -> CurvatureResult:
+def merged_of(*partitions):
     """The one-shot model of these clients, all of them there."""
     grid = LocalGrid(tiny_app(partitions), len(partitions))
     return start(grid, policy=None)
 
 
-def test_clients_are_asked_as_they_come(clock: FullClock) -> None:
+def test_clients_are_asked_as_they_come(clock):
     comes = {p: between(HOUR * p, HOUR * p + 100) for p in range(4)}
     app = Watched(tiny_app())
     result = start(ClockedGrid(app, comes, clock, 4), Waiting(window=DAY))
@@ -53,9 +51,7 @@ def test_clients_are_asked_as_they_come(clock: FullClock) -> None:
     assert DAY <= clock.now < DAY + 10
 
 
-def test_a_reply_that_comes_while_a_newcomer_is_asked_is_not_late(
-    clock: FullClock,
-) -> None:
+def test_a_reply_that_comes_while_a_newcomer_is_asked_is_not_late(clock):
     trains = Behaviour(seconds=lambda times: 60.0)
     for when in range(44, 60, 4):
         new = Behaviour(answers=6.0, connected=lambda now, when=when: now > when)
@@ -64,11 +60,11 @@ def test_a_reply_that_comes_while_a_newcomer_is_asked_is_not_late(
         assert clients_of(start(grid, Waiting(window=200))) == [0, 1, 2]
 
 
-def test_who_comes_first_to_a_window_shuts_nobody_out(clock: FullClock) -> None:
+def test_who_comes_first_to_a_window_shuts_nobody_out(clock):
     """What most train, the uploads tell, and not who was there first."""
 
     class Odd(Watched):
-        def __call__(self, message: Any, context: Any) -> Any:
+        def __call__(self, message, context):
             odd = context.node_config["partition-id"] == 0
             reply = super().__call__(message, context)
             for record in reply.content.config_records.values() if odd else ():
@@ -80,7 +76,7 @@ def test_who_comes_first_to_a_window_shuts_nobody_out(clock: FullClock) -> None:
     assert len(start(grid, Waiting(window=5 * HOUR)).uploads) == 4
 
 
-def test_enough_closes_the_window(clock: FullClock) -> None:
+def test_enough_closes_the_window(clock):
     comes = {p: between(HOUR * p, inf) for p in range(6)}
     grid = ClockedGrid(tiny_app(), comes, clock, 6)
     result = start(grid, Waiting(window=DAY, enough_replies=3))
@@ -97,18 +93,18 @@ class MortalGrid(ClockedGrid):
 
     dies = inf
 
-    def pull_messages(self, message_ids: Any) -> Any:
+    def pull_messages(self, message_ids):
         if self.clock.now > self.dies:
             raise KilledError
         return super().pull_messages(message_ids)
 
-    def get_node_ids(self) -> Any:
+    def get_node_ids(self):
         if self.clock.now > self.dies:
             raise KilledError
         return super().get_node_ids()
 
 
-def test_a_window_over_three_server_lives(clock: FullClock, tmp_path: Path) -> None:
+def test_a_window_over_three_server_lives(clock, tmp_path):
     """Clients come and go, none is connected at the end; all that came are merged."""
     hour = HOUR
     comes = {
@@ -134,9 +130,7 @@ def test_a_window_over_three_server_lives(clock: FullClock, tmp_path: Path) -> N
     assert result.train_metrics_clientapp[1]["num-replies"] == 4
 
 
-def test_a_window_that_closed_while_the_server_was_away(
-    clock: FullClock, tmp_path: Path
-) -> None:
+def test_a_window_that_closed_while_the_server_was_away(clock, tmp_path):
     app, waiting = Watched(tiny_app()), Waiting(window=DAY)
     comes = dict.fromkeys(range(3), between(0, HOUR))
     grid = MortalGrid(app, comes, clock, 3)
@@ -150,14 +144,12 @@ def test_a_window_that_closed_while_the_server_was_away(
     assert again.sent == []
 
 
-def test_a_client_that_dies_while_it_trains_is_asked_when_it_is_back(
-    clock: FullClock,
-) -> None:
+def test_a_client_that_dies_while_it_trains_is_asked_when_it_is_back(clock):
     reborn = Behaviour(seconds=lambda times: 60.0, dies=30.0)
     comes = {0: between(0, inf), 1: between(0, inf), 2: reborn}
     grid, sleep = ClockedGrid(tiny_app(), comes, clock, 3), clock.sleep
 
-    def sleeps(seconds: float) -> None:
+    def sleeps(seconds):
         sleep(seconds)
         if clock.now > 500:
             reborn.dies = inf
@@ -168,11 +160,9 @@ def test_a_client_that_dies_while_it_trains_is_asked_when_it_is_back(
     assert result.train_metrics_clientapp[1].get("num-missing", 0) == 0
 
 
-def test_a_client_app_that_is_killed_is_asked_again_ever_later(
-    clock: FullClock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_app_that_is_killed_is_asked_again_ever_later(clock, caplog):
     """One that is killed each time ends no window."""
-    times: dict[int, list[float]] = {}
+    times = {}
     for crashes, window, uploads in ((2, 600, 3), (1000, 3600, 2)):
         grid = ClockedGrid(tiny_app(), {2: Behaviour(crashes=crashes)}, clock, 3)
         assert len(start(grid, Waiting(window=window)).uploads) == uploads
@@ -187,8 +177,8 @@ def test_a_client_app_that_is_killed_is_asked_again_ever_later(
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_node_that_lost_its_request_is_asked_again_where_nothing_is_done_twice(
-    clock: FullClock, tmp_path: Path, kept: bool
-) -> None:
+    clock, tmp_path, kept
+):
     lost = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
     grid = ClockedGrid(tiny_app(), {2: lost}, clock, 3)
     where = {"checkpoint_dir": tmp_path} if kept else {}
@@ -199,9 +189,7 @@ def test_a_node_that_lost_its_request_is_asked_again_where_nothing_is_done_twice
 # The merge asked for again
 
 
-def test_the_merge_is_made_again_with_who_came_since(
-    clock: FullClock, tmp_path: Path
-) -> None:
+def test_the_merge_is_made_again_with_who_came_since(clock, tmp_path):
     comes = {p: between(0 if p < 2 else 2 * DAY, inf) for p in range(4)}
     app, waiting = Watched(tiny_app()), Waiting(window=DAY)
     first = start(ClockedGrid(app, comes, clock, 4), waiting, checkpoint_dir=tmp_path)
@@ -220,12 +208,10 @@ def test_the_merge_is_made_again_with_who_came_since(
     assert later.train_metrics_clientapp == again.train_metrics_clientapp
 
 
-def test_a_window_that_closed_with_too_few_opens_again(
-    clock: FullClock, tmp_path: Path
-) -> None:
+def test_a_window_that_closed_with_too_few_opens_again(clock, tmp_path):
     comes = {0: between(0, inf), 1: between(2 * DAY, inf)}
     app, waiting = Watched(tiny_app()), Waiting(window=DAY)
-    options: dict[str, Any] = {"checkpoint_dir": tmp_path}
+    options = {"checkpoint_dir": tmp_path}
     with pytest.raises(RoundError, match="1 usable replies"):
         start(ClockedGrid(app, comes, clock, 2), waiting, **options)
     clock.now = 2.5 * DAY
@@ -238,7 +224,7 @@ def test_a_window_that_closed_with_too_few_opens_again(
     assert sorted(p for _, p in app.trained) == [0, 1]
 
 
-def test_a_window_is_not_resumed_without_one(clock: FullClock, tmp_path: Path) -> None:
+def test_a_window_is_not_resumed_without_one(clock, tmp_path):
     comes = {0: between(0, inf)}
     grid = ClockedGrid(tiny_app(), comes, clock, 2)
     grid.behaviours = {0: between(0, inf), 1: between(inf, inf)}
@@ -248,17 +234,15 @@ def test_a_window_is_not_resumed_without_one(clock: FullClock, tmp_path: Path) -
         start(grid, Waiting(), checkpoint_dir=tmp_path, resume=True)
 
 
-def test_a_late_upload_counts_when_the_merge_is_made_again(
-    clock: FullClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_late_upload_counts_when_the_merge_is_made_again(clock, tmp_path, caplog):
     late = Behaviour(seconds=lambda times: 30.0 if times == 0 else 1.0)
     slow = Behaviour(seconds=lambda times: 1.0 if times == 0 else 60.0)  # to evaluate
     app, behaviours = Watched(tiny_app()), {0: slow, 1: slow, 3: late}
 
-    def life(**options: Any) -> CurvatureResult:
+    def life(**options):
         waiting = Waiting(enough_fraction=0.75)
         grid = ClockedGrid(app, behaviours, clock, 4)
-        own: dict[str, Any] = {"checkpoint_dir": tmp_path, "timeout": 3600, **options}
+        own = {"checkpoint_dir": tmp_path, "timeout": 3600, **options}
         evaluates = {"fraction_evaluate": 0.0} if own.get("resume") else {}
         strategy = FedFisherOneShot(waiting=waiting, **evaluates)
         return strategy.start(grid, tiny_arrays(), **own)
@@ -275,7 +259,7 @@ def test_a_late_upload_counts_when_the_merge_is_made_again(
     assert sorted(p for _, p in app.trained) == [0, 1, 2, 3]
 
 
-def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path: Path) -> None:
+def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path):
     grid = LocalGrid(tiny_app(), 2)
     with pytest.raises(ConfigurationError, match="reopen=True needs resume=True"):
         start(grid, reopen=True)
@@ -285,11 +269,11 @@ def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path: Path) -> None:
         start(grid, checkpoint_dir=tmp_path, resume=True, reopen=True)
 
 
-def test_a_round_that_others_follow_is_not_opened_again(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "num_rounds": 2}
+def test_a_round_that_others_follow_is_not_opened_again(tmp_path):
+    options = {"checkpoint_dir": tmp_path, "num_rounds": 2}
     app = Watched()
 
-    def fails_later(content: Any) -> None:
+    def fails_later(content):
         if len(app.trained) > 3:
             raise ValueError("out of cheese")
 
@@ -301,12 +285,12 @@ def test_a_round_that_others_follow_is_not_opened_again(tmp_path: Path) -> None:
 
 
 def test_without_a_window_those_who_were_missing_are_asked_again(
-    clock: FullClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    clock, tmp_path, caplog
+):
     """Who came since is told that others are asked."""
     slow = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
     app = Watched(tiny_app())
-    options: dict[str, Any] = {"timeout": 50, "checkpoint_dir": tmp_path}
+    options = {"timeout": 50, "checkpoint_dir": tmp_path}
     grid = ClockedGrid(app, {1: slow, 3: between(55, inf)}, clock, 4)
     first = start(grid, policy=LIFTED, **options)
     assert clients_of(first) == [0, 2]

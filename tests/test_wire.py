@@ -1,7 +1,6 @@
 import io
 import pickle
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from virtual import FEATURES, tiny_model
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Curvature,
     Dense,
     Diagonal,
     Kronecker,
@@ -51,29 +49,29 @@ MODELS = {
 }
 
 
-def _frozen(layer: nn.Linear) -> nn.Linear:
+def _frozen(layer):
     layer.bias.requires_grad_(False)
     return layer
 
 
-def upload_of(model: nn.Module, structure: str) -> FisherUpload:
+def upload_of(model, structure):
     inputs = torch.randn(7, FEATURES, generator=torch.Generator().manual_seed(1))
     params = {k: v.clone() for k, v in shared_state(model).items()}
     return FisherUpload(params, fisher(model, [inputs], structure=structure))
 
 
-def format_entry() -> Named:
+def format_entry():
     """What a lossless record says about itself."""
     return {f"{PREFIX}format": description_text(LOSSLESS.describe())}
 
 
-def travelled(record: ArrayRecord) -> ArrayRecord:
+def travelled(record):
     """Serialise a record as Flower does."""
     (arrived,) = round_trip(RecordDict({"arrays": record})).array_records.values()
     return arrived
 
 
-def assert_same(left: Named, right: Named) -> None:
+def assert_same(left, right):
     assert list(left) == list(right)
     for key, value in left.items():
         assert value.dtype == right[key].dtype, key
@@ -83,7 +81,7 @@ def assert_same(left: Named, right: Named) -> None:
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
 @pytest.mark.parametrize("model", MODELS)
-def test_an_upload_comes_back_bit_for_bit(model: str, structure: str) -> None:
+def test_an_upload_comes_back_bit_for_bit(model, structure):
     sent = upload_of(MODELS[model](), structure)
     got = FisherUpload.from_arrays(travelled(sent.to_arrays()), sent.params)
     assert_same(sent.params, got.params)
@@ -95,7 +93,7 @@ def test_an_upload_comes_back_bit_for_bit(model: str, structure: str) -> None:
     assert torch.equal(sent.curvature.to_dense(), got.curvature.to_dense())
 
 
-def test_the_mixture_has_what_it_is_named_for() -> None:
+def test_the_mixture_has_what_it_is_named_for():
     sent = upload_of(tiny_model(), "kfac")
     kinds = {type(block) for block in sent.curvature.blocks()}
     assert kinds == {Kronecker, Diagonal}
@@ -105,7 +103,7 @@ def test_the_mixture_has_what_it_is_named_for() -> None:
     assert upload_of(MODELS["groups"](), "kfac").curvature.blocks()[0].A.shape[0] == 3
 
 
-def test_a_dense_block_beside_others_comes_back() -> None:
+def test_a_dense_block_beside_others_comes_back():
     params = {name: torch.randn(2, 2) for name in ("a.weight", "b", "c", "d")}
     dense = Dense({n: params[n].shape for n in ("c", "b")}, torch.eye(8) + 0.25)
     layer = Kronecker(
@@ -119,7 +117,7 @@ def test_a_dense_block_beside_others_comes_back() -> None:
     assert torch.equal(got.to_dense(), curvature.to_dense())
 
 
-def test_nested_blocks_come_back_flat() -> None:
+def test_nested_blocks_come_back_flat():
     params = {"a": torch.zeros(2), "b": torch.zeros(1)}
     inner = [
         BlockDiagonal([Diagonal({"a": torch.ones(2)})]),
@@ -144,14 +142,14 @@ def test_nested_blocks_come_back_flat() -> None:
     ],
     ids=["int", "double", "bool", "int32", "strided", "empty", "half", "subnormal"],
 )
-def test_any_array_keeps_its_dtype_shape_and_bits(value: Tensor) -> None:
+def test_any_array_keeps_its_dtype_shape_and_bits(value):
     (got,) = arrays_to_tensors(travelled(tensors_to_arrays({"x": value}))).values()
     assert got.dtype == value.dtype
     assert got.shape == value.shape
     assert got.numpy().tobytes() == np.ascontiguousarray(value.numpy()).tobytes()
 
 
-def test_parameters_keep_their_keys_and_only_extras_are_prefixed() -> None:
+def test_parameters_keep_their_keys_and_only_extras_are_prefixed():
     sent = upload_of(tiny_model(), "kfac")
     keys = list(sent.to_arrays())
     own = list(sent.params)
@@ -160,7 +158,7 @@ def test_parameters_keep_their_keys_and_only_extras_are_prefixed() -> None:
     assert PREFIX == "curvature/"
 
 
-def test_the_layout_is_the_documented_one() -> None:
+def test_the_layout_is_the_documented_one():
     assert set(curvature_to_tensors(upload_of(tiny_model(), "kfac").curvature)) == {
         "curvature/kfac/0.weight/A",
         "curvature/kfac/0.weight/G",
@@ -175,7 +173,7 @@ def test_the_layout_is_the_documented_one() -> None:
     }
 
 
-def test_arrays_that_arrive_in_another_order_are_put_back() -> None:
+def test_arrays_that_arrive_in_another_order_are_put_back():
     sent = upload_of(tiny_model(), "kfac")
     record = sent.to_arrays()
     shuffled = ArrayRecord({key: record[key] for key in reversed(list(record))})
@@ -183,7 +181,7 @@ def test_arrays_that_arrive_in_another_order_are_put_back() -> None:
     assert_same(sent.params, got.params)
 
 
-def test_the_tensors_are_writable_and_the_callers_own() -> None:
+def test_the_tensors_are_writable_and_the_callers_own():
     record = tensors_to_arrays({"x": torch.zeros(3)})
     arrays_to_tensors(record)["x"].add_(1)
     assert torch.equal(arrays_to_tensors(record)["x"], torch.zeros(3))
@@ -193,7 +191,7 @@ def test_the_tensors_are_writable_and_the_callers_own() -> None:
     assert torch.equal(arrays_to_tensors(record)["x"], torch.zeros(3))
 
 
-def test_a_lazy_sum_cannot_be_sent() -> None:
+def test_a_lazy_sum_cannot_be_sent():
     one = Diagonal({"w": torch.ones(2)})
     with pytest.raises(StructureError, match="WeightedSum cannot be sent"):
         curvature_to_tensors(WeightedSum([one, one], [1.0, 1.0]))
@@ -207,19 +205,19 @@ NORM = "curvature/diagonal/1.weight"
 NAN, INF = float("nan"), float("inf")
 
 
-def unsymmetric(tensor: Tensor) -> Tensor:
+def unsymmetric(tensor):
     changed = tensor.clone()
     changed[0, 0, 1] += 0.1 * tensor.abs().max()
     return changed
 
 
-def with_entry(tensor: Tensor, value: float) -> Tensor:
+def with_entry(tensor, value):
     changed = tensor.clone()
     changed.view(-1)[0] = value
     return changed
 
 
-REJECTED: dict[str, tuple[Any, str, str]] = {
+REJECTED = {
     "missing parameter": ({"0.weight": None}, "0.weight", "missing"),
     "missing buffer": ({"1.running_var": None}, "1.running_var", "missing"),
     "unexpected key": ({"9.weight": torch.ones(2)}, "9.weight", "unexpected key"),
@@ -373,7 +371,7 @@ REJECTED: dict[str, tuple[Any, str, str]] = {
 }
 
 
-def changed_upload(changes: dict[str, Any]) -> tuple[ArrayRecord, Named]:
+def changed_upload(changes):
     sent = upload_of(tiny_model(), "kfac")
     tensors = arrays_to_tensors(sent.to_arrays())
     for key, change in changes.items():
@@ -385,7 +383,7 @@ def changed_upload(changes: dict[str, Any]) -> tuple[ArrayRecord, Named]:
 
 
 @pytest.mark.parametrize("case", REJECTED)
-def test_what_arrives_wrong_is_rejected_by_name(case: str) -> None:
+def test_what_arrives_wrong_is_rejected_by_name(case):
     changes, field, reason = REJECTED[case]
     record, like = changed_upload(changes)
     with pytest.raises(WireError, match=reason) as caught:
@@ -394,31 +392,31 @@ def test_what_arrives_wrong_is_rejected_by_name(case: str) -> None:
     assert f"'{field}'" in str(caught.value)
 
 
-def test_without_any_change_nothing_is_rejected() -> None:
+def test_without_any_change_nothing_is_rejected():
     record, like = changed_upload({})
     FisherUpload.from_arrays(record, like)
 
 
-def test_rounding_in_a_symmetric_factor_is_not_rejected() -> None:
+def test_rounding_in_a_symmetric_factor_is_not_rejected():
     record, like = changed_upload({A: lambda t: t * (1 + 1e-6 * torch.rand_like(t))})
     FisherUpload.from_arrays(record, like)
 
 
-def test_no_curvature_is_rejected() -> None:
+def test_no_curvature_is_rejected():
     params = {"w": torch.ones(2)}
     with pytest.raises(WireError, match="no curvature arrived") as caught:
         FisherUpload.from_arrays(tensors_to_arrays(params | format_entry()), params)
     assert caught.value.field == PREFIX
 
 
-def test_a_record_that_does_not_say_its_format_is_rejected() -> None:
+def test_a_record_that_does_not_say_its_format_is_rejected():
     params = {"w": torch.ones(2)}
     with pytest.raises(WireError, match="missing") as caught:
         FisherUpload.from_arrays(tensors_to_arrays(params), params)
     assert caught.value.field == f"{PREFIX}format"
 
 
-def test_a_bias_of_another_size_is_not_the_layers() -> None:
+def test_a_bias_of_another_size_is_not_the_layers():
     params = {"up.weight": torch.ones(4, 3), "up.bias": torch.ones(3)}
     extras = {
         "curvature/kfac/up.weight/A": torch.eye(4)[None],
@@ -428,7 +426,7 @@ def test_a_bias_of_another_size_is_not_the_layers() -> None:
         tensors_to_curvature(extras, params)
 
 
-def test_a_parameter_without_entries_comes_back() -> None:
+def test_a_parameter_without_entries_comes_back():
     params = {"w": torch.ones(0, 2), "b": torch.ones(3)}
     layer = Kronecker("w", params["w"].shape, torch.eye(2)[None], torch.ones(1, 0, 0))
     sent = FisherUpload(params, BlockDiagonal([layer, Diagonal({"b": torch.ones(3)})]))
@@ -437,7 +435,7 @@ def test_a_parameter_without_entries_comes_back() -> None:
     assert_same(laid_out, curvature_to_tensors(got.curvature))
 
 
-def test_a_scalar_parameter_has_no_factors() -> None:
+def test_a_scalar_parameter_has_no_factors():
     extras = {
         "curvature/kfac/scale/A": torch.eye(1)[None],
         "curvature/kfac/scale/G": torch.eye(1)[None],
@@ -446,7 +444,7 @@ def test_a_scalar_parameter_has_no_factors() -> None:
         tensors_to_curvature(extras, {"scale": torch.ones(())})
 
 
-def npy(values: Any, *, pickled: bool = False) -> bytes:
+def npy(values, *, pickled=False):
     buffer = io.BytesIO()
     np.save(buffer, np.asarray(values), allow_pickle=pickled)
     return buffer.getvalue()
@@ -455,23 +453,18 @@ def npy(values: Any, *, pickled: bool = False) -> bytes:
 class Boom:
     """Unpickling this would show."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return pytest.fail, ("a pickle was loaded",)
 
 
 GOOD = npy(np.zeros((2, 3), np.float32))
 
 
-def bad_array(
-    data: bytes = GOOD,
-    dtype: str = "float32",
-    shape: tuple[int, ...] = (2, 3),
-    stype: str = "numpy.ndarray",
-) -> Array:
+def bad_array(data=GOOD, dtype="float32", shape=(2, 3), stype="numpy.ndarray"):
     return Array(dtype, shape, stype, data)
 
 
-def huge_header() -> bytes:
+def huge_header():
     return GOOD.replace(
         b"(2, 3), }                   ", b"(999999999, 999999999999), }"
     )
@@ -500,14 +493,14 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_an_array_that_is_not_what_it_says_is_rejected_by_name(case: str) -> None:
+def test_an_array_that_is_not_what_it_says_is_rejected_by_name(case):
     array, reason = UNREADABLE[case]
     with pytest.raises(WireError, match=reason) as caught:
         arrays_to_tensors(ArrayRecord({"fine": Array(np.ones(2)), "layer.w": array}))
     assert caught.value.field == "layer.w"
 
 
-def test_the_huge_header_is_one() -> None:
+def test_the_huge_header_is_one():
     assert huge_header() != GOOD
     assert len(huge_header()) == len(GOOD)
 
@@ -516,7 +509,7 @@ SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples
 
 
 @st.composite
-def mutations(draw: st.DrawFn, original: bytes) -> bytes:
+def mutations(draw, original):
     """Bytes near a good array's: flipped, cut, doubled, or with text put in."""
     data = bytearray(original)
     for _ in range(draw(st.integers(1, 4))):
@@ -539,7 +532,7 @@ TOKENS = [b"(", b"-1", b"'<f8'", b"'|O'", b"99999999999", b"L", b"\\d", b"\n", b
 
 @SETTINGS
 @given(data=st.one_of(st.binary(max_size=200), mutations(GOOD)))
-def test_no_bytes_crash_the_decoder(data: bytes) -> None:
+def test_no_bytes_crash_the_decoder(data):
     try:
         (tensor,) = arrays_to_tensors(ArrayRecord({"w": bad_array(data)})).values()
     except WireError as error:
@@ -550,13 +543,13 @@ def test_no_bytes_crash_the_decoder(data: bytes) -> None:
 
 
 @cache
-def good_upload() -> FisherUpload:
+def good_upload():
     return upload_of(tiny_model(), "kfac")
 
 
 @SETTINGS
 @given(data=st.data())
-def test_no_bytes_crash_the_reading_of_an_upload(data: st.DataObject) -> None:
+def test_no_bytes_crash_the_reading_of_an_upload(data):
     record = good_upload().to_arrays()
     key = data.draw(st.sampled_from(sorted(record)))
     old = record[key]
@@ -569,7 +562,7 @@ FLOATS = st.floats(width=32)
 
 @SETTINGS
 @given(data=st.data())
-def test_no_values_crash_the_reading_of_an_upload(data: st.DataObject) -> None:
+def test_no_values_crash_the_reading_of_an_upload(data):
     record = good_upload().to_arrays()
     key = data.draw(st.sampled_from(sorted(record)))
     shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
@@ -588,9 +581,7 @@ def test_no_values_crash_the_reading_of_an_upload(data: st.DataObject) -> None:
     m=st.integers(0, 6),
     weight=st.sampled_from(["0", "1", "3"]),
 )
-def test_factors_of_any_shape_fit_or_are_rejected(
-    groups: int, n: int, m: int, weight: str
-) -> None:
+def test_factors_of_any_shape_fit_or_are_rejected(groups, n, m, weight):
     pair = {
         "A": torch.eye(n).repeat(groups, 1, 1),
         "G": torch.eye(m).repeat(groups, 1, 1),
@@ -602,7 +593,7 @@ def test_factors_of_any_shape_fit_or_are_rejected(
     check_an_upload(ArrayRecord({**plain, **extras}))
 
 
-def check_an_upload(record: ArrayRecord) -> None:
+def check_an_upload(record):
     """It is rejected by name, or everything a merge does with it works."""
     try:
         upload = FisherUpload.from_arrays(record, good_upload().params)
@@ -612,7 +603,7 @@ def check_an_upload(record: ArrayRecord) -> None:
     assert {k: (v.shape, v.dtype) for k, v in upload.params.items()} == {
         k: (v.shape, v.dtype) for k, v in good_upload().params.items()
     }
-    curvature: Curvature = upload.curvature
+    curvature = upload.curvature
     vector = {name: upload.params[name] for name in curvature.shapes}
     product = curvature.scaled(0.5).matvec(vector)
     assert {k: v.shape for k, v in product.items()} == curvature.shapes

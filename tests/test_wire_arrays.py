@@ -4,7 +4,6 @@ import io
 import re
 import tracemalloc
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,44 +12,39 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib import format as npy
-from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 REAL = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32"]
 REAL += ["uint64", "float16", "float32", "float64"]
-SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (5,), (2, 3), (0, 3), (3, 0, 2)]
+SHAPES = [(), (0,), (1,), (5,), (2, 3), (0, 3), (3, 0, 2)]
 SHAPES += [(2, 1, 3, 2), (1,) * 12]
 
 
-def entries(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray[Any, Any]:
+def entries(shape, dtype="float32"):
     count = int(np.prod(shape))
     return np.arange(count).reshape(shape).astype(dtype)
 
 
-def saved(values: Any, version: tuple[int, int] = (1, 0)) -> bytes:
+def saved(values, version=(1, 0)):
     stream = io.BytesIO()
     npy.write_array(stream, np.asarray(values), version)
     return stream.getvalue()
 
 
-def with_header(header: str, body: bytes = b"", version: int = 1) -> bytes:
+def with_header(header, body=b"", version=1):
     """Bytes with whatever header, of the length that it really has."""
     text = header.encode("latin1")
     length = len(text).to_bytes(2 if version == 1 else 4, "little")
     return b"\x93NUMPY" + bytes([version, 0]) + length + text + body
 
 
-def header(
-    shape: object = (2, 3), descr: object = "<f4", fortran_order: object = False
-) -> str:
+def header(shape=(2, 3), descr="<f4", fortran_order=False):
     return repr({"descr": descr, "fortran_order": fortran_order, "shape": shape})
 
 
-def declared(
-    data: bytes, shape: Any = (2, 3), dtype: Any = "float32", stype: Any = None
-) -> Array:
+def declared(data, shape=(2, 3), dtype="float32", stype=None):
     """An array with whatever metadata: the constructor would check their types."""
     array = Array(entries((2, 3)))
     array.data, array.shape, array.dtype = data, shape, dtype
@@ -58,13 +52,13 @@ def declared(
     return array
 
 
-def read(array: Array) -> Tensor:
+def read(array):
     record = ArrayRecord()
     record["fine"], record["layer.w"] = Array(entries((2,))), array
     return arrays_to_tensors(record)["layer.w"]
 
 
-def complaint(array: Array) -> str:
+def complaint(array):
     with pytest.raises(WireError) as caught:
         read(array)
     assert caught.value.field == "layer.w"
@@ -79,9 +73,7 @@ BODY = entries((2, 3)).tobytes()
 @pytest.mark.parametrize("dtype", REAL)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_what_flower_writes_is_read(
-    shape: tuple[int, ...], dtype: str, order: Any
-) -> None:
+def test_what_flower_writes_is_read(shape, dtype, order):
     values = np.asarray(entries(shape, dtype), order=order)
     tensor = read(Array(values))
     assert tensor.dtype == getattr(torch, dtype)
@@ -90,13 +82,13 @@ def test_what_flower_writes_is_read(
     assert np.array_equal(tensor.numpy(), values)
 
 
-def test_fortrans_order_is_among_what_flower_writes() -> None:
+def test_fortrans_order_is_among_what_flower_writes():
     array = Array(entries((3, 4)).T)
     assert b"'fortran_order': True" in array.data
     assert torch.equal(read(array), torch.arange(12.0).reshape(3, 4).mT)
 
 
-def test_flower_writes_what_numpy_saves() -> None:
+def test_flower_writes_what_numpy_saves():
     array = Array(entries((2, 3)))
     assert array.data == GOOD
     assert (array.dtype, array.shape) == ("float32", (2, 3))
@@ -104,19 +96,19 @@ def test_flower_writes_what_numpy_saves() -> None:
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0)])
-def test_both_versions_of_the_header_are_read(version: tuple[int, int]) -> None:
+def test_both_versions_of_the_header_are_read(version):
     data = saved(entries((2, 3)), version)
     assert data[6:8] == bytes(version)
     assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
 
 
 @pytest.mark.parametrize("padding", range(4))
-def test_entries_that_start_at_an_odd_byte_are_read(padding: int) -> None:
+def test_entries_that_start_at_an_odd_byte_are_read(padding):
     data = with_header(header() + " " * padding, BODY)
     assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
 
 
-def test_the_longest_header_that_numpy_writes_would_be_read() -> None:
+def test_the_longest_header_that_numpy_writes_would_be_read():
     shape = (1,) * 46 + (10,) * 18  # 64 dimensions and 63 bits are all there can be
     stream = io.BytesIO()
     whole = {"descr": "<f8", "fortran_order": False, "shape": shape}
@@ -125,7 +117,7 @@ def test_the_longest_header_that_numpy_writes_would_be_read() -> None:
     assert "0 bytes of entries" in reason_given  # the header itself was read
 
 
-def test_the_tensor_is_writable_and_its_memory_its_own() -> None:
+def test_the_tensor_is_writable_and_its_memory_its_own():
     array = Array(entries((2, 3)))
     read(array).fill_(7)
     assert array.data == GOOD
@@ -135,18 +127,18 @@ def test_the_tensor_is_writable_and_its_memory_its_own() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_nan_and_infinity_are_refused(value: float, dtype: str, order: Any) -> None:
+def test_nan_and_infinity_are_refused(value, dtype, order):
     values = np.ones((2, 3), dtype, order=order)
     values[1, 1] = value
     assert complaint(Array(values)) == "holds NaN or infinity"
 
 
-def huge_int(digits: int) -> int:
+def huge_int(digits):
     return 10 ** (digits - 1)
 
 
 # What arrives in (data, shape, dtype), and the complaint.
-HOSTILE: dict[str, tuple[Array, str]] = {
+HOSTILE = {
     "no bytes": (declared(b""), "magic"),
     "only magic": (declared(GOOD[:6]), "magic"),
     "no header": (declared(GOOD[:8]), "EOF"),
@@ -253,7 +245,7 @@ HOSTILE: dict[str, tuple[Array, str]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.filterwarnings("default")  # numpy's and Python's parsers may warn first
-def test_what_is_not_an_array_is_refused_by_name(case: str) -> None:
+def test_what_is_not_an_array_is_refused_by_name(case):
     array, reason = HOSTILE[case]
     reason_given = complaint(array)
     assert reason_given.startswith("unreadable array: ")
@@ -261,14 +253,14 @@ def test_what_is_not_an_array_is_refused_by_name(case: str) -> None:
     assert len(reason_given) < 2500
 
 
-def test_a_list_as_shape_is_as_good_as_a_tuple() -> None:
+def test_a_list_as_shape_is_as_good_as_a_tuple():
     assert read(declared(GOOD, [2, 3])).shape == (2, 3)
 
 
 PEAK = 10**6
 
 
-def peak_of(data: bytes, shape: tuple[int, ...], dtype: str) -> int:
+def peak_of(data, shape, dtype):
     array = declared(data, shape, dtype)
     tracemalloc.start()
     try:
@@ -284,14 +276,14 @@ def peak_of(data: bytes, shape: tuple[int, ...], dtype: str) -> int:
     "shape", [(10**12,), (10**8,), (10**6, 10**6), (2**62, 4), (10**300,)], ids=repr
 )
 def test_a_header_that_asks_for_a_terabyte_allocates_nothing(
-    shape: tuple[int, ...], fortran_order: bool, descr: str
-) -> None:
+    shape, fortran_order, descr
+):
     data = with_header(header(shape, descr, fortran_order), BODY)
     assert peak_of(data, shape, np.dtype(descr).name) < PEAK
     assert peak_of(data, (2, 3), "float32") < PEAK
 
 
-def test_the_peak_would_show_what_np_load_allocates() -> None:
+def test_the_peak_would_show_what_np_load_allocates():
     array = declared(with_header(header((10**8,), "|i1"), BODY), (10**8,), "int8")
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"EOF|cannot reshape|entries"):
@@ -301,7 +293,7 @@ def test_the_peak_would_show_what_np_load_allocates() -> None:
     assert peak >= 10**8
 
 
-def test_an_array_takes_its_size_and_little_more() -> None:
+def test_an_array_takes_its_size_and_little_more():
     array = Array(np.zeros((1000, 1000), np.float32).T)
     tracemalloc.start()
     read(array)
@@ -310,14 +302,14 @@ def test_an_array_takes_its_size_and_little_more() -> None:
     assert peak < len(array.data) + PEAK
 
 
-def test_a_record_within_the_limit_is_read() -> None:
+def test_a_record_within_the_limit_is_read():
     record = tensors_to_arrays({"a": torch.zeros(10), "b": torch.zeros(20)})
     total = sum(len(array.data) for array in record.values())
     assert list(arrays_to_tensors(record, limit=total)) == ["a", "b"]
     assert arrays_to_tensors(ArrayRecord(), limit=0) == {}
 
 
-def test_a_record_over_the_limit_is_refused_by_its_largest_array() -> None:
+def test_a_record_over_the_limit_is_refused_by_its_largest_array():
     record = tensors_to_arrays({"a": torch.zeros(10), "b": torch.zeros(20)})
     record["c"] = declared(b"not even read")
     total = sum(len(array.data) for array in record.values())
@@ -341,7 +333,7 @@ DTYPE_LIKE = st.sampled_from(REAL) | SCALARS
 
 
 @st.composite
-def payloads(draw: st.DrawFn) -> bytes:
+def payloads(draw):
     """A valid array's bytes, flipped, cut, doubled, or with text put in."""
     shape = draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
     values = np.asarray(
@@ -365,7 +357,7 @@ def payloads(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-def says(data: bytes) -> tuple[tuple[int, ...], str]:
+def says(data):
     stream = io.BytesIO(data)
     first = npy.read_magic(stream) == (1, 0)
     read_header = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
@@ -376,9 +368,7 @@ def says(data: bytes) -> tuple[tuple[int, ...], str]:
 @pytest.mark.filterwarnings("ignore")
 @settings(deadline=None, database=None, derandomize=True, max_examples=500)
 @given(data=payloads(), shape=SHAPE_LIKE, dtype=DTYPE_LIKE, honest=st.booleans())
-def test_whatever_arrives_is_a_tensor_or_a_wire_error(
-    data: bytes, shape: Any, dtype: Any, honest: bool
-) -> None:
+def test_whatever_arrives_is_a_tensor_or_a_wire_error(data, shape, dtype, honest):
     array = declared(data, shape, dtype)
     if honest:  # about a header that can be read
         with suppress(Exception):

@@ -7,7 +7,6 @@ import gc
 import struct
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ from flwr_fisher.wire.tangent_upload import read_moments, read_spectrum
 
 LIKE = {"fc.weight": torch.zeros(3, 4), "fc.bias": torch.zeros(3)}
 Reader = Callable[[ArrayRecord], object]
-READERS: dict[str, Reader] = {
+READERS = {
     "lossless": lambda record: FisherUpload.from_arrays(record, LIKE),
     "packed": lambda record: FisherUpload.from_arrays(
         record, LIKE, Codec("fedavg", budget=3.0)
@@ -60,17 +59,17 @@ READERS: dict[str, Reader] = {
 }
 
 
-def entry(form: Form, n: int, groups: int = 1, rank: int = 0, body: int = 0) -> Tensor:
+def entry(form, n, groups=1, rank=0, body=0):
     head = struct.pack("<BBIII", form, 4, groups, n, rank) + bytes(body)
     return torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
 
-def weight_of(*shape: int) -> dict[str, Tensor]:
+def weight_of(*shape):
     return {"w": torch.empty(shape, device="meta")}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _torch_is_ready() -> None:
+def _torch_is_ready():
     load_what_is_loaded_once()
 
 
@@ -81,9 +80,7 @@ def _torch_is_ready() -> None:
 @pytest.mark.parametrize(
     ("letter", "shape"), [("G", (50_000, 16)), ("A", (16, 50_000))]
 )
-def test_no_factor_is_larger_than_a_client_would_send(
-    kind: str, letter: str, shape: tuple[int, int]
-) -> None:
+def test_no_factor_is_larger_than_a_client_would_send(kind, letter, shape):
     form = Form.COLUMNS if kind == "kfac" else Form.BASIS
     key, body = f"curvature/{kind}/w/{letter}", 4 if kind == "kfac" else 0
     with Largest() as made, pytest.raises(WireError, match="at most 16384 rows"):
@@ -94,12 +91,12 @@ def test_no_factor_is_larger_than_a_client_would_send(
     check_part(largest, weight_of(*fitting), field=key)
 
 
-def test_moments_are_no_larger_either() -> None:
+def test_moments_are_no_larger_either():
     with pytest.raises(WireError, match="at most 16384 rows"):
         check_shape("curvature/ekfac/w/S", (1, 50_000, 2), weight_of(50_000, 2))
 
 
-def test_inputs_of_which_every_entry_arrives_may_be_larger() -> None:
+def test_inputs_of_which_every_entry_arrives_may_be_larger():
     n = 20_000
     array = Array("float32", (1, n, n), "numpy.ndarray", b"")
     like = {"w": torch.zeros(1, n)}
@@ -117,9 +114,7 @@ def test_inputs_of_which_every_entry_arrives_may_be_larger() -> None:
         ("curvature/dense/w", Form.COLUMNS, 8192, (2, 4096)),
     ],
 )
-def test_a_few_bytes_make_no_matrix_until_it_is_used(
-    key: str, form: Form, n: int, shape: tuple[int, int]
-) -> None:
+def test_a_few_bytes_make_no_matrix_until_it_is_used(key, form, n, shape):
     body = 0 if form == Form.BASIS else 4
     with Largest() as made:
         part = check_part(entry(form, n, body=body), weight_of(*shape), field=key)
@@ -127,7 +122,7 @@ def test_a_few_bytes_make_no_matrix_until_it_is_used(
     assert part.shape[-2:] == (n, n)
 
 
-def test_a_dense_matrix_of_eighteen_bytes_is_not_made_when_it_arrives() -> None:
+def test_a_dense_matrix_of_eighteen_bytes_is_not_made_when_it_arrives():
     like = {"w": torch.zeros(64, 64)}
     entries = {
         FORMAT: description_text(Codec("fedavg").describe()),
@@ -141,9 +136,7 @@ def test_a_dense_matrix_of_eighteen_bytes_is_not_made_when_it_arrives() -> None:
     assert got.curvature.made().to_dense().shape == (4096, 4096)
 
 
-def test_a_lossless_uploads_shapes_are_checked_before_any_array_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lossless_uploads_shapes_are_checked_before_any_array_is_read(monkeypatch):
     sent = upload_of("wide", "kfac")
     arrays = dict(sent.to_arrays())
     key = next(key for key in arrays if key.endswith("/A"))
@@ -156,8 +149,8 @@ def test_a_lossless_uploads_shapes_are_checked_before_any_array_is_read(
 # --- counts ---------------------------------------------------------------------------
 
 
-def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(array: Array) -> Tensor:
+def refuse_to_read(monkeypatch):
+    def read(array):
         raise AssertionError("an array was read")
 
     monkeypatch.setattr("flwr_fisher.wire.arrays._read", read)
@@ -165,9 +158,7 @@ def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("start", ["x", "curvature/diagonal/", "fc.weight", "product/"])
-def test_too_many_keys_are_refused_before_anything_is_read(
-    reader: str, start: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_keys_are_refused_before_anything_is_read(reader, start, monkeypatch):
     array = Array(np.zeros(1, np.float32))
     record = ArrayRecord({f"{start}{number}": array for number in range(5000)})
     refuse_to_read(monkeypatch)
@@ -177,7 +168,7 @@ def test_too_many_keys_are_refused_before_anything_is_read(
     assert message in str(error.value)
 
 
-def test_a_container_has_no_more_entries_than_the_model_has_parts() -> None:
+def test_a_container_has_no_more_entries_than_the_model_has_parts():
     like = {"w": torch.zeros(8)}
     entries = {f"{number}": torch.zeros(1, dtype=torch.uint8) for number in range(60)}
     record = ArrayRecord({PACKED: Array(np.frombuffer(save(entries), np.uint8))})
@@ -188,7 +179,7 @@ def test_a_container_has_no_more_entries_than_the_model_has_parts() -> None:
 # --- what errors say ------------------------------------------------------------------
 
 
-def assert_fit_for_a_log(error: WireError) -> None:
+def assert_fit_for_a_log(error):
     text = str(error)
     assert len(text) < 800
     assert text.isprintable()
@@ -207,7 +198,7 @@ def assert_fit_for_a_log(error: WireError) -> None:
     ],
     ids=["long", "control", "curvature", "dense", "direction"],
 )
-def test_errors_that_quote_keys_are_short_and_printable(reader: str, key: str) -> None:
+def test_errors_that_quote_keys_are_short_and_printable(reader, key):
     good = {name: Array(v.numpy()) for name, v in LIKE.items()}
     record = ArrayRecord(good | {key: Array(np.zeros(1, np.float32))})
     with pytest.raises(WireError) as error:
@@ -217,9 +208,7 @@ def test_errors_that_quote_keys_are_short_and_printable(reader: str, key: str) -
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("shape", [(1,) * 10**5, (10**4000,), (-1,), (2**80,)])
-def test_shapes_that_are_none_are_refused_in_few_words(
-    reader: str, shape: tuple[Any, ...]
-) -> None:
+def test_shapes_that_are_none_are_refused_in_few_words(reader, shape):
     arrays = {name: Array(v.numpy()) for name, v in LIKE.items()}
     keys = [PACKED] if reader == "packed" else ["fc.weight", "tct/mean"]
     arrays |= {key: Array("float32", (3, 4), "numpy.ndarray", b"") for key in keys}
@@ -231,7 +220,7 @@ def test_shapes_that_are_none_are_refused_in_few_words(
     assert_fit_for_a_log(error.value)
 
 
-def test_an_error_keeps_short_texts_as_they_are() -> None:
+def test_an_error_keeps_short_texts_as_they_are():
     error = WireError("shape (2,), expected (3,)", field="schicht.gewicht-ä")
     assert str(error) == "'schicht.gewicht-ä': shape (2,), expected (3,)"
 
@@ -239,13 +228,11 @@ def test_an_error_keeps_short_texts_as_they_are() -> None:
 # --- once, and no longer than needed --------------------------------------------------
 
 
-def test_what_is_constant_in_a_round_is_computed_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_constant_in_a_round_is_computed_once(monkeypatch):
     sent = upload_of("wide", "kfac")
     codec = resolve(Codec("auto"), sent.params)
     record = sent.to_arrays(codec)
-    calls: list[object] = []
+    calls = []
     monkeypatch.setattr(size, "_record_bytes", calls.append)
     for _ in range(3):
         FisherUpload.from_arrays(
@@ -256,9 +243,7 @@ def test_what_is_constant_in_a_round_is_computed_once(
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "dense"])
 @pytest.mark.parametrize("budget", [1.0, 4.0])
-def test_a_trace_is_known_without_the_matrices(
-    structure: str, budget: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_known_without_the_matrices(structure, budget, monkeypatch):
     sent = upload_of("cnn", structure)
     chosen = resolve(Codec(budget=budget), sent.params)
     record = sent.to_arrays(chosen)
@@ -272,7 +257,7 @@ def test_a_trace_is_known_without_the_matrices(
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "dense"])
-def test_an_upload_takes_no_more_memory_than_what_came(structure: str) -> None:
+def test_an_upload_takes_no_more_memory_than_what_came(structure):
     """However large what it stands for is, until it is used."""
     sent = upload_of("wide" if structure != "dense" else "cnn", structure)
     chosen = resolve(Codec("fedavg"), sent.params)
@@ -291,15 +276,13 @@ def test_an_upload_takes_no_more_memory_than_what_came(structure: str) -> None:
     assert got.curvature.nbytes == 0
 
 
-def _tensors() -> list[Tensor]:
+def _tensors():
     return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-def test_second_moments_of_any_rank_and_scale_are_no_less(
-    dtype: torch.dtype, scale: float
-) -> None:
+def test_second_moments_of_any_rank_and_scale_are_no_less(dtype, scale):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 40, 300, generator=generator)
     rows[0] *= torch.logspace(-6, 6, 300)  # inputs of any unit
@@ -309,14 +292,14 @@ def test_second_moments_of_any_rank_and_scale_are_no_less(
     check_second_moment("A", torch.zeros_like(moments))
 
 
-def test_second_moments_of_inputs_that_are_hardly_on_are_no_less() -> None:
+def test_second_moments_of_inputs_that_are_hardly_on_are_no_less():
     """Rounding to the smallest floats says nothing of a matrix's sign."""
     rows = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
     rows[:, 10:] *= 3e-22  # whose squares float32 can hardly hold
     check_second_moment("A", (rows.mT @ rows / 5).unsqueeze(0))
 
 
-def test_a_matrix_with_a_negative_eigenvalue_is_no_second_moment() -> None:
+def test_a_matrix_with_a_negative_eigenvalue_is_no_second_moment():
     odd = torch.eye(50) - 0.9 * (torch.ones(50, 50) - torch.eye(50))
     scales = torch.logspace(-3, 3, 50)
     for matrix in (odd, odd * scales * scales.unsqueeze(-1), 1e-30 * odd):
@@ -338,7 +321,7 @@ def test_a_matrix_with_a_negative_eigenvalue_is_no_second_moment() -> None:
         {},
     ],
 )
-def test_a_replys_size_is_the_sum_of_what_is_sent(arrays: dict[str, Any]) -> None:
+def test_a_replys_size_is_the_sum_of_what_is_sent(arrays):
     record = ArrayRecord({k: Array(v) for k, v in arrays.items()})
     metrics = MetricRecord({"num-examples": 10**9, "loss": 0.25})
     reply = RecordDict({"arrays": record, "metrics": metrics})
@@ -347,15 +330,15 @@ def test_a_replys_size_is_the_sum_of_what_is_sent(arrays: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("make", [FedFisherOneShot, FedFish])
-def test_no_two_rounds_uploads_are_held_at_once(make: type[Any]) -> None:
-    refs: list[list[weakref.ref[Any]]] = []
+def test_no_two_rounds_uploads_are_held_at_once(make):
+    refs = []
 
     class Watched(make):  # type: ignore[misc]
-        def exchanges(self, server_round: int) -> Any:
+        def exchanges(self, server_round):
             refs.append([])
             return super().exchanges(server_round)
 
-        def _read(self, record: ArrayRecord, like: dict[str, Tensor]) -> Any:
+        def _read(self, record, like):
             gc.collect()
             alive = [ref for earlier in refs[:-1] for ref in earlier if ref()]
             assert not alive

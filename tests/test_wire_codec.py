@@ -3,8 +3,6 @@
 import json
 import re
 import struct
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from torch import Tensor
 from uploads import (
     LAYOUTS,
     STRUCTURES,
@@ -57,21 +54,19 @@ CASES = [
 FORMAT = "curvature/format"
 
 
-def sent_and_read(
-    sent: FisherUpload, codec: Codec, structure: str | None = None
-) -> FisherUpload:
+def sent_and_read(sent, codec, structure=None):
     """Send an upload; return what arrives, unpacked whole."""
     record = sent.to_arrays(codec)
     got = FisherUpload.from_arrays(record, sent.params, codec, structure=structure)
     return FisherUpload(dict(got.params), got.curvature.made())
 
 
-def enough(codec: Codec, params: dict[str, Tensor]) -> Codec:
+def enough(codec, params):
     """Return the codec, with a larger budget if the model needs it."""
     return Codec(budget=max(needed_for(params), codec.budget))
 
 
-def needed_for(params: dict[str, Tensor]) -> float:
+def needed_for(params):
     """Return the smallest budget, as the refusal of a smaller one names it."""
     try:
         resolve(Codec(budget=0.001), params)
@@ -80,12 +75,12 @@ def needed_for(params: dict[str, Tensor]) -> float:
     return 0.001
 
 
-def relative(got: Tensor, want: Tensor) -> float:
+def relative(got, want):
     error = (got.double() - want.double()).norm()
     return float(error / want.double().norm()) if error else 0.0
 
 
-def assert_sound(got: FisherUpload, like: dict[str, Tensor]) -> None:
+def assert_sound(got, like):
     """Check what must hold for everything that is read."""
     assert list(got.params) == list(like)
     for key, value in got.params.items():
@@ -105,9 +100,7 @@ def assert_sound(got: FisherUpload, like: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("preset", ["fedavg", "small"])
 @pytest.mark.parametrize(("name", "structure"), CASES)
-def test_an_upload_comes_back_much_as_it_was(
-    name: str, structure: str, preset: str
-) -> None:
+def test_an_upload_comes_back_much_as_it_was(name, structure, preset):
     sent = upload_of(name, structure)
     got = sent_and_read(sent, enough(Codec(preset), sent.params), structure)
     assert_sound(got, sent.params)
@@ -124,9 +117,7 @@ def test_an_upload_comes_back_much_as_it_was(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 )
-def test_with_a_large_budget_hardly_anything_is_lost(
-    name: str, structure: str, dtype: torch.dtype
-) -> None:
+def test_with_a_large_budget_hardly_anything_is_lost(name, structure, dtype):
     sent = upload_of(name, structure, dtype, "flat")
     budget = {"block": 400.0, "dense": 400.0}.get(structure, 4.0)
     if name == "linear":  # whose 40 inputs make larger factors than that
@@ -148,7 +139,7 @@ def test_with_a_large_budget_hardly_anything_is_lost(
         assert relative(got.curvature.to_dense(), ordered_dense(sent, got)) < 1e-3
 
 
-def ordered_dense(sent: FisherUpload, got: FisherUpload) -> Tensor:
+def ordered_dense(sent, got):
     """What was sent, in the order of parameters of what was read."""
     places, start = {}, 0
     for key, shape in sent.curvature.shapes.items():
@@ -161,7 +152,7 @@ def ordered_dense(sent: FisherUpload, got: FisherUpload) -> Tensor:
 @pytest.mark.parametrize("spectrum", ["zero", "huge", "low-rank", "steep"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("budget", [1.0, 400.0])
-def test_no_curvature_is_too_odd(budget: float, structure: str, spectrum: str) -> None:
+def test_no_curvature_is_too_odd(budget, structure, spectrum):
     for name in SMALL:
         sent = upload_of(name, structure, spectrum=spectrum)
         got = sent_and_read(sent, enough(Codec(budget=budget), sent.params), structure)
@@ -174,9 +165,7 @@ def test_no_curvature_is_too_odd(budget: float, structure: str, spectrum: str) -
 @pytest.mark.parametrize("spectrum", ["flat", "steep", "low-rank", "zero", "huge"])
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "block"])
 @pytest.mark.parametrize("budget", [1.0, 400.0])
-def test_what_was_read_can_be_sent_again(
-    budget: float, structure: str, spectrum: str
-) -> None:
+def test_what_was_read_can_be_sent_again(budget, structure, spectrum):
     """Rounding makes no honest curvature one that a reader refuses."""
     for name in ("mlp", "cnn"):
         sent = upload_of(name, structure, spectrum=spectrum)
@@ -187,13 +176,13 @@ def test_what_was_read_can_be_sent_again(
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_are_cut_as_well(structure: str, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_cut_as_well(structure, dtype):
     """Float64 and float16 also go where not all matrices are sent whole."""
     sent = upload_of("cnn", structure, dtype)
     assert_sound(sent_and_read(sent, Codec("fedavg")), sent.params)
 
 
-def test_buffers_travel_as_they_are() -> None:
+def test_buffers_travel_as_they_are():
     for name in ("odd", "cnn"):
         sent = upload_of(name, "kfac")
         got = sent_and_read(sent, enough(Codec("small"), sent.params))
@@ -201,7 +190,7 @@ def test_buffers_travel_as_they_are() -> None:
             assert torch.equal(got.params[key], sent.params[key]), key
 
 
-def test_factors_that_fit_are_within_the_bound_of_their_bits() -> None:
+def test_factors_that_fit_are_within_the_bound_of_their_bits():
     sent = upload_of("mlp", "kfac", spectrum="flat")
     got = sent_and_read(sent, Codec(budget=0.95))
     for mine, theirs in zip(
@@ -219,7 +208,7 @@ def test_factors_that_fit_are_within_the_bound_of_their_bits() -> None:
             assert ((a - b).abs() <= (2 * step + step**2 + 1e-5) * scale).all()
 
 
-def test_e_kfac_keeps_the_columns_that_carry_most() -> None:
+def test_e_kfac_keeps_the_columns_that_carry_most():
     sent = upload_of("wide", "ekfac")
     got = sent_and_read(sent, Codec(budget=0.8))
     (mine,) = [b for b in sent.curvature.blocks() if b.shapes.keys() >= {"0.weight"}]
@@ -233,7 +222,7 @@ def test_e_kfac_keeps_the_columns_that_carry_most() -> None:
     assert away.norm(dim=0).max() < 150**0.5 / 127 + 0.05
 
 
-def test_the_order_of_blocks_is_not_that_of_arrival() -> None:
+def test_the_order_of_blocks_is_not_that_of_arrival():
     sent = upload_of("cnn", "kfac")
     for codec in (LOSSLESS, Codec("fedavg")):
         record = sent.to_arrays(codec)
@@ -256,9 +245,7 @@ def test_the_order_of_blocks_is_not_that_of_arrival() -> None:
 
 @pytest.mark.parametrize("budget", [0.3, 0.75, 1.0, 2.5])
 @pytest.mark.parametrize(("name", "structure"), CASES)
-def test_a_reply_weighs_at_most_the_budget(
-    name: str, structure: str, budget: float
-) -> None:
+def test_a_reply_weighs_at_most_the_budget(name, structure, budget):
     for spectrum in ("steep", "flat"):
         sent = upload_of(name, structure, spectrum=spectrum)
         codec = Codec(budget=budget)
@@ -270,7 +257,7 @@ def test_a_reply_weighs_at_most_the_budget(
         assert reply_bytes(record) <= budget * fedavg_reply_bytes(sent.params)
 
 
-def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget() -> None:
+def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget():
     layout = Layout({"0.weight": (900, 700), "1.weight": (900, 900)})
     sent = FisherUpload(params_of(layout), curvature_of(layout, "kfac"))
     for budget in (0.3, 0.4, 1.0):
@@ -281,9 +268,7 @@ def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget() -> N
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(
-    name: str, structure: str
-) -> None:
+def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(name, structure):
     if (name, structure) not in CASES:
         pytest.skip("too large")
     params = params_of(LAYOUTS[name])
@@ -295,7 +280,7 @@ def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_budget_too_small_is_refused_with_the_smallest_that_works(name: str) -> None:
+def test_a_budget_too_small_is_refused_with_the_smallest_that_works(name):
     params = params_of(LAYOUTS[name])
     sent = upload_of(name, "kfac")
     for too_small in (0.001, 0.05, 0.2):
@@ -310,7 +295,7 @@ def test_a_budget_too_small_is_refused_with_the_smallest_that_works(name: str) -
             resolve(Codec(budget=float(needed) - 0.002), params)
 
 
-def test_what_cannot_be_packed_is_refused_without_resolve_too() -> None:
+def test_what_cannot_be_packed_is_refused_without_resolve_too():
     with pytest.raises(ConfigurationError, match=r"budget must be >= \d"):
         upload_of("mlp", "kfac").to_arrays(Codec("fedavg", budget=0.05))
 
@@ -323,7 +308,7 @@ SHAPES = st.one_of(
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw):
     trained, groups, buffers = {}, {}, {}
     for i, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=5))):
         trained[f"{i}.weight"] = shape
@@ -343,9 +328,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     structure=st.sampled_from(["kfac", "diagonal", "ekfac"]),
     budget=st.floats(0.3, 4.0),
 )
-def test_any_model_fits_or_is_refused(
-    layout: Layout, structure: str, budget: float
-) -> None:
+def test_any_model_fits_or_is_refused(layout, structure, budget):
     params = params_of(layout)
     codec = enough(Codec(budget=budget), params)
     sent = FisherUpload(params, curvature_of(layout, structure))
@@ -355,7 +338,7 @@ def test_any_model_fits_or_is_refused(
     assert_sound(got, params)
 
 
-def test_more_budget_is_used() -> None:
+def test_more_budget_is_used():
     sent = upload_of("wide", "kfac")
     errors = []
     for budget in (0.35, 0.5, 0.7, 1.0, 2.0):
@@ -370,9 +353,7 @@ def test_more_budget_is_used() -> None:
 # --- who gets the bytes ---------------------------------------------------------------
 
 
-def twin(
-    columns: list[list[tuple[float, float]]], left: float
-) -> tuple[list[int], float]:
+def twin(columns, left):
     """Buy one (gain, cost) after the other, the best first, as long as one can pay."""
     counts = [0] * len(columns)
     while True:
@@ -386,7 +367,7 @@ def twin(
         counts[owner] += 1
 
 
-def offered(matrix: _Matrix) -> list[tuple[float, float]]:
+def offered(matrix):
     """Each column's share of its matrix's trace a byte, and its bytes."""
     values, totals = matrix.spectrum(matrix.n)[0].double(), matrix.total
     cost = matrix.groups * (matrix.n + 4)
@@ -413,9 +394,7 @@ def offered(matrix: _Matrix) -> list[tuple[float, float]]:
     ),
     left=st.integers(0, 800),
 )
-def test_columns_are_bought_as_the_slow_twin_buys_them(
-    sizes: list[tuple[int, int, str]], left: int
-) -> None:
+def test_columns_are_bought_as_the_slow_twin_buys_them(sizes, left):
     matrices = [
         _Matrix(str(i), psd(i, groups, n, spectrum), None, torch.float32)
         for i, (groups, n, spectrum) in enumerate(sizes)
@@ -440,24 +419,24 @@ def test_columns_are_bought_as_the_slow_twin_buys_them(
     assert sum(entries[m.key][2] - m.least for m in matrices) <= left
 
 
-def rank_of(entry: Tensor) -> int:
+def rank_of(entry):
     return struct.unpack("<BBIII", bytes(entry[:HEAD].tolist()))[4]
 
 
-def forms_of(sent: FisherUpload, codec: Codec) -> set[tuple[int, int]]:
+def forms_of(sent, codec):
     """Form and bits of the factors."""
     entries = entries_of(sent.to_arrays(codec))
     return {(int(e[0]), int(e[1])) for key, e in entries.items() if "/kfac/" in key}
 
 
-def test_a_matrix_is_sent_whole_where_that_is_smaller() -> None:
+def test_a_matrix_is_sent_whole_where_that_is_smaller():
     sent = upload_of("wide", "kfac", spectrum="flat")
     assert forms_of(sent, Codec(budget=4.0)) == {(Form.WHOLE, 16)}
     assert forms_of(sent, Codec(budget=1.0)) == {(Form.WHOLE, 8)}
     assert forms_of(sent, Codec(budget=0.5)) == {(Form.WHOLE, 8), (Form.COLUMNS, 8)}
 
 
-def test_a_diagonal_has_the_bytes_that_are_left() -> None:
+def test_a_diagonal_has_the_bytes_that_are_left():
     sent = upload_of("wide", "diagonal")
     for budget, bits, least, most in (
         (0.33, 8, 0.1, 0.9),
@@ -475,18 +454,18 @@ def test_a_diagonal_has_the_bytes_that_are_left() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1e-4, 1e4, float("nan"), float("inf")])
-def test_a_budget_out_of_range_is_refused(budget: float) -> None:
+def test_a_budget_out_of_range_is_refused(budget):
     with pytest.raises(ConfigurationError, match="budget"):
         Codec(budget=budget)
 
 
-def test_lossless_takes_no_budget() -> None:
+def test_lossless_takes_no_budget():
     with pytest.raises(ConfigurationError, match="takes no budget"):
         Codec("lossless", 0.5)
 
 
 @pytest.mark.parametrize("name", ["zip", "paper", "packed"])
-def test_an_unknown_name_is_refused(name: str) -> None:
+def test_an_unknown_name_is_refused(name):
     with pytest.raises(ConfigurationError, match=f"unknown codec '{name}'"):
         Codec.of(name)
 
@@ -494,34 +473,34 @@ def test_an_unknown_name_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "codec", [*map(Codec, ("auto", "lossless", "fedavg", "small")), Codec(budget=1 / 3)]
 )
-def test_a_codec_comes_back_from_a_config(codec: Codec) -> None:
+def test_a_codec_comes_back_from_a_config(codec):
     assert Codec.from_options(codec.to_options()) == codec
     codec.check_description(text(**codec.describe()), field="x")
 
 
-def test_a_server_that_asks_for_no_codec_gets_plain_arrays() -> None:
+def test_a_server_that_asks_for_no_codec_gets_plain_arrays():
     assert Codec.from_options({}) == LOSSLESS
 
 
 @pytest.mark.parametrize("version", [0, 1, 3, None, "2"])
-def test_a_client_refuses_to_write_another_version(version: object) -> None:
+def test_a_client_refuses_to_write_another_version(version):
     config = {**Codec("fedavg").to_options(), "codec-version": version}
     with pytest.raises(ConfigurationError, match=r"version .* of the upload format"):
         Codec.from_options(config)
 
 
-def test_auto_is_fedavg_where_that_fits() -> None:
+def test_auto_is_fedavg_where_that_fits():
     auto = Codec("auto")
     assert resolve(auto, params_of(LAYOUTS["wide"])) == Codec("fedavg")
     assert resolve(auto, {"w": torch.zeros(2)}) == LOSSLESS
 
 
-def test_a_budget_alone_packs() -> None:
+def test_a_budget_alone_packs():
     assert Codec(budget=0.7) == Codec("fedavg", 0.7)
     assert (Codec("fedavg").budget, Codec("small").budget) == (1.0, 0.5)
 
 
-def test_the_limit_is_the_budget_less_the_metrics_below_one() -> None:
+def test_the_limit_is_the_budget_less_the_metrics_below_one():
     params = params_of(LAYOUTS["mlp"])
     plain = fedavg_bytes(params)
     assert byte_limit(params, Codec("fedavg", budget=1.0)) == plain
@@ -532,25 +511,23 @@ def test_the_limit_is_the_budget_less_the_metrics_below_one() -> None:
 # --- what arrives wrong ---------------------------------------------------------------
 
 
-def entries_of(record: ArrayRecord) -> dict[str, Tensor]:
+def entries_of(record):
     return load(record["packed"].numpy().tobytes())
 
 
-def container(entries: dict[str, Tensor]) -> ArrayRecord:
+def container(entries):
     return ArrayRecord({"packed": Array(np.frombuffer(save(entries), np.uint8))})
 
 
-def raw(data: bytes) -> Tensor:
+def raw(data):
     return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
 
 
-def text(**description: Any) -> Tensor:
+def text(**description):
     return raw(json.dumps(description).encode())
 
 
-def changed(
-    key: str, change: Callable[[Tensor], Tensor | None] | Tensor | None, codec: Codec
-) -> ArrayRecord:
+def changed(key, change, codec):
     structure = next((s for s in STRUCTURES if f"/{s}/" in key), "kfac")
     structure = "kfac" if structure == "diagonal" else structure
     structure = "block" if structure == "dense" and "," in key else structure
@@ -563,11 +540,11 @@ def changed(
     return container(entries)
 
 
-def with_head(**fields: int) -> Callable[[Tensor], Tensor]:
+def with_head(**fields):
     """Change what the first bytes say."""
     names = ("form", "bits", "a", "b", "c")
 
-    def change(entry: Tensor) -> Tensor:
+    def change(entry):
         head = dict(
             zip(
                 names,
@@ -581,26 +558,26 @@ def with_head(**fields: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def with_byte(at: int, value: int) -> Callable[[Tensor], Tensor]:
-    def change(entry: Tensor) -> Tensor:
+def with_byte(at, value):
+    def change(entry):
         entry[at] = value
         return entry
 
     return change
 
 
-def with_float(at: int, value: float) -> Callable[[Tensor], Tensor]:
-    def change(entry: Tensor) -> Tensor:
+def with_float(at, value):
+    def change(entry):
         entry[at : at + 4] = raw(struct.pack("<f", value))
         return entry
 
     return change
 
 
-def columns_of(groups: int, n: int, rank: int) -> Callable[[Tensor], Tensor]:
+def columns_of(groups, n, rank):
     """An entry of eigenvectors that is consistent in itself."""
 
-    def change(_: Tensor) -> Tensor:
+    def change(_):
         codes = b"\1" * (groups * n * rank)
         norms = struct.pack("<f", 1) * (groups * (rank + 1))
         return raw(
@@ -621,7 +598,7 @@ NAN, INF = float("nan"), float("inf")
 FINE = Codec("fedavg", budget=1.0)
 WIDE = Codec("fedavg", budget=20.0)  # all of a dense block fits
 
-HOSTILE: dict[str, tuple[str, Any, str]] = {
+HOSTILE = {
     "no format": (FORMAT, None, "missing"),
     "format that is no JSON": (FORMAT, raw(b"{nope"), "not JSON"),
     "format that is no text": (FORMAT, raw(b"\xff\xfe\x00"), "not JSON"),
@@ -746,7 +723,7 @@ HOSTILE["curvature of a counter"] = (
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_arrives_wrong_is_refused_by_name(case: str) -> None:
+def test_what_arrives_wrong_is_refused_by_name(case):
     key, change, reason = HOSTILE[case]
     like = params_of(LAYOUTS["cnn"])
     codec = WIDE if key == DENSE else FINE
@@ -758,21 +735,21 @@ def test_what_arrives_wrong_is_refused_by_name(case: str) -> None:
 
 
 @pytest.mark.parametrize("key", [W, A, ES, DENSE])
-def test_without_any_change_nothing_is_refused(key: str) -> None:
+def test_without_any_change_nothing_is_refused(key):
     codec = WIDE if key == DENSE else FINE
     record = changed(key, lambda entry: entry, codec)
     like = params_of(LAYOUTS["cnn"])
     assert_sound(FisherUpload.from_arrays(record, like, codec), like)
 
 
-def packed(data: bytes, **fields: Any) -> ArrayRecord:
+def packed(data, **fields):
     array = Array(np.frombuffer(data, np.uint8))
     for name, value in fields.items():
         setattr(array, name, value)
     return ArrayRecord({"packed": array})
 
 
-def safetensors_file(header: bytes, data: bytes = b"") -> bytes:
+def safetensors_file(header, data=b""):
     return struct.pack("<Q", len(header)) + header + data
 
 
@@ -809,7 +786,7 @@ NO_CONTAINER = {
 
 
 @pytest.mark.parametrize("case", NO_CONTAINER)
-def test_what_is_no_container_is_refused(case: str) -> None:
+def test_what_is_no_container_is_refused(case):
     like = params_of(LAYOUTS["cnn"])
     with pytest.raises(WireError) as caught:
         FisherUpload.from_arrays(NO_CONTAINER[case], like, FINE)
@@ -817,7 +794,7 @@ def test_what_is_no_container_is_refused(case: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_an_entry_that_holds_no_bytes_is_refused_by_name() -> None:
+def test_an_entry_that_holds_no_bytes_is_refused_by_name():
     for value in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8)):
         record = container({"a": value})
         with pytest.raises(WireError, match="not an array of bytes") as caught:
@@ -825,7 +802,7 @@ def test_an_entry_that_holds_no_bytes_is_refused_by_name() -> None:
         assert caught.value.field == "a"
 
 
-def test_a_record_beyond_the_budget_is_refused_unread() -> None:
+def test_a_record_beyond_the_budget_is_refused_unread():
     like = params_of(LAYOUTS["cnn"])
     limit = byte_limit(like, FINE)
     record = packed(b"\xff" * limit)
@@ -837,7 +814,7 @@ def test_a_record_beyond_the_budget_is_refused_unread() -> None:
         FisherUpload.from_arrays(more, like, FINE)
 
 
-def test_a_header_of_too_many_entries_is_refused_unread() -> None:
+def test_a_header_of_too_many_entries_is_refused_unread():
     like = {"weight": torch.zeros(500, 500)}
     many = {f"{i}": torch.zeros(0, dtype=torch.uint8) for i in range(5000)}
     with pytest.raises(WireError, match="a header of") as caught:
@@ -845,7 +822,7 @@ def test_a_header_of_too_many_entries_is_refused_unread() -> None:
     assert caught.value.field == "packed"
 
 
-def test_few_bytes_do_not_become_a_large_matrix() -> None:
+def test_few_bytes_do_not_become_a_large_matrix():
     """An entry of rank 0 takes few bytes, whatever size it announces."""
     like = {"weight": torch.zeros(2000, 1000), "conv": torch.zeros(512, 512, 5, 5)}
     big = {"a": torch.zeros(200_000), "b": torch.zeros(200_000)}
@@ -862,7 +839,7 @@ def test_few_bytes_do_not_become_a_large_matrix() -> None:
         assert caught.value.field == key
 
 
-def test_dense_matrices_over_the_same_parameters_are_refused_unread() -> None:
+def test_dense_matrices_over_the_same_parameters_are_refused_unread():
     like = {"a": torch.zeros(50), "b": torch.zeros(50), "c": torch.zeros(2000)}
     entry = columns_of(1, 100, 0)(torch.empty(0))
     entries = {f"curvature/dense/{names}": entry.clone() for names in ("a,b", "b,a")}
@@ -874,9 +851,7 @@ def test_dense_matrices_over_the_same_parameters_are_refused_unread() -> None:
 
 @pytest.mark.parametrize("codec", [LOSSLESS, WIDE])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_another_structure_than_was_asked_for_is_refused(
-    structure: str, codec: Codec
-) -> None:
+def test_another_structure_than_was_asked_for_is_refused(structure, codec):
     sent = upload_of("cnn", structure)
     record = sent.to_arrays(codec)
     FisherUpload.from_arrays(record, sent.params, codec, structure=structure)
@@ -891,7 +866,7 @@ def test_another_structure_than_was_asked_for_is_refused(
             FisherUpload.from_arrays(record, sent.params, codec, structure=requested)
 
 
-def test_the_kinds_of_curvature_are_those_that_were_sent() -> None:
+def test_the_kinds_of_curvature_are_those_that_were_sent():
     kinds = {"kfac": Kronecker, "ekfac": EigenKronecker, "block": Dense}
     for structure, kind in kinds.items():
         got = sent_and_read(upload_of("cnn", structure), WIDE).curvature
@@ -901,7 +876,7 @@ def test_the_kinds_of_curvature_are_those_that_were_sent() -> None:
         assert {type(block) for block in got.blocks()} == {kind}
 
 
-def test_nothing_of_what_is_sent_is_changed() -> None:
+def test_nothing_of_what_is_sent_is_changed():
     for structure in STRUCTURES:
         sent = upload_of("cnn", structure)
         before = {k: v.clone() for k, v in curvature_to_tensors(sent.curvature).items()}
@@ -911,7 +886,7 @@ def test_nothing_of_what_is_sent_is_changed() -> None:
             assert torch.equal(part, before[key]), key
 
 
-def test_strides_and_gradients_do_not_matter() -> None:
+def test_strides_and_gradients_do_not_matter():
     params = {"weight": torch.randn(4, 6, generator=rng(0)).mT.requires_grad_()}
     sent = FisherUpload(params, curvature_of(Layout({"weight": (6, 4)}), "kfac"))
     codec = enough(FINE, params)

@@ -1,14 +1,11 @@
 """Uploads of parameters and inputs' second moments: lossless, and refused by name."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord
-from torch import Tensor
 from uploads import LAYOUTS, params_of, psd
 
 from flwr_fisher.curvature import InputCovariance
@@ -19,7 +16,7 @@ NAN = float("nan")
 FC, CONV = "curvature/kfac/6.weight/A", "curvature/kfac/3.weight/A"
 
 
-def upload(dtype: torch.dtype = torch.float32, name: str = "cnn") -> CovarianceUpload:
+def upload(dtype=torch.float32, name="cnn"):
     """Of two convolutions, one of four groups, a batch norm and a linear layer."""
     layout = LAYOUTS[name]
     params = params_of(layout, dtype)
@@ -35,17 +32,17 @@ def upload(dtype: torch.dtype = torch.float32, name: str = "cnn") -> CovarianceU
     return CovarianceUpload(params, found)
 
 
-def arrays() -> ArrayRecord:
+def arrays():
     return upload().to_arrays()
 
 
-def read(record: ArrayRecord) -> CovarianceUpload:
+def read(record):
     return CovarianceUpload.from_arrays(record, upload().params)
 
 
 @pytest.mark.parametrize("name", ["cnn", "mlp", "linear", "depthwise", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_what_was_sent_is_what_is_read(dtype: torch.dtype, name: str) -> None:
+def test_what_was_sent_is_what_is_read(dtype, name):
     sent = upload(dtype, name)
     got = CovarianceUpload.from_arrays(sent.to_arrays(), sent.params)
     assert list(got.params) == list(sent.params)
@@ -60,14 +57,14 @@ def test_what_was_sent_is_what_is_read(dtype: torch.dtype, name: str) -> None:
         assert torch.equal(found.A, layer.A)
 
 
-def test_the_order_of_arrival_does_not_matter() -> None:
+def test_the_order_of_arrival_does_not_matter():
     record = arrays()
     back = ArrayRecord({key: record[key] for key in reversed(list(record))})
     assert list(read(back).params) == list(upload().params)
     assert read(back).layout() == read(record).layout() == upload().layout()
 
 
-def test_clients_whose_layers_differ_have_another_layout() -> None:
+def test_clients_whose_layers_differ_have_another_layout():
     fewer = arrays()
     del fewer[CONV]
     assert read(fewer).layout() != upload().layout()
@@ -77,15 +74,15 @@ def test_clients_whose_layers_differ_have_another_layout() -> None:
     assert read(narrow).layout() != upload().layout()
 
 
-def changed(key: str, change: Callable[[Any], Any]) -> Callable[[ArrayRecord], None]:
-    def spoil(record: ArrayRecord) -> None:
+def changed(key, change):
+    def spoil(record):
         record[key] = Array(np.array(change(record[key].numpy())))
 
     return spoil
 
 
-def entry(key: str, at: Any, value: float) -> Callable[[ArrayRecord], None]:
-    def change(array: Any) -> Any:
+def entry(key, at, value):
+    def change(array):
         array = np.array(array)
         array[at] = value
         return array
@@ -93,26 +90,26 @@ def entry(key: str, at: Any, value: float) -> Callable[[ArrayRecord], None]:
     return changed(key, change)
 
 
-def added(key: str, values: Any) -> Callable[[ArrayRecord], None]:
-    def spoil(record: ArrayRecord) -> None:
+def added(key, values):
+    def spoil(record):
         record[key] = Array(np.array(values, dtype=np.float32))
 
     return spoil
 
 
-def dropped(*keys: str) -> Callable[[ArrayRecord], None]:
-    def spoil(record: ArrayRecord) -> None:
+def dropped(*keys):
+    def spoil(record):
         for key in keys:
             del record[key]
 
     return spoil
 
 
-def no_moments(record: ArrayRecord) -> None:
+def no_moments(record):
     dropped(*(key for key in record if key.startswith("curvature/")))(record)
 
 
-SPOILED: dict[str, tuple[Callable[[ArrayRecord], None], str, str]] = {
+SPOILED = {
     "missing": (dropped("6.bias"), "6.bias", "missing"),
     "unexpected": (added("9.bias", [1]), "9.bias", "unexpected key"),
     "parameter's shape": (changed("6.bias", lambda a: a[:2]), "6.bias", "shape"),
@@ -151,7 +148,7 @@ SPOILED: dict[str, tuple[Callable[[ArrayRecord], None], str, str]] = {
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_what_is_spoiled_is_named(case: str) -> None:
+def test_what_is_spoiled_is_named(case):
     spoil, field, reason = SPOILED[case]
     record = arrays()
     spoil(record)
@@ -159,7 +156,7 @@ def test_what_is_spoiled_is_named(case: str) -> None:
         read(record)
 
 
-def header(shape: tuple[int, ...]) -> bytes:
+def header(shape):
     text = json.dumps({"descr": "<f4"})[1:-1].replace('"', "'")
     body = f"{{{text}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     return b"\x93NUMPY\x01\x00" + len(body).to_bytes(2, "little") + body
@@ -179,14 +176,12 @@ def header(shape: tuple[int, ...]) -> bytes:
         7,
     ],
 )
-def test_what_is_announced_is_refused_before_it_is_read(
-    shape: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_announced_is_refused_before_it_is_read(shape, monkeypatch):
     record = arrays()
     record[FC] = Array("float32", (1, 1), "numpy.ndarray", header((1, 1)))
     record[FC].shape = shape  # from the wire it may be anything
 
-    def allocate(*args: Any, **kwargs: Any) -> Tensor:
+    def allocate(*args, **kwargs):
         raise AssertionError("read before its shape was checked")
 
     monkeypatch.setattr("flwr_fisher.wire.arrays.arrays_to_tensors", allocate)
@@ -194,7 +189,7 @@ def test_what_is_announced_is_refused_before_it_is_read(
         read(record)
 
 
-def test_what_is_announced_must_be_what_arrives() -> None:
+def test_what_is_announced_must_be_what_arrives():
     record = arrays()
     data = header((1, 10**6, 10**6))
     record[FC] = Array("float32", (1, 25, 25), "numpy.ndarray", data)
@@ -202,7 +197,7 @@ def test_what_is_announced_must_be_what_arrives() -> None:
         read(record)
 
 
-def test_groups_have_the_bound_of_kfacs_factors() -> None:
+def test_groups_have_the_bound_of_kfacs_factors():
     """The server does not know a layer's groups, and they multiply its matrices."""
     like = {"c.weight": torch.zeros(512, 512, 3, 3)}
     record = ArrayRecord(

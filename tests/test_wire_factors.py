@@ -3,14 +3,12 @@
 import itertools
 import math
 import struct
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import random_psd, relative
-from torch import Tensor
 from uploads import SPECTRA, psd
 
 from flwr_fisher.curvature.operators.factors import DenseFactor, LowRankFactor
@@ -25,13 +23,13 @@ SHAPES = [(1, 1), (1, 2), (3, 1), (1, 7), (4, 5), (1, 33)]
 EPS = torch.finfo(torch.float32).eps
 
 
-def read(entry: Tensor, groups: int, n: int, kind: str = "kfac") -> Any:
+def read(entry, groups, n, kind="kfac"):
     """Check and decode an entry of a layer that has such factors."""
     like = {"w": torch.empty(groups, n, 1)}
     return check_part(entry, like, field=f"curvature/{kind}/w/A").make()
 
 
-def whole(matrices: Tensor, bits: int) -> Tensor:
+def whole(matrices, bits):
     """Encode and decode, with what holds of every size."""
     groups, n = matrices.shape[:2]
     before = matrices.clone()
@@ -42,12 +40,12 @@ def whole(matrices: Tensor, bits: int) -> Tensor:
     return read(entry, groups, n).to_dense()
 
 
-def spectrum_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
+def spectrum_of(matrices):
     values, vectors = torch.linalg.eigh(matrices)
     return values.flip(-1).clamp_min(0), vectors.flip(-1)
 
 
-def cut(matrices: Tensor, rank: int, bits: int) -> Tensor:
+def cut(matrices, rank, bits):
     groups, n = matrices.shape[:2]
     trace = diagonal(matrices).sum(-1)
     entry = factors.encode_columns(*spectrum_of(matrices), trace, rank, bits)
@@ -57,7 +55,7 @@ def cut(matrices: Tensor, rank: int, bits: int) -> Tensor:
     return got.to_dense()
 
 
-def assert_psd(matrices: Tensor) -> None:
+def assert_psd(matrices):
     assert matrices.dtype == torch.float32
     assert matrices.isfinite().all()
     assert torch.equal(matrices, matrices.mT)
@@ -70,13 +68,13 @@ def assert_psd(matrices: Tensor) -> None:
     assert torch.linalg.eigvalsh(correlations).min() >= -8 * n * EPS
 
 
-def correlations_of(matrices: Tensor) -> tuple[Tensor, Tensor]:
+def correlations_of(matrices):
     roots = matrices.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     scale = roots.unsqueeze(-1) * roots.unsqueeze(-2)
     return torch.where(scale > 0, matrices / scale, 0), scale
 
 
-def assert_within_the_bound(sent: Tensor, got: Tensor, bits: int) -> None:
+def assert_within_the_bound(sent, got, bits):
     """The bound of the module's docstring, entry by entry."""
     n = sent.shape[-1]
     step = math.sqrt(n) / ((1 << (bits - 1)) - 1)
@@ -87,16 +85,14 @@ def assert_within_the_bound(sent: Tensor, got: Tensor, bits: int) -> None:
     assert ((got.double() - sent.double()).abs() <= bound).all()
 
 
-def diagonal(matrices: Tensor) -> Tensor:
+def diagonal(matrices):
     return matrices.diagonal(dim1=-2, dim2=-1).double()
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize(("groups", "n"), SHAPES)
-def test_a_matrix_sent_whole_is_within_the_bound(
-    groups: int, n: int, spectrum: str, bits: int
-) -> None:
+def test_a_matrix_sent_whole_is_within_the_bound(groups, n, spectrum, bits):
     sent = psd(n, groups, n, spectrum)
     got = whole(sent, bits)
     assert_psd(got)
@@ -108,7 +104,7 @@ def test_a_matrix_sent_whole_is_within_the_bound(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [1, 6, 30])
-def test_rounding_before_it_is_sent_does_not_matter(n: int, dtype: torch.dtype) -> None:
+def test_rounding_before_it_is_sent_does_not_matter(n, dtype):
     """Rounded, a matrix may have negative eigenvalues; they are lifted to zero."""
     sent = psd(n, 2, n, "low-rank").to(dtype)
     got = whole(sent, 16)
@@ -119,9 +115,7 @@ def test_rounding_before_it_is_sent_does_not_matter(n: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize(("groups", "n"), SHAPES)
-def test_a_cut_matrix_keeps_its_trace_and_its_leading_directions(
-    groups: int, n: int, spectrum: str
-) -> None:
+def test_a_cut_matrix_keeps_its_trace_and_its_leading_directions(groups, n, spectrum):
     sent = psd(n, groups, n, spectrum)
     trace, (values, vectors) = diagonal(sent).sum(-1), spectrum_of(sent)
     for bits, rank in itertools.product(WIDTHS, {0, 1, n // 2, n}):
@@ -144,7 +138,7 @@ def test_a_cut_matrix_keeps_its_trace_and_its_leading_directions(
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_without_columns_a_matrix_is_its_mean_eigenvalue(groups: int) -> None:
+def test_without_columns_a_matrix_is_its_mean_eigenvalue(groups):
     sent = psd(0, groups, 5)
     means = sent.diagonal(dim1=-2, dim2=-1).mean(-1).reshape(-1, 1, 1)
     want = (means * torch.eye(5, dtype=torch.float64)).float()
@@ -152,7 +146,7 @@ def test_without_columns_a_matrix_is_its_mean_eigenvalue(groups: int) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_basis_comes_back_within_the_bound(bits: int) -> None:
+def test_a_basis_comes_back_within_the_bound(bits):
     vectors = torch.linalg.qr(psd(3, 2, 9))[0]
     for rank in (0, 1, 5, 9):
         entry = factors.encode_basis(vectors, rank, bits)
@@ -165,7 +159,7 @@ def test_a_basis_comes_back_within_the_bound(bits: int) -> None:
         assert rank == 0 or (got[..., :rank].norm(dim=-2) - 1).abs().max() < 1e-6
 
 
-def test_a_row_of_zeros_stays_one() -> None:
+def test_a_row_of_zeros_stays_one():
     sent = psd(1, 1, 6)
     sent[:, 2], sent[:, :, 2] = 0, 0
     got = whole(sent, 16)
@@ -173,7 +167,7 @@ def test_a_row_of_zeros_stays_one() -> None:
     assert_within_the_bound(sent, got, 16)
 
 
-def test_the_ends_of_float32_come_back() -> None:
+def test_the_ends_of_float32_come_back():
     for scale in (1e38, 3e38, 1e-38, 1e-44):
         sent = torch.full((1, 1, 1), scale, dtype=torch.float64)
         torch.testing.assert_close(whole(sent, 8).double(), sent, rtol=0.3, atol=0)
@@ -181,7 +175,7 @@ def test_the_ends_of_float32_come_back() -> None:
         assert got.isfinite().all()
 
 
-def some(bits: int = 8) -> list[Tensor]:
+def some(bits=8):
     sent = psd(0, 1, 3)
     trace = diagonal(sent).sum(-1)
     return [
@@ -190,7 +184,7 @@ def some(bits: int = 8) -> list[Tensor]:
     ]
 
 
-def with_norm(entry: Tensor, value: float) -> Tensor:
+def with_norm(entry, value):
     changed = entry.clone()
     number = bytearray(struct.pack("<f", value))
     changed[HEAD + 4 : HEAD + 8] = torch.frombuffer(number, dtype=torch.uint8)
@@ -198,20 +192,20 @@ def with_norm(entry: Tensor, value: float) -> Tensor:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -1e-45])
-def test_an_impossible_norm_is_refused(value: float) -> None:
+def test_an_impossible_norm_is_refused(value):
     for entry in some():
         with pytest.raises(WireError, match="negative or not finite") as caught:
             read(with_norm(entry, value), 1, 3)
         assert caught.value.field == "curvature/kfac/w/A"
 
 
-def test_norms_that_overflow_are_refused() -> None:
+def test_norms_that_overflow_are_refused():
     for entry in some():
         with pytest.raises(WireError, match="overflow"):
             read(with_norm(entry, 3e38), 1, 3)
 
 
-def test_another_number_of_bytes_is_refused() -> None:
+def test_another_number_of_bytes_is_refused():
     for entry in some():
         for wrong in (entry[:-1], torch.cat([entry, entry[:1]]), entry[: HEAD + 7]):
             with pytest.raises(WireError, match="bytes, expected"):
@@ -220,9 +214,7 @@ def test_another_number_of_bytes_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", ["whole", "columns"])
-def test_matrices_at_the_end_of_a_dtype_are_never_refused(
-    form: str, dtype: torch.dtype
-) -> None:
+def test_matrices_at_the_end_of_a_dtype_are_never_refused(form, dtype):
     """Rounding must not lift what an honest client has beyond what a reader takes."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     sent = psd(0, 1, 8, "flat")
@@ -251,8 +243,8 @@ def test_matrices_at_the_end_of_a_dtype_are_never_refused(
     right=st.booleans(),
 )
 def test_any_bytes_are_a_psd_matrix_or_a_wire_error(
-    data: bytes, groups: int, n: int, rank: int, bits: int, form: Form, right: bool
-) -> None:
+    data, groups, n, rank, bits, form, right
+):
     sizes = (groups, n, min(rank, n))
     wanted = size_of_matrices(form, sizes, bits)
     if right:
@@ -270,9 +262,7 @@ def test_any_bytes_are_a_psd_matrix_or_a_wire_error(
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_large_matrix_stays_the_codes_that_it_travelled_as(
-    monkeypatch: pytest.MonkeyPatch, bits: int
-) -> None:
+def test_a_large_matrix_stays_the_codes_that_it_travelled_as(monkeypatch, bits):
     matrices = torch.stack([random_psd(9, 9, seed).float() for seed in range(2)])
     matrices[1, 0] = matrices[1, :, 0] = 0
     entry = factors.encode_whole(matrices, bits)

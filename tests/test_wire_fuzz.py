@@ -20,7 +20,6 @@ from fuzz_wire import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from torch import Tensor
 
 from flwr_fisher.wire import LOSSLESS, Codec
 
@@ -28,30 +27,28 @@ SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples
 PACKED = [source for source in SOURCES if source[2] != LOSSLESS]
 
 
-def packed(entries: dict[str, Tensor]) -> ArrayRecord:
+def packed(entries):
     return ArrayRecord({"packed": Array(np.frombuffer(save(entries), np.uint8))})
 
 
-def tensor_of(data: bytes) -> Tensor:
+def tensor_of(data):
     return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
 
 
-def test_spoiled_uploads_are_read_or_refused() -> None:
+def test_spoiled_uploads_are_read_or_refused():
     counts = fuzz(2000, seed=1, every=4)
     assert set(counts) == {"read", "refused"}
     assert min(counts.values()) > 100
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_what_is_not_spoiled_is_read_in_the_memory_it_may_take(
-    source: tuple[str, str, Codec],
-) -> None:
+def test_what_is_not_spoiled_is_read_in_the_memory_it_may_take(source):
     load_what_is_loaded_once()
     of = good(*source)
     assert check_memory(of.record, of) == "read"
 
 
-def test_the_fuzzer_sees_what_is_allocated() -> None:
+def test_the_fuzzer_sees_what_is_allocated():
     load_what_is_loaded_once()
     of = good("mlp", "kfac", Codec("fedavg"))
     little = Good(of.record, of.like, of.codec, of.structure, -(10**6))
@@ -59,11 +56,11 @@ def test_the_fuzzer_sees_what_is_allocated() -> None:
         check_memory(of.record, little)
 
 
-def test_a_seed_is_a_sequence() -> None:
+def test_a_seed_is_a_sequence():
     assert fuzz(60, seed=5, every=60) == fuzz(60, seed=5, every=60)
 
 
-def test_entries_are_spoiled_within_a_good_container() -> None:
+def test_entries_are_spoiled_within_a_good_container():
     of = good("mlp", "kfac", Codec("fedavg"))
     array = of.record["packed"]
     data = array.data[len(array.data) - array.shape[0] :]
@@ -73,7 +70,7 @@ def test_entries_are_spoiled_within_a_good_container() -> None:
 
 @SETTINGS
 @given(data=st.data())
-def test_any_bytes_for_an_entry_are_read_or_refused(data: st.DataObject) -> None:
+def test_any_bytes_for_an_entry_are_read_or_refused(data):
     of = good(*data.draw(st.sampled_from(PACKED)))
     entries = load(of.record["packed"].numpy().tobytes())
     key = data.draw(st.sampled_from(sorted(entries)))
@@ -83,7 +80,7 @@ def test_any_bytes_for_an_entry_are_read_or_refused(data: st.DataObject) -> None
 
 @SETTINGS
 @given(data=st.data())
-def test_any_head_is_read_or_refused(data: st.DataObject) -> None:
+def test_any_head_is_read_or_refused(data):
     of = good(*data.draw(st.sampled_from(PACKED)))
     entries = load(of.record["packed"].numpy().tobytes())
     key = data.draw(st.sampled_from([k for k in sorted(entries) if "/" in k]))
@@ -103,9 +100,7 @@ def test_any_head_is_read_or_refused(data: st.DataObject) -> None:
 
 @SETTINGS
 @given(data=st.data())
-def test_any_floats_for_norms_and_scales_are_read_or_refused(
-    data: st.DataObject,
-) -> None:
+def test_any_floats_for_norms_and_scales_are_read_or_refused(data):
     of = good(*data.draw(st.sampled_from(PACKED)))
     entries = load(of.record["packed"].numpy().tobytes())
     for key in data.draw(st.lists(st.sampled_from(sorted(entries)), max_size=5)):
@@ -120,7 +115,7 @@ def test_any_floats_for_norms_and_scales_are_read_or_refused(
 
 @SETTINGS
 @given(header=st.binary(max_size=120), rest=st.binary(max_size=60), right=st.booleans())
-def test_any_header_is_refused(header: bytes, rest: bytes, right: bool) -> None:
+def test_any_header_is_refused(header, rest, right):
     of = good("cnn", "kfac", Codec("fedavg"))
     length = struct.pack("<Q", len(header)) if right else b""
     data = np.frombuffer(length + header + rest, np.uint8)
@@ -140,10 +135,7 @@ LENGTHS = st.lists(st.integers(-2, 2**70) | st.integers(0, 4), max_size=4)
     ),
     source=st.sampled_from(SOURCES),
 )
-def test_any_record_is_refused(
-    data: list[tuple[str, str, list[int], str, bytes]],
-    source: tuple[str, str, Codec],
-) -> None:
+def test_any_record_is_refused(data, source):
     arrays = {
         name: Array(dtype, tuple(shape), stype or "numpy.ndarray", content)
         for name, dtype, shape, stype, content in data

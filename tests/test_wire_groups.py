@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from uploads import upload_of
 
 from flwr_fisher.errors import ConfigurationError
@@ -35,11 +34,11 @@ PAYLOADS = {
 }
 
 
-def listed(groups: dict[str, dict[str, Tensor]]) -> list[tuple[str, list[str]]]:
+def listed(groups):
     return [(group, list(tensors)) for group, tensors in groups.items()]
 
 
-def test_groups_travel_under_the_documented_keys() -> None:
+def test_groups_travel_under_the_documented_keys():
     assert SERVER == "server/"
     assert list(join_groups(GROUPS)) == [
         "server/run",
@@ -51,7 +50,7 @@ def test_groups_travel_under_the_documented_keys() -> None:
 
 
 @pytest.mark.parametrize("order", [["", "probe", "control"], ["control", "probe", ""]])
-def test_groups_come_back_in_their_order(order: list[str]) -> None:
+def test_groups_come_back_in_their_order(order):
     groups = {group: GROUPS[group] for group in order}
     params, back = split_groups({**PARAMS, **join_groups(groups)})
     assert list(params) == list(PARAMS)
@@ -61,7 +60,7 @@ def test_groups_come_back_in_their_order(order: list[str]) -> None:
         assert all(back[group][name] is value for name, value in tensors.items())
 
 
-def test_groups_come_back_from_a_record() -> None:
+def test_groups_come_back_from_a_record():
     record = tensors_to_arrays({**join_groups(GROUPS), **PARAMS})
     params, back = split_groups(arrays_to_tensors(record))
     assert list(params) == list(PARAMS)
@@ -69,7 +68,7 @@ def test_groups_come_back_from_a_record() -> None:
     assert torch.equal(back["probe"]["fc.weight"], GROUPS["probe"]["fc.weight"])
 
 
-def test_parameters_and_groups_may_be_mixed() -> None:
+def test_parameters_and_groups_may_be_mixed():
     mixed = {
         "server/probe/a": torch.tensor(1),
         "fc.bias": torch.tensor(2),
@@ -81,29 +80,29 @@ def test_parameters_and_groups_may_be_mixed() -> None:
     assert listed(groups) == [("probe", ["a", "b.weight"]), ("", ["run"])]
 
 
-def test_only_the_first_slash_ends_the_group() -> None:
+def test_only_the_first_slash_ends_the_group():
     joined = join_groups({"control": {"a/b.c": torch.tensor(1)}})
     assert list(joined) == ["server/control/a/b.c"]
     assert listed(split_groups(joined)[1]) == [("control", ["a/b.c"])]
 
 
-def test_only_the_whole_prefix_makes_a_group() -> None:
+def test_only_the_whole_prefix_makes_a_group():
     tensors = {"server.weight": torch.ones(1), "my/server/run": torch.ones(1)}
     assert split_groups(tensors) == (tensors, {})
 
 
 @pytest.mark.parametrize("groups", [{}, {"": {}}, {"probe": {}, "control": {}}])
-def test_empty_groups_leave_no_key(groups: dict[str, dict[str, Tensor]]) -> None:
+def test_empty_groups_leave_no_key(groups):
     assert join_groups(groups) == {}
     assert split_groups({**PARAMS, **join_groups(groups)}) == (PARAMS, {})
 
 
-def test_nothing_to_split_is_nothing() -> None:
+def test_nothing_to_split_is_nothing():
     assert split_groups({}) == ({}, {})
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_every_upload_is_a_payload(name: str) -> None:
+def test_every_upload_is_a_payload(name):
     payload = PAYLOADS[name]
     assert isinstance(payload, Payload)
     assert payload.layout()
@@ -112,7 +111,7 @@ def test_every_upload_is_a_payload(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_a_payload_says_what_clients_disagree_on(name: str) -> None:
+def test_a_payload_says_what_clients_disagree_on(name):
     keys = {"vector": "arrays", "additive": "arrays"}.get(name, PREFIX)
     default = (keys, "covers other parameters than most clients' does")
     field, reason = PAYLOADS[name].disagreement
@@ -123,7 +122,7 @@ def test_a_payload_says_what_clients_disagree_on(name: str) -> None:
         assert (field, reason) == default
 
 
-def test_a_payload_without_a_layout_cannot_be_made() -> None:
+def test_a_payload_without_a_layout_cannot_be_made():
     class Lacking(Payload):
         pass
 
@@ -131,7 +130,7 @@ def test_a_payload_without_a_layout_cannot_be_made() -> None:
         Lacking()
 
 
-def test_a_fisher_upload_becomes_a_posterior() -> None:
+def test_a_fisher_upload_becomes_a_posterior():
     upload = upload_of("linear", "diagonal")
     assert isinstance(upload, FisherUpload)
     posterior = upload.posterior(12.0)

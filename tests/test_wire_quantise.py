@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.wire.quantise import (
@@ -34,7 +33,7 @@ TINY = 2.0**-133  # what float32 leaves of a scale below its range
 IMPOSSIBLE = [math.nan, math.inf, -math.inf, -1.0, -1e-45]
 
 
-def param_back(values: Tensor, bits: int) -> Tensor:
+def param_back(values, bits):
     """Encode and decode a parameter, with the checks that hold for all."""
     before = values.clone()
     entry = encode_param(values, bits)
@@ -45,7 +44,7 @@ def param_back(values: Tensor, bits: int) -> Tensor:
     return got
 
 
-def diagonal_back(values: Tensor, bits: int, fine: int | None = None) -> Tensor:
+def diagonal_back(values, bits, fine=None):
     """The same of a diagonal, all of whose values have `bits`, or the first few."""
     count = values.numel()
     if fine is None:
@@ -58,14 +57,14 @@ def diagonal_back(values: Tensor, bits: int, fine: int | None = None) -> Tensor:
     return got.view(values.shape)
 
 
-def rounding(values: Tensor) -> Tensor:
+def rounding(values):
     """Float32's rounding of scales and sums, and the dtype's of values."""
     eps = torch.finfo(values.dtype).eps + 8 * FLOAT32.eps
     smallest = torch.finfo(values.dtype).smallest_normal
     return eps * values.double().abs() + max(smallest, TINY)
 
 
-def assert_float_bound(x: Tensor, got: Tensor, bits: int) -> None:
+def assert_float_bound(x, got, bits):
     top = float(x.abs().max()) if len(x) else 0.0
     if bits == 4:
         near = torch.where(
@@ -79,7 +78,7 @@ def assert_float_bound(x: Tensor, got: Tensor, bits: int) -> None:
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
+def tensors(draw):
     """Draw float tensors, mostly of several rows that differ in size."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.sampled_from([(), (1,), (0,), (3, 0), (1, 300), (20, 30), (256,)]))
@@ -96,7 +95,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @pytest.mark.parametrize("bits", WIDTHS)
 @SETTINGS
 @given(values=tensors())
-def test_a_parameter_stays_within_the_bound(bits: int, values: Tensor) -> None:
+def test_a_parameter_stays_within_the_bound(bits, values):
     got, x = param_back(values, bits).double().view(-1), values.double().view(-1)
     assert got.isfinite().all()
     assert (got[x == 0] == 0).all()
@@ -115,7 +114,7 @@ def test_a_parameter_stays_within_the_bound(bits: int, values: Tensor) -> None:
 @pytest.mark.parametrize("bits", WIDTHS)
 @SETTINGS
 @given(values=tensors())
-def test_a_diagonal_stays_within_the_bound(bits: int, values: Tensor) -> None:
+def test_a_diagonal_stays_within_the_bound(bits, values):
     values = values.abs()
     got = diagonal_back(values, bits)
     assert got.isfinite().all()
@@ -128,7 +127,7 @@ def test_a_diagonal_stays_within_the_bound(bits: int, values: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_the_ends_of_a_dtype_come_back(bits: int, dtype: torch.dtype) -> None:
+def test_the_ends_of_a_dtype_come_back(bits, dtype):
     high = min(torch.finfo(dtype).max, FLOAT32.max)
     ends = torch.tensor([high, 0, high / 4], dtype=dtype)
     for got in (param_back(ends, bits), param_back(-ends, bits).neg()):
@@ -137,7 +136,7 @@ def test_the_ends_of_a_dtype_come_back(bits: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_float64_beyond_float32_counts_as_the_end_of_what_can_be(bits: int) -> None:
+def test_a_float64_beyond_float32_counts_as_the_end_of_what_can_be(bits):
     values = torch.tensor([1e300, -1e300, 1e-300, 0.0], dtype=torch.float64)
     got = param_back(values, bits)
     assert got.isfinite().all()
@@ -146,13 +145,13 @@ def test_a_float64_beyond_float32_counts_as_the_end_of_what_can_be(bits: int) ->
     assert diagonal_back(values.abs(), bits).isfinite().all()
 
 
-def test_rows_do_not_feel_their_neighbours() -> None:
+def test_rows_do_not_feel_their_neighbours():
     values = torch.cat([torch.full((ROW,), 1e30), torch.full((ROW,), 1e-30)])
     for bits in (4, 8):
         torch.testing.assert_close(param_back(values, bits), values, rtol=1e-6, atol=0)
 
 
-def test_what_is_no_float_or_as_narrow_is_sent_as_it_is() -> None:
+def test_what_is_no_float_or_as_narrow_is_sent_as_it_is():
     for value in (
         torch.tensor([[True, False]]),
         torch.tensor(2**40),
@@ -166,7 +165,7 @@ def test_what_is_no_float_or_as_narrow_is_sent_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_an_entry_is_a_head_then_scales_then_codes(bits: int) -> None:
+def test_an_entry_is_a_head_then_scales_then_codes(bits):
     values = torch.tensor([4.0, 1.0]).repeat_interleave(ROW)[:-6]
     form = Form.FLOAT if bits == 16 else Form.ROWS
     scales = [4 / 2**15] if bits == 16 else [4, 1]
@@ -180,7 +179,7 @@ def test_an_entry_is_a_head_then_scales_then_codes(bits: int) -> None:
         assert codes.unique().tolist() == [2 ** (bits - 1) - 1]
 
 
-def test_strides_gradients_and_odd_offsets_do_not_matter() -> None:
+def test_strides_gradients_and_odd_offsets_do_not_matter():
     values = torch.rand(30, 40, generator=torch.Generator().manual_seed(0))
     for bits in WIDTHS:
         entry = encode_param(values.T.requires_grad_(), bits)
@@ -193,7 +192,7 @@ def test_strides_gradients_and_odd_offsets_do_not_matter() -> None:
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("bad", IMPOSSIBLE)
-def test_an_impossible_scale_is_refused(bits: int, bad: float) -> None:
+def test_an_impossible_scale_is_refused(bits, bad):
     scale = torch.tensor(list(struct.pack("<f", bad)), dtype=torch.uint8)
     entry = encode_param(torch.ones(300), bits)
     entry[HEAD : HEAD + 4] = scale
@@ -203,7 +202,7 @@ def test_an_impossible_scale_is_refused(bits: int, bad: float) -> None:
 
 
 @pytest.mark.parametrize("bad", IMPOSSIBLE)
-def test_an_impossible_scale_of_a_diagonal_is_refused(bad: float) -> None:
+def test_an_impossible_scale_of_a_diagonal_is_refused(bad):
     body = encode_diagonal(torch.ones(300), 8, 99)[HEAD:]
     body[:4] = torch.tensor(list(struct.pack("<f", bad)), dtype=torch.uint8)
     with pytest.raises(WireError, match="negative or not finite"):
@@ -211,7 +210,7 @@ def test_an_impossible_scale_of_a_diagonal_is_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_some_values_of_a_diagonal_have_more_bits(bits: int) -> None:
+def test_some_values_of_a_diagonal_have_more_bits(bits):
     values = torch.rand(31, generator=torch.Generator().manual_seed(0))
     for fine in (0, 1, 10, 31):
         got = diagonal_back(values, bits, fine)
@@ -222,7 +221,7 @@ def test_some_values_of_a_diagonal_have_more_bits(bits: int) -> None:
 
 
 @pytest.mark.parametrize("fine", [4, 2**32 - 1])
-def test_more_fine_values_than_there_are_are_refused(fine: int) -> None:
+def test_more_fine_values_than_there_are_are_refused(fine):
     body = encode_diagonal(torch.ones(3), 8, 3)[HEAD:]
     body[4:8] = torch.tensor(list(struct.pack("<I", fine)), dtype=torch.uint8)
     with pytest.raises(WireError, match=f"{fine} values of 3"):
@@ -230,7 +229,7 @@ def test_more_fine_values_than_there_are_are_refused(fine: int) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_data_of_another_size_are_refused(bits: int) -> None:
+def test_data_of_another_size_are_refused(bits):
     entry = encode_param(torch.ones(300), bits)
     for bad in (entry[:-1], torch.cat([entry, entry[:1]]), entry[:HEAD], entry[:3]):
         with pytest.raises(WireError):
@@ -245,9 +244,7 @@ def test_data_of_another_size_are_refused(bits: int) -> None:
         (16, [0, 0xBC], "must not be negative"),
     ],
 )
-def test_codes_of_no_diagonal_are_refused(
-    bits: int, code: list[int], text: str
-) -> None:
+def test_codes_of_no_diagonal_are_refused(bits, code, text):
     body = encode_diagonal(torch.ones(3), bits, 3)[HEAD:]
     body[-len(code) :] = torch.tensor(code, dtype=torch.uint8)
     with pytest.raises(WireError, match=text):
@@ -257,9 +254,7 @@ def test_codes_of_no_diagonal_are_refused(
 @pytest.mark.parametrize("bits", WIDTHS)
 @settings(SETTINGS, max_examples=300)
 @given(drawn=st.data())
-def test_any_bytes_give_finite_values_or_a_wire_error(
-    bits: int, drawn: st.DataObject
-) -> None:
+def test_any_bytes_give_finite_values_or_a_wire_error(bits, drawn):
     count = drawn.draw(st.sampled_from([0, 1, 5, 300]))
     dtype = drawn.draw(st.sampled_from(DTYPES))
     form = drawn.draw(st.sampled_from([Form.FLOAT, Form.ROWS]))
@@ -295,7 +290,7 @@ def test_any_bytes_give_finite_values_or_a_wire_error(
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_unpacking_undoes_packing_for_every_count(bits: int) -> None:
+def test_unpacking_undoes_packing_for_every_count(bits):
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
     for count in range(101):
         random = torch.Generator().manual_seed(count)
