@@ -12,10 +12,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from flwr_fisher.errors import ConfigurationError, RoundError, WireError, check_range
 from flwr_fisher.log_lines import logger
 from flwr_fisher.secure import crypto
-from flwr_fisher.secure.crypto import MaskedWords, Pair
 from flwr_fisher.secure.fixed_point import Words
 
 
@@ -27,12 +28,12 @@ class Sealed:
     ----------
     shares : Mapping[int, bytes]
         By neighbour, sealed.
-    commitments : Mapping[int, Sequence[tuple[bytes, bytes]]]
+    commitments : Mapping[int, bytes]
         By neighbour, itself included: for each sum, of both shares.
     """
 
     shares: Mapping[int, bytes]
-    commitments: Mapping[int, Sequence[Pair]]
+    commitments: Mapping[int, bytes]
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,13 @@ class Aggregator:
         """Return those of a neighbourhood that take part, itself included."""
         return [n for n in self.neighbourhoods[number] if n in self.sealed]
 
-    def sealed_shares_for(self, number: int) -> dict[int, bytes]:
-        """Return what a client's neighbours have sent to it."""
-        others = [n for n in self.peers(number) if n != number]
-        return {n: self.sealed[n].shares[number] for n in others}
-
-    def commitments_for(self, number: int) -> dict[int, Sequence[Pair]]:
-        """Return what they have committed to in it."""
-        others = [n for n in self.peers(number) if n != number]
-        return {n: self.sealed[n].commitments[number] for n in others}
+    def received_by(self, number: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Return what a client's neighbours have sent to it, and committed to in it."""
+        others = {n: self.sealed[n] for n in self.peers(number) if n != number}
+        return (
+            {n: own.shares[number] for n, own in others.items()},
+            {n: own.commitments[number] for n, own in others.items()},
+        )
 
     def split(
         self, number: int, survivors: Sequence[int]
@@ -134,9 +133,9 @@ class Aggregator:
             If too few shares of a secret have come, naming who did not answer, or
             answered with another share than it was given.
         """
-        opened = MaskedWords(total)
+        opened = total.copy()
         for number in survivors:
-            opened.subtract(self._secret(index, 1, number, shares))
+            crypto.mask(opened, self._secret(index, 1, number, shares), np.subtract)
         for number in self.sealed.keys() - set(survivors):
             beside, _ = self.split(number, survivors)
             if not beside:
@@ -150,8 +149,8 @@ class Aggregator:
             for other in beside:
                 # What the survivor added for the client that has left.
                 key = crypto.agreed(seed, self.public[other][1 + index])
-                (opened.subtract if other < number else opened.add)(key)
-        return opened.words
+                crypto.mask(opened, key, np.subtract if other < number else np.add)
+        return opened
 
     def _secret(
         self,
@@ -165,13 +164,12 @@ class Aggregator:
         wrong: list[int] = []
         missing: list[int] = []
         for peer in self.peers(number):
+            digests = self.sealed[number].commitments[peer]
+            expected = crypto.share_in(digests, index, which, crypto.DIGEST)
             share = shares.get(peer, {}).get(number)
             if share is None:
                 missing.append(peer)
-            elif (
-                crypto.commitment(share)
-                != (self.sealed[number].commitments[peer][index][which])
-            ):
+            elif crypto.commitment(share) != expected:
                 wrong.append(peer)
             else:
                 good.append(share)

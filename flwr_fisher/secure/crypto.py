@@ -10,7 +10,9 @@ Long: all that is secret, or signed, is made and opened here.
 """
 
 import hashlib
+import json
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,18 +35,14 @@ from cryptography.hazmat.primitives.serialization import (
 from flwr_fisher.errors import ClientError, ConfigurationError, WireError
 from flwr_fisher.flower_internals import (
     combine_shares,
-    create_shares,
     decrypt,
-    encrypt,
     generate_shared_key,
 )
-from flwr_fisher.secure.fixed_point import Words, word_type
+from flwr_fisher.secure.fixed_point import Words
 
 SEED, PUBLIC, SHARE, DIGEST = 15, 33, 20, 32  # bytes
 _CURVE = ec.SECP256R1()
-
-Pair = tuple[bytes, bytes]
-"""For one sum: what belongs to the key of its pairwise masks, and to its own mask."""
+_BYTES = "bytes"  # is the one key of what stands for bytes
 
 
 def new_seed() -> bytes:
@@ -86,13 +84,8 @@ def _private(seed: bytes) -> ec.EllipticCurvePrivateKey:
     raise AssertionError("no seed gives 256 numbers beyond the curve's order")
 
 
-def seal(key: bytes, text: bytes) -> bytes:
-    """Encrypt and authenticate what only the other holder of the key may read."""
-    return encrypt(key, text)
-
-
 def unseal(key: bytes, sealed: bytes) -> bytes:
-    """Undo :func:`seal`.
+    """Return what only the holders of a key could encrypt, or read.
 
     Raises
     ------
@@ -105,11 +98,6 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
         raise WireError("sealed with another key, or changed", field="sealed") from (
             error
         )
-
-
-def cut(seed: bytes, threshold: int, count: int) -> list[bytes]:
-    """Return shares of a seed, any `threshold` of which tell it, and fewer nothing."""
-    return create_shares(seed, threshold, count)
 
 
 def combined(shares: Sequence[bytes]) -> bytes:
@@ -134,29 +122,18 @@ def pieces(row: bytes, size: int) -> list[bytes]:
     return [row[i : i + size] for i in range(0, len(row), size)]
 
 
-def pairs_in(row: bytes, size: int) -> list[Pair]:
-    """Return bytes in pairs of pieces of one size."""
-    parts = pieces(row, size)
-    return list(zip(parts[::2], parts[1::2], strict=True))
+def share_in(row: bytes, index: int, which: int, size: int = SHARE) -> bytes:
+    """Return one of a row's shares, or digests of `size` bytes: two for each sum.
+
+    `which` is 0 for the key of a sum's pairwise masks, and 1 for a client's own mask.
+    """
+    start = (2 * index + which) * size
+    return row[start : start + size]
 
 
-def from_hex(value: Any) -> Any:
-    """Undo ``json.dumps(…, default=bytes.hex)``, of lists and of what is by number."""
-    if isinstance(value, str):
-        return bytes.fromhex(value)
-    if isinstance(value, list):
-        return [from_hex(part) for part in value]
-    return by_number({n: from_hex(part) for n, part in value.items()})
-
-
-def by_number(found: Mapping[str, Any]) -> dict[int, Any]:
-    """Return what JSON has by texts by the numbers that they stand for."""
-    return {int(number): value for number, value in found.items()}
-
-
-def commitments_of(shares: Sequence[Pair]) -> list[Pair]:
-    """Return the commitments to a client's shares for another, sum by sum."""
-    return [(commitment(a), commitment(b)) for a, b in shares]
+def commitments(row: bytes) -> bytes:
+    """Return the commitments to a client's shares for another, in a row like theirs."""
+    return b"".join(map(commitment, pieces(row, SHARE)))
 
 
 def commitment(share: bytes) -> bytes:
@@ -167,46 +144,36 @@ def commitment(share: bytes) -> bytes:
 _AT_ONCE = 2**22  # bytes of a stream
 
 
-class MaskedWords:
-    """Words to which masks are added, and from which they are taken.
+def mask(words: Words, key: bytes, operation: np.ufunc = np.add) -> None:
+    """Add the mask of a key to words, or subtract it, in place.
+
+    It is the stream of ChaCha20, which is uniform over all residues.
 
     Parameters
     ----------
     words : numpy.ndarray
-        uint32 or uint64; they are copied.
+        uint32 or uint64.
+    key : bytes
+        What the mask is of.
+    operation : np.add | np.subtract, default np.add
+        What is done with it, modulo 2**bits.
 
     Examples
     --------
     >>> words = np.arange(3, dtype=np.uint32)
-    >>> masked = MaskedWords(words)
-    >>> masked.add(b"a secret")
-    >>> bool((masked.words == words).any())
+    >>> mask(words, b"a secret")
+    >>> bool((words == np.arange(3)).any())
     False
-    >>> masked.subtract(b"a secret")
-    >>> masked.words
+    >>> mask(words, b"a secret", np.subtract)
+    >>> words
     array([0, 1, 2], dtype=uint32)
     """
-
-    def __init__(self, words: Words) -> None:
-        word_type(8 * words.itemsize)
-        self.words: Words = words.copy()
-
-    def add(self, key: bytes) -> None:
-        """Add the mask of a key."""
-        self._apply(np.add, key)
-
-    def subtract(self, key: bytes) -> None:
-        """Take the mask of a key away."""
-        self._apply(np.subtract, key)
-
-    def _apply(self, operation: np.ufunc, key: bytes) -> None:
-        """Go through the stream of ChaCha20, which is uniform over all residues."""
-        stream = _stream(key)
-        step = _AT_ONCE // self.words.itemsize
-        for start in range(0, len(self.words), step):
-            part = self.words[start : start + step]
-            mask = np.frombuffer(stream.update(bytes(part.nbytes)), part.dtype)
-            operation(part, mask, out=part)  # modulo 2**bits
+    stream = _stream(key)
+    step = _AT_ONCE // words.itemsize
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        own = np.frombuffer(stream.update(bytes(part.nbytes)), part.dtype)
+        operation(part, own, out=part)
 
 
 def noise(key: bytes, count: int) -> Words:
@@ -218,6 +185,27 @@ def _stream(key: bytes) -> CipherContext:
     stream_key = HKDF(hashes.SHA256(), 32, None, b"flwr-fisher mask").derive(key)
     return Cipher(algorithms.ChaCha20(stream_key, bytes(16)), None).encryptor()
 
+
+# What is kept, by clients and by the server
+
+
+def to_json(value: object) -> str:
+    """Return a value of dicts, lists, numbers, texts and bytes."""
+    return json.dumps(value, default=lambda own: {_BYTES: b64encode(own).decode()})
+
+
+def from_json(text: str | bytes) -> Any:
+    """Undo :func:`to_json`: numbers are keys again, and tuples are lists."""
+    return json.loads(text, object_hook=_value)
+
+
+def _value(found: dict[str, Any]) -> Any:
+    if found.keys() == {_BYTES}:
+        return b64decode(found[_BYTES])
+    return {int(k) if k.isdecimal() else k: value for k, value in found.items()}
+
+
+# Signatures
 
 _DIGEST, _LENGTH = 32, 144  # bytes: of who has signed, and of the longest signature
 SIGNATURE = _DIGEST + 1 + _LENGTH

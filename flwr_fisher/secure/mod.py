@@ -3,11 +3,10 @@
 Long: what it reads, what it keeps on its disk, and what it does at each stage.
 """
 
-import json
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from flwr_fisher.secure.crypto import (
     SIGNATURE,
     UNSIGNED,
     Trusted,
-    pairs_in,
+    from_json,
     pieces,
     signature,
+    to_json,
 )
 from flwr_fisher.secure.fixed_point import FixedPoint, Words
 from flwr_fisher.secure.participant import Participant
@@ -39,6 +39,7 @@ from flwr_fisher.secure.payload import (
     WORDS,
     Contribution,
     SecureUpload,
+    bytes_in,
     layout_text,
     rows_of,
 )
@@ -84,8 +85,7 @@ class SumRequest:
 
     def rows(self, name: str, count: int, width: int) -> list[bytes]:
         """Return a matrix of bytes that the server sent, row by row."""
-        matrix = self.tensor(name, torch.uint8, count, width).numpy()
-        return [row.tobytes() for row in matrix]
+        return bytes_in(self.tensor(name, torch.uint8, count, width))
 
     def numbers(self, name: str) -> list[int]:
         """Return a list of clients that the server sent, each once."""
@@ -167,11 +167,6 @@ class SumMemory:
     index: int = -1
 
     @classmethod
-    def new(cls, disk: ClientDisk, client: int, sums: int) -> "SumMemory":
-        """Draw the secrets of as many sums."""
-        return cls(disk, Participant.new(client, sums), Contribution({}))
-
-    @classmethod
     def load(cls, disk: ClientDisk, index: int) -> "SumMemory":
         """Find what was kept, for a sum of those that it is of.
 
@@ -186,34 +181,28 @@ class SumMemory:
                 f"the secrets of this secure sum are not in {disk.path}: it goes on "
                 "without this client"
             )
-        tensors, note = kept.tensors, json.loads(kept.note)
-        participant = Participant.from_json(note["participant"])
+        note = from_json(kept.note)
+        participant = Participant(**note["participant"])
         if index >= len(participant.own):
             raise ClientError(
                 f"the server asks for sum {index}, and this client has secrets "
                 f"for {len(participant.own)}"
             )
-        return cls(
-            disk,
-            participant,
-            Contribution(tensors, note["weight"], note["bound"]),
-            int(note["index"]),
-        )
+        own = Contribution(kept.tensors, note["weight"], note["bound"])
+        return cls(disk, participant, own, note["index"])
 
     def save(self) -> None:
         """Keep it: a client that was restarted goes on with the same secrets."""
-        note = json.dumps(
-            {
-                "participant": self.participant.to_json(),
-                "weight": self.contribution.weight,
-                "bound": self.contribution.bound,
-                "index": self.index,
-            }
-        )
-        tensors = self.contribution.tensors
-        num_bytes = sum(value.nbytes for value in tensors.values())
+        own = self.contribution
+        note = {
+            "participant": asdict(self.participant),
+            "weight": own.weight,
+            "bound": own.bound,
+            "index": self.index,
+        }
+        num_bytes = sum(value.nbytes for value in own.tensors.values())
         self.disk.check_room(num_bytes, "what this client adds to a sum")
-        self.disk.save(_NAME, tensors, note=note)
+        self.disk.save(_NAME, own.tensors, note=to_json(note))
 
 
 @dataclass(frozen=True)
@@ -330,9 +319,10 @@ def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
     if not 1 <= sums <= _MOST_SUMS:
         raise ClientError(f"the server asks for the keys of {sums} sums")
     session = secrets.token_bytes(8)
-    memory = SumMemory.new(mod.disk(session, request.client), request.client, sums)
-    memory.save()
-    public, signed = memory.participant.public(), UNSIGNED
+    participant = Participant.new(request.client, sums)
+    disk = mod.disk(session, request.client)
+    SumMemory(disk, participant, Contribution({})).save()
+    public, signed = participant.public(), UNSIGNED
     if mod.identity is not None:
         signed = signature(mod.identity, request.client, public)
     return request.reply_rows(session=[session], keys=public, signature=[signed])
@@ -356,9 +346,10 @@ def _shares(
     shares, commitments = participant.share(public, threshold)
     memory.save()
     order = sorted(numbers)
-    digests = [b"".join(a + b for a, b in commitments[n]) for n in order]
-    sealed = [shares[n] for n in order if n != participant.number]
-    return request.reply_rows(sealed_shares=sealed, commitments=digests)
+    sealed = [shares[n] for n in order if n in shares]
+    return request.reply_rows(
+        sealed_shares=sealed, commitments=[commitments[n] for n in order]
+    )
 
 
 def _exponents(
@@ -401,10 +392,10 @@ def _receive(request: SumRequest, participant: Participant) -> None:
         raise ClientError(f"{len(texts)} sealed shares of {len(senders)} senders")
     sealed = request.rows("sealed-shares", *texts.shape) if senders else []
     width = 2 * DIGEST * len(participant.own)
-    rows = request.rows("commitments", len(senders), width)
-    pairs = [pairs_in(row, DIGEST) for row in rows]
+    digests = request.rows("commitments", len(senders), width)
     participant.receive(
-        dict(zip(senders, sealed, strict=True)), dict(zip(senders, pairs, strict=True))
+        dict(zip(senders, sealed, strict=True)),
+        dict(zip(senders, digests, strict=True)),
     )
 
 

@@ -6,12 +6,14 @@ Long: the steps of the protocol are few lines each, and their refusals many.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from flwr_fisher.errors import ClientError, WireError
+from flwr_fisher.flower_internals import create_shares, encrypt
 from flwr_fisher.secure import crypto
-from flwr_fisher.secure.crypto import MaskedWords, Pair, commitments_of, noise
+from flwr_fisher.secure.crypto import noise
 from flwr_fisher.secure.fixed_point import LEVELS, Words, unary
 
 PublicKeys = Sequence[bytes]
@@ -40,7 +42,7 @@ class Participant:
         How many shares tell a secret.
     neighbours : dict[int, list[bytes]]
         The public keys of the neighbourhood, itself included.
-    shares : dict[int, list[tuple[bytes, bytes]]]
+    shares : dict[int, bytes]
         By the neighbour whose secrets they are of: for each sum, the shares of both.
     masked, opened : dict[int, str]
         By sum: what it was done with.
@@ -53,7 +55,7 @@ class Participant:
     private: bytes
     threshold: int = 0
     neighbours: dict[int, list[bytes]] = field(default_factory=dict)
-    shares: dict[int, list[Pair]] = field(default_factory=dict)
+    shares: dict[int, bytes] = field(default_factory=dict)
     masked: dict[int, str] = field(default_factory=dict)
     opened: dict[int, str] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ class Participant:
 
     def share(
         self, neighbours: Mapping[int, PublicKeys], threshold: int
-    ) -> tuple[dict[int, bytes], dict[int, list[Pair]]]:
+    ) -> tuple[dict[int, bytes], dict[int, bytes]]:
         """Cut the secrets into shares for a neighbourhood.
 
         Parameters
@@ -83,8 +85,8 @@ class Participant:
         -------
         sealed : dict[int, bytes]
             For each other neighbour, what only it can read.
-        commitments : dict[int, list[tuple[bytes, bytes]]]
-            For each neighbour and sum, what tells these shares from others.
+        commitments : dict[int, bytes]
+            For each neighbour, itself included, what tells these shares from others.
 
         Raises
         ------
@@ -96,24 +98,22 @@ class Participant:
         self.threshold = threshold
         self.neighbours = {n: list(public) for n, public in neighbours.items()}
         order = sorted(neighbours)
+        secrets = zip(self.pairwise, self.own, strict=True)
         cut = [
-            [crypto.cut(seed, threshold, len(order)) for seed in pair]
-            for pair in zip(self.pairwise, self.own, strict=True)
+            create_shares(seed, threshold, len(order))
+            for pair in secrets
+            for seed in pair
         ]
-        mine: dict[int, list[Pair]] = {
-            number: [(first[place], second[place]) for first, second in cut]
-            for place, number in enumerate(order)
-        }
-        self.shares = {self.number: mine[self.number]}
+        shares = dict(zip(order, map(b"".join, zip(*cut, strict=True)), strict=True))
+        self.shares = {self.number: shares[self.number]}
         sealed = {
-            number: crypto.seal(
-                self._channel_to(number),
-                _header(self.number, number) + b"".join(a + b for a, b in mine[number]),
+            number: encrypt(
+                self._channel_to(number), _header(self.number, number) + row
             )
-            for number in order
+            for number, row in shares.items()
             if number != self.number
         }
-        return sealed, {n: commitments_of(shares) for n, shares in mine.items()}
+        return sealed, {n: crypto.commitments(row) for n, row in shares.items()}
 
     def _check_neighbours(
         self, neighbours: Mapping[int, PublicKeys], threshold: int
@@ -142,9 +142,7 @@ class Participant:
             )
 
     def receive(
-        self,
-        sealed: Mapping[int, bytes],
-        commitments: Mapping[int, Sequence[Pair]],
+        self, sealed: Mapping[int, bytes], commitments: Mapping[int, bytes]
     ) -> None:
         """Open the shares of those neighbours that take part.
 
@@ -163,7 +161,7 @@ class Participant:
             except WireError as error:
                 raise ClientError(f"the shares from {sender}: {error}") from error
             received[sender] = self._shares_in(text, sender)
-            if commitments_of(received[sender]) != list(commitments.get(sender, ())):
+            if crypto.commitments(received[sender]) != commitments.get(sender):
                 raise ClientError(
                     f"the shares from {sender} are not those that it committed to"
                 )
@@ -176,12 +174,12 @@ class Participant:
             raise ClientError("the server sent other neighbours' shares than before")
         self.shares = received
 
-    def _shares_in(self, text: bytes, sender: int) -> list[Pair]:
+    def _shares_in(self, text: bytes, sender: int) -> bytes:
         head = _header(sender, self.number)
         body = text.removeprefix(head)
         if not text.startswith(head) or len(body) != len(self.own) * 2 * crypto.SHARE:
             raise ClientError(f"what came from {sender} is not for {self.number}")
-        return crypto.pairs_in(body, crypto.SHARE)
+        return body
 
     def mask(self, index: int, words: Words) -> Words:
         """Return words under the masks of a sum.
@@ -199,15 +197,16 @@ class Participant:
                 f"sum {index} was masked before with another content: the difference "
                 "would show it"
             )
-        masked = MaskedWords(words)
-        masked.add(self.own[index])
+        masked = words.copy()
+        crypto.mask(masked, self.own[index])
         for number in self.shares:
             if number != self.number:
                 key = crypto.agreed(
                     self.pairwise[index], self.neighbours[number][1 + index]
                 )
-                (masked.add if self.number < number else masked.subtract)(key)
-        return masked.words
+                first = self.number < number
+                crypto.mask(masked, key, np.add if first else np.subtract)
+        return masked
 
     def exponents(self, index: int, exponents: Sequence[int]) -> Words:
         """Return what tells the highest of all clients' exponents, under masks.
@@ -258,29 +257,11 @@ class Participant:
                 f"sum {index} was opened before for another set of clients: both "
                 "together would show one of them"
             )
-        mine = {number: self.shares[number][index][1] for number in survivors}
-        return mine | {number: self.shares[number][index][0] for number in dropped}
+        which = dict.fromkeys(survivors, 1) | dict.fromkeys(dropped, 0)
+        return {n: crypto.share_in(self.shares[n], index, w) for n, w in which.items()}
 
     def _channel_to(self, number: int) -> bytes:
         return crypto.agreed(self.channel, self.neighbours[number][0])
-
-    # On its disk
-
-    def to_json(self) -> str:
-        """Return all of it, secrets included."""
-        return json.dumps(asdict(self), default=bytes.hex)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Participant":
-        """Read what :meth:`to_json` returned."""
-        record: dict[str, Any] = json.loads(text)
-        for name in ("masked", "opened"):
-            record[name] = crypto.by_number(record[name])
-        for name in ("channel", "pairwise", "own", "private", "neighbours", "shares"):
-            record[name] = crypto.from_hex(record[name])
-        shares = record["shares"].items()
-        record["shares"] = {n: [(a, b) for a, b in own] for n, own in shares}
-        return cls(**record)
 
 
 def _header(sender: int, receiver: int) -> bytes:

@@ -88,6 +88,17 @@ class SecureUpload(Payload):
             raise WireError("missing", field=name)
         return value
 
+    def data(self, name: str) -> bytes:
+        """Return the bytes of one of the protocol's own tensors.
+
+        Raises
+        ------
+        WireError
+            If it is not there.
+        """
+        data: bytes = self.part(f"{SECURE}{name}").numpy().tobytes()
+        return data
+
     def without_words(self) -> "SecureUpload":
         """Return it without what was added up; its layout is still its own."""
         words = self.part(WORDS)
@@ -166,6 +177,11 @@ def rows_of(rows: Sequence[bytes]) -> Tensor:
     """Return byte strings of one length as a matrix."""
     data = np.frombuffer(bytearray(b"".join(rows)), np.uint8)
     return torch.from_numpy(data).reshape(len(rows), -1 if rows else 0)
+
+
+def bytes_in(rows: Tensor) -> list[bytes]:
+    """Undo :func:`rows_of`."""
+    return [row.tobytes() for row in rows.numpy()]
 
 
 def is_description(name: str, value: Tensor) -> bool:

@@ -3,10 +3,9 @@
 Long: it has a step for each stage, and their memory between exchanges, as tensors.
 """
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params
 from flwr_fisher.secure.aggregator import (
     Aggregator,
     Sealed,
@@ -27,19 +25,18 @@ from flwr_fisher.secure.crypto import (
     DIGEST,
     PUBLIC,
     SHARE,
-    by_number,
     check_public,
-    from_hex,
-    pairs_in,
+    from_json,
     pieces,
+    to_json,
 )
 from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
 from flwr_fisher.secure.payload import (
     LAYOUT,
     NUM_EXAMPLES,
-    SHARES,
     SecureUpload,
     WordSums,
+    bytes_in,
     read_layout,
     rows_of,
     sizes_in,
@@ -86,25 +83,12 @@ class SecureState:
     @classmethod
     def of(cls, state: ServerState) -> "SecureState":
         """Read it from a run's state."""
-        tensors = state.group(GROUP)
-        record: dict[str, Any] = json.loads(_data(tensors["record"]))
-        names, around = (by_number(record[k]) for k in ("names", "neighbourhoods"))
-        sealed = _read_sealed(around, record["sharers"], tensors)
-        public = from_hex(record["public"])
-        start = "descriptions/"
-        return cls(
-            Aggregator(names, public, around, record["threshold"], sealed),
-            from_hex(record["sessions"]),
-            from_hex(record["signatures"]),
-            record["present"],
-            record["exponents"],
-            tensors["words"],
-            {
-                name.removeprefix(start): value
-                for name, value in tensors.items()
-                if name.startswith(start)
-            },
-        )
+        tensors = dict(state.group(GROUP))
+        record = from_json(tensors.pop("record").numpy().tobytes())
+        aggregator, words = record.pop("aggregator"), tensors.pop("words")
+        sealed = {n: Sealed(**own) for n, own in aggregator.pop("sealed").items()}
+        known = Aggregator(**aggregator, sealed=sealed)
+        return cls(known, **record, words=words, descriptions=tensors)
 
     def after(self, uploads: Uploads[SecureUpload], **changes: Any) -> "SecureState":
         """Return what is known after an exchange."""
@@ -113,36 +97,16 @@ class SecureState:
 
     def into(self, state: ServerState) -> ServerState:
         """Return a run's state with this in it."""
-        groups = {**state.groups, GROUP: self._tensors()}
-        return replace(state, groups=groups)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        known = self.aggregator
         record = {
-            "names": known.names,
-            "public": known.public,
-            "neighbourhoods": known.neighbourhoods,
-            "threshold": known.threshold,
-            "sharers": list(known.sealed),
+            "aggregator": asdict(self.aggregator),
             "sessions": self.sessions,
             "signatures": self.signatures,
-            "present": list(self.present),
-            "exponents": list(self.exponents),
+            "present": self.present,
+            "exponents": self.exponents,
         }
-        sealed = list(known.sealed.items())
-        texts = [text for _, own in sealed for _, text in sorted(own.shares.items())]
-        digests = [
-            b"".join(a + b for a, b in pairs)
-            for _, own in sealed
-            for _, pairs in sorted(own.commitments.items())
-        ]
-        return {
-            "record": rows_of([json.dumps(record, default=bytes.hex).encode()])[0],
-            "sealed": rows_of(texts),
-            "commitments": rows_of(digests),
-            "words": self.words,
-            **{f"descriptions/{name}": v for name, v in self.descriptions.items()},
-        }
+        text = rows_of([to_json(record).encode()])[0]
+        own = {**self.descriptions, "record": text, "words": self.words}
+        return replace(state, groups={**state.groups, GROUP: own})
 
 
 def without(state: ServerState) -> ServerState:
@@ -155,23 +119,6 @@ def signed(numbers: Sequence[int]) -> Tensor:
     """Return clients' numbers as they travel."""
     wrapped = [n - _WRAP if n >= _WRAP // 2 else n for n in numbers]
     return torch.tensor(wrapped, dtype=torch.int64)
-
-
-def _read_sealed(
-    around: Mapping[int, Sequence[int]], sharers: Sequence[int], tensors: Params
-) -> dict[int, Sealed]:
-    texts, digests = iter(tensors["sealed"]), iter(tensors["commitments"])
-    sealed = {}
-    for sharer in sharers:
-        own = {n: _data(next(texts)) for n in around[sharer] if n != sharer}
-        pairs = {n: pairs_in(_data(next(digests)), DIGEST) for n in around[sharer]}
-        sealed[sharer] = Sealed(own, pairs)
-    return sealed
-
-
-def _data(tensor: Tensor) -> bytes:
-    data: bytes = tensor.numpy().tobytes()
-    return data
 
 
 # The stages
@@ -195,7 +142,7 @@ def take_keys(
     public: dict[int, list[bytes]] = {}
     owners: dict[bytes, str] = {}
     for upload in uploads:
-        keys = pieces(_data(upload.payload.part("secure/keys")), PUBLIC)
+        keys = pieces(upload.payload.data("keys"), PUBLIC)
         if reason := _wrong_keys(keys, 1 + sums, owners):
             logger.warning("aggregate_train: rejected %s: %s", upload.client, reason)
             continue
@@ -216,15 +163,10 @@ def take_keys(
         dict(zip(numbers, around, strict=True)),
         threshold_of(len(around[0]), threshold),
     )
-    sessions = {
-        upload.number: _data(upload.payload.part("secure/session")) for upload in usable
-    }
-    signatures = {
-        upload.number: _data(upload.payload.part("secure/signature"))
-        for upload in usable
-    }
+    sessions = {upload.number: upload.payload.data("session") for upload in usable}
+    signatures = {upload.number: upload.payload.data("signature") for upload in usable}
     known = SecureState(aggregator, sessions, signatures, numbers)
-    return Step(known.after(uploads, present=numbers).into(state), is_part=True)
+    return Step(known.into(state), is_part=True)
 
 
 def _wrong_keys(keys: list[bytes], count: int, owners: Mapping[bytes, str]) -> str:
@@ -268,9 +210,10 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
                 sums,
             )
             continue
-        own = dict(zip(others, map(_data, rows), strict=True))
-        pairs = [pairs_in(_data(row), DIGEST) for row in digests]
-        sealed[upload.number] = Sealed(own, dict(zip(around, pairs, strict=True)))
+        sealed[upload.number] = Sealed(
+            dict(zip(others, bytes_in(rows), strict=True)),
+            dict(zip(around, bytes_in(digests), strict=True)),
+        )
     aggregator = known.aggregator.shared(sealed)
     new = known.after(uploads, aggregator=aggregator, present=sorted(sealed))
     return Step(new.into(state), is_part=True)
@@ -400,7 +343,7 @@ def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> W
     shares = {}
     for upload in uploads:
         survivors, dropped = known.aggregator.split(upload.number, known.present)
-        rows = pieces(_data(upload.payload.part(SHARES)), SHARE)
+        rows = pieces(upload.payload.data("shares"), SHARE)
         # Of a reply that has too few, or too many, those are wrong that do not fit.
         pairs = zip((*survivors, *dropped), rows, strict=False)
         shares[upload.number] = dict(pairs)

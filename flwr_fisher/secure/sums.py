@@ -18,8 +18,8 @@ is ever asked for again of fewer clients.
 Long: a third of it is what the user's option says of itself.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, check_range, check_whole
-from flwr_fisher.params import Params
 from flwr_fisher.secure import steps
 from flwr_fisher.secure.aggregator import degree_for
 from flwr_fisher.secure.fixed_point import word_type
@@ -36,7 +35,6 @@ from flwr_fisher.secure.payload import SecureUpload, WordSums, rows_of
 from flwr_fisher.secure.steps import GROUP, SecureState, signed
 from flwr_fisher.server.exchange import (
     Exchange,
-    Groups,
     ServerState,
     Step,
     Summation,
@@ -48,6 +46,53 @@ _PART = "secure sum"  # what the log calls these exchanges
 JOB = "secure-sums"  # what a client without the mod refuses
 _Send = Callable[[SecureState, int], dict[str, Tensor]]
 _Take = Callable[[ServerState, Uploads[SecureUpload]], Step]
+
+
+@dataclass(frozen=True)
+class _Stage(Exchange[SecureUpload]):
+    """An exchange of a secure sum, in which each client may be sent its own tensors."""
+
+    send_each: _Send | None = None
+    part: str = ""  # what the log calls it
+
+    def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
+        """Return what makes a client's record, by the client's number."""
+        if (send := self.send_each) is None:
+            return super().records(state)
+        known = SecureState.of(state)  # once for all clients
+
+        def record(number: int) -> ArrayRecord:
+            session = rows_of([known.sessions[number]])[0]
+            own = {"session": session, **send(known, number)}
+            return self.arrays(state, {GROUP: own})
+
+        return record
+
+
+def _stage(
+    weighted_by: str,
+    stage: str,
+    index: int,
+    take: _Take,
+    send_each: _Send | None,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> _Stage:
+    """Ask those who are present, unless more is said, and send each its own."""
+    own = {
+        "job": JOB,
+        "secure": stage,
+        "secure-sum": index,
+        "secure-weight": weighted_by,
+    }
+    usual: dict[str, Any] = {
+        "start": lambda state: {},
+        "clients": lambda state: SecureState.of(state).present,
+        "part": f"{_PART}, {stage}",
+    }
+    asked = {**(options or {}), **own}
+    read = SecureUpload.from_arrays
+    return _Stage(asked, read, take, send_each=send_each, **(usual | more))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,162 +172,100 @@ class SecureSums:
         weighted_by : str
             The metric that weights clients.
         """
-        stages = _Stages(self, weighted_by)
-        replaced = [
-            stages.keys(exchanges[0], 2 * len(exchanges), seed),
-            stages.stage("shares", 0, steps.take_shares, _neighbours),
+        first, sums = exchanges[0], 2 * len(exchanges)
+        take_keys = partial(steps.take_keys, self.degree, self.threshold, sums, seed)
+        ask = partial(_stage, weighted_by)
+        keys = ask(
+            "keys",
+            0,
+            take_keys,
+            None,
+            options={"secure-sums": sums},
+            clients=first.clients,  # who is asked, as the round's first exchange says
+            require_same_parameters=first.require_same_parameters,
+        )
+        replaced: list[Exchange[SecureUpload]] = [
+            keys,
+            ask("shares", 0, steps.take_shares, _neighbours),
         ]
         for place, exchange in enumerate(exchanges):
-            replaced += stages.of(exchange, 2 * place, exchange is exchanges[-1])
+            replaced += self._summed(
+                ask, exchange, 2 * place, exchange is exchanges[-1]
+            )
         return replaced
 
-
-@dataclass(frozen=True)
-class _Stage(Exchange[SecureUpload]):
-    """An exchange of a secure sum, in which each client may be sent its own groups."""
-
-    send_each: Callable[[ServerState], Callable[[int], Groups]] | None = None
-    part: str = ""  # what the log calls it
-
-    def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
-        """Return what makes a client's record, by the client's number."""
-        if self.send_each is None:
-            return super().records(state)
-        own = self.send_each(state)
-        return lambda number: self.arrays(state, own(number))
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """Makes the exchanges of each stage."""
-
-    secure: SecureSums
-    weighted_by: str
-
-    def keys(
-        self, first: Exchange[Any], sums: int, seed: str
-    ) -> Exchange[SecureUpload]:
-        """Ask for public keys: of whom, as the round's first exchange says."""
-        return _Stage(
-            self._options("keys", 0) | {"secure-sums": sums},
-            SecureUpload.from_arrays,
-            partial(
-                steps.take_keys, self.secure.degree, self.secure.threshold, sums, seed
-            ),
-            start=_nothing,
-            clients=first.clients,
-            require_same_parameters=first.require_same_parameters,
-            part=f"{_PART}, keys",
-        )
-
-    def of(
-        self, exchange: Exchange[Any], index: int, last: bool
-    ) -> list[Exchange[SecureUpload]]:
-        """Ask for the exponents and the values, and open both sums."""
-        assert exchange.additive is not None
-        own_job = exchange.options.get("job", "train")
-        asked = {**exchange.options, **self._options("exponents", index)}
-        asked["secure-job"] = own_job
-        if exchange.additive.weighted:
+    def _summed(
+        self,
+        ask: Callable[..., _Stage],
+        exchange: Exchange[Any],
+        index: int,
+        last: bool,
+    ) -> Sequence[_Stage]:
+        """Ask for the exponents and the values of an exchange, and open both sums."""
+        additive, values = exchange.additive, index + 1
+        assert additive is not None
+        asked = {**exchange.options, "secure-job": exchange.options.get("job", "train")}
+        if additive.weighted:
             asked["secure-weighted"] = True
-        privacy = exchange.additive.privacy
-        of_exponents, of_values = WordSums(), WordSums()
-        exponents = _Stage(
-            asked,
-            SecureUpload.from_arrays,
-            partial(steps.take_words, index, of_exponents, privacy),
+        sizes, words = WordSums(), WordSums()
+        privacy = additive.privacy
+        exponents = ask(
+            "exponents",
+            index,
+            partial(steps.take_words, index, sizes, privacy),
+            partial(_begin, privacy, index == 0),
+            options=asked,
             send=exchange.send,
             start=exchange.start,
-            clients=_present,
-            send_each=_each(
-                partial(_bounds, privacy, _sealed_shares if index == 0 else _no_more)
-            ),
-            additive=Summation(total=of_exponents, alone=False),
+            additive=Summation(total=sizes, alone=False),
             part=f"{_PART}, how large contribution {1 + index // 2} is",
         )
-        values = index + 1
-        take_words = partial(steps.take_words, values, of_values, privacy)
-        taken = partial(steps.open_values, values, self.secure.bits, exchange, last)
         return [
             exponents,
-            self.stage("open", index, partial(steps.open_exponents, index), _sets),
-            replace(
-                self.stage("values", values, take_words, self._exponents),
-                additive=Summation(total=of_values, alone=False),
+            ask("open", index, partial(steps.open_exponents, index), _sets),
+            ask(
+                "values",
+                values,
+                partial(steps.take_words, values, words, privacy),
+                self._scales,
+                additive=Summation(total=words, alone=False),
             ),
-            self.stage("open", values, taken, _sets),
+            ask(
+                "open",
+                values,
+                partial(steps.open_values, values, self.bits, exchange, last),
+                _sets,
+            ),
         ]
 
-    def stage(
-        self, stage: str, index: int, step: _Take, send: _Send
-    ) -> Exchange[SecureUpload]:
-        """Ask those who are present, and send each its own."""
-        return _Stage(
-            self._options(stage, index),
-            SecureUpload.from_arrays,
-            step,
-            start=_nothing,
-            clients=_present,
-            send_each=_each(send),
-            part=f"{_PART}, {stage}",
-        )
-
-    def _options(self, stage: str, index: int) -> dict[str, str | int | float]:
-        return {
-            "job": JOB,
-            "secure": stage,
-            "secure-sum": index,
-            "secure-weight": self.weighted_by,
-        }
-
-    def _exponents(self, known: SecureState, number: int) -> dict[str, Tensor]:
+    def _scales(self, known: SecureState, number: int) -> dict[str, Tensor]:
         return {
             "exponents": torch.tensor(known.exponents, dtype=torch.int64),
             "clients": torch.tensor(len(known.aggregator.public)),
-            "bits": torch.tensor(self.secure.bits),
+            "bits": torch.tensor(self.bits),
         }
 
 
 # What each stage sends, to whom
 
 
-def _nothing(state: ServerState) -> Params:
-    return {}
-
-
-def _present(state: ServerState) -> Sequence[int]:
-    return SecureState.of(state).present
-
-
-def _each(send: _Send) -> Callable[[ServerState], Callable[[int], Groups]]:
-    """Return what sends each client its own, and the number of its session."""
-
-    def of(state: ServerState) -> Callable[[int], Groups]:
-        known = SecureState.of(state)  # once for all clients
-
-        def own(number: int) -> Groups:
-            session = rows_of([known.sessions[number]])[0]
-            return {GROUP: {"session": session, **send(known, number)}}
-
-        return own
-
-    return of
-
-
-def _bounds(
-    privacy: Privacy | None, send: _Send, known: SecureState, number: int
+def _begin(
+    privacy: Privacy | None, first: bool, known: SecureState, number: int
 ) -> dict[str, Tensor]:
-    """Return also how far a contribution is clipped, and what noise it is to have."""
-    sent = send(known, number)
-    if privacy is None:
-        return sent
-    deviation = privacy.share(len(known.aggregator.public))
-    bounds = torch.tensor([privacy.clipping_norm, deviation], dtype=torch.float64)
-    return {**sent, "bounds": bounds}
-
-
-def _no_more(known: SecureState, number: int) -> dict[str, Tensor]:
-    return {}
+    """Send neighbours' shares, once; how far to clip, and what noise to add."""
+    sent = {}
+    if first:
+        sealed, commitments = known.aggregator.received_by(number)
+        sent = {
+            "senders": signed(list(sealed)),
+            "sealed-shares": rows_of(list(sealed.values())),
+            "commitments": rows_of(list(commitments.values())),
+        }
+    if privacy is not None:
+        deviation = privacy.share(len(known.aggregator.public))
+        bounds = torch.tensor([privacy.clipping_norm, deviation], dtype=torch.float64)
+        sent["bounds"] = bounds
+    return sent
 
 
 def _neighbours(known: SecureState, number: int) -> dict[str, Tensor]:
@@ -292,17 +275,6 @@ def _neighbours(known: SecureState, number: int) -> dict[str, Tensor]:
         "keys": rows_of([b"".join(keys) for keys in around.values()]),
         "signatures": rows_of([known.signatures[n] for n in around]),
         "threshold": torch.tensor(known.aggregator.threshold),
-    }
-
-
-def _sealed_shares(known: SecureState, number: int) -> dict[str, Tensor]:
-    sealed = known.aggregator.sealed_shares_for(number)
-    commitments = known.aggregator.commitments_for(number)
-    rows = [b"".join(a + b for a, b in pairs) for pairs in commitments.values()]
-    return {
-        "senders": signed(list(sealed)),
-        "sealed-shares": rows_of(list(sealed.values())),
-        "commitments": rows_of(rows),
     }
 
 
