@@ -198,11 +198,11 @@ X, Y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        ({"img": X, "depth": X, "label": Y}, "may be any of 'img', 'depth'"),
-        ({"img": X, "class": Y}, "mapping of 'img', 'class'.*none named as such"),
-        ({"img": X, "label": Y, "y": Y}, "several of label, labels, y"),
-        ({"img": ["a"], "label": Y}, "there is no other"),
-        ({"img": X, "label": [0, 1]}, "the labels are no tensor"),
+        ({"img": X, "depth": X, "label": Y}, r"'img' \(Tensor\), 'depth' \(Tensor\)"),
+        ({"img": X, "class": Y}, r"'class' \(Tensor\), and not.* named any of label"),
+        ({"img": X, "label": Y, "y": Y}, r"'label' \(Tensor\), 'y' \(Tensor\)"),
+        ({"img": ["a"], "label": Y}, r"'img' \(list\)"),
+        ({"img": X, "label": [0, 1]}, r"'label' \(list\)"),
         ({}, "mapping of nothing"),
         ((X, Y, Y), "a tuple of 3: Tensor, Tensor, Tensor"),
         (X, "one is a Tensor"),

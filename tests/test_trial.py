@@ -126,7 +126,7 @@ FAILURES = {
     "two-outputs": fails(
         StructureError, "the model returns a tuple", model=lambda: TwoOutputs(3, 3)
     ),
-    "no-pair": fails(DataError, "none named as such", loader=[{"a": REAL, "b": REAL}]),
+    "no-pair": fails(DataError, "named any of label", loader=[{"a": REAL, "b": REAL}]),
     "no-labels": fails(
         DataError,
         "needs labels",

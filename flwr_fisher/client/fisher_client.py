@@ -34,7 +34,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.pairs import BatchFn
+from flwr_fisher.curvature.batches import BatchFn
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
 

@@ -12,7 +12,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, partition_of
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.pairs import BatchFn
+from flwr_fisher.curvature.batches import BatchFn
 from flwr_fisher.errors import ClientError
 from flwr_fisher.randomness import seeded
 

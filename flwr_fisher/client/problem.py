@@ -19,8 +19,8 @@ from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
+from flwr_fisher.curvature.batches import BatchFn, Pairs, as_pair
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
-from flwr_fisher.curvature.pairs import BatchFn, Pairs, as_pair
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.params import Params, select, trainable_names
 

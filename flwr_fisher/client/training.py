@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
+from flwr_fisher.curvature.batches import Pairs, labelled_pairs
 from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.curvature.pairs import Pairs, labelled_pairs
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,

@@ -1,5 +1,6 @@
 """What a model's loss looks like around its parameters. Works without Flower."""
 
+from flwr_fisher.curvature.batches import Pairs
 from flwr_fisher.curvature.estimate.fisher import fisher
 from flwr_fisher.curvature.estimate.input_covariances import (
     InputCovariance,
@@ -13,7 +14,6 @@ from flwr_fisher.curvature.estimate.options import (
     TOLERANCE,
     WEIGHT_SHARINGS,
     FisherOptions,
-    check_options,
 )
 from flwr_fisher.curvature.estimate.plan import FisherPlan, LayerPlan, fisher_plan
 from flwr_fisher.curvature.gradients import gradient
@@ -21,7 +21,6 @@ from flwr_fisher.curvature.operators.base import Curvature, Inverse
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.lazy import Deferred, WeightedSum
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Dense, Diagonal
-from flwr_fisher.curvature.pairs import Pairs
 from flwr_fisher.curvature.second_order import gradient_and_hvp, hvp
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "Likelihood",
     "Pairs",
     "WeightedSum",
-    "check_options",
     "fisher",
     "fisher_plan",
     "gradient",

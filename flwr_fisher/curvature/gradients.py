@@ -7,8 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import Batch, batches_on, device_of
-from flwr_fisher.curvature.models import check_examples_are_independent, evaluating
+from flwr_fisher.curvature.batches import Batch, batches_on
+from flwr_fisher.curvature.models import (
+    check_examples_are_independent,
+    device_of,
+    evaluating,
+)
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import (
     ConfigurationError,

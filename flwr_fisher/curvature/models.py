@@ -8,7 +8,41 @@ from torch import nn
 from torch.backends import cudnn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from flwr_fisher.errors import StructureError
+from flwr_fisher.errors import ConfigurationError, StructureError
+from flwr_fisher.params import trainable_names
+
+
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Return the device where the model is.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model.
+    device : torch.device | str | None
+        Where the caller believes the model to be; None if the caller does not say.
+
+    Returns
+    -------
+    torch.device
+        The device of the first trainable parameter.
+
+    Raises
+    ------
+    ConfigurationError
+        If the model has no trainable parameter or is on another type of device.
+    """
+    names = trainable_names(model)
+    if not names:
+        raise ConfigurationError(
+            "the model has no trainable parameter: set requires_grad on those to merge"
+        )
+    actual = model.get_parameter(names[0]).device
+    if device is not None and torch.device(device).type != actual.type:
+        raise ConfigurationError(
+            f"device={device!s}, but the model is on {actual!s}: move it first"
+        )
+    return actual
 
 
 @contextmanager

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from flwr_fisher.curvature.batches import check_loader, inputs_and_labels
-from flwr_fisher.curvature.pairs import Pairs, unwrapped
+from flwr_fisher.curvature.batches import (
+    Pairs,
+    check_loader,
+    inputs_and_labels,
+    unwrapped,
+)
 from flwr_fisher.randomness import random_stream
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.batches import labelled_pairs
 from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.curvature.pairs import labelled_pairs
 from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.params import Params
 from flwr_fisher.progress import count_of, watching

@@ -16,7 +16,7 @@ from torch.utils.data import (
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.client.training import Loader, TrainFn, score
-from flwr_fisher.curvature.pairs import Pairs
+from flwr_fisher.curvature.batches import Pairs
 from flwr_fisher.curvature.subset import like_loader, sampler_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_known
 from flwr_fisher.params import Params

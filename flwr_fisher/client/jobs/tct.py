@@ -11,8 +11,7 @@ from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import ClientFeatures, Examples
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.trial import on_few_examples
-from flwr_fisher.curvature.batches import Batch
-from flwr_fisher.curvature.pairs import labelled_pairs
+from flwr_fisher.curvature.batches import Batch, labelled_pairs
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import (

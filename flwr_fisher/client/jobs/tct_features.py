@@ -16,7 +16,7 @@ from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.training import Loader
-from flwr_fisher.curvature.pairs import labelled_pairs
+from flwr_fisher.curvature.batches import labelled_pairs
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger

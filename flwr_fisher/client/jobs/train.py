@@ -19,7 +19,8 @@ from flwr_fisher.client.trial import (
     upload_summary,
 )
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
-from flwr_fisher.curvature.batches import Batch, device_of
+from flwr_fisher.curvature.batches import Batch
+from flwr_fisher.curvature.models import device_of
 from flwr_fisher.errors import DataError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, check_finite
@@ -129,7 +130,7 @@ class FisherTraining:
             codec_of(request),
         )
         if wanted.structure is not None:
-            wanted.fisher.check(wanted.structure)
+            wanted.fisher.check([wanted.structure])
         if structure == "ekfac" and isinstance(problem.trainloader, Iterator):
             raise DataError(
                 "structure='ekfac' reads the loader twice; pass one that can be"

@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
-from flwr_fisher.curvature.batches import batches_on, device_of
+from flwr_fisher.curvature.batches import batches_on, unwrapped
 from flwr_fisher.curvature.estimate.accumulation import (
     Accumulation,
 )
@@ -20,13 +20,12 @@ from flwr_fisher.curvature.estimate.likelihood import (
     Likelihood,
     likelihood_of,
 )
-from flwr_fisher.curvature.estimate.options import TOLERANCE, check_options
+from flwr_fisher.curvature.estimate.options import TOLERANCE, FisherOptions
 from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.pairs import unwrapped
 from flwr_fisher.curvature.subset import at_most
-from flwr_fisher.errors import ConfigurationError, DataError, extra
+from flwr_fisher.errors import ConfigurationError, DataError, check_whole, extra
 
 
 class _Options(TypedDict, total=False):
@@ -193,20 +192,17 @@ def fisher(
     {'weight': (2, 3), 'bias': (2,)}
     """
     structures = [structure] if isinstance(structure, str) else list(structure)
-    check_options(
-        structures,
-        engine=engine,
+    FisherOptions(
         expectation=expectation,
         tolerance=tolerance,
+        examples=examples,
+        max_passes=max_passes,
+        max_positions=max_positions,
         weight_sharing=weight_sharing,
-        counts={
-            "num_samples": num_samples,
-            "max_passes": max_passes,
-            "max_positions": max_positions,
-            "examples": examples,
-            "max_batch_bytes": max_batch_bytes,
-        },
-    )
+    ).check(structures, engine)
+    check_whole("num_samples", num_samples, 1)
+    if max_batch_bytes is not None:
+        check_whole("max_batch_bytes", max_batch_bytes, 1)
     device = device_of(model, device)
     over_labels = Expectation(
         likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed

@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import batches_on, device_of
+from flwr_fisher.curvature.batches import batches_on
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_side
 from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.taps import single_calls, tapped_forward
-from flwr_fisher.curvature.models import check_examples_are_independent, evaluating
+from flwr_fisher.curvature.models import (
+    check_examples_are_independent,
+    device_of,
+    evaluating,
+)
 from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.params import Params

@@ -3,8 +3,7 @@
 The only file that imports nngeometry.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from nngeometry.metrics import FIM
@@ -16,10 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
-from flwr_fisher.curvature.operators.lazy import WeightedSum
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Dense, Diagonal
 from flwr_fisher.errors import DataError, StructureError
-from flwr_fisher.params import Params, flatten, select, trainable_names, unflatten
+from flwr_fisher.params import trainable_names, unflatten
 
 _LAYERS = (nn.Linear, nn.Conv2d)
 _REPRESENTATIONS = {
@@ -34,55 +32,6 @@ _REPRESENTATIONS = {
 }
 
 
-class _NNGeometryMatrix(Curvature):
-    """Any of nngeometry's parameter-space matrices as a curvature.
-
-    Parameters
-    ----------
-    matrix : pspace.PMatAbstract
-        The matrix.
-    shapes : dict[str, torch.Size]
-        The parameters in its order: layer by layer, weight and then bias.
-    """
-
-    def __init__(self, matrix: Any, shapes: dict[str, torch.Size]) -> None:
-        self.matrix, self.shapes = matrix, shapes
-
-    def matvec(self, vector: Params) -> dict[str, Tensor]:
-        """Return the product."""
-        self.check(vector)
-        flat = flatten(select(vector, self.shapes))
-        layers = self.matrix.generator.layer_collection
-        product = self.matrix.mv(PVector(layers, vector_repr=flat)).to_torch()
-        return unflatten(product.detach(), self.shapes)
-
-    def diagonal(self) -> dict[str, Tensor]:
-        """Return the diagonal, of the dense matrix."""
-        return unflatten(self.to_dense().diagonal().clone(), self.shapes)
-
-    def scaled(self, factor: float) -> WeightedSum:
-        """Return the matrix times a factor."""
-        return WeightedSum([self], [factor])
-
-    def to_dense(self) -> Tensor:
-        """Return the dense matrix."""
-        if isinstance(self.matrix, pspace.PMatImplicit):
-            like = next(self.matrix.generator.model.parameters())
-            eye = torch.eye(self.numel(), dtype=like.dtype, device=like.device)
-            columns = [self.matvec(unflatten(row, self.shapes)) for row in eye]
-            return torch.stack([flatten(column) for column in columns])
-        dense: Tensor = self.matrix.to_torch().detach()
-        return dense
-
-    def tensors(self) -> list[Tensor]:
-        """Return the dense matrix."""
-        return [self.to_dense()]
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Dense":
-        """Return the dense matrix with a function of it."""
-        return Dense(self.shapes, function(self.to_dense()))
-
-
 def nngeometry_fisher(
     model: nn.Module, batches: list[Tensor], structure: str
 ) -> Curvature:
@@ -95,8 +44,8 @@ def nngeometry_fisher(
     batches : list[Tensor]
         Inputs on the model's device.
     structure : str
-        As in :func:`flwr_fisher.curvature.fisher`, or
-        ``lowrank``, ``quasidiag``, ``implicit``.
+        As in :func:`flwr_fisher.curvature.fisher`, or ``lowrank``, ``quasidiag`` or
+        ``implicit``, as a dense matrix.
 
     Raises
     ------
@@ -129,9 +78,13 @@ def nngeometry_fisher(
     shapes = {name: model.get_parameter(name).shape for name in trainable_names(model)}
     if structure == "diagonal":
         return Diagonal(unflatten(matrix.get_diag().detach(), shapes))
-    if structure == "dense":
-        return Dense(shapes, matrix.data.detach())
-    return _NNGeometryMatrix(matrix, shapes)
+    if structure != "implicit":
+        return Dense(shapes, matrix.to_torch().detach())
+    # It knows products alone: one with each coordinate.
+    eye = torch.eye(sum(s.numel() for s in shapes.values())).to(batches[0])
+    layers_of = matrix.generator.layer_collection
+    rows = [matrix.mv(PVector(layers_of, vector_repr=v)).to_torch() for v in eye]
+    return Dense(shapes, torch.stack(rows).detach())
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, KroneckerLayer]]:

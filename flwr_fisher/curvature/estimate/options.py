@@ -85,24 +85,44 @@ class FisherOptions:
             max_passes=self.max_passes if exact else None,
             max_positions=self.max_positions if expands else None,
         )
-        own.check(structure)
+        own.check([structure])
         return own
 
-    def check(self, structure: str) -> None:
-        """Refuse what does nothing for a structure.
+    def check(self, structures: Sequence[str], engine: str = "auto") -> None:
+        """Refuse what does nothing for the structures that are wanted.
 
         Raises
         ------
+        UnknownNameError
+            If a structure or the engine is not known.
         ConfigurationError
-            If the structure is not known, or an option is none of its.
+            If an option is none of theirs.
         """
-        check_options(
-            [structure],
-            expectation=self.expectation,
-            tolerance=self.tolerance,
-            weight_sharing=self.weight_sharing,
-            counts={name: getattr(self, name) for name in _COUNTS},
-        )
+        check_known("engine", engine, ENGINES)
+        own = engine == "auto"
+        for name in structures:
+            known = STRUCTURES if own else (*STRUCTURES, *_NNGEOMETRY_ONLY)
+            check_known("structure", name, known)
+        kfac = own and bool({"kfac", "ekfac"} & set(structures))
+        expands = self.weight_sharing == "expand"
+        if not (expands or kfac):
+            raise ConfigurationError(
+                f"weight_sharing='{self.weight_sharing}' is for 'kfac' and 'ekfac' by "
+                f"this library's own engine, not for {structures} by engine='{engine}'"
+            )
+        if self.max_passes is not None and not (own and self.expectation == "exact"):
+            raise ConfigurationError(
+                f"max_passes={self.max_passes} bounds the passes of expectation="
+                f"'exact' by this library's own engine, not of '{self.expectation}' by "
+                f"engine='{engine}': leave it out"
+            )
+        if self.max_positions is not None and not (kfac and expands):
+            raise ConfigurationError(
+                f"max_positions={self.max_positions} bounds the positions of 'kfac' "
+                "and 'ekfac' by this library's own engine with weight_sharing="
+                f"'expand', not of {structures} by engine='{engine}' with "
+                f"'{self.weight_sharing}': leave it out"
+            )
 
     def to_options(self) -> dict[str, str | int | float]:
         """Return what travels: names with hyphens, and nothing that is None."""
@@ -124,64 +144,4 @@ class FisherOptions:
             tolerance=options.get("tolerance", TOLERANCE),
             weight_sharing=str(options.get("weight-sharing", "expand")),
             **counts,
-        )
-
-
-def check_options(
-    structures: Sequence[str],
-    *,
-    expectation: str,
-    tolerance: float,
-    weight_sharing: str,
-    counts: Mapping[str, int | None],
-    engine: str = "auto",
-) -> None:
-    """Refuse options of :func:`~flwr_fisher.curvature.fisher` that would do nothing.
-
-    Parameters
-    ----------
-    structures : Sequence[str]
-        All that are wanted.
-    expectation, tolerance, weight_sharing, engine
-        As for ``fisher``.
-    counts : Mapping[str, int | None]
-        ``max_passes``, ``max_positions`` and whatever else is at least 1, or None.
-
-    Raises
-    ------
-    UnknownNameError
-        If a name is not known.
-    ConfigurationError
-        If a number is out of range, or bounds what there is none of.
-    """
-    check_known("engine", engine, ENGINES)
-    own = engine == "auto"
-    for name in structures:
-        known = STRUCTURES if own else (*STRUCTURES, *_NNGEOMETRY_ONLY)
-        check_known("structure", name, known)
-    check_known("expectation", expectation, EXPECTATIONS)
-    check_known("weight_sharing", weight_sharing, WEIGHT_SHARINGS)
-    check_range("tolerance", tolerance, 0, 1)
-    for name, count in counts.items():
-        if count is not None:
-            check_whole(name, count, 1)
-    kfac = own and bool({"kfac", "ekfac"} & set(structures))
-    expands = weight_sharing == "expand"
-    if not (expands or kfac):
-        raise ConfigurationError(
-            f"weight_sharing='{weight_sharing}' is for 'kfac' and 'ekfac' by this "
-            f"library's own engine, not for {structures} by engine='{engine}'"
-        )
-    if counts.get("max_passes") is not None and not (own and expectation == "exact"):
-        raise ConfigurationError(
-            f"max_passes={counts['max_passes']} bounds the passes of expectation="
-            f"'exact' by this library's own engine, not of '{expectation}' by engine="
-            f"'{engine}': leave it out"
-        )
-    if counts.get("max_positions") is not None and not (kfac and expands):
-        raise ConfigurationError(
-            f"max_positions={counts['max_positions']} bounds the positions of 'kfac' "
-            "and 'ekfac' by this library's own engine with weight_sharing='expand', "
-            f"not of {structures} by engine='{engine}' with '{weight_sharing}': leave "
-            "it out"
         )

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import device_of
 from flwr_fisher.curvature.estimate.accumulation import Accumulation
 from flwr_fisher.curvature.estimate.options import STRUCTURES
 from flwr_fisher.curvature.estimate.positions import Positions
-from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.errors import check_known, check_range
 
 
