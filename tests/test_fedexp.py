@@ -5,15 +5,15 @@ import pytest
 import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import FedAvg
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     Watched,
     change_array,
     close,
+    half_square,
+    plane,
     same_bits,
-    tiny_app,
-    tiny_arrays,
+    start,
     tiny_model,
 )
 
@@ -22,15 +22,13 @@ from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.params import shared_state, trainable_names
 from flwr_fisher.rounds import last_two_mean
 from flwr_fisher.strategies import FedExP
-from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
 
 def run(app=None, clients=3, *, num_rounds=1, **own):
-    begin = {k: own.pop(k) for k in ("checkpoint_dir", "resume") if k in own}
-    strategy = FedExP(fraction_evaluate=0.0, **own)
-    grid = LocalGrid(tiny_app() if app is None else app, clients)
-    return strategy.start(grid, tiny_arrays(), num_rounds, **begin)
+    return start(
+        FedExP(fraction_evaluate=0.0, **own), app, clients, num_rounds=num_rounds
+    )
 
 
 # A round by hand
@@ -42,16 +40,6 @@ def run(app=None, clients=3, *, num_rounds=1, **own):
 # 1/3 + 2/3 · 5 = 11/3, less than 2 · 25/9.
 # x = (1, -4): mean Delta = -(1, 0); the mean of squares is 17/3 + 10/3 = 9, so that
 # lr = 9 / (2 (1 + epsilon)).
-
-
-def half_square(outputs, labels):
-    return (outputs - labels).square().sum(1).mean() / 2
-
-
-def plane():
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -70,9 +58,9 @@ def test_one_round_is_what_a_pencil_gives(first, epsilon, lr, mean):
         train = LocalSGD(lr=1.0, momentum=0.0, loss_fn=half_square)
         return FisherClient(plane(), DataLoader(data, batch_size=2), train_fn=train)
 
-    start = ArrayRecord(shared_state(plane()))
+    begin, app = ArrayRecord(shared_state(plane())), make_client_app(client_fn)
     strategy = FedExP(fraction_evaluate=0.0, epsilon=epsilon)
-    result = strategy.start(LocalGrid(make_client_app(client_fn), 2), start)
+    result = start(strategy, app, 2, begin)
     got = arrays_to_tensors(result.arrays)["weight"]
     torch.testing.assert_close(got, lr * torch.tensor([mean]))
     assert result.train_metrics_clientapp[1]["server-lr"] == pytest.approx(lr)
@@ -80,9 +68,7 @@ def test_one_round_is_what_a_pencil_gives(first, epsilon, lr, mean):
 
 def test_where_nothing_is_extrapolated_it_is_fedavg():
     result = run(epsilon=1e6, num_rounds=2)
-    theirs = FedAvg(fraction_evaluate=0.0).start(
-        LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=2
-    )
+    theirs = start(FedAvg(fraction_evaluate=0.0), num_rounds=2)
     assert result.train_metrics_clientapp[2]["server-lr"] == 1
     ours, theirs_ = (arrays_to_tensors(r.arrays) for r in (result, theirs))
     for key in (k for k in ours if "num_batches" not in k):
@@ -93,7 +79,7 @@ def test_where_nothing_is_extrapolated_it_is_fedavg():
 
 
 def test_their_mean_is_reported_and_training_goes_on_from_the_last():
-    app, plain = Watched(), [run(num_rounds=n) for n in (1, 2, 3)]
+    plain = [run(num_rounds=n) for n in (1, 2, 3)]
     iterates = [arrays_to_tensors(result.arrays) for result in plain]
     seen = []
 
@@ -102,9 +88,7 @@ def test_their_mean_is_reported_and_training_goes_on_from_the_last():
         return None
 
     strategy = FedExP(fraction_evaluate=0.0, average_last_two=True)
-    result = strategy.start(
-        LocalGrid(app, 3), tiny_arrays(), num_rounds=3, evaluate_fn=evaluate
-    )
+    result = start(strategy, num_rounds=3, evaluate_fn=evaluate)
     assert same_bits(seen[1], plain[0].arrays)  # there are no two after the first
     for index in (1, 2):
         mean = last_two_mean(iterates[index], iterates[index - 1])

@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import (
     FedAvg,
 )
 from torch import nn
-from virtual import fedfisher_with, same_bits, tiny_app, tiny_arrays
+from virtual import close, fedfisher_with, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.curvature import Diagonal, Kronecker
@@ -82,29 +82,11 @@ def strategy_of(**options):
 # Accuracy
 
 
-def test_one_round_beats_fedavg_on_skewed_digits():
-    means = {}
-    for name, make in (
-        ("fedfisher", strategy_of),
-        ("fedavg", lambda: FedAvg(fraction_evaluate=0.0)),
-    ):
-        scores = []
-        for seed in (0, 1, 2):
-            task = digits(seed)
-            start = ArrayRecord(shared_state(task.make_model()))
-            grid = grid_of(task, task.make_model, epochs=5)
-            result = make().start(grid, start, num_rounds=1)
-            scores.append(accuracy(task, task.make_model, result.arrays))
-        means[name] = sum(scores) / len(scores)
-    assert means["fedfisher"] > means["fedavg"] + 0.1, means
-
-
 def accuracy_by_round(seed):
     task = digits(seed)
 
     def evaluate(server_round, arrays):
-        value = accuracy(task, task.make_model, arrays)
-        return MetricRecord({"accuracy": value})
+        return MetricRecord({"accuracy": accuracy(task, task.make_model, arrays)})
 
     result = strategy_of().start(
         grid_of(task, task.make_model, epochs=5),
@@ -114,6 +96,20 @@ def accuracy_by_round(seed):
     )
     history = sorted(result.evaluate_metrics_serverapp.items())
     return [float(metrics["accuracy"]) for _, metrics in history]
+
+
+def test_accuracy_rises_over_a_few_rounds_and_the_first_beats_fedavg():
+    """On average, on skewed digits: from a round to the next it may fall a little."""
+    start, first, second, third = np.mean([accuracy_by_round(s) for s in range(3)], 0)
+    assert first > start + 0.5
+    assert (second + third) / 2 > first + 0.03, (first, second, third)
+    theirs = []
+    for task in map(digits, range(3)):
+        begin = ArrayRecord(shared_state(task.make_model()))
+        grid = grid_of(task, task.make_model, epochs=5)
+        result = FedAvg(fraction_evaluate=0.0).start(grid, begin, num_rounds=1)
+        theirs.append(accuracy(task, task.make_model, result.arrays))
+    assert first > np.mean(theirs) + 0.1, (first, theirs)
 
 
 def test_clients_hear_how_much_their_fishers_may_take():
@@ -137,13 +133,6 @@ def test_clients_hear_how_much_their_fishers_may_take():
     for given, wanted in cases:
         strategy_of(**given).start(grid, tiny_arrays(), num_rounds=1)
         assert tuple(heard[-1].get(f"fisher.{name}") for name in names) == wanted
-
-
-def test_accuracy_rises_over_a_few_rounds():
-    """On average: from one round to the next it may fall a little."""
-    start, first, second, third = np.mean([accuracy_by_round(s) for s in range(3)], 0)
-    assert first > start + 0.5
-    assert (second + third) / 2 > first + 0.03, (first, second, third)
 
 
 def test_a_pretrained_model_survives_the_merge_and_gains_from_it():
@@ -301,36 +290,25 @@ def test_noise_on_the_server_alone_falls_on_the_merged_model_only():
     private = DifferentialPrivacyClientSideFixedClipping(strategy_of(), 1e-9, 0.5, 3)
     noisy = private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
     clean = strategy_of().start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
-    merged, other = tensors_of_record(noisy.arrays), tensors_of_record(clean.arrays)
-    for key, value in merged.items():
-        torch.testing.assert_close(value, other[key], rtol=0, atol=1e-6)
-
-
-def tensors_of_record(arrays):
-    return {k: v.double() for k, v in arrays_to_tensors(arrays).items()}
+    assert close(noisy.arrays, clean.arrays, 1e-6)
 
 
 @pytest.mark.parametrize(
-    ("mod", "reason"),
+    ("mod", "config", "reason"),
     [
-        (LocalDpMod(1.0, 1.0, 1.0, 0.1), "LocalDpMod expects the keys"),
-        (fixedclipping_mod, "fixedclipping_mod requires the key 'clipping_norm'"),
-        (adaptiveclipping_mod, "adaptiveclipping_mod requires the key"),
+        (LocalDpMod(1.0, 1.0, 1.0, 0.1), {}, "LocalDpMod expects the keys"),
+        (fixedclipping_mod, {}, "requires the key 'clipping_norm'"),
+        (adaptiveclipping_mod, {}, "requires the key"),
+        (fixedclipping_mod, {"clipping_norm": 1.0}, "keys in the ArrayRecord"),
+        (adaptiveclipping_mod, {"clipping_norm": 1.0}, "keys in the ArrayRecord"),
     ],
-    ids=["local DP", "fixed clipping", "adaptive clipping"],
 )
-def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(mod, reason):
-    grid = LocalGrid(tiny_app(mods=[mod]), 3)
+def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(
+    mod, config, reason
+):
+    grid, own = LocalGrid(tiny_app(mods=[mod]), 3), ConfigRecord(config)
     with pytest.raises(RoundError, match=reason):
-        strategy_of().start(grid, tiny_arrays(), num_rounds=1)
-
-
-@pytest.mark.parametrize("mod", [fixedclipping_mod, adaptiveclipping_mod])
-def test_clipping_mods_refuse_curvature_where_they_get_their_norm(mod):
-    grid = LocalGrid(tiny_app(mods=[mod]), 3)
-    config = ConfigRecord({"clipping_norm": 1.0})
-    with pytest.raises(RoundError, match="expects the keys in the ArrayRecord"):
-        strategy_of().start(grid, tiny_arrays(), num_rounds=1, train_config=config)
+        strategy_of().start(grid, tiny_arrays(), num_rounds=1, train_config=own)
 
 
 def test_client_mods_that_only_look_do_no_harm():
@@ -338,16 +316,3 @@ def test_client_mods_that_only_look_do_no_harm():
     app = tiny_app(mods=[arrays_size_mod, message_size_mod])
     looked_at = strategy_of().start(LocalGrid(app, 3), tiny_arrays())
     assert same_bits(plain.arrays, looked_at.arrays)
-
-
-def test_local_privacy_works_where_no_curvature_is_asked_for():
-    app = tiny_app(mods=[LocalDpMod(1.0, 1e-9, 1.0, 0.1)])
-    private = FedAvg(fraction_evaluate=0.0).start(
-        LocalGrid(app, 3), floats(tiny_arrays()), num_rounds=1
-    )
-    assert set(private.arrays) == set(floats(tiny_arrays()))
-
-
-def floats(arrays):
-    """Flower's privacy cannot scale batch norm's integer counters."""
-    return ArrayRecord({k: v for k, v in arrays.items() if "num_batches" not in k})

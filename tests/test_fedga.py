@@ -13,6 +13,7 @@ from virtual import (
     change_array,
     fail,
     same_bits,
+    start,
     tensors_of,
     tiny_app,
     tiny_arrays,
@@ -26,15 +27,11 @@ from flwr_fisher.errors import ClientError
 from flwr_fisher.params import shared_state, trainable_names, weighted_mean
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.strategies import FedGA
-from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
 
-def run(app=None, clients=3, *, num_rounds=1, **own):
-    begin = {k: own.pop(k) for k in ("checkpoint_dir", "resume") if k in own}
-    strategy = FedGA(**{"fraction_evaluate": 0.0, "beta": 0.3, **own})
-    grid = LocalGrid(tiny_app() if app is None else app, clients)
-    return strategy.start(grid, tiny_arrays(), num_rounds, **begin)
+def run(app=None, clients=3, **own):
+    return start(FedGA(**{"fraction_evaluate": 0.0, "beta": 0.3, **own}), app, clients)
 
 
 # Against a loop
@@ -88,10 +85,11 @@ def by_hand(rounds, beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_rounds_are_the_loop_written_out(beta):
-    start = ArrayRecord(shared_state(net()))
-    result = FedGA(beta=beta, fraction_evaluate=0.0).start(
-        LocalGrid(net_app(), 3), start, num_rounds=3
+    begin, strategy = (
+        ArrayRecord(shared_state(net())),
+        FedGA(beta=beta, fraction_evaluate=0.0),
     )
+    result = start(strategy, net_app(), 3, begin, num_rounds=3)
     expected = by_hand(3, beta)
     for key, value in arrays_to_tensors(result.arrays).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
@@ -168,9 +166,3 @@ def test_any_loop_will_do_and_what_it_returns_is_checked():
     arrays = ArrayRecord({**tiny_arrays(), **sent})
     with pytest.raises(ClientError, match="must return a dict of metrics"):
         ask(tiny_client(train_fn=mine), arrays, {"job": "displaced"})
-
-
-# Stopped, and resumed
-
-
-# Arguments

@@ -1,6 +1,5 @@
 """FedPM as a strategy: a round by hand, odd models, and what it owes users."""
 
-import logging
 import re
 from functools import partial
 
@@ -17,6 +16,7 @@ from virtual import (
     Watched,
     ask,
     change_array,
+    left_out,
     same_bits,
     set_array,
     tensors_of,
@@ -91,8 +91,8 @@ def test_a_bad_reply_is_named_and_tolerated(case, caplog):
     tamper, field = BAD_REPLIES[case]
     result = run(Watched(tamper={2: tamper}), 4)
     assert result.train_metrics_clientapp[1]["num-rejected"] == 1
-    left = [m for m in map(logging.LogRecord.getMessage, caplog.records) if "left" in m]
-    assert re.search(f"partition-2: node .*'{re.escape(field)}", "\n".join(left))
+    said = "\n".join(left_out(caplog))
+    assert re.search(f"partition-2: node .*'{re.escape(field)}", said)
     assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
 
 

@@ -619,14 +619,6 @@ def test_clients_with_other_structures_still_merge():
 # --- the solvers by themselves --------------------------------------------------------
 
 
-def test_the_largest_eigenvalue():
-    dense = within_a_subspace(3)
-    like = {"w": torch.zeros(2, 3).double(), "b": torch.zeros(3).double()}
-    want = float(torch.linalg.eigvalsh(dense.to_dense())[-1])
-    assert largest_eigenvalue(dense.matvec, like) == pytest.approx(want, rel=1e-3)
-    assert largest_eigenvalue(dense.scaled(0.0).matvec, like) == 0
-
-
 def test_gradient_descent_takes_the_lemmas_steps():
     clients = posteriors(within_a_subspace)
     parts = [c.num_examples / 60 * c.curvature.to_dense() for c in clients]

@@ -1,7 +1,7 @@
 """GIANT and DONE against dense Newton steps; what all that send derivatives owe."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from virtual import (
     close,
     drop_array,
     fail,
+    left_out,
     node_of,
     same_bits,
     set_array,
     set_metric,
+    start,
     tiny_app,
     tiny_arrays,
     tiny_client,
@@ -70,10 +72,7 @@ def newton(request):
     return NEWTON[request.param]
 
 
-def run(strategy, app=None, clients=CLIENTS, arrays=None, seed=None, **options):
-    grid = LocalGrid(tiny_app() if app is None else app, clients, seed=seed)
-    start = tiny_arrays() if arrays is None else arrays
-    return strategy.start(grid, start, **{"num_rounds": 2, **options})
+run = partial(start, num_rounds=2)
 
 
 @cache
@@ -241,7 +240,7 @@ def test_a_bad_reply_is_left_out_by_name(kind, case, caplog):
     metrics = result.train_metrics_clientapp[1]
     exchanges = len(make().exchanges(1))
     assert (metrics["num-replies"], metrics["num-rejected"]) == (3, exchanges)
-    said = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    said = left_out(caplog)
     assert said
     for line in said:
         assert f"left out partition-2: node {node_of(grid, 2)}: " in line

@@ -18,6 +18,7 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -186,6 +187,36 @@ def metrics_of(message: Message) -> MetricRecord:
     """The metrics of a reply."""
     (record,) = message.content.metric_records.values()
     return record
+
+
+def start(
+    strategy: Strategy,
+    app: ClientApp | None = None,
+    clients: int = 3,
+    arrays: ArrayRecord | None = None,
+    **options: Any,
+) -> Any:
+    """Run a strategy over a grid of its own."""
+    grid = LocalGrid(tiny_app() if app is None else app, clients)
+    return strategy.start(grid, tiny_arrays() if arrays is None else arrays, **options)
+
+
+def left_out(caplog: Any) -> list[str]:
+    """What the log says of replies that are left out."""
+    said = [record.getMessage() for record in caplog.records]
+    return [line for line in said if "left out" in line]
+
+
+def plane() -> nn.Module:
+    """y = w x from (0, 0): one step of SGD, or its Fisher, is a matter of a pencil."""
+    model = nn.Linear(FEATURES - 1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+def half_square(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss (w x - y)^2 / 2."""
+    return (outputs - labels).square().sum(1).mean() / 2
 
 
 def same_bits(left: ArrayRecord, right: ArrayRecord) -> bool:
