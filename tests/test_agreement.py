@@ -1,7 +1,6 @@
 """Clients that train other parameters than the rest are named before they train."""
 
 import re
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFish, FedFisherOneShot
 from flwr_fisher.strategies.baselines import FedPM
 from flwr_fisher.testing import LocalGrid
-
-Frozen = Mapping[int, tuple[str, ...]]
 
 
 def model(frozen=()):

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 from virtual import LIFTED, Watched, tiny_app, tiny_arrays, tiny_client
@@ -34,8 +33,6 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import split_config
-
-Spoil = Callable[[Message, Context, str], Message | None]
 
 
 def secure_app(folder, spoil=lambda message, context, stage: None, **options):

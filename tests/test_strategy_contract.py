@@ -125,11 +125,10 @@ GOES_ON = "test_the_model_is_not_the_start_and_each_round_goes_on"  # with no st
 USERS_KEYS = "test_a_users_own_keys_reach_the_training_loop_untouched"
 RATIO = "test_the_scale_of_weights_does_not_matter_but_their_ratio_does"
 FISHERS_KEYS = "test_the_callers_config_cannot_change_what_the_strategy_asks_for"
-FEDPMS_OWN = {
-    "test_identical_clients_get_their_model",
-    "test_one_client_gets_its_model",
-    USERS_KEYS,
-}
+IDENTICAL = "test_identical_clients_get_their_model"
+ALONE = "test_one_client_gets_its_model"
+OTHER_WEIGHTS = "test_weights_may_come_from_another_metric"
+FEDPMS_OWN = {IDENTICAL, ALONE, USERS_KEYS}
 # What the base class does alone is tried with a few.
 OF_THE_BASE = {
     "test_silence_is_a_reason_too",
@@ -161,6 +160,12 @@ STRATEGIES = {
         FedFish,
         PLAIN | {"fisher_source": "last-epoch", "reduction": "mean"},
         extras=True,
+    ),
+    # Float32 sums are equal up to rounding, and weigh by the examples alone.
+    "fedfisher-sums": Row(
+        fedfisher_with,
+        {"structure": "diagonal", "aggregate": "sums"},
+        frozenset({IDENTICAL, ALONE, RATIO, OTHER_WEIGHTS}),
     ),
     "fedga": Row(FedGA, {"beta": 0.3}, frozenset(OF_ONE_EXCHANGE)),
     "fedexp": Row(FedExP, {}, frozenset({FISHERS_KEYS})),

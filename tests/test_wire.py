@@ -1,5 +1,3 @@
-import io
-import pickle
 from functools import cache
 
 import numpy as np
@@ -8,7 +6,7 @@ import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from virtual import FEATURES, tiny_model
 
 from flwr_fisher.curvature import (
@@ -32,8 +30,6 @@ from flwr_fisher.wire import (
     tensors_to_curvature,
 )
 from flwr_fisher.wire.codec import description_text
-
-Named = dict[str, Tensor]
 
 MODELS = {
     "bias": lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 2)),
@@ -93,16 +89,6 @@ def test_an_upload_comes_back_bit_for_bit(model, structure):
     assert torch.equal(sent.curvature.to_dense(), got.curvature.to_dense())
 
 
-def test_the_mixture_has_what_it_is_named_for():
-    sent = upload_of(tiny_model(), "kfac")
-    kinds = {type(block) for block in sent.curvature.blocks()}
-    assert kinds == {Kronecker, Diagonal}
-    counter = sent.params["1.num_batches_tracked"]
-    assert counter.dtype == torch.int64
-    assert counter.dim() == 0
-    assert upload_of(MODELS["groups"](), "kfac").curvature.blocks()[0].A.shape[0] == 3
-
-
 def test_a_dense_block_beside_others_comes_back():
     params = {name: torch.randn(2, 2) for name in ("a.weight", "b", "c", "d")}
     dense = Dense({n: params[n].shape for n in ("c", "b")}, torch.eye(8) + 0.25)
@@ -149,15 +135,6 @@ def test_any_array_keeps_its_dtype_shape_and_bits(value):
     assert got.numpy().tobytes() == np.ascontiguousarray(value.numpy()).tobytes()
 
 
-def test_parameters_keep_their_keys_and_only_extras_are_prefixed():
-    sent = upload_of(tiny_model(), "kfac")
-    keys = list(sent.to_arrays())
-    own = list(sent.params)
-    assert keys[: len(own)] == own
-    assert all(key.startswith(PREFIX) for key in keys[len(own) :])
-    assert PREFIX == "curvature/"
-
-
 def test_the_layout_is_the_documented_one():
     assert set(curvature_to_tensors(upload_of(tiny_model(), "kfac").curvature)) == {
         "curvature/kfac/0.weight/A",
@@ -173,18 +150,7 @@ def test_the_layout_is_the_documented_one():
     }
 
 
-def test_arrays_that_arrive_in_another_order_are_put_back():
-    sent = upload_of(tiny_model(), "kfac")
-    record = sent.to_arrays()
-    shuffled = ArrayRecord({key: record[key] for key in reversed(list(record))})
-    got = FisherUpload.from_arrays(shuffled, sent.params)
-    assert_same(sent.params, got.params)
-
-
-def test_the_tensors_are_writable_and_the_callers_own():
-    record = tensors_to_arrays({"x": torch.zeros(3)})
-    arrays_to_tensors(record)["x"].add_(1)
-    assert torch.equal(arrays_to_tensors(record)["x"], torch.zeros(3))
+def test_a_record_does_not_follow_its_source():
     source = torch.zeros(3)
     record = tensors_to_arrays({"x": source})
     source.add_(1)
@@ -217,157 +183,137 @@ def with_entry(tensor, value):
     return changed
 
 
-REJECTED = {
-    "missing parameter": ({"0.weight": None}, "0.weight", "missing"),
-    "missing buffer": ({"1.running_var": None}, "1.running_var", "missing"),
-    "unexpected key": ({"9.weight": torch.ones(2)}, "9.weight", "unexpected key"),
-    "transposed": ({"0.weight": lambda t: t.mT}, "0.weight", r"shape \(3, 4\), exp"),
-    "flattened": ({"0.weight": lambda t: t.reshape(-1)}, "0.weight", r"shape \(12,\)"),
+REJECTED = {  # what is named, how it is changed (or what is), and the reason
+    "missing parameter": ("0.weight", None, "missing"),
+    "missing buffer": ("1.running_var", None, "missing"),
+    "unexpected key": ("9.weight", torch.ones(2), "unexpected key"),
+    "transposed": ("0.weight", lambda t: t.mT, r"shape \(3, 4\), exp"),
+    "flattened": ("0.weight", lambda t: t.reshape(-1), r"shape \(12,\)"),
     "1-dim scalar": (
-        {"1.num_batches_tracked": lambda t: t[None]},
         "1.num_batches_tracked",
+        lambda t: t[None],
         r"shape \(1,\), expected \(\)",
     ),
-    "float64": ({"0.bias": lambda t: t.double()}, "0.bias", "dtype torch.float64"),
+    "float64": ("0.bias", lambda t: t.double(), "dtype torch.float64"),
     "float counter": (
-        {"1.num_batches_tracked": lambda t: t.float()},
         "1.num_batches_tracked",
+        lambda t: t.float(),
         "dtype torch.float32, expected torch.int64",
     ),
-    "NaN": ({"3.bias": lambda t: with_entry(t, NAN)}, "3.bias", "NaN"),
-    "inf": ({"3.bias": lambda t: with_entry(t, INF)}, "3.bias", "infinity"),
-    "NaN buffer": (
-        {"1.running_mean": lambda t: t * float("nan")},
-        "1.running_mean",
-        "NaN",
-    ),
-    "NaN in a factor": ({G: lambda t: with_entry(t, NAN)}, G, "NaN"),
-    "inf in a diagonal": ({NORM: lambda t: with_entry(t, INF)}, NORM, "NaN"),
-    "negative diagonal": ({NORM: lambda t: with_entry(t, -1e-9)}, NORM, "negative"),
-    "negative A": ({A: lambda t: with_entry(t, -0.1)}, A, "negative"),
-    "negative G": ({G: lambda t: with_entry(t, -0.1)}, G, "negative"),
-    "unsymmetric A": ({A: unsymmetric}, A, "not symmetric"),
-    "unsymmetric G": ({G: unsymmetric}, G, "not symmetric"),
-    "no G": ({G: None}, G, "missing"),
-    "no A": ({A: None}, A, "missing"),
-    "misshapen A": (
-        {A: lambda t: t[:, :2, :2]},
-        A,
-        r"expected \(1, 3, 3\) or \(1, 4, 4\)",
-    ),
+    "NaN": ("3.bias", lambda t: with_entry(t, NAN), "NaN"),
+    "inf": ("3.bias", lambda t: with_entry(t, INF), "infinity"),
+    "NaN buffer": ("1.running_mean", lambda t: t * NAN, "NaN"),
+    "NaN in a factor": (G, lambda t: with_entry(t, NAN), "NaN"),
+    "inf in a diagonal": (NORM, lambda t: with_entry(t, INF), "NaN"),
+    "negative diagonal": (NORM, lambda t: with_entry(t, -1e-9), "negative"),
+    "negative A": (A, lambda t: with_entry(t, -0.1), "negative"),
+    "negative G": (G, lambda t: with_entry(t, -0.1), "negative"),
+    "unsymmetric A": (A, unsymmetric, "not symmetric"),
+    "unsymmetric G": (G, unsymmetric, "not symmetric"),
+    "no G": (G, None, "missing"),
+    "no A": (A, None, "missing"),
+    "misshapen A": (A, lambda t: t[:, :2, :2], r"expected \(1, 3, 3\) or \(1, 4, 4\)"),
     "too large A": (
-        {A: lambda t: torch.eye(9)[None]},
         A,
+        lambda t: torch.eye(9)[None],
         r"expected \(1, 3, 3\) or \(1, 4, 4\)",
     ),
-    "two-dimensional A": ({A: lambda t: t[0]}, A, "shape"),
-    "scalar A": ({A: lambda t: t.sum()}, A, "shape"),
-    "misshapen G": ({G: lambda t: t[:, :2, :2]}, G, r"expected \(1, 4, 4\)"),
-    "no group": ({A: lambda t: t[:0], G: lambda t: t[:0]}, A, "expected factors"),
+    "two-dimensional A": (A, lambda t: t[0], "shape"),
+    "scalar A": (A, lambda t: t.sum(), "shape"),
+    "misshapen G": (G, lambda t: t[:, :2, :2], r"expected \(1, 4, 4\)"),
+    "no group": (A, {A: lambda t: t[:0], G: lambda t: t[:0]}, "expected factors"),
     "groups that do not divide": (
-        {A: lambda t: t.repeat(3, 1, 1), G: lambda t: torch.ones(3, 1, 1)},
         A,
+        {A: lambda t: t.repeat(3, 1, 1), G: lambda t: torch.ones(3, 1, 1)},
         r"shape \(3, 4, 4\)",
     ),
     "more groups than outputs": (
-        {A: lambda t: t.repeat(5, 1, 1), G: lambda t: torch.ones(5, 0, 0)},
         A,
+        {A: lambda t: t.repeat(5, 1, 1), G: lambda t: torch.ones(5, 0, 0)},
         r"shape \(5, 4, 4\)",
     ),
     "a factor pair for a vector": (
+        "curvature/kfac/1.weight/A",
         {
             NORM: None,
             "curvature/kfac/1.weight/A": torch.eye(1)[None],
             "curvature/kfac/1.weight/G": torch.eye(4)[None],
         },
-        "curvature/kfac/1.weight/A",
         r"weight of shape \(4,\)",
     ),
     "a factor pair for a scalar": (
+        "curvature/kfac/1.num_batches_tracked/A",
         {
             "curvature/kfac/1.num_batches_tracked/A": torch.eye(1).long()[None],
             "curvature/kfac/1.num_batches_tracked/G": torch.eye(1).long()[None],
         },
-        "curvature/kfac/1.num_batches_tracked/A",
         "dtype torch.int64",
     ),
-    "integer curvature": ({NORM: lambda t: t.long()}, NORM, "dtype torch.int64"),
-    "half curvature": ({NORM: lambda t: t.half()}, NORM, "dtype torch.float16, exp"),
-    "double A": ({A: lambda t: t.double()}, A, "dtype torch.float64"),
-    "double G": ({G: lambda t: t.double()}, G, "dtype torch.float64"),
-    "complex curvature": ({NORM: lambda t: t.cfloat()}, NORM, "dtype torch.complex64"),
+    "integer curvature": (NORM, lambda t: t.long(), "dtype torch.int64"),
+    "half curvature": (NORM, lambda t: t.half(), "dtype torch.float16, exp"),
+    "double A": (A, lambda t: t.double(), "dtype torch.float64"),
+    "double G": (G, lambda t: t.double(), "dtype torch.float64"),
+    "complex curvature": (NORM, lambda t: t.cfloat(), "dtype torch.complex64"),
     "curvature of a counter": (
-        {"curvature/diagonal/1.num_batches_tracked": torch.ones(())},
         "curvature/diagonal/1.num_batches_tracked",
+        torch.ones(()),
         "dtype",
     ),
-    "misshapen diagonal": ({NORM: lambda t: t[:2]}, NORM, r"shape \(2,\), expected"),
-    "unknown kind": (
-        {"curvature/lowrank/x": torch.ones(2)},
-        "curvature/lowrank/x",
-        "unknown key",
-    ),
-    "bare prefix": ({"curvature/": torch.ones(2)}, "curvature/", "unknown key"),
-    "third factor": ({f"{A[:-1]}B": torch.ones(2)}, f"{A[:-1]}B", "unknown key"),
-    "factor without a side": ({A[:-2]: torch.ones(2)}, A[:-2], "unknown key"),
+    "misshapen diagonal": (NORM, lambda t: t[:2], r"shape \(2,\), expected"),
+    "unknown kind": ("curvature/lowrank/x", torch.ones(2), "unknown key"),
+    "bare prefix": ("curvature/", torch.ones(2), "unknown key"),
+    "third factor": (f"{A[:-1]}B", torch.ones(2), "unknown key"),
+    "factor without a side": (A[:-2], torch.ones(2), "unknown key"),
     "unknown parameter": (
-        {"curvature/diagonal/nope": torch.ones(2)},
         "curvature/diagonal/nope",
+        torch.ones(2),
         "no such parameter",
     ),
     "unknown weight": (
+        "curvature/kfac/nope/A",
         {
             "curvature/kfac/nope/A": torch.eye(2)[None],
             "curvature/kfac/nope/G": torch.eye(2)[None],
         },
-        "curvature/kfac/nope/A",
         "no such parameter",
     ),
     "dense over a counter": (
-        {"curvature/dense/1.bias,1.num_batches_tracked": torch.eye(5)},
         "curvature/dense/1.bias,1.num_batches_tracked",
+        torch.eye(5),
         "'1.num_batches_tracked' has dtype torch.int64",
     ),
-    "unknown dense": (
-        {"curvature/dense/nope": torch.ones(2, 2)},
-        "curvature/dense/nope",
-        "no such parameter",
-    ),
+    "unknown dense": ("curvature/dense/nope", torch.ones(2, 2), "no such parameter"),
     "weight in two blocks": (
-        {"curvature/diagonal/0.weight": torch.ones(4, 3)},
         "curvature/",
+        {"curvature/diagonal/0.weight": torch.ones(4, 3)},
         "'0.weight'.*more than one",
     ),
     "bias in two blocks": (
-        {"curvature/diagonal/0.bias": torch.ones(4)},
         "curvature/",
+        {"curvature/diagonal/0.bias": torch.ones(4)},
         "'0.bias'.*more than one",
     ),
     "dense twice over a parameter": (
-        {"curvature/dense/1.bias,1.bias": torch.eye(8)},
         "curvature/dense/1.bias,1.bias",
+        torch.eye(8),
         "twice",
     ),
     "dense and a factor": (
-        {"curvature/dense/3.bias": torch.eye(3)},
         "curvature/",
+        {"curvature/dense/3.bias": torch.eye(3)},
         "'3.bias'.*more than one",
     ),
     "misshapen dense": (
-        {"curvature/dense/1.bias": torch.ones(4, 3)},
         "curvature/dense/1.bias",
+        torch.ones(4, 3),
         r"shape \(4, 3\), expected \(4, 4\)",
     ),
     "unsymmetric dense": (
-        {"curvature/dense/1.bias": torch.ones(4, 4).triu()},
         "curvature/dense/1.bias",
+        torch.ones(4, 4).triu(),
         "not symmetric",
     ),
-    "negative dense": (
-        {"curvature/dense/1.bias": -torch.eye(4)},
-        "curvature/dense/1.bias",
-        "negative",
-    ),
+    "negative dense": ("curvature/dense/1.bias", -torch.eye(4), "negative"),
 }
 
 
@@ -384,7 +330,8 @@ def changed_upload(changes):
 
 @pytest.mark.parametrize("case", REJECTED)
 def test_what_arrives_wrong_is_rejected_by_name(case):
-    changes, field, reason = REJECTED[case]
+    field, change, reason = REJECTED[case]
+    changes = change if isinstance(change, dict) else {field: change}
     record, like = changed_upload(changes)
     with pytest.raises(WireError, match=reason) as caught:
         FisherUpload.from_arrays(record, like)
@@ -444,67 +391,6 @@ def test_a_scalar_parameter_has_no_factors():
         tensors_to_curvature(extras, {"scale": torch.ones(())})
 
 
-def npy(values, *, pickled=False):
-    buffer = io.BytesIO()
-    np.save(buffer, np.asarray(values), allow_pickle=pickled)
-    return buffer.getvalue()
-
-
-class Boom:
-    """Unpickling this would show."""
-
-    def __reduce__(self):
-        return pytest.fail, ("a pickle was loaded",)
-
-
-GOOD = npy(np.zeros((2, 3), np.float32))
-
-
-def bad_array(data=GOOD, dtype="float32", shape=(2, 3), stype="numpy.ndarray"):
-    return Array(dtype, shape, stype, data)
-
-
-def huge_header():
-    return GOOD.replace(
-        b"(2, 3), }                   ", b"(999999999, 999999999999), }"
-    )
-
-
-UNREADABLE = {
-    "empty": (bad_array(b""), "unreadable"),
-    "garbage": (bad_array(b"\x00garbage"), "unreadable"),
-    "truncated": (bad_array(GOOD[:-1]), "unreadable"),
-    "header only": (bad_array(GOOD[:128]), "unreadable"),
-    "cut header": (bad_array(GOOD[:40]), "unreadable"),
-    "huge": (bad_array(huge_header()), "unreadable"),
-    "zip": (bad_array(b"PK\x03\x04" + GOOD), "unreadable"),
-    "pickle": (bad_array(pickle.dumps(Boom())), "unreadable"),
-    "objects": (bad_array(npy([Boom()] * 6, pickled=True)), "unreadable"),
-    "text": (bad_array(npy(["a", "b"])), "unreadable"),
-    "records": (bad_array(npy(np.zeros(2, [("a", "f4")]))), "unreadable"),
-    "dates": (bad_array(npy(np.zeros(2, "M8[s]"))), "unreadable"),
-    "stype": (bad_array(stype="torch.tensor"), "unreadable.*torch.tensor"),
-    "other shape": (bad_array(npy(np.zeros((3, 2), np.float32))), "declared"),
-    "other dtype": (bad_array(npy(np.zeros((2, 3), np.float64))), "declared"),
-    "declared shape": (bad_array(shape=(6,)), r"declared as float32 of shape \(6,\)"),
-    "declared dtype": (bad_array(dtype="int8"), "declared as int8"),
-    "declared nonsense": (bad_array(dtype="x", shape=(-1,)), "declared as x"),
-}
-
-
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_an_array_that_is_not_what_it_says_is_rejected_by_name(case):
-    array, reason = UNREADABLE[case]
-    with pytest.raises(WireError, match=reason) as caught:
-        arrays_to_tensors(ArrayRecord({"fine": Array(np.ones(2)), "layer.w": array}))
-    assert caught.value.field == "layer.w"
-
-
-def test_the_huge_header_is_one():
-    assert huge_header() != GOOD
-    assert len(huge_header()) == len(GOOD)
-
-
 SETTINGS = settings(deadline=None, database=None, derandomize=True, max_examples=150)
 
 
@@ -528,18 +414,6 @@ def mutations(draw, original):
 
 
 TOKENS = [b"(", b"-1", b"'<f8'", b"'|O'", b"99999999999", b"L", b"\\d", b"\n", b"{"]
-
-
-@SETTINGS
-@given(data=st.one_of(st.binary(max_size=200), mutations(GOOD)))
-def test_no_bytes_crash_the_decoder(data):
-    try:
-        (tensor,) = arrays_to_tensors(ArrayRecord({"w": bad_array(data)})).values()
-    except WireError as error:
-        assert error.field == "w"  # noqa: PT017
-    else:
-        assert (tensor.shape, tensor.dtype) == ((2, 3), torch.float32)
-        assert tensor.isfinite().all()
 
 
 @cache

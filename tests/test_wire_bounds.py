@@ -6,7 +6,6 @@ Nothing is allocated, read or written to a log beyond what the model's own uploa
 import gc
 import struct
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ from flwr_fisher.wire import (
     reply_bytes,
     resolve,
     serialized_bytes,
-    size,
 )
 from flwr_fisher.wire.additive import SUMS
 from flwr_fisher.wire.budget import byte_limit
@@ -44,7 +42,6 @@ from flwr_fisher.wire.quantise import Form, encode_param
 from flwr_fisher.wire.tangent_upload import read_moments, read_spectrum
 
 LIKE = {"fc.weight": torch.zeros(3, 4), "fc.bias": torch.zeros(3)}
-Reader = Callable[[ArrayRecord], object]
 READERS = {
     "lossless": lambda record: FisherUpload.from_arrays(record, LIKE),
     "packed": lambda record: FisherUpload.from_arrays(
@@ -226,19 +223,6 @@ def test_an_error_keeps_short_texts_as_they_are():
 
 
 # --- once, and no longer than needed --------------------------------------------------
-
-
-def test_what_is_constant_in_a_round_is_computed_once(monkeypatch):
-    sent = upload_of("wide", "kfac")
-    codec = resolve(Codec("auto"), sent.params)
-    record = sent.to_arrays(codec)
-    calls = []
-    monkeypatch.setattr(size, "_record_bytes", calls.append)
-    for _ in range(3):
-        FisherUpload.from_arrays(
-            record, sent.params, resolve(Codec("auto"), sent.params)
-        )
-    assert not calls
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "dense"])

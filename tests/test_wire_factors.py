@@ -175,43 +175,6 @@ def test_the_ends_of_float32_come_back():
         assert got.isfinite().all()
 
 
-def some(bits=8):
-    sent = psd(0, 1, 3)
-    trace = diagonal(sent).sum(-1)
-    return [
-        factors.encode_whole(sent, bits),
-        factors.encode_columns(*spectrum_of(sent), trace, 2, bits),
-    ]
-
-
-def with_norm(entry, value):
-    changed = entry.clone()
-    number = bytearray(struct.pack("<f", value))
-    changed[HEAD + 4 : HEAD + 8] = torch.frombuffer(number, dtype=torch.uint8)
-    return changed
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -1e-45])
-def test_an_impossible_norm_is_refused(value):
-    for entry in some():
-        with pytest.raises(WireError, match="negative or not finite") as caught:
-            read(with_norm(entry, value), 1, 3)
-        assert caught.value.field == "curvature/kfac/w/A"
-
-
-def test_norms_that_overflow_are_refused():
-    for entry in some():
-        with pytest.raises(WireError, match="overflow"):
-            read(with_norm(entry, 3e38), 1, 3)
-
-
-def test_another_number_of_bytes_is_refused():
-    for entry in some():
-        for wrong in (entry[:-1], torch.cat([entry, entry[:1]]), entry[: HEAD + 7]):
-            with pytest.raises(WireError, match="bytes, expected"):
-                read(wrong, 1, 3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", ["whole", "columns"])
 def test_matrices_at_the_end_of_a_dtype_are_never_refused(form, dtype):

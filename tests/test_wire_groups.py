@@ -12,10 +12,8 @@ from flwr_fisher.wire import (
     Additive,
     FisherUpload,
     Payload,
-    arrays_to_tensors,
     join_groups,
     split_groups,
-    tensors_to_arrays,
 )
 from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload
 
@@ -60,14 +58,6 @@ def test_groups_come_back_in_their_order(order):
         assert all(back[group][name] is value for name, value in tensors.items())
 
 
-def test_groups_come_back_from_a_record():
-    record = tensors_to_arrays({**join_groups(GROUPS), **PARAMS})
-    params, back = split_groups(arrays_to_tensors(record))
-    assert list(params) == list(PARAMS)
-    assert listed(back) == listed(GROUPS)
-    assert torch.equal(back["probe"]["fc.weight"], GROUPS["probe"]["fc.weight"])
-
-
 def test_parameters_and_groups_may_be_mixed():
     mixed = {
         "server/probe/a": torch.tensor(1),
@@ -95,10 +85,6 @@ def test_only_the_whole_prefix_makes_a_group():
 def test_empty_groups_leave_no_key(groups):
     assert join_groups(groups) == {}
     assert split_groups({**PARAMS, **join_groups(groups)}) == (PARAMS, {})
-
-
-def test_nothing_to_split_is_nothing():
-    assert split_groups({}) == ({}, {})
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
