@@ -5,10 +5,9 @@ Long: what it reads, what it keeps on its disk, and what it does at each stage.
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -50,6 +49,7 @@ from flwr_fisher.wire import (
     split_groups,
     tensors_to_arrays,
 )
+from flwr_fisher.wire.roster import tensor_to_numbers
 
 _NAME = "secure-sum"
 _MOST_SUMS = 10_000
@@ -60,10 +60,11 @@ class SumRequest:
     """A request of a secure sum, read."""
 
     def __init__(
-        self, message: Message, context: Context, options: Mapping[str, Any]
+        self, message: Message, context: Context, call_next: ClientAppCallable
     ) -> None:
-        self.message, self.context = message, context
-        self.options, self.client = options, partition_of(context)
+        self.message, self.context, self.call_next = message, context, call_next
+        self.options, _ = config_of(message)
+        options, self.client = self.options, partition_of(context)
         self.index = whole_number(options, "secure-sum", 0)
         self.weighted_by = str(options.get("secure-weight", NUM_EXAMPLES))
         records = list(message.content.array_records.values())
@@ -92,7 +93,7 @@ class SumRequest:
         value = self.sent.get(name)
         if value is None or value.dtype != torch.int64 or value.dim() != 1:
             raise ClientError(f"the server sent no list of clients as '{name}'")
-        numbers = [number % 2**64 for number in value.tolist()]
+        numbers = tensor_to_numbers(value)
         if len(set(numbers)) < len(numbers):
             raise ClientError(f"the server's list '{name}' has a client twice")
         return numbers
@@ -108,21 +109,19 @@ class SumRequest:
         norm, deviation = self.tensor("bounds", torch.float64, 2).tolist()
         return norm, deviation
 
-    def inner(self) -> Message:
-        """Return the request as it would be without a secure sum."""
+    def answered(self) -> Message:
+        """Return the reply to the request as it would be without a secure sum."""
         arrays = tensors_to_arrays({**self.params, **join_groups(self.groups)})
         (own,) = named_options({"secure": None})
-        (job,) = named_options({"job": None})
+        job = named_options({"job": str(self.options.get("secure-job", "train"))})
         content = RecordDict()
         for name, record in self.message.content.items():
+            content[name] = arrays
             if isinstance(record, ConfigRecord):
                 kept = {k: v for k, v in record.items() if not k.startswith(own)}
-                kept[job] = str(self.options.get("secure-job", "train"))
-                content[name] = ConfigRecord(kept)
-            else:
-                content[name] = arrays
+                content[name] = ConfigRecord({**kept, **job})
         self.message.content = content
-        return self.message
+        return self.call_next(self.message, self.context)
 
     def reply(self, tensors: dict[str, Tensor]) -> Message:
         """Return the answer; of the client's metrics it has none."""
@@ -277,8 +276,7 @@ class SecureSumsMod:
         ClientError
             If the server asks for what would show this client's contribution.
         """
-        options = config_of(message)[0]
-        stage = options.get("secure")
+        stage = config_of(message)[0].get("secure")
         if stage is None:
             if self.required:
                 raise ClientError(
@@ -286,7 +284,7 @@ class SecureSumsMod:
                     "True)): pass secure=SecureSums() to the strategy"
                 )
             return call_next(message, context)
-        request = SumRequest(message, context, options)
+        request = SumRequest(message, context, call_next)
         if stage == "keys":
             return _keys(self, request)
         if stage not in _STAGES:
@@ -296,7 +294,7 @@ class SecureSumsMod:
             )
         disk = self.disk(request.session(), request.client)
         memory = SumMemory.load(disk, request.index)
-        return _STAGES[stage](self, request, memory, call_next)
+        return _STAGES[stage](self, request, memory)
 
     def disk(self, session: bytes, client: int) -> ClientDisk:
         """Return where the secrets of one session are."""
@@ -328,9 +326,7 @@ def _keys(mod: SecureSumsMod, request: SumRequest) -> Message:
     return request.reply_rows(session=[session], keys=public, signature=[signed])
 
 
-def _shares(
-    mod: SecureSumsMod, request: SumRequest, memory: SumMemory, call_next: object
-) -> Message:
+def _shares(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
     """Cut the secrets into shares for the neighbours."""
     participant = memory.participant
     numbers = request.numbers("neighbours")
@@ -352,18 +348,13 @@ def _shares(
     )
 
 
-def _exponents(
-    mod: SecureSumsMod,
-    request: SumRequest,
-    memory: SumMemory,
-    call_next: ClientAppCallable,
-) -> Message:
+def _exponents(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
     """Have the contribution computed, keep it, and send how large it is, masked."""
     if "senders" in request.sent:
         _receive(request, memory.participant)
     if memory.index != request.index:
         weighted = request.options.get("secure-weighted") is True
-        reply = call_next(request.inner(), request.context)
+        reply = request.answered()
         if reply.has_error():
             return reply
         own = Contribution.of(reply, request.weighted_by, weighted)
@@ -399,9 +390,7 @@ def _receive(request: SumRequest, participant: Participant) -> None:
     )
 
 
-def _values(
-    mod: SecureSumsMod, request: SumRequest, memory: SumMemory, call_next: object
-) -> Message:
+def _values(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
     """Send the contribution, masked."""
     if memory.index != request.index - 1:
         raise ClientError(
@@ -418,9 +407,7 @@ def _values(
     return request.reply_words(masked, memory.contribution)
 
 
-def _open(
-    mod: SecureSumsMod, request: SumRequest, memory: SumMemory, call_next: object
-) -> Message:
+def _open(mod: SecureSumsMod, request: SumRequest, memory: SumMemory) -> Message:
     """Send the shares that open a sum, once its set of clients is known."""
     survivors, dropped = request.numbers("survivors"), request.numbers("dropped")
     _check_enough(mod, survivors)
@@ -431,8 +418,7 @@ def _open(
     return request.reply_rows(shares=[shares[n] for n in (*survivors, *dropped)])
 
 
-_Stage = Callable[[SecureSumsMod, SumRequest, SumMemory, ClientAppCallable], Message]
-_STAGES: dict[object, _Stage] = {
+_STAGES: dict[object, Callable[[SecureSumsMod, SumRequest, SumMemory], Message]] = {
     "shares": _shares,
     "exponents": _exponents,
     "values": _values,

@@ -32,6 +32,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponents_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
+from flwr_fisher.wire.additive import Added
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import contribution_bytes
 from flwr_fisher.wire.payload import Payload
@@ -40,7 +41,6 @@ SECURE = "secure/"
 NUM_EXAMPLES = "num-examples"  # the weight, among what is summed
 WORDS, LAYOUT = f"{SECURE}words", f"{SECURE}layout"
 SHARES = f"{SECURE}shares"
-_SUMMED = f"{SECURE}summed"  # of an upload whose words were added up: type and number
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 """Key, dtype and shape of each tensor of a contribution."""
@@ -99,16 +99,6 @@ class SecureUpload(Payload):
         data: bytes = self.part(f"{SECURE}{name}").numpy().tobytes()
         return data
 
-    def without_words(self) -> "SecureUpload":
-        """Return it without what was added up; its layout is still its own."""
-        words = self.part(WORDS)
-        kept = {k: v for k, v in self.tensors.items() if k != WORDS}
-        return SecureUpload({**kept, _SUMMED: _text(f"{words.dtype} {len(words)}")})
-
-    def texts(self) -> dict[str, Tensor]:
-        """Return what is said of the contribution in keys of its own."""
-        return {k: v for k, v in self.tensors.items() if not k.startswith(SECURE)}
-
     def to_arrays(self) -> ArrayRecord:
         """Return the one record that travels."""
         return tensors_to_arrays(self.tensors)
@@ -130,7 +120,6 @@ class SecureUpload(Payload):
             if key == WORDS and value.dtype in _WORD and value.dim() == 1:
                 continue
             own = key.startswith(SECURE) or is_description(key, value)
-            own = own and key != _SUMMED
             if value.dtype != torch.uint8 or not own or key == WORDS:
                 shape = tuple(value.shape)
                 reason = f"{value.dtype} of shape {shape}, expected bytes or words"
@@ -151,26 +140,28 @@ class WordSums:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, ...], Words] = {}
+        self._sums: dict[tuple[str, ...], tuple[Words, dict[str, Tensor]]] = {}
 
-    def __call__(self, payload: SecureUpload, weight: float) -> SecureUpload:
-        """Add an upload's words; return the rest."""
+    def __call__(self, payload: SecureUpload, weight: float) -> Added:
+        """Add an upload's words; return what is left of it."""
         words: Words = payload.part(WORDS).numpy()
-        rest = payload.without_words()
-        total = self._totals.get(rest.layout())
-        if total is None:
-            self._totals[rest.layout()] = words.copy()
-        else:
+        layout = payload.layout()
+        if layout in self._sums:
+            total, _ = self._sums[layout]
             np.add(total, words, out=total)
-        return rest
+        else:
+            texts = {k: v for k, v in payload.tensors.items() if _is_text(k)}
+            texts[LAYOUT] = payload.part(LAYOUT)
+            self._sums[layout] = words.copy(), texts
+        return Added(layout)
 
     def mean(self, uploads: object) -> NoReturn:
         """Refuse: what is masked has none."""
         raise NotImplementedError
 
-    def of(self, payload: SecureUpload) -> Words:
-        """Return the sum over all uploads of one's layout."""
-        return self._totals[payload.layout()]
+    def of(self, left: Added) -> tuple[Words, dict[str, Tensor]]:
+        """Return the sum over the uploads of one's layout, and what all say of it."""
+        return self._sums[left.layout()]
 
 
 def rows_of(rows: Sequence[bytes]) -> Tensor:
@@ -225,7 +216,7 @@ def sizes_in(layout: Layout) -> list[int]:
 
 
 def _is_text(key: str) -> bool:
-    return key in (LAYOUT, _SUMMED) or not key.startswith(SECURE)
+    return key == LAYOUT or not key.startswith(SECURE)
 
 
 def _content(name: str, value: Tensor) -> str:

@@ -44,10 +44,10 @@ from flwr_fisher.secure.payload import (
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import tensors_to_arrays
+from flwr_fisher.wire.additive import Added
 
 GROUP = "secure"  # of a state's tensors, and of those that are sent to clients' mods
 _FEWEST = 2
-_WRAP = 2**64  # clients' numbers are unsigned, and tensors' integers are not
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SecureState:
         known = Aggregator(**aggregator, sealed=sealed)
         return cls(known, **record, words=words, descriptions=tensors)
 
-    def after(self, uploads: Uploads[SecureUpload], **changes: Any) -> "SecureState":
+    def after(self, uploads: Uploads[Any], **changes: Any) -> "SecureState":
         """Return what is known after an exchange."""
         present = sorted(upload.number for upload in uploads)
         return replace(self, **{"present": present, **changes})
@@ -113,12 +113,6 @@ def without(state: ServerState) -> ServerState:
     """Return a run's state as the strategy knows it."""
     others = {name: group for name, group in state.groups.items() if name != GROUP}
     return replace(state, groups=others)
-
-
-def signed(numbers: Sequence[int]) -> Tensor:
-    """Return clients' numbers as they travel."""
-    wrapped = [n - _WRAP if n >= _WRAP // 2 else n for n in numbers]
-    return torch.tensor(wrapped, dtype=torch.int64)
 
 
 # The stages
@@ -224,7 +218,7 @@ def take_words(
     sums: WordSums,
     privacy: Privacy | None,
     state: ServerState,
-    uploads: Uploads[SecureUpload],
+    uploads: Uploads[Added],
 ) -> Step:
     """Take the sum of the masked words, which was made while they came.
 
@@ -240,21 +234,14 @@ def take_words(
             f"{len(uploads)} of {clients} clients are left, and the noise is for "
             f"{fewest} at least (Privacy(honest={privacy.honest:g})): nothing is opened"
         )
-    first = uploads[0].payload
-    total = sums.of(first)
-    descriptions = {**first.texts(), LAYOUT: first.part(LAYOUT)}
-    _tell_gone(known, index, uploads)
-    summed = torch.from_numpy(total)
-    new = known.after(uploads, words=summed, descriptions=descriptions)
-    return Step(new.into(state), is_part=True)
-
-
-def _tell_gone(known: SecureState, index: int, uploads: Uploads[SecureUpload]) -> None:
-    there = {upload.number for upload in uploads}
-    if gone := [known.aggregator.names[n] for n in known.present if n not in there]:
+    total, descriptions = sums.of(uploads[0].payload)
+    new = known.after(uploads, words=torch.from_numpy(total), descriptions=descriptions)
+    left = set(known.present) - set(new.present)
+    if gone := [known.aggregator.names[n] for n in known.present if n in left]:
         logger.warning(
             "aggregate_train: sum %s of the round is without %s", index, ", ".join(gone)
         )
+    return Step(new.into(state), is_part=True)
 
 
 def open_exponents(

@@ -32,7 +32,7 @@ from flwr_fisher.secure import steps
 from flwr_fisher.secure.aggregator import degree_for
 from flwr_fisher.secure.fixed_point import word_type
 from flwr_fisher.secure.payload import SecureUpload, WordSums, rows_of
-from flwr_fisher.secure.steps import GROUP, SecureState, signed
+from flwr_fisher.secure.steps import GROUP, SecureState
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
@@ -41,6 +41,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.privacy import Privacy
+from flwr_fisher.wire.roster import numbers_to_tensor
 
 _PART = "secure sum"  # what the log calls these exchanges
 JOB = "secure-sums"  # what a client without the mod refuses
@@ -257,7 +258,7 @@ def _begin(
     if first:
         sealed, commitments = known.aggregator.received_by(number)
         sent = {
-            "senders": signed(list(sealed)),
+            "senders": numbers_to_tensor(list(sealed)),
             "sealed-shares": rows_of(list(sealed.values())),
             "commitments": rows_of(list(commitments.values())),
         }
@@ -271,7 +272,7 @@ def _begin(
 def _neighbours(known: SecureState, number: int) -> dict[str, Tensor]:
     around = known.aggregator.keys_for(number)
     return {
-        "neighbours": signed(list(around)),
+        "neighbours": numbers_to_tensor(list(around)),
         "keys": rows_of([b"".join(keys) for keys in around.values()]),
         "signatures": rows_of([known.signatures[n] for n in around]),
         "threshold": torch.tensor(known.aggregator.threshold),
@@ -280,4 +281,7 @@ def _neighbours(known: SecureState, number: int) -> dict[str, Tensor]:
 
 def _sets(known: SecureState, number: int) -> dict[str, Tensor]:
     survivors, dropped = known.aggregator.split(number, known.present)
-    return {"survivors": signed(survivors), "dropped": signed(dropped)}
+    return {
+        "survivors": numbers_to_tensor(survivors),
+        "dropped": numbers_to_tensor(dropped),
+    }

@@ -1,6 +1,6 @@
 """Which clients took part, and in which step each last contributed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -50,8 +50,8 @@ class Roster:
         """Return the tensors to send to clients: each client's last step."""
         if not self.steps:
             return {}
-        rows = [[_signed(number), step] for number, step in self.steps.items()]
-        return {_CLIENTS: torch.tensor(rows)}
+        steps = torch.tensor(list(self.steps.values()))
+        return {_CLIENTS: torch.stack([numbers_to_tensor(self.steps), steps], 1)}
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return all of the roster as tensors, for a checkpoint."""
@@ -73,7 +73,8 @@ class Roster:
         if _CLIENTS not in tensors:
             return cls()
         _check(tensors)
-        steps = {number % _WRAP: step for number, step in tensors[_CLIENTS].tolist()}
+        numbers, last = tensors[_CLIENTS].unbind(1)
+        steps = dict(zip(tensor_to_numbers(numbers), last.tolist(), strict=True))
         weights = tensors[_WEIGHTS].tolist() if _WEIGHTS in tensors else []
         return cls(steps, dict(zip(steps, weights, strict=False)))
 
@@ -90,5 +91,18 @@ def _check(tensors: Params) -> None:
         raise WireError(reason, field=_WEIGHTS)
 
 
-def _signed(number: int) -> int:
-    return number - _WRAP if number >= _WRAP // 2 else number
+def numbers_to_tensor(numbers: Iterable[int]) -> Tensor:
+    """Return clients' numbers as they travel, int64.
+
+    Examples
+    --------
+    >>> numbers_to_tensor([3, 2**64 - 1])
+    tensor([ 3, -1])
+    """
+    wrapped = [n - _WRAP if n >= _WRAP // 2 else n for n in numbers]
+    return torch.tensor(wrapped, dtype=torch.int64)
+
+
+def tensor_to_numbers(tensor: Tensor) -> list[int]:
+    """Undo :func:`numbers_to_tensor`."""
+    return [number % _WRAP for number in tensor.tolist()]
