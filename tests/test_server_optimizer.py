@@ -230,7 +230,7 @@ def test_state_that_would_be_lost_is_refused():
                 self.state[p]["history"] = [p]
 
     for kind, message in (
-        (InGroups, "InGroups keeps state in its parameter groups"),
+        (InGroups, "InGroups keeps state that belongs to no parameter"),
         (Global, "Global keeps state that belongs to no parameter"),
         (Lists, "'a.w/history' is a list"),
     ):

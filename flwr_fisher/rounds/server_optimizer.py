@@ -18,10 +18,6 @@ from flwr_fisher.params import Params, check_finite
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_REFUSED = {
-    "lbfgs": "it calls a closure, and a server has no loss to evaluate",
-    "sparseadam": "it takes sparse gradients, and a pseudo-gradient is dense",
-}
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
@@ -29,9 +25,13 @@ _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     and issubclass(kind, torch.optim.Optimizer)
     and kind is not torch.optim.Optimizer
 }
-OPTIMIZERS = tuple(sorted(_CLASSES.keys() - _REFUSED.keys()))
+OPTIMIZERS = tuple(sorted(_CLASSES.keys() - {"lbfgs", "sparseadam"}))
 # An optimiser's own Python values, as tensors that say what they were.
-_PLAIN: dict[str, type] = {"bool": bool, "int": int, "float": float}
+_PLAIN: dict[str, Callable[[Tensor], Any]] = {
+    "": lambda tensor: tensor,
+    "None": lambda tensor: None,
+    **{kind.__name__: lambda tensor: tensor.item() for kind in (bool, int, float)},
+}
 
 
 def make_optimizer(
@@ -63,24 +63,19 @@ def make_optimizer(
     'Adam'
     """
     if isinstance(optimizer, str):
-        name = optimizer.lower()
-        if name in _REFUSED:
-            raise ConfigurationError(f"optimizer '{optimizer}': {_REFUSED[name]}")
-        if name not in OPTIMIZERS:
+        if optimizer.lower() not in _CLASSES:
             raise UnknownNameError("optimizer", optimizer, OPTIMIZERS)
-        factory: OptimizerFactory = _CLASSES[name]
+        optimizer = _CLASSES[optimizer.lower()]
         if lr is not None:
             check_range("lr", lr, 0)
-            factory = partial(_CLASSES[name], lr=lr)
+            optimizer = partial(optimizer, lr=lr)
     elif not callable(optimizer):
         raise ConfigurationError(
             "optimizer takes a name or a factory such as functools.partial(torch.optim."
             f"SGD, lr=1.0), got {type(optimizer).__name__}"
         )
-    else:
-        factory = optimizer
-    _build(factory, [nn.Parameter(torch.zeros(1, 1))])
-    return factory
+    _build(optimizer, [nn.Parameter(torch.zeros(1, 1))])
+    return optimizer
 
 
 def server_step(
@@ -137,26 +132,22 @@ def server_step(
     }
     for name, parameter in stepped.items():
         parameter.grad = gradient[name].detach().to(parameter, copy=True)
-    entries = _unflatten(state, params)
+    kept, own = _restored(state, params, stepped)
     if stepped:
         optimizer = _build(factory, list(stepped.values()))
-        for name, parameter in stepped.items():
-            if name in entries:
-                optimizer.state[parameter] = {
-                    entry: _placed(entry, value, parameter)
-                    for entry, value in entries[name].items()
-                }
+        optimizer.state.update({stepped[name]: own[name] for name in own})
         settings = _settings(optimizer)
         _translated(optimizer.step)
-        entries |= _entries(optimizer, stepped)
-        if _settings(optimizer) != settings:
+        names: dict[Tensor, str] = {p: name for name, p in stepped.items()}
+        if _settings(optimizer) != settings or optimizer.state.keys() - names.keys():
             raise ConfigurationError(
-                f"{type(optimizer).__name__} keeps state in its parameter groups, "
+                f"{type(optimizer).__name__} keeps state that belongs to no parameter, "
                 "which would be lost between rounds: use one of torch.optim's"
             )
+        for p, entries in optimizer.state.items():
+            kept |= dict(_saved(f"{names[p]}/{k}", v) for k, v in entries.items())
     moved = {name: value.detach() for name, value in stepped.items()}
     check_finite(moved, "the server optimizer's step")
-    kept = _flatten(entries)
     # A square that overflowed would hold its parameter still from then on.
     check_finite(kept, "the server optimizer's state")
     return {k: moved.get(k, v) for k, v in params.items()}, kept
@@ -192,10 +183,16 @@ def _build(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"the optimizer's factory returned a {name}")
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigurationError(f"optimizer '{name}': {_REFUSED['sparseadam']}")
+        raise ConfigurationError(
+            f"optimizer '{name}': it takes sparse gradients, and a pseudo-gradient is "
+            "dense"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(f"optimizer '{name}': {_REFUSED['lbfgs']}")
+        raise ConfigurationError(
+            f"optimizer '{name}': it calls a closure, and a server has no loss to "
+            "evaluate"
+        )
     return optimizer
 
 
@@ -211,56 +208,37 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
     return str([[item for item in group if item[0] != "params"] for group in groups])
 
 
-Entries = dict[str, dict[str, Any]]
-
-
-def _entries(
-    optimizer: torch.optim.Optimizer, stepped: Mapping[str, nn.Parameter]
-) -> Entries:
-    names: dict[Tensor, str] = {p: name for name, p in stepped.items()}
-    if optimizer.state.keys() - names.keys():
+def _saved(key: str, value: Any) -> tuple[str, Tensor]:
+    """Return a state's entry as a tensor, under a key that says what it was."""
+    if isinstance(value, Tensor):
+        return key, value.detach()
+    kind = "None" if value is None else type(value).__name__
+    if kind not in _PLAIN:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} keeps state that belongs to no parameter, "
-            "which would be lost between rounds: use one of torch.optim's"
+            f"the optimizer's state '{key}' is a {kind}, which cannot be saved as a "
+            "tensor"
         )
-    return {names[p]: dict(values) for p, values in optimizer.state.items()}
+    dtype = torch.float64 if isinstance(value, float) else None
+    return f"{key}:{kind}", torch.tensor([] if value is None else value, dtype=dtype)
 
 
-def _flatten(entries: Entries) -> dict[str, Tensor]:
-    flat = {}
-    for name, values in entries.items():
-        for entry, value in values.items():
-            key = f"{name}/{entry}"
-            if isinstance(value, Tensor):
-                flat[key] = value.detach()
-            elif value is None:
-                flat[f"{key}:None"] = torch.empty(0)
-            elif type(value).__name__ in _PLAIN:
-                dtype = torch.float64 if isinstance(value, float) else None
-                flat[f"{key}:{type(value).__name__}"] = torch.tensor(value, dtype=dtype)
-            else:
-                raise ConfigurationError(
-                    f"the optimizer's state '{key}' is a "
-                    f"{type(value).__name__}, which cannot be saved as a tensor"
-                )
-    return flat
-
-
-def _unflatten(state: Mapping[str, Tensor], params: Params) -> Entries:
-    entries: Entries = {}
-    for key, value in state.items():
+def _restored(
+    state: Mapping[str, Tensor], params: Params, stepped: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Return the other parameters' state, and the entries of each to step."""
+    kept, own = dict[str, Tensor](), dict[str, dict[str, Any]]()
+    for key, tensor in state.items():
         name, _, entry = key.rpartition("/")
         entry, _, kind = entry.partition(":")
-        if name not in params or kind not in ("", "None", *_PLAIN):
+        if name not in params or kind not in _PLAIN:
             raise ParamsError(f"the state has '{key}', which fits no parameter")
-        plain = _PLAIN[kind](value.item()) if kind in _PLAIN else None
-        entries.setdefault(name, {})[entry] = plain if kind else value
-    return entries
-
-
-def _placed(entry: str, value: Any, parameter: nn.Parameter) -> Any:
-    """Return a copy beside the parameter; a step's count stays, as torch leaves it."""
-    if not isinstance(value, Tensor):
-        return value
-    device = value.device if entry == "step" else parameter.device
-    return value.detach().to(device, copy=True)
+        if name in stepped:
+            value = _PLAIN[kind](tensor)
+            if isinstance(value, Tensor):
+                # A step's count stays where it is, as torch leaves it.
+                device = value.device if entry == "step" else stepped[name].device
+                value = value.detach().to(device, copy=True)
+            own.setdefault(name, {})[entry] = value
+        else:
+            kept[key] = tensor
+    return kept, own
