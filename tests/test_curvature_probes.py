@@ -33,6 +33,7 @@ from flwr_fisher.curvature.double_derivatives import DoubleDerivatives
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
+    ParamsError,
     StructureError,
     UnknownNameError,
 )
@@ -573,10 +574,10 @@ def test_mistakes_are_named(name, take):
 @pytest.mark.parametrize(
     ("probe", "error", "culprit"),
     [
-        ({"weight": torch.ones(3, 3)}, StructureError, r"\['bias'\]"),
+        ({"weight": torch.ones(3, 3)}, ParamsError, r"\['bias'\]"),
         (
             {"weight": torch.ones(3, 2), "bias": torch.ones(3)},
-            StructureError,
+            ParamsError,
             r"'weight'.*\(3, 2\).*\(3, 3\)",
         ),
         (12, StructureError, "coordinate 12"),

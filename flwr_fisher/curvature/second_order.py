@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flwr_fisher.curvature.double_derivatives import DoubleDerivatives
 from flwr_fisher.curvature.gradients import Loss, checked_parameters, mean_derivatives
 from flwr_fisher.errors import StructureError, UnknownNameError
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, check_same_layout
 
 
 def gradient_and_hvp(
@@ -53,8 +53,10 @@ def gradient_and_hvp(
     ConfigurationError, DataError
         As for :func:`gradient`.
     StructureError
-        As for :func:`gradient`; also if the probe does not fit the trainable
-        parameters, or torch has no second derivative of something in the model.
+        As for :func:`gradient`; also if there is no such coordinate, or torch has no
+        second derivative of something in the model.
+    ParamsError
+        If the probe is a vector that does not fit the trainable parameters.
     UnknownNameError
         If the probe is another string than ``first``.
 
@@ -119,25 +121,11 @@ def hvp(
 def _vectors(parameters: Params, probe: Params | int | str) -> dict[str, Tensor]:
     """Return the probe by name, without parameters where it is known to be zero."""
     if isinstance(probe, Mapping):
-        _check_fits(parameters, probe)
+        check_same_layout(parameters, probe, "the probe")
         return {name: probe[name].detach().to(p) for name, p in parameters.items()}
     if isinstance(probe, str) and probe != "first":
         raise UnknownNameError("probe", probe, ["first"])
     return _unit_vector(parameters, 0 if isinstance(probe, str) else probe)
-
-
-def _check_fits(parameters: Params, probe: Params) -> None:
-    if different := sorted(probe.keys() ^ parameters.keys()):
-        raise StructureError(
-            "the probe must have the trainable parameters' names; "
-            f"{different} are in one of the two only"
-        )
-    for name, p in parameters.items():
-        if probe[name].shape != p.shape:
-            raise StructureError(
-                f"the probe's '{name}' has shape {tuple(probe[name].shape)}, the "
-                f"parameter {tuple(p.shape)}"
-            )
 
 
 def _unit_vector(parameters: Params, coordinate: int) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from flwr_fisher.errors import (
     check_positive,
     check_range,
 )
-from flwr_fisher.params import Params, check_finite, check_same_layout, finite
+from flwr_fisher.params import Params, check_finite, check_same_layout, finite, select
 
 
 @dataclass(frozen=True)
@@ -224,12 +224,8 @@ def _check_numbers(
 
 
 def _check_inputs(params: Params, gradient: Params, hvp: Params) -> None:
+    check_same_layout(select(params, gradient), gradient, "the gradient")
     check_same_layout(gradient, hvp, "hvp")
-    for name, value in gradient.items():
-        if name not in params or params[name].shape != value.shape:
-            raise ParamsError(
-                f"the gradient's '{name}' of shape {tuple(value.shape)} fits no param"
-            )
     check_finite(gradient, "gradient")
     check_finite(hvp, "hvp")
 

@@ -14,7 +14,7 @@ from flwr_fisher.errors import (
     UnknownNameError,
     check_range,
 )
-from flwr_fisher.params import Params, check_finite
+from flwr_fisher.params import Params, check_finite, check_same_layout, select
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -155,14 +155,8 @@ def server_step(
 
 def _stepped(params: Params, gradient: Params) -> list[str]:
     """Return the names to step, in the order of the parameters."""
+    check_same_layout(select(params, gradient), gradient, "the gradient")
     for name, value in gradient.items():
-        if name not in params:
-            raise ParamsError(f"the gradient has '{name}', which the params lack")
-        if value.shape != params[name].shape:
-            raise ParamsError(
-                f"the gradient's '{name}' has shape {tuple(value.shape)}, expected "
-                f"{tuple(params[name].shape)}"
-            )
         if not value.is_floating_point():
             continue
         if not params[name].is_floating_point():

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
+from flwr_fisher.files import save_tensors
 from flwr_fisher.params import check_same_layout, shared_state
 from flwr_fisher.tangent.features import TangentFeatures
 
@@ -195,11 +196,8 @@ class TCTModel(nn.Module):
         CheckpointError
             If the disk refuses.
         """
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.partial")
         try:
-            save_file(self.to_tensors(), partial)
-            partial.replace(path)
+            save_tensors(Path(path), self.to_tensors())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot write {path}: {error}") from error
 

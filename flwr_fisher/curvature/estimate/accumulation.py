@@ -1,7 +1,7 @@
 """What each structure sums, and what becomes of the sums."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -31,14 +31,7 @@ from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import trainable_names
 
-_SHARINGS: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
-    "expand": KroneckerAccumulator,
-    "reduce": ReducedKroneckerAccumulator,
-}
-_KINDS: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
-    "diagonal": DiagonalAccumulator,
-    "block": BlockAccumulator,
-}
+_SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
 _LEAST = 2**26  # bytes, that may be taken if a step takes less
@@ -91,8 +84,18 @@ class Accumulation:
         forms = Forms.of(model, inputs) if by_layer else Forms({}, {}, {}, [])
         if "block" in structures:
             _check_size([layer.matrices().numel() for layer in forms.layers.values()])
-        kinds = _KINDS | {"kfac": _SHARINGS[weight_sharing]}
-        self.accumulators = _accumulators(by_layer, forms.layers, kinds, kfac)
+        blocks = kfac.blocks() if kfac is not None else []
+        bases = {k.weight: k for k in blocks if isinstance(k, Kronecker)}
+        kinds: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
+            "kfac": _SHARINGS[weight_sharing],
+            "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight]),
+            "diagonal": DiagonalAccumulator,
+            "block": BlockAccumulator,
+        }
+        self.accumulators = {
+            name: {s: kinds[_form(s, layer)](layer) for s in by_layer}
+            for name, layer in forms.layers.items()
+        }
         self.direct = {n: SquaredGradients(each) for n, each in forms.direct.items()}
         self.jacobians: dict[str, JacobianAccumulator] = {}
         if forms.others:
@@ -159,28 +162,10 @@ def _check_size(sizes: list[int]) -> None:
         )
 
 
-def _accumulators(
-    structures: list[str],
-    layers: Mapping[str, KroneckerLayer],
-    kinds: Mapping[str, Callable[[KroneckerLayer], LayerAccumulator]],
-    kfac: Curvature | None,
-) -> dict[str, dict[str, LayerAccumulator]]:
-    """Return the accumulators by the names of layers and structures."""
-    blocks = kfac.blocks() if kfac is not None else []
-    bases = {k.weight: k for k in blocks if isinstance(k, Kronecker)}
-    kinds = {
-        **kinds,
-        "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight]),
-    }
-
-    def kind(structure: str, layer: KroneckerLayer) -> str:
-        large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
-        return "diagonal" if large and structure in ("kfac", "ekfac") else structure
-
-    return {
-        name: {s: kinds[kind(s, layer)](layer) for s in structures}
-        for name, layer in layers.items()
-    }
+def _form(structure: str, layer: KroneckerLayer) -> str:
+    """Return the structure that a layer has: a diagonal where factors are too large."""
+    large = max(layer.matrices().shape[1:]) > LARGEST_FACTOR
+    return "diagonal" if large and structure in ("kfac", "ekfac") else structure
 
 
 def _chunk(

@@ -1,7 +1,6 @@
 """Per-example Jacobians through ``torch.func``: exact for any parameter, and slow."""
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +10,6 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flwr_fisher.curvature.models import is_refusal
-from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import StructureError
@@ -63,18 +61,6 @@ class Jacobians:
         return output.squeeze(0)
 
 
-class JacobianAccumulator(Jacobians, ABC):
-    """Sums products of per-example gradients over batches."""
-
-    @abstractmethod
-    def add(self, inputs: Tensor, pieces: Tensor) -> None:
-        """Take examples ``[n, ...]`` with rank-one pieces ``[K, n, *outputs]``."""
-
-    @abstractmethod
-    def mean(self, num_examples: int) -> Curvature:
-        """Return the mean over examples."""
-
-
 @contextmanager
 def _without_slow_fallbacks() -> Iterator[None]:
     """Take attention's form that vmap has a rule for; be quiet where it has none."""
@@ -83,7 +69,7 @@ def _without_slow_fallbacks() -> Iterator[None]:
         yield
 
 
-class DiagonalJacobian(JacobianAccumulator):
+class DiagonalJacobian(Jacobians):
     """The exact diagonal."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -100,7 +86,7 @@ class DiagonalJacobian(JacobianAccumulator):
         return Diagonal(self.sums.mean(num_examples))
 
 
-class DenseJacobian(JacobianAccumulator):
+class DenseJacobian(Jacobians):
     """The full matrix, for small models."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -121,3 +107,6 @@ class DenseJacobian(JacobianAccumulator):
         """Return the matrix."""
         shapes = {name: p.shape for name, p in self.params.items()}
         return Dense(shapes, (self.total / num_examples).to(self.like.dtype))
+
+
+JacobianAccumulator = DiagonalJacobian | DenseJacobian
