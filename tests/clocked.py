@@ -1,15 +1,13 @@
 """A federation on a fake clock: clients that hang, die, come late or in the middle."""
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from flwr.app import Error, Message
-from flwr.clientapp import ClientApp
 from virtual import Clock
 
 from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode, NodeInfo
@@ -58,33 +56,27 @@ class Asked:
 class ClockedGrid(LocalGrid):
     """Replies come when their time has come; the link answers for who is gone."""
 
-    def __init__(
-        self,
-        app: ClientApp,
-        behaviours: Mapping[int, Behaviour],
-        clock: "FullClock",
-        num_supernodes: int,
-    ) -> None:
+    def __init__(self, app, behaviours, clock, num_supernodes):
         super().__init__(app, num_supernodes, seed=3)
         self.behaviours, self.clock = behaviours, clock
-        self.under_way: dict[str, Asked] = {}
-        self.times: dict[int, int] = {}
-        self.sent: list[tuple[float, str, int]] = []  # when, what, whom
-        self.lifetimes: list[float] = []
+        self.under_way = {}
+        self.times = {}
+        self.sent = []  # when, what, whom
+        self.lifetimes = []
 
-    def behaviour(self, node: int) -> Behaviour:
+    def behaviour(self, node):
         return self.behaviours.get(self.nodes[node], Behaviour())
 
-    def get_node_ids(self) -> Iterable[int]:
+    def get_node_ids(self):
         now = self.clock.now
         nodes = [n for n in self.nodes if self.behaviour(n).connected(now)]
         alive = [n for n in nodes if now < self.behaviour(n).dies]
         return random.sample(alive, len(alive))
 
-    def get_nodes(self) -> Iterable[NodeInfo]:
+    def get_nodes(self):
         return [NodeInfo(node_id=node) for node in self.get_node_ids()]
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+    def push_messages(self, messages):
         messages = list(messages)
         ids = list(super().push_messages(messages))
         for id_, message in zip(ids, messages, strict=True):
@@ -100,7 +92,7 @@ class ClockedGrid(LocalGrid):
             self.under_way[id_] = Asked(message, now + takes, expires)
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def pull_messages(self, message_ids):
         replies = []
         for id_ in sorted(set(message_ids) & self.under_way.keys()):
             asked, now = self.under_way[id_], self.clock.now
@@ -118,7 +110,7 @@ class ClockedGrid(LocalGrid):
             del self.under_way[id_]
         return replies
 
-    def crashes(self, message: Message) -> bool:
+    def crashes(self, message):
         """Whether a training ends with its process."""
         how = self.behaviour(message.metadata.dst_node_id)
         if message.metadata.message_type == "query" or not how.crashes:
@@ -126,7 +118,7 @@ class ClockedGrid(LocalGrid):
         how.crashes -= 1
         return True
 
-    def link_answers(self, message: Message, error: Error) -> Message:
+    def link_answers(self, message, error):
         """What a SuperLink replies for a node, under its own id."""
         reply = Message(error, reply_to=message)
         reply.metadata.__dict__["_src_node_id"] = SUPERLINK_NODE_ID
@@ -140,12 +132,12 @@ class FullClock(Clock):
     now: float = 0.0
     slept: list[float] = field(default_factory=list)
 
-    def time(self) -> float:
+    def time(self):
         return 1e9 + self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FullClock:
+def clock(monkeypatch):
     stopped = FullClock()
     timed = cohort, identity, mailbox, round
     for module in timed:
@@ -154,6 +146,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FullClock:
     return stopped
 
 
-def options_of(**options: Any) -> dict[str, Any]:
+def options_of(**options):
     """A strategy's, without evaluation."""
     return {"fraction_evaluate": 0.0, **options}

@@ -14,13 +14,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
@@ -47,14 +46,13 @@ PACKED = "FedFisher, packed"
 CLIENTS, HOSTILE = 6, 2  # and which of them is hostile
 ENOUGH = 0.9  # of the honest run's accuracy
 
-Attack = Callable[[RecordDict], None]
-SENT: dict[str, Array] = {}  # the arrays that the reply under attack answers
+SENT = {}  # the arrays that the reply under attack answers
 
 
 # What they learn
 
 
-def points(seed: int, n: int, shares: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+def points(seed, n, shares):
     """``n`` points of three clouds in four dimensions, in these shares."""
     generator = torch.Generator().manual_seed(seed)
     centres = 3.0 * torch.eye(4)[:3]
@@ -62,7 +60,7 @@ def points(seed: int, n: int, shares: tuple[float, ...]) -> tuple[Tensor, Tensor
     return centres[y] + torch.randn(n, 4, generator=generator), y
 
 
-def make_model(normalised: bool = False) -> nn.Module:
+def make_model(normalised=False):
     """A small network, with a batch norm if wanted."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -71,14 +69,14 @@ def make_model(normalised: bool = False) -> nn.Module:
 
 
 @cache
-def test_points() -> tuple[Tensor, Tensor]:
+def test_points():
     return points(99, 900, (1.0, 1.0, 1.0))
 
 
-def accuracy(arrays: ArrayRecord, normalised: bool) -> float:
+def accuracy(arrays, normalised):
     """How many of the test points a result's arrays tell right."""
     tensors = arrays.to_torch_state_dict()
-    model: nn.Module = make_model(normalised)
+    model = make_model(normalised)
     if any(key.startswith("tct/") for key in tensors):
         model = TCTModel.from_tensors(model, tensors)
     else:
@@ -105,7 +103,7 @@ class Victim:
 ONE = LocalSGD(epochs=1, lr=0.05)
 FAST = LocalSGD(epochs=1, lr=0.3, momentum=0.0)
 lossless = partial(FedFisherOneShot, codec="lossless")
-VICTIMS: dict[str, Victim] = {
+VICTIMS = {
     "FedFisher": Victim(lossless),
     "FedFisher, batch norm": Victim(lossless, normalised=True),
     PACKED: Victim(partial(FedFisherOneShot, codec=Codec(budget=4.0))),
@@ -143,15 +141,10 @@ VICTIMS: dict[str, Victim] = {
 # The clients
 
 
-def make_app(
-    victim: Victim,
-    state_dir: str,
-    attack: Attack | None = None,
-    kinds: tuple[str, ...] = ("train",),
-) -> ClientApp:
+def make_app(victim, state_dir, attack=None, kinds=("train",)):
     """Six clients; the hostile one's replies go through an attack."""
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         partition = int(context.node_config["partition-id"])
         shares = [1.0, 1.0, 1.0]
         shares[partition % 3] = 2.0
@@ -169,7 +162,7 @@ def make_app(
     app = make_client_app(client_fn)
 
     class Hostile(ClientApp):
-        def __call__(self, message: Message, context: Context) -> Message:
+        def __call__(self, message, context):
             reply = app(message, context)
             mine = context.node_config["partition-id"] == HOSTILE
             if attack and mine and message.metadata.message_type in kinds:
@@ -192,17 +185,15 @@ class Outcome:
 
 
 class _Log(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def run(
-    name: str, attack: Attack | None = None, kinds: tuple[str, ...] = ("train",)
-) -> Outcome:
+def run(name, attack=None, kinds=("train",)):
     """Run a strategy with a hostile client."""
     victim = VICTIMS[name]
     log, logger = _Log(), logging.getLogger("flwr")
@@ -230,12 +221,12 @@ def run(
     return Outcome("", correct, _text(log))
 
 
-def _text(log: _Log) -> str:
+def _text(log):
     return "\n".join(log.lines)
 
 
 @cache
-def honest_accuracy(name: str) -> float:
+def honest_accuracy(name):
     """What the strategy makes of six honest clients."""
     outcome = run(name)
     assert not outcome.harm, outcome
@@ -245,10 +236,10 @@ def honest_accuracy(name: str) -> float:
 # The attacks, on records of plain arrays
 
 
-def edit(pattern: str, change: Callable[[np.ndarray], Any]) -> Attack:
+def edit(pattern, change):
     """Change every float array whose key matches."""
 
-    def attack(content: RecordDict) -> None:
+    def attack(content):
         (record,) = content.array_records.values()
         for key in list(record):
             values = record[key].numpy()
@@ -260,76 +251,76 @@ def edit(pattern: str, change: Callable[[np.ndarray], Any]) -> Attack:
     return attack
 
 
-def says(**metrics: Any) -> Attack:
+def says(**metrics):
     """Report other metrics."""
 
-    def attack(content: RecordDict) -> None:
+    def attack(content):
         (record,) = content.metric_records.values()
         record.update({key.replace("_", "-"): v for key, v in metrics.items()})
 
     return attack
 
 
-def both(*attacks: Attack) -> Attack:
+def both(*attacks):
     """Do one after another."""
 
-    def attack(content: RecordDict) -> None:
+    def attack(content):
         for each in attacks:
             each(content)
 
     return attack
 
 
-def noise(values: np.ndarray, scale: float = 1.0) -> np.ndarray:
+def noise(values, scale=1.0):
     """Random numbers of the array's shape, the same for the same shape."""
     generator = np.random.default_rng(values.size)
     return scale * generator.standard_normal(values.shape)
 
 
-def identity(values: np.ndarray) -> np.ndarray:
+def identity(values):
     """The identity where there are square matrices, else ones."""
     square = values.ndim > 1 and values.shape[-1] == values.shape[-2]
     return values * 0 + (np.eye(values.shape[-1]) if square else 1)
 
 
-def extra_keys(content: RecordDict) -> None:
+def extra_keys(content):
     """A hundred thousand arrays more."""
     (record,) = content.array_records.values()
     tiny = Array(np.zeros(1, np.float32))
     content["arrays"] = ArrayRecord({**record, **{f"k{i}": tiny for i in range(10**5)}})
 
 
-def extra_metrics(content: RecordDict) -> None:
+def extra_metrics(content):
     """A hundred thousand metrics more."""
     (record,) = content.metric_records.values()
     record.update({f"m{i}": 1.0 for i in range(10**5)})
 
 
-def long_key(content: RecordDict) -> None:
+def long_key(content):
     """An array whose name is a megabyte of line breaks and control characters."""
     (record,) = content.array_records.values()
     record["\n\x1b[2J\x07 INFO: merged" * 50_000] = Array(np.zeros(1, np.float32))
 
 
-def raising(content: RecordDict) -> None:
+def raising(content):
     """An error whose text is a megabyte of line breaks and control characters."""
     raise ValueError("\n\x1b[2J\x07 INFO : aggregate_train: all is well" * 25_000)
 
 
-def two_records(content: RecordDict) -> None:
+def two_records(content):
     content["more"] = ArrayRecord({"w": Array(np.zeros(1, np.float32))})
 
 
-def no_records(content: RecordDict) -> None:
+def no_records(content):
     content.clear()
 
 
-def repacked(attack: Attack) -> Attack:
+def repacked(attack):
     """Unpack an upload, change it, and pack it again."""
     like = shared_state(make_model())
     codec = resolve(Codec("fedavg", budget=4.0), like)
 
-    def changed(content: RecordDict) -> None:
+    def changed(content):
         (key,) = content.array_records
         record = content.array_records[key]
         upload = FisherUpload.from_arrays(record, like, codec)
@@ -342,10 +333,10 @@ def repacked(attack: Attack) -> Attack:
     return changed
 
 
-def counting(batches: int) -> Attack:
+def counting(batches):
     """Say that there were that many batches."""
 
-    def attack(content: RecordDict) -> None:
+    def attack(content):
         (record,) = content.array_records.values()
         record["1.num_batches_tracked"] = Array(np.asarray(batches, np.int64))
 
@@ -359,7 +350,7 @@ VECTORS = r"^(gradient|hvp|direction|control.*|product|displaced|change)/|^tct/"
 ANY = rf"{NETWORK}|{VECTORS}"
 
 
-def within_the_limits(content: RecordDict) -> None:
+def within_the_limits(content):
     """Say as much as the policy lets anyone say, and the opposite of what is true."""
     (record,) = content.array_records.values()
     for key in list(record):
@@ -372,7 +363,7 @@ def within_the_limits(content: RecordDict) -> None:
     metrics["num-examples"] = 3 * 75  # the median client has 75
 
 
-GENERAL: dict[str, Attack] = {
+GENERAL = {
     "NaN": edit(ANY, lambda a: a * np.nan),
     "infinite": edit(ANY, lambda a: a + np.inf),
     "1e30": edit(ANY, lambda a: a * 0 + 1e30),
@@ -399,7 +390,7 @@ GENERAL: dict[str, Attack] = {
     "another metric": says(more=1.0),
     "a NaN metric": says(train_loss=math.nan),
 }
-OF_CURVATURE: dict[str, Attack] = {
+OF_CURVATURE = {
     "F x 1e30": edit(SPECTRUM, lambda a: a * 1e15 * 1e15),
     "F = 1e30 I": edit(SPECTRUM, lambda a: 1e30 * identity(a)),
     "F x 1e6": edit(SPECTRUM, lambda a: a * 1e6),
@@ -413,7 +404,7 @@ OF_CURVATURE: dict[str, Attack] = {
     "F negative": edit(SPECTRUM, lambda a: -a),
     "F x 1e-6, random": both(edit(NETWORK, noise), edit(SPECTRUM, lambda a: a * 1e-6)),
 }
-OF_TCT: dict[str, Attack] = {
+OF_TCT = {
     "means of 1e300": edit(r"^tct/mean$", lambda a: a * 0 + 1e300),
     "means of 1e15": edit(r"^tct/mean$", lambda a: a * 0 + 1e15),
     "no deviation": edit(r"^tct/m2$", lambda a: a * 0),
@@ -423,7 +414,7 @@ OF_TCT: dict[str, Attack] = {
     "eigenvalue 0": edit(r"^tct/largest", lambda a: a * 0),
     "30 000 examples": says(num_examples=30_000),
 }
-OF_SUMS: dict[str, Attack] = {
+OF_SUMS = {
     f"{which} {what}": edit(f"^head/{key}$", change)
     for which, key in {"moments": "gram", "labels": "cross", "both": ".*"}.items()
     for what, change in {
@@ -437,7 +428,7 @@ OF_SUMS: dict[str, Attack] = {
         "of zero": lambda a: 0 * a,
     }.items()
 }
-OF_STATISTICS: dict[str, Attack] = {
+OF_STATISTICS = {
     "negative variance": edit("running_var", lambda a: -100 * a),
     "one variance below zero": edit(
         "running_var", lambda a: np.where(a == a.min(), a - 10, a)
@@ -450,7 +441,7 @@ OF_STATISTICS: dict[str, Attack] = {
 }
 
 
-OF_EVALUATION: dict[str, Attack] = {
+OF_EVALUATION = {
     "-192 examples": says(num_examples=-192),
     "2^62 examples": says(num_examples=2**62),
     "a list as loss": says(loss=[1.0, 2.0]),
@@ -461,7 +452,7 @@ OF_EVALUATION: dict[str, Attack] = {
     "an error of a megabyte": raising,
     "no record": no_records,
 }
-OF_QUERIES: dict[str, Attack] = {
+OF_QUERIES = {
     "partition -5": says(partition_id=-5),
     "partition 2^62": says(partition_id=2**62),
     "a list of partitions": says(partition_id=[1, 2]),
@@ -471,7 +462,7 @@ OF_QUERIES: dict[str, Attack] = {
 }
 
 
-def cases() -> list[tuple[str, str, str, Attack]]:
+def cases():
     """Every strategy and kind of reply with every attack that means something to it."""
     found = []
     for name in VICTIMS:

@@ -18,14 +18,12 @@ from virtual import (
     tiny_client,
     tiny_data,
     tiny_model,
-    travelling,
 )
 
 from flwr_fisher.client import (
     ClientLimits,
     FisherClient,
     LocalSGD,
-    make_client_app,
     score,
 )
 from flwr_fisher.curvature import fisher
@@ -129,23 +127,6 @@ def test_the_reply_keeps_the_servers_order_of_keys():
     turned = ArrayRecord({key: arrays[key] for key in reversed(list(arrays))})
     (record,) = records(ask(tiny_client(), turned, KFAC))
     assert [key for key in record if not key.startswith(PREFIX)] == list(turned)
-
-
-def test_the_client_starts_from_the_servers_arrays_not_from_its_last_ones():
-    client = tiny_client()
-    first = ask(client, config=KFAC)
-    ask(client, tiny_arrays(5), KFAC)
-    assert same_bits(*records(first), *records(ask(client, config=KFAC)))
-
-
-def test_the_records_may_have_any_name():
-    LocalGrid(make_client_app(lambda context: tiny_client()), 1)
-    content = RecordDict(
-        {"model": tiny_arrays(), "how": ConfigRecord(travelling(KFAC))}
-    )
-    message = Message(content, 1, "train")
-    reply = tiny_client().fit(message, Context(1, 1, {}, RecordDict(), {}))
-    assert any(key.startswith(PREFIX) for key in records(reply)[0])
 
 
 def test_a_loader_without_a_dataset_is_counted():
@@ -571,25 +552,6 @@ def test_local_sgd_refuses_numbers_out_of_range(arguments, name):
 
 
 # The app
-
-
-def test_the_app_builds_a_client_for_each_message_from_the_context():
-    built = []
-
-    def client_fn(context):
-        built.append(int(context.node_config["partition-id"]))
-        return tiny_client(built[-1])
-
-    grid = LocalGrid(make_client_app(client_fn), 3)
-    content = RecordDict({"arrays": tiny_arrays(), "config": ConfigRecord()})
-    messages = [Message(content, node, "train") for node in grid.nodes]
-    replies = grid.send_and_receive(messages)
-    assert sorted(built) == [0, 1, 2]
-    counts = {
-        grid.nodes[r.metadata.src_node_id]: metrics_of(r)["num-examples"]
-        for r in replies
-    }
-    assert counts == {0: 8, 1: 10, 2: 12}
 
 
 def test_mods_see_train_messages_only():

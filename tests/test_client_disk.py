@@ -127,49 +127,23 @@ def test_what_names_no_folder_is_refused(tmp_path, other):
 # Damage
 
 
-def truncate(data):
-    return data[:-7]
-
-
 def flip_a_bit(data):
     return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
 
 
-def garble_the_header(data):
-    return b"\xff" * 200 + data[200:]
+DAMAGE = {
+    "truncated": lambda data: data[:-7],
+    "flipped": flip_a_bit,
+    "garbled": lambda data: b"\xff" * 200 + data[200:],
+    "reshaped": lambda data: data.replace(b'"shape":[256]', b'"shape":[4,64]'[:13]),
+    "renamed": lambda data: data.replace(b'"z":', b'"y":'),
+    "another note": lambda data: data.replace(b"said", b"sais"),
+    "empty": lambda data: b"",
+    "another's": None,
+}
 
 
-def reshape_in_the_header(data):
-    assert b'"shape":[256]' in data
-    return data.replace(b'"shape":[256]', b'"shape":[4,64]'[:13])
-
-
-def rename_in_the_header(data):
-    return data.replace(b'"z":', b'"y":')
-
-
-def change_the_note(data):
-    assert b"said" in data
-    return data.replace(b"said", b"sais")
-
-
-def empty(data):
-    return b""
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncate,
-        flip_a_bit,
-        garble_the_header,
-        reshape_in_the_header,
-        rename_in_the_header,
-        change_the_note,
-        empty,
-        None,
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_named_and_as_good_as_not_there(tmp_path, damage, caplog):
     mine = disk(tmp_path)
     mine.save("features", kilobytes(1), note="said")
@@ -177,7 +151,9 @@ def test_damage_is_named_and_as_good_as_not_there(tmp_path, damage, caplog):
     if damage is None:
         save_file(kilobytes(1), path)  # another's, without a checksum
     else:
-        path.write_bytes(damage(path.read_bytes()))
+        data = path.read_bytes()
+        assert damage(data) != data
+        path.write_bytes(damage(data))
     assert mine.load("features") is None
     assert f"{path} is damaged, and treated as lost" in caplog.text
     made = mine.made_once("features", lambda: kilobytes(1))

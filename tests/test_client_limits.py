@@ -191,35 +191,22 @@ def test_a_long_text_for_a_number_does_not_fill_a_log(tmp_path):
 
 # Tensors that are none of those expected
 
-WRONG_FACTS = [
-    ("run", None),
-    ("run", -1),
-    ("run", 0.5),
-    ("run", [1, 2]),
-    ("steps", None),
-    ("steps", -1),
-    ("steps", [[1]]),
-    ("lr", None),
-    ("lr", [0.1, 0.1]),
-    ("lr", 1),
-    ("mean", None),
-    ("mean", torch.zeros(1)),
-    ("std", torch.ones(P, 1)),
-    ("weight", None),
-    ("weight", torch.zeros(P, CLASSES, dtype=torch.int64)),
-    ("control", torch.zeros(CLASSES)),
-    ("digest", [300, 1]),
-    ("digest", [0.5]),
-    ("digest", torch.tensor([255], dtype=torch.uint8)),
-    ("clients", 5),
-    ("clients", [1, 2, 3]),
-    ("clients", [[1.0, 2.0]]),
-    ("clients", [[0, -2]]),
-    ("clients", torch.zeros(1, 2, 1, dtype=torch.int64)),
-]
+WRONG_FACTS = {
+    "run": (None, -1, 0.5, [1, 2]),
+    "steps": (None, -1, [[1]]),
+    "lr": (None, [0.1, 0.1], 1),
+    "mean": (None, torch.zeros(1)),
+    "std": (torch.ones(P, 1),),
+    "weight": (None, torch.zeros(P, CLASSES, dtype=torch.int64)),
+    "control": (torch.zeros(CLASSES),),
+    "digest": ([300, 1], [0.5], torch.tensor([255], dtype=torch.uint8)),
+    "clients": (5, [1, 2, 3], [[1.0, 2.0]], [[0, -2]], torch.ones(1, 2, 1).long()),
+}
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG_FACTS)
+@pytest.mark.parametrize(
+    ("name", "value"), [(k, v) for k, values in WRONG_FACTS.items() for v in values]
+)
 def test_a_tensor_of_another_kind_is_refused_by_name(name, value, tmp_path):
     mine = client(tmp_path, untouched=True)
     with pytest.raises((ClientError, WireError), match=name):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from test_secure_sums import merged, secure_app, stage_of
+from test_secure_sums import merged, secure_app
 from virtual import LIFTED, fedfisher_with, tiny_arrays
 
 from flwr_fisher.client import identify
@@ -185,6 +185,11 @@ def test_a_contributions_norm_is_one_at_most_and_its_sums_are_the_fishers():
         assert torch.allclose(moved, clipped, atol=1e-6)
         unit = entries["w"].double() / entries["w"].double().norm()
         assert torch.allclose(sums.fisher["w"], unit, atol=1e-6)
+        assert sums.num_examples == 1
+        product = unit * clipped
+        product *= min(1.0, 0.1 * _PRODUCT / float(product.norm()))
+        pull = sums.fisher_params["w"] - sums.fisher["w"] * start["w"].double()
+        torch.testing.assert_close(pull, product, rtol=1e-3, atol=1e-7)
     still = contribution(start, start, {"w": torch.zeros(50)}, clipping_norm=1.0)
     assert not any(v["w"].any() for v in still.values())
 
@@ -258,34 +263,6 @@ def test_who_resumes_must_ask_for_the_same_privacy(tmp_path):
     other = fisher(privacy=Privacy(noise_multiplier=0.1, clipping_norm=1.0))
     with pytest.raises(Exception, match="noise_multiplier"):
         other.start(grid, tiny_arrays(), 2, checkpoint_dir=folder, resume=True)
-
-
-def test_stages_are_those_of_any_secure_sum(tmp_path):
-    seen = set()
-
-    def watch(message, context, now):
-        seen.add(stage_of(message))
-
-    privacy = Privacy(noise_multiplier=1.0, clipping_norm=1.0)
-    merged(fisher(privacy=privacy, secure=SecureSums()), secure_app(tmp_path, watch))
-    assert seen == {"keys", "shares", "exponents", "values", "open"}
-
-
-def test_what_a_sum_of_one_contribution_holds_is_the_clients():
-    generator = torch.Generator().manual_seed(0)
-    start = {"w": torch.randn(50, generator=generator)}
-    for scale in (1e-3, 1.0, 1e3):
-        step = torch.randn(50, generator=generator) * scale
-        entries = torch.rand(50, generator=generator) * 1e-9
-        params = {"w": start["w"] + step}
-        vectors = contribution(start, params, {"w": entries}, clipping_norm=0.1)
-        sums = private_sums({f"{k}/w": v["w"] for k, v in vectors.items()}, start, 0.1)
-        assert sums.num_examples == 1
-        clipped = step.double() * min(1.0, 0.1 / float(step.norm()))
-        product = entries.double() / entries.double().norm() * clipped
-        product *= min(1.0, 0.1 * _PRODUCT / float(product.norm()))
-        pull = sums.fisher_params["w"] - sums.fisher["w"] * start["w"].double()
-        torch.testing.assert_close(pull, product, rtol=1e-3, atol=1e-7)
 
 
 def test_noise_makes_no_curvature_negative():

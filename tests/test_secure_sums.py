@@ -35,14 +35,24 @@ from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import split_config
 
 
-def secure_app(folder, spoil=lambda message, context, stage: None, **options):
-    """An app that takes part in secure sums; `spoil` may do something else."""
+def secure_app(
+    folder,
+    spoil=lambda message, context, stage: None,
+    change=lambda reply, context, stage: None,
+    **options,
+):
+    """An app that takes part in secure sums.
+
+    `spoil` may do something else, and `change` what is replied.
+    """
     own = SecureSumsMod(state_dir=folder, **options)
 
     class Spoiling(SecureSumsMod):
         def __call__(self, message, context, call_next):
-            reply = spoil(message, context, stage_of(message))
-            return reply or own(message, context, call_next)
+            stage = stage_of(message)
+            reply = spoil(message, context, stage) or own(message, context, call_next)
+            change(reply.content, context, stage)
+            return reply
 
     return make_client_app(client_of, mods=[Spoiling()])
 
@@ -138,16 +148,11 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, caplog):
 def test_no_number_of_a_client_leaves_it(tmp_path):
     """Of two runs that differ in one client's data, all replies look alike."""
     seen = {}
-    own = SecureSumsMod(state_dir=tmp_path)
 
-    class Watching(SecureSumsMod):
-        def __call__(self, message, context, call_next):
-            stage = stage_of(message)
-            reply = own(message, context, call_next)
-            seen.setdefault(stage, []).append(reply.content)
-            return reply
+    def watch(content, context, stage):
+        seen.setdefault(stage, []).append(content)
 
-    app = make_client_app(client_of, mods=[Watching()])
+    app = secure_app(tmp_path, change=watch)
     merged(STRATEGIES["fedfisher"](secure=SecureSums()), app)
     assert set(seen) == {"keys", "shares", "exponents", "values", "open"}
     for stage, contents in seen.items():
@@ -299,41 +304,30 @@ SPOILT = {
 @pytest.mark.parametrize("what", SPOILT)
 def test_what_is_malformed_is_told_by_name(what, tmp_path, caplog):
     stage, key, says = SPOILT[what]
-    own = SecureSumsMod(state_dir=tmp_path)
 
-    class Spoiling(SecureSumsMod):
-        def __call__(self, message, context, call_next):
-            reply = own(message, context, call_next)
-            mine = context.node_config["partition-id"] == 1
-            if mine and stage_of(message) == stage:
-                value = reply.content.array_records["arrays"][key].numpy()
-                value = np.zeros_like(value) if what != "shares" else value[:-1]
-                reply.content.array_records["arrays"][key] = Array(value)
-            return reply
+    def change(content, context, now):
+        if context.node_config["partition-id"] == 1 and now == stage:
+            value = content.array_records["arrays"][key].numpy()
+            value = np.zeros_like(value) if what != "shares" else value[:-1]
+            content.array_records["arrays"][key] = Array(value)
 
     strategy = STRATEGIES["fedfisher"](secure=SecureSums(), min_train_nodes=2)
-    merged(strategy, make_client_app(client_of, mods=[Spoiling()]), clients=5)
+    merged(strategy, secure_app(tmp_path, change=change), clients=5)
     assert says in caplog.text
     assert "partition-1" in caplog.text
 
 
 @pytest.mark.parametrize("key", ["session", "commitments", "sealed-shares", "layout"])
 def test_what_all_clients_have_malformed_ends_the_round(key, tmp_path):
-    own = SecureSumsMod(state_dir=tmp_path)
 
-    class Spoiling(SecureSumsMod):
-        def __call__(self, message, context, call_next):
-            reply = own(message, context, call_next)
-            arrays = reply.content.array_records["arrays"]
-            if (value := arrays.get(f"secure/{key}")) is not None:
-                arrays[f"secure/{key}"] = Array(value.numpy()[..., :-32][..., 1:])
-            return reply
+    def change(content, context, stage):
+        arrays = content.array_records["arrays"]
+        if (value := arrays.get(f"secure/{key}")) is not None:
+            arrays[f"secure/{key}"] = Array(value.numpy()[..., :-32][..., 1:])
 
+    app = secure_app(tmp_path, change=change)
     with pytest.raises(RoundError):
-        merged(
-            STRATEGIES["fedfisher"](secure=SecureSums()),
-            make_client_app(client_of, mods=[Spoiling()]),
-        )
+        merged(STRATEGIES["fedfisher"](secure=SecureSums()), app)
 
 
 def keys_of(folder, names):

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 
 import torch
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 from torch import Tensor
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Curvature,
     Dense,
     Diagonal,
     EigenKronecker,
@@ -28,7 +27,7 @@ class Layout:
     buffers: Named = field(default_factory=dict)
 
 
-def norm(name: str, n: int, statistics: bool = True) -> tuple[dict, Named]:
+def norm(name, n, statistics=True):
     buffers = {
         f"{name}.running_mean": torch.linspace(-1, 1, n),
         f"{name}.running_var": torch.linspace(0.5, 2, n),
@@ -87,11 +86,11 @@ STRUCTURES = ("kfac", "diagonal", "ekfac", "block", "dense")
 SPECTRA = ("flat", "steep", "low-rank", "zero", "huge")
 
 
-def rng(seed: int) -> torch.Generator:
+def rng(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def psd(seed: int, groups: int, n: int, spectrum: str = "steep") -> Tensor:
+def psd(seed, groups, n, spectrum="steep"):
     """``[groups, n, n]``, float64, symmetric positive semi-definite."""
     generator = rng(seed)
     rank = max(n // 4, 1) if spectrum == "low-rank" else n
@@ -108,13 +107,13 @@ def psd(seed: int, groups: int, n: int, spectrum: str = "steep") -> Tensor:
     return (matrices + matrices.mT) / 2
 
 
-def positive(seed: int, shape: tuple[int, ...], spectrum: str = "steep") -> Tensor:
+def positive(seed, shape, spectrum="steep"):
     draws = torch.randn(shape, dtype=torch.float64, generator=rng(seed))
     spread = {"steep": 3.0, "huge": 10.0}.get(spectrum, 1.0)
     return (spread * draws).exp() * (spectrum != "zero")
 
 
-def params_of(layout: Layout, dtype: torch.dtype = torch.float32) -> Named:
+def params_of(layout, dtype=torch.float32):
     trained = {
         name: torch.randn(shape, generator=rng(seed)).to(dtype)
         for seed, (name, shape) in enumerate(layout.trained.items())
@@ -126,13 +125,7 @@ def params_of(layout: Layout, dtype: torch.dtype = torch.float32) -> Named:
     return trained | buffers
 
 
-def curvature_of(
-    layout: Layout,
-    structure: str,
-    dtype: torch.dtype = torch.float32,
-    spectrum: str = "steep",
-    seed: int = 0,
-) -> Curvature:
+def curvature_of(layout, structure, dtype=torch.float32, spectrum="steep", seed=0):
     """A random curvature over a layout's trained tensors."""
     shapes = {name: torch.Size(shape) for name, shape in layout.trained.items()}
     if structure == "diagonal":
@@ -145,7 +138,7 @@ def curvature_of(
     if structure == "dense":
         size = sum(shape.numel() for shape in shapes.values())
         return Dense(shapes, psd(seed, 1, size, spectrum)[0].to(dtype))
-    parts: list[Curvature] = []
+    parts = []
     for i, (name, shape) in enumerate(shapes.items(), start=seed):
         if name.endswith("weight") and len(shape) > 1:
             bias = name.removesuffix("weight") + "bias"
@@ -160,15 +153,7 @@ def curvature_of(
     return BlockDiagonal([*parts, Diagonal(rest)] if rest else parts)
 
 
-def _layer(
-    structure: str,
-    layout: Layout,
-    name: str,
-    bias: str | None,
-    dtype: torch.dtype,
-    spectrum: str,
-    seed: int,
-) -> Curvature:
+def _layer(structure, layout, name, bias, dtype, spectrum, seed):
     shape = torch.Size(layout.trained[name])
     names = {name: shape} | ({bias: shape[:1]} if bias else {})
     if structure == "block":
@@ -184,25 +169,19 @@ def _layer(
     return EigenKronecker(name, shape, *bases, moments, bias)
 
 
-def upload_of(
-    name: str,
-    structure: str,
-    dtype: torch.dtype = torch.float32,
-    spectrum: str = "steep",
-    seed: int = 0,
-) -> FisherUpload:
+def upload_of(name, structure, dtype=torch.float32, spectrum="steep", seed=0):
     layout = LAYOUTS[name]
     curvature = curvature_of(layout, structure, dtype, spectrum, seed)
     return FisherUpload(params_of(layout, dtype), curvature)
 
 
-def reply_bytes(record: ArrayRecord) -> int:
+def reply_bytes(record):
     """What a whole reply weighs, with its metrics."""
     metrics = MetricRecord({"num-examples": 123456, "train-loss": 0.123456789})
     return serialized_bytes(RecordDict({"arrays": record, "metrics": metrics}))
 
 
-def fedavg_reply_bytes(params: Named) -> int:
+def fedavg_reply_bytes(params):
     """What FedAvg's reply weighs, in float32."""
     plain = {k: v.float() if v.is_floating_point() else v for k, v in params.items()}
     return reply_bytes(tensors_to_arrays(plain))

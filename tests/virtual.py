@@ -1,10 +1,7 @@
 """Virtual clients for the protocol tests: a tiny federation, and ways to spoil it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +11,10 @@ from flwr.app import (
     ConfigRecord,
     Context,
     Message,
-    MetricRecord,
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
@@ -49,7 +44,7 @@ OF_FISHER = {field.name for field in fields(FisherOptions)}
 OF_MERGE = {field.name for field in fields(MergeOptions)}
 
 
-def fedfisher_with(**options: Any) -> FedFisherOneShot:
+def fedfisher_with(**options):
     """FedFisher by all its options in one table, whichever object holds them."""
     fisher = {k: options.pop(k) for k in OF_FISHER & options.keys()}
     merge = {k: options.pop(k) for k in OF_MERGE & options.keys()}
@@ -58,10 +53,7 @@ def fedfisher_with(**options: Any) -> FedFisherOneShot:
     )
 
 
-Tamper = Callable[[RecordDict], None]
-
-
-def tiny_model(seed: int = 0) -> nn.Module:
+def tiny_model(seed=0):
     """A net with Kronecker layers, a batch norm (diagonal block) and its buffers."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's alone: it is quick
@@ -73,7 +65,7 @@ def tiny_model(seed: int = 0) -> nn.Module:
         )
 
 
-def tiny_data(holding: int, n: int | None = None) -> TensorDataset:
+def tiny_data(holding, n=None):
     """A client's examples: a function of `holding`; by default 8, 10, 12, … of them."""
     n = 8 + 2 * holding if n is None else n
     generator = torch.Generator().manual_seed(holding)
@@ -82,7 +74,7 @@ def tiny_data(holding: int, n: int | None = None) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def tiny_client(holding: int = 0, **options: Any) -> FisherClient:
+def tiny_client(holding=0, **options):
     """A client whose replies depend on what it holds, and on nothing else."""
     data = tiny_data(holding)
     options.setdefault("train_fn", LocalSGD(lr=0.1))
@@ -91,15 +83,15 @@ def tiny_client(holding: int = 0, **options: Any) -> FisherClient:
     return FisherClient(tiny_model(), loader, DataLoader(data, batch_size=8), **options)
 
 
-def tiny_arrays(seed: int = 0) -> ArrayRecord:
+def tiny_arrays(seed=0):
     """What a server starts from."""
     return ArrayRecord(shared_state(tiny_model(seed)))
 
 
-def tiny_app(holdings: Sequence[int] | None = None, **options: Any) -> ClientApp:
+def tiny_app(holdings=None, **options):
     """An app whose partition i holds ``holdings[i]``, by default i."""
 
-    def client_fn(context: Context) -> FisherClient:
+    def client_fn(context):
         partition = int(context.node_config["partition-id"])
         return tiny_client(partition if holdings is None else holdings[partition])
 
@@ -113,21 +105,19 @@ class Watched(ClientApp):
     ----------
     app : ClientApp
         The app behind it.
-    tamper : Mapping[int, Tamper]
+    tamper : Mapping[int, Callable[[RecordDict], None]]
         By partition: changes a reply's content in place, or raises.
     """
 
-    def __init__(
-        self, app: ClientApp | None = None, tamper: Mapping[int, Tamper] | None = None
-    ) -> None:
+    def __init__(self, app=None, tamper=None):
         super().__init__()
         self.app = tiny_app() if app is None else app
         self.tamper = dict(tamper or {})
-        self.trained: list[tuple[int, int]] = []
-        self.evaluated: list[tuple[int, int]] = []
-        self.configs: list[dict[str, Any]] = []
+        self.trained = []
+        self.evaluated = []
+        self.configs = []
 
-    def __call__(self, message: Message, context: Context) -> Message:
+    def __call__(self, message, context):
         kind = message.metadata.message_type
         partition = int(context.node_config["partition-id"])
         if kind == "query":
@@ -143,25 +133,18 @@ class Watched(ClientApp):
         return reply
 
 
-def node_of(grid: LocalGrid, partition: int) -> int:
+def node_of(grid, partition):
     """The id of the node that holds a partition."""
     return next(node for node, held in grid.nodes.items() if held == partition)
 
 
-def travelling(config: Mapping[str, Any]) -> dict[str, Any]:
+def travelling(config):
     """A config as a server sends it: ``fisher.`` before all that is not the user's."""
     own = {k: v for k, v in config.items() if k in USERS}
     return own | named_options({k: v for k, v in config.items() if k not in USERS})
 
 
-def ask(
-    client: FisherClient,
-    arrays: ArrayRecord | None = None,
-    config: Mapping[str, Any] | None = None,
-    *,
-    partition: int | None = 0,
-    kind: str = "train",
-) -> Message:
+def ask(client, arrays=None, config=None, *, partition=0, kind="train"):
     """Hand a client a message without any grid; what it raises comes through."""
     LocalGrid(tiny_app(), 1)  # messages need the process's identity
     content = RecordDict(
@@ -177,56 +160,50 @@ def ask(
     return handler(message, context)
 
 
-def tensors_of(message: Message) -> dict[str, Tensor]:
+def tensors_of(message):
     """The arrays of a reply."""
     (record,) = message.content.array_records.values()
     return arrays_to_tensors(record)
 
 
-def metrics_of(message: Message) -> MetricRecord:
+def metrics_of(message):
     """The metrics of a reply."""
     (record,) = message.content.metric_records.values()
     return record
 
 
-def start(
-    strategy: Strategy,
-    app: ClientApp | None = None,
-    clients: int = 3,
-    arrays: ArrayRecord | None = None,
-    **options: Any,
-) -> Any:
+def start(strategy, app=None, clients=3, arrays=None, **options):
     """Run a strategy over a grid of its own."""
     grid = LocalGrid(tiny_app() if app is None else app, clients)
     return strategy.start(grid, tiny_arrays() if arrays is None else arrays, **options)
 
 
-def left_out(caplog: Any) -> list[str]:
+def left_out(caplog):
     """What the log says of replies that are left out."""
     said = [record.getMessage() for record in caplog.records]
     return [line for line in said if "left out" in line]
 
 
-def plane() -> nn.Module:
+def plane():
     """y = w x from (0, 0): one step of SGD, or its Fisher, is a matter of a pencil."""
     model = nn.Linear(FEATURES - 1, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
 
 
-def half_square(outputs: Tensor, labels: Tensor) -> Tensor:
+def half_square(outputs, labels):
     """The loss (w x - y)^2 / 2."""
     return (outputs - labels).square().sum(1).mean() / 2
 
 
-def same_bits(left: ArrayRecord, right: ArrayRecord) -> bool:
+def same_bits(left, right):
     """Whether two records have the same keys, in the same order, and the same bytes."""
     return list(left) == list(right) and all(
         left[k].data == right[k].data and left[k].dtype == right[k].dtype for k in left
     )
 
 
-def close(left: ArrayRecord, right: ArrayRecord, tolerance: float = 1e-5) -> bool:
+def close(left, right, tolerance=1e-5):
     """Whether two records are equal up to rounding."""
     a, b = arrays_to_tensors(left), arrays_to_tensors(right)
     return a.keys() == b.keys() and all(
@@ -234,45 +211,45 @@ def close(left: ArrayRecord, right: ArrayRecord, tolerance: float = 1e-5) -> boo
     )
 
 
-def set_array(key: str, values: Any) -> Tamper:
+def set_array(key, values):
     """Replace one array, or add it."""
 
-    def tamper(content: RecordDict) -> None:
+    def tamper(content):
         content.array_records["arrays"][key] = Array(np.array(values))
 
     return tamper
 
 
-def change_array(key: str, change: Callable[[Any], Any]) -> Tamper:
+def change_array(key, change):
     """Replace one array by a function of itself."""
 
-    def tamper(content: RecordDict) -> None:
+    def tamper(content):
         record = content.array_records["arrays"]
         record[key] = Array(np.array(change(record[key].numpy())))
 
     return tamper
 
 
-def drop_array(key: str) -> Tamper:
+def drop_array(key):
     """Leave one array out."""
 
-    def tamper(content: RecordDict) -> None:
+    def tamper(content):
         del content.array_records["arrays"][key]
 
     return tamper
 
 
-def drop_extras(content: RecordDict) -> None:
+def drop_extras(content):
     """Leave out what the strategy asked for beside parameters."""
     record = content.array_records["arrays"]
     for key in [k for k in record if k.startswith(PREFIX)]:
         del record[key]
 
 
-def set_metric(key: str, value: Any) -> Tamper:
+def set_metric(key, value):
     """Replace one metric, or add it; None drops it."""
 
-    def tamper(content: RecordDict) -> None:
+    def tamper(content):
         record = content.metric_records["metrics"]
         if value is None:
             del record[key]
@@ -282,34 +259,34 @@ def set_metric(key: str, value: Any) -> Tamper:
     return tamper
 
 
-def fail(content: RecordDict) -> None:
+def fail(content):
     """Raise, as a client with a bug does."""
     raise ValueError("out of cheese")
 
 
-def kill(content: RecordDict) -> None:
+def kill(content):
     """Stop the whole process, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
-def kill_after(asked: int, app: Watched) -> Tamper:
+def kill_after(asked, app):
     """Stop the process when one more client has trained than was `asked` for."""
 
-    def tamper(content: RecordDict) -> None:
+    def tamper(content):
         if len(app.trained) > asked:
             raise KeyboardInterrupt
 
     return tamper
 
 
-def killing_app(asked: int, clients: int = 4) -> Watched:
+def killing_app(asked, clients=4):
     """An app that stops the process when it has trained for that many clients."""
     app = Watched()
     app.tamper = dict.fromkeys(range(clients), kill_after(asked, app))
     return app
 
 
-def opened(where: Path) -> Journal:
+def opened(where):
     """The journal of a run that nobody is at work with."""
     journal = Journal(where)
     journal.load()
@@ -320,13 +297,13 @@ def opened(where: Path) -> Journal:
 class Clock:
     """Stands in for the ``time`` module: sleeping only moves the clock."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
-        self.slept: list[float] = []
+        self.slept = []
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.slept.append(seconds)
         self.now += seconds
