@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 from oracles import (
@@ -17,7 +15,6 @@ from oracles import (
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Curvature,
     Dense,
     Diagonal,
     EigenKronecker,
@@ -26,8 +23,6 @@ from flwr_fisher.curvature import (
 )
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.errors import StructureError
-
-Make = Callable[[int], Curvature]
 
 KINDS = CURVATURES
 all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from nets import (
     with_statistics,
 )
 from oracles import cut, flat, headed, randn, relative, rng, seeded, small_net
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +37,6 @@ from flwr_fisher.errors import (
     UnknownNameError,
 )
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 EXACT, SINGLE = 1e-10, 2e-5
 
 

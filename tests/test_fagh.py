@@ -249,14 +249,6 @@ def test_a_black_corner_costs_the_row_and_nothing_else(probe):
     assert same_bits(result.arrays, bare.arrays)
 
 
-def test_a_random_probe_sees_past_the_black_corner():
-    start = ArrayRecord(shared_state(regression()))
-    app = app_of(regression, black=True)
-    result = run(fagh(probe="random"), app, 3, start, num_rounds=3)
-    assert result.train_metrics_clientapp[3]["fallbacks"] == 0
-    assert result.train_metrics_clientapp[3]["curvature"] > 0
-
-
 def test_nothing_to_descend_is_no_error():
     def flat_loss(outputs, labels):
         return outputs.sum() * 0

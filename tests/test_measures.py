@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,7 +54,6 @@ STRATEGIES = {
     "FedAdam": FedAdam,
     "ours": partial(FedFisherOneShot, codec="lossless"),
 }
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 @pytest.fixture(params=STRATEGIES)

@@ -3,7 +3,6 @@
 import copy
 import math
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +25,6 @@ from oracles import (
 )
 
 from flwr_fisher.curvature import (
-    Curvature,
     Dense,
     Diagonal,
     Kronecker,
@@ -52,9 +50,7 @@ from flwr_fisher.merge import (
 )
 from flwr_fisher.merge.solvers import largest_eigenvalue
 
-Posteriors = Sequence[LocalPosterior]
 ONE = torch.ones(1)
-Make = Callable[[int], Curvature]
 diagonals = CLIENT_CURVATURES["diagonal"]
 PLAIN = dict.fromkeys(("anchor", "shrink", "damping", "balance", "robust"), 0.0) | {
     "max_share": 1.0

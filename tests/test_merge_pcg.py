@@ -1,7 +1,6 @@
 """Preconditioned conjugate gradients: their matrix, and where they lead."""
 
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from oracles import (
 
 from flwr_fisher.curvature import (
     BlockDiagonal,
-    Curvature,
     Dense,
     Kronecker,
     WeightedSum,
@@ -29,8 +27,6 @@ from flwr_fisher.merge import fedavg, fedfisher
 from flwr_fisher.merge.linear_system import LinearSystem
 from flwr_fisher.merge.solvers import preconditioner
 from flwr_fisher.params import unflatten
-
-Make = Callable[[int], Curvature]
 
 
 def low_rank(seed, rank=2, n=13, m=6):

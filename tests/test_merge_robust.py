@@ -1,7 +1,6 @@
 """Robust merging, and the cap on one client's share of a layer's curvature."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,13 +16,12 @@ from virtual import (
     tiny_arrays,
 )
 
-from flwr_fisher.curvature import Curvature, Diagonal
+from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.merge import LocalPosterior, fedfisher, merge_settings
 from flwr_fisher.merge.weights import JUDGES, layer_weights, without_outliers
 from flwr_fisher.testing import LocalGrid
 
-Make = Callable[[int], Curvature]
 KINDS = CLIENT_CURVATURES
 all_kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 

@@ -38,7 +38,6 @@ from flwr_fisher.server.exchange import ServerState, Upload
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.wire import FisherUpload
 
-Clients = list[LocalPosterior]
 KINDS = [
     "diagonal",
     "kronecker-groups-bias",

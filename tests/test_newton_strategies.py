@@ -1,6 +1,5 @@
 """GIANT and DONE against dense Newton steps; what all that send derivatives owe."""
 
-from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -38,12 +37,10 @@ from flwr_fisher.strategies import (
     DONE,
     FAGH,
     GIANT,
-    CurvatureStrategy,
 )
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import SERVER, arrays_to_tensors
 
-Make = Callable[..., CurvatureStrategy]
 NAN = float("nan")
 CLIENTS = 3
 

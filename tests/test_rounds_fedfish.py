@@ -7,13 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import randn, rng
-from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import weighted_mean
 from flwr_fisher.rounds import fedfish_average, fedfish_quotient
 
-Tensors = dict[str, Tensor]
 WEIGHTS = [5.0, 1.0, 3.0]
 
 

@@ -8,7 +8,6 @@ from flwr_fisher.curvature import InputCovariance
 from flwr_fisher.params import weighted_mean
 from flwr_fisher.rounds import Preconditioner, fedpm_mix
 
-Layers = dict[str, InputCovariance]
 OUT, IN, FILTERS, GROUPS = 3, 4, 6, 2
 SHAPES = {
     "fc.weight": (OUT, IN),

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from flwr_fisher.curvature import InputCovariance, Kronecker
 from flwr_fisher.errors import ConfigurationError, ParamsError
@@ -35,7 +34,6 @@ from flwr_fisher.tangent import (
     tct_control,
 )
 
-Tensors = dict[str, Tensor]
 END = 3e38  # near float32's
 
 

@@ -1,6 +1,5 @@
 """The server's optimiser, stopped and restored at every step, against torch's own."""
 
-from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -11,9 +10,6 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.rounds import OPTIMIZERS, make_optimizer, server_step
-
-Tensors = dict[str, Tensor]
-Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 FACTORIES = {
     "sgd": make_optimizer("sgd", 0.1),
