@@ -192,13 +192,7 @@ def _system(block: Curvature, options: MergeSettings) -> _System:
         return _System(names, unit, anchor, True, _divided_by(wide, unit, anchor))
     assert isinstance(wide, Kronecker)
     # Both factors have the sum's trace: the product has its square.
-    product = Kronecker(
-        wide.weight,
-        wide.weight_shape,
-        wide.A / unit,
-        wide.G / _per_group(wide),
-        wide.bias,
-    )
+    product = wide.with_factors(wide.A / unit, wide.G / _per_group(wide))
     inverse = preconditioner(WeightedSum([product], [1.0]), anchor)
     return _System(names, unit, anchor, False, inverse)
 

@@ -128,15 +128,14 @@ class Accumulation:
         count = self.engine.count
         if structure == "dense":
             return self.jacobians["dense"].mean(count)
-        parts = [each[structure].mean(count) for each in self.accumulators.values()]
         entries = self._others(count)
-        if structure == "diagonal":
-            parts, whole = [], parts
-        else:
-            whole = [part for part in parts if isinstance(part, Diagonal)]
-            parts = [part for part in parts if not isinstance(part, Diagonal)]
-        for part in whole:
-            entries |= part.diagonal()
+        parts: list[Curvature] = []
+        for each in self.accumulators.values():
+            part = each[structure].mean(count)
+            if isinstance(part, Diagonal):
+                entries |= part.diagonal()
+            else:
+                parts.append(part)
         if entries:
             ordered = {name: entries[name] for name in self.names if name in entries}
             parts.append(Diagonal(ordered))

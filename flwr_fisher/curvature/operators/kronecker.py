@@ -82,7 +82,7 @@ class Kronecker(LayerCurvature):
 
     def scaled(self, factor: float) -> "Kronecker":
         """Return the curvature with `G` scaled."""
-        return self._with(self.of_inputs, self.of_outputs.scaled(factor))
+        return self.with_factors(self.of_inputs, self.of_outputs.scaled(factor))
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> "Kronecker":
         r"""Return the layer with its factors drawn towards simpler ones.
@@ -91,7 +91,7 @@ class Kronecker(LayerCurvature):
         al. 2023), and :math:`G \leftarrow (1 - t) G + t\,(\operatorname{tr} G/m)\,I`
         (Ledoit & Wolf 2004), group by group. Traces stay as they are.
         """
-        return self._with(
+        return self.with_factors(
             self.of_inputs.towards_diagonal(shrink),
             self.of_outputs.towards_identity(damping),
         )
@@ -103,11 +103,14 @@ class Kronecker(LayerCurvature):
 
     def with_rows(self, outputs: Tensor, inputs: Tensor) -> "Kronecker":
         """Return the layer with both factors' rows and columns moved."""
-        return self._with(
+        return self.with_factors(
             self.of_inputs.with_rows(inputs), self.of_outputs.with_rows(outputs)
         )
 
-    def _with(self, A: SymmetricFactor, G: SymmetricFactor) -> "Kronecker":
+    def with_factors(
+        self, A: Tensor | SymmetricFactor, G: Tensor | SymmetricFactor
+    ) -> "Kronecker":
+        """Return the layer with other factors."""
         return Kronecker(self.weight, self.weight_shape, A, G, self.bias)
 
     def dense_blocks(self) -> Tensor:
@@ -121,7 +124,7 @@ class Kronecker(LayerCurvature):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Kronecker":
         """Return a function of both factors' tensors."""
-        return self._with(
+        return self.with_factors(
             self.of_inputs.mapped(function), self.of_outputs.mapped(function)
         )
 
@@ -184,7 +187,7 @@ class EigenKronecker(LayerCurvature):
 
     def scaled(self, factor: float) -> "EigenKronecker":
         """Return the curvature with its moments scaled."""
-        return self._with(self.basis_A, self.basis_G, self.moments * factor)
+        return self.with_factors(self.basis_A, self.basis_G, self.moments * factor)
 
     def regularised(self, *, shrink: float = 0.0, damping: float = 0.0) -> Curvature:
         r"""Return what :meth:`Kronecker.regularised` is to K-FAC.
@@ -200,7 +203,7 @@ class EigenKronecker(LayerCurvature):
             return damped
         eye = torch.eye(self.basis_A.shape[-1]).to(self.basis_A).expand_as(self.basis_A)
         moments = damped.moments @ self.basis_A.square().mT
-        apart = damped._with(eye, damped.basis_G, moments)
+        apart = damped.with_factors(eye, damped.basis_G, moments)
         return WeightedSum([damped, apart], [1 - shrink, shrink])
 
     def partial_traces(self) -> tuple[ScaledFactor, ScaledFactor]:
@@ -215,16 +218,20 @@ class EigenKronecker(LayerCurvature):
     def with_rows(self, outputs: Tensor, inputs: Tensor) -> "EigenKronecker":
         """Return the layer with the rows of both bases moved."""
         A, G = self.basis_A[:, inputs], self.basis_G[:, outputs]
-        return self._with(A, G, self.moments)
+        return self.with_factors(A, G, self.moments)
 
     def _damped(self, share: float) -> "EigenKronecker":
         wide = torch.promote_types(self.basis_G.dtype, torch.float32)  # for QR
         basis = torch.linalg.qr(self.basis_G.to(wide))[0].to(self.basis_G)
         moments = self.moments * self.basis_G.square().sum(-2).unsqueeze(-1)
         drawn = moments.lerp(moments.mean(1, keepdim=True), share)
-        return self._with(self.basis_A, basis, drawn)
+        return self.with_factors(self.basis_A, basis, drawn)
 
-    def _with(self, A: Tensor, G: Tensor, moments: Tensor) -> "EigenKronecker":
+    def with_factors(
+        self, basis_A: Tensor, basis_G: Tensor, moments: Tensor
+    ) -> "EigenKronecker":
+        """Return the layer with other bases and moments."""
+        A, G = basis_A, basis_G
         return EigenKronecker(self.weight, self.weight_shape, A, G, moments, self.bias)
 
     def dense_blocks(self) -> Tensor:
@@ -243,7 +250,7 @@ class EigenKronecker(LayerCurvature):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "EigenKronecker":
         """Return a function of the bases and moments."""
-        return self._with(*(function(tensor) for tensor in self.tensors()))
+        return self.with_factors(*(function(tensor) for tensor in self.tensors()))
 
     def solver(self, damping: float) -> Solver:
         """Solve by the moments; by conjugate gradients if a codec bent the bases."""

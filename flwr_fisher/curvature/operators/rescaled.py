@@ -94,34 +94,19 @@ def _(curvature: Kronecker) -> tuple[Curvature, int]:
     G, of_outputs = _rescaled_factor(curvature.of_outputs)
     if not of_inputs and not of_outputs:
         return curvature, 0
-    layer = Kronecker(curvature.weight, curvature.weight_shape, A, G, curvature.bias)
-    return layer, of_inputs + of_outputs
+    return curvature.with_factors(A, G), of_inputs + of_outputs
 
 
 @rescaled.register
 def _(curvature: EigenKronecker) -> tuple[Curvature, int]:
-    # Moments last: a basis counts twice, and is of unit vectors where it is honest.
-    tensors = curvature.basis_A, curvature.basis_G, curvature.moments
-    exponents = [
-        _beyond(tensor, rooms=rooms)
-        for tensor, rooms in zip(tensors, (1, 1, 2), strict=True)
-    ]
-    if not any(exponents):
+    # A basis counts twice, and is of unit vectors where it is honest.
+    basis_A, e_A = _within(curvature.basis_A, rooms=1)
+    basis_G, e_G = _within(curvature.basis_G, rooms=1)
+    moments, e_moments = _within(curvature.moments)
+    if not (e_A or e_G or e_moments):
         return curvature, 0
-    exponent_A, exponent_G, of_moments = exponents
-    basis_A, basis_G, moments = (
-        _shifted(tensor, -e) if e else tensor
-        for tensor, e in zip(tensors, exponents, strict=True)
-    )
-    layer = EigenKronecker(
-        curvature.weight,
-        curvature.weight_shape,
-        basis_A,
-        basis_G,
-        moments,
-        curvature.bias,
-    )
-    return layer, 2 * exponent_A + 2 * exponent_G + of_moments
+    layer = curvature.with_factors(basis_A, basis_G, moments)
+    return layer, 2 * (e_A + e_G) + e_moments
 
 
 @rescaled.register
@@ -191,6 +176,12 @@ def _rescaled_low_rank(factor: LowRankFactor) -> tuple[SymmetricFactor, int]:
     scaled = [*others, _shifted(last, -exponent // 2)]
     lengths, rows = scaled if len(scaled) == 2 else (scaled[0], None)
     return LowRankFactor(factor.directions, lengths, shifted_rest, rows), exponent
+
+
+def _within(tensor: Tensor, rooms: int = 2) -> tuple[Tensor, int]:
+    """Return a tensor as ``2**-e`` times it, within range, and e."""
+    exponent = _beyond(tensor, rooms=rooms)
+    return (_shifted(tensor, -exponent), exponent) if exponent else (tensor, 0)
 
 
 def _beyond(*tensors: Tensor, rooms: int = 2) -> int:
