@@ -19,6 +19,7 @@ from flwr_fisher.strategies import (
 from flwr_fisher.tangent import combine_moments, feature_moments
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.arrays import bytes_of
 from flwr_fisher.wire.tangent_sums import (
     eigenvalue_bin,
     moment_sums,
@@ -26,7 +27,6 @@ from flwr_fisher.wire.tangent_sums import (
     read_moment_sums,
     upper_edges,
 )
-from flwr_fisher.wire.tangent_upload import bytes_of
 
 SECURE = SecureSums(bits=64)
 

@@ -11,7 +11,6 @@ Long: all that is secret, or signed, is made and opened here.
 
 import hashlib
 import json
-import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,11 +42,6 @@ from flwr_fisher.secure.fixed_point import Words
 SEED, PUBLIC, SHARE, DIGEST = 15, 33, 20, 32  # bytes
 _CURVE = ec.SECP256R1()
 _BYTES = "bytes"  # is the one key of what stands for bytes
-
-
-def new_seed() -> bytes:
-    """Return a secret from the system's source of randomness."""
-    return os.urandom(SEED)
 
 
 def public_of(seed: bytes) -> bytes:

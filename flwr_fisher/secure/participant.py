@@ -1,19 +1,17 @@
-"""One client of a secure sum: its secrets, and what it is willing to do with them.
-
-Long: the steps of the protocol are few lines each, and their refusals many.
-"""
+"""One client of a secure sum: its secrets, and what it is willing to do with them."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from secrets import token_bytes
 
 import numpy as np
 
 from flwr_fisher.errors import ClientError, WireError
 from flwr_fisher.flower_internals import create_shares, encrypt
 from flwr_fisher.secure import crypto
-from flwr_fisher.secure.crypto import noise
+from flwr_fisher.secure.crypto import SEED, noise
 from flwr_fisher.secure.fixed_point import LEVELS, Words, unary
 
 PublicKeys = Sequence[bytes]
@@ -62,7 +60,7 @@ class Participant:
     @classmethod
     def new(cls, number: int, sums: int) -> "Participant":
         """Draw the secrets for so many sums."""
-        channel, private, *seeds = (crypto.new_seed() for _ in range(2 + 2 * sums))
+        channel, private, *seeds = (token_bytes(SEED) for _ in range(2 + 2 * sums))
         return cls(number, channel, seeds[:sums], seeds[sums:], private)
 
     def public(self) -> list[bytes]:

@@ -17,7 +17,6 @@ Long: at its end is what a client makes of its reply, before any of it travels.
 """
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
@@ -33,7 +32,7 @@ from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponents_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
 from flwr_fisher.wire.additive import Added
-from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire.arrays import arrays_to_tensors, bytes_of, tensors_to_arrays
 from flwr_fisher.wire.checks import contribution_bytes
 from flwr_fisher.wire.payload import Payload
 
@@ -182,11 +181,7 @@ def is_description(name: str, value: Tensor) -> bool:
 
 def layout_text(layout: Layout) -> Tensor:
     """Return a layout as bytes."""
-    return _text(json.dumps(layout, separators=(",", ":")))
-
-
-def _text(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return bytes_of(json.dumps(layout, separators=(",", ":")))
 
 
 def read_layout(text: Tensor) -> Layout:
@@ -208,11 +203,6 @@ def read_layout(text: Tensor) -> Layout:
             reason = f"no layout: {dtype:.40} of shape {shape} for {key}"
             raise WireError(reason[:200], field=LAYOUT)
     return layout
-
-
-def sizes_in(layout: Layout) -> list[int]:
-    """Return how many entries each tensor has."""
-    return [math.prod(shape) for _, _, shape in layout]
 
 
 def _is_text(key: str) -> bool:

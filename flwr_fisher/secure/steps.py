@@ -1,8 +1,9 @@
 """What the server makes of the replies to each stage of a secure sum, and keeps.
 
-Long: it has a step for each stage, and their memory between exchanges, as tensors.
+Long: it has a step for each stage, and the server's memory between them.
 """
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -39,7 +40,6 @@ from flwr_fisher.secure.payload import (
     bytes_in,
     read_layout,
     rows_of,
-    sizes_in,
 )
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.privacy import Privacy
@@ -280,20 +280,13 @@ def open_values(
     """
     known = SecureState.of(state)
     words = _opened(index, known, uploads)
-    entries, dtypes = _entries(bits, known, words)
     assert exchange.additive is not None
-    weight = 1.0
-    if exchange.additive.weighted:
-        weight = float(entries.pop(NUM_EXAMPLES))
-        if not weight > 0:
-            raise RoundError("the clients' weights add up to nothing")
-    total = {k: _as(value / weight, dtypes[k]) for k, value in entries.items()}
+    mean, weight = _mean(bits, known, words, exchange.additive.weighted)
     texts = {k: v for k, v in known.descriptions.items() if k != LAYOUT}
-    record = tensors_to_arrays({**total, **texts})
     read = exchange.additive.read or exchange.read
     name = f"the sum over {len(known.present)} clients"
     try:
-        payload = read(record, state.params)
+        payload = read(tensors_to_arrays({**mean, **texts}), state.params)
     except WireError as error:
         raise RoundError(f"{name} is none that this step can take: {error}") from error
     metrics, members = MetricRecord(), list(known.present)
@@ -307,22 +300,29 @@ def open_values(
     return replace(step, state=new.into(step.state))
 
 
-def _entries(
-    bits: int, known: SecureState, words: Words
-) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
-    """Return the real numbers that a sum stands for, and the dtypes of an upload's."""
+def _mean(
+    bits: int, known: SecureState, words: Words, weighted: bool
+) -> tuple[dict[str, Tensor], float]:
+    """Return the mean, or the sum, in the dtypes of an upload's; and its weight."""
     layout = read_layout(known.descriptions[LAYOUT])
-    sizes = sizes_in(layout)
-    if sum(sizes) != len(words):
+    sizes = [math.prod(shape) for _, _, shape in layout]
+    if sum(sizes) != len(words) or len(layout) != len(known.exponents):
         raise RoundError(f"{len(words)} words for {sum(sizes)} entries")
     fixed = FixedPoint(bits, len(known.aggregator.public))
     parts = np.split(words, np.cumsum(sizes)[:-1])
-    rows = zip(layout, parts, known.exponents, strict=True)
-    entries = {
-        name: fixed.values(part, exponent).reshape(shape)
-        for (name, _, shape), part, exponent in rows
-    }
-    return entries, {name: getattr(torch, dtype) for name, dtype, _ in layout}
+    values = [fixed.values(*own) for own in zip(parts, known.exponents, strict=True)]
+    found = dict(zip((name for name, _, _ in layout), values, strict=True))
+    weight = float(found.get(NUM_EXAMPLES, torch.zeros(1)).sum()) if weighted else 1.0
+    if not weight > 0:
+        raise RoundError("the clients' weights add up to nothing")
+    mean = {}
+    for name, dtype, shape in layout:
+        own: torch.dtype = getattr(torch, dtype)
+        value = found[name].reshape(shape) / weight
+        mean[name] = (value if own.is_floating_point else value.round()).to(own)
+    if weighted:
+        del mean[NUM_EXAMPLES]
+    return mean, weight
 
 
 def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> Words:
@@ -336,7 +336,3 @@ def _opened(index: int, known: SecureState, uploads: Uploads[SecureUpload]) -> W
         shares[upload.number] = dict(pairs)
     words: Words = known.words.numpy()
     return known.aggregator.unmask(index, words, known.present, shares)
-
-
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if dtype.is_floating_point else value.round().to(dtype)

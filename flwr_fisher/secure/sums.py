@@ -14,8 +14,6 @@ client itself sees its contribution:
 Then the exchange's own step takes the sum for one client's upload. Who leaves after the
 shares is left out of the sums that follow, and cannot come back in that round: no sum
 is ever asked for again of fewer clients.
-
-Long: a third of it is what the user's option says of itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,6 +5,8 @@ and shape, then the entries. ``np.load`` allocates memory for the header's shape
 it looks how many bytes follow, so a message of a hundred bytes can make it allocate a
 terabyte. Here the header is compared with the number of bytes that arrived before
 anything is allocated.
+
+Long: every reader of arrays is here, and says what it refuses.
 """
 
 import io
@@ -63,6 +65,28 @@ def tensors_to_arrays(tensors: Params) -> ArrayRecord:
             reason = f"dtype {tensor.dtype} cannot be sent: cast the model to float32"
             raise WireError(reason, field=key) from error
     return ArrayRecord(arrays)
+
+
+def bytes_of(text: str) -> Tensor:
+    """Return a text as a tensor of its UTF-8 bytes.
+
+    Examples
+    --------
+    >>> text_from(bytes_of("fc3"))
+    'fc3'
+    """
+    return torch.from_numpy(np.frombuffer(bytearray(text.encode()), np.uint8))
+
+
+def text_from(tensor: Tensor) -> str:
+    """Return the text of UTF-8 bytes.
+
+    Raises
+    ------
+    UnicodeDecodeError
+        If they are not UTF-8. It is a ``ValueError``.
+    """
+    return bytes(tensor.tolist()).decode()
 
 
 def arrays_to_tensors(

@@ -15,6 +15,7 @@ from flwr_fisher.errors import (
     check_range,
     printable,
 )
+from flwr_fisher.wire.arrays import bytes_of
 
 FORMAT_VERSION = 2
 _BUDGETS = {"fedavg": 1.0, "small": 0.5}
@@ -114,8 +115,7 @@ LOSSLESS = Codec("lossless")
 
 def description_text(description: Mapping[str, Any]) -> Tensor:
     """Return what an upload says of itself, its format's version first, as JSON."""
-    text = json.dumps(description, separators=(",", ":")).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return bytes_of(json.dumps(description, separators=(",", ":")))
 
 
 def read_description(text: Tensor | None, field: str) -> dict[str, Any]:

@@ -8,10 +8,9 @@ import json
 from collections.abc import Mapping
 
 import numpy as np
-import safetensors
 import torch
 from flwr.app import Array, ArrayRecord
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from flwr_fisher.errors import WireError
@@ -90,19 +89,11 @@ def from_container(record: ArrayRecord, *, limit: int, count: int) -> dict[str, 
     if length > _HEADER * (count + 1):
         raise WireError(f"a header of {length} bytes", field=PACKED)
     try:
-        items = safetensors.deserialize(data.numpy().tobytes())  # type: ignore[no-untyped-call]
+        entries: dict[str, Tensor] = load(data.numpy().tobytes())
     except Exception as error:  # untrusted bytes can raise anything
         raise WireError(f"not a container: {error}"[:200], field=PACKED) from error
-    check_count(items, _PARTS * count + 1, PACKED)
-    entries = {}
-    for key, entry in items:
-        if entry["dtype"] != "U8" or len(entry["shape"]) != 1:
+    check_count(entries, _PARTS * count + 1, PACKED)
+    for key, entry in entries.items():
+        if entry.dtype != torch.uint8 or entry.dim() != 1:
             raise WireError("not an array of bytes", field=key)
-        entries[key] = _bytes(entry["data"])
     return entries
-
-
-def _bytes(data: bytes | bytearray) -> Tensor:
-    if not data:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -21,16 +21,15 @@ from torch import Tensor
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import FeatureMoments
+from flwr_fisher.wire.arrays import bytes_of, text_from
 from flwr_fisher.wire.tangent_upload import (
     COUNT,
     KEYS,
     LARGEST,
     LONGEST,
     TangentUpload,
-    bytes_of,
     check_moments,
     read_tangent,
-    text_from,
 )
 
 EIGENVALUES, _FORMAT = "eigenvalues", "format"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
-from flwr_fisher.wire.arrays import read_named, tensors_to_arrays
+from flwr_fisher.wire.arrays import bytes_of, read_named, tensors_to_arrays, text_from
 from flwr_fisher.wire.displacement import (
     PARAMETERS,
     displacements,
@@ -145,28 +145,6 @@ def read_local_weight(record: ArrayRecord, like: Params) -> TangentUpload:
     sent = like[f"{KEYS}weight"]
     expected = {"weight": (sent.dtype, tuple(sent.shape))}
     return read_tangent(record, like, expected=expected, limit=sent.nbytes)
-
-
-def bytes_of(text: str) -> Tensor:
-    """Return a text as a tensor of its UTF-8 bytes.
-
-    Examples
-    --------
-    >>> text_from(bytes_of("fc3"))
-    'fc3'
-    """
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def text_from(tensor: Tensor) -> str:
-    """Return the text of UTF-8 bytes.
-
-    Raises
-    ------
-    UnicodeDecodeError
-        If they are not UTF-8. It is a ``ValueError``.
-    """
-    return bytes(tensor.tolist()).decode()
 
 
 def read_tangent(

@@ -19,7 +19,8 @@ from flwr_fisher.tangent import (
     standardisation,
     tct_average,
 )
-from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload, bytes_of
+from flwr_fisher.wire.arrays import bytes_of
+from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload
 
 # Groups of the state's tensors, and names in them.
 MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"

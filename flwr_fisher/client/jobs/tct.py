@@ -23,8 +23,9 @@ from flwr_fisher.tangent import (
     tct_steps,
     tct_update,
 )
+from flwr_fisher.wire.arrays import bytes_of, text_from
 from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_sums
-from flwr_fisher.wire.tangent_upload import TangentUpload, bytes_of, text_from
+from flwr_fisher.wire.tangent_upload import TangentUpload
 
 _CONTROL, _STEPS = "tct-control", 500
 
