@@ -4,11 +4,7 @@ from flwr_fisher.rounds.fagh import FaghMoments, FaghStep, fagh_step
 from flwr_fisher.rounds.fedexp import FedExpStep, fedexp_step, last_two_mean
 from flwr_fisher.rounds.fedfish import fedfish_average, fedfish_quotient
 from flwr_fisher.rounds.fedga import fedga_start
-from flwr_fisher.rounds.fedpm import (
-    FedPMMixture,
-    Preconditioner,
-    fedpm_mix,
-)
+from flwr_fisher.rounds.fedpm import FedPMMixture, Preconditioner, fedpm_mix
 from flwr_fisher.rounds.newton import done_direction, giant_direction, newton_step
 from flwr_fisher.rounds.scaffold import scaffold_control, scaffold_step
 from flwr_fisher.rounds.server_optimizer import (

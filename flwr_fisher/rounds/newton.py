@@ -9,19 +9,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flwr_fisher.curvature.operators.solvers import (
-    Matvec,
-    conjugate_gradient,
-)
+from flwr_fisher.curvature.operators.solvers import Matvec, conjugate_gradient
 from flwr_fisher.errors import check_positive, check_range
-from flwr_fisher.params import (
-    Params,
-    add,
-    finite,
-    scale,
-    subtract,
-    weighted_mean,
-)
+from flwr_fisher.params import Params, add, finite, scale, subtract, weighted_mean
 from flwr_fisher.rounds.updates import stepped
 
 

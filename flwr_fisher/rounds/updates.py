@@ -5,14 +5,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
-from flwr_fisher.params import (
-    Params,
-    add,
-    double,
-    finite,
-    subtract,
-    weighted_mean,
-)
+from flwr_fisher.params import Params, add, double, finite, subtract, weighted_mean
 
 
 def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:

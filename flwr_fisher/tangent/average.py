@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, check_range
-from flwr_fisher.params import check_finite, check_same_layout, weighted_mean
+from flwr_fisher.params import add, check_finite, finite, scale, subtract, weighted_mean
 from flwr_fisher.tangent.spectrum import check_rate
 
 
@@ -54,13 +53,11 @@ def tct_control(
     ParamsError
         If shapes differ, or the result is not finite.
     """
-    moved = weight.double() - new_weight.double()
-    for other in (control, moved):
-        _check_shape(control_i, other, "control variates and weights")
-    correction = control_i.double() - control.double()
-    new = _plus_mean_gradient(correction, moved, lr, local_steps).to(control_i.dtype)
-    check_finite({"control": new}, f"the client's control variate with lr={lr:g}")
-    return new
+    moved = subtract(*({"control": each.double()} for each in (weight, new_weight)))
+    correction = subtract(*({"control": c.double()} for c in (control_i, control)))
+    exact = add(correction, moved, _gradients_per_move(lr, local_steps))
+    new = {"control": exact["control"].to(control_i.dtype)}
+    return finite(new, f"the client's control variate with lr={lr:g}")["control"]
 
 
 def tct_average(
@@ -126,26 +123,20 @@ def tct_average(
     if not 0 < participation <= 1:
         raise ConfigurationError(f"participation must be in (0, 1]: {participation}")
     wide = [{"weight": local.double()} for local in locals]
-    mean = weighted_mean(wide, weights)["weight"]
-    _check_shape(weight, mean, "the clients' weights")
-    _check_shape(weight, control, "the control variate")
+    mean, c = weighted_mean(wide, weights), {"weight": control.double()}
     # All of it is linear in Theta_i: one client at the mean stands for the cohort.
-    c = control.double()
-    moved = weight.double() - mean
-    shift = _plus_mean_gradient(-c, moved, lr, local_steps)
-    new = c.add(shift, alpha=participation).to(control.dtype)
-    check_finite({"weight": mean.to(weight.dtype), "control": new}, "the new average")
-    return mean.to(weight.dtype), new
+    moved = subtract({"weight": weight.double()}, mean)
+    shift = add(scale(c, -1), moved, _gradients_per_move(lr, local_steps))
+    new = {
+        "weight": mean["weight"].to(weight.dtype),
+        "control": add(c, shift, participation)["weight"].to(control.dtype),
+    }
+    check_finite(new, "the new average")
+    return new["weight"], new["control"]
 
 
-def _plus_mean_gradient(
-    control: Tensor, moved: Tensor, lr: float, local_steps: int
-) -> Tensor:
-    """Add the mean gradient along the local steps, which led so far."""
+def _gradients_per_move(lr: float, local_steps: int) -> float:
+    """Return what a client's way is multiplied by, for its mean gradient."""
     check_range("local_steps", local_steps, 1)
     check_rate(lr)
-    return torch.add(control, moved, alpha=1 / (local_steps * lr))
-
-
-def _check_shape(reference: Tensor, other: Tensor, what: str) -> None:
-    check_same_layout({"weight": reference}, {"weight": other}, what)
+    return 1 / (local_steps * lr)

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from flwr_fisher.curvature.batches import batches_on, unwrapped
-from flwr_fisher.curvature.estimate.accumulation import (
-    Accumulation,
-)
+from flwr_fisher.curvature.estimate.accumulation import Accumulation
 from flwr_fisher.curvature.estimate.expectation import (
     Expectation,
     squared_batch_gradients,
