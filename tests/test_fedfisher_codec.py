@@ -4,7 +4,6 @@ import re
 from functools import partial
 
 import pytest
-import torch
 from flwr.app import ConfigRecord, RecordDict
 from virtual import (
     Watched,
@@ -17,16 +16,14 @@ from virtual import (
     tiny_client,
 )
 
-from flwr_fisher.errors import ConfigurationError, UnknownNameError
+from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
-    LOSSLESS,
     Codec,
     FisherUpload,
     arrays_to_tensors,
     fedavg_bytes,
-    resolve,
     serialized_bytes,
 )
 
@@ -65,14 +62,6 @@ def test_an_upload_is_as_large_as_it_may_be_at_most(codec):
         plain = fedavg_bytes(LIKE) + metrics
         assert upload.num_bytes <= codec.budget * plain
     assert {config["codec"] for config in app.configs} == {codec.name}
-
-
-def test_by_default_a_model_of_a_few_numbers_is_sent_lossless(caplog):
-    caplog.set_level("INFO", logger="flwr")
-    tiny = {"w": torch.zeros(2, 1), "b": torch.zeros(2)}
-    assert resolve(Codec("auto"), tiny) == LOSSLESS
-    large = {"w": torch.zeros(300, 100)}
-    assert resolve(Codec("auto"), large) == Codec("fedavg")
 
 
 def test_the_same_seed_gives_the_same_bits(tmp_path):
@@ -122,12 +111,6 @@ def test_another_codec_than_the_one_that_was_asked_for_is_refused(caplog):
     assert "another codec was asked for: {'budget': 6.0" in caplog.text
 
 
-def test_an_unknown_codec_is_refused_at_construction():
-    for name in ("gzip", "paper"):
-        with pytest.raises(UnknownNameError, match=f"unknown codec '{name}'; known: "):
-            FedFisherOneShot(codec=name)
-
-
 @pytest.mark.parametrize("hooks", [False, True])
 def test_a_budget_that_is_too_small_is_refused_before_any_client_trains(hooks):
     app = Watched()
@@ -143,9 +126,3 @@ def test_a_budget_that_is_too_small_is_refused_before_any_client_trains(hooks):
     assert not app.trained
     needed = float(str(caught.value).split(">= ")[1].split()[0])
     run(codec=Codec(budget=needed))
-
-
-def test_a_client_refuses_a_format_that_it_does_not_write_before_it_trains():
-    config = {"structure": "kfac", **Codec("fedavg").to_options(), "codec-version": 99}
-    with pytest.raises(ConfigurationError, match=r"asks for version 99 .* writes 2"):
-        ask(tiny_client(0), config=config)

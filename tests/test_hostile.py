@@ -365,19 +365,6 @@ def test_a_policy_out_of_range_is_named():
         FedExP(policy={"max_weight": 3})
 
 
-def test_a_policy_is_an_option_that_a_resumed_run_must_share(tmp_path):
-    def again(policy, *, resume):
-        strategy = FedExP(fraction_evaluate=0.0, policy=policy)
-        grid = LocalGrid(tiny_app(), 3)
-        return strategy.start(
-            grid, tiny_arrays(), num_rounds=1, checkpoint_dir=tmp_path, resume=resume
-        )
-
-    again(None, resume=False)
-    with pytest.raises(Exception, match=r"max_share: 0.5 -> 1"):
-        again(Policy(max_share=1), resume=True)
-
-
 @pytest.mark.parametrize("name", VICTIMS)
 def test_two_clients_are_not_limited(name, tmp_path, caplog):
     victim = VICTIMS[name]

@@ -405,15 +405,6 @@ def test_any_registered_name_is_a_files(tmp_path, name):
 # Rounds
 
 
-def test_the_metrics_of_all_rounds_are_there_though_rounds_are_pruned(tmp_path):
-    start(tmp_path, num_rounds=3)
-    result = start(tmp_path, resume=True, num_rounds=5)
-    assert sorted(result.train_metrics_clientapp) == [1, 2, 3, 4, 5]
-    assert len(list(tmp_path.glob("round-*"))) == 2
-    finished = [e["round"] for e in lines_of(tmp_path) if e["event"] == "finished"]
-    assert finished == [0, 1, 2, 3, 4, 5]
-
-
 def test_what_was_missing_is_told_again_when_a_closed_round_is_resumed(tmp_path):
     app = Watched()
     app.tamper = {2: drop_array("3.bias")}

@@ -109,23 +109,18 @@ def summed(curvatures, weights):
 @pytest.mark.parametrize("iterations", [1, 2, 3])
 @pytest.mark.parametrize(
     "own",
-    [{}, {"shrink": 0.3, "damping": 0.2}, {"anchor": 1.0}, {"anchor": 0.0}],
+    [
+        {},
+        {"shrink": 0.3, "damping": 0.2},
+        {"anchor": 1.0},
+        {"anchor": 0.0},
+        {"shrink": 0.1, "balance": 1.0},  # which is by layer, and a client's own
+    ],
     ids=str,
 )
 def test_iterations_from_sums_are_those_from_parts(name, iterations, own):
     options = {"shrink": 0.0, "robust": 0.0, "max_share": 1.0, **own}
     options["iterations"] = iterations
-    made = clients(name)
-    expected = fedfisher(made, **options).params
-    got = from_sums(made, merge_settings(**options))
-    for key, value in expected.items():
-        assert relative(got[key], value) <= 1e-5, key
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_balance_is_by_layer_and_a_clients_own(name):
-    options = {"shrink": 0.1, "robust": 0.0, "max_share": 1.0, "balance": 1.0}
-    options["iterations"] = 3
     made = clients(name)
     expected = fedfisher(made, **options).params
     got = from_sums(made, merge_settings(**options))

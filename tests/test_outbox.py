@@ -533,15 +533,6 @@ def test_another_training_is_told_apart_and_the_same_is_known_again(tmp_path, wh
     assert digest_of(one) == digest_of(again) != digest_of(other) != ""
 
 
-def test_the_reply_of_another_partial_is_not_handed_over(tmp_path):
-    config = {"run": RUN, "server-round": 1}
-    for epochs in (30, 1, 1):
-        loop = partial(train_by, epochs=epochs)
-        reply = ask(client(tmp_path, train_fn=loop), config=config)
-        assert metrics_of(reply)["mine"] == epochs
-    assert SEEN.trainings == 2
-
-
 @pytest.mark.parametrize(
     "unknown", [threading.Lock(), (n for n in range(3)), sys.stderr]
 )

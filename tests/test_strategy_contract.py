@@ -961,6 +961,7 @@ def test_arguments_out_of_range_are_named(row, name, value):
         ("structure", "kfac, diagonal, ekfac, block, dense"),
         ("solver", "pcg, cg, closed-form, adam, gd"),
         ("expectation", "exact"),
+        ("codec", ""),
     ],
 )
 def test_unknown_names_list_the_known(name, known):
