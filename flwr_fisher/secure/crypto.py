@@ -184,13 +184,19 @@ def _stream(key: bytes) -> CipherContext:
 
 
 def to_json(value: object) -> str:
-    """Return a value of dicts, lists, numbers, texts and bytes."""
-    return json.dumps(value, default=lambda own: {_BYTES: b64encode(own).decode()})
+    """Return a value of dicts, lists, numbers, texts, bytes and dataclasses."""
+    return json.dumps(value, default=_plain)
 
 
 def from_json(text: str | bytes) -> Any:
-    """Undo :func:`to_json`: numbers are keys again, and tuples are lists."""
+    """Undo :func:`to_json`: numbers are keys again, and dataclasses dicts."""
     return json.loads(text, object_hook=_value)
+
+
+def _plain(value: object) -> dict[str, Any]:
+    if isinstance(value, bytes):
+        return {_BYTES: b64encode(value).decode()}
+    return vars(value)
 
 
 def _value(found: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ Long: what it reads, what it keeps on its disk, and what it does at each stage.
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -194,7 +194,7 @@ class SumMemory:
         """Keep it: a client that was restarted goes on with the same secrets."""
         own = self.contribution
         note = {
-            "participant": asdict(self.participant),
+            "participant": self.participant,
             "weight": own.weight,
             "bound": own.bound,
             "index": self.index,

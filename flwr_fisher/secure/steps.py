@@ -6,7 +6,7 @@ Long: it has a step for each stage, and the server's memory between them.
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class SecureState:
     def into(self, state: ServerState) -> ServerState:
         """Return a run's state with this in it."""
         record = {
-            "aggregator": asdict(self.aggregator),
+            "aggregator": self.aggregator,
             "sessions": self.sessions,
             "signatures": self.signatures,
             "present": self.present,
