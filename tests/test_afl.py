@@ -18,8 +18,8 @@ from virtual import (
     change_array,
     drop_array,
     set_array,
+    start,
     tensors_of,
-    tiny_app,
     tiny_arrays,
     tiny_client,
     tiny_model,
@@ -31,7 +31,6 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import AFL
 from flwr_fisher.tangent import HeadSums, closed_form_head, head_sums
-from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import HeadUpload, arrays_to_tensors
 
 ROW = Row(AFL, {})
@@ -165,9 +164,8 @@ def test_a_head_that_is_called_twice_is_refused():
 # The strategy
 
 
-def run(app=None, clients=3, **own):
-    grid = LocalGrid(tiny_app() if app is None else app, clients)
-    return ROW(**{"policy": LIFTED, **own}).start(grid, tiny_arrays())
+def run(app=None, clients=3, arrays=None, **own):
+    return start(ROW(**{"policy": LIFTED, **own}), app, clients, arrays)
 
 
 def test_the_head_is_set_and_nothing_else():
@@ -263,12 +261,11 @@ def test_the_strategys_head_is_the_pooled_regression(bias, ridge):
         loader = DataLoader(TensorDataset(x[own].float(), y[own]), batch_size=32)
         return FisherClient(backbone(bias).float(), loader, device="cpu")
 
-    start = shared_state(backbone(bias).float())
-    grid = LocalGrid(make_client_app(client_fn), 3)
-    result = ROW(policy=LIFTED, ridge=ridge).start(grid, ArrayRecord(start))
+    begin = shared_state(backbone(bias).float())
+    result = run(make_client_app(client_fn), 3, ArrayRecord(begin), ridge=ridge)
     found = arrays_to_tensors(result.arrays)
-    assert all(found[k].dtype == value.dtype for k, value in start.items())
-    heads = [found[k].reshape(CLASSES, -1) for k in start if k.startswith("2.")]
+    assert all(found[k].dtype == value.dtype for k, value in begin.items())
+    heads = [found[k].reshape(CLASSES, -1) for k in begin if k.startswith("2.")]
     want = pooled(backbone(bias), ridge).float()
     torch.testing.assert_close(torch.cat(heads, 1), want, rtol=1e-4, atol=1e-5)
 
@@ -291,11 +288,10 @@ def test_another_head_may_be_named(make, head, changed):
         loader = DataLoader(TensorDataset(x, y), 32)
         return FisherClient(make().double(), loader, device="cpu")
 
-    start = shared_state(make().double())
-    grid = LocalGrid(make_client_app(client_fn), 2)
-    result = ROW(policy=LIFTED, head=head).start(grid, ArrayRecord(start))
+    begin = shared_state(make().double())
+    result = run(make_client_app(client_fn), 2, ArrayRecord(begin), head=head)
     after = arrays_to_tensors(result.arrays)
-    assert {k for k in start if not torch.equal(start[k], after[k])} == changed
+    assert {k for k in begin if not torch.equal(begin[k], after[k])} == changed
     assert AFL(ridge=0.5, head=head).settings() == {"ridge": 0.5, "head": head}
 
 

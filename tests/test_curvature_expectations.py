@@ -9,8 +9,7 @@ from torch import nn
 
 from flwr_fisher.client.jobs.fedfish import SquaredGradients
 from flwr_fisher.curvature import fisher
-from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
-from flwr_fisher.curvature.estimate.pieces import backward_plan, worth_keeping
+from flwr_fisher.curvature.estimate.pieces import worth_keeping
 from flwr_fisher.errors import DataError, StructureError
 from flwr_fisher.params import flatten
 
@@ -66,35 +65,6 @@ def test_the_share_left_out_of_a_fisher_is_never_exceeded(c, n, tolerance, seed)
     assert -1e-5 * exact.trace() <= left_out <= (tolerance + 1e-5) * exact.trace()
     eigenvalues = torch.linalg.eigvalsh(exact.to_dense() - close.to_dense())
     assert eigenvalues.min() >= -1e-5 * exact.trace()
-
-
-def test_a_batch_of_alike_is_one_group():
-    logits = torch.randn(30, 6, generator=torch.Generator().manual_seed(3))
-    (group,) = backward_plan(LIKELIHOODS["categorical"].pieces(logits), 0.01)
-    assert torch.equal(group.rows, torch.arange(30))
-    pieces = torch.stack(list(group.all()))
-    total = torch.einsum("knc,knd->ncd", pieces, pieces)
-    p = logits.softmax(-1)
-    want = torch.diag_embed(p) - p.unsqueeze(1) * p.unsqueeze(2)
-    assert 0 < relative(total, want) < 0.05
-    assert not backward_plan(LIKELIHOODS["categorical"].pieces(1e4 * logits), 0.01)
-
-
-def test_the_groups_hold_every_kept_piece_once():
-    logits = 5 * torch.randn(30, 6, generator=torch.Generator().manual_seed(3))
-    pieces = LIKELIHOODS["categorical"].pieces(logits)
-    total = torch.zeros(30, 6, 6)
-    groups = backward_plan(pieces, 0.01)
-    assert len(groups) > 1
-    for group in groups:
-        assert group.size <= len(group.order) < 2 * group.size
-        # One more than there are: none has any left.
-        taken = torch.stack([group.piece(i) for i in range(len(group.order) + 1)])
-        total[group.rows] += torch.einsum("knc,knd->ncd", taken, taken)
-    kept = worth_keeping(pieces.weights(), 0.01)
-    values = torch.stack(list(pieces.all())) * kept.unsqueeze(2)
-    want = torch.einsum("knc,knd->ncd", values, values)
-    torch.testing.assert_close(total, want)
 
 
 class Table(nn.Module):

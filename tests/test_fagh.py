@@ -16,6 +16,7 @@ from virtual import (
     close,
     fail,
     same_bits,
+    start,
     tiny_arrays,
     tiny_client,
 )
@@ -70,9 +71,8 @@ def fagh(**options):
 
 
 def run(strategy, app=None, clients=3, arrays=None, **options):
-    grid = LocalGrid(app_of() if app is None else app, clients)
-    start = ArrayRecord(shared_state(net())) if arrays is None else arrays
-    return strategy.start(grid, start, **options)
+    begin = ArrayRecord(shared_state(net())) if arrays is None else arrays
+    return start(strategy, app or app_of(), clients, begin, **options)
 
 
 # A dense twin

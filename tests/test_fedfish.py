@@ -44,7 +44,6 @@ from flwr_fisher.tasks import Transformer, load_task
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import (
     PREFIX,
-    Codec,
     FisherUpload,
     arrays_to_tensors,
     serialized_bytes,
@@ -503,7 +502,7 @@ def test_another_runs_options_are_refused_by_name(tmp_path, options, change):
         ({"server_lr": -1.0}, "server_lr must be >= 0, got -1.0"),
         ({"power": -1.0}, "power must be in [0, 1], got -1.0"),
         ({"balance": 1.5}, "balance must be in [0, 1], got 1.5"),
-        ({"server_optimizer": "lbfgs"}, "optimizer 'lbfgs': it calls a closure"),
+        ({"server_optimizer": "lbfgs"}, "it calls a closure"),
         ({"server_optimizer": 3}, "optimizer takes a name or a factory"),
         ({"server_optimizer": "adm"}, "unknown optimizer 'adm'"),
         ({"upload": "product"}, "upload='product' needs an adaptive server_optimizer"),
@@ -517,13 +516,6 @@ def test_another_runs_options_are_refused_by_name(tmp_path, options, change):
 def test_what_cannot_be_is_refused_when_it_is_made(options, text):
     with pytest.raises(ConfigurationError, match=re.escape(text)):
         FedFish(**options)
-
-
-def test_a_budget_that_is_too_small_is_refused_before_training():
-    app = Watched()
-    with pytest.raises(ConfigurationError, match=r"budget must be >= [\d.]+"):
-        run(FedFish(codec=Codec("fedavg", budget=0.05)), app)
-    assert not app.trained
 
 
 # As people use it

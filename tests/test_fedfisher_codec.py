@@ -11,7 +11,7 @@ from virtual import (
     fedfisher_with,
     same_bits,
     set_array,
-    tiny_app,
+    start,
     tiny_arrays,
     tiny_client,
 )
@@ -32,11 +32,8 @@ FINE = Codec(budget=6.0)
 
 
 def run(app=None, **options):
-    start = {k: options.pop(k) for k in ("checkpoint_dir", "resume") if k in options}
-    strategy = fedfisher_with(**{"fraction_evaluate": 0.0, **options})
-    return strategy.start(
-        LocalGrid(tiny_app() if app is None else app, 3), tiny_arrays(), **start
-    )
+    begin = {k: options.pop(k) for k in ("checkpoint_dir", "resume") if k in options}
+    return start(fedfisher_with(**{"fraction_evaluate": 0.0, **options}), app, **begin)
 
 
 def distance(left, right):

@@ -120,14 +120,6 @@ def test_what_is_not_solved_is_named(tmp_path, caplog, monkeypatch):
     assert result.train_metrics_clientapp[1]["solver-fallbacks"] == 1
 
 
-def test_identical_clients_give_their_model(tmp_path):
-    app = make_client_app(lambda context: tiny_client(1, state_dir=tmp_path))
-    result = merged(app, clients=3, aggregate="sums", iterations=2)
-    mean = result.details.mean
-    arrays = result.arrays.to_torch_state_dict()
-    assert all(torch.allclose(arrays[k], mean[k], atol=1e-6) for k in mean)
-
-
 def test_a_killed_server_ends_with_the_same_bits(tmp_path):
     whole = merged(app_of(tmp_path / "a"), aggregate="sums", iterations=2)
     for stop in range(1, 5):

@@ -21,16 +21,15 @@ from virtual import (
     set_array,
     tensors_of,
     tiny_app,
-    tiny_arrays,
     tiny_client,
     tiny_data,
 )
+from virtual import start as started
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.errors import ClientError, ConfigurationError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedPM
-from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, arrays_to_tensors
 
 ROW = Row(FedPM, {"damping": 0.5})
@@ -41,8 +40,7 @@ plain_sgd = partial(LocalSGD, lr=0.1, momentum=0.0)
 def run(app=None, clients=3, *, start=None, **own):
     keys = ("num_rounds", "checkpoint_dir", "resume", "train_config")
     begin = {k: own.pop(k) for k in keys if k in own}
-    grid = LocalGrid(tiny_app() if app is None else app, clients)
-    return ROW(**own).start(grid, start or tiny_arrays(), **begin)
+    return started(ROW(**own), app, clients, start, **begin)
 
 
 @pytest.mark.parametrize("clients", [1, 3])
