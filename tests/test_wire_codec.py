@@ -693,6 +693,7 @@ HOSTILE = {
     "negative code": (D, with_byte(-1, 0xBC), "must not be negative"),
     "too many fine values": (D, with_byte(HEAD + 4, 9), "9 values of 8"),
     "short diagonal": (D, lambda e: e[:-1], "bytes, expected"),
+    "head of a diagonal alone": (D, lambda e: e[:HEAD], "0 bytes, expected"),
     "long diagonal": (D, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
     "missing moments": (ES, None, "missing"),
     "missing basis": (EA, None, "missing"),

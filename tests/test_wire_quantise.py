@@ -162,6 +162,10 @@ def test_what_is_no_float_or_as_narrow_is_sent_as_it_is():
         assert torch.equal(param_back(value, 16), value)
     exact = torch.tensor([1.0 + 1e-7, 1e-40])
     assert torch.equal(param_back(exact, 64), exact)
+    entry, flags = encode_param(torch.tensor([True, False]), 16), torch.zeros(2).bool()
+    entry[-1] = 2
+    with pytest.raises(WireError, match="no bool"):
+        decode_param(entry, flags, field="x")
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
