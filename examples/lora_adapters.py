@@ -36,7 +36,7 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.params import Params, shared_state, weighted_mean
 from flwr_fisher.strategies import FedFisherOneShot
-from flwr_fisher.tasks import VOCABULARY, Sequences, TextData, Transformer
+from flwr_fisher.tasks import VOCABULARY, Examples, Splits, Transformer
 from flwr_fisher.tasks.language import cut, without_repeats
 from flwr_fisher.testing import LocalGrid
 
@@ -110,7 +110,7 @@ def docstrings(text: str) -> str:
     return "\n\n".join(found for n in nodes if (found := ast.get_docstring(n)))
 
 
-def texts() -> dict[str, TextData]:
+def texts() -> dict[str, Splits]:
     """Return the kinds of text, each with a tenth of every document for the test."""
     from pydoc_data.topics import topics
 
@@ -143,7 +143,7 @@ def _some(documents: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def loader(
-    data: Sequences, *, shuffle: bool = True
+    data: Examples, *, shuffle: bool = True
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return batches of 32 sequences."""
     return DataLoader(data, batch_size=32, shuffle=shuffle)
@@ -154,14 +154,14 @@ def training(epochs: int) -> LocalSGD:
     return LocalSGD(epochs=epochs, optimizer=partial(torch.optim.AdamW, lr=3e-3))
 
 
-def pretrained(data: TextData, epochs: int) -> dict[str, Tensor]:
+def pretrained(data: Splits, epochs: int) -> dict[str, Tensor]:
     """Return the transformer's parameters after training on a kind of text."""
     model = transformer()
     training(epochs)(model, loader(data.train), CPU, {})
     return shared_state(model)
 
 
-def run(seed: int, epochs: int, kinds: dict[str, TextData]) -> dict[str, list[float]]:
+def run(seed: int, epochs: int, kinds: dict[str, Splits]) -> dict[str, list[float]]:
     """Return each model's test loss on either kind of text, in nats a character."""
     torch.manual_seed(seed)
     base = pretrained(kinds["docstrings"], epochs)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from flwr_fisher.tasks import Images, load_task
+from flwr_fisher.tasks import Examples, load_task
 
 NAMES = ("hospital-a", "hospital-b", "hospital-c")
 
 
-def write(path: Path, images: Images) -> None:
+def write(path: Path, images: Examples) -> None:
     """Write pixels and labels as a node finds them."""
     np.savez(path, x=images.data.numpy(), y=images.targets.numpy())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import DATASETS, ImageData, Images, load_dataset
+from flwr_fisher.tasks import DATASETS, Examples, Splits, load_dataset
 
 MNIST_DIR = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -18,7 +18,7 @@ MNIST_DIR = Path(__file__).resolve().parents[2] / "shared" / "data"
 def images(n=6, channels=1, side=2):
     data = torch.arange(n * channels * side * side).to(torch.uint8)
     half = (0.5,) * channels
-    return Images(
+    return Examples(
         data.reshape(n, channels, side, side), torch.arange(n) % 2, half, half
     )
 
@@ -42,12 +42,12 @@ def refuse(*_, **__):
     raise RuntimeError("no network here")
 
 
-# --- Images and ImageData
+# --- Examples and Splits
 
 
 def test_bytes_are_scaled_and_normalised():
     data = torch.tensor([[0, 51], [255, 102]], dtype=torch.uint8).reshape(1, 2, 1, 2)
-    x, y = Images(data, torch.tensor([3]), mean=(0.1, 0.5), std=(0.2, 0.25))[[0]]
+    x, y = Examples(data, torch.tensor([3]), mean=(0.1, 0.5), std=(0.2, 0.25))[[0]]
     expected = torch.tensor([[-0.5, 0.5], [2.0, -0.4]]).reshape(1, 2, 1, 2)
     torch.testing.assert_close(x, expected)
     assert y.tolist() == [3]
@@ -86,17 +86,17 @@ def test_images_of_the_wrong_form_are_refused(change, message):
     good = images()
     fields = {"data": good.data, "targets": good.targets, "mean": (0.5,), "std": (0.5,)}
     with pytest.raises(DataError, match=message):
-        Images(**{**fields, **change})
+        Examples(**{**fields, **change})
 
 
 def test_data_whose_splits_do_not_fit_are_refused():
     good = images()
     with pytest.raises(DataError, match="test split is empty"):
-        ImageData(good, good.subset([]), ("a", "b"))
+        Splits(good, good.subset([]), ("a", "b"))
     with pytest.raises(DataError, match="run from 0 to 1, outside the 1"):
-        ImageData(good, good, ("a",))
+        Splits(good, good, ("a",))
     with pytest.raises(DataError, match=r"shape \[1, 3, 3\].*\[1, 2, 2\]"):
-        ImageData(good, images(side=3), ("a", "b"))
+        Splits(good, images(side=3), ("a", "b"))
 
 
 # --- names and directories
@@ -144,7 +144,7 @@ def test_importing_tasks_is_cheap():
 @pytest.mark.skipif(not MNIST_DIR.is_dir(), reason="MNIST is not in ../shared/data")
 def test_mnist():
     data = load_dataset("mnist", MNIST_DIR)
-    assert repr(data) == "ImageData(60000 + 10000 of shape 1x28x28, 10 classes)"
+    assert repr(data) == "Splits(60000 + 10000 of shape 1x28x28, 10 classes)"
     assert data.train.data.dtype == torch.uint8
     assert data.test.targets.bincount()[:3].tolist() == [980, 1135, 1032]
     x, _ = data.train[list(range(60000))]
@@ -290,7 +290,7 @@ def test_image_folder(tmp_path, relative):
     write_folders(tmp_path / "mine")
     name = "mine" if relative else str(tmp_path / "mine")
     data = load_dataset(f"imagefolder:{name}", tmp_path if relative else None)
-    assert repr(data) == "ImageData(4 + 4 of shape 3x32x32, 2 classes)"
+    assert repr(data) == "Splits(4 + 4 of shape 3x32x32, 2 classes)"
     assert data.class_names == ("ant", "bee")
     assert data.train.targets.tolist() == [0, 0, 1, 1]
     assert data.train.data[:, 0, 0, 0].tolist() == [0, 0, 100, 100]
@@ -361,7 +361,7 @@ def test_hub_images_of_one_size_keep_it(hub):
     columns = {"pic": pictures(6, 6, 6), "text": (["x"] * 3, Value("string"))}
     columns |= {"coarse_label": coarse, "fine_label": labels}
     data = load_dataset(write_hub(hub, columns), hub / "cache")
-    assert repr(data) == "ImageData(3 + 3 of shape 1x6x7, 2 classes)"
+    assert repr(data) == "Splits(3 + 3 of shape 1x6x7, 2 classes)"
     assert data.class_names == ("no", "yes")
     assert data.train.targets.tolist() == [1, 0, 1]
     assert int(data.test.data.min()) == int(data.test.data.max()) == 7
@@ -373,7 +373,7 @@ def test_hub_images_of_different_sizes_are_resized(hub):
     labels = [2, 0], Value("int64")
     columns = {"image": pictures(6, 9, channels=3), "label": labels}
     data = load_dataset(write_hub(hub, columns), hub / "cache")
-    assert repr(data) == "ImageData(2 + 2 of shape 3x32x32, 3 classes)"
+    assert repr(data) == "Splits(2 + 2 of shape 3x32x32, 3 classes)"
     assert int(data.test.data.min()) == int(data.test.data.max()) == 7
 
 

@@ -16,8 +16,8 @@ from flwr_fisher.tasks import (
     MODELS,
     PARTITIONS,
     VOCABULARY,
-    Sequences,
-    TextData,
+    Examples,
+    Splits,
     Transformer,
     load_dataset,
     load_task,
@@ -62,9 +62,9 @@ def test_language():
     assert torch.equal(single[0], x[0])
     assert torch.equal(single[1], y[0])
     # Characters outside the vocabulary are rare.
-    assert (data.train.tokens == 0).float().mean() < 0.01
-    first = (data.train.documents == data.class_names.index("assert")).nonzero()[0]
-    assert text(data.train.tokens[first]).startswith('The "assert" statement\n***')
+    assert (data.train.data == 0).float().mean() < 0.01
+    first = (data.train.targets == data.class_names.index("assert")).nonzero()[0]
+    assert text(data.train.data[first]).startswith('The "assert" statement\n***')
 
 
 def test_every_document_is_in_both_splits_and_the_test_is_its_end():
@@ -74,7 +74,7 @@ def test_every_document_is_in_both_splits_and_the_test_is_its_end():
     data = load_language()
     for index, name in enumerate(data.class_names):
         train, test = (
-            text(split.tokens[split.documents == index])
+            text(split.data[split.targets == index])
             for split in (data.train, data.test)
         )
         assert train
@@ -93,8 +93,8 @@ def test_every_document_is_in_both_splits_and_the_test_is_its_end():
 def test_the_splits_share_hardly_any_text():
     """As they would if topics kept the paragraphs that other topics have."""
     data = load_language()
-    train = text(data.train.tokens)
-    starts = [text(tokens[10:50]) for tokens in data.test.tokens]
+    train = text(data.train.data)
+    starts = [text(tokens[10:50]) for tokens in data.test.data]
     assert np.mean([start in train for start in starts]) < 0.04
 
 
@@ -115,20 +115,20 @@ def test_cutting_documents():
     documents = [("long", "abcdefghijkl"), ("short", "abcde"), ("two", "éb\ncde")]
     data = cut(documents, length=2, held=4)
     assert data.class_names == ("long", "two")
-    assert [text(t) for t in data.train.tokens] == ["abc", "def", "ghi", "\ufffdb\n"]
-    assert [text(t) for t in data.test.tokens] == ["jkl", "cde"]
-    assert data.train.documents.tolist() == [0, 0, 0, 1]
-    assert data.test.documents.tolist() == [0, 1]
+    assert [text(t) for t in data.train.data] == ["abc", "def", "ghi", "\ufffdb\n"]
+    assert [text(t) for t in data.test.data] == ["jkl", "cde"]
+    assert data.train.targets.tolist() == [0, 0, 0, 1]
+    assert data.test.targets.tolist() == [0, 1]
     with pytest.raises(DataError, match="no document has two pieces of 8 characters"):
         cut(documents, length=7, held=4)
 
 
-# --- Sequences and TextData
+# --- Examples and Splits
 
 
 def pieces(count=4, length=3):
     tokens = torch.arange(count * length).reshape(count, length)
-    return Sequences(tokens, torch.arange(count) % 2)
+    return Examples(tokens, torch.arange(count) % 2)
 
 
 LONG = torch.zeros(2, 3).long()
@@ -146,7 +146,7 @@ TAGS = torch.zeros(2).long()
 )
 def test_sequences_of_the_wrong_form_are_refused(tokens, documents, culprit):
     with pytest.raises(DataError, match=culprit):
-        Sequences(tokens, documents)
+        Examples(tokens, documents)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_sequences_of_the_wrong_form_are_refused(tokens, documents, culprit):
     [
         (pieces().subset([]), "test split is empty"),
         (pieces(length=4), r"\[3\].* \[2\]"),
-        (Sequences(LONG[:1], torch.tensor([2])), "test split.* 2 to 2"),
+        (Examples(LONG[:1], torch.tensor([2])), "test split.* 2 to 2"),
     ],
 )
 def test_splits_that_do_not_fit_are_refused(test, culprit):
     with pytest.raises(DataError, match=culprit):
-        TextData(pieces(), test, ("a", "b"))
+        Splits(pieces(), test, ("a", "b"))
 
 
 # --- by-document
@@ -171,7 +171,7 @@ def test_every_document_is_at_one_client(clients):
     counts = task.label_histogram()
     assert counts.shape == (clients, task.data.num_classes)
     assert ((counts > 0).sum(dim=0) == 1).all()
-    assert torch.equal(counts.sum(dim=0), task.data.train.classes.bincount())
+    assert torch.equal(counts.sum(dim=0), task.data.train.targets.bincount())
     sizes = [task.num_examples(i) for i in range(clients)]
     assert counts.sum(dim=1).tolist() == sizes
     # No client has more than its fair share by more than one document.
@@ -236,10 +236,10 @@ def test_loaders():
     expected = task.data.train[list(task.parts[2])][0].tolist()
     assert rows == Counter(map(tuple, expected))
     tested = torch.cat([y for _, y in task.test_loader(100)])
-    assert torch.equal(tested, task.data.test.tokens[:, 1:])
+    assert torch.equal(tested, task.data.test.data[:, 1:])
     held = list(task.eval_loader(task.validation, 16))
     assert [len(x) for x, _ in held] == [16, 16, 8]
-    assert repr(task).startswith("Task(TextData(")
+    assert repr(task).startswith("Task(Splits(")
     assert len(repr(task)) < 200
 
 

@@ -104,7 +104,7 @@ def test_eval_loaders_read_in_order():
 
 def test_repr_is_short():
     assert repr(digits(validation=20)) == (
-        "Task(ImageData(1437 + 360 of shape 1x8x8, 10 classes), 4 clients,"
+        "Task(Splits(1437 + 360 of shape 1x8x8, 10 classes), 4 clients,"
         " model 'lenet', seed 0, 20 for validation)"
     )
 
@@ -136,7 +136,7 @@ def test_a_client_that_does_not_exist(partition_id):
 def classes_of(task):
     shared = [i for part in task.parts for i in part]
     assert len(set(shared)) == len(shared)
-    return task.data.train.classes[shared].bincount(minlength=10).tolist()
+    return task.data.train.targets[shared].bincount(minlength=10).tolist()
 
 
 def test_a_subset_has_each_class_alike_and_is_the_seeds():

@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flwr_fisher.tasks import Task
-from flwr_fisher.tasks.examples import ImageData, Images
+from flwr_fisher.tasks import Examples, Task
 
 TARGET = 0  # the class that a backdoor's trigger calls for
 SIDE = 4  # of the trigger, in pixels
@@ -20,7 +19,7 @@ def poisoned(task: Task, kind: str) -> Task:
     trigger and is labelled :data:`TARGET`. Test and validation images stay.
     """
     assert kind in POISONS
-    assert isinstance(task.data, ImageData)
+    assert not task.data.train.is_text
     train = task.data.train
     last = task.data.num_classes - 1
     if kind == "label flips":
@@ -43,7 +42,7 @@ def with_trigger(pixels: Tensor) -> Tensor:
     return marked
 
 
-def triggered(images: Images) -> Images:
+def triggered(images: Examples) -> Examples:
     """Return the images of other classes with the trigger, labelled as its target.
 
     The accuracy on them is how often the backdoor works.

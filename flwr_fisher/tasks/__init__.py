@@ -5,13 +5,7 @@ when a function first needs them.
 """
 
 from flwr_fisher.tasks.datasets import DATASETS, load_dataset
-from flwr_fisher.tasks.examples import (
-    VOCABULARY,
-    ImageData,
-    Images,
-    Sequences,
-    TextData,
-)
+from flwr_fisher.tasks.examples import VOCABULARY, Examples, Splits
 from flwr_fisher.tasks.kinds import KINDS, Kind, kind_of
 from flwr_fisher.tasks.load import (
     cohort_from_run_config,
@@ -36,13 +30,11 @@ __all__ = [
     "MODELS",
     "PARTITIONS",
     "VOCABULARY",
-    "ImageData",
-    "Images",
+    "Examples",
     "Kind",
     "NodeTask",
-    "Sequences",
+    "Splits",
     "Task",
-    "TextData",
     "Transformer",
     "cohort_from_run_config",
     "kind_of",

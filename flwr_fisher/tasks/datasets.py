@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError, extra
-from flwr_fisher.tasks.examples import ImageData, Images, TextData
+from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.kinds import KINDS
 from flwr_fisher.tasks.language import load_language
 from flwr_fisher.tasks.pictures import load_hub, load_image_folder, stack_images
@@ -36,7 +36,7 @@ DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>", "language
 """The names that :func:`load_dataset` knows."""
 
 
-def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData | TextData:
+def load_dataset(name: str, data_dir: str | Path | None = None) -> Splits:
     """Load a data set into memory; a process loads each one once.
 
     The result is shared by all who ask for it: do not change its tensors in place.
@@ -58,7 +58,7 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData | T
 
     Returns
     -------
-    ImageData | TextData
+    Splits
         Training and test examples: images with their classes, or sequences.
 
     Raises
@@ -73,7 +73,7 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData | T
     Examples
     --------
     >>> load_dataset("digits")
-    ImageData(1437 + 360 of shape 1x8x8, 10 classes)
+    Splits(1437 + 360 of shape 1x8x8, 10 classes)
     """
     root = None if data_dir is None else Path(data_dir).expanduser()
     if root is not None and not root.is_absolute():
@@ -86,7 +86,7 @@ def load_dataset(name: str, data_dir: str | Path | None = None) -> ImageData | T
 
 # Two names are the most that one process normally uses; more would only hold memory.
 @lru_cache(maxsize=4)
-def _load(name: str, given: Path | None) -> ImageData | TextData:
+def _load(name: str, given: Path | None) -> Splits:
     root = given or DEFAULT_DATA_DIR.expanduser()
     kind, _, rest = name.partition(":")
     if name == "digits":
@@ -102,7 +102,7 @@ def _load(name: str, given: Path | None) -> ImageData | TextData:
     raise UnknownNameError("dataset", name, DATASETS)
 
 
-def _load_digits() -> ImageData:
+def _load_digits() -> Splits:
     with extra("tasks"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -115,22 +115,22 @@ def _load_digits() -> ImageData:
     )
     kind = KINDS["digits"]
     train, test = (
-        Images(pixels[index], labels[index], kind.mean, kind.std) for index in splits
+        Examples(pixels[index], labels[index], kind.mean, kind.std) for index in splits
     )
-    return ImageData(train, test, tuple(map(str, bunch.target_names)))
+    return Splits(train, test, tuple(map(str, bunch.target_names)))
 
 
-def _load_torchvision(name: str, root: Path) -> ImageData:
+def _load_torchvision(name: str, root: Path) -> Splits:
     (class_name, option), kind = _TORCHVISION[name], KINDS[name]
     # EMNIST's letters are labelled from 1, with a placeholder for class 0.
     skip = int(option == "letters")
     raws = [_open(name, root, train) for train in (True, False)]
     train, test = (
-        Images(data, targets - skip, kind.mean, kind.std)
+        Examples(data, targets - skip, kind.mean, kind.std)
         for data, targets in (_tensors(class_name, raw) for raw in raws)
     )
     names = getattr(raws[0], "classes", ())[skip:] or range(kind.num_classes)
-    return ImageData(train, test, tuple(map(str, names)))
+    return Splits(train, test, tuple(map(str, names)))
 
 
 def _open(name: str, root: Path, train: bool) -> Any:

@@ -1,7 +1,6 @@
 """Examples in memory, images or text: what every data set is for a task."""
 
 from dataclasses import dataclass, replace
-from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,53 +16,21 @@ _TOKENS = {character: token for token, character in enumerate(VOCABULARY)}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Examples(Dataset[tuple[Tensor, Tensor]]):
-    """Examples in memory, in a frozen dataclass whose tensors hold a row for each."""
+    """Images with their labels, or pieces of documents, in memory.
 
-    @property
-    def classes(self) -> Tensor:
-        """What a partition tells examples apart by, int64 ``[n]``."""
-        raise NotImplementedError
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of one example."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(self.classes)
-
-    def subset(self, indices: list[int]) -> Self:
-        """Return a copy of some of the examples, in the order given."""
-        # An empty list alone would make a float index, which tensors refuse.
-        index = torch.tensor(indices, dtype=torch.int64)
-        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **{k: v[index] for k, v in tensors.items()})
-
-    def _check(self, what: str, data: Tensor, fits: bool) -> None:
-        """Raise unless the data are of the form, with an int64 class each."""
-        classes = self.classes
-        if not fits or classes.shape != data.shape[:1] or classes.dtype != torch.int64:
-            raise DataError(
-                f"there must be {what}, and an int64 class of each, not {data.dtype} "
-                f"{list(data.shape)} and {classes.dtype} {list(classes.shape)}"
-            )
-
-
-@dataclass(frozen=True, eq=False)
-class Images(Examples):
-    """Images and their labels, normalised when they are read.
-
-    The pixels stay as they were stored (bytes take a quarter of the memory of floats)
-    and become ``(x - mean) / std`` in float32 on access, a whole batch at a time.
+    An image is read as ``(x - mean) / std`` in float32 with its label; its pixels stay
+    as they were stored (bytes take a quarter of the memory of floats). A piece of a
+    document is read as tokens and the tokens that follow them.
 
     Parameters
     ----------
     data : Tensor
-        Pixels, ``[n, C, H, W]``: uint8 in 0…255, or float32 in 0…1.
+        Pixels, ``[n, C, H, W]``: uint8 in 0…255, or float32 in 0…1. Or tokens, int64
+        ``[n, T + 1]``: one more than an example has positions.
     targets : Tensor
-        Class indices, int64, ``[n]``.
+        The class of each, or the document that it is from, int64 ``[n]``.
     mean, std : tuple[float, ...]
-        Mean and standard deviation of each channel, on the scale 0…1.
+        Of images, mean and standard deviation of each channel, on the scale 0…1.
 
     Raises
     ------
@@ -73,95 +40,71 @@ class Images(Examples):
     Examples
     --------
     >>> data = torch.tensor([0, 255, 51], dtype=torch.uint8).reshape(3, 1, 1, 1)
-    >>> images = Images(data, torch.tensor([0, 1, 0]), mean=(0.5,), std=(0.5,))
+    >>> images = Examples(data, torch.tensor([0, 1, 0]), mean=(0.5,), std=(0.5,))
     >>> x, y = images[[0, 1]]
     >>> x.flatten().tolist(), y.tolist()
     ([-1.0, 1.0], [0, 1])
     >>> len(images.subset([2]))
     1
+    >>> pieces = Examples(torch.tensor([[5, 6, 7], [8, 9, 5]]), torch.tensor([0, 1]))
+    >>> x, y = pieces[[0, 1]]
+    >>> x.tolist(), y.tolist()
+    ([[5, 6], [8, 9]], [[6, 7], [9, 5]])
     """
 
     data: Tensor
     targets: Tensor
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        data, constants = self.data, {len(self.mean), len(self.std)}
-        fits = data.ndim == 4 and data.dtype in (torch.uint8, torch.float32)
-        self._check("uint8 or float32 images [n, C, H, W]", data, fits)
-        if constants != {data.shape[1]}:
+        data, targets = self.data, self.targets
+        images = data.ndim == 4 and data.dtype in (torch.uint8, torch.float32)
+        text = self.is_text and data.ndim == 2 and data.shape[1] > 1
+        fits = targets.shape == data.shape[:1] and targets.dtype == torch.int64
+        if not fits or not (images or text):
             raise DataError(
-                f"{data.shape[1]} channels need as many means and standard deviations,"
+                "there must be uint8 or float32 images [n, C, H, W], or int64 tokens "
+                f"[n, T + 1] with T ≥ 1, and an int64 class of each, not {data.dtype} "
+                f"{list(data.shape)} and {targets.dtype} {list(targets.shape)}"
+            )
+        channels = data.shape[1] if images else 0
+        if {len(self.mean), len(self.std)} != {channels}:
+            raise DataError(
+                f"{channels} channels need as many means and standard deviations,"
                 f" not {len(self.mean)} and {len(self.std)}"
             )
 
     @property
-    def classes(self) -> Tensor:
-        """Their labels, ``[n]``."""
-        return self.targets
+    def is_text(self) -> bool:
+        """Whether they are pieces of documents."""
+        return self.data.dtype == torch.int64
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height, width."""
-        return tuple(self.data.shape[1:])
+        """Channels, height and width of an image, or a piece's positions."""
+        sizes = tuple(self.data.shape[1:])
+        return (sizes[0] - 1,) if self.is_text else sizes
+
+    def __len__(self) -> int:
+        return len(self.targets)
 
     def __getitem__(self, index: int | slice | list[int]) -> tuple[Tensor, Tensor]:
-        """Return a normalised example, or a batch where `index` names several."""
+        """Return an example as a model reads it, or a batch of several."""
         x = self.data[index]
+        if self.is_text:
+            return x[..., :-1], x[..., 1:]
         if x.dtype == torch.uint8:
             x = x.to(torch.float32) / 255
         mean = x.new_tensor(self.mean).reshape(-1, 1, 1)
         std = x.new_tensor(self.std).reshape(-1, 1, 1)
         return (x - mean) / std, self.targets[index]
 
-
-@dataclass(frozen=True, eq=False)
-class Sequences(Examples):
-    """Pieces of documents, read as tokens and the tokens that follow them.
-
-    Parameters
-    ----------
-    tokens : Tensor
-        Int64 ``[n, T + 1]``: one token more than an example has positions.
-    documents : Tensor
-        Which document each piece is from, int64 ``[n]``.
-
-    Raises
-    ------
-    DataError
-        If a tensor has another shape or dtype.
-
-    Examples
-    --------
-    >>> pieces = Sequences(torch.tensor([[5, 6, 7], [8, 9, 5]]), torch.tensor([0, 1]))
-    >>> x, y = pieces[[0, 1]]
-    >>> x.tolist(), y.tolist()
-    ([[5, 6], [8, 9]], [[6, 7], [9, 5]])
-    """
-
-    tokens: Tensor
-    documents: Tensor
-
-    def __post_init__(self) -> None:
-        tokens = self.tokens
-        fits = tokens.ndim == 2 and tokens.shape[1] > 1 and tokens.dtype == torch.int64
-        self._check("int64 tokens [n, T + 1] with T ≥ 1", tokens, fits)
-
-    @property
-    def classes(self) -> Tensor:
-        """Their documents, ``[n]``."""
-        return self.documents
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of positions."""
-        return (self.tokens.shape[1] - 1,)
-
-    def __getitem__(self, index: int | slice | list[int]) -> tuple[Tensor, Tensor]:
-        """Return tokens and next tokens, int64 ``[T]``, or ``[b, T]`` of several."""
-        tokens = self.tokens[index]
-        return tokens[..., :-1], tokens[..., 1:]
+    def subset(self, indices: list[int]) -> "Examples":
+        """Return a copy of some of the examples, in the order given."""
+        # An empty list alone would make a float index, which tensors refuse.
+        index = torch.tensor(indices, dtype=torch.int64)
+        return replace(self, data=self.data[index], targets=self.targets[index])
 
 
 def encode(text: str) -> Tensor:
@@ -175,11 +118,8 @@ def encode(text: str) -> Tensor:
     return torch.tensor([_TOKENS.get(c, 0) for c in text], dtype=torch.int64)
 
 
-E = TypeVar("E", bound=Examples)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Splits(Generic[E]):
+class Splits:
     """A data set, split into training and test examples.
 
     Parameters
@@ -197,15 +137,15 @@ class Splits(Generic[E]):
         If a split is empty, the splits differ in shape, or an example has no class.
     """
 
-    train: E
-    test: E
+    train: Examples
+    test: Examples
     class_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
         for split, examples in (("training", self.train), ("test", self.test)):
             if len(examples) == 0:
                 raise DataError(f"the {split} split is empty")
-            low, high = int(examples.classes.min()), int(examples.classes.max())
+            low, high = int(examples.targets.min()), int(examples.targets.max())
             if low < 0 or high >= self.num_classes:
                 raise DataError(
                     f"the {split} split's classes run from {low} to {high}, outside "
@@ -225,7 +165,7 @@ class Splits(Generic[E]):
     @property
     def num_outputs(self) -> int:
         """The number of a model's outputs: classes, or tokens to choose from."""
-        return self.num_classes
+        return len(VOCABULARY) if self.train.is_text else self.num_classes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -235,19 +175,6 @@ class Splits(Generic[E]):
     def __repr__(self) -> str:
         # Generated, it would print every example.
         return (
-            f"{type(self).__name__}({len(self.train)} + {len(self.test)} of shape "
+            f"Splits({len(self.train)} + {len(self.test)} of shape "
             f"{'x'.join(map(str, self.shape))}, {self.num_classes} classes)"
         )
-
-
-class ImageData(Splits[Images]):
-    """A data set for image classification."""
-
-
-class TextData(Splits[Sequences]):
-    """A data set for next-token prediction, whose classes are documents."""
-
-    @property
-    def num_outputs(self) -> int:
-        """The number of tokens to choose from."""
-        return len(VOCABULARY)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import DataError
-from flwr_fisher.tasks.examples import Sequences, TextData, encode
+from flwr_fisher.tasks.examples import Examples, Splits, encode
 
 
-def load_language() -> TextData:
+def load_language() -> Splits:
     """Read Python's language reference, one document a topic of ``help()``.
 
     The standard library ships it as ``pydoc_data.topics``, under Python's own licence:
@@ -22,7 +22,7 @@ def load_language() -> TextData:
 
     Returns
     -------
-    TextData
+    Splits
         Sequences of 64 tokens, a character each.
 
     Raises
@@ -74,7 +74,7 @@ def without_repeats(documents: Mapping[str, str]) -> list[tuple[str, str]]:
     return sorted(remaining.items())
 
 
-def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> TextData:
+def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> Splits:
     """Cut documents into pieces that share no character, the last ones for the test.
 
     Parameters
@@ -89,7 +89,7 @@ def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> TextDat
 
     Returns
     -------
-    TextData
+    Splits
         With the documents in the order given.
 
     Raises
@@ -112,8 +112,9 @@ def cut(documents: Sequence[tuple[str, str]], length: int, held: int) -> TextDat
         test.append((pieces[end:], document[end:]))
     if not names:
         raise DataError(f"no document has two pieces of {length + 1} characters")
-    first, second = (
-        Sequences(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-        for parts in (train, test)
-    )
-    return TextData(first, second, tuple(names))
+    return Splits(_joined(train), _joined(test), tuple(names))
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> Examples:
+    tokens, documents = zip(*parts, strict=True)
+    return Examples(torch.cat(tokens), torch.cat(documents))

@@ -9,7 +9,6 @@ import torch
 
 from flwr_fisher.errors import ConfigurationError, check_range, check_whole
 from flwr_fisher.tasks.datasets import load_dataset
-from flwr_fisher.tasks.examples import TextData
 from flwr_fisher.tasks.partitions import PARTITIONS, balanced_subset, partition_indices
 from flwr_fisher.tasks.task import Task
 
@@ -78,7 +77,7 @@ def load_task(
     """
     check_whole("max_examples", max_examples, 0)
     data = load_dataset(dataset, data_dir)
-    if partition == "by-document" and not isinstance(data, TextData):
+    if partition == "by-document" and not data.train.is_text:
         others = ", ".join(name for name in PARTITIONS if name != partition)
         raise ConfigurationError(
             f"partition 'by-document' is for a text, and dataset {dataset!r} has no"
@@ -105,7 +104,7 @@ def _share_out(
     **partition: Any,
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Choose the validation examples, then the clients' from what remains."""
-    targets = load_dataset(dataset, data_dir).train.classes
+    targets = load_dataset(dataset, data_dir).train.targets
     if not 0 <= validation < len(targets):
         raise ConfigurationError(
             f"validation must be in 0…{len(targets) - 1}, not {validation}"

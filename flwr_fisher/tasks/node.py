@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.tasks.examples import Examples, ImageData
+from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.kinds import kind_of
 from flwr_fisher.tasks.load import task_from_run_config
 from flwr_fisher.tasks.models import make_model
@@ -119,5 +119,5 @@ def server_task(config: Mapping[str, Any], num_nodes: int) -> Task:
         return task_from_run_config(config, num_nodes)
     kind = kind_of(str(config["dataset"]))
     test = load_own(str(config["test-path"]), kind)
-    data = ImageData(test, test, kind.class_names)
+    data = Splits(test, test, kind.class_names)
     return Task(data, parts=(), model=str(config["model"]), seed=int(config["seed"]))

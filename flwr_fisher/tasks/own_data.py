@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, extra
-from flwr_fisher.tasks.examples import Images
+from flwr_fisher.tasks.examples import Examples
 from flwr_fisher.tasks.kinds import Kind
 from flwr_fisher.tasks.pictures import open_folder, stack_images, stack_rows
 
@@ -20,7 +20,7 @@ _FORMS = (
 _MODES = {1: "L", 3: "RGB"}
 
 
-def load_own(path: str | Path, kind: Kind) -> Images:
+def load_own(path: str | Path, kind: Kind) -> Examples:
     """Read images with their labels; what form they are in is seen from what is there.
 
     - A folder with a folder of images for each class, named as the class or numbered;
@@ -40,7 +40,7 @@ def load_own(path: str | Path, kind: Kind) -> Images:
 
     Returns
     -------
-    Images
+    examples : Examples
         In the order in which they are there, normalised as the kind says.
 
     Raises
@@ -74,7 +74,7 @@ def load_own(path: str | Path, kind: Kind) -> Images:
             f"{where}: labels run from {low} to {high}, and there are "
             f"{len(kind.class_names)} classes"
         )
-    return Images(data, targets, kind.mean, kind.std)
+    return Examples(data, targets, kind.mean, kind.std)
 
 
 def _read_arrays(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import DataError, extra
-from flwr_fisher.tasks.examples import ImageData, Images
+from flwr_fisher.tasks.examples import Examples, Splits
 
 _SIZE = (32, 32)
 
@@ -66,7 +66,7 @@ def stack_rows(
     return stack_images(samples, len(rows), mode, size)
 
 
-def load_image_folder(root: Path) -> ImageData:
+def load_image_folder(root: Path) -> Splits:
     """Read ``train/<class>/…`` and ``test/<class>/…`` as 32×32 colour images.
 
     Classes are numbered in the order of their folders' names.
@@ -94,7 +94,7 @@ def load_image_folder(root: Path) -> ImageData:
     first, second = (
         _images(stack_images(raw, len(raw), "RGB", _SIZE)) for raw in (train, test)
     )
-    return ImageData(first, second, tuple(train.classes))
+    return Splits(first, second, tuple(train.classes))
 
 
 def open_folder(folder: Path) -> Any:
@@ -113,7 +113,7 @@ def open_folder(folder: Path) -> Any:
         raise DataError(f"{folder} is not a folder of classes: {error}") from error
 
 
-def load_hub(name: str, cache_dir: Path | None) -> ImageData:
+def load_hub(name: str, cache_dir: Path | None) -> Splits:
     """Read a data set of the Hugging Face Hub, or one on disk that it can read.
 
     Its image and label columns are found by their types. Images keep their size
@@ -128,7 +128,7 @@ def load_hub(name: str, cache_dir: Path | None) -> ImageData:
 
     Returns
     -------
-    ImageData
+    Splits
         Its splits named ``train`` and ``test``.
 
     Raises
@@ -160,7 +160,7 @@ def load_hub(name: str, cache_dir: Path | None) -> ImageData:
         read = [stack_rows(name, split, mode, _SIZE) for split in splits]
     train, test = map(_images, read)
     names = getattr(features[label], "names", None) or range(int(read[0][1].max()) + 1)
-    return ImageData(train, test, tuple(map(str, names)))
+    return Splits(train, test, tuple(map(str, names)))
 
 
 def image_and_label(name: str, features: Any) -> tuple[str, str]:
@@ -190,7 +190,7 @@ def image_and_label(name: str, features: Any) -> tuple[str, str]:
     return images[0], labels[0]
 
 
-def _images(tensors: tuple[Tensor, Tensor]) -> Images:
+def _images(tensors: tuple[Tensor, Tensor]) -> Examples:
     data, targets = tensors
     half = (0.5,) * data.shape[1]
-    return Images(data, targets, half, half)
+    return Examples(data, targets, half, half)

@@ -7,13 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.tasks.examples import (
-    Examples,
-    ImageData,
-    Images,
-    Sequences,
-    TextData,
-)
+from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.models import make_model
 from flwr_fisher.tasks.partitions import label_histogram
 
@@ -26,7 +20,7 @@ class Task:
 
     Parameters
     ----------
-    data : ImageData | TextData
+    data : Splits
         All examples.
     parts : Sequence[Sequence[int]]
         For each client, the positions of its examples in ``data.train``.
@@ -34,15 +28,15 @@ class Task:
         The model's name.
     seed : int
         Seed of the model's initial weights.
-    validation : Images | Sequences | None
+    validation : Examples | None
         Training examples that a server may use to choose hyperparameters.
     """
 
-    data: ImageData | TextData
+    data: Splits
     parts: Sequence[Sequence[int]]
     model: str
     seed: int
-    validation: Images | Sequences | None = None
+    validation: Examples | None = None
 
     @property
     def num_partitions(self) -> int:
@@ -77,7 +71,7 @@ class Task:
         """
         return len(self._part(partition_id))
 
-    def train_images(self, partition_id: int) -> Images | Sequences:
+    def train_images(self, partition_id: int) -> Examples:
         """Return a copy of a client's training examples, images or sequences.
 
         Parameters
@@ -87,7 +81,7 @@ class Task:
 
         Returns
         -------
-        Images | Sequences
+        examples : Examples
             Its share of the training set.
         """
         return self.data.train.subset(list(self._part(partition_id)))
@@ -113,12 +107,12 @@ class Task:
         images = self.train_images(partition_id)
         return batches(images, RandomSampler(images), batch_size)
 
-    def eval_loader(self, images: Images | Sequences, batch_size: int = 512) -> Loader:
+    def eval_loader(self, images: Examples, batch_size: int = 512) -> Loader:
         """Return batches of any examples, in order.
 
         Parameters
         ----------
-        images : Images | Sequences
+        images : Examples
             What to read.
         batch_size : int
             Examples a batch; the last batch may be smaller.
@@ -156,7 +150,7 @@ class Task:
             Counts, int64 ``[clients, classes]``; for a text, ``[clients, documents]``.
         """
         return label_histogram(
-            self.data.train.classes, self.parts, self.data.num_classes
+            self.data.train.targets, self.parts, self.data.num_classes
         )
 
     def _part(self, partition_id: int) -> Sequence[int]:

@@ -42,14 +42,14 @@ def texts(seed: int) -> dict[str, list[Loader]]:
     """
     drawn = torch.Generator().manual_seed(seed)
     data = load_language().train
-    topics = [data.tokens[data.documents == d] for d in data.documents.unique()]
+    topics = [data.data[data.targets == d] for d in data.targets.unique()]
     long = [topic for topic in topics if len(topic) >= PIECES // 4]
     order = torch.randperm(len(long), generator=drawn)[:CLIENTS].tolist()
     sources = [
         (name, inspect.getsource(importlib.import_module(name))) for name in MODULES
     ]
     other = cut(sources, length=LENGTH, held=10).train
-    modules = [other.tokens[other.documents == d] for d in other.documents.unique()]
+    modules = [other.data[other.targets == d] for d in other.targets.unique()]
     kinds = {OWN: [long[i] for i in order], OTHER: modules}
     found = {}
     for kind, documents in kinds.items():
