@@ -2,54 +2,47 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import Context, MetricRecord
+from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.legacy.strategy import Older
 from flwr_fisher.log_lines import logger
-from flwr_fisher.strategies import CurvatureResult, CurvatureStrategy
+from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import CurvatureResult
 
-Metrics = dict[str, list[tuple[int, Any]]]
 
-
-@dataclass
 class History:
     """What an older server returns: losses and metrics by round.
+
+    Parameters
+    ----------
+    result : Result
+        A strategy's.
 
     Examples
     --------
     >>> result = Result(evaluate_metrics_serverapp={1: MetricRecord({"loss": 0.5})})
-    >>> History.of(result).losses_centralized
+    >>> History(result).losses_centralized
     [(1, 0.5)]
     """
 
-    losses_distributed: list[tuple[int, Any]]
-    losses_centralized: list[tuple[int, Any]]
-    metrics_distributed_fit: Metrics
-    metrics_distributed: Metrics
-    metrics_centralized: Metrics
+    def __init__(self, result: Result) -> None:
+        self.metrics_distributed_fit = _by_name(result.train_metrics_clientapp)
+        self.metrics_distributed = _by_name(result.evaluate_metrics_clientapp)
+        self.metrics_centralized = _by_name(result.evaluate_metrics_serverapp)
+        self.losses_distributed = self.metrics_distributed.pop("loss", [])
+        self.losses_centralized = self.metrics_centralized.pop("loss", [])
 
-    @classmethod
-    def of(cls, result: Result) -> "History":
-        """Sort a result's metrics."""
-        distributed = _by_name(result.evaluate_metrics_clientapp)
-        centralized = _by_name(result.evaluate_metrics_serverapp)
-        return cls(
-            distributed.pop("loss", []),
-            centralized.pop("loss", []),
-            _by_name(result.train_metrics_clientapp),
-            distributed,
-            centralized,
-        )
+    def __repr__(self) -> str:
+        return f"History({vars(self)})"
 
 
-def _by_name(rounds: Mapping[int, MetricRecord]) -> Metrics:
-    metrics: Metrics = {}
+def _by_name(rounds: Mapping[int, MetricRecord]) -> dict[str, list[tuple[int, Any]]]:
+    metrics: dict[str, list[tuple[int, Any]]] = {}
     for server_round, record in rounds.items():
         for name, value in record.items():
             metrics.setdefault(name, []).append((server_round, value))
@@ -91,18 +84,12 @@ class Server:
         ConfigurationError
             If the strategy is another, or the app is not :func:`server_app`'s.
         """
-        strategy, older = self.strategy, getattr(self.strategy, "older", None)
-        if not isinstance(strategy, CurvatureStrategy):
-            raise ConfigurationError(
-                f"{type(strategy).__name__} is none of flwr_fisher.strategies: keep "
-                "ServerApp(server_fn=...) for it, or take one of them, as_legacy("
-                "FedFisherOneShot, model=...)"
-            )
-        name = type(strategy).__name__
+        older = getattr(self.strategy, "older", None)
         if not isinstance(older, Older):
             raise ConfigurationError(
-                f"{name}(...) knows no older settings: make it as_legacy({name}, "
-                "model=...)"
+                f"{type(self.strategy).__name__} is none that as_legacy made: make one "
+                "of flwr_fisher.strategies so, as_legacy(FedFish, model=...), or keep "
+                "ServerApp(server_fn=...) for it"
             )
         if self.grid is None:
             raise ConfigurationError(
@@ -115,9 +102,10 @@ class Server:
             options["timeout"] = timeout
         if older.evaluate_fn is not None:
             options["evaluate_fn"] = older.evaluate
-        arrays = older.initial_arrays()
-        self.result = strategy.start(self.grid, arrays, num_rounds, **options)
-        return History.of(self.result), time.monotonic() - began
+        arrays = ArrayRecord(shared_state(older.model))
+        result = self.strategy.start(self.grid, arrays, num_rounds, **options)
+        self.result = result
+        return History(result), time.monotonic() - began
 
 
 def server_app(server_fn: Callable[[Context], Any]) -> ServerApp:

@@ -19,7 +19,6 @@ from flwr_fisher.legacy.lists import (
     to_list,
 )
 from flwr_fisher.legacy.numpy_client import numbers
-from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import TCT, CurvatureStrategy
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -59,10 +58,6 @@ class Older:
     on_fit_config_fn: ConfigFn | None
     on_evaluate_config_fn: ConfigFn | None
     start: Mapping[str, Any] = field(default_factory=dict)
-
-    def initial_arrays(self) -> ArrayRecord:
-        """Return what a run starts from."""
-        return ArrayRecord(shared_state(self.model))
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Have the older function score the arrays."""
