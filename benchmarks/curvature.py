@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from flwr_fisher.client.training import LocalSGD
 from flwr_fisher.curvature import TOLERANCE, fisher
 from flwr_fisher.params import flatten
-from flwr_fisher.report.style import save
+from flwr_fisher.report.plots import save
 from flwr_fisher.tasks import load_dataset, make_model
 
 BOTH = ("kfac", "diagonal")

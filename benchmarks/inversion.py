@@ -54,7 +54,7 @@ from flwr_fisher.merge import (
     partial_traces,
 )
 from flwr_fisher.params import shared_state, weighted_mean
-from flwr_fisher.report.style import save
+from flwr_fisher.report.plots import save
 from flwr_fisher.tasks import load_dataset, make_model
 from flwr_fisher.wire import curvature_to_tensors
 

@@ -26,7 +26,7 @@ from harness.tables import head, row
 from matplotlib.figure import Figure
 from studies.size.measure import codec, merging
 
-from flwr_fisher.report.style import save
+from flwr_fisher.report.plots import save
 
 MODELS = ("lenet", "cnn", "resnet18")
 FIVE = 5

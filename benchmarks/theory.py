@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from flwr_fisher.curvature import fisher
 from flwr_fisher.merge import LocalPosterior, fedavg
-from flwr_fisher.report.style import BEST, RUNS, save
+from flwr_fisher.report.plots import BEST, RUNS, save
 
 CLIENTS, POINTS, RATE = 2, 100, 0.1
 WIDTHS, STEPS = (32, 64, 128, 256, 512, 1024), 2048

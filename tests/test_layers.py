@@ -392,7 +392,7 @@ def test_a_long_file_gives_its_reason_at_the_top():
         ("measures", "measures/x.py", "from flwr_fisher.strategies import cohort"),
         ("tasks", "tasks/x.py", "from flwr_fisher.client import score"),
         ("tasks", "tasks/x.py", "from flwr_fisher.merge import fedavg"),
-        ("strategies", "strategies/x.py", "from flwr_fisher.report import ReportDir"),
+        ("strategies", "strategies/x.py", "from flwr_fisher.report import save_report"),
         ("client", "client/x.py", "from flwr_fisher.legacy import client_app"),
         ("strategies", "strategies/x.py", "from flwr_fisher.legacy import as_legacy"),
         ("report", "report/x.py", "from flwr_fisher import legacy"),

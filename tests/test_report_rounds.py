@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import Result
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from flwr_fisher.report import ReportDir, plot_rounds, rounds_of
+from flwr_fisher.report import plot_rounds, rounds_of, save_report
 
 RUN = {
     0: MetricRecord({"accuracy": 0.1, "personalised-accuracy": 0.2}),
@@ -60,13 +60,12 @@ def test_metrics_by_round_say_where_they_come_from():
 
 def test_they_reach_metrics_json(tmp_path):
     rounds = {n: {"server": dict(RUN[n % 3])} for n in range(11)}
-    empty = {}
-    folder = ReportDir(tmp_path)
-    folder.metrics(accuracy=empty, bytes=empty, seconds=empty, config={}, rounds=rounds)
+    empty = {key: {} for key in ("accuracy", "bytes", "seconds", "config")}
+    save_report(tmp_path, {}, **empty, rounds=rounds)
     written = json.loads((tmp_path / "metrics.json").read_text())
     assert list(written["rounds"]) == [str(n) for n in range(11)]
     assert written["rounds"]["1"]["server"] == dict(RUN[1])
-    folder.metrics(accuracy=empty, bytes=empty, seconds=empty, config={})
+    save_report(tmp_path, {}, **empty)
     assert "rounds" not in json.loads((tmp_path / "metrics.json").read_text())
 
 

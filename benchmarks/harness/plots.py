@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.style import BEST, GRID, INK, QUIET
+from flwr_fisher.report.plots import BEST, GRID, INK, QUIET
 
 
 def without_frame(axes: Axes) -> None:

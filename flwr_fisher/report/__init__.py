@@ -1,13 +1,12 @@
 """What a run leaves behind: ``metrics.json``, the model, and pictures."""
 
-from flwr_fisher.report.folder import ReportDir, resolve_output_dir
+from flwr_fisher.report.folder import resolve_output_dir, save_report
 from flwr_fisher.report.many_rounds import evaluate_on_test, report_rounds
 from flwr_fisher.report.one_shot import report_one_shot
 from flwr_fisher.report.plots import plot_accuracies, plot_labels
 from flwr_fisher.report.rounds import plot_rounds, rounds_of
 
 __all__ = [
-    "ReportDir",
     "evaluate_on_test",
     "plot_accuracies",
     "plot_labels",
@@ -16,4 +15,5 @@ __all__ = [
     "report_rounds",
     "resolve_output_dir",
     "rounds_of",
+    "save_report",
 ]

@@ -8,7 +8,6 @@ from typing import Any
 from flwr.app import RecordDict
 from flwr.serverapp.strategy import Result
 from safetensors.torch import save_file
-from torch import Tensor
 
 from flwr_fisher import log_lines
 from flwr_fisher.errors import ConfigurationError, extra
@@ -49,52 +48,40 @@ def resolve_output_dir(output_dir: str, run_id: int) -> Path:
     return path
 
 
-class ReportDir:
-    """Writes a run's files.
+def save_report(
+    path: Path,
+    params: Params,
+    *,
+    accuracy: Mapping[str, float],
+    bytes: Mapping[str, float],
+    seconds: Mapping[str, float],
+    config: Mapping[str, Any],
+    **more: Any,
+) -> None:
+    """Write ``metrics.json`` and ``model.safetensors`` to a directory.
 
     Parameters
     ----------
     path : Path
-        A directory; made if it does not exist.
+        The directory; made if it does not exist.
+    params : Mapping[str, Tensor]
+        The model's.
+    accuracy, bytes, seconds, config, **more
+        Go to ``metrics.json``: ``accuracy.<method>``, ``bytes.*``, and so on.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-
-    def metrics(
-        self,
-        *,
-        accuracy: Mapping[str, float],
-        bytes: Mapping[str, float],
-        seconds: Mapping[str, float],
-        config: Mapping[str, Any],
-        rounds: Mapping[int, Mapping[str, Any]] | None = None,
-        influence: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Write ``metrics.json``: ``accuracy.<method>``, ``bytes.*``, and so on.
-
-        `rounds`, from :func:`flwr_fisher.report.rounds_of`, becomes ``rounds.<round>``;
-        `influence`, a row a client, is left out where there is none.
-        """
-        content: dict[str, Any] = {
-            "accuracy": accuracy,
-            "bytes": bytes,
-            "seconds": seconds,
-            "seed": config.get("seed"),
-            "config": dict(config),
-        }
-        if rounds is not None:
-            content["rounds"] = rounds
-        if influence:
-            content["influence"] = list(influence)
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        (self.path / "metrics.json").write_text(text)
-
-    def model(self, params: Mapping[str, Tensor]) -> None:
-        """Write ``model.safetensors``."""
-        tensors = {k: v.detach().cpu().contiguous() for k, v in params.items()}
-        save_file(tensors, self.path / "model.safetensors")
+    path.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {
+        "accuracy": accuracy,
+        "bytes": bytes,
+        "seconds": seconds,
+        "seed": config.get("seed"),
+        "config": dict(config),
+        **more,
+    }
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    (path / "metrics.json").write_text(text)
+    tensors = {k: v.detach().cpu().contiguous() for k, v in params.items()}
+    save_file(tensors, path / "model.safetensors")
 
 
 def reply_sizes(result: Result, params: Params) -> dict[str, float]:

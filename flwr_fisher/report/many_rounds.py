@@ -13,21 +13,13 @@ from flwr_fisher.client import cross_entropy, score
 from flwr_fisher.errors import check_range
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.params import shared_state
-from flwr_fisher.report.folder import ReportDir, log_summary, reply_sizes
+from flwr_fisher.report.folder import log_summary, reply_sizes, save_report
 from flwr_fisher.report.plots import plot_shares
-from flwr_fisher.report.rounds import plot_rounds, points_of, rounds_of
+from flwr_fisher.report.rounds import TITLES, plot_rounds, points_of, rounds_of
 from flwr_fisher.tangent import TCTModel
 from flwr_fisher.tasks import Task
 from flwr_fisher.wire import arrays_to_tensors
 
-_TITLES = {
-    "accuracy": "test accuracy",
-    "loss": "test loss",
-    "barrier-loss": "client-server barrier, loss",
-    "barrier-error": "client-server barrier, error",
-    "zero-shot-accuracy": "held-out clients, accuracy as it is",
-    "personalised-accuracy": "held-out clients, accuracy fine-tuned",
-}
 _PANELS: tuple[tuple[str, ...], ...] = (
     ("accuracy",),
     ("loss",),
@@ -120,7 +112,7 @@ def report_rounds(
     if "accuracy" not in last:
         last |= _scores(task, params)
     history = {number: kinds.get("server", {}) for number, kinds in rounds.items()}
-    curves = {key: points for key in _TITLES if (points := points_of(history, key))}
+    curves = {key: points for key in TITLES if (points := points_of(history, key))}
     accuracy = {method.lower(): last["accuracy"]}
     accuracy |= {k: history[n]["accuracy"] for k, n in (also or {}).items()}
     for key in ("zero-shot-accuracy", "personalised-accuracy"):
@@ -129,11 +121,8 @@ def report_rounds(
             accuracy[name] = curves[key][-1][1]
     plain = shared_state(task.make_model())
     sizes = reply_sizes(result, plain)
-    folder = ReportDir(path)
-    folder.metrics(
-        accuracy=accuracy, bytes=sizes, seconds=seconds, config=config, rounds=rounds
-    )
-    folder.model(params)
+    told = {"seconds": seconds, "config": config, "rounds": rounds}
+    save_report(path, params, accuracy=accuracy, bytes=sizes, **told)
     drawn = [keys for keys in _PANELS if curves.keys() & set(keys)]
     plot_rounds(path / "rounds.png", {method: history}, drawn, marks=marks)
     if len(task.data.shape) == 3:  # a text has documents, too many to tell apart
@@ -161,4 +150,4 @@ def _rows(curves: Mapping[str, list[tuple[int, float]]]) -> Iterator[tuple[str, 
     for key, points in curves.items():
         per_cent = key.endswith(("accuracy", "error"))
         form = "{1:.1%} (round {0})" if per_cent else "{1:.3f} (round {0})"
-        yield _TITLES[key], form.format(*points[0]), form.format(*points[-1])
+        yield TITLES[key], form.format(*points[0]), form.format(*points[-1])

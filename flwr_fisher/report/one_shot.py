@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, fedavg
-from flwr_fisher.report.folder import ReportDir, log_summary, reply_sizes
+from flwr_fisher.report.folder import log_summary, reply_sizes, save_report
 from flwr_fisher.report.influence import influences, log_influences
 from flwr_fisher.report.plots import plot_accuracies, plot_residuals, plot_shares
 from flwr_fisher.strategies import CurvatureResult, Upload
@@ -72,15 +72,9 @@ def report_one_shot(
     accuracy = _accuracies(task, result.uploads, merged)
     influence = influences(result.uploads, merged, partial(_accuracy, task))
     sizes = reply_sizes(result, merged.params)
-    folder = ReportDir(path)
-    folder.metrics(
-        accuracy=accuracy,
-        bytes=sizes,
-        seconds=seconds or {},
-        config=config or {},
-        influence=influence,
-    )
-    folder.model(merged.params)
+    told = {"seconds": seconds or {}, "config": config or {}}
+    more = {"influence": influence} if influence else {}
+    save_report(path, merged.params, accuracy=accuracy, bytes=sizes, **told, **more)
     titled = {_TITLES[name]: value for name, value in accuracy.items()}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
     labels = path / "labels.png"

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_fisher.errors import extra
 from flwr_fisher.log_lines import logger
-from flwr_fisher.report.style import GRID, INK, QUIET, RUNS, panels, save
+from flwr_fisher.report.plots import GRID, INK, QUIET, RUNS, panels, save
 
 with extra("report"):
     from matplotlib.axes import Axes
@@ -20,11 +20,13 @@ History = Mapping[int, Mapping[str, Any]]
 
 _DASHES = ("-", "--", ":", "-.")
 _PER_CENT = ("accuracy", "error")
-_LABELS = {
-    "accuracy": "test accuracy, %",
+TITLES = {
+    "accuracy": "test accuracy",
     "loss": "test loss",
     "barrier-loss": "client-server barrier, loss",
-    "barrier-error": "client-server barrier, error in points",
+    "barrier-error": "client-server barrier, error",
+    "zero-shot-accuracy": "held-out clients, accuracy as it is",
+    "personalised-accuracy": "held-out clients, accuracy fine-tuned",
 }
 
 
@@ -167,7 +169,7 @@ def points_of(history: History, key: str) -> list[tuple[int, float]]:
 def _label(keys: tuple[str, ...]) -> str:
     unit = ", %" if keys[0].endswith(_PER_CENT) else ""
     if len(keys) == 1:
-        return _LABELS.get(keys[0], keys[0].replace("-", " ") + unit)
+        return TITLES.get(keys[0], keys[0].replace("-", " ")) + unit
     kinds = {key.split("-")[-1] for key in keys}
     return ", ".join(keys) if len(kinds) > 1 else kinds.pop() + unit
 

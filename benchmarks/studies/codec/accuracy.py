@@ -23,7 +23,7 @@ from rivals.paper_codec import pack_as_paper, unpack_as_paper
 from flwr_fisher.client.training import Loader
 from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import LocalPosterior, fedfisher
-from flwr_fisher.report.style import save
+from flwr_fisher.report.plots import save
 from flwr_fisher.tasks import Task
 from flwr_fisher.wire import (
     LOSSLESS,

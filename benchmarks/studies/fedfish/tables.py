@@ -13,7 +13,7 @@ from harness.tables import head, row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.style import BEST, INK, RUNS, save
+from flwr_fisher.report.plots import BEST, INK, RUNS, save
 from studies.fedfish.choice import (
     ABLATIONS,
     CLIENT_LRS,

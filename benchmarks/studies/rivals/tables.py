@@ -9,7 +9,7 @@ from harness.plots import bars
 from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 
-from flwr_fisher.report.style import save
+from flwr_fisher.report.plots import save
 from studies.rivals.methods import ITERATIONS, MATCHED, OURS, SUMS, Found
 
 MODELS, FACTORS, DIAGONAL = "models", "models, K-FAC", "models, diagonal"

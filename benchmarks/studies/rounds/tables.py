@@ -13,7 +13,7 @@ from harness.tables import head, row
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from flwr_fisher.report.style import BEST, INK, RUNS, save
+from flwr_fisher.report.plots import BEST, INK, RUNS, save
 from studies.rounds.methods import METHODS, OURS
 from studies.rounds.runs import Part
 

@@ -11,7 +11,7 @@ from harness.stats import paired, spread
 from harness.tables import head, row
 from matplotlib.axes import Axes
 
-from flwr_fisher.report.style import BEST, INK, QUIET, RUNS, panels, save
+from flwr_fisher.report.plots import BEST, INK, QUIET, RUNS, panels, save
 from studies.tct.runs import AVG, SCAFFOLD, TCT_
 from studies.tct.splits import CLIENTS, EVERY
 
