@@ -52,11 +52,8 @@ def save_report(
     path: Path,
     params: Params,
     *,
-    accuracy: Mapping[str, float],
-    bytes: Mapping[str, float],
-    seconds: Mapping[str, float],
     config: Mapping[str, Any],
-    **more: Any,
+    **measured: Any,
 ) -> None:
     """Write ``metrics.json`` and ``model.safetensors`` to a directory.
 
@@ -66,18 +63,13 @@ def save_report(
         The directory; made if it does not exist.
     params : Mapping[str, Tensor]
         The model's.
-    accuracy, bytes, seconds, config, **more
-        Go to ``metrics.json``: ``accuracy.<method>``, ``bytes.*``, and so on.
+    config : Mapping[str, Any]
+        What the run was told; its ``seed`` stands beside it, too.
+    **measured
+        ``accuracy`` by method, ``bytes``, ``seconds``, …, as JSON takes them.
     """
     path.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {
-        "accuracy": accuracy,
-        "bytes": bytes,
-        "seconds": seconds,
-        "seed": config.get("seed"),
-        "config": dict(config),
-        **more,
-    }
+    content = {"seed": config.get("seed"), "config": dict(config), **measured}
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     (path / "metrics.json").write_text(text)
     tensors = {k: v.detach().cpu().contiguous() for k, v in params.items()}

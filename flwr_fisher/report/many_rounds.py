@@ -121,8 +121,8 @@ def report_rounds(
             accuracy[name] = curves[key][-1][1]
     plain = shared_state(task.make_model())
     sizes = reply_sizes(result, plain)
-    told = {"seconds": seconds, "config": config, "rounds": rounds}
-    save_report(path, params, accuracy=accuracy, bytes=sizes, **told)
+    measured = {"accuracy": accuracy, "bytes": sizes, "rounds": rounds}
+    save_report(path, params, config=config, seconds=seconds, **measured)
     drawn = [keys for keys in _PANELS if curves.keys() & set(keys)]
     plot_rounds(path / "rounds.png", {method: history}, drawn, marks=marks)
     if len(task.data.shape) == 3:  # a text has documents, too many to tell apart

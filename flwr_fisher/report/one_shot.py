@@ -72,9 +72,11 @@ def report_one_shot(
     accuracy = _accuracies(task, result.uploads, merged)
     influence = influences(result.uploads, merged, partial(_accuracy, task))
     sizes = reply_sizes(result, merged.params)
-    told = {"seconds": seconds or {}, "config": config or {}}
-    more = {"influence": influence} if influence else {}
-    save_report(path, merged.params, accuracy=accuracy, bytes=sizes, **told, **more)
+    measured: dict[str, Any] = {"accuracy": accuracy, "bytes": sizes}
+    if influence:
+        measured["influence"] = influence
+    own = {"config": config or {}, "seconds": seconds or {}}
+    save_report(path, merged.params, **own, **measured)
     titled = {_TITLES[name]: value for name, value in accuracy.items()}
     plot_accuracies(path / "accuracy.png", titled, best=_TITLES["fedfisher"])
     labels = path / "labels.png"
