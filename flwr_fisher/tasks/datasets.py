@@ -13,7 +13,8 @@ from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError, 
 from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.kinds import KINDS
 from flwr_fisher.tasks.language import load_language
-from flwr_fisher.tasks.pictures import load_hub, load_image_folder, stack_images
+from flwr_fisher.tasks.own_data import load_image_folder
+from flwr_fisher.tasks.pictures import load_hub, stack_images
 
 DEFAULT_DATA_DIR = Path("~/.cache/flwr-fisher")
 

@@ -1,4 +1,4 @@
-"""Data that a node has on its own disk, in one of three forms."""
+"""Data that a node or a user has on disk, in one of three forms."""
 
 import zipfile
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, DataError, extra
-from flwr_fisher.tasks.examples import Examples
+from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.kinds import Kind
-from flwr_fisher.tasks.pictures import open_folder, stack_images, stack_rows
+from flwr_fisher.tasks.pictures import stack_images, stack_rows
 
 _FORMS = (
     "a folder with a folder of images for each class, an .npz file with arrays x and "
@@ -77,6 +77,31 @@ def load_own(path: str | Path, kind: Kind) -> Examples:
     return Examples(data, targets, kind.mean, kind.std)
 
 
+def load_image_folder(root: Path) -> Splits:
+    """Read ``train/<class>/…`` and ``test/<class>/…`` as 32×32 colour images.
+
+    Classes are the folders of ``train``, in the order of their names.
+
+    Raises
+    ------
+    DataError
+        If a split or a class is missing or empty, or ``test`` has another class.
+    """
+    train = root / "train"
+    folders = [e.name for e in train.iterdir() if e.is_dir()] if train.is_dir() else []
+    kind = Kind((3, 32, 32), tuple(sorted(folders)), (0.5,) * 3, (0.5,) * 3)
+    try:
+        first, second = (load_own(root / split, kind) for split in ("train", "test"))
+    except DataError as error:
+        holds = sorted(e.name for e in root.iterdir()) if root.is_dir() else "nothing"
+        raise DataError(
+            f"{error}; imagefolder:<dir> reads <dir>/train/<class>/<image files> and "
+            "<dir>/test/<class>/<image files>, the same classes in both, and "
+            f"{root} holds {holds}"
+        ) from error
+    return Splits(first, second, kind.class_names)
+
+
 def _read_arrays(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -128,7 +153,12 @@ def _read_folders(path: Path, kind: Kind) -> tuple[Tensor, Tensor]:
         )
     if not folders:
         raise DataError(f"{path} should be {_FORMS}, and has no folders")
-    raw = open_folder(path)
+    with extra("tasks"):
+        from torchvision.datasets import ImageFolder
+    try:
+        raw = ImageFolder(path)
+    except FileNotFoundError as error:  # a class without an image
+        raise DataError(f"{path} is not a folder of classes: {error}") from error
     labels = [(numbers | names)[name] for name in raw.classes]
     samples = ((picture, labels[label]) for picture, label in raw)
     return stack_images(samples, len(raw), *_form(kind))

@@ -195,8 +195,6 @@ def _check(parts: Sequence[Sequence[int]], targets: Tensor, setting: str) -> Non
         if len(part) < _MIN_EXAMPLES:
             raise _too_few(setting, f"client {client} has {len(part)} example(s)")
     used = [index for part in parts for index in part]
-    if len(set(used)) != len(used):
-        raise DataError(f"{setting}: an example has gone to two clients")
     missing = sorted(set(targets.tolist()) - set(targets[used].tolist()))
     if missing:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Pictures: from folders of files, from the Hugging Face Hub, from a node's disk."""
+"""Pictures of any source in one tensor, and data sets of the Hugging Face Hub."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,53 +64,6 @@ def stack_rows(
     image, label = image_and_label(name, rows.features)
     samples = ((row[image], row[label]) for row in rows)
     return stack_images(samples, len(rows), mode, size)
-
-
-def load_image_folder(root: Path) -> Splits:
-    """Read ``train/<class>/…`` and ``test/<class>/…`` as 32×32 colour images.
-
-    Classes are numbered in the order of their folders' names.
-
-    Raises
-    ------
-    DataError
-        If a folder is missing, a class is empty, or the splits' classes differ.
-    """
-    holds = sorted(path.name for path in root.iterdir()) if root.is_dir() else "nothing"
-    try:
-        train, test = (open_folder(root / split) for split in ("train", "test"))
-    except DataError as error:
-        raise DataError(
-            f"{error}; imagefolder:<dir> reads <dir>/train/<class>/<image files> and "
-            "<dir>/test/<class>/<image files>, the same classes in both, and "
-            f"{root} holds {holds}"
-        ) from error
-    if train.classes != test.classes:
-        only = sorted(set(train.classes) ^ set(test.classes))
-        raise DataError(
-            f"train and test in {root} must hold the same classes;"
-            f" in only one of them: {', '.join(only)}"
-        )
-    first, second = (
-        _images(stack_images(raw, len(raw), "RGB", _SIZE)) for raw in (train, test)
-    )
-    return Splits(first, second, tuple(train.classes))
-
-
-def open_folder(folder: Path) -> Any:
-    """Open a folder of class folders, as torchvision's ``ImageFolder``.
-
-    Raises
-    ------
-    DataError
-        If it has no class folders, or one of them no image.
-    """
-    with extra("tasks"):
-        from torchvision.datasets import ImageFolder
-    try:
-        return ImageFolder(folder)
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} is not a folder of classes: {error}") from error
 
 
 def load_hub(name: str, cache_dir: Path | None) -> Splits:
