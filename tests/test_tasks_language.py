@@ -26,8 +26,8 @@ from flwr_fisher.tasks import (
     task_from_run_config,
 )
 from flwr_fisher.tasks.language import cut, load_language, without_repeats
-from flwr_fisher.tasks.load import _share_out
 from flwr_fisher.tasks.partitioners import by_document
+from flwr_fisher.tasks.task import _share_out
 
 
 def language(**changes):

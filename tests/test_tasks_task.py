@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from flwr_fisher.errors import ConfigurationError, DataError, UnknownNameError
-from flwr_fisher.tasks import load, load_task, task_from_run_config
+from flwr_fisher.tasks import load_task, task_from_run_config
+from flwr_fisher.tasks.task import _share_out
 
 
 def digits(**changes):
@@ -18,7 +19,7 @@ def digits(**changes):
 
 def test_two_processes_would_agree():
     first = digits(validation=50, seed=3)
-    load._share_out.cache_clear()
+    _share_out.cache_clear()
     again = digits(validation=50, seed=3)
     assert first is not again
     assert first.parts == again.parts
@@ -142,7 +143,7 @@ def classes_of(task):
 def test_a_subset_has_each_class_alike_and_is_the_seeds():
     task = digits(max_examples=203)
     assert sorted(classes_of(task)) == [20] * 7 + [21] * 3
-    load._share_out.cache_clear()
+    _share_out.cache_clear()
     assert digits(max_examples=203).parts == task.parts
     assert digits(max_examples=203, seed=1).parts != task.parts
     assert len(task.data.test) == 360

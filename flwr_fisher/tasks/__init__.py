@@ -7,13 +7,7 @@ when a function first needs them.
 from flwr_fisher.tasks.datasets import DATASETS, load_dataset
 from flwr_fisher.tasks.examples import VOCABULARY, Examples, Splits
 from flwr_fisher.tasks.kinds import KINDS, Kind, kind_of
-from flwr_fisher.tasks.load import (
-    cohort_from_run_config,
-    load_task,
-    task_from_run_config,
-)
 from flwr_fisher.tasks.models import MODELS, make_model
-from flwr_fisher.tasks.node import NodeTask, node_task, server_task
 from flwr_fisher.tasks.own_data import load_own
 from flwr_fisher.tasks.partitions import (
     PARTITIONS,
@@ -21,7 +15,14 @@ from flwr_fisher.tasks.partitions import (
     make_partitioner,
     partition_indices,
 )
-from flwr_fisher.tasks.task import Task
+from flwr_fisher.tasks.run_config import (
+    NodeTask,
+    cohort_from_run_config,
+    node_task,
+    server_task,
+    task_from_run_config,
+)
+from flwr_fisher.tasks.task import Task, load_task
 from flwr_fisher.tasks.transformer import Transformer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What one node trains on: a share of a data set, or data of its own."""
+"""What an app's run-config and node-config say: the nodes' tasks, and the server's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +7,13 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.kinds import kind_of
-from flwr_fisher.tasks.load import task_from_run_config
 from flwr_fisher.tasks.models import make_model
 from flwr_fisher.tasks.own_data import load_own
 from flwr_fisher.tasks.partitions import balanced_subset
-from flwr_fisher.tasks.task import Task, batches
+from flwr_fisher.tasks.task import Task, batches, load_task
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,3 +120,70 @@ def server_task(config: Mapping[str, Any], num_nodes: int) -> Task:
     test = load_own(str(config["test-path"]), kind)
     data = Splits(test, test, kind.class_names)
     return Task(data, parts=(), model=str(config["model"]), seed=int(config["seed"]))
+
+
+def task_from_run_config(config: Mapping[str, Any], num_partitions: int) -> Task:
+    """Load the task named by the keys that all apps share.
+
+    Parameters
+    ----------
+    config : Mapping[str, Any]
+        ``context.run_config``, with the keys ``dataset``, ``data-dir`` (empty for the
+        default), ``model``, ``partition``, ``alpha`` and ``seed``; for a quick try,
+        ``max-examples``: how many training examples all clients share, 0 for all.
+    num_partitions : int
+        The number of SuperNodes.
+
+    Returns
+    -------
+    Task
+        See :func:`~flwr_fisher.tasks.load_task`, also for what is raised.
+    """
+    return load_task(
+        dataset=str(config["dataset"]),
+        data_dir=config["data-dir"] or None,
+        model=str(config["model"]),
+        partition=str(config["partition"]),
+        alpha=float(config["alpha"]),
+        num_partitions=num_partitions,
+        seed=int(config["seed"]),
+        max_examples=int(config.get("max-examples", 0)),
+    )
+
+
+def cohort_from_run_config(config: Mapping[str, Any], clients: int) -> dict[str, Any]:
+    """Return FedAvg's keywords that sample as many clients as a round is to have.
+
+    Parameters
+    ----------
+    config : Mapping[str, Any]
+        ``context.run_config``, with the key ``clients-per-round``.
+    clients : int
+        How many there are to sample from. If they are fewer, all take part.
+
+    Returns
+    -------
+    dict[str, Any]
+        ``fraction_train``, and ``min_train_nodes``: half of the round's clients.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no client, or none is wanted.
+
+    Examples
+    --------
+    >>> cohort_from_run_config({"clients-per-round": 64}, clients=20)
+    {'fraction_train': 1.0, 'min_train_nodes': 10}
+    """
+    wanted = int(config["clients-per-round"])
+    check_range("clients-per-round", wanted, 1)
+    if clients < 1:
+        raise ConfigurationError(
+            "no client is left to train: start more SuperNodes, --federation-config "
+            '"num-supernodes=20", or hold out fewer'
+        )
+    size = min(wanted, clients)
+    # Strategies round down, so a half more keeps rounding errors from costing a client.
+    fraction = min(1.0, (size + 0.5) / clients)
+    return {"fraction_train": fraction, "min_train_nodes": max(1, size // 2)}
