@@ -9,28 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
 
-__all__ = [
-    "CallbackError",
-    "CheckpointError",
-    "ClientError",
-    "ConfigurationError",
-    "DataError",
-    "FlwrFisherError",
-    "MissingExtraError",
-    "ParamsError",
-    "RoundError",
-    "StructureError",
-    "UnknownNameError",
-    "WireError",
-    "check_known",
-    "check_number",
-    "check_range",
-    "check_whole",
-    "extra",
-    "listed",
-    "printable",
-]
-
 _MOST, _NAMES = 80, 5  # signs of a text from outside, and names, that are shown
 
 

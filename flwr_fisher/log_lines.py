@@ -11,8 +11,6 @@ from typing import Any
 
 from flwr_fisher.errors import FlwrFisherError, printable
 
-__all__ = ["Failures", "logger", "shown", "width", "wrapped"]
-
 _PREFIX = 12  # columns of what Flower's handler puts in front: "INFO :      "
 _TAB = 4  # columns that a tab takes after those
 _NARROWEST = 40

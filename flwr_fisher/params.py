@@ -14,28 +14,6 @@ from torch import Tensor, nn
 
 from flwr_fisher.errors import ParamsError
 
-__all__ = [
-    "DeferredParams",
-    "Params",
-    "add",
-    "check_finite",
-    "check_same_layout",
-    "dot",
-    "double",
-    "finite",
-    "flatten",
-    "layout_of",
-    "norm",
-    "scale",
-    "select",
-    "shared_state",
-    "shares_of",
-    "subtract",
-    "trainable_names",
-    "unflatten",
-    "weighted_mean",
-]
-
 Params = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
 
@@ -192,8 +170,7 @@ def clipped(params: Params, most: float) -> dict[str, Tensor]:
     >>> clipped({"w": torch.tensor([3.0, 4.0])}, most=1.0)
     {'w': tensor([0.6000, 0.8000], dtype=torch.float64)}
     """
-    wide = {name: value.double() for name, value in params.items()}
-    check_finite(wide, "what is to be clipped")
+    wide = finite(double(params), "what is to be clipped")
     return scale(wide, most / max(float(norm(wide)), most))
 
 

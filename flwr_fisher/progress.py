@@ -12,8 +12,6 @@ from contextvars import ContextVar
 
 from flwr_fisher.log_lines import logger
 
-__all__ = ["EVERY", "Progress", "advance", "count_of", "watching"]
-
 EVERY = 15.0  # seconds from one line to the next, and to the first
 
 

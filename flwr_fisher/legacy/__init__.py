@@ -4,8 +4,7 @@
 This room goes when Flower drops them. No other imports it; it imports none of them.
 """
 
-from flwr_fisher.legacy.client_app import client_app
-from flwr_fisher.legacy.numpy_client import from_numpy_client
+from flwr_fisher.legacy.numpy_client import client_app, from_numpy_client
 from flwr_fisher.legacy.server import History, Server, server_app
 from flwr_fisher.legacy.strategy import as_legacy
 
