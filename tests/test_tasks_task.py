@@ -46,19 +46,14 @@ def test_clients_share_the_whole_training_set():
     assert torch.equal(whole.label_histogram().sum(dim=0), classes)
 
 
-@pytest.mark.parametrize("hold_out", [True, False])
-def test_validation_examples_come_from_the_training_set(hold_out):
-    held = digits(validation=100, hold_out=hold_out)
+def test_validation_examples_are_the_training_examples_that_no_client_has():
+    held = digits(validation=100)
     everyone = sorted(index for part in held.parts for index in part)
-    assert len(everyone) == len(set(everyone)) == (1337 if hold_out else 1437)
+    assert len(everyone) == len(set(everyone)) == 1337
     kept = sorted(set(range(1437)) - set(everyone))
-    assert len(held.validation) == 100
-    if hold_out:  # what the clients lack is what the server has
-        expected = held.data.train.data[kept].flatten(1).sort(dim=0).values
-        found = held.validation.data.flatten(1).sort(dim=0).values
-        assert torch.equal(found, expected)
-    other = digits(validation=100, hold_out=not hold_out).validation
-    assert torch.equal(other.data, held.validation.data)
+    expected = held.data.train.data[kept].flatten(1).sort(dim=0).values
+    found = held.validation.data.flatten(1).sort(dim=0).values
+    assert torch.equal(found, expected)
     # Uniform: it has every class.
     assert held.validation.targets.bincount(minlength=10).min() > 0
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,7 +60,8 @@ class Setting:
 
     def task(self, data_dir: Path | None = None) -> Task:
         """Load the task; `data_dir` is where the data set's files are."""
-        task = load_task(
+        load = partial(
+            load_task,
             dataset=self.dataset,
             data_dir=data_dir,
             model=self.model,
@@ -67,9 +69,10 @@ class Setting:
             alpha=self.alpha,
             num_partitions=self.clients,
             seed=self.seed,
-            validation=self.validation,
-            hold_out=self.hold_out,
         )
+        task = load(validation=self.validation)
+        if not self.hold_out:  # FedFisher's experiments leave them with the clients
+            task = replace(task, parts=load().parts)
         if self.start:
             task = replace(task, seed=1000 * self.start + self.seed)
         return poisoned(task, self.poison) if self.poison else task

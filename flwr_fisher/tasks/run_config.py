@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.tasks.examples import Examples, Splits
 from flwr_fisher.tasks.kinds import kind_of
-from flwr_fisher.tasks.models import make_model
 from flwr_fisher.tasks.own_data import load_own
 from flwr_fisher.tasks.partitions import balanced_subset
 from flwr_fisher.tasks.task import Task, batches, load_task
@@ -73,19 +72,12 @@ def node_task(config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Node
             "share of the data set: leave one of them out of --node-config"
         )
     if path is not None:
-        kind = kind_of(str(config["dataset"]))
-        model = make_model(
-            str(config["model"]),
-            shape=kind.shape,
-            num_classes=len(kind.class_names),
-            seed=int(config["seed"]),
-        )
-        examples = load_own(str(path), kind)
+        own = _own_task(config, str(path))
+        examples = own.data.train
         if count := int(config.get("max-examples", 0)):
-            seed = int(config["seed"])
-            some = balanced_subset(examples.targets, count, seed)
+            some = balanced_subset(examples.targets, count, own.seed)
             examples = examples.subset(some.tolist())
-        return NodeTask(examples, model)
+        return NodeTask(examples, own.make_model())
     if "partition-id" not in node_config:
         raise ConfigurationError(
             "this node knows no data: start it with --node-config "
@@ -114,11 +106,16 @@ def server_task(config: Mapping[str, Any], num_nodes: int) -> Task:
         With a ``test-path`` it knows no shares: its ``parts`` are empty, and its
         training examples are the test examples.
     """
-    if not config.get("test-path"):
-        return task_from_run_config(config, num_nodes)
+    if path := config.get("test-path"):
+        return _own_task(config, str(path))
+    return task_from_run_config(config, num_nodes)
+
+
+def _own_task(config: Mapping[str, Any], path: str) -> Task:
+    """Return a task of examples on this disk, which nobody shares."""
     kind = kind_of(str(config["dataset"]))
-    test = load_own(str(config["test-path"]), kind)
-    data = Splits(test, test, kind.class_names)
+    own = load_own(path, kind)
+    data = Splits(own, own, kind.class_names)
     return Task(data, parts=(), model=str(config["model"]), seed=int(config["seed"]))
 
 

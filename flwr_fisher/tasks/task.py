@@ -217,7 +217,6 @@ def load_task(
     num_partitions: int,
     seed: int = 0,
     validation: int = 0,
-    hold_out: bool = True,
     max_examples: int = 0,
     **options: Any,
 ) -> Task:
@@ -239,10 +238,7 @@ def load_task(
     seed : int
         Seed of the partition, the validation examples and the initial weights.
     validation : int
-        How many training examples, drawn uniformly, to keep for validation.
-    hold_out : bool
-        Whether the clients go without the validation examples. FedFisher's own
-        experiments leave them with the clients.
+        How many training examples, drawn uniformly, to keep from the clients.
     max_examples : int
         How many training examples to share out, as many of each class as may be, drawn
         by the seed; 0 for all.
@@ -278,7 +274,7 @@ def load_task(
             f"partition 'by-document' is for a text, and dataset {dataset!r} has no"
             f" documents: use dataset 'language', or one of {others}"
         )
-    held = validation, hold_out, max_examples
+    held = validation, max_examples
     options |= {"name": partition, "num_partitions": num_partitions, "seed": seed}
     kept, parts = _share_out(dataset, data_dir, *held, **options)
     some = data.train.subset(list(kept)) if kept else None
@@ -293,7 +289,6 @@ def _share_out(
     dataset: str,
     data_dir: str | Path | None,
     validation: int,
-    hold_out: bool,
     max_examples: int,
     seed: int,
     **partition: Any,
@@ -306,7 +301,7 @@ def _share_out(
         )
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
     kept = order[:validation]
-    rest = order[validation:].sort().values if hold_out else torch.arange(len(order))
+    rest = order[validation:].sort().values
     if max_examples:
         rest = rest[balanced_subset(targets[rest], max_examples, seed)]
     shares = partition_indices(targets[rest], seed=seed, **partition)
