@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -57,7 +57,7 @@ class Older:
     evaluate_fn: OlderEvaluateFn | None
     on_fit_config_fn: ConfigFn | None
     on_evaluate_config_fn: ConfigFn | None
-    start: Mapping[str, Any] = field(default_factory=dict)
+    start: Mapping[str, Any]
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Have the older function score the arrays."""

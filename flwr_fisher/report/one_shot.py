@@ -1,16 +1,17 @@
 """The report of a one-shot run: every method on the same uploads."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.measures import ensemble_accuracy
 from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, fedavg
+from flwr_fisher.params import Params
 from flwr_fisher.report.folder import log_summary, reply_sizes, save_report
 from flwr_fisher.report.influence import influences, log_influences
 from flwr_fisher.report.plots import plot_accuracies, plot_residuals, plot_shares
@@ -69,8 +70,10 @@ def report_one_shot(
         Accuracy by method, as in ``metrics.json``.
     """
     merged: MergeResult = result.details
-    accuracy = _accuracies(task, result.uploads, merged)
-    influence = influences(result.uploads, merged, partial(_accuracy, task))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    score = partial(_accuracy, task.make_model().to(device), task.test_loader())
+    accuracy = _accuracies(score, result.uploads, merged)
+    influence = influences(result.uploads, merged, score)
     sizes = reply_sizes(result, merged.params)
     measured: dict[str, Any] = {"accuracy": accuracy, "bytes": sizes}
     if influence:
@@ -92,32 +95,24 @@ def report_one_shot(
     return accuracy
 
 
-def _accuracy(task: Problem, params: dict[str, Tensor]) -> float:
-    model, loader = _model_and_test_set(task)
-    return accuracies(model, {"merge": params}, loader)["merge"]
-
-
-def _model_and_test_set(task: Problem) -> tuple[nn.Module, Loader]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return task.make_model().to(device), task.test_loader()
+def _accuracy(
+    model: nn.Module, loader: Loader, *members: Params, weights: Sequence[float] = (1,)
+) -> float:
+    return ensemble_accuracy(model, members, weights, loader)
 
 
 def _accuracies(
-    task: Problem, uploads: Sequence[Upload[Any]], merged: MergeResult
+    score: Callable[..., float], uploads: Sequence[Upload[Any]], merged: MergeResult
 ) -> dict[str, float]:
-    model, loader = _model_and_test_set(task)
+    own = score(merged.params)
     if merged.mean is not None:  # a merge of sums: no client's part is known
-        merges = {"fedavg": merged.mean, "fedfisher": merged.params}
-        return accuracies(model, merges, loader)
+        return {"fedavg": score(merged.mean), "fedfisher": own}
     posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
     members = [posterior.params for posterior in posteriors]
     weights = [posterior.num_examples for posterior in posteriors]
-    single = accuracies(model, {str(i): p for i, p in enumerate(members)}, loader)
-    merges = {"fedavg": fedavg(posteriors), "fedfisher": merged.params}
-    merge = accuracies(model, merges, loader)
     return {
-        "fedavg": merge["fedavg"],
-        "best_client": max(single.values()),
-        "fedfisher": merge["fedfisher"],
-        "ensemble": ensemble_accuracy(model, members, weights, loader),
+        "fedavg": score(fedavg(posteriors)),
+        "best_client": max(score(params) for params in members),
+        "fedfisher": own,
+        "ensemble": score(*members, weights=weights),
     }

@@ -1,7 +1,6 @@
 """Data sets by name: digits, torchvision's, folders, the Hub's, and a text."""
 
 import os
-from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,18 @@ from flwr_fisher.tasks.pictures import load_hub, stack_images
 
 DEFAULT_DATA_DIR = Path("~/.cache/flwr-fisher")
 
-# torchvision's class, and the constructor's argument that tells train from test, or
-# EMNIST's variant.
-_TORCHVISION: dict[str, tuple[str, str]] = {
-    "mnist": ("MNIST", "train"),
-    "fashionmnist": ("FashionMNIST", "train"),
-    "emnist": ("EMNIST", "balanced"),
-    "emnist-balanced": ("EMNIST", "balanced"),
-    "emnist-digits": ("EMNIST", "digits"),
-    "emnist-letters": ("EMNIST", "letters"),
-    "svhn": ("SVHN", "split"),
-    "cifar10": ("CIFAR10", "train"),
-    "cifar100": ("CIFAR100", "train"),
-    "gtsrb": ("GTSRB", "split"),
+# torchvision's class, and what its constructor is told beside the split.
+_TORCHVISION: dict[str, tuple[str, dict[str, str]]] = {
+    "mnist": ("MNIST", {}),
+    "fashionmnist": ("FashionMNIST", {}),
+    "emnist": ("EMNIST", {"split": "balanced"}),
+    "emnist-balanced": ("EMNIST", {"split": "balanced"}),
+    "emnist-digits": ("EMNIST", {"split": "digits"}),
+    "emnist-letters": ("EMNIST", {"split": "letters"}),
+    "svhn": ("SVHN", {}),
+    "cifar10": ("CIFAR10", {}),
+    "cifar100": ("CIFAR100", {}),
+    "gtsrb": ("GTSRB", {}),
 }
 
 DATASETS = ("digits", *_TORCHVISION, "imagefolder:<dir>", "hf:<name>", "language")
@@ -122,34 +120,28 @@ def _load_digits() -> Splits:
 
 
 def _load_torchvision(name: str, root: Path) -> Splits:
-    (class_name, option), kind = _TORCHVISION[name], KINDS[name]
+    kind = KINDS[name]
     # EMNIST's letters are labelled from 1, with a placeholder for class 0.
-    skip = int(option == "letters")
+    skip = int(name == "emnist-letters")
     raws = [_open(name, root, train) for train in (True, False)]
     train, test = (
         Examples(data, targets - skip, kind.mean, kind.std)
-        for data, targets in (_tensors(class_name, raw) for raw in raws)
+        for data, targets in map(_tensors, raws)
     )
     names = getattr(raws[0], "classes", ())[skip:] or range(kind.num_classes)
     return Splits(train, test, tuple(map(str, names)))
 
 
 def _open(name: str, root: Path, train: bool) -> Any:
+    """Return torchvision's data set; download it if it is not there."""
     with extra("tasks"):
         from torchvision import datasets
 
-    class_name, option = _TORCHVISION[name]
-    arguments: dict[str, Any] = {"train": train}
-    if option == "split":
-        arguments = {"split": "train" if train else "test"}
-    elif option != "train":
-        arguments["split"] = option
-
-    make = partial(getattr(datasets, class_name), root, **arguments)
-    return _open_or_download(make, name, root)
-
-
-def _open_or_download(make: Callable[..., Any], name: str, root: Path) -> Any:
+    class_name, options = _TORCHVISION[name]
+    split: dict[str, Any] = {"train": train}
+    if class_name in ("SVHN", "GTSRB"):
+        split = {"split": "train" if train else "test"}
+    make = partial(getattr(datasets, class_name), root, **split, **options)
     try:
         return make(download=False)
     except (RuntimeError, OSError):
@@ -164,8 +156,9 @@ def _open_or_download(make: Callable[..., Any], name: str, root: Path) -> Any:
         ) from error
 
 
-def _tensors(class_name: str, raw: Any) -> tuple[Tensor, Tensor]:
+def _tensors(raw: Any) -> tuple[Tensor, Tensor]:
     """Read images as uint8 [n, C, H, W] and labels as int64 [n]."""
+    class_name = type(raw).__name__
     if class_name == "GTSRB":  # files of different sizes
         return stack_images(raw, len(raw), "RGB", (32, 32))
     data = torch.as_tensor(raw.data)
