@@ -80,9 +80,12 @@ def test_subset_keeps_order_and_copies():
         ({"targets": torch.zeros(5, dtype=torch.int64)}, r"int64 \[5\]"),
         ({"targets": torch.zeros(6)}, "int64"),
         ({"mean": (0.5, 0.5)}, "1 channels"),
+        ({"data": torch.zeros(6, 3)}, r"int64 tokens \[n, T \+ 1\]"),
+        ({"data": torch.zeros(6, 1).long()}, r"not torch.int64 \[6, 1\]"),
+        ({"data": torch.zeros(6, 3).long()}, "0 channels"),
     ],
 )
-def test_images_of_the_wrong_form_are_refused(change, message):
+def test_examples_of_the_wrong_form_are_refused(change, message):
     good = images()
     fields = {"data": good.data, "targets": good.targets, "mean": (0.5,), "std": (0.5,)}
     with pytest.raises(DataError, match=message):

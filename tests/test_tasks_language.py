@@ -16,8 +16,6 @@ from flwr_fisher.tasks import (
     MODELS,
     PARTITIONS,
     VOCABULARY,
-    Examples,
-    Splits,
     Transformer,
     load_dataset,
     load_task,
@@ -121,45 +119,6 @@ def test_cutting_documents():
     assert data.test.targets.tolist() == [0, 1]
     with pytest.raises(DataError, match="no document has two pieces of 8 characters"):
         cut(documents, length=7, held=4)
-
-
-# --- Examples and Splits
-
-
-def pieces(count=4, length=3):
-    tokens = torch.arange(count * length).reshape(count, length)
-    return Examples(tokens, torch.arange(count) % 2)
-
-
-LONG = torch.zeros(2, 3).long()
-TAGS = torch.zeros(2).long()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "documents", "culprit"),
-    [
-        (LONG.float(), TAGS, r"int64 tokens \[n, T \+ 1\]"),
-        (LONG[:, :1], TAGS, r"not torch.int64 \[2, 1\]"),
-        (LONG, LONG[0], r"torch.int64 \[3\]"),
-        (LONG, TAGS.float(), r"torch.float32 \[2\]"),
-    ],
-)
-def test_sequences_of_the_wrong_form_are_refused(tokens, documents, culprit):
-    with pytest.raises(DataError, match=culprit):
-        Examples(tokens, documents)
-
-
-@pytest.mark.parametrize(
-    ("test", "culprit"),
-    [
-        (pieces().subset([]), "test split is empty"),
-        (pieces(length=4), r"\[3\].* \[2\]"),
-        (Examples(LONG[:1], torch.tensor([2])), "test split.* 2 to 2"),
-    ],
-)
-def test_splits_that_do_not_fit_are_refused(test, culprit):
-    with pytest.raises(DataError, match=culprit):
-        Splits(pieces(), test, ("a", "b"))
 
 
 # --- by-document
