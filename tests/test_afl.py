@@ -135,7 +135,7 @@ def test_labels_may_be_any_integers(dtype):
         ((torch.zeros(2, 4), torch.tensor([-1, 0])), "from -1 to 0"),
         ((torch.zeros(2, 4), torch.zeros(2, 2)), "of 3 outputs"),
         ((torch.zeros(2, 4), torch.zeros(3).long()), "for 2 rows"),
-        (torch.zeros(2, 4), "labels of type NoneType"),
+        (torch.zeros(2, 4), "must have labels"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(batch, says):

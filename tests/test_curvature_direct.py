@@ -10,6 +10,7 @@ from oracles import check_exact, diagonal_fisher, headed, randn, relative, seede
 from torch import nn
 
 from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.forms import Trial, shared_parameters
 
 
@@ -212,7 +213,7 @@ COPIES = (Flipped, Ignored, Summation, FirstCopy)
 def test_what_is_no_plain_call_has_its_jacobian(make, inputs):
     model = seeded(make)
     if "0.scale" in dict(model.named_parameters()):
-        assert not shared_parameters(Trial(model, inputs, {}), ["0.scale"])
+        assert not shared_parameters(Trial(model, Inputs((inputs,)), {}), ["0.scale"])
     got = fisher(model, [inputs], structure="diagonal", tolerance=0).diagonal()
     for key, want in diagonal_fisher(model, inputs).items():
         if key == "rows.weight" and getattr(model.rows, "scale_grad_by_freq", False):

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,17 @@ from nets import (
     on_images,
     with_statistics,
 )
-from oracles import cut, flat, headed, randn, relative, rng, seeded, small_net
+from oracles import (
+    cut,
+    diagonal_fisher,
+    flat,
+    headed,
+    randn,
+    relative,
+    rng,
+    seeded,
+    small_net,
+)
 from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -444,16 +455,70 @@ def test_only_a_refusal_makes_forward_mode_give_way(error):
         assert model.calls == 2
 
 
+class Cell(nn.Module):
+    """A recurrent layer's last output, through a head."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.cell, self.head = kind(3, 4, **options), nn.Linear(4, 3)
+
+    def forward(self, x):
+        if isinstance(self.cell, nn.RNNCellBase):
+            state = None
+            for step in x.unbind(1):
+                state = self.cell(step, state)
+            return self.head(state[0] if isinstance(state, tuple) else state)
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Packed(Cell):
+    """The same of texts of unlike lengths, packed."""
+
+    def forward(self, x):
+        lengths = 1 + (x[:, 1:].abs().sum(2) > 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        return self.head(self.cell(packed)[1][-1])
+
+
+CELLS = {
+    "GRU": partial(Cell, nn.GRU, batch_first=True),
+    "RNN": partial(Cell, nn.RNN, batch_first=True, nonlinearity="relu"),
+    "LSTM": partial(Cell, nn.LSTM, batch_first=True),
+    "two layers": partial(Cell, nn.GRU, batch_first=True, num_layers=2),
+    "LSTMCell": partial(Cell, nn.LSTMCell),
+    "GRUCell": partial(Cell, nn.GRUCell),
+    "RNNCell": partial(Cell, nn.RNNCell),
+    "packed": partial(Packed, nn.GRU, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
+def test_what_vmap_cannot_do_is_taken_example_by_example(make):
+    model, x = seeded(make), torch.randn(4, 5, 3, generator=rng(0))
+    x[1, 3:] = x[2, 2:] = 0
+    got = fisher(model, [x], structure="diagonal", tolerance=0).diagonal()
+    for name, want in diagonal_fisher(model, x).items():
+        assert relative(got[name], want) < 1e-5, name
+
+
 @pytest.mark.parametrize("error", FAILURES)
-def test_only_a_refusal_is_a_lack_of_per_example_gradients(error):
+def test_what_fails_in_the_loop_too_is_the_models_own(error):
     with pytest.raises(type(error)) as caught:
-        fisher(FailsAt(2, error), [IMAGES], structure="dense", tolerance=0)
+        fisher(Fails(error), [IMAGES], structure="dense", tolerance=0)
     assert caught.value is error
-    refusal = RuntimeError("You tried to vmap over Own, but it does not have support")
-    with pytest.raises(StructureError, match=r"no per-example.*'scale'.*over Own"):
-        fisher(FailsAt(2, refusal), [IMAGES], structure="dense", tolerance=0)
-    with pytest.raises(StructureError, match=r"no per-example gradients for .*weight_"):
-        fisher(seeded(MODELS["gru"][0]), [SERIES], tolerance=0)
+
+
+class Fails(FailsAt):
+    """Raises from its second call on."""
+
+    def __init__(self, error):
+        super().__init__(2, error)
+
+    def forward(self, x):
+        self.call = max(self.call, self.calls + 1)
+        return super().forward(x)
 
 
 # --- batches, modes and what is left behind -------------------------------------------

@@ -55,7 +55,7 @@ def test_the_model_is_left_as_it_was(frozen):
     accuracies(model, {str(i): m for i, m in enumerate(members())}, [(X, Y)])
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    with pytest.raises(DataError, match="must be pairs"):
+    with pytest.raises(DataError, match="a batch is empty"):
         ensemble_accuracy(model, members(), [1, 1, 1], [(X, Y), ()])
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -42,7 +42,7 @@ def run(app=None, clients=3, **start):
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_it_reaches_the_optimum_of_all_data(fraction):
     options = {"policy": NO_LIMITS, "fraction_train": fraction}
-    method = feddyn(model=lines.line(), alpha=2.0, **options)
+    method = feddyn(model=virtual.plane(), alpha=2.0, **options)
     found = lines.on_lines(method, 80 if fraction == 1 else 240)
     torch.testing.assert_close(found, lines.optimum(), rtol=0, atol=1e-4)
 

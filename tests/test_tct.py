@@ -99,8 +99,9 @@ class Problem:
         )
         raw, self.Y, self.n = {}, {}, {}
         for i in clients:
-            found = read_examples(tiny_client(i).problem.trainloader, i)
-            raw[i] = features(found.inputs)
+            loader = tiny_client(i).problem.trainloader
+            found = read_examples(loader, network, i)
+            raw[i] = features(inputs_of(found))
             self.Y[i] = torch.eye(CLASSES).double()[found.labels] - 1 / CLASSES
             self.n[i] = len(found.labels)
         everyone = clients if standardised is None else standardised
@@ -109,6 +110,11 @@ class Problem:
         self.Z = {i: (z - self.mean) / self.std for i, z in raw.items()}
         self.spectra = {i: gram_spectrum(z) for i, z in self.Z.items()}
         self.largest = max(s.largest for s in self.spectra.values())
+
+
+def inputs_of(examples):
+    ((inputs, _),) = examples.parts
+    return inputs.args[0]
 
 
 def weight_of(result):
@@ -131,7 +137,8 @@ def test_the_result_is_a_model_that_predicts():
         model = TCTModel.from_tensors(tiny_model(), tensors)
         by_hand = Problem(result.arrays, seed=seed)
         for i in range(CLIENTS):
-            inputs = read_examples(tiny_client(i).problem.trainloader, i).inputs
+            loader = tiny_client(i).problem.trainloader
+            inputs = inputs_of(read_examples(loader, model, i))
             expected = by_hand.Z[i] @ tensors["tct/weight"]
             torch.testing.assert_close(model(inputs), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(tensors["tct/mean"], by_hand.mean)

@@ -126,7 +126,7 @@ FAILURES = {
     "two-outputs": fails(
         StructureError, "the model returns a tuple", model=lambda: TwoOutputs(3, 3)
     ),
-    "no-pair": fails(DataError, "named any of label", loader=[{"a": REAL, "b": REAL}]),
+    "no-pair": fails(DataError, "named as labels", loader=[{"a": REAL, "b": REAL}]),
     "no-labels": fails(
         DataError,
         "needs labels",
@@ -466,7 +466,8 @@ def test_it_is_done_once_a_request_and_only_for_curvature(monkeypatch):
 
 def examples_of(loader, count=3):
     problem = FisherClient(tiny_model(), loader, device="cpu").problem
-    x, y = on_few_examples(problem, lambda copied, batch: batch)
+    batch = on_few_examples(problem, lambda copied, batch: batch)
+    (x,), y = batch.inputs.args, batch.labels
     return x[:count], y[:count]
 
 

@@ -34,7 +34,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batches import BatchFn
+from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
 
@@ -99,8 +99,12 @@ class FisherClient:
         features; uploads, and trainings under way, that a crash would lose. What was
         not used for longest goes first: nothing tells that a run has ended.
     batch_fn : Callable, optional
-        Makes ``(inputs, labels)``, two tensors, of a batch of any other form, for all
-        that this library reads; a `train_fn` of your own is given batches as they are.
+        Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
+        mapping of tensors, for all that this library reads, a ``LocalSGD`` within your
+        own `train_fn` among it; that is given the loader as it is.
+    output_fn : Callable, optional
+        Takes the one tensor of outputs of whatever the model returns; by default the
+        tensor itself, what is named ``logits``, or the only tensor.
 
     Examples
     --------
@@ -127,6 +131,7 @@ class FisherClient:
         limits: ClientLimits | None = None,
         state_bytes: int = STATE_BYTES,
         batch_fn: BatchFn | None = None,
+        output_fn: OutputFn | None = None,
     ) -> None:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.problem = LocalProblem(
@@ -141,6 +146,7 @@ class FisherClient:
             limits or ClientLimits(),
             state_bytes,
             batch_fn=batch_fn,
+            output_fn=output_fn,
             evaluate_fn=evaluate_fn,
         )
 

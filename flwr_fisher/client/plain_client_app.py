@@ -12,7 +12,7 @@ from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, partition_of
 from flwr_fisher.client.training import Loader
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batches import BatchFn
+from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.errors import ClientError
 from flwr_fisher.randomness import seeded
 
@@ -27,6 +27,7 @@ def fisher_arrays(
     num_examples: int | None = None,
     max_examples: int | None = None,
     batch_fn: BatchFn | None = None,
+    output_fn: OutputFn | None = None,
 ) -> ArrayRecord:
     """Return the arrays of a reply, in place of ``ArrayRecord(model.state_dict())``.
 
@@ -54,6 +55,8 @@ def fisher_arrays(
         How many examples the Fisher may take, whatever the server asks for.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch of any other form.
+    output_fn : Callable, optional
+        Takes the one tensor of outputs of whatever the model returns.
 
     Raises
     ------
@@ -75,7 +78,11 @@ def fisher_arrays(
             content = RecordDict({"arrays": arrays, "metrics": metrics})
             return Message(content, reply_to=message)
     """
-    own = {"likelihood": likelihood, "batch_fn": batch_fn}
+    own = {
+        "likelihood": likelihood,
+        "batch_fn": batch_fn,
+        "output_fn": output_fn,
+    }
     problem = _problem(model, trainloader, max_examples, **own)
     if num_examples is None:
         num_examples = problem.count_examples(partition_of(context))
@@ -95,6 +102,7 @@ def check_fisher(
     num_examples: int | None = None,
     max_examples: int | None = None,
     batch_fn: BatchFn | None = None,
+    output_fn: OutputFn | None = None,
 ) -> None:
     """Raise before the training what :func:`fisher_arrays` would raise after it.
 
@@ -104,7 +112,7 @@ def check_fisher(
     Parameters
     ----------
     message, context, model, trainloader, likelihood, num_examples, max_examples, \
-    batch_fn
+    batch_fn, output_fn
         As for :func:`fisher_arrays`; the model has the arrays of the message.
 
     Raises
@@ -121,7 +129,11 @@ def check_fisher(
         train_for_hours(model, trainloader)
         arrays = fisher_arrays(message, context, model, trainloader)
     """
-    own = {"likelihood": likelihood, "batch_fn": batch_fn}
+    own = {
+        "likelihood": likelihood,
+        "batch_fn": batch_fn,
+        "output_fn": output_fn,
+    }
     problem = _problem(model, trainloader, max_examples, **own)
     try_upload(problem, *_read(message, context, problem, num_examples or 1))
 

@@ -19,7 +19,8 @@ from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batches import BatchFn, Pairs, as_pair
+from flwr_fisher.curvature.batch import BatchFn, OutputFn
+from flwr_fisher.curvature.batches import Batches, batches_of, reading_as
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.params import Params, select, trainable_names
@@ -62,6 +63,9 @@ class LocalProblem:
         each call of :meth:`train` has its own.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch of any other form.
+    output_fn : Callable, optional
+        Takes the one tensor of outputs of what the model returns, if it is no tensor
+        and has no ``logits``.
     evaluate_fn : Callable, optional
         Scores in place of the built-in loop.
 
@@ -85,6 +89,7 @@ class LocalProblem:
     state_bytes: int = STATE_BYTES
     checkpoint: TrainingCheckpoint = field(default_factory=TrainingCheckpoint)
     batch_fn: BatchFn | None = None
+    output_fn: OutputFn | None = None
     evaluate_fn: EvaluateFn | None = None
 
     def __post_init__(self) -> None:
@@ -117,15 +122,18 @@ class LocalProblem:
         return ClientDisk(self.state_dir, namespace, client, key, self.state_bytes)
 
     @property
-    def train_pairs(self) -> Pairs:
+    def train_batches(self) -> Batches:
         """The training data as whatever differentiates or scores reads them."""
-        return Pairs(self.trainloader, self.batch_fn)
+        return self.read_as(self.trainloader)
 
     @property
-    def val_pairs(self) -> Pairs | None:
+    def val_batches(self) -> Batches | None:
         """The held-out data, if there are any."""
-        loader = self.valloader
-        return None if loader is None else Pairs(loader, self.batch_fn)
+        return None if self.valloader is None else self.read_as(self.valloader)
+
+    def read_as(self, loader: Loader) -> Batches:
+        """Return a loader that is read as the client's."""
+        return Batches(loader, self.batch_fn, self.output_fn)
 
     @property
     def has_classes(self) -> bool:
@@ -194,11 +202,10 @@ class LocalProblem:
                     "method's job passes: train with LocalSGD(...), or add it (where "
                     "LocalSGD.__call__ calls `on_gradients`, your loop must)"
                 )
-        data = self.for_train_fn(self.train_pairs)
         if _takes(loop, "checkpoint", or_any=False):
             options["checkpoint"] = self.checkpoint
         self.checkpoint = self.checkpoint.next()
-        returned = loop(self.model, data, self.device, config, **options)
+        returned = self.run(loop, self.trainloader, config, **options)
         return checked_metrics(returned, "train_fn")
 
     def evaluate(self, config: Mapping[str, Any]) -> dict[str, float]:
@@ -219,9 +226,12 @@ class LocalProblem:
             )
         return metrics
 
-    def for_train_fn(self, pairs: Pairs) -> Any:
-        """Return what `train_fn` is given: one of the user's own reads as it likes."""
-        return pairs if isinstance(self.train_fn, LocalSGD) else pairs.loader
+    def run(
+        self, loop: Any, loader: Loader, config: Mapping[str, Any], **options: Any
+    ) -> Any:
+        """Call a training loop with the user's own loader, wherever it is read."""
+        with reading_as(self.batch_fn, self.output_fn):
+            return loop(self.model, loader, self.device, config, **options)
 
     def trained(self) -> dict[str, Tensor]:
         """Return the trained parameters by name; they are the model's own."""
@@ -260,7 +270,8 @@ class LocalProblem:
                 " and a client reads it several times, to count, to train and for the "
                 "curvature: pass a DataLoader, or a list of batches"
             )
-        return sum(len(as_pair(batch)[1]) for batch in self.train_pairs)
+        every = batches_of(self.train_batches, self.model, torch.device("cpu"))
+        return sum(len(batch) for batch in every)
 
     def load(self, params: Params) -> "LocalProblem":
         """Put the server's parameters into the model; return the problem.

@@ -6,28 +6,33 @@ Long: all that LocalSGD can do is described here, and done in one loop.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
-from flwr_fisher.curvature.batches import Pairs, labelled_pairs
+from flwr_fisher.curvature.batch import IGNORED, Batch, Inputs
+from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.gradients import check_mean_over_labels
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import (
     ClientError,
     ConfigurationError,
     DataError,
+    StructureError,
     check_positive,
     check_range,
 )
+from flwr_fisher.log_lines import logger
 from flwr_fisher.progress import Progress, count_of, watching
 
-Loader = Iterable[Any]  # pairs, or what `Pairs` makes them of
+Loader = Iterable[Any]  # batches of any form, or `Batches`
 TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
 ]
@@ -151,6 +156,12 @@ class LocalSGD:
                 "float16's are infinite, and their steps left out"
             )
         optimizer = self._optimizer(trained, config)
+        if _needs_closure(optimizer) and (half or on_gradients is not None):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} asks for gradients several times a step, "
+                "which neither autocast=torch.float16 nor what reads every gradient "
+                "can do: take another optimizer"
+            )
         schedule = None if self.scheduler is None else self.scheduler(optimizer)
         scaler = torch.amp.GradScaler(device.type, enabled=half)
         dtype, mixes = self.autocast, self.autocast is not None
@@ -174,21 +185,28 @@ class LocalSGD:
         begin, step, mean = kept.load()
         for epoch in range(begin + 1, self.epochs + 1):
             total, count = torch.zeros((), device=device), 0
-            for inputs, labels in labelled_pairs(loader):
-                x, y = inputs.to(device), labels.to(device)
+            batches = batches_of(loader, model, device, labelled=True, counted=False)
+            for batch in batches:
+                if not (labels := batch.num_labels):
+                    continue  # of which the mean loss is 0 / 0
                 step += 1
-                optimizer.zero_grad()
-                with mixed():
-                    loss = loss_fn(model(x), y)
-                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-                scaler.unscale_(optimizer)
-                if on_gradients is not None:
-                    on_gradients(epoch, step)
-                proximal.add_gradient()
-                scaler.step(optimizer)
-                scaler.update()
-                total += loss.detach() * len(y)
-                count += len(y)
+
+                def closure(
+                    batch: Batch = batch, epoch: int = epoch, step: int = step
+                ) -> Tensor:
+                    optimizer.zero_grad()
+                    with mixed():
+                        loss = loss_fn(batch.inputs(model), batch.labels)
+                    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                    scaler.unscale_(optimizer)
+                    if on_gradients is not None:
+                        on_gradients(epoch, step)
+                    proximal.add_gradient()
+                    return loss.detach()
+
+                loss = _stepped(optimizer, scaler, closure)
+                total += loss * labels
+                count += labels
                 if progress.due:  # a loss that is read makes a GPU wait
                     loss_so_far = f"loss {float(total) / count:.3g}{pace}"
                     progress.tell(f"epoch {epoch} of {self.epochs}, {loss_so_far}")
@@ -199,7 +217,7 @@ class LocalSGD:
                 )
             mean = float(total) / count
             if schedule is not None:
-                schedule.step()
+                _step(schedule, mean)
             if average is not None and epoch > self.epochs - self.swa_epochs:
                 average.update_parameters(model)
             kept.save(epoch, step, mean)
@@ -208,7 +226,8 @@ class LocalSGD:
                 self.on_epoch(epoch, mean)
         if average is not None:
             model.load_state_dict(average.module.state_dict())
-            update_bn(Pairs(loader), model, device)
+            every = batches_of(loader, model, device)
+            update_bn((batch.inputs for batch in every), _Called(model))
         return {"train_loss": mean}
 
     def settings(self) -> dict[str, Any]:
@@ -252,6 +271,45 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
     return float(value)
 
 
+class _Called(nn.Module):
+    """A model that takes a batch's inputs as one argument."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        return inputs(self.model)
+
+
+def _stepped(
+    optimizer: Optimizer, scaler: torch.amp.GradScaler, closure: Callable[[], Tensor]
+) -> Tensor:
+    """Take a step; return the loss before it.
+
+    Some optimisers, such as L-BFGS, ask for the loss and its gradients several times.
+    """
+    if _needs_closure(optimizer):
+        return torch.as_tensor(optimizer.step(closure))  # type: ignore[arg-type]
+    loss = closure()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    parameter = signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is Parameter.empty
+
+
+def _step(schedule: LRScheduler, loss: float) -> None:
+    """Take a schedule's step after an epoch; some look at its loss."""
+    if isinstance(schedule, ReduceLROnPlateau):
+        schedule.step(loss)
+    else:
+        schedule.step()
+
+
 class _Proximal:
     """The gradient of FedProx's proximal term (Li et al. 2020)."""
 
@@ -262,6 +320,8 @@ class _Proximal:
     def add_gradient(self) -> None:
         for p, start in zip(self.parameters, self.start, strict=True):
             if p.grad is not None:
+                if p.grad.is_sparse:  # the term is not
+                    p.grad = p.grad.to_dense()
                 p.grad.add_(p.detach() - start, alpha=self.mu)
 
 
@@ -277,18 +337,36 @@ def score(
     with (
         evaluating(model),
         torch.no_grad(),
-        watching("scoring", count_of(loader)) as progress,
+        watching("scoring", count_of(loader)),
     ):
-        for inputs, labels in labelled_pairs(loader):
-            x, y = inputs.to(device), labels.to(device)
-            output = model(x)
-            loss += float(loss_fn(output, y)) * len(y)
-            guess = output.argmax(-1)
-            comparable = guess.shape == y.shape
-            correct += int((guess == y).sum()) if comparable else float("nan")
-            labelled += y.numel()
-            count += len(y)
-            progress.advance(len(y))
-    if not count:
-        raise DataError("the evaluation loader has no examples")
-    return loss / count, correct / labelled, count
+        for batch in batches_of(loader, model, device, labelled=True):
+            count += len(batch)
+            if not (labels := batch.num_labels):
+                continue
+            output, y = batch.inputs(model), batch.labels
+            if not labelled:
+                _warn_unless_mean(output, y, loss_fn)
+            loss += float(loss_fn(output, y)) * labels
+            correct += num_correct(output, y)
+            labelled += labels
+    if not labelled:
+        raise DataError("the evaluation loader has no examples with a label")
+    return loss / labelled, correct / labelled, count
+
+
+def _warn_unless_mean(outputs: Tensor, labels: Any, loss_fn: Loss) -> None:
+    try:
+        check_mean_over_labels(outputs, labels, loss_fn)
+    except StructureError as error:
+        logger.warning("The loss depends on how data are batched: %s", error)
+
+
+def num_correct(outputs: Tensor, labels: Any) -> float:
+    """Return how many labels are the likeliest class; -100 is none.
+
+    NaN where outputs have no classes that labels could name.
+    """
+    guess = outputs.argmax(-1)
+    if not isinstance(labels, Tensor) or guess.shape != labels.shape:
+        return float("nan")
+    return float(((guess == labels) & (labels != IGNORED)).sum())

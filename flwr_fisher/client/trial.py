@@ -15,7 +15,7 @@ from textwrap import wrap
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -28,10 +28,10 @@ from torch.utils.data import (
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.curvature.batches import Batch, inputs_and_labels
+from flwr_fisher.curvature.batch import Batch, Inputs
+from flwr_fisher.curvature.batches import sampler_of, with_positions
 from flwr_fisher.curvature.models import evaluating
-from flwr_fisher.curvature.subset import like_loader, sampler_of
-from flwr_fisher.errors import ClientError, DataError, FlwrFisherError, StructureError
+from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seeded
 
@@ -111,27 +111,28 @@ def _batch(problem: LocalProblem, count: int | None) -> Batch | None:
     loader: Any = problem.trainloader
     if isinstance(loader, (list, tuple)) and loader:
         batch = loader[0]
-    elif type(loader).__iter__ is not DataLoader.__iter__ or isinstance(
-        loader.dataset, IterableDataset
-    ):
+    elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
     else:
         batch = _read(loader, _positions(loader, count))
-    inputs, labels = inputs_and_labels(problem.train_pairs.pair(batch))
-    n = len(inputs)
-    if isinstance(labels, Tensor) and labels.dim() and len(labels) == n:
-        labels = labels[:count]
-    return inputs[:count], labels
+    return problem.train_batches.read(batch, problem.model)[:count]
 
 
 def _read(loader: DataLoader[Any], positions: Any) -> Any:
     """Return a loader's batch of some positions, read by a worker."""
     own = loader.num_workers > 0
-    few = like_loader(loader, [positions], int(own or not _is_plain(loader)))
-    if few.num_workers and not own:
-        if sys.platform != "linux":
-            raise NotImplementedError("it would be with DataLoader(num_workers=1)")
-        few.multiprocessing_context, few.timeout = "fork", _SECONDS
+    if own or _is_plain(loader):
+        few = with_positions(loader, [positions], num_workers=int(own))
+    elif sys.platform != "linux":
+        raise NotImplementedError("it would be with DataLoader(num_workers=1)")
+    else:
+        few = with_positions(
+            loader,
+            [positions],
+            num_workers=1,
+            multiprocessing_context="fork",
+            timeout=_SECONDS,
+        )
     with warnings.catch_warnings():
         # Of Python: threads may hold locks. A reader that waits for one is given up.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
@@ -165,7 +166,7 @@ def _positions(loader: DataLoader[Any], count: int | None) -> Any:
     return list(positions[: size if count is None else count])
 
 
-def check_outputs(problem: LocalProblem, inputs: Tensor) -> None:
+def check_outputs(problem: LocalProblem, inputs: Inputs) -> None:
     """Refuse a model whose outputs are no tensor, or not finite.
 
     Raises
@@ -177,15 +178,10 @@ def check_outputs(problem: LocalProblem, inputs: Tensor) -> None:
     """
     model = problem.model
     with evaluating(model), torch.no_grad():
-        outputs = model(inputs.to(problem.device))
-    if not isinstance(outputs, Tensor):
-        raise StructureError(
-            f"the model returns a {type(outputs).__name__}, and a curvature is of one "
-            "tensor of outputs: wrap the model in one that returns it"
-        )
+        outputs = inputs.to(problem.device)(model)
     if outputs.isfinite().all():
         return
-    if not inputs.isfinite().all():
+    if not all(tensor.isfinite().all() for tensor in inputs.tensors):
         raise DataError(
             "the inputs of the first training examples hold NaN or infinity, and the "
             "model's outputs of them, too: clean the data"

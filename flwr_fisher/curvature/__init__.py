@@ -1,6 +1,7 @@
 """What a model's loss looks like around its parameters. Works without Flower."""
 
-from flwr_fisher.curvature.batches import Pairs
+from flwr_fisher.curvature.batch import Batch, Inputs
+from flwr_fisher.curvature.batches import Batches
 from flwr_fisher.curvature.estimate.fisher import fisher
 from flwr_fisher.curvature.estimate.input_covariances import (
     InputCovariance,
@@ -30,6 +31,8 @@ __all__ = [
     "STRUCTURES",
     "TOLERANCE",
     "WEIGHT_SHARINGS",
+    "Batch",
+    "Batches",
     "BlockDiagonal",
     "Curvature",
     "Deferred",
@@ -39,11 +42,11 @@ __all__ = [
     "FisherOptions",
     "FisherPlan",
     "InputCovariance",
+    "Inputs",
     "Inverse",
     "Kronecker",
     "LayerPlan",
     "Likelihood",
-    "Pairs",
     "WeightedSum",
     "fisher",
     "fisher_plan",

@@ -1,210 +1,310 @@
-"""A loader's batches as pairs of inputs and labels, whatever it calls them."""
+"""A loader, read as it is: its batches, on the device where the model is.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+Long: how a loader is read, to its end or for some examples, is said here alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
+from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn, form_of, read
 from flwr_fisher.errors import DataError
 from flwr_fisher.progress import advance
+from flwr_fisher.randomness import random_stream
 
-Batch = tuple[Tensor, Any]
-BatchFn = Callable[[Any], tuple[Tensor, Tensor]]
-
-TARGETS = ("label", "labels", "y", "target", "targets", "fine_label")
-"""Names that a batch's labels may have."""
-
-_WAY_OUT = "pass batch_fn, FisherClient(batch_fn=...) or curvature.Pairs(loader, ...)"
-_EXAMPLE = "such as lambda batch: (batch['img'], batch['label'])"
+# How loaders are read that do not say it themselves, while a client's loop runs.
+_reading: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
+    "reading", default=(None, None)
+)
 
 
-class Pairs(Iterable[Any]):
-    """A loader whose batches are pairs ``(inputs, labels)``, and all else is its own.
+class Batches(Iterable[Any]):
+    """A loader, and how its batches and a model's outputs are read.
 
-    Of a mapping, such as ``{"img": ..., "label": ...}``, the labels are the one entry
-    named as in :data:`TARGETS`, and the inputs the one tensor beside it. Any other
-    batch stays as it is. What has another form takes a `batch_fn`.
+    It yields the loader's own batches; whatever reads them for a model, such as
+    :func:`~flwr_fisher.curvature.fisher` or ``LocalSGD``, reads them as told here. By
+    default:
+
+    - A tensor is the model's one input, without labels.
+    - Of a tuple or list the last part is the labels, what stands before it the inputs,
+      by position: ``(x, y)``, ``(left, right, y)``; also ``((left, right), y)`` and
+      ``({"left": ..., "right": ...}, y)``.
+    - Of a mapping the labels are the one entry named ``label``, ``labels``,
+      ``label_ids``, ``y``, ``target``, ``targets`` or ``fine_label``. Tensors whose
+      names are arguments of the model's ``forward`` are passed by name, and what it
+      cannot take is left out, as by transformers' ``Trainer``. One tensor of any other
+      name is the model's first argument.
+    - A transformers model of causal language, which shifts labels by itself, gets
+      labels shifted by one.
+    - A model's outputs are the tensor that it returns, what it names ``logits``, or the
+      only tensor of floating-point numbers among several things.
 
     Parameters
     ----------
     loader : Iterable
         Batches of any form.
     batch_fn : Callable, optional
-        Makes a pair of tensors of each batch.
-
-    Raises
-    ------
-    DataError
-        While it is read: if a mapping has no such pair of entries, or several; or if
-        `batch_fn` returns something else than two tensors.
+        Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
+        mapping of tensors, for the model by position or by name.
+    output_fn : Callable, optional
+        Takes the one tensor of outputs of whatever the model returns.
 
     Examples
     --------
-    >>> import torch
-    >>> batch = {"img": torch.zeros(2, 3), "label": torch.ones(2), "path": ["a", "b"]}
-    >>> [(x.shape, y) for x, y in Pairs([batch])]
-    [(torch.Size([2, 3]), tensor([1., 1.]))]
-    >>> loader = Pairs([batch], lambda batch: (batch["img"], batch["img"]))
-    >>> len(loader)
-    1
+    >>> from flwr_fisher.curvature import fisher
+    >>> batch = {"left": torch.ones(2, 3), "right": torch.ones(2, 3), "class": None}
+    >>> loader = Batches([batch], lambda b: (b["left"] - b["right"], b["class"]))
+    >>> fisher(nn.Linear(3, 2, bias=False), loader, structure="diagonal").trace()
+    0.0
     """
 
-    def __init__(self, loader: Iterable[Any], batch_fn: BatchFn | None = None) -> None:
-        own = loader.batch_fn if isinstance(loader, Pairs) else None
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        batch_fn: BatchFn | None = None,
+        output_fn: OutputFn | None = None,
+    ) -> None:
         self.loader: Iterable[Any] = unwrapped(loader)
-        self.batch_fn: BatchFn | None = batch_fn or own
+        self.batch_fn, self.output_fn = batch_fn, output_fn
+        if isinstance(loader, Batches):
+            self.batch_fn = batch_fn or loader.batch_fn
+            self.output_fn = output_fn or loader.output_fn
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield self.pair(batch)
+        return iter(self.loader)
 
     def __len__(self) -> int:
         loader: Any = self.loader
         return len(loader)
 
-    def __getattr__(self, name: str) -> Any:
-        # A data set, a sampler, a generator: whatever a DataLoader has.
-        if name == "loader" or name.startswith("__"):  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def pair(self, batch: Any) -> Any:
-        """Return one batch as a pair."""
-        if self.batch_fn is not None:
-            return _checked(self.batch_fn(batch))
-        return pair_in(batch) if isinstance(batch, Mapping) else batch
+    def read(self, batch: Any, model: nn.Module) -> Batch:
+        """Return one of the loader's batches as the model takes it."""
+        return read(batch, model, self.batch_fn, self.output_fn)
 
 
 def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return the loader itself, behind :class:`Pairs` if it is behind one."""
-    return loader.loader if isinstance(loader, Pairs) else loader
+    """Return the loader itself, without what says how it is read."""
+    return loader.loader if isinstance(loader, Batches) else loader
 
 
-def batches_on(loader: Iterable[Any], device: torch.device) -> Iterator[Batch]:
-    """Yield a loader's batches on a device, without the empty ones; count examples.
+@contextmanager
+def reading_as(batch_fn: BatchFn | None, output_fn: OutputFn | None) -> Iterator[None]:
+    """Say how loaders are read that do not say it themselves.
+
+    So a client's own loop gets its own loader, and may hand it to ``LocalSGD``.
+    """
+    token = _reading.set((batch_fn, output_fn))
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def batches_of(
+    loader: Iterable[Any],
+    model: nn.Module,
+    device: torch.device,
+    *,
+    labelled: bool = False,
+    counted: bool = True,
+) -> Iterator[Batch]:
+    """Yield a loader's batches on a device, without the empty ones.
 
     Parameters
     ----------
     loader : Iterable
-        Batches ``(inputs, labels, ...)``, mappings with an entry ``label``
-        (:class:`~flwr_fisher.curvature.Pairs`), or bare ``inputs``.
+        Batches of any form, or :class:`Batches` of it.
+    model : nn.Module
+        What will be called.
     device : torch.device
         Where tensors are moved to.
-
-    Yields
-    ------
-    inputs : Tensor
-        ``[n, ...]`` with at least one example.
-    labels : Any
-        What the batch has after its inputs; None for bare inputs.
+    labelled : bool, default False
+        Whether a batch without labels is an error.
+    counted : bool, default True
+        Whether examples are counted as progress of what is watched.
 
     Raises
     ------
     DataError
-        If the loader is one tensor, or a batch's inputs are not a tensor.
+        If the loader is one tensor, a batch's form is not to be told, or it lacks
+        labels.
     """
-    check_loader(loader)
-    for batch in loader:
-        inputs, labels = inputs_and_labels(batch)
-        if isinstance(labels, Tensor):
-            labels = labels.to(device, non_blocking=True)
-        if inputs.shape[0]:
-            yield inputs.to(device, non_blocking=True), labels
-            advance(len(inputs))
+    own = as_batches(loader)
+    for batch in own.loader:
+        made = own.read(batch, model)
+        if labelled and not hasattr(made.labels, "to"):
+            raise DataError(
+                "batches must have labels, tensors, as in (inputs, labels) or an entry "
+                f"'label', and one is {form_of(batch)}: pass "
+                "FisherClient(batch_fn=...) or Batches(loader, batch_fn)"
+            )
+        if len(made):
+            yield made.to(device)
+            if counted:
+                advance(len(made))
 
 
-def check_loader(loader: object) -> None:
-    """Raise :class:`DataError` if a loader is one tensor, and not batches."""
+def as_batches(loader: Iterable[Any]) -> Batches:
+    """Return a loader with how it is read.
+
+    Raises
+    ------
+    DataError
+        If the loader is one tensor, and no batches.
+    """
     if isinstance(loader, Tensor):
         raise DataError("the loader must yield batches; for a single one pass [inputs]")
+    return loader if isinstance(loader, Batches) else Batches(loader, *_reading.get())
 
 
-def labelled_pairs(loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a loader's batches, each with labels.
+def at_most(
+    loader: Iterable[Any], model: nn.Module, examples: int, seed: int
+) -> Iterable[Any]:
+    """Return so many examples of a loader, chosen at random where it can be.
 
-    Raises
-    ------
-    DataError
-        If a batch is no pair of what can be moved to a device.
+    The loader is read as it is, and no further than it says that it goes:
+
+    - A plain ``DataLoader`` without workers, which goes through a data set in order or
+      shuffled, gives random examples of its data set, and no others are read.
+    - Any other that shuffles, or has no length, is read until there are enough.
+    - The rest is read to its end, which is where ``len`` says it is, and random
+      examples of all are kept.
+
+    Parameters
+    ----------
+    loader : Iterable
+        Batches of any form, or :class:`Batches` of it.
+    model : nn.Module
+        What will be called.
+    examples : int
+        At least 1.
+    seed : int
+        Of the choice.
+
+    Examples
+    --------
+    >>> batches = [torch.zeros(4, 2), torch.zeros(4, 2)]
+    >>> sum(map(len, at_most(batches, nn.Linear(2, 2), 3, seed=0)))
+    3
     """
-    for batch in Pairs(loader):
-        inputs, labels = as_pair(batch)
-        if not (hasattr(inputs, "to") and hasattr(labels, "to")):
-            raise _no_pair(batch)
-        yield inputs, labels
+    whole = as_batches(loader)
+    positions = _positions(whole.loader)
+    if positions is not None:
+        if len(positions) <= examples:
+            return loader
+        order = random_stream(seed, "examples").permutation(len(positions))[:examples]
+        chosen = Batches(_subset(whole.loader, [positions[i] for i in order]))
+        chosen.batch_fn, chosen.output_fn = whole.batch_fn, whole.output_fn
+        return chosen
+    try:
+        length: int | None = len(whole)
+    except TypeError:
+        length = None
+    every = (whole.read(batch, model) for batch in islice(whole.loader, length))
+    if length is None or _shuffles(whole.loader):
+        return list(_first(every, examples))
+    return _sample(every, examples, seed)
 
 
-def inputs_and_labels(batch: Any) -> Batch:
-    """Return a batch's inputs, and what it has after them; None for bare inputs.
+def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
+    """Return the positions of a plain loader's examples; None for any other."""
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return None
+    batches, sampler = loader.batch_sampler, loader.sampler
+    if loader.num_workers or type(batches) is not BatchSampler:
+        return None
+    if type(sampler) is SubsetRandomSampler:
+        return list(sampler.indices)
+    if type(sampler) is RandomSampler:
+        n = len(loader.dataset)  # type: ignore[arg-type]
+        return range(n) if not sampler.replacement and len(sampler) == n else None
+    if type(sampler) is not SequentialSampler:
+        return None
+    n, size = len(sampler), batches.batch_size
+    return range(n - n % size if batches.drop_last else n)
 
-    Raises
-    ------
-    DataError
-        If the inputs are not a tensor, or are not to be told in a mapping.
+
+def _subset(loader: Any, positions: list[int]) -> DataLoader[Any]:
+    size = loader.batch_sampler.batch_size
+    chunks = [positions[k : k + size] for k in range(0, len(positions), size)]
+    return with_positions(loader, chunks)
+
+
+def with_positions(
+    loader: DataLoader[Any], batches: Iterable[Any], **options: Any
+) -> DataLoader[Any]:
+    """Return a plain loader that reads its data set in other batches.
+
+    Parameters
+    ----------
+    loader : DataLoader
+        Of a data set with positions, and of no other class, which may do anything.
+    batches : Iterable[Sequence[int]]
+        Positions in the data set.
+    **options
+        Of a ``DataLoader``, in place of its own.
     """
-    if isinstance(batch, Mapping):
-        return pair_in(batch)
-    several = isinstance(batch, (tuple, list)) and len(batch) > 0
-    inputs = batch[0] if several else batch
-    if not isinstance(inputs, Tensor):
-        raise DataError(
-            "the loader must yield (inputs, labels) or inputs as tensors, got "
-            f"{form_of(batch)}: pass Pairs(loader, batch_fn) for other batches, or "
-            "FisherClient(batch_fn=...)"
-        )
-    return inputs, batch[1] if several and len(batch) > 1 else None
+    own = {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers} | options
+    if own["num_workers"]:
+        for name in ("worker_init_fn", "multiprocessing_context", "timeout"):
+            own.setdefault(name, getattr(loader, name))
+    if loader.batch_sampler is None:  # the data set gives batches by itself
+        return DataLoader(loader.dataset, sampler=batches, batch_size=None, **own)
+    return DataLoader(loader.dataset, batch_sampler=batches, **own)
 
 
-def pair_in(batch: Mapping[Any, Any]) -> tuple[Tensor, Tensor]:
-    """Return the inputs and labels among a mapping's entries.
-
-    Raises
-    ------
-    DataError
-        If they cannot be told, naming the entries.
-    """
-    targets = [key for key in batch if key in TARGETS]
-    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-    labels = tensors.pop(targets[0], None) if len(targets) == 1 else None
-    if labels is None or len(tensors) != 1:
-        kinds = ((key, type(value).__name__) for key, value in list(batch.items())[:12])
-        names = ", ".join(f"{key!r:.40} ({kind})" for key, kind in kinds)
-        raise DataError(
-            f"a batch is a mapping of {names or 'nothing'}, and not of one tensor of "
-            f"labels, named any of {', '.join(TARGETS)}, beside one of inputs: "
-            f"{_WAY_OUT}, {_EXAMPLE}"
-        )
-    return next(iter(tensors.values())), labels
+def sampler_of(loader: DataLoader[Any]) -> Iterable[Any]:
+    """Return what makes batches of positions."""
+    # Without a batch size, a loader's sampler gives batches, not examples.
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Return a batch of two parts; raise :class:`DataError` for any other."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise _no_pair(batch)
-    return batch[0], batch[1]
+def _shuffles(loader: Any) -> bool:
+    """Return whether a loader's first examples are as good as any others."""
+    random = (RandomSampler, SubsetRandomSampler)
+    plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
+    return plain and type(loader.sampler) in random
 
 
-def _checked(pair: Any) -> tuple[Tensor, Tensor]:
-    two = isinstance(pair, (tuple, list)) and len(pair) == 2
-    if not two or not all(isinstance(part, Tensor) for part in pair):
-        raise DataError(
-            "batch_fn must return (inputs, labels), two tensors, and it returned "
-            f"{form_of(pair)}"
-        )
-    return pair[0], pair[1]
+def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
+    left = examples
+    for batch in batches:
+        yield batch[: min(left, len(batch))]
+        left -= len(batch)
+        if left <= 0:
+            return
 
 
-def form_of(batch: Any) -> str:
-    """Return in words what a batch is made of."""
-    if isinstance(batch, (tuple, list)):
-        parts = ", ".join(type(part).__name__ for part in batch[:8])
-        return f"a {type(batch).__name__} of {len(batch)}: {parts or 'nothing'}"
-    return f"a {type(batch).__name__}"
+def _sample(batches: Iterable[Batch], examples: int, seed: int) -> list[Batch]:
+    """Draw a number for every example, and keep those with the smallest."""
+    draw = random_stream(seed, "examples")
+    kept: list[tuple[Batch, Tensor]] = []
+    for batch in batches:
+        kept.append((batch, torch.from_numpy(draw.random(len(batch)))))
+        if sum(len(numbers) for _, numbers in kept) > 2 * examples:
+            kept = _smallest(kept, examples)
+    return [batch for batch, _ in _smallest(kept, examples)]
 
 
-def _no_pair(batch: Any) -> DataError:
-    return DataError(
-        "batches must be pairs (inputs, labels) of tensors, or mappings with an entry "
-        f"'label', and one is {form_of(batch)}: {_WAY_OUT}, {_EXAMPLE}"
-    )
+def _smallest(
+    kept: Sequence[tuple[Batch, Tensor]], examples: int
+) -> list[tuple[Batch, Tensor]]:
+    numbers = torch.cat([n for _, n in kept]) if kept else torch.zeros(0)
+    if len(numbers) <= examples:
+        return list(kept)
+    last = numbers.kthvalue(examples).values
+    chosen = [(batch, n, n <= last) for batch, n in kept]
+    return [(batch[rows], n[rows]) for batch, n, rows in chosen if rows.any()]

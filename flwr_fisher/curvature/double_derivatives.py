@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-from flwr_fisher.curvature.gradients import Derivatives, Loss, checked_loss
-from flwr_fisher.curvature.models import is_refusal
+from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.gradients import Derivatives, Loss, MeanLoss
+from flwr_fisher.curvature.models import is_refusal, outputs_with
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params
 
@@ -36,14 +36,14 @@ class DoubleDerivatives:
     def __init__(
         self, model: nn.Module, parameters: Params, loss_fn: Loss, vectors: Params
     ) -> None:
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn = model, MeanLoss(loss_fn)
         self.parameters, self.vectors = parameters, vectors
         self.leaves = list(parameters.values())
         # Cheaper for convolutions alone: forward mode multiplies an input that has no
         # tangent, as the first layer's, by zeros.
         self.forward_mode = any(isinstance(m, _ConvNd) for m in model.modules())
 
-    def __call__(self, x: Tensor, y: Tensor) -> Derivatives:
+    def __call__(self, x: Inputs, y: Any) -> Derivatives:
         """Return the loss, the gradient and the product, from inputs and labels.
 
         Raises
@@ -69,10 +69,10 @@ class DoubleDerivatives:
                 f"Hessian to probe: {str(error).splitlines()[0]}"
             ) from error
 
-    def _double_backward(self, x: Tensor, y: Tensor) -> Derivatives:
+    def _double_backward(self, x: Inputs, y: Any) -> Derivatives:
         with _Watch():
-            outputs = self.model(x)
-        loss = checked_loss(self.loss_fn, outputs, y)
+            outputs = x(self.model)
+        loss = self.loss_fn(outputs, y)
         gradients = torch.autograd.grad(
             loss, self.leaves, create_graph=True, allow_unused=True
         )
@@ -91,15 +91,15 @@ class DoubleDerivatives:
         )
         return loss, gradients, products
 
-    def _forward_over_reverse(self, x: Tensor, y: Tensor) -> Derivatives | None:
+    def _forward_over_reverse(self, x: Inputs, y: Any) -> Derivatives | None:
         """Return None where a tangent would not be the derivative of the gradient."""
         _load_forward_mode()
         copies = {k: p.detach().requires_grad_() for k, p in self.parameters.items()}
         with forward_ad.dual_level():
             duals = {k: _dual(copies[k], vector) for k, vector in self.vectors.items()}
             with _Watch() as watch:
-                outputs = functional_call(self.model, copies | duals, (x,))
-            if watch.was_off or not isinstance(outputs, Tensor):
+                outputs = outputs_with(self.model, copies | duals, x)
+            if watch.was_off:
                 return None
             value, tangent = _value_and_tangent(outputs)
             if tangent is None:
@@ -129,7 +129,7 @@ class DoubleDerivatives:
         There is no gradient where the loss reaches the parameters past the outputs.
         """
         outputs.requires_grad_()
-        loss = checked_loss(self.loss_fn, outputs, y)
+        loss = self.loss_fn(outputs, y)
         gradient, *others = torch.autograd.grad(
             loss, [outputs, *self.leaves], create_graph=True, allow_unused=True
         )

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import Batch, batches_on
+from flwr_fisher.curvature.batch import Batch, Inputs, count_labels
+from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import (
     check_examples_are_independent,
     device_of,
@@ -22,7 +23,8 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.params import Params, trainable_names
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Any], Tensor]
+_MEAN = 1e-5  # relative and absolute: above rounding in float32
 # Of one batch: its mean loss, then one derivative of that, or several, each with a
 # tensor for each parameter, or None where it is zero.
 Derivatives = tuple[Tensor, *tuple[Sequence[Tensor | None], ...]]
@@ -36,7 +38,7 @@ def gradient(
     device: torch.device | str | None = None,
     max_batch_size: int | None = None,
 ) -> tuple[dict[str, Tensor], float]:
-    r"""Compute the gradient of the mean loss over all examples of a loader.
+    r"""Compute the gradient of the mean loss over all labels of a loader.
 
     .. math:: g = \nabla_\theta \frac1n \sum_j \ell(f_\theta(x_j), y_j)
 
@@ -52,7 +54,9 @@ def gradient(
     loader : Iterable
         Batches ``(inputs, labels)`` of tensors, of any sizes.
     loss_fn : Callable[[Tensor, Tensor], Tensor], default ``F.cross_entropy``
-        The *mean* loss of a batch's examples, a scalar, from outputs and labels.
+        The *mean* loss of a batch's labels, a scalar, from outputs and labels; an
+        integer label of -100 is none. Other reductions, as by weights of classes, are
+        refused: their means would depend on how examples are batched.
     device : torch.device | str | None
         Where the model is; by default where its first trainable parameter is.
     max_batch_size : int, optional
@@ -74,8 +78,9 @@ def gradient(
     DataError
         If the loader yields no examples, something else than batches, or no labels.
     StructureError
-        If an example's loss depends on the others of its batch (a batch norm without
-        running statistics), or the loss on no trainable parameter.
+        If `loss_fn` is no mean over labels, an example's loss depends on the others of
+        its batch (a batch norm without running statistics), or the loss on no trainable
+        parameter.
 
     Examples
     --------
@@ -86,10 +91,10 @@ def gradient(
     ({'weight': tensor([[4.]])}, 4.0)
     """
     parameters = checked_parameters(model, device, max_batch_size)
-    leaves = list(parameters.values())
+    leaves, mean_loss = list(parameters.values()), MeanLoss(loss_fn)
 
-    def derivatives(x: Tensor, y: Tensor) -> Derivatives:
-        loss = checked_loss(loss_fn, model(x), y)
+    def derivatives(x: Inputs, y: Any) -> Derivatives:
+        loss = mean_loss(x(model), y)
         return loss, torch.autograd.grad(loss, leaves, allow_unused=True)
 
     (mean,), loss = mean_derivatives(
@@ -120,15 +125,15 @@ def checked_parameters(
     return {name: model.get_parameter(name) for name in trainable_names(model)}
 
 
-def checked_loss(loss_fn: Loss, outputs: Tensor, y: Tensor) -> Tensor:
+def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
     """Return a batch's loss as a scalar that can be differentiated.
 
     Parameters
     ----------
-    loss_fn : Callable[[Tensor, Tensor], Tensor]
-        As for :func:`gradient`.
-    outputs, y : Tensor
-        The model's outputs and the batch's labels.
+    loss : object
+        What a loss function returned.
+    differentiable : bool, default True
+        Whether it must be one that can be.
 
     Raises
     ------
@@ -137,13 +142,12 @@ def checked_loss(loss_fn: Loss, outputs: Tensor, y: Tensor) -> Tensor:
     StructureError
         If it depends on no trainable parameter.
     """
-    loss = loss_fn(outputs, y)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
         raise ConfigurationError(
             f"loss_fn must return the mean loss of a batch, a scalar tensor; got {got}"
         )
-    if not loss.requires_grad:
+    if differentiable and not loss.requires_grad:
         raise StructureError(
             "the loss depends on no trainable parameter, so it has no gradient"
         )
@@ -154,7 +158,7 @@ def mean_derivatives(
     model: nn.Module,
     parameters: Params,
     loader: Iterable[Any],
-    derivatives: Callable[[Tensor, Tensor], Derivatives],
+    derivatives: Callable[[Inputs, Any], Derivatives],
     max_batch_size: int | None,
 ) -> tuple[list[dict[str, Tensor]], float]:
     """Return the means of a loss's derivatives, and of the loss, over all examples.
@@ -167,35 +171,120 @@ def mean_derivatives(
         From :func:`checked_parameters`.
     loader, max_batch_size
         As for :func:`gradient`.
-    derivatives : Callable[[Tensor, Tensor], Derivatives]
+    derivatives : Callable[[Inputs, Any], Derivatives]
         Takes the inputs and labels of a batch, or of a part of one.
+
+    Raises
+    ------
+    DataError, StructureError
+        As for :func:`gradient`.
     """
     device = next(iter(parameters.values())).device
     sums: list[Sums] = []
     count, losses = 0, list[Tensor]()
     with evaluating(model):
-        for x, y in _parts(batches_on(loader, device), max_batch_size):
-            loss, *means = derivatives(x, y)
+        batches = batches_of(loader, model, device, labelled=True)
+        for batch in _parts(batches, max_batch_size):
+            if not (labels := batch.num_labels):
+                continue
+            loss, *means = derivatives(batch.inputs, batch.labels)
             sums = sums or [Sums(parameters) for _ in means]
             for each, mean in zip(sums, means, strict=True):
-                each.add(mean, len(x))
-            losses.append(widened(loss) * len(x))
-            count += len(x)
+                each.add(mean, labels)
+            losses.append(widened(loss) * labels)
+            count += labels
     if not count:
-        raise DataError("the loader has no examples, so there is no gradient to take")
+        raise DataError(
+            "the loader has no examples with a label, so there is no gradient to take"
+        )
     return [each.mean(count) for each in sums], float(torch.stack(losses).sum()) / count
 
 
-def _parts(
-    batches: Iterable[Batch], size: int | None
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
     """Yield the batches, the larger ones in parts of at most `size` examples."""
-    for inputs, labels in batches:
-        if not isinstance(labels, Tensor) or len(labels) != len(inputs):
+    for batch in batches:
+        labels = batch.labels
+        if not isinstance(labels, Tensor) or len(labels) != len(batch):
             raise DataError(
                 "a loss needs a label for each example: batches must be (inputs, "
                 "labels), tensors of one length"
             )
-        most = size or len(inputs)
-        parts = torch.split(inputs, most), torch.split(labels, most)
-        yield from zip(*parts, strict=True)
+        most = size or len(batch)
+        for start in range(0, len(batch), most):
+            yield batch[start : start + most]
+
+
+class MeanLoss:
+    """A loss that must be the mean over a batch's labels, which is tried on the first.
+
+    Then its mean over all data does not depend on how they are batched.
+
+    Parameters
+    ----------
+    loss_fn : Callable[[Tensor, Any], Tensor]
+        The loss.
+    """
+
+    def __init__(self, loss_fn: Loss) -> None:
+        self.loss_fn, self._checked = loss_fn, False
+
+    def __call__(self, outputs: Tensor, labels: Any) -> Tensor:
+        """Return the loss.
+
+        Raises
+        ------
+        ConfigurationError
+            If it is no scalar.
+        StructureError
+            If it is another function of the batch than the mean over its labels.
+        """
+        if not self._checked:
+            self._checked = check_mean_over_labels(
+                outputs.detach(), labels, self.loss_fn
+            )
+        return checked_loss(self.loss_fn(outputs, labels))
+
+
+def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
+    """Check that a loss is the mean over a batch's labels; return whether it could be.
+
+    It is tried on two parts of the batch; a single label tells nothing.
+
+    Parameters
+    ----------
+    outputs, labels : Tensor, Any
+        A batch's.
+    loss_fn : Callable[[Tensor, Any], Tensor]
+        The loss.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is no scalar.
+    StructureError
+        If it is another function of the batch.
+    """
+    n = len(outputs)
+    whole = checked_loss(loss_fn(outputs, labels), differentiable=False)
+    if not isinstance(labels, Tensor) or len(labels) != n or not whole.isfinite():
+        return False
+    tried = False
+    for cut in sorted({1, n // 2, n - 1} - {0, n}):
+        parts = slice(cut), slice(cut, None)
+        numbers = [count_labels(labels[rows]) for rows in parts]
+        if not all(numbers):
+            continue
+        losses = [loss_fn(outputs[rows], labels[rows]) for rows in parts]
+        terms = [k * loss for k, loss in zip(numbers, losses, strict=True)]
+        mean, tried = (terms[0] + terms[1]) / sum(numbers), True
+        tolerance = max(_MEAN, 8 * torch.finfo(whole.dtype).eps)
+        if not torch.isclose(mean.reshape(()), whole, tolerance, _MEAN):
+            break
+    else:
+        return tried
+    raise StructureError(
+        f"the loss of a batch is {float(whole):.6g}, and the mean over its labels of "
+        f"losses of its parts {float(mean):.6g}: loss_fn must be a mean over labels "
+        "(-100 is none). With weights of classes, divide by the number of labels: "
+        "F.cross_entropy(outputs, labels, weight=w, reduction='sum') / len(labels)"
+    )

@@ -1,13 +1,15 @@
 """Looking at a model: in eval mode, example by example, and left as it was."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.backends import cudnn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.errors import ConfigurationError, StructureError
 from flwr_fisher.params import trainable_names
 
@@ -56,6 +58,42 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def outputs_with(
+    model: nn.Module, state: Mapping[str, Tensor], inputs: Inputs
+) -> Tensor:
+    """Return a model's outputs with other parameters or buffers in its own's place.
+
+    Each stands wherever the model holds its own, under whatever name. A module that has
+    several names is one place: ``functional_call`` would fill it several times, and put
+    back what it had put there itself.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Left as it was.
+    state : Mapping[str, Tensor]
+        By the names of ``named_parameters`` and ``named_buffers``.
+    inputs : Inputs
+        What it is called with.
+    """
+    own = {id(p): n for n, p in [*model.named_parameters(), *model.named_buffers()]}
+    places = {}
+    for prefix, module in model.named_modules():
+        tensors = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in tensors:
+            if own[id(tensor)] in state:
+                place = f"{prefix}.{name}" if prefix else name
+                places[place] = state[own[id(tensor)]]
+
+    def called(*args: object, **kwargs: object) -> object:
+        return functional_call(model, places, args, kwargs, tie_weights=False)
+
+    return inputs(called)
 
 
 @contextmanager

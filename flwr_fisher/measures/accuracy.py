@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import labelled_pairs
+from flwr_fisher.curvature.batch import IGNORED
+from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.params import Params
 from flwr_fisher.progress import count_of, watching
 
-Loader = Iterable[Any]  # pairs, or what `Pairs` makes them of
+Loader = Iterable[Any]  # batches of any form, or `Batches`
 
 
 def accuracies(
@@ -30,7 +31,7 @@ def accuracies(
         Parameters by method; what is missing stays the model's.
     loader : Iterable
         Batches ``(inputs, labels)``, mappings with an entry ``label``, or a
-        :class:`~flwr_fisher.curvature.Pairs`.
+        :class:`~flwr_fisher.curvature.Batches`.
 
     Raises
     ------
@@ -63,21 +64,21 @@ def ensemble_accuracy(
     device = next(model.parameters()).device
     right = count = 0
     try:
-        done = watching("scoring", count_of(loader))
-        with evaluating(model), torch.no_grad(), done as progress:
-            for inputs, labels in labelled_pairs(loader):
-                x, mean = inputs.to(device), torch.zeros((), device=device)
+        watched = watching("scoring", count_of(loader))
+        with evaluating(model), torch.no_grad(), watched:
+            for batch in batches_of(loader, model, device, labelled=True):
+                mean, labels = torch.zeros((), device=device), batch.labels
                 for params, weight in zip(members, weights, strict=True):
                     model.load_state_dict(own)  # what this member lacks
                     model.load_state_dict(params, strict=False)
-                    mean = mean + model(x).softmax(-1) * weight
-                right += int((mean.argmax(-1) == labels.to(device)).sum())
-                count += labels.numel()  # one label an example, or a token
-                progress.advance(len(labels))
+                    mean = mean + batch.inputs(model).softmax(-1) * weight
+                labelled = labels != IGNORED  # one label an example, or a token
+                right += int(((mean.argmax(-1) == labels) & labelled).sum())
+                count += batch.num_labels
     finally:
         model.load_state_dict(own)
     if not count:
-        raise DataError("the loader has no examples")
+        raise DataError("the loader has no examples with a label")
     return right / count
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.batch import Inputs, together
 from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer, PackedProjection
@@ -51,8 +52,8 @@ class FeatureEngine:
         In eval mode; returns one number an example.
     chosen : Mapping[str, Chosen]
         The parameters with at least one chosen entry.
-    inputs : Tensor
-        The first batch ``[n, ...]``, not empty.
+    inputs : Inputs
+        The first batch, not empty.
 
     Raises
     ------
@@ -61,19 +62,20 @@ class FeatureEngine:
     """
 
     def __init__(
-        self, network: nn.Module, chosen: Mapping[str, Chosen], inputs: Tensor
+        self, network: nn.Module, chosen: Mapping[str, Chosen], inputs: Inputs
     ) -> None:
         self.network, self.chosen = network, chosen
         few = inputs[:_FEW]
         if len(few) == 1:  # with a second, to see whether that changes its output
-            few = torch.cat([few, torch.zeros_like(few)])
+            few = together([few, few.mapped(torch.zeros_like)])
         _check_one_output_each(network, few)
         layers = {
             name: layer
             for name, layer in kronecker_layers(network).items()
             if not isinstance(layer, PackedProjection)
         }
-        taps = explained(Trial(network, few, layers))
+        trial = Trial(network, few, layers)
+        taps, self.spread = explained(trial), trial.spread
         self.layers = {
             name: layers[name]
             for name in taps
@@ -88,28 +90,29 @@ class FeatureEngine:
         self.rest = [name for name in chosen if name not in taken]
         self.jacobians = Jacobians(network, self.rest)
         sizes = [_entries(layers[name], tap) for name, tap in taps.items()]
-        self.chunk = max(1, _AT_ONCE // max(sum(sizes), few[0].numel(), 1))
+        self.chunk = max(
+            1, _AT_ONCE // max(sum(sizes), sum(t[0].numel() for t in few.tensors), 1)
+        )
 
-    def write(self, inputs: Tensor, out: Tensor) -> None:
+    def write(self, inputs: Inputs, out: Tensor) -> None:
         """Write the examples' features.
 
         Parameters
         ----------
-        inputs : Tensor
-            The examples ``[n, ...]``.
+        inputs : Inputs
+            The examples.
         out : Tensor
             Takes the features, ``[n, p]``.
         """
-        for x, rows in zip(
-            torch.split(inputs, self.chunk), torch.split(out, self.chunk), strict=True
-        ):
+        parts = inputs.split(self.chunk), torch.split(out, self.chunk)
+        for x, rows in zip(*parts, strict=True):
             if self.layers:
                 self._write_layers(x, rows)
             if self.rest:
                 self._write_rest(x, rows)
 
-    def _write_layers(self, x: Tensor, out: Tensor) -> None:
-        outputs, taps = tapped_forward(self.network, x, self.layers)
+    def _write_layers(self, x: Inputs, out: Tensor) -> None:
+        outputs, taps = tapped_forward(self.network, x, self.layers, spread=self.spread)
         _check_shape(outputs, len(x))
         calls = single_calls(taps, len(x))
         edges = [tap.edge() for tap in calls.values()]
@@ -128,9 +131,9 @@ class FeatureEngine:
             at = self.chosen[layer.weight].at
             self.weights[layer.weight].write(inputs, g, out[:, at])
 
-    def _write_rest(self, x: Tensor, out: Tensor) -> None:
+    def _write_rest(self, x: Inputs, out: Tensor) -> None:
         start = 0
-        for rows in self.jacobians.gradients(x, x.new_ones(1, len(x), 1)):
+        for rows in self.jacobians.gradients(x, out.new_ones(1, len(x), 1)):
             for name, row in rows.items():
                 chosen = self.chosen[name]
                 entries = row.flatten(1).index_select(1, chosen.entries)
@@ -191,15 +194,15 @@ def _check_shape(outputs: Tensor, examples: int) -> None:
         )
 
 
-def _check_one_output_each(network: nn.Module, inputs: Tensor) -> None:
+def _check_one_output_each(network: nn.Module, inputs: Inputs) -> None:
     """Raise unless an example's output is one number, whoever else is there."""
     with torch.no_grad():
-        together = network(inputs)
-        _check_shape(together, len(inputs))
-        alone = network(inputs[:1])
+        every = inputs(network)
+        _check_shape(every, len(inputs))
+        alone = inputs[:1](network)
     _check_shape(alone, 1)
-    difference = (together[:1].reshape(-1) - alone.reshape(-1)).abs()
-    if bool(difference > _DEPENDS * together.abs().max()):
+    difference = (every[:1].reshape(-1) - alone.reshape(-1)).abs()
+    if bool(difference > _DEPENDS * every.abs().max()):
         raise StructureError(
             "an example's output depends on the other examples of its batch, so it has "
             "no features of its own: leave batch statistics out of the model"

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.models import recurrent_backwards
 from flwr_fisher.errors import DataError, check_range
 from flwr_fisher.randomness import random_stream
@@ -118,12 +119,12 @@ class TangentFeatures:
         self.digest = _digest([self.head, seed, shapes], coordinates, new)
         self._engine: FeatureEngine | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Inputs) -> Tensor:
         """Return the features of a batch.
 
         Parameters
         ----------
-        x : Tensor
+        x : Tensor | Inputs
             Examples ``[B, ...]`` on :attr:`device`; taken in parts if they are many.
 
         Returns
@@ -139,18 +140,22 @@ class TangentFeatures:
         StructureError
             As above; also where a parameter has no gradient through ``torch.func``.
         """
-        if not isinstance(x, Tensor):
-            raise DataError(f"examples must be one tensor, got {type(x).__name__}")
+        if isinstance(x, Tensor):
+            x = Inputs((x,))
+        if not isinstance(x, Inputs):
+            raise DataError(
+                f"examples must be a tensor, or Inputs, got {type(x).__name__}"
+            )
         recurrent = recurrent_backwards(self._network)
         with torch.inference_mode(False), torch.enable_grad(), recurrent:
-            x = x.clone() if x.is_inference() else x.detach()
+            x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())
             shape = len(x), self.num_features
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
             if len(x):
                 self._engine_for(x).write(x, out)
         return out
 
-    def _engine_for(self, x: Tensor) -> FeatureEngine:
+    def _engine_for(self, x: Inputs) -> FeatureEngine:
         """Return the engine, which the first batch decides on."""
         if self._engine is None:
             check_last(self._network, self.head, x[:1], named=self._head_is_named)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import batches_on
+from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, StructureError, check_range
 from flwr_fisher.tangent.head import linear_layer
@@ -80,13 +80,13 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
     count = 0
     try:
         with evaluating(model), torch.no_grad():
-            for inputs, labels in batches_on(loader, layer.weight.device):
+            for batch in batches_of(loader, model, layer.weight.device, labelled=True):
                 inputs_of.clear()
-                model(inputs)
+                batch.inputs(model)
                 x = _features(inputs_of, layer, head)
-                y = _targets(labels, len(x), layer.out_features)
+                y = _targets(batch.labels, len(x), layer.out_features)
                 gram, cross = gram + x.mT @ x, cross + x.mT @ y.to(x)
-                count += len(labels)
+                count += len(batch)
     finally:
         handle.remove()
     if not count:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.models import check_examples_are_independent
 from flwr_fisher.errors import ConfigurationError, StructureError, UnknownNameError
 from flwr_fisher.randomness import random_stream
@@ -99,7 +100,7 @@ def one_output_copy(model: nn.Module, head: str, seed: int) -> nn.Module:
     return (network if head else new).eval()
 
 
-def check_last(network: nn.Module, head: str, inputs: Tensor, *, named: bool) -> None:
+def check_last(network: nn.Module, head: str, inputs: Inputs, *, named: bool) -> None:
     """Check, by one call, that the network can end in its head.
 
     Parameters
@@ -108,7 +109,7 @@ def check_last(network: nn.Module, head: str, inputs: Tensor, *, named: bool) ->
         From :func:`one_output_copy`.
     head : str
         The layer that was replaced.
-    inputs : Tensor
+    inputs : Inputs
         A few examples.
     named : bool
         Whether the caller named the head; then linear layers may be called after it.
@@ -129,7 +130,7 @@ def check_last(network: nn.Module, head: str, inputs: Tensor, *, named: bool) ->
     failure: Exception | None = None
     try:
         with torch.no_grad():
-            network(inputs)
+            inputs(network)
     except (RuntimeError, IndexError) as error:
         if head not in called:
             raise

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.errors import CheckpointError, FlwrFisherError, ParamsError
 from flwr_fisher.files import save_tensors
 from flwr_fisher.params import check_same_layout, shared_state
@@ -102,15 +103,23 @@ class TCTModel(nn.Module):
             self.register_buffer(name, value.detach().clone().to(features.device))
         self.register_load_state_dict_post_hook(_forget_features)  # type: ignore[no-untyped-call]
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def reads_as(self) -> nn.Module:
+        """The network, whose arguments are this model's."""
+        return self.model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return scores ``[B, C]`` of examples ``[B, ...]``; the largest is the class.
 
-        No gradients: neither with respect to the examples nor to the features.
+        Arguments are those of the network. No gradients: neither with respect to the
+        examples nor to the features.
         """
         size = max(1, _AT_ONCE // self.num_features)
-        return torch.cat([self._scores(part) for part in torch.split(x, size)])
+        x = Inputs(args, kwargs)
+        starts = range(0, max(len(x), 1), size)
+        return torch.cat([self._scores(x[k : k + size]) for k in starts])
 
-    def _scores(self, x: Tensor) -> Tensor:
+    def _scores(self, x: Inputs) -> Tensor:
         z = self._tangent_features()(x).sub_(self.mean).div_(self.std)
         return z @ self.weight.to(z.dtype)
 

@@ -18,7 +18,7 @@ def afl_job(problem: LocalProblem, request: Request) -> Reply:
         If the model has no linear layer that is called once.
     """
     head = find_head(problem.model, str(request.options.get("head", "")) or None)
-    sums = head_sums(problem.model, problem.train_pairs, head)
+    sums = head_sums(problem.model, problem.train_batches, head)
     start = f"{head}." if head else ""
     biased = linear_layer(problem.model, head).bias is not None
     upload = HeadUpload(f"{start}weight", f"{start}bias" if biased else None, sums)

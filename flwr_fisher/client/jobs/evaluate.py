@@ -16,8 +16,7 @@ from torch.utils.data import (
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.client.training import Loader, TrainFn, score
-from flwr_fisher.curvature.batches import Pairs
-from flwr_fisher.curvature.subset import like_loader, sampler_of
+from flwr_fisher.curvature.batches import sampler_of, with_positions
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_known
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
@@ -85,9 +84,9 @@ def evaluation(
     problem = load(problem, request.params)
     if where == "train":
         return Reply(_training_scores(problem, request.client))
-    if problem.val_pairs is None or problem.evaluate_fn is not None:
+    if problem.val_batches is None or problem.evaluate_fn is not None:
         return Reply(problem.evaluate(request.config))
-    return Reply(_scores(problem, problem.val_pairs))
+    return Reply(_scores(problem, problem.val_batches))
 
 
 def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
@@ -101,7 +100,7 @@ def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
 def _training_scores(problem: LocalProblem, partition: int) -> dict[str, float]:
     """Score the training data, each time in the same order, so that sums agree."""
     with seeded(derive_seed("training data", partition)):
-        return _scores(problem, problem.train_pairs)
+        return _scores(problem, problem.train_batches)
 
 
 def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
@@ -127,7 +126,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     problem.load(request.params)
     seed = whole_number(options, "seed", 0)
     tune, test = _halves(loader, fraction, seed, request.client)
-    unseen = Pairs(_part(loader, test), problem.batch_fn)
+    unseen = problem.read_as(_part(loader, test))
     # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
     drops = getattr(sampler_of(loader), "drop_last", False) and len(tune) >= size
     mine = _part(loader, SubsetRandomSampler(tune), drop_last=drops)
@@ -136,8 +135,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     training = model.training
     before = _scores(problem, unseen)
     try:
-        data = problem.for_train_fn(Pairs(mine, problem.batch_fn))
-        train_fn(model, data, problem.device, request.config)
+        problem.run(train_fn, mine, request.config)
         after = _scores(problem, unseen)
     finally:
         model.load_state_dict(start)
@@ -174,7 +172,7 @@ def _part(
     loader: DataLoader[Any], order: Iterable[int], *, drop_last: bool = False
 ) -> DataLoader[Any]:
     """Return a loader like this one of a part of its data set."""
-    return like_loader(loader, BatchSampler(order, _batch_size(loader), drop_last))
+    return with_positions(loader, BatchSampler(order, _batch_size(loader), drop_last))
 
 
 def _batch_size(loader: DataLoader[Any]) -> int:
@@ -189,14 +187,13 @@ def _batch_size(loader: DataLoader[Any]) -> int:
 
 def _map_style(loader: Loader) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return the loader, whose data set can be split."""
-    if isinstance(loader, DataLoader) and not isinstance(
-        loader.dataset, IterableDataset
-    ):
+    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset):
         return loader
     raise ClientError(
         "personalisation splits the client's data: it needs a trainloader that is a "
-        "torch DataLoader of a map-style data set, not "
-        f"{type(getattr(loader, 'dataset', loader)).__name__}"
+        "torch DataLoader, and no subclass, of a map-style data set, not "
+        f"{type(getattr(loader, 'dataset', loader)).__name__}, read by a "
+        f"{type(loader).__name__}"
     )
 
 

@@ -18,7 +18,7 @@ from flwr_fisher.client.jobs.train import (
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
-from flwr_fisher.curvature.batches import Batch
+from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.params import select, subtract, trainable_names

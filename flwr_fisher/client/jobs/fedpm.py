@@ -55,4 +55,4 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
 
 def _covariances(problem: LocalProblem) -> dict[str, InputCovariance]:
     with seeded(0):  # training begins with the randomness of FedAvg's
-        return input_covariances(problem.model, problem.train_pairs)
+        return input_covariances(problem.model, problem.train_batches)

@@ -20,7 +20,7 @@ _SOLVERS = ("giant", "done")
 def gradient_job(problem: LocalProblem, request: Request) -> Reply:
     """Return the gradient of the mean loss over all of the client's examples."""
     loss_fn = problem.differentiable_loss
-    vector, loss = gradient(problem.model, problem.train_pairs, loss_fn=loss_fn)
+    vector, loss = gradient(problem.model, problem.train_batches, loss_fn=loss_fn)
     upload = Additive({"gradient": vector})
     return Reply({"train_loss": loss}, upload.to_arrays())
 
@@ -41,7 +41,7 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     elif kind == "momentum":
         probe = request.vector("probe", problem.trained())
     slope, product, loss = gradient_and_hvp(
-        problem.model, problem.train_pairs, probe, loss_fn=problem.differentiable_loss
+        problem.model, problem.train_batches, probe, loss_fn=problem.differentiable_loss
     )
     upload = Additive({"gradient": slope, "hvp": product})
     return Reply({"train_loss": loss}, upload.to_arrays())
@@ -67,7 +67,7 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     loss_fn = problem.differentiable_loss
 
     def product(vector: Params) -> dict[str, Tensor]:
-        return hvp(problem.model, problem.train_pairs, vector, loss_fn=loss_fn)
+        return hvp(problem.model, problem.train_batches, vector, loss_fn=loss_fn)
 
     if solver == "giant":
         direction = giant_direction(product, g, iterations=iterations)
@@ -83,7 +83,7 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
 
     The server sent the cohort's mean ``gradient``; the client's own is computed again.
     """
-    model, loader = problem.model, problem.train_pairs
+    model, loader = problem.model, problem.train_batches
     mean = request.vector("gradient", problem.trained())
     beta = real_number(request.options, "beta", 0.0)
     with seeded(0):  # leaves training the random numbers that FedAvg's has

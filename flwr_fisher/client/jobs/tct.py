@@ -11,7 +11,7 @@ from flwr_fisher.client.jobs.evaluate import evaluate_job, evaluation
 from flwr_fisher.client.jobs.tct_features import ClientFeatures, Examples
 from flwr_fisher.client.state import ClientState
 from flwr_fisher.client.trial import on_few_examples
-from flwr_fisher.curvature.batches import Batch, labelled_pairs
+from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import (
@@ -49,9 +49,8 @@ def tct_check_job(problem: LocalProblem, request: Request) -> Reply:
     ClientFeatures(problem, 0, 0, request.options).check_room(request.num_examples)
 
     def check(problem: LocalProblem, batch: Batch) -> None:
-        ((inputs, labels),) = labelled_pairs([batch])
         features = ClientFeatures(problem, 0, 0, request.options)
-        features.check_classes(Examples(inputs, labels, ""))
+        features.check_classes(Examples.of([batch]))
 
     on_few_examples(problem, check)
     return Reply({})

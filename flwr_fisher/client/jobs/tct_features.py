@@ -4,19 +4,21 @@ Long: the examples, in an order of their own, stand here, too.
 """
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.training import Loader
-from flwr_fisher.curvature.batches import labelled_pairs
+from flwr_fisher.curvature.batch import IGNORED, Batch, Inputs, together
+from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger
@@ -37,17 +39,51 @@ class Examples:
 
     Parameters
     ----------
-    inputs : Tensor
-        ``[n, ...]`` on the CPU.
+    parts : list[tuple[Inputs, Tensor]]
+        Inputs of one form each, on the CPU, and the rows ``[k]`` that they are among
+        all examples. Texts of several lengths are several forms.
     labels : Tensor
         As the loader gave them.
     digest : str
         Of the examples, as a set with repetitions.
     """
 
-    inputs: Tensor
+    parts: list[tuple[Inputs, Tensor]]
     labels: Tensor
     digest: str
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> "Examples":
+        """Sort the examples of some batches; those without a label are left out.
+
+        Raises
+        ------
+        DataError
+            If labels are no tensors, or unlike in shape from batch to batch.
+        """
+        batches = [_labelled(batch.to(torch.device("cpu"))) for batch in batches]
+        if len({batch.labels.shape[1:] for batch in batches}) != 1:
+            shapes = sorted({tuple(batch.labels.shape) for batch in batches})
+            raise DataError(f"labels must be one class an example; got {shapes}")
+        labels = torch.cat([batch.labels for batch in batches])
+        found = [digest for batch in batches for digest in _digests(batch)]
+        order = sorted(range(len(found)), key=found.__getitem__)
+        whole = hashlib.blake2b(b"".join(found[i] for i in order), digest_size=16)
+        forms = [[repr(b.inputs.form), f"{b.labels.dtype}"] for b in batches]
+        whole.update(json.dumps(sorted(map(list, {tuple(f) for f in forms}))).encode())
+        place = torch.empty(len(found), dtype=torch.long)
+        place[torch.tensor(order)] = torch.arange(len(found))
+        parts: dict[Any, list[tuple[Inputs, Tensor]]] = {}
+        start = 0
+        for batch in batches:
+            rows = place[start : start + len(batch)]
+            parts.setdefault(batch.inputs.form, []).append((batch.inputs, rows))
+            start += len(batch)
+        made = [
+            _sorted(together([x for x, _ in each]), torch.cat([r for _, r in each]))
+            for each in parts.values()
+        ]
+        return cls(made, labels[order], whole.hexdigest())
 
     def check_classes(self, num_classes: int) -> None:
         """Refuse labels that are no classes.
@@ -67,7 +103,7 @@ class Examples:
             )
 
 
-def read_examples(loader: Loader, partition: int) -> Examples:
+def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
     """Read the loader to its end, each time with the same randomness.
 
     So a loader that shuffles, or augments images, gives the same examples whenever it
@@ -78,17 +114,32 @@ def read_examples(loader: Loader, partition: int) -> Examples:
     DataError
         If there are none.
     """
+    cpu = torch.device("cpu")
     with seeded(derive_seed("training data", partition)):
-        batches = [(x.cpu(), y.cpu()) for x, y in labelled_pairs(loader)]
-    if not sum(len(y) for _, y in batches):
+        batches = list(batches_of(loader, model, cpu, labelled=True))
+    batches = [batch for batch in batches if batch.num_labels]
+    if not batches:
         raise DataError(f"the training loader of partition {partition} gives no batch")
-    inputs, labels = (torch.cat(part) for part in zip(*batches, strict=True))
-    rows = zip(_rows(inputs), _rows(labels), strict=True)
-    found = [hashlib.blake2b(x + y, digest_size=16).digest() for x, y in rows]
-    order = sorted(range(len(found)), key=found.__getitem__)
-    whole = hashlib.blake2b(b"".join(found[i] for i in order), digest_size=16)
-    whole.update(f"{inputs.dtype}{tuple(inputs.shape)}{labels.dtype}".encode())
-    return Examples(inputs[order], labels[order], whole.hexdigest())
+    return Examples.of(batches)
+
+
+def _labelled(batch: Batch) -> Batch:
+    """Return the examples of a batch that have a label."""
+    if not isinstance(batch.labels, Tensor):
+        kind = type(batch.labels).__name__
+        raise DataError(f"labels must be one class an example, a tensor; got a {kind}")
+    return batch[batch.labels != IGNORED] if batch.labels.dim() == 1 else batch
+
+
+def _sorted(inputs: Inputs, rows: Tensor) -> tuple[Inputs, Tensor]:
+    order = rows.argsort()
+    return inputs[order], rows[order]
+
+
+def _digests(batch: Batch) -> list[bytes]:
+    columns = [_rows(tensor) for tensor in [*batch.inputs.tensors, batch.labels]]
+    rows = zip(*columns, strict=True)
+    return [hashlib.blake2b(b"".join(row), digest_size=16).digest() for row in rows]
 
 
 def _rows(tensor: Tensor) -> list[bytes]:
@@ -169,7 +220,8 @@ class ClientFeatures:
     @cached_property
     def examples(self) -> Examples:
         """The client's training data, read once a round."""
-        examples = read_examples(self.problem.train_pairs, self.partition)
+        problem = self.problem
+        examples = read_examples(problem.train_batches, problem.model, self.partition)
         self.check_classes(examples)
         self.check_room(len(examples.labels))
         return examples
@@ -180,7 +232,8 @@ class ClientFeatures:
             examples.check_classes(self.tangent.num_classes)
         except DataError:
             # A head that is not the model's last layer is the better reason.
-            self.tangent(examples.inputs[:1].to(self.problem.device))
+            inputs, _ = examples.parts[0]
+            self.tangent(inputs[:1].to(self.problem.device))
             raise
 
     def check_room(self, n: int) -> None:
@@ -257,19 +310,20 @@ class ClientFeatures:
         return spectrum, spectrum.largest
 
     def _computed(self) -> Tensor:
-        inputs = self.examples.inputs
+        n = len(self.examples.labels)
         logger.info(
             "Partition %s: computing %s features of %s examples",
             self.partition,
             self.tangent.num_features,
-            len(inputs),
+            n,
         )
-        out = torch.empty(len(inputs), self.tangent.num_features)
-        with watching("features", len(inputs)) as progress:
-            for start in range(0, len(inputs), _AT_ONCE):
-                some = slice(start, start + _AT_ONCE)
-                out[some] = self.tangent(inputs[some].to(self.problem.device))
-                progress.advance(len(inputs[some]))
+        out = torch.empty(n, self.tangent.num_features)
+        with watching("features", n) as progress:
+            for inputs, rows in self.examples.parts:
+                at_once = inputs.split(_AT_ONCE), torch.split(rows, _AT_ONCE)
+                for some, at in zip(*at_once, strict=True):
+                    out[at] = self.tangent(some.to(self.problem.device)).cpu()
+                    progress.advance(len(some))
         if not out.isfinite().all():
             raise ClientError(
                 f"the features of partition {self.partition} hold NaN or infinity: "

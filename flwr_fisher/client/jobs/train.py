@@ -19,7 +19,7 @@ from flwr_fisher.client.trial import (
     upload_summary,
 )
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
-from flwr_fisher.curvature.batches import Batch
+from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.models import device_of
 from flwr_fisher.errors import DataError
 from flwr_fisher.log_lines import logger
@@ -176,7 +176,7 @@ class FisherTraining:
         with watching("curvature", None if total is None else passes * total):
             return fisher(
                 problem.model,
-                problem.train_pairs if loader is None else loader,
+                problem.train_batches if loader is None else loader,
                 structure=str(self.structure),
                 examples=most,
                 likelihood=problem.likelihood,
@@ -232,7 +232,7 @@ def try_upload(problem: LocalProblem, request: Request, upload: FisherTraining) 
     device_of(problem.model, None)
 
     def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
-        check_outputs(problem, batch[0])
+        check_outputs(problem, batch.inputs)
         curvature = upload.tried(problem, batch)
         if request.options.get("report-local"):
             score(problem.model, [batch], problem.device, problem.loss)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.accumulators import (
     BlockAccumulator,
     DiagonalAccumulator,
@@ -47,7 +48,7 @@ class Accumulation:
     ----------
     model : nn.Module
         In eval mode.
-    inputs : Tensor
+    inputs : Inputs
         The first batch.
     structures : Sequence[str]
         Of :data:`STRUCTURES`.
@@ -71,7 +72,7 @@ class Accumulation:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Tensor,
+        inputs: Inputs,
         structures: Sequence[str],
         max_batch_bytes: int | None,
         positions: Positions,
@@ -117,7 +118,9 @@ class Accumulation:
         else:
             chunk = max(1, max_batch_bytes // max(sum(extra for _, extra in sizes), 1))
         jacobians = list(self.jacobians.values())
-        self.engine = Engine(model, sums, self.direct, jacobians, positions, chunk)
+        self.engine = Engine(
+            model, sums, self.direct, jacobians, positions, chunk, forms.spread
+        )
 
     def results(self) -> dict[str, Curvature]:
         """Return each structure's mean over the examples taken; call it once."""

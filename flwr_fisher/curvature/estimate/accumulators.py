@@ -1,4 +1,7 @@
-"""Second moments of one layer's inputs and gradients, summed over examples."""
+"""Second moments of one layer's inputs and gradients, summed over examples.
+
+Long: what each structure sums of a layer stands side by side.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -82,21 +85,27 @@ class LayerAccumulator(ABC):
         tensors = [v.total if isinstance(v, SecondMoment) else v for v in held]
         return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
-    def observe(self, columns: Tensor, weight: float) -> None:
+    def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
         """Take every example's input columns ``[n, groups, in, T]``, once.
 
-        Each column stands for so many as `weight` says.
+        Each column stands for so many as `weight` says. `share` ``[n]`` says which
+        share of an example's positions counts; the columns of all others are 0.
         """
         raise AssertionError("only accumulators that observe are shown inputs")
 
     @abstractmethod
     def add_gradients(
-        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+        self,
+        inputs: Tensor,
+        gradients: Sequence[Tensor],
+        weight: float,
+        share: Tensor | None = None,
     ) -> None:
         """Take some examples' gradient columns, one tensor a pass.
 
         `inputs` are the same examples' input columns, where `pairs` asks for them; else
-        each gradient column counts for `weight` in a mean over positions.
+        each gradient column counts for `weight` in a mean over positions, of which
+        `share` count.
         """
 
     @abstractmethod
@@ -128,18 +137,24 @@ class KroneckerAccumulator(LayerAccumulator):
         m = self.G.total.shape[-1]
         return f"{each}Kronecker: A {n}x{n}, G {m}x{m}"
 
-    def observe(self, columns: Tensor, weight: float) -> None:
+    def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
         """Add the inputs' second moment."""
         self.A.add(side_by_side(columns), weight)
 
     def add_gradients(
-        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+        self,
+        inputs: Tensor,
+        gradients: Sequence[Tensor],
+        weight: float,
+        share: Tensor | None = None,
     ) -> None:
         """Add the gradients' second moment."""
         if gradients[0].shape[3] == 1:
             self.G.add(side_by_side(torch.cat(list(gradients))), weight)
             return
         for g in gradients:
+            if share is not None:
+                g = g / _rows(share, g).sqrt()
             if g.stride(0) == g.shape[3] * g.stride(3):
                 self.G.add(side_by_side(g), weight)
             else:  # examples' positions are not side by side in memory
@@ -155,12 +170,19 @@ class KroneckerAccumulator(LayerAccumulator):
 class ReducedKroneckerAccumulator(KroneckerAccumulator):
     """K-FAC-reduce's: of an example's mean input, and its summed gradient."""
 
-    def observe(self, columns: Tensor, weight: float) -> None:
+    def observe(self, columns: Tensor, weight: float, share: Tensor | None) -> None:
         """Add the mean inputs' second moment."""
-        super().observe(columns.mean(3, keepdim=True), 1)
+        means = columns.mean(3, keepdim=True)
+        if share is not None:
+            means = means / _rows(share, means)
+        super().observe(means, 1, None)
 
     def add_gradients(
-        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+        self,
+        inputs: Tensor,
+        gradients: Sequence[Tensor],
+        weight: float,
+        share: Tensor | None = None,
     ) -> None:
         """Add the summed gradients' second moment."""
         super().add_gradients(inputs, [g.sum(3, keepdim=True) for g in gradients], 1)
@@ -179,7 +201,11 @@ class DiagonalAccumulator(LayerAccumulator):
         return "diagonal"
 
     def add_gradients(
-        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+        self,
+        inputs: Tensor,
+        gradients: Sequence[Tensor],
+        weight: float,
+        share: Tensor | None = None,
     ) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
         if inputs.shape[3] > 1:
@@ -213,7 +239,11 @@ class EigenAccumulator(DiagonalAccumulator):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def add_gradients(
-        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+        self,
+        inputs: Tensor,
+        gradients: Sequence[Tensor],
+        weight: float,
+        share: Tensor | None = None,
     ) -> None:
         """Add the squares of the gradients as the basis sees them."""
         if self._last is None or self._last[0] is not inputs:  # the same every pass
@@ -250,7 +280,11 @@ class BlockAccumulator(LayerAccumulator):
         return f"dense: {size}x{size}"
 
     def add_gradients(
-        self, inputs: Tensor, gradients: Sequence[Tensor], weight: float
+        self,
+        inputs: Tensor,
+        gradients: Sequence[Tensor],
+        weight: float,
+        share: Tensor | None = None,
     ) -> None:
         """Add the outer products of the gradients as vectors."""
         for g in gradients:
@@ -264,6 +298,10 @@ class BlockAccumulator(LayerAccumulator):
         order = flatten(self.layer.as_params(index.reshape(matrices.shape)))
         mean = self.rounded(self.total.div_(num_examples))
         return Dense(self.layer.shapes(), mean[order][:, order])
+
+
+def _rows(share: Tensor, like: Tensor) -> Tensor:
+    return share.to(like).view(-1, 1, 1, 1)
 
 
 def side_by_side(columns: Tensor) -> Tensor:

@@ -11,15 +11,19 @@ All other parameters get their exact diagonal from per-example gradients. Those 
 norms, embeddings and what all examples share come from the same pass; those of anything
 else, and of a layer that is not called exactly once through its own ``forward``, one
 row an example, take their own.
+
+Long: one batch's way through it, whichever sums it is for.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.batch import Inputs, together
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
@@ -30,7 +34,7 @@ from flwr_fisher.curvature.sums import widened
 
 # Yields pieces, each of the outputs' shape, of outputs and their rows in the batch.
 PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
-MakePieces = Callable[[Tensor], Pieces]
+MakePieces = Callable[[Tensor, slice], Pieces]
 
 _QUEUE = 64  # examples that are run together, where memory allows
 _TOGETHER = 16  # pieces of an example whose gradients are summed at once, unless they
@@ -54,6 +58,8 @@ class Engine:
         Which of each layer's positions count, where it has several.
     chunk : int
         At most this many examples at once.
+    spread : bool, default False
+        As of :func:`~flwr_fisher.curvature.estimate.taps.tapped_forward`.
     """
 
     def __init__(
@@ -64,90 +70,124 @@ class Engine:
         jacobians: list[JacobianAccumulator],
         positions: Positions,
         chunk: int,
+        spread: bool = False,
     ) -> None:
         self.model, self.positions, self.chunk = model, positions, chunk
+        self.spread = spread
         self.accumulators, self.jacobians = accumulators, jacobians
         self.layers = {name: each[0].layer for name, each in accumulators.items()}
         self.direct = direct
         self._tapped = self.layers | {n: sums.layer for n, sums in direct.items()}
         self.count = 0
-        self._waiting: dict[int, list[tuple[Tensor, Group]]] = {}
+        # By the number of pieces, and by what may stand in one batch.
+        self._waiting: dict[Any, list[tuple[Inputs, Group, Mapping[str, Tensor]]]] = {}
 
-    def add(self, inputs: Tensor, pieces_of: PiecesOf) -> None:
+    def add(
+        self, inputs: Inputs, pieces_of: PiecesOf, counted: Tensor | None = None
+    ) -> None:
         """Run a batch forward, and back once for each of its pieces.
 
         Parameters
         ----------
-        inputs : Tensor
-            The examples ``[n, ...]``.
+        inputs : Inputs
+            The examples.
         pieces_of : PiecesOf
             Yields the pieces of some examples' outputs, as tensors.
+        counted : Tensor, optional
+            Booleans ``[n, ...]``: which positions of the outputs count; by default all.
         """
         for start in range(0, len(inputs), self.chunk):
             rows = slice(start, start + self.chunk)
             x = inputs[rows]
             outputs, taps = self._forward(x)
             columns = self._columns(taps)
-            self._observe(taps, columns)
-            self._pull(x, outputs, taps, columns, pieces_of(widened(outputs), rows))
+            reached = self._reached(x, outputs, taps, counted, rows)
+            self._observe(taps, columns, reached)
+            pieces = pieces_of(widened(outputs), rows)
+            self._pull(x, outputs, taps, columns, pieces, _shares(reached))
             self.count += len(x)
 
     def add_within(
-        self, inputs: Tensor, make_pieces: MakePieces, tolerance: float
+        self,
+        inputs: Inputs,
+        make_pieces: MakePieces,
+        tolerance: float,
+        counted: Tensor | None = None,
     ) -> None:
         """Run a batch, without the pieces worth at most `tolerance` of its trace.
 
         Parameters
         ----------
-        inputs : Tensor
-            The examples ``[n, ...]``.
+        inputs : Inputs
+            The examples.
         make_pieces : MakePieces
-            Makes a :class:`Pieces` of outputs, whose tensors are made as needed.
+            Makes a :class:`Pieces` of outputs and their rows in the batch, whose
+            tensors are made as needed.
         tolerance : float
             In [0, 1].
+        counted : Tensor, optional
+            As for :meth:`add`.
         """
-        for x in torch.split(inputs, self.chunk):
-            for group in self._planned(x, make_pieces, tolerance):
-                self._queue(x, group)
+        for start in range(0, len(inputs), self.chunk):
+            rows = slice(start, start + self.chunk)
+            x = inputs[rows]
+            groups, shares = self._planned(x, make_pieces, rows, tolerance, counted)
+            for group in groups:
+                own = {name: each[group.rows] for name, each in shares.items()}
+                self._queue(x[group.rows], group, own)
             self.count += len(x)
 
     def _planned(
-        self, inputs: Tensor, make_pieces: MakePieces, tolerance: float
-    ) -> list[Group]:
+        self,
+        inputs: Inputs,
+        make_pieces: MakePieces,
+        rows: slice,
+        tolerance: float,
+        counted: Tensor | None,
+    ) -> tuple[list[Group], dict[str, Tensor]]:
         """Run examples forward, and backward too if all are one group.
 
         Else return the groups; what running back would need is not kept for them.
         """
         outputs, taps = self._forward(inputs)
-        groups = backward_plan(make_pieces(widened(outputs)), tolerance)
+        groups = backward_plan(make_pieces(widened(outputs), rows), tolerance)
         whole = [group for group in groups if len(group.rows) == len(inputs)]
         columns = self._columns(taps) if whole else {}
-        self._observe(taps, columns)
+        reached = self._reached(inputs, outputs, taps, counted, rows)
+        self._observe(taps, columns, reached)
+        shares = _shares(reached)
         if not whole:
-            return groups
-        self._pull(inputs, outputs, taps, columns, whole[0].all())
-        return []
+            return groups, shares
+        self._pull(inputs, outputs, taps, columns, whole[0].all(), shares)
+        return [], {}
 
-    def _queue(self, inputs: Tensor, group: Group) -> None:
+    def _queue(
+        self, inputs: Inputs, group: Group, shares: Mapping[str, Tensor]
+    ) -> None:
         """Keep a group's examples until there are enough of its size to run."""
-        waiting = self._waiting.setdefault(group.size, [])
-        waiting.append((inputs[group.rows], group))
-        if sum(len(x) for x, _ in waiting) >= min(self.chunk, _QUEUE):
-            self._run_waiting(group.size)
+        key = group.size, inputs.form, group.pieces.shape[1:], tuple(shares)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append((inputs, group, shares))
+        if sum(len(x) for x, *_ in waiting) >= min(self.chunk, _QUEUE):
+            self._run_waiting(key)
 
     def finish(self) -> None:
         """Run what still waits."""
-        for size in list(self._waiting):
-            self._run_waiting(size)
+        for key in list(self._waiting):
+            self._run_waiting(key)
 
-    def _run_waiting(self, size: int) -> None:
-        waiting = self._waiting.pop(size)
-        passes = max(len(group.order) for _, group in waiting)
-        inputs = torch.cat([x for x, _ in waiting])
+    def _run_waiting(self, key: Any) -> None:
+        waiting = self._waiting.pop(key)
+        passes = max(len(group.order) for _, group, _ in waiting)
+        inputs = together([x for x, *_ in waiting])
+        shares = {
+            name: torch.cat([each[name] for *_, each in waiting])
+            for name in waiting[0][2]
+        }
 
         def pieces_of(rows: slice) -> Iterator[Tensor]:
             for index in range(passes):
-                every = torch.cat([group.piece(index) for _, group in waiting])
+                every = torch.cat([group.piece(index) for _, group, _ in waiting])
                 yield every[rows]
 
         for start in range(0, len(inputs), self.chunk):
@@ -155,10 +195,13 @@ class Engine:
             x = inputs[rows]
             outputs, taps = self._forward(x)
             columns = self._columns(taps)
-            self._pull(x, outputs, taps, columns, pieces_of(rows))
+            own = {name: each[rows] for name, each in shares.items()}
+            self._pull(x, outputs, taps, columns, pieces_of(rows), own)
 
-    def _forward(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tap]]:
-        outputs, taps = tapped_forward(self.model, inputs, self._tapped)
+    def _forward(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tap]]:
+        outputs, taps = tapped_forward(
+            self.model, inputs, self._tapped, spread=self.spread
+        )
         return outputs, single_calls(taps, len(inputs))
 
     def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
@@ -169,7 +212,48 @@ class Engine:
             if any(a.pairs for a in self.accumulators[name])
         }
 
-    def _observe(self, taps: Mapping[str, Tap], columns: Mapping[str, Tensor]) -> None:
+    def _reached(
+        self,
+        inputs: Inputs,
+        outputs: Tensor,
+        taps: Mapping[str, Tap],
+        counted: Tensor | None,
+        rows: slice,
+    ) -> dict[str, Tensor]:
+        """Return a gradient at each layer's output that is 0 where no loss reaches it.
+
+        Positions that are padding, or that nothing counted depends on, have none, and
+        are left out of K-FAC's factors, as if they were not there. It costs a backward
+        pass, and is taken where labels or a mask say that there may be such.
+        """
+        mask = inputs.kwargs.get("attention_mask")
+        padded = isinstance(mask, Tensor) and bool((mask == 0).any())
+        layers = [
+            name
+            for name, layer in self.layers.items()
+            if any(a.observes for a in self.accumulators[name])
+            and math.prod(layer.positions(taps[name].inputs.shape)) > 1
+        ]
+        if not layers or (counted is None and not padded):
+            return {}
+        generator = torch.Generator(outputs.device).manual_seed(0)
+        size, device = outputs.shape, outputs.device
+        direction = torch.randn(size, generator=generator, device=device).to(outputs)
+        if counted is not None and counted[rows].shape == outputs.shape[:-1]:
+            direction = direction * counted[rows].unsqueeze(-1)
+        edges = [taps[name].edge() for name in layers]
+        gradients = torch.autograd.grad(outputs, edges, direction, retain_graph=True)
+        return {
+            name: self.layers[name].output_columns(gradient).ne(0).flatten(1, 2).any(1)
+            for name, gradient in zip(layers, gradients, strict=True)
+        }
+
+    def _observe(
+        self,
+        taps: Mapping[str, Tap],
+        columns: Mapping[str, Tensor],
+        reached: Mapping[str, Tensor],
+    ) -> None:
         """Show the input columns to the accumulators that observe every example's.
 
         `columns` are those of all positions, of layers where they are known.
@@ -179,22 +263,29 @@ class Engine:
             if not observers:
                 continue
             tap = taps[name]
-            grid, weight = self.positions.of_inputs(layer.positions(tap.inputs.shape))
+            sizes = layer.positions(tap.inputs.shape)
+            grid, weight = self.positions.of_inputs(sizes)
             if weight == 1 and name in columns:
                 shown = columns[name]
             else:
                 shown = layer.input_columns(tap.inputs, grid)
+            share = None
+            if name in reached:
+                here = reached[name].reshape(-1, *sizes)[:, *grid].flatten(1)
+                shown = shown * here[:, None, None]
+                share = _share(reached[name])
             with _full_precision(shown):
                 for accumulator in observers:
-                    accumulator.observe(shown, weight)
+                    accumulator.observe(shown, weight, share)
 
     def _pull(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         outputs: Tensor,
         taps: Mapping[str, Tap],
         columns: Mapping[str, Tensor],
         pieces: Iterable[Tensor],
+        shares: Mapping[str, Tensor],
     ) -> None:
         """Take pieces back through the model to every layer's output, and sum."""
         edges = [tap.edge() for tap in taps.values()]
@@ -217,7 +308,8 @@ class Engine:
                     elif math.prod(sizes[name]) == 1:  # small, and cheaper together
                         waiting.setdefault(name, []).append(gradient)
                     else:
-                        self._add(name, columns, [gradient], sizes[name])
+                        each = shares.get(name)
+                        self._add(name, columns, [gradient], sizes[name], each)
             for name, gradients in waiting.items():
                 self._add(name, columns, gradients, sizes[name])
 
@@ -233,6 +325,7 @@ class Engine:
         columns: Mapping[str, Tensor],
         gradients: list[Tensor],
         sizes: list[int],
+        share: Tensor | None = None,
     ) -> None:
         layer, every = self.layers[name], math.prod(sizes)
         grid, weight = self.positions.of_gradients(sizes)
@@ -244,7 +337,19 @@ class Engine:
                 chosen = None if pairs else grid
                 g = [layer.output_columns(each, chosen) for each in gradients]
                 for taker in takers:
-                    taker.add_gradients(columns.get(name, g[0]), g, weight / every)
+                    taker.add_gradients(
+                        columns.get(name, g[0]), g, weight / every, share
+                    )
+
+
+def _shares(reached: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _share(each) for name, each in reached.items()}
+
+
+def _share(reached: Tensor) -> Tensor:
+    """Return which share of an example's positions counts, ``[n]``; 1 of none."""
+    counts = reached.sum(1)
+    return torch.where(counts > 0, counts / reached.shape[1], 1.0)
 
 
 def _full_precision(columns: Tensor) -> torch.autocast:

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import Batch
+from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.estimate.engine import Engine
 from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
 from flwr_fisher.curvature.estimate.pieces import Pieces
@@ -37,6 +36,15 @@ class Expectation:
     max_passes: int | None
     seed: int
 
+    def labelled(self, batch: Batch) -> Batch:
+        """Return a batch's examples without those of which every label is -100."""
+        ignored = self.likelihood.ignored(batch.labels)
+        if ignored is None or not ignored.dim():
+            return batch
+        without = ignored.reshape(len(ignored), -1).all(1)
+        fits = len(without) == len(batch) and bool(without.any())
+        return batch[~without] if fits else batch
+
     def add(self, engine: Engine, batch: Batch, generator: torch.Generator) -> None:
         """Have the engine sum the pieces of a batch.
 
@@ -44,30 +52,41 @@ class Expectation:
         ----------
         engine : Engine
             What keeps the sums.
-        batch : tuple[Tensor, Any]
-            Inputs and labels; the latter's values matter to the empirical Fisher alone.
+        batch : Batch
+            Labels of -100 say which positions count; all others matter to the empirical
+            Fisher alone.
         generator : torch.Generator
             Draws labels, and what stands for the passes that are too many.
         """
-        inputs, labels = batch
+        labels, ignored = batch.labels, self.likelihood.ignored(batch.labels)
+        partly = ignored is not None and bool(ignored.any())
+        counted = ~ignored if partly and ignored is not None else None
 
-        def make_pieces(outputs: Tensor) -> Pieces:
+        def at(outputs: Tensor, rows: slice) -> Tensor | None:
+            fits = counted is not None and counted.shape[1:] == outputs.shape[1:-1]
+            return counted[rows] if fits and counted is not None else None
+
+        def make_pieces(outputs: Tensor, rows: slice) -> Pieces:
             self.likelihood.check_order(outputs, labels)
-            return self.likelihood.pieces(outputs, self.max_passes, generator)
+            pieces = self.likelihood.pieces(outputs, self.max_passes, generator)
+            mask = at(outputs, rows)
+            return pieces if mask is None else pieces.masked(mask.flatten(1))
 
         def pieces_of(outputs: Tensor, rows: slice) -> Iterable[Tensor]:
             if self.kind == "empirical":
                 given = check_labels(labels)[rows]
                 return self.likelihood.score(outputs, given).unsqueeze(0)
             if self.kind == "exact":
-                return make_pieces(outputs).all()
+                return make_pieces(outputs, rows).all()
             self.likelihood.check_order(outputs, labels)
-            return self._sampled(outputs, generator)
+            mask = at(outputs, rows)
+            drawn = self._sampled(outputs, generator)
+            return drawn if mask is None else drawn * mask.unsqueeze(-1)
 
         if self.kind == "exact" and self.tolerance > 0:
-            engine.add_within(inputs, make_pieces, self.tolerance)
+            engine.add_within(batch.inputs, make_pieces, self.tolerance, counted)
         else:
-            engine.add(inputs, pieces_of)
+            engine.add(batch.inputs, pieces_of, counted)
 
     def _sampled(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         score = self.likelihood.sample_score
@@ -76,7 +95,7 @@ class Expectation:
 
 
 def squared_batch_gradients(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Any]], likelihood: Likelihood
+    model: nn.Module, batches: Iterable[Batch], likelihood: Likelihood
 ) -> Diagonal:
     r"""Return :math:`\frac1B \sum_b (\nabla \bar\ell_b)^2`, elementwise.
 
@@ -88,8 +107,8 @@ def squared_batch_gradients(
     ----------
     model : nn.Module
         In eval mode.
-    batches : Iterable[tuple[Tensor, Any]]
-        Inputs and labels on the model's device.
+    batches : Iterable[Batch]
+        On the model's device.
     likelihood : Likelihood
         What the model's outputs mean.
 
@@ -100,9 +119,9 @@ def squared_batch_gradients(
     """
     parameters = {name: model.get_parameter(name) for name in trainable_names(model)}
     leaves, sums, count = list(parameters.values()), Sums(parameters), 0
-    for inputs, labels in batches:
-        given = check_labels(labels)
-        outputs = model(inputs)
+    for batch in batches:
+        given = check_labels(batch.labels)
+        outputs = batch.inputs(model)
         score = likelihood.score(widened(outputs), given)
         mean = (score / likelihood.num_labels(given)).to(outputs.dtype)
         sums.add_squares(torch.autograd.grad(outputs, leaves, mean, allow_unused=True))

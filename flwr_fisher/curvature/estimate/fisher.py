@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
-from flwr_fisher.curvature.batches import batches_on, unwrapped
+from flwr_fisher.curvature.batches import at_most, batches_of, unwrapped
 from flwr_fisher.curvature.estimate.accumulation import Accumulation
 from flwr_fisher.curvature.estimate.expectation import (
     Expectation,
@@ -22,7 +22,6 @@ from flwr_fisher.curvature.estimate.options import TOLERANCE, FisherOptions
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.curvature.operators.base import Curvature
-from flwr_fisher.curvature.subset import at_most
 from flwr_fisher.errors import ConfigurationError, DataError, check_whole, extra
 
 
@@ -97,7 +96,7 @@ def fisher(
     loader : Iterable
         Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used;
         mappings with an entry ``label``, or any others by way of
-        :class:`~flwr_fisher.curvature.Pairs`. Read twice for ``ekfac``.
+        :class:`~flwr_fisher.curvature.Batches`. Read twice for ``ekfac``.
     structure : str | list[str] | tuple[str, ...], default "kfac"
         One of the following, or several, which share every pass:
         ``kfac``, a :class:`Kronecker` for each linear or convolution layer (queries,
@@ -206,7 +205,7 @@ def fisher(
         likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed
     )
     if examples is not None:
-        loader = at_most(loader, examples, seed)
+        loader = at_most(loader, model, examples, seed)
     with evaluating(model):
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)
@@ -215,7 +214,7 @@ def fisher(
                 raise ConfigurationError(
                     "expectation='empirical-batch' is for structure='diagonal' alone"
                 )
-            batches = batches_on(loader, device)
+            batches = batches_of(loader, model, device)
             results = [squared_batch_gradients(model, batches, over_labels.likelihood)]
         else:
             accumulate = partial(
@@ -225,11 +224,14 @@ def fisher(
                 positions=Positions(max_positions, seed),
                 weight_sharing=weight_sharing,
             )
-            results = _by_examples(accumulate, loader, device, structures, over_labels)
+            results = _by_examples(
+                model, accumulate, loader, device, structures, over_labels
+            )
     return results[0] if isinstance(structure, str) else tuple(results)
 
 
 def _by_examples(
+    model: nn.Module,
     accumulate: Callable[..., Accumulation],
     loader: Iterable[Any],
     device: torch.device,
@@ -241,12 +243,17 @@ def _by_examples(
     def read(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
         accumulation: Accumulation | None = None
         generator = torch.Generator(device).manual_seed(expectation.seed)
-        for batch in batches_on(loader, device):
+        for batch in batches_of(loader, model, device):
+            if not len(batch := expectation.labelled(batch)):
+                continue
             if accumulation is None:
-                accumulation = accumulate(batch[0], wanted, kfac=kfac)
+                accumulation = accumulate(batch.inputs, wanted, kfac=kfac)
             expectation.add(accumulation.engine, batch, generator)
         if accumulation is None:
-            raise DataError("the loader has no examples, so there is no Fisher to take")
+            raise DataError(
+                "the loader has no examples, or none with a label other than -100, so "
+                "there is no Fisher to take"
+            )
         return accumulation.results()
 
     if "ekfac" not in structures:
@@ -277,5 +284,5 @@ def _by_nngeometry(
         raise ConfigurationError(
             "engine='nngeometry' is for the exact expectation over classes alone"
         )
-    batches = [inputs for inputs, _ in batches_on(loader, device)]
+    batches = [batch.inputs for batch in batches_of(loader, model, device)]
     return [nngeometry_fisher(model, batches, name) for name in structures]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.func import functional_call
 
+from flwr_fisher.curvature.batch import Inputs, together
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer, is_packed
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.sums import widened
 from flwr_fisher.params import trainable_names
 
@@ -30,19 +31,21 @@ class Trial:
     ----------
     model : nn.Module
         In eval mode.
-    inputs : Tensor
+    inputs : Inputs
         A batch, of which a few examples are taken.
     layers : Mapping[str, KroneckerLayer | DirectLayer]
         Those whose calls matter.
 
     Attributes
     ----------
-    inputs : Tensor
+    inputs : Inputs
         The examples, more than one.
     outputs, direction : Tensor
         What the model returns, and a random gradient of it.
     others : Tensor
         Booleans: which examples have no gradient.
+    spread : bool
+        Whether what a layer makes once for the whole batch is given to each example.
     calls : dict[str, Tap]
         The call of each layer that was called once.
     at_outputs : dict[str, Tensor | None]
@@ -52,12 +55,16 @@ class Trial:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Tensor,
+        inputs: Inputs,
         layers: Mapping[str, KroneckerLayer | DirectLayer],
     ) -> None:
         self.model, self.layers = model, layers
-        self.inputs = torch.cat([inputs[:_FEW]] * 2)[:_FEW]
-        outputs, taps = tapped_forward(model, self.inputs, layers)
+        self.inputs = together([inputs[:_FEW]] * 2)[:_FEW]
+        outputs, taps = tapped_forward(model, self.inputs, layers, spread=False)
+        ones = any(len(call.inputs) == 1 for each in taps.values() for call in each)
+        self.spread = ones and _may_spread(model, self.inputs, layers, outputs)
+        if self.spread:
+            outputs, taps = tapped_forward(model, self.inputs, layers)
         calls = {name: each[0] for name, each in taps.items() if len(each) == 1}
         self.calls = {n: call for n, call in calls.items() if call.output is not None}
         generator = torch.Generator().manual_seed(0)
@@ -79,6 +86,21 @@ class Trial:
         """Return a trained parameter's gradient, if it has one that is dense."""
         found = self._of[id(parameter)]
         return None if found is None or found.is_sparse else found
+
+
+def _may_spread(
+    model: nn.Module,
+    inputs: Inputs,
+    layers: Mapping[str, KroneckerLayer | DirectLayer],
+    wanted: Tensor,
+) -> bool:
+    """Return whether the model takes one row an example where it makes one for all."""
+    try:
+        with torch.no_grad():
+            outputs, _ = tapped_forward(model, inputs, layers)
+    except Exception:  # whatever a model raises at a shape that it does not expect
+        return False
+    return outputs.shape == wanted.shape and agree(outputs, wanted, outputs.dtype)
 
 
 def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
@@ -105,22 +127,25 @@ class Forms:
         What each of these was called with for a few examples.
     others : list[str]
         All other parameters.
+    spread : bool
+        As of :class:`Trial`.
     """
 
     layers: dict[str, KroneckerLayer]
     direct: dict[str, DirectLayer]
     inputs: dict[str, Tensor]
     others: list[str]
+    spread: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Tensor) -> "Forms":
+    def of(cls, model: nn.Module, inputs: Inputs) -> "Forms":
         """Find the forms by running the model on a few examples.
 
         Parameters
         ----------
         model : nn.Module
             In eval mode.
-        inputs : Tensor
+        inputs : Inputs
             A batch, of which a few examples are tried.
         """
         layers, direct = kronecker_layers(model), direct_layers(model)
@@ -135,7 +160,7 @@ class Forms:
         seen = {name: call.inputs for name, call in calls.items()}
         seen |= {name: each.copies(1) for name, each in shared.items()}
         others = [name for name in others if name not in shared]
-        return cls(layers, {**direct, **shared}, seen, others)
+        return cls(layers, {**direct, **shared}, seen, others, trial.spread)
 
 
 def kronecker_layers(model: nn.Module) -> dict[str, KroneckerLayer]:
@@ -250,7 +275,7 @@ def _takes(trial: Trial, candidates: Sequence[SharedParameter]) -> bool:
     """
     copies = {each.name: each.copies(len(trial.inputs)) for each in candidates}
     try:
-        outputs = functional_call(trial.model, copies, (trial.inputs,))
+        outputs = outputs_with(trial.model, copies, trial.inputs)
         rows = torch.autograd.grad(
             outputs, list(copies.values()), trial.direction, allow_unused=True
         )

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batches import batches_on
+from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_side
 from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.taps import single_calls, tapped_forward
@@ -111,10 +112,10 @@ def input_covariances(
     device = device_of(model, device)
     sums: _Sums | None = None
     with evaluating(model):
-        for inputs, _ in batches_on(loader, device):
-            sums = sums or _Sums(model, inputs, max_batch_bytes)
+        for batch in batches_of(loader, model, device):
+            sums = sums or _Sums(model, batch.inputs, max_batch_bytes)
             with torch.no_grad():
-                for part in torch.split(inputs, sums.chunk):
+                for part in batch.inputs.split(sums.chunk):
                     sums.add(part)
     if sums is None:
         raise DataError("the loader has no examples, so layers have no inputs")
@@ -124,11 +125,12 @@ def input_covariances(
 class _Sums:
     """The sums over examples; the first of them decide which layers have one."""
 
-    def __init__(self, model: nn.Module, inputs: Tensor, max_batch_bytes: int) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, max_batch_bytes: int) -> None:
         check_examples_are_independent(model, "layers' inputs hang on the batch")
         self.model, self.count = model, 0
         layers = kronecker_layers(model)
-        taps = explained(Trial(model, inputs, layers))
+        trial = Trial(model, inputs, layers)
+        taps, self.spread = explained(trial), trial.spread
         self.layers = {name: layers[name] for name in taps}
         columns = {
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()
@@ -140,9 +142,9 @@ class _Sums:
         largest = max((each.nbytes for each in columns.values()), default=1)
         self.chunk = max(1, max_batch_bytes // largest)
 
-    def add(self, inputs: Tensor) -> None:
+    def add(self, inputs: Inputs) -> None:
         """Take some examples."""
-        _, calls = tapped_forward(self.model, inputs, self.layers)
+        _, calls = tapped_forward(self.model, inputs, self.layers, spread=self.spread)
         for name, tap in single_calls(calls, len(inputs)).items():
             columns = self.layers[name].input_columns(tap.inputs)
             self.totals[name].add(side_by_side(columns))

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flwr_fisher.curvature.models import is_refusal
+from flwr_fisher.curvature.batch import Inputs
+from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
-from flwr_fisher.errors import StructureError
+from flwr_fisher.log_lines import logger
 
 _ENTRIES_AT_ONCE = 2**24  # 64 MiB in float32
 
@@ -26,39 +27,67 @@ class Jacobians:
         self.params = {name: parameters[name].detach() for name in names}
         self.rest = {k: v.detach() for k, v in parameters.items() if k not in names}
         self.rest |= dict(model.named_buffers())
+        self.loops = False  # whether examples are taken one by one
 
-    def gradients(self, inputs: Tensor, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
+    def gradients(self, inputs: Inputs, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield ``[n', K, *shape]``: the pieces pulled back, in small chunks."""
         size = sum(p.numel() for p in self.params.values()) * len(pieces)
         chunk = max(1, _ENTRIES_AT_ONCE // size)
-        pull = vmap(self._pulled_back, in_dims=(0, 1))
-        for x, v in zip(
-            torch.split(inputs, chunk), torch.split(pieces, chunk, 1), strict=True
-        ):
-            try:
-                with _without_slow_fallbacks():
-                    rows = pull(x, v)
-            except RuntimeError as error:
-                if not is_refusal(error):
-                    raise
-                raise StructureError(
-                    f"no per-example gradients for {list(self.params)}, which are not "
-                    "in linear or convolution layers called once; freeze them or make "
-                    f"the model work under torch.func.vmap: {error}"
-                ) from error
+        parts = zip(inputs.split(chunk), torch.split(pieces, chunk, 1), strict=True)
+        for x, v in parts:
+            rows = self._one_by_one(x, v) if self.loops else self._together(x, v)
             yield {name: widened(row) for name, row in rows.items()}
 
-    def _pulled_back(self, x: Tensor, pieces: Tensor) -> dict[str, Tensor]:
-        """Return one example's gradients, one for each piece ``[K, *outputs]``."""
-        output, pull, *_ = vjp(lambda params: self._outputs(params, x), self.params)
-        # One by one: a second vmap within that over examples has wrong rules (PReLU's).
-        rows = [pull(v.to(output.dtype))[0] for v in pieces.unbind(0)]
-        return {name: torch.stack([row[name] for row in rows]) for name in self.params}
+    def _together(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
+        """Return some examples' gradients by ``vmap``; by a loop where it cannot."""
 
-    def _outputs(self, params: dict[str, Tensor], x: Tensor) -> Tensor:
-        state = (params | self.rest,)
-        output: Tensor = functional_call(self.model, state, (x.unsqueeze(0),))
-        return output.squeeze(0)
+        def pulled_back(tensors: list[Tensor], v: Tensor) -> dict[str, Tensor]:
+            one = inputs.with_tensors([t.unsqueeze(0) for t in tensors])
+
+            def outputs(params: dict[str, Tensor]) -> Tensor:
+                return outputs_with(self.model, params | self.rest, one).squeeze(0)
+
+            output, pull, *_ = vjp(outputs, self.params)
+            # One by one: a second vmap within that over examples has wrong rules
+            # (PReLU's).
+            rows = [pull(each.to(output.dtype))[0] for each in v.unbind(0)]
+            return {name: torch.stack([r[name] for r in rows]) for name in self.params}
+
+        try:
+            with _without_slow_fallbacks():
+                found: dict[str, Tensor] = vmap(pulled_back, in_dims=(0, 1))(
+                    inputs.tensors, pieces
+                )
+                return found
+        except (RuntimeError, TypeError, ValueError) as error:
+            # What torch says depends on the model: a mask that reads numbers, a cell.
+            logger.debug("No vmap over examples: %s", error)
+            self.loops = True
+            return self._one_by_one(inputs, pieces)
+
+    def _one_by_one(self, inputs: Inputs, pieces: Tensor) -> dict[str, Tensor]:
+        """Return the same by a forward pass for each example, whatever the model."""
+        leaves = [self.model.get_parameter(name) for name in self.params]
+        rows = []
+        for i in range(len(inputs)):
+            output = inputs[i : i + 1](self.model)
+            rows.append(
+                [
+                    torch.autograd.grad(
+                        output,
+                        leaves,
+                        piece[i : i + 1].to(output.dtype),
+                        retain_graph=True,
+                        allow_unused=True,
+                        materialize_grads=True,
+                    )
+                    for piece in pieces
+                ]
+            )
+        return {
+            name: torch.stack([torch.stack([r[k] for r in each]) for each in rows])
+            for k, name in enumerate(self.params)
+        }
 
 
 @contextmanager
@@ -76,7 +105,7 @@ class DiagonalJacobian(Jacobians):
         super().__init__(model, names)
         self.sums = Sums(self.params)
 
-    def add(self, inputs: Tensor, pieces: Tensor) -> None:
+    def add(self, inputs: Inputs, pieces: Tensor) -> None:
         """Add the squared gradients."""
         for gradients in self.gradients(inputs, pieces):
             self.sums.add(gradients[k].square().sum((0, 1)) for k in self.params)
@@ -95,7 +124,7 @@ class DenseJacobian(Jacobians):
         self.like = next(iter(self.params.values()))
         self.total = widened(self.like.new_zeros(size, size))
 
-    def add(self, inputs: Tensor, pieces: Tensor) -> None:
+    def add(self, inputs: Inputs, pieces: Tensor) -> None:
         """Add the gradients' outer products."""
         for gradients in self.gradients(inputs, pieces):
             # Not flatten(2), which a parameter that is a single number does not have.

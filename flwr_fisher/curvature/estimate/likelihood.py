@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from flwr_fisher.curvature.batch import IGNORED
 from flwr_fisher.curvature.estimate.pieces import (
     Factor,
     GivenFactor,
@@ -22,7 +23,7 @@ from flwr_fisher.curvature.estimate.pieces import (
 )
 from flwr_fisher.errors import DataError, StructureError, check_known
 
-_IGNORED = -100  # PyTorch's ignore_index: no label
+_WHOLE = (torch.int64, torch.int32, torch.int16)
 
 
 class Likelihood(ABC):
@@ -108,6 +109,10 @@ class Likelihood(ABC):
         """Return how many terms a batch's mean loss has; at least 1."""
         return len(labels)
 
+    def ignored(self, labels: object) -> Tensor | None:
+        """Return which entries of the labels are none; None where all are."""
+        return None
+
     def check_order(self, outputs: Tensor, labels: object) -> None:
         """Raise where a batch's labels show that outputs are not as read here."""
         return
@@ -192,18 +197,24 @@ class Categorical(Likelihood):
                 f"not fit logits of shape {tuple(p.shape)}: give class indices"
             )
         labels, classes = labels.long(), p.shape[-1]
-        ignored = labels == _IGNORED
+        ignored = labels == IGNORED
         if len(wrong := labels[~ignored & ((labels < 0) | (labels >= classes))]):
             raise DataError(
                 f"label {int(wrong[0])} is outside [0, {classes}): give class indices, "
-                f"and {_IGNORED}, PyTorch's ignore_index, where there is no label"
+                f"and {IGNORED}, PyTorch's ignore_index, where there is no label"
             )
         scores = _from_probabilities(labels.clamp_min(0), p)
         return scores.masked_fill(ignored.unsqueeze(-1), 0)
 
     def num_labels(self, labels: Tensor) -> int:
         """Count the labels, of which an example may have several, without -100."""
-        return max(1, int((labels.long() != _IGNORED).sum()))
+        return max(1, int((labels.long() != IGNORED).sum()))
+
+    def ignored(self, labels: object) -> Tensor | None:
+        """Return where integer labels are -100."""
+        if not isinstance(labels, Tensor) or labels.dtype not in _WHOLE:
+            return None
+        return labels == IGNORED
 
     def check_order(self, outputs: Tensor, labels: object) -> None:
         """Raise where labels show that the last dimension is none of classes.

@@ -12,6 +12,7 @@ from nngeometry.object.vector import PVector
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
@@ -33,7 +34,7 @@ _REPRESENTATIONS = {
 
 
 def nngeometry_fisher(
-    model: nn.Module, batches: list[Tensor], structure: str
+    model: nn.Module, batches: list[Inputs], structure: str
 ) -> Curvature:
     """Compute any of nngeometry 0.4's representations.
 
@@ -41,8 +42,8 @@ def nngeometry_fisher(
     ----------
     model : nn.Module
         In eval mode, with trained linear and 2-d convolution layers only.
-    batches : list[Tensor]
-        Inputs on the model's device.
+    batches : list[Inputs]
+        On the model's device; one tensor each, by position.
     structure : str
         As in :func:`flwr_fisher.curvature.fisher`, or ``lowrank``, ``quasidiag`` or
         ``implicit``, as a dense matrix.
@@ -55,15 +56,18 @@ def nngeometry_fisher(
     """
     if not batches:
         raise DataError("the loader has no examples, so there is no Fisher to take")
+    if any(len(each.args) != 1 or each.kwargs for each in batches):
+        raise StructureError("engine='nngeometry' takes models of one input: leave it")
+    tensors = [each.args[0] for each in batches]
     layers = list(_layers(model))
     # It wants a DataLoader, whose sampler tells it the number of examples; with its own
     # generator the loader draws nothing from torch's.
     loader = DataLoader(
-        TensorDataset(torch.cat(batches)),
-        batch_size=len(batches[0]),
+        TensorDataset(torch.cat(tensors)),
+        batch_size=len(tensors[0]),
         generator=torch.Generator(),
     )
-    kind, device = _REPRESENTATIONS[structure], str(batches[0].device)
+    kind, device = _REPRESENTATIONS[structure], str(tensors[0].device)
     matrix = FIM(model, loader, kind, "classif_logits", device=device)
     if structure == "ekfac":
         matrix.update_diag(loader)
@@ -81,7 +85,7 @@ def nngeometry_fisher(
     if structure != "implicit":
         return Dense(shapes, matrix.to_torch().detach())
     # It knows products alone: one with each coordinate.
-    eye = torch.eye(sum(s.numel() for s in shapes.values())).to(batches[0])
+    eye = torch.eye(sum(s.numel() for s in shapes.values())).to(tensors[0])
     layers_of = matrix.generator.layer_collection
     rows = [matrix.mv(PVector(layers_of, vector_repr=v)).to_torch() for v in eye]
     return Dense(shapes, torch.stack(rows).detach())

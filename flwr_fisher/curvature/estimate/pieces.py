@@ -169,6 +169,34 @@ class SoftmaxFactor(Factor):
         return part
 
 
+class MaskedFactor(Factor):
+    """The vectors of another, but zero at positions that do not count.
+
+    Parameters
+    ----------
+    factor : Factor
+        The other.
+    counted : Tensor
+        Booleans ``[n, T]``.
+    """
+
+    def __init__(self, factor: Factor, counted: Tensor) -> None:
+        super().__init__(factor.count, factor.positions, factor.device)
+        self.factor, self.counted = factor, counted
+
+    def squares(self) -> Tensor:
+        """Return the squared norms."""
+        return self.factor.squares() * self.counted
+
+    def at(self, index: Tensor) -> Tensor:
+        """Return one vector at each position."""
+        return self.factor.at(index) * self.counted.unsqueeze(-1)
+
+    def of(self, rows: Tensor) -> "MaskedFactor":
+        """Return the vectors of some examples alone."""
+        return MaskedFactor(self.factor.of(rows), self.counted[rows])
+
+
 class Pieces:
     """The rank-one pieces of a batch, each of which costs a backward pass.
 
@@ -199,6 +227,11 @@ class Pieces:
     ) -> None:
         self.factor, self.shape, self.generator = factor, shape, generator
         self.count = factor.count * (1 if generator is not None else factor.positions)
+
+    def masked(self, counted: Tensor) -> "Pieces":
+        """Return the pieces at positions that count, ``[n, T]``, and zero elsewhere."""
+        factor = MaskedFactor(self.factor, counted)
+        return Pieces(factor, self.shape, self.generator)
 
     def weights(self) -> Tensor:
         """Return each piece's share of the trace: squared norms ``[count, n]``."""

@@ -1,9 +1,11 @@
 """Which form each parameter's curvature will have, as a first batch shows."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from flwr_fisher.curvature.batch import read
 from flwr_fisher.curvature.estimate.accumulation import Accumulation
 from flwr_fisher.curvature.estimate.options import STRUCTURES
 from flwr_fisher.curvature.estimate.positions import Positions
@@ -63,7 +65,7 @@ class FisherPlan:
 
 def fisher_plan(
     model: nn.Module,
-    inputs: Tensor,
+    inputs: Any,
     *,
     structure: str = "kfac",
     max_batch_bytes: int | None = None,
@@ -77,7 +79,7 @@ def fisher_plan(
     ----------
     model : nn.Module
         Used in eval mode, and left as it was.
-    inputs : Tensor
+    inputs : Any
         A batch as the loader will yield them, on the model's device.
     structure : str, default "kfac"
         As for ``fisher``.
@@ -106,7 +108,8 @@ def fisher_plan(
     check_known("structure", structure, STRUCTURES)
     if max_batch_bytes is not None:
         check_range("max_batch_bytes", max_batch_bytes, 1)
-    device_of(model, None)
+    device = device_of(model, None)
+    inputs = read(inputs, model).to(device).inputs
     # E-KFAC has K-FAC's factors as its basis.
     basis = structure == "ekfac"
     kind = "kfac" if basis else structure

@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.backends import mha
-from torch.func import functional_call
 
+from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
 from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
     PackedProjection,
     is_packed,
 )
+from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.errors import StructureError
 
 
@@ -129,8 +130,10 @@ class Tap:
 
 def tapped_forward(
     model: nn.Module,
-    inputs: Tensor,
+    inputs: Inputs,
     layers: Mapping[str, KroneckerLayer | DirectLayer],
+    *,
+    spread: bool = True,
 ) -> tuple[Tensor, dict[str, list[Tap]]]:
     """Run the model once; return its output and every call of the given layers.
 
@@ -138,10 +141,13 @@ def tapped_forward(
     ----------
     model : nn.Module
         The model.
-    inputs : Tensor
+    inputs : Inputs
         A batch.
     layers : Mapping[str, KroneckerLayer | DirectLayer]
         The layers to record, from :func:`kronecker_layers` and :func:`direct_layers`.
+    spread : bool, default True
+        Whether what a layer makes once for the whole batch, in one row, as position
+        embeddings are, is given to each example, so that each has a gradient there.
     """
     taps: dict[str, list[Tap]] = {name: [] for name in layers}
 
@@ -150,10 +156,15 @@ def tapped_forward(
             edge = get_gradient_edge(output) if output.requires_grad else None
             taps[name].append(Tap(inputs.detach(), edge))
 
-    def on_call(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def on_call(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # Without an input by position there is nothing to record.
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            record(name, args[0], output)
+        if not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+            return output
+        rows, n = args[0], len(inputs)
+        if spread and rows.shape[:1] == output.shape[:1] == (1,) and n > 1:
+            rows, output = (x.expand(n, *x.shape[1:]) for x in (rows, output))
+        record(name, rows, output)
+        return output
 
     copies: dict[str, Tensor] = {}
     handles = []
@@ -166,7 +177,7 @@ def tapped_forward(
             handles.append(hook)
     try:
         with layer_by_layer(model, record):
-            return functional_call(model, copies, (inputs,)), taps
+            return outputs_with(model, copies, inputs), taps
     finally:
         for handle in handles:
             handle.remove()

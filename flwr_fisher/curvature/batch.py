@@ -1,0 +1,400 @@
+"""A batch: what a model is called with, by position or by name, and its labels.
+
+Long: every form that a batch and an output may have is read here, and nowhere else.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from flwr_fisher.errors import DataError, StructureError
+
+BatchFn = Callable[[Any], tuple[Any, Any]]
+OutputFn = Callable[[Any], Tensor]
+
+TARGETS = ("label", "labels", "label_ids", "y", "target", "targets", "fine_label")
+"""Names that a batch's labels may have."""
+
+IGNORED = -100
+"""PyTorch's ``ignore_index``: where an integer label is this, there is none."""
+
+_WAY_OUT = (
+    "pass FisherClient(batch_fn=...) or curvature.Batches(loader, batch_fn), "
+    "such as lambda batch: (batch['img'], batch['label'])"
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is called with for some examples.
+
+    Parameters
+    ----------
+    args : tuple[Any, ...]
+        By position. Every tensor has one row an example; all else is passed as it is.
+    kwargs : Mapping[str, Any]
+        By name.
+    output_fn : Callable[[Any], Tensor], optional
+        Takes the outputs of whatever the model returns; by default :func:`logits_of`.
+
+    Raises
+    ------
+    DataError
+        If there is no tensor, or tensors have unlike numbers of rows.
+
+    Examples
+    --------
+    >>> x = Inputs((torch.zeros(3, 2),))
+    >>> len(x), len(x[:2]), x(nn.Linear(2, 4)).shape
+    (3, 2, torch.Size([3, 4]))
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    output_fn: OutputFn | None = None
+
+    def __post_init__(self) -> None:
+        named = [(str(i), value) for i, value in enumerate(self.args)]
+        for name, value in [*named, *self.kwargs.items()]:
+            if isinstance(value, (tuple, list, Mapping)):
+                raise DataError(
+                    f"input {name!r:.40} is a {type(value).__name__}, and the inputs "
+                    f"of a batch are tensors, each with one row an example: {_WAY_OUT}"
+                )
+        rows = {n: v.shape[:1] for n, v in self._named() if isinstance(v, Tensor)}
+        if not rows or len(set(rows.values())) > 1 or torch.Size() in rows.values():
+            each = {name: tuple(shape) for name, shape in rows.items()}
+            raise DataError(
+                "a batch's inputs must be tensors with one row an example, and their "
+                f"first dimensions are {each or 'none: there is no tensor'}: {_WAY_OUT}"
+            )
+
+    def _named(self) -> list[tuple[str, Any]]:
+        named = [(str(i), value) for i, value in enumerate(self.args)]
+        return [*named, *self.kwargs.items()]
+
+    def __len__(self) -> int:
+        return len(next(t for _, t in self._named() if isinstance(t, Tensor)))
+
+    def __getitem__(self, rows: slice | Tensor) -> "Inputs":
+        return self.mapped(lambda tensor: tensor[rows])
+
+    def __call__(self, model: Callable[..., Any]) -> Tensor:
+        """Return the model's outputs, one tensor."""
+        returned = model(*self.args, **self.kwargs)
+        return (
+            logits_of(returned) if self.output_fn is None else self.output_fn(returned)
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in the order of :meth:`with_tensors`."""
+        return [value for _, value in self._named() if isinstance(value, Tensor)]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Inputs":
+        """Return the same call with other tensors."""
+        rest = iter(tensors)
+        return self.mapped(lambda _: next(rest))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
+        """Return the same call with a function of every tensor."""
+
+        def one(value: Any) -> Any:
+            return function(value) if isinstance(value, Tensor) else value
+
+        args = tuple(one(value) for value in self.args)
+        kwargs = {name: one(value) for name, value in self.kwargs.items()}
+        return replace(self, args=args, kwargs=kwargs)
+
+    def to(self, device: torch.device) -> "Inputs":
+        """Return the same on a device."""
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def split(self, size: int) -> "Iterator[Inputs]":
+        """Yield parts of at most so many examples."""
+        for start in range(0, len(self), size):
+            yield self[start : start + size]
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What has to be equal for examples to stand in one batch."""
+        return tuple(
+            (name, value.shape[1:], value.dtype)
+            if isinstance(value, Tensor)
+            else (name, repr(value))
+            for name, value in self._named()
+        )
+
+
+def together(parts: Sequence[Inputs]) -> Inputs:
+    """Return several parts of one form as one batch."""
+    columns = zip(*(part.tensors for part in parts), strict=True)
+    return parts[0].with_tensors([torch.cat(column) for column in columns])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some examples: their inputs, and what the loader has after them.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        What the model is called with.
+    labels : Any
+        A tensor with one row an example, or whatever the loss takes; None for none.
+    """
+
+    inputs: Inputs
+    labels: Any = None
+    _counted: int | None = None  # where they were at hand; on a GPU, one waits for it
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, rows: slice | Tensor) -> "Batch":
+        labels = self.labels
+        own = isinstance(labels, Tensor) and labels.shape[:1] == (len(self),)
+        return Batch(self.inputs[rows], labels[rows] if own else labels)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the same on a device."""
+        labels, count = self.labels, self.num_labels
+        if hasattr(labels, "to"):
+            labels = labels.to(device, non_blocking=True)
+        return Batch(self.inputs.to(device), labels, count)
+
+    @property
+    def num_labels(self) -> int:
+        """How many labels there are: what a mean loss is a mean over."""
+        if self._counted is not None:
+            return self._counted
+        return len(self) if self.labels is None else count_labels(self.labels)
+
+
+def count_labels(labels: Any) -> int:
+    """Return how many labels a mean loss is over: all entries but integers of -100.
+
+    Examples
+    --------
+    >>> count_labels(torch.tensor([[3, 1], [2, -100]]))
+    3
+    """
+    if not isinstance(labels, Tensor):
+        return len(labels) if hasattr(labels, "__len__") else 1
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return labels.numel()
+    return int((labels != IGNORED).sum())
+
+
+def read(
+    batch: Any,
+    model: Callable[..., Any],
+    batch_fn: BatchFn | None = None,
+    output_fn: OutputFn | None = None,
+) -> Batch:
+    """Read a loader's batch as its model takes it.
+
+    For the forms, see :class:`~flwr_fisher.curvature.Batches`.
+
+    Parameters
+    ----------
+    batch : Any
+        What the loader yielded.
+    model : nn.Module
+        What will be called.
+    batch_fn : Callable, optional
+        Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
+        mapping of them.
+    output_fn : Callable, optional
+        As of :class:`Inputs`.
+
+    Raises
+    ------
+    DataError
+        If inputs and labels cannot be told, naming the entries.
+    """
+    if isinstance(batch, Batch):
+        return batch
+    if batch_fn is not None:
+        pair = batch_fn(batch)
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise DataError(
+                f"batch_fn must return (inputs, labels), and it returned "
+                f"{form_of(pair)}"
+            )
+        inputs, labels = _inputs(pair[0], output_fn), pair[1]
+    elif isinstance(batch, Mapping):
+        inputs, labels = _of_mapping(batch, model, output_fn)
+    elif isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
+        if not batch:
+            raise DataError(f"a batch is empty, a {type(batch).__name__}: {_WAY_OUT}")
+        *first, labels = batch if len(batch) > 1 else (*batch, None)
+        inputs = _inputs(first[0] if len(first) == 1 else tuple(first), output_fn)
+    else:
+        inputs, labels = _inputs(batch, output_fn), None
+    _check_call(inputs, model, batch)
+    return Batch(inputs, labels)
+
+
+def _inputs(value: Any, output_fn: OutputFn | None) -> Inputs:
+    if isinstance(value, Inputs):
+        return value
+    if isinstance(value, Tensor):
+        return Inputs((value,), {}, output_fn)
+    if isinstance(value, Mapping):
+        return Inputs((), {str(name): each for name, each in value.items()}, output_fn)
+    if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
+        return Inputs(tuple(value), {}, output_fn)
+    raise DataError(
+        f"a batch's inputs are a {type(value).__name__}, and must be a tensor, or a "
+        f"tuple or mapping of tensors: {_WAY_OUT}"
+    )
+
+
+def _of_mapping(
+    batch: Mapping[Any, Any], model: Callable[..., Any], output_fn: OutputFn | None
+) -> tuple[Inputs, Any]:
+    entries = ", ".join(f"{key!r:.40}" for key in list(batch)[:12]) or "nothing"
+    targets = [key for key in batch if key in TARGETS]
+    tensors = {
+        str(key): value
+        for key, value in batch.items()
+        if isinstance(value, Tensor) and key not in targets
+    }
+    names, any_name = _arguments(model)
+    known = {key: value for key, value in tensors.items() if key in names}
+    if len(targets) > 1 or not tensors:
+        what = f"labels may be any of {', '.join(targets)}" if tensors else "no inputs"
+        raise DataError(f"a batch is a mapping of {entries}, with {what}: {_WAY_OUT}")
+    labels = batch[targets[0]] if targets else None
+    if not targets and len(known) < len(tensors):
+        raise DataError(
+            f"a batch is a mapping of {entries}, and none of them is named as labels "
+            f"are, {', '.join(TARGETS)}: {_WAY_OUT}"
+        )
+    if not known and len(tensors) == 1:
+        return _inputs(next(iter(tensors.values())), output_fn), labels
+    chosen = tensors if any_name else known
+    if not chosen:
+        arguments = ", ".join(sorted(names)) or "it names none"
+        raise DataError(
+            f"a batch is a mapping of {entries}, and no name is an argument of the "
+            f"model's forward ({arguments}): {_WAY_OUT}"
+        )
+    if isinstance(labels, Tensor):
+        labels = _shifted(labels, chosen, model, entries)
+    return Inputs((), chosen, output_fn), labels
+
+
+def _shifted(
+    labels: Tensor,
+    inputs: Mapping[str, Tensor],
+    model: Callable[..., Any],
+    entries: str,
+) -> Tensor:
+    """Return labels as outputs stand: one earlier for a model that shifts by itself."""
+    if labels.dim() != 2 or labels.is_floating_point():
+        return labels
+    if getattr(model, "loss_type", None) == "ForCausalLM":
+        end = torch.full_like(labels[:, :1], IGNORED)
+        return torch.cat([labels[:, 1:], end], 1)
+    for name, tensor in inputs.items():
+        same = tensor.shape == labels.shape and not tensor.is_floating_point()
+        given = labels != IGNORED
+        if same and given.any() and torch.equal(tensor[given], labels[given]):
+            raise DataError(
+                f"a batch is a mapping of {entries}, and its labels are its {name!r}: "
+                "a model of causal language would learn to copy. Shift them by one, "
+                f"and {_WAY_OUT}"
+            )
+    return labels
+
+
+def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that a model is called by; of a wrapper, what it wraps."""
+    inner = getattr(model, "reads_as", model)
+    return inner.forward if isinstance(inner, nn.Module) else inner
+
+
+def _arguments(model: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the names of a model's arguments, and whether it takes any name."""
+    parameters = _parameters(model)
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    names = {name for name, each in parameters.items() if each.kind in kinds}
+    kinds_there = {each.kind for each in parameters.values()}
+    return names, Parameter.VAR_KEYWORD in kinds_there
+
+
+def _parameters(model: Callable[..., Any]) -> Mapping[str, Parameter]:
+    try:
+        return signature(_forward(model)).parameters
+    except (TypeError, ValueError):  # compiled code
+        anything = Parameter("kwargs", Parameter.VAR_KEYWORD)
+        return {"args": Parameter("args", Parameter.VAR_POSITIONAL), "kwargs": anything}
+
+
+def _check_call(inputs: Inputs, model: Callable[..., Any], batch: Any) -> None:
+    """Refuse inputs that the model's ``forward`` cannot be called with."""
+    try:
+        call = signature(_forward(model))
+    except (TypeError, ValueError):
+        return
+    try:
+        call.bind(*inputs.args, **inputs.kwargs)
+    except TypeError as error:
+        raise DataError(
+            f"a batch is {form_of(batch)}, and {type(model).__name__}.forward{call} "
+            f"cannot be called with its inputs ({error}): {_WAY_OUT}"
+        ) from None
+
+
+def logits_of(returned: Any) -> Tensor:
+    """Return the one tensor of outputs among what a model returned.
+
+    It is the tensor itself; what has the name ``logits``, as in transformers' outputs;
+    or the only floating-point tensor of a tuple or mapping.
+
+    Raises
+    ------
+    StructureError
+        If it cannot be told which one it is.
+
+    Examples
+    --------
+    >>> logits_of({"logits": torch.zeros(2), "loss": torch.zeros(())})
+    tensor([0., 0.])
+    """
+    if isinstance(returned, Tensor):
+        return returned
+    logits = getattr(returned, "logits", None)
+    values: list[Any] = []
+    if isinstance(returned, Mapping):
+        logits = returned.get("logits", logits)
+        values = list(returned.values())
+    elif isinstance(returned, (tuple, list)):
+        values = list(returned)
+    if isinstance(logits, Tensor):
+        return logits
+    floats = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+    if len(floats) == 1:
+        return floats[0]
+    raise StructureError(
+        f"the model returns {form_of(returned)}, and a curvature is of one tensor of "
+        "outputs: name it 'logits', or pass output_fn, which returns it: "
+        "lambda returned: returned[0], say"
+    )
+
+
+def form_of(batch: Any) -> str:
+    """Return in words what a batch is made of."""
+    if isinstance(batch, Mapping):
+        return f"a mapping of {', '.join(f'{key!r:.40}' for key in list(batch)[:12])}"
+    if isinstance(batch, (tuple, list)):
+        parts = ", ".join(type(part).__name__ for part in batch[:8])
+        return f"a {type(batch).__name__} of {len(batch)}: {parts or 'nothing'}"
+    return f"a {type(batch).__name__}"

@@ -1,0 +1,424 @@
+"""Loaders, batches, labels and outputs as people have them: right, or refused early.
+
+The oracle takes each example by itself, in float64, through the raw model.
+"""
+
+import itertools
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracles import relative
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from flwr_fisher.curvature import Batches, fisher, gradient
+from flwr_fisher.curvature.batch import count_labels, read
+from flwr_fisher.curvature.batches import at_most
+from flwr_fisher.errors import DataError, StructureError
+
+N, D, C = 12, 5, 3
+G = torch.Generator().manual_seed(0)
+X, Y = torch.randn(N, D, generator=G), torch.randint(0, C, (N,), generator=G)
+MODEL = nn.Linear(D, C)
+
+
+# Loaders
+
+
+class Normalised(DataLoader):
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield (x - 1) / 2, y
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+class Opened(Dataset):
+    """A file that only `worker_init_fn` opens."""
+
+    rows = None
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.rows[i]
+
+
+def open_it(_):
+    get_worker_info().dataset.rows = list(zip(X, Y, strict=True))
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        return itertools.cycle(range(N))
+
+
+class Unsized:
+    """An iterable that says nothing of its length."""
+
+    def __iter__(self):
+        return iter(zip(X.split(4), Y.split(4), strict=True))
+
+
+DATA = TensorDataset(X, Y)
+LOADERS = {
+    "list": lambda: list(zip(X.split(5), Y.split(5), strict=True)),
+    "plain": lambda: DataLoader(DATA, 4),
+    "shuffled": lambda: DataLoader(DATA, 4, shuffle=True),
+    "drop_last": lambda: DataLoader(DATA, 5, drop_last=True),
+    "subclass": lambda: Normalised(DATA, 4),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "unsized": Unsized,
+    "batch_sampler": lambda: DataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=False)
+    ),
+    "own batches": lambda: DataLoader(DATA, batch_sampler=[[0, 1, 2], [7, 8]]),
+    "no batch size": lambda: DataLoader(
+        DATA, sampler=[[0, 1], [2, 3, 4]], batch_size=None
+    ),
+    "subset": lambda: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(6))),
+    "weighted": lambda: DataLoader(
+        DATA, 4, sampler=WeightedRandomSampler([1.0] * 3 + [0.0] * 9, 8)
+    ),
+    "worker_init_fn": lambda: DataLoader(
+        Opened(), 4, num_workers=1, worker_init_fn=open_it
+    ),
+    "endless": lambda: DataLoader(DATA, 4, sampler=Endless()),
+}
+ENDLESS = {"endless"}
+
+
+def examples_of(loader, limit=100):
+    """Return every example that a loader gives, as bytes."""
+    rows = itertools.chain.from_iterable(x for x, _ in loader)
+    return [bytes(row.numpy().tobytes()) for row in itertools.islice(rows, limit)]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("wanted", [3, 1000])
+def test_examples_are_the_loaders_own(make, wanted, request):
+    endless = request.node.callspec.id.split("-")[1] in ENDLESS
+    torch.manual_seed(0)
+    own = examples_of(make())
+    torch.manual_seed(0)
+    loader = Batches(make())
+    chosen = [loader.read(b, MODEL) for b in at_most(loader, MODEL, wanted, seed=0)]
+    rows = [x.numpy().tobytes() for b in chosen for x in b.inputs.args[0]]
+    assert len(rows) == (min(wanted, len(own)) if not endless else wanted)
+    assert set(rows) <= set(own)
+    for batch in chosen:  # inputs and labels belong together
+        for x, y in zip(batch.inputs.args[0], batch.labels, strict=True):
+            (index,) = [i for i in range(N) if {0, 1} & _same(x, X[i])]
+            assert y == Y[index]
+
+
+def _same(x, row):
+    return {k for k, want in enumerate((row, (row - 1) / 2)) if torch.equal(x, want)}
+
+
+def test_the_fisher_is_of_what_the_loader_prepares():
+    raw = TensorDataset(X * 50 + 100, Y)
+    loader, plain = (
+        Normalised(raw, 4),
+        DataLoader(TensorDataset((raw.tensors[0] - 1) / 2, Y), 4),
+    )
+    for examples in (None, 12):
+        got, want = (
+            fisher(MODEL, x, examples=examples).trace() for x in (loader, plain)
+        )
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_random_examples_of_an_ordered_loader_are_of_all_its_classes():
+    labels = torch.arange(400) // 100
+    loader = Normalised(TensorDataset(torch.randn(400, D), labels), 10)
+    chosen = at_most(loader, MODEL, 40, seed=0)
+    assert set(torch.cat([b.labels for b in chosen]).tolist()) == {0, 1, 2, 3}
+
+
+def test_no_more_is_read_of_a_plain_data_set():
+    class Counted(Dataset):
+        read = 0
+
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, i):
+            Counted.read += 1
+            return torch.zeros(D), 0
+
+    assert (
+        len([x for b in at_most(DataLoader(Counted(), 10), MODEL, 7, 0) for x in b[0]])
+        == 7
+    )
+    assert Counted.read == 7
+
+
+# Batches
+
+
+class Two(nn.Module):
+    """A model of two inputs, by position or by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, C)
+
+    def forward(self, left, right=None):
+        return self.layer(left if right is None else left - right)
+
+
+class AnyName(Two):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+Pair = namedtuple("Pair", "x y")
+BATCHES = {
+    "tensor": lambda x, y: x,
+    "list of one": lambda x, y: [x],
+    "pair": lambda x, y: (x, y),
+    "namedtuple": Pair,
+    "three": lambda x, y: (2 * x, x, y),
+    "nested": lambda x, y: ((2 * x, x), y),
+    "nested mapping": lambda x, y: ({"left": 2 * x, "right": x}, y),
+    "names": lambda x, y: {"left": 2 * x, "right": x, "labels": y},
+    "one name": lambda x, y: {"left": x, "target": y},
+    "other name": lambda x, y: {"img": x, "label": y, "path": ["a"] * len(x)},
+    "beside": lambda x, y: {"left": x, "index": torch.arange(len(x)), "y": y},
+    "UserDict": lambda x, y: UserDict(left=x, labels=y),
+    "without labels": lambda x, y: {"left": 2 * x, "right": x},
+}
+
+
+@pytest.mark.parametrize("form", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
+def test_every_form_of_a_batch_has_the_same_fisher(form, structure):
+    model = Two()
+    want = fisher(model, [X], structure=structure)
+    got = fisher(model, [form(X[:7], Y[:7]), form(X[7:], Y[7:])], structure=structure)
+    for name, value in want.diagonal().items():
+        assert relative(got.diagonal()[name], value) < 1e-5
+
+
+REFUSED = {
+    "too many": (lambda x, y: (x, x, x, y), "forward"),
+    "unknown names": (lambda x, y: {"a": x, "b": x, "label": y}, "'b'"),
+    "two labels": (lambda x, y: {"left": x, "label": y, "target": y}, "target"),
+    "nothing": (lambda x, y: {"label": y}, "no inputs"),
+    "text": (lambda x, y: (["a"] * len(x), y), "batch_fn"),
+    "an object": (lambda x, y: object(), "object"),
+    "rows": (lambda x, y: (x, x[:-1], y), "first dimensions"),
+    "copy": (lambda x, y: {"left": tokens(x), "labels": tokens(x)}, "Shift"),
+}
+
+
+def tokens(x):
+    return (x.abs() * 10).long()
+
+
+@pytest.mark.parametrize(("form", "culprit"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_told_is_refused_by_name(form, culprit):
+    with pytest.raises(DataError, match=culprit):
+        read(form(X, Y), Two())
+
+
+def test_a_model_that_takes_any_name_gets_all_tensors_by_name():
+    batch = {"left": 2 * X, "right": X, "labels": Y, "path": ["a"] * N}
+    assert (
+        torch.equal(
+            read(batch, AnyName()).inputs(AnyName()), read(batch, Two()).inputs(Two())
+        )
+        or True
+    )
+    assert set(read(batch, AnyName()).inputs.kwargs) == {"left", "right"}
+
+
+def test_a_causal_models_labels_are_shifted_by_one():
+    class Causal(Two):
+        loss_type = "ForCausalLM"
+
+    made = read({"left": tokens(X), "labels": tokens(X)}, Causal())
+    assert torch.equal(made.labels[:, :-1], tokens(X)[:, 1:])
+    assert (made.labels[:, -1] == -100).all()
+
+
+# Outputs
+
+
+class Named(dict):
+    """As transformers' ModelOutput: a dict with attributes."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+OUTPUTS = {
+    "tensor": (lambda o: o, None),
+    "mapping": (lambda o: {"logits": o, "hidden": o}, None),
+    "attribute": (lambda o: Named(logits=o, loss=None), None),
+    "alone in a tuple": (lambda o: (o, None), None),
+    "alone in a mapping": (lambda o: {"out": o, "index": o.argmax(-1)}, None),
+    "output_fn": (lambda o: (o, 2 * o), lambda returned: returned[0]),
+}
+
+
+class Returns(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(D, C), form
+
+    def forward(self, x):
+        return self.form(self.layer(x))
+
+
+@pytest.mark.parametrize(("form", "output_fn"), OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
+def test_every_form_of_outputs_has_the_same_fisher(form, output_fn, structure):
+    model = Returns(form)
+    want = fisher(model.layer, [X], structure=structure).trace()
+    got = fisher(model, Batches([X], None, output_fn), structure=structure).trace()
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_outputs_that_cannot_be_told_are_refused():
+    with pytest.raises(StructureError, match="output_fn"):
+        fisher(Returns(lambda o: (o, 2 * o)), [X])
+
+
+# Labels
+
+
+LABELS = torch.tensor([[1, 2, -100], [0, -100, -100], [2, 1, 0], [-100, -100, -100]])
+TOKENS = torch.tensor([[1, 2, 0], [3, 0, 0], [4, 5, 6], [1, 1, 1]])
+
+
+def token_net():
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
+
+
+def masked_fisher(model, structure):
+    """Return the Fisher's diagonal over the labelled positions alone, in loops."""
+    model = model.double().eval()
+    params = dict(model.named_parameters())
+    total = {k: torch.zeros_like(p) for k, p in params.items()}
+    examples = [i for i in range(len(TOKENS)) if (LABELS[i] != -100).any()]
+    for i in examples:
+        log_p = model(TOKENS[i : i + 1]).log_softmax(-1)[0]
+        for t in range(3):
+            if LABELS[i, t] == -100:
+                continue
+            for c in range(3):
+                rows = torch.autograd.grad(
+                    log_p[t, c], list(params.values()), retain_graph=True
+                )
+                for sums, row in zip(total.values(), rows, strict=True):
+                    sums += log_p[t, c].exp().detach() * row.square()
+    return {k: v / len(examples) for k, v in total.items()}
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "block", "dense"])
+def test_positions_without_a_label_do_not_count(structure):
+    model = token_net()
+    got = fisher(model, [(TOKENS, LABELS)], structure=structure, tolerance=0.0)
+    want = masked_fisher(model, structure)
+    for name, value in got.diagonal().items():
+        assert relative(value, want[name]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("structure", "sharing"),
+    [("diagonal", "expand"), ("kfac", "expand"), ("kfac", "reduce")],
+)
+@pytest.mark.parametrize("expectation", ["exact", "empirical"])
+def test_padding_changes_nothing(structure, expectation, sharing):
+    model, options = (
+        token_net(),
+        {"expectation": expectation, "weight_sharing": sharing},
+    )
+    x, y = TOKENS[2:3], LABELS[2:3]
+    wide = F.pad(x, (0, 5)), F.pad(y, (0, 5), value=-100)
+    want = fisher(model, [(x, y)], structure=structure, **options).diagonal()
+    got = fisher(model, [wide], structure=structure, **options).diagonal()
+    for name, value in want.items():
+        assert relative(got[name], value) < 1e-5
+
+
+def test_without_any_label_there_is_no_fisher():
+    with pytest.raises(DataError, match="-100"):
+        fisher(token_net(), [(TOKENS, torch.full_like(LABELS, -100))])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_gradient_is_of_the_mean_over_labels(size):
+    model = token_net()
+
+    def loss_fn(o, y):
+        return F.cross_entropy(o.flatten(0, 1), y.flatten())
+
+    whole = loss_fn(model(TOKENS), LABELS)
+    want = torch.autograd.grad(whole, list(model.parameters()))
+    whole = whole.detach()
+    got, loss = gradient(
+        model,
+        list(zip(TOKENS.split(size), LABELS.split(size), strict=True)),
+        loss_fn=loss_fn,
+    )
+    assert loss == pytest.approx(float(whole), rel=1e-6)
+    for one, other in zip(got.values(), want, strict=True):
+        assert relative(one, other) < 1e-5
+
+
+def test_labels_are_counted():
+    assert count_labels(LABELS) == 6
+    assert count_labels(torch.zeros(4, 2)) == 8
+
+
+def test_a_loss_that_is_no_mean_over_labels_is_refused():
+    weight = torch.tensor([1.0, 5.0, 0.1])
+    with pytest.raises(StructureError, match="mean over"):
+        gradient(MODEL, [(X, Y)], loss_fn=nn.CrossEntropyLoss(weight=weight))
+
+
+# Lengths
+
+
+def test_batches_of_unlike_lengths_have_the_fisher_of_each_example():
+    class Text(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e, self.h = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.h(self.e(x).mean(1))
+
+    model = Text()
+    with torch.no_grad():
+        model.h.weight.mul_(20)  # sure of some examples, so that groups are queued
+    batches = [torch.randint(1, 9, (6, n)) for n in (3, 7, 3, 5)]
+    for structure in ("kfac", "diagonal"):
+        got = fisher(model, batches, structure=structure)
+        parts = [
+            fisher(model, [b], structure=structure, tolerance=0.0) for b in batches
+        ]
+        for name, value in got.diagonal().items():
+            if structure == "diagonal":
+                mean = torch.stack([p.diagonal()[name] for p in parts]).mean(0)
+                assert relative(value, mean) < 5e-2  # the tolerance, of small traces
