@@ -1,11 +1,20 @@
 """What a newcomer gets wrong first is told in words that lead out of it."""
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
 from torch import nn
-from torch.utils.data import TensorDataset
-from virtual import ask, metrics_of, tiny_app, tiny_arrays, tiny_client, tiny_model
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from virtual import (
+    ask,
+    metrics_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.client.problem import LocalProblem
@@ -31,25 +40,59 @@ from flwr_fisher.wire.quantise import decode_param, encode_param
 
 
 @pytest.mark.parametrize(
-    ("loop", "returned", "text"),
+    ("returned", "kept", "text"),
     [
-        ("train_fn", None, "train_fn must return a dict of metrics"),
-        ("train_fn", 0.5, "train_fn must return a dict of metrics"),
-        ("train_fn", {"loss": "low"}, "train_fn returned 'loss': 'low'"),
-        ("train_fn", {1: 0.5}, "train_fn returned 1"),
-        ("evaluate_fn", None, "evaluate_fn must return a dict of metrics"),
-        ("evaluate_fn", {"loss": 1.0}, r"no 'num-examples'.*\['loss'\]"),
+        (None, {}, None),
+        (0.5, {}, "train_fn returned 0.5"),
+        ({"loss": "low", "a": 1}, {"a": 1}, "'loss': 'low'"),
+        ({1: 0.5}, {"1": 0.5}, None),
+        ({"loss": torch.tensor(0.5)}, {"loss": 0.5}, None),
+        ({"loss": np.float32(0.5), "n": np.int64(3)}, {"loss": 0.5, "n": 3}, None),
+        ({"each": [0.5, 1]}, {"each": [0.5, 1.0]}, None),
+        ({"each": np.arange(2)}, {"each": [0, 1]}, None),
+        ({"each": np.zeros((2, 2))}, {}, "'each'"),
+        ({"late": True}, {"late": 1}, None),
     ],
 )
-def test_what_a_loop_must_return(loop, returned, text):
-    client = tiny_client(**{loop: lambda *arguments: returned})
-    with pytest.raises(ClientError, match=text):
-        ask(client, kind=loop.removesuffix("_fn"))
+def test_what_is_no_metric_costs_no_training(returned, kept, text, caplog):
+    client = tiny_client(train_fn=lambda *arguments: returned)
+    found = dict(metrics_of(ask(client)))
+    assert found.pop("num-examples")
+    assert found == kept
+    assert text is None or text in caplog.text
 
 
-def test_a_metric_may_be_a_tensor_of_one_number():
-    client = tiny_client(train_fn=lambda *arguments: {"loss": torch.tensor(0.5)})
-    assert metrics_of(ask(client))["loss"] == 0.5
+@pytest.mark.parametrize("returned", [None, {"loss": 1.0}])
+def test_an_evaluation_must_say_its_weight(returned):
+    client = tiny_client(evaluate_fn=lambda *arguments: returned)
+    with pytest.raises(ClientError, match="no 'num-examples'"):
+        ask(client, kind="evaluate")
+
+
+SAMPLED = {
+    "subset": ({"sampler": SubsetRandomSampler(range(5))}, 5),
+    "drop_last": ({"drop_last": True}, 12),
+    "too few": ({"drop_last": True, "sampler": SubsetRandomSampler(range(5))}, 4),
+    "own batches": ({"batch_sampler": [[0, 1], [2]], "batch_size": 1}, 3),
+    "workers": ({"num_workers": 2}, 14),
+}
+
+
+@pytest.mark.parametrize(("options", "count"), SAMPLED.values(), ids=SAMPLED)
+def test_a_client_weighs_what_it_trains_on(options, count):
+    loader = DataLoader(tiny_data(3), **{"batch_size": 4, **options})
+    assert FisherClient(tiny_model(), loader).problem.count_examples(0) == count
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_another_dtype_is_refused_before_anything_trains(dtype):
+    def train_fn(*arguments):
+        raise AssertionError
+
+    client = tiny_client(train_fn=train_fn)
+    client.problem.model.to(dtype)
+    with pytest.raises(ClientError, match=rf"{dtype}.*convert it"):
+        ask(client, config={"structure": "kfac"})
 
 
 def test_an_evaluate_fn_gets_the_held_out_data_and_the_config():

@@ -282,3 +282,20 @@ def test_few_missing_bytes_decompose_no_large_matrix(monkeypatch, missing, cut):
     assert columns <= set(found)
     spent = sum(len(entries[m.key]) - m.least for m in matrices)
     assert left - 2 * 904 <= spent <= left
+
+
+def test_what_float32_cannot_decompose_float64_does(monkeypatch):
+    """LAPACK does not converge on some finite matrices, of trained networks, too."""
+    own = torch.linalg.eigh
+
+    def not_in_float32(matrices, **options):
+        if matrices.dtype is torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return own(matrices, **options)
+
+    matrix = randn(0, 1, 6, 6) @ randn(0, 1, 6, 6).mT
+    wanted = own(matrix).eigenvalues.flip(-1)
+    monkeypatch.setattr(torch.linalg, "eigh", not_in_float32)
+    values, vectors = leading_vectors(matrix, 6)
+    assert values.dtype == vectors.dtype == torch.float32
+    torch.testing.assert_close(values, wanted, rtol=1e-4, atol=1e-5)

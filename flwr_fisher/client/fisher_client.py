@@ -169,6 +169,8 @@ class FisherClient:
         names = [request.options.get("check"), request.options.get("job", "train")]
         jobs = [get_job(str(name)) for name in names if name is not None]
         self.problem.load(request.params)
+        if request.options.keys() & {"structure", "job"}:  # this library's server
+            self.problem.check_dtypes(request.params)
         outbox = Outbox.of(self.problem, request)
         with outbox.held(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:

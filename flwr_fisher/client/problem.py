@@ -3,7 +3,7 @@
 Long: all that a client can be given is described here, and what is wrong with it told.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import ClientLimits
@@ -23,6 +23,7 @@ from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.curvature.batches import Batches, batches_of, reading_as
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
+from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable_names
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel, and of torch.compile
@@ -171,7 +172,7 @@ class LocalProblem:
             )
         return self._told_loss
 
-    def train(self, config: Mapping[str, Any], **options: Any) -> dict[str, float]:
+    def train(self, config: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Run the training loop on the model; return its metrics.
 
         Parameters
@@ -184,9 +185,8 @@ class LocalProblem:
         Raises
         ------
         ClientError
-            If the loop returns anything else than numbers by name, lacks a keyword that
-            is given, or would train by the cross-entropy of classes where the
-            likelihood has none.
+            If the loop lacks a keyword that is given, or would train by the
+            cross-entropy of classes where the likelihood has none.
         """
         loop: Any = self.train_fn
         if getattr(loop, "loss_fn", None) is cross_entropy and not self.has_classes:
@@ -208,13 +208,13 @@ class LocalProblem:
         returned = self.run(loop, self.trainloader, config, **options)
         return checked_metrics(returned, "train_fn")
 
-    def evaluate(self, config: Mapping[str, Any]) -> dict[str, float]:
+    def evaluate(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Run the client's own evaluation; return its metrics.
 
         Raises
         ------
         ClientError
-            If it returns anything else than numbers by name, or no ``num-examples``.
+            If it returns no ``num-examples``.
         """
         assert self.evaluate_fn is not None
         returned = self.evaluate_fn(self.model, self.valloader, self.device, config)
@@ -243,17 +243,17 @@ class LocalProblem:
         return select(self.model.state_dict(), names)
 
     def count_examples(self, partition: int) -> int:
-        """Return how many training examples there are.
+        """Return how many training examples an epoch has.
+
+        A sampler, and ``drop_last``, say how many of a data set they are.
 
         Raises
         ------
         DataError
             If there are none, or the loader can be read once only.
         """
-        dataset: Any = getattr(self.trainloader, "dataset", None)
-        try:
-            n = len(dataset)
-        except TypeError:  # there is none, or it is a stream
+        n = _examples_of(self.trainloader)
+        if n is None:
             n = self._read_to_count()
         if n == 0:
             raise DataError(
@@ -284,6 +284,25 @@ class LocalProblem:
         self.check_layout(params)
         self.model.load_state_dict(dict(params), strict=False)
         return self
+
+    def check_dtypes(self, params: Params) -> None:
+        """Refuse parameters in another precision than the model's.
+
+        A Flower strategy of another kind takes any; this library's, what they sent.
+
+        Raises
+        ------
+        ClientError
+            Naming the first.
+        """
+        own = self.model.state_dict()
+        for name, tensor in params.items():
+            if own[name].is_floating_point() and own[name].dtype != tensor.dtype:
+                raise ClientError(
+                    f"the server sent {name!r:.80} in {tensor.dtype}, and the client's "
+                    f"model has {own[name].dtype}: convert it, model.float() say; to "
+                    "train in half precision, use LocalSGD(autocast=torch.bfloat16)"
+                )
 
     def check_layout(self, params: Params) -> None:
         """Refuse parameters that are not this model's.
@@ -318,39 +337,78 @@ class LocalProblem:
             )
 
 
-def checked_metrics(returned: object, loop: str) -> dict[str, float]:
-    """Return metrics as numbers; a tensor of one entry is one, and so is a bool.
+def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
+    """Return metrics as Flower's records hold them: numbers, and lists of numbers.
+
+    NumPy's and torch's numbers and arrays of one axis are such, and None is no metrics.
+    What is none is left out with a warning: what was trained is not lost for it.
 
     Parameters
     ----------
     returned : object
         What came.
     loop : str
-        What returned it, for the error.
-
-    Raises
-    ------
-    ClientError
-        If it is anything else than numbers by name.
+        What returned it, for the warning.
 
     Examples
     --------
     >>> checked_metrics({"loss": torch.tensor(0.5), "late": True}, "train_fn")
     {'loss': 0.5, 'late': 1}
     """
+    if returned is None:
+        return {}
     if not isinstance(returned, Mapping):
-        raise ClientError(
-            f"{loop} must return a dict of metrics, {{}} for none; got {returned!r}"
+        logger.warning(
+            "%s returned %.80r, and no dict of metrics: it is left out", loop, returned
         )
-    metrics = {}
+        return {}
+    metrics: dict[str, Any] = {}
     for key, value in returned.items():
-        number = value.item() if isinstance(value, torch.Tensor) else value
-        if not isinstance(key, str) or not isinstance(number, int | float):
+        number = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(number, (tuple, list)) and all(map(_is_number, number)):
+            metrics[str(key)] = _of_one_kind(number)
+        elif _is_number(number):
+            metrics[str(key)] = int(number) if isinstance(number, bool) else number
+        elif key == "num-examples":
             raise ClientError(
-                f"{loop} returned {key!r}: {value!r}; metrics are numbers by name"
+                f"{loop} returned 'num-examples': {value!r:.80}, and it is a number"
             )
-        metrics[key] = int(number) if isinstance(number, bool) else number
+        else:
+            logger.warning(
+                "%s returned %.40r: %.80r, and metrics are numbers by name: it is left "
+                "out",
+                loop,
+                key,
+                value,
+            )
     return metrics
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _of_one_kind(numbers: Sequence[Any]) -> list[Any]:
+    """Return a list as records hold it: of integers, or of floats."""
+    whole = all(isinstance(number, int) for number in numbers)
+    return [int(number) if whole else float(number) for number in numbers]
+
+
+def _examples_of(loader: Any) -> int | None:
+    """Return how many examples a loader gives; None if that is not to be told.
+
+    A data set's length, where batches are made by what does not say how large they are.
+    """
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, list) and all(hasattr(b, "__len__") for b in batches):
+        return sum(map(len, batches))
+    sampler: Any = getattr(loader, "sampler", None)
+    plain = type(batches) is BatchSampler and hasattr(sampler, "__len__")
+    try:
+        n = len(sampler if plain else loader.dataset)
+    except (TypeError, AttributeError):  # there is none, or it is a stream
+        return None
+    return n - n % batches.batch_size if plain and batches.drop_last else n
 
 
 def _takes(function: Callable[..., object], keyword: str, *, or_any: bool) -> bool:

@@ -39,6 +39,7 @@ from flwr_fisher.curvature.operators.factors import (
     SymmetricFactor,
     gram,
 )
+from flwr_fisher.curvature.operators.solvers import eigh
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.checks import sum64
@@ -142,7 +143,7 @@ def _cholesky(correlations: Tensor) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(jittered)
     if not failed.any():
         return lower
-    values, vectors = torch.linalg.eigh(correlations)
+    values, vectors = eigh(correlations)
     root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
     upper: Tensor = torch.linalg.qr(root)[1]
     return upper.mT
@@ -199,12 +200,12 @@ def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
     wide = matrices if matrices.itemsize >= 4 else matrices.float()
     n = wide.shape[-1]
     if n <= WHOLE or 4 * count >= n:
-        return _descending(*torch.linalg.eigh(wide))
+        return _descending(*eigh(wide))
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(len(wide), n, count, generator=generator).to(wide)
     basis = _orthonormal(wide @ _orthonormal(wide @ columns))
     inner = basis.mT @ (wide @ basis)
-    values, rotation = torch.linalg.eigh(inner / 2 + inner.mT / 2)
+    values, rotation = eigh(inner / 2 + inner.mT / 2)
     return _descending(values, basis @ rotation)
 
 

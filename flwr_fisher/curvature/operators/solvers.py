@@ -15,6 +15,25 @@ def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
     return torch.where(known, rhs / torch.where(known, divisor, 1), 0)
 
 
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors in the matrices' dtype, or float32 for less.
+
+    LAPACK does not converge on some finite matrices in float32; float64 does.
+
+    Parameters
+    ----------
+    matrices : Tensor
+        ``[..., n, n]``, symmetric.
+    """
+    # It has no decompositions of smaller floats.
+    wide = matrices if matrices.itemsize >= 4 else matrices.float()
+    try:
+        values, vectors = torch.linalg.eigh(wide)
+    except RuntimeError:  # torch.linalg.LinAlgError
+        values, vectors = torch.linalg.eigh(wide.double())
+    return values.to(wide.dtype), vectors.to(wide.dtype)
+
+
 def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Return eigenvalues, none negative, and vectors in float64.
 
