@@ -258,8 +258,9 @@ def _mean_of(tensors: Iterator[Tensor], shares: list[float], like: Tensor) -> Te
 
 
 def trainable_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that require a gradient."""
-    return [name for name, p in model.named_parameters() if p.requires_grad]
+    """Return the names of the parameters that require a gradient, and have entries."""
+    named = model.named_parameters()
+    return [name for name, p in named if p.requires_grad and p.numel()]
 
 
 def shared_state(model: nn.Module) -> dict[str, Tensor]:
@@ -267,7 +268,15 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
 
     For a model that trains whole this is its ``state_dict``. Frozen parameters (a
     pre-trained backbone under adapters) stay out, so they are never uploaded, and so
-    does a tied parameter's second name: load the result with ``strict=False`` then.
+    does a tied parameter's second name: load the result with ``strict=False`` then. So
+    do buffers that are no finite real numbers, such as a mask of minus infinity, or
+    numbers in bfloat16, which NumPy lacks, and a module's extra state that is no
+    tensor: each client keeps its own, as with ``persistent=False``.
+
+    Raises
+    ------
+    ParamsError
+        If a trainable parameter is complex or in bfloat16.
 
     Examples
     --------
@@ -279,8 +288,26 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     trained = set(trainable_names(model))
     # Also the second names of tied parameters.
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in trained:
+        if (dtype := model.get_parameter(name).dtype) not in _SENDABLE:
+            raise ParamsError(
+                f"'{name}' is in {dtype}, which Flower's arrays do not have: freeze "
+                "it, or convert the model, model.float() say (torch.autocast trains in "
+                "half precision all the same)"
+            )
     return {
         name: value.detach()
         for name, value in model.state_dict().items()
-        if name in trained or name not in parameters
+        if name in trained or (name not in parameters and _travels(value))
     }
+
+
+_SENDABLE = (torch.float16, torch.float32, torch.float64)
+
+
+def _travels(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.is_complex():
+        return False
+    if not value.is_floating_point():
+        return True
+    return value.dtype in _SENDABLE and bool(value.isfinite().all())

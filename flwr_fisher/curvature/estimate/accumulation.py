@@ -125,7 +125,12 @@ class Accumulation:
     def results(self) -> dict[str, Curvature]:
         """Return each structure's mean over the examples taken; call it once."""
         self.engine.finish()
-        return {structure: self._result(structure) for structure in self.structures}
+        self.engine.check_finite()
+        results = {name: self._result(name) for name in self.structures}
+        for curvature in results.values():
+            if (name := _not_finite(curvature)) is not None:
+                raise self.engine.not_finite(name)
+        return results
 
     def _result(self, structure: str) -> Curvature:
         count = self.engine.count
@@ -152,6 +157,19 @@ class Accumulation:
         if "others" in self.jacobians:
             found |= self.jacobians["others"].mean(count).diagonal()
         return found
+
+
+def _not_finite(curvature: Curvature) -> str | None:
+    """Return the first parameter whose curvature is not finite, if there is one."""
+    for block in curvature.blocks():
+        if block.kind == "Diagonal":
+            named = {name: [value] for name, value in block.diagonal().items()}
+        else:
+            named = {next(iter(block.shapes)): block.tensors()}
+        for name, tensors in named.items():
+            if not all(tensor.isfinite().all() for tensor in tensors):
+                return name
+    return None
 
 
 def _check_size(sizes: list[int]) -> None:

@@ -16,7 +16,7 @@ Long: one batch's way through it, whichever sums it is for.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -31,6 +31,7 @@ from flwr_fisher.curvature.estimate.pieces import Group, Pieces, backward_plan
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.curvature.sums import widened
+from flwr_fisher.errors import DataError
 
 # Yields pieces, each of the outputs' shape, of outputs and their rows in the batch.
 PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
@@ -79,6 +80,9 @@ class Engine:
         self.direct = direct
         self._tapped = self.layers | {n: sums.layer for n, sums in direct.items()}
         self.count = 0
+        # Of every example, whether its outputs and its inputs are finite.
+        self._outputs: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         # By the number of pieces, and by what may stand in one batch.
         self._waiting: dict[Any, list[tuple[Inputs, Group, Mapping[str, Tensor]]]] = {}
 
@@ -100,6 +104,7 @@ class Engine:
             rows = slice(start, start + self.chunk)
             x = inputs[rows]
             outputs, taps = self._forward(x)
+            self._note(x, outputs)
             columns = self._columns(taps)
             reached = self._reached(x, outputs, taps, counted, rows)
             self._observe(taps, columns, reached)
@@ -150,6 +155,7 @@ class Engine:
         Else return the groups; what running back would need is not kept for them.
         """
         outputs, taps = self._forward(inputs)
+        self._note(inputs, outputs)
         groups = backward_plan(make_pieces(widened(outputs), rows), tolerance)
         whole = [group for group in groups if len(group.rows) == len(inputs)]
         columns = self._columns(taps) if whole else {}
@@ -170,6 +176,24 @@ class Engine:
         waiting.append((inputs, group, shares))
         if sum(len(x) for x, *_ in waiting) >= min(self.chunk, _QUEUE):
             self._run_waiting(key)
+
+    def check_finite(self) -> None:
+        """Raise :class:`DataError` if an example's outputs were not finite."""
+        if (example := _first(self._outputs)) is not None:
+            raise DataError(
+                f"the model's outputs of example {example} (of those read, from 0) "
+                "hold NaN or infinity, so there is no Fisher: look at its inputs, and "
+                "at the model's parameters"
+            )
+
+    def not_finite(self, what: str) -> DataError:
+        """Return an error of what is not finite, though outputs are."""
+        example = _first(self._inputs)
+        where = "" if example is None else f"; so are the inputs of example {example}"
+        return DataError(
+            f"the Fisher of '{what}' is not finite{where}: look at the inputs, their "
+            "scale, and the model's dtype"
+        )
 
     def finish(self) -> None:
         """Run what still waits."""
@@ -203,6 +227,11 @@ class Engine:
             self.model, inputs, self._tapped, spread=self.spread
         )
         return outputs, single_calls(taps, len(inputs))
+
+    def _note(self, inputs: Inputs, outputs: Tensor) -> None:
+        """Note what is finite; nothing waits for a device."""
+        self._outputs.append(_finite_rows([outputs.detach()], len(inputs)))
+        self._inputs.append(_finite_rows(inputs.tensors, len(inputs)))
 
     def _columns(self, taps: Mapping[str, Tap]) -> dict[str, Tensor]:
         """Return the input columns that are to be paired with gradients."""
@@ -340,6 +369,17 @@ class Engine:
                     taker.add_gradients(
                         columns.get(name, g[0]), g, weight / every, share
                     )
+
+
+def _finite_rows(tensors: Sequence[Tensor], count: int) -> Tensor:
+    rows = [tensor.isfinite().reshape(count, -1).all(1) for tensor in tensors]
+    return torch.stack(rows).all(0)
+
+
+def _first(finite: Sequence[Tensor]) -> int | None:
+    """Return the first row that is not."""
+    wrong = ~torch.cat(list(finite))
+    return int(wrong.nonzero()[0]) if wrong.any() else None
 
 
 def _shares(reached: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -79,6 +79,7 @@ class Expectation:
             if self.kind == "exact":
                 return make_pieces(outputs, rows).all()
             self.likelihood.check_order(outputs, labels)
+            engine.check_finite()  # a draw waits for a device in any case
             mask = at(outputs, rows)
             drawn = self._sampled(outputs, generator)
             return drawn if mask is None else drawn * mask.unsqueeze(-1)

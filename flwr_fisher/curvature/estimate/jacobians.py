@@ -32,7 +32,7 @@ class Jacobians:
     def gradients(self, inputs: Inputs, pieces: Tensor) -> Iterator[dict[str, Tensor]]:
         """Yield ``[n', K, *shape]``: the pieces pulled back, in small chunks."""
         size = sum(p.numel() for p in self.params.values()) * len(pieces)
-        chunk = max(1, _ENTRIES_AT_ONCE // size)
+        chunk = max(1, _ENTRIES_AT_ONCE // max(size, 1))
         parts = zip(inputs.split(chunk), torch.split(pieces, chunk, 1), strict=True)
         for x, v in parts:
             rows = self._one_by_one(x, v) if self.loops else self._together(x, v)
