@@ -1,4 +1,4 @@
-"""Batches as mappings, and of any form through `batch_fn`: the same bits as pairs."""
+"""Pairs as mappings, and of any form through `batch_fn`: the same bits as pairs."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.curvature import (
     STRUCTURES,
-    Batches,
+    Pairs,
     fisher,
     gradient,
     gradient_and_hvp,
@@ -153,7 +153,7 @@ def test_functions_take_mappings_and_pairs():
     plain, named, odd = (loaders(form, shuffle=False)[0] for form in FORMS)
     model, loss_fn = tiny_model(), nn.functional.cross_entropy
     params = {"a": model.state_dict()}
-    for loader in (named, Batches(named), Batches(odd, pair_of)):
+    for loader in (named, Pairs(named), Pairs(odd, pair_of)):
         for examples in (None, 5):
             options = {"structure": "kfac", "examples": examples}
             one, other = (fisher(model, data, **options) for data in (plain, loader))

@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from flwr_fisher.curvature import Batches, fisher, gradient
+from flwr_fisher.curvature import Pairs, fisher, gradient
 from flwr_fisher.curvature.batch import count_labels, read
 from flwr_fisher.curvature.batches import at_most
 from flwr_fisher.errors import DataError, StructureError
@@ -118,7 +118,7 @@ def test_examples_are_the_loaders_own(make, wanted, request):
     torch.manual_seed(0)
     own = examples_of(make())
     torch.manual_seed(0)
-    loader = Batches(make())
+    loader = Pairs(make())
     chosen = [loader.read(b, MODEL) for b in at_most(loader, MODEL, wanted, seed=0)]
     rows = [x.numpy().tobytes() for b in chosen for x in b.inputs.args[0]]
     assert len(rows) == (min(wanted, len(own)) if not endless else wanted)
@@ -171,7 +171,7 @@ def test_no_more_is_read_of_a_plain_data_set():
     assert Counted.read == 7
 
 
-# Batches
+# Pairs
 
 
 class Two(nn.Module):
@@ -294,7 +294,7 @@ class Returns(nn.Module):
 def test_every_form_of_outputs_has_the_same_fisher(form, output_fn, structure):
     model = Returns(form)
     want = fisher(model.layer, [X], structure=structure).trace()
-    got = fisher(model, Batches([X], None, output_fn), structure=structure).trace()
+    got = fisher(model, Pairs([X], None, output_fn), structure=structure).trace()
     assert got == pytest.approx(want, rel=1e-5)
 
 

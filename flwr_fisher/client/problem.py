@@ -20,7 +20,7 @@ from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
-from flwr_fisher.curvature.batches import Batches, batches_of, reading_as
+from flwr_fisher.curvature.batches import Pairs, batches_of, reading_as
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
@@ -39,7 +39,7 @@ class LocalProblem:
     model : nn.Module
         Maps a batch to outputs; a job finds the server's parameters in it.
     trainloader : Iterable
-        Batches ``(inputs, labels)``, mappings with an entry ``label`` and one other
+        Pairs ``(inputs, labels)``, mappings with an entry ``label`` and one other
         tensor, or whatever `batch_fn` makes pairs of.
     valloader : Iterable, optional
         Held-out batches.
@@ -123,18 +123,18 @@ class LocalProblem:
         return ClientDisk(self.state_dir, namespace, client, key, self.state_bytes)
 
     @property
-    def train_batches(self) -> Batches:
+    def train_batches(self) -> Pairs:
         """The training data as whatever differentiates or scores reads them."""
         return self.read_as(self.trainloader)
 
     @property
-    def val_batches(self) -> Batches | None:
+    def val_batches(self) -> Pairs | None:
         """The held-out data, if there are any."""
         return None if self.valloader is None else self.read_as(self.valloader)
 
-    def read_as(self, loader: Loader) -> Batches:
+    def read_as(self, loader: Loader) -> Pairs:
         """Return a loader that is read as the client's."""
-        return Batches(loader, self.batch_fn, self.output_fn)
+        return Pairs(loader, self.batch_fn, self.output_fn)
 
     @property
     def has_classes(self) -> bool:

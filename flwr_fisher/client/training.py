@@ -32,7 +32,7 @@ from flwr_fisher.errors import (
 from flwr_fisher.log_lines import logger
 from flwr_fisher.progress import Progress, count_of, watching
 
-Loader = Iterable[Any]  # batches of any form, or `Batches`
+Loader = Iterable[Any]  # batches of any form, or `Pairs`
 TrainFn = Callable[
     [nn.Module, Any, torch.device, Mapping[str, Any]], Mapping[str, float]
 ]

@@ -1,7 +1,7 @@
 """What a model's loss looks like around its parameters. Works without Flower."""
 
 from flwr_fisher.curvature.batch import Batch, Inputs
-from flwr_fisher.curvature.batches import Batches
+from flwr_fisher.curvature.batches import Pairs
 from flwr_fisher.curvature.estimate.fisher import fisher
 from flwr_fisher.curvature.estimate.input_covariances import (
     InputCovariance,
@@ -32,7 +32,6 @@ __all__ = [
     "TOLERANCE",
     "WEIGHT_SHARINGS",
     "Batch",
-    "Batches",
     "BlockDiagonal",
     "Curvature",
     "Deferred",
@@ -47,6 +46,7 @@ __all__ = [
     "Kronecker",
     "LayerPlan",
     "Likelihood",
+    "Pairs",
     "WeightedSum",
     "fisher",
     "fisher_plan",

@@ -24,7 +24,7 @@ IGNORED = -100
 """PyTorch's ``ignore_index``: where an integer label is this, there is none."""
 
 _WAY_OUT = (
-    "pass FisherClient(batch_fn=...) or curvature.Batches(loader, batch_fn), "
+    "pass FisherClient(batch_fn=...) or curvature.Pairs(loader, batch_fn), "
     "such as lambda batch: (batch['img'], batch['label'])"
 )
 
@@ -113,7 +113,13 @@ class Inputs:
 
     def to(self, device: torch.device) -> "Inputs":
         """Return the same on a device."""
-        return self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+        def moved(tensor: Tensor) -> Tensor:
+            there = tensor.to(device, non_blocking=True)
+            return there.clone() if there.is_inference() else there
+
+        with torch.inference_mode(False):  # whose tensors no gradient passes
+            return self.mapped(moved)
 
     def split(self, size: int) -> "Iterator[Inputs]":
         """Yield parts of at most so many examples."""
@@ -199,7 +205,7 @@ def read(
 ) -> Batch:
     """Read a loader's batch as its model takes it.
 
-    For the forms, see :class:`~flwr_fisher.curvature.Batches`.
+    For the forms, see :class:`~flwr_fisher.curvature.Pairs`.
 
     Parameters
     ----------
@@ -277,17 +283,18 @@ def _of_mapping(
             f"a batch is a mapping of {entries}, and none of them is named as labels "
             f"are, {', '.join(TARGETS)}: {_WAY_OUT}"
         )
-    if not known and len(tensors) == 1:
+    chosen = tensors if any_name and len(tensors) > 1 else known
+    alone = not known and len(tensors) == 1
+    if isinstance(labels, Tensor):
+        labels = _shifted(labels, tensors if alone else chosen, model, entries)
+    if alone:
         return _inputs(next(iter(tensors.values())), output_fn), labels
-    chosen = tensors if any_name else known
     if not chosen:
         arguments = ", ".join(sorted(names)) or "it names none"
         raise DataError(
             f"a batch is a mapping of {entries}, and no name is an argument of the "
             f"model's forward ({arguments}): {_WAY_OUT}"
         )
-    if isinstance(labels, Tensor):
-        labels = _shifted(labels, chosen, model, entries)
     return Inputs((), chosen, output_fn), labels
 
 

@@ -31,12 +31,12 @@ _reading: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
 )
 
 
-class Batches(Iterable[Any]):
+class Pairs(Iterable[Any]):
     """A loader, and how its batches and a model's outputs are read.
 
-    It yields the loader's own batches; whatever reads them for a model, such as
-    :func:`~flwr_fisher.curvature.fisher` or ``LocalSGD``, reads them as told here. By
-    default:
+    It yields what `batch_fn` makes of the loader's batches; whatever reads them for a
+    model, such as :func:`~flwr_fisher.curvature.fisher` or ``LocalSGD``, reads them as
+    told here. By default:
 
     - A tensor is the model's one input, without labels.
     - Of a tuple or list the last part is the labels, what stands before it the inputs,
@@ -55,7 +55,7 @@ class Batches(Iterable[Any]):
     Parameters
     ----------
     loader : Iterable
-        Batches of any form.
+        Pairs of any form.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
         mapping of tensors, for the model by position or by name.
@@ -66,7 +66,7 @@ class Batches(Iterable[Any]):
     --------
     >>> from flwr_fisher.curvature import fisher
     >>> batch = {"left": torch.ones(2, 3), "right": torch.ones(2, 3), "class": None}
-    >>> loader = Batches([batch], lambda b: (b["left"] - b["right"], b["class"]))
+    >>> loader = Pairs([batch], lambda b: (b["left"] - b["right"], b["class"]))
     >>> fisher(nn.Linear(3, 2, bias=False), loader, structure="diagonal").trace()
     0.0
     """
@@ -79,12 +79,15 @@ class Batches(Iterable[Any]):
     ) -> None:
         self.loader: Iterable[Any] = unwrapped(loader)
         self.batch_fn, self.output_fn = batch_fn, output_fn
-        if isinstance(loader, Batches):
+        if isinstance(loader, Pairs):
             self.batch_fn = batch_fn or loader.batch_fn
             self.output_fn = output_fn or loader.output_fn
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        if self.batch_fn is None:
+            yield from self.loader
+        else:
+            yield from map(self.batch_fn, self.loader)
 
     def __len__(self) -> int:
         loader: Any = self.loader
@@ -97,7 +100,7 @@ class Batches(Iterable[Any]):
 
 def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
     """Return the loader itself, without what says how it is read."""
-    return loader.loader if isinstance(loader, Batches) else loader
+    return loader.loader if isinstance(loader, Pairs) else loader
 
 
 @contextmanager
@@ -126,7 +129,7 @@ def batches_of(
     Parameters
     ----------
     loader : Iterable
-        Batches of any form, or :class:`Batches` of it.
+        Pairs of any form, or :class:`Pairs` of it.
     model : nn.Module
         What will be called.
     device : torch.device
@@ -149,7 +152,7 @@ def batches_of(
             raise DataError(
                 "batches must have labels, tensors, as in (inputs, labels) or an entry "
                 f"'label', and one is {form_of(batch)}: pass "
-                "FisherClient(batch_fn=...) or Batches(loader, batch_fn)"
+                "FisherClient(batch_fn=...) or Pairs(loader, batch_fn)"
             )
         if len(made):
             yield made.to(device)
@@ -157,7 +160,7 @@ def batches_of(
                 advance(len(made))
 
 
-def as_batches(loader: Iterable[Any]) -> Batches:
+def as_batches(loader: Iterable[Any]) -> Pairs:
     """Return a loader with how it is read.
 
     Raises
@@ -167,7 +170,7 @@ def as_batches(loader: Iterable[Any]) -> Batches:
     """
     if isinstance(loader, Tensor):
         raise DataError("the loader must yield batches; for a single one pass [inputs]")
-    return loader if isinstance(loader, Batches) else Batches(loader, *_reading.get())
+    return loader if isinstance(loader, Pairs) else Pairs(loader, *_reading.get())
 
 
 def at_most(
@@ -186,7 +189,7 @@ def at_most(
     Parameters
     ----------
     loader : Iterable
-        Batches of any form, or :class:`Batches` of it.
+        Pairs of any form, or :class:`Pairs` of it.
     model : nn.Module
         What will be called.
     examples : int
@@ -206,7 +209,7 @@ def at_most(
         if len(positions) <= examples:
             return loader
         order = random_stream(seed, "examples").permutation(len(positions))[:examples]
-        chosen = Batches(_subset(whole.loader, [positions[i] for i in order]))
+        chosen = Pairs(_subset(whole.loader, [positions[i] for i in order]))
         chosen.batch_fn, chosen.output_fn = whole.batch_fn, whole.output_fn
         return chosen
     try:

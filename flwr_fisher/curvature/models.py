@@ -32,14 +32,28 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
     Raises
     ------
     ConfigurationError
-        If the model has no trainable parameter or is on another type of device.
+        If the model has no trainable parameter, was made under inference mode, or is on
+        another type of device.
+    StructureError
+        If it is a ``ScriptModule``.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise StructureError(
+            "the model is a ScriptModule, whose layers cannot be watched: pass the "
+            "nn.Module that it was made of"
+        )
     names = trainable_names(model)
     if not names:
         raise ConfigurationError(
             "the model has no trainable parameter: set requires_grad on those to merge"
         )
-    actual = model.get_parameter(names[0]).device
+    first = model.get_parameter(names[0])
+    if first.is_inference():
+        raise ConfigurationError(
+            "the model was made under torch.inference_mode, and its parameters can "
+            "have no gradient: make it outside of it"
+        )
+    actual = first.device
     if device is not None and torch.device(device).type != actual.type:
         raise ConfigurationError(
             f"device={device!s}, but the model is on {actual!s}: move it first"
@@ -53,7 +67,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.enable_grad(), recurrent_backwards(model):
+        recurrent = recurrent_backwards(model)
+        with torch.inference_mode(False), torch.enable_grad(), recurrent:
             yield
     finally:
         for module, training in modes.items():

@@ -13,7 +13,7 @@ from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.params import Params
 from flwr_fisher.progress import count_of, watching
 
-Loader = Iterable[Any]  # batches of any form, or `Batches`
+Loader = Iterable[Any]  # batches of any form, or `Pairs`
 
 
 def accuracies(
@@ -30,8 +30,8 @@ def accuracies(
     candidates : Mapping[str, Mapping[str, Tensor]]
         Parameters by method; what is missing stays the model's.
     loader : Iterable
-        Batches ``(inputs, labels)``, mappings with an entry ``label``, or a
-        :class:`~flwr_fisher.curvature.Batches`.
+        Pairs ``(inputs, labels)``, mappings with an entry ``label``, or a
+        :class:`~flwr_fisher.curvature.Pairs`.
 
     Raises
     ------

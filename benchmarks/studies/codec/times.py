@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from curvature import Batches, generated
+from curvature import Pairs, generated
 from harness.clients import CPU
 from harness.page import blocks
 from harness.tables import head, row
@@ -53,10 +53,10 @@ def clients(data_dir: Path) -> Iterator[tuple[str, Client]]:
     x, y = generated(GENERATED)
     model = make_model("cnn", shape=(3, 32, 32), num_classes=10)
     torch.manual_seed(0)
-    LocalSGD()(model, Batches(x, y, 64), CPU, {})
-    curvature = fisher(model, Batches(x[:2048], y[:2048], 256), structure="kfac")
+    LocalSGD()(model, Pairs(x, y, 64), CPU, {})
+    curvature = fisher(model, Pairs(x[:2048], y[:2048], 256), structure="kfac")
     chosen = LocalPosterior(shared_state(model), curvature, GENERATED)
-    yield "CNN, CIFAR-10's shape", Client(model, Batches(x, y, 64), chosen)
+    yield "CNN, CIFAR-10's shape", Client(model, Pairs(x, y, 64), chosen)
 
 
 @contextmanager

@@ -94,9 +94,9 @@ def fisher(
         Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens:
         classes last, not second as ``F.cross_entropy`` wants them.
     loader : Iterable
-        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used;
+        Pairs ``(inputs, labels)``, or bare ``inputs`` where labels are not used;
         mappings with an entry ``label``, or any others by way of
-        :class:`~flwr_fisher.curvature.Batches`. Read twice for ``ekfac``.
+        :class:`~flwr_fisher.curvature.Pairs`. Read twice for ``ekfac``.
     structure : str | list[str] | tuple[str, ...], default "kfac"
         One of the following, or several, which share every pass:
         ``kfac``, a :class:`Kronecker` for each linear or convolution layer (queries,
