@@ -36,7 +36,7 @@ from flwr_fisher.server.exchange import Exchange, Groups, Secure, ServerState
 from flwr_fisher.server.journal import Journal
 from flwr_fisher.server.mailbox import Requested
 from flwr_fisher.server.policy import Policy
-from flwr_fisher.server.round import Round, requests
+from flwr_fisher.server.round import ExchangeRun, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
@@ -154,7 +154,7 @@ class CurvatureStrategy(FedAvg):
         self.cohort = Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
-        self._under_way: Round[Any] | None = None
+        self._under_way: ExchangeRun[Any] | None = None
         self._requested = {"train": Requested(), "evaluate": Requested()}
 
     # What a subclass says
@@ -365,7 +365,9 @@ class CurvatureStrategy(FedAvg):
         state = ServerState(arrays_to_tensors(arrays), groups)
         self.check(state)
         where = grid, Journal(None).exchange(server_round, 1), self.timeout
-        self._under_way = Round(self, exchange, state, server_round, config, *where)
+        self._under_way = ExchangeRun(
+            self, exchange, state, server_round, config, *where
+        )
         _, messages = self._under_way.open()
         self._requested["train"] = Requested(messages)
         return messages

@@ -43,7 +43,7 @@ from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import Mailbox
-from flwr_fisher.server.round import Round
+from flwr_fisher.server.round import ExchangeRun
 from flwr_fisher.strategies import (
     CurvatureStrategy,
     FedFish,
@@ -65,7 +65,7 @@ POINTS: dict[str, tuple[str, object, str, str]] = {
     "while a file is written": ("server", files.os, "fsync", "before"),
     "between a file and its line": ("server", Journal, "write", "after"),
     "when an upload is kept": ("server", ExchangeJournal, "save", "after"),
-    "before the step": ("server", Round, "step", "before"),
+    "before the step": ("server", ExchangeRun, "step", "before"),
     "after the step": ("server", ExchangeJournal, "close", "before"),
     "when an exchange is closed": ("server", ExchangeJournal, "close", "after"),
     "when a line is written": ("server", Journal, "append", "after"),

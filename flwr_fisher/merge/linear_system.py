@@ -1,7 +1,7 @@
 """The linear systems behind a merge: one for each block that clients share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,8 +41,8 @@ _SMALL = 2**28  # bytes of all clients' products in a layer, that are kept
 class LinearSystem:
     """One independent system, ``(curvature + ridge I) delta = rhs``.
 
-    The curvature and the ridge are over `scale`, the step delta is over
-    ``2**step_exponent``, and the right-hand side over both: floats may not hold them in
+    The curvature and the ridge are divided by `scale`, the step delta by
+    ``2**step_exponent``, and the right-hand side by both: floats may not hold them in
     the uploads' scale.
     """
 
@@ -51,7 +51,7 @@ class LinearSystem:
     ridge: float
     scale: float = 1.0
     step_exponent: int = 0
-    radius: float = math.inf  # the longest step that is trusted, over 2**step_exponent
+    radius: float = math.inf  # the longest step that is trusted, as delta
 
     @classmethod
     def anchored(
@@ -130,46 +130,84 @@ def _system(
     options: MergeSettings,
     device: Device,
 ) -> LinearSystem:
-    regularised, exponents = [], []
-    wide = partial(_wide, device=device)
-    for part in parts:
-        held, exponent = rescaled(part.mapped(wide))
-        exponents.append(exponent)
-        regularised.append(
-            held.regularised(shrink=options.shrink, damping=options.damping)
-        )
-    # What is far below the largest comes to 0, as it would in their sum.
-    highest = max(exponents)
-    relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
-    examples = [posterior.num_examples for posterior in posteriors]
-    unweighted = WeightedSum(regularised, relative)
-    mean = {name: wide(mean[name]) for name in unweighted.shapes}
-    steps = _Steps(posteriors, mean, device)
-    rises, squares, largest, products = steps.measured(regularised)
+    r"""Return one layer's system, of which the merged layer is the solution.
+
+    .. math:: \Big(\sum_i w_i F_i + \lambda I\Big) (\theta - \bar\theta)
+              = \sum_i w_i F_i (\theta_i - \bar\theta)
+
+    (FedFisher, eq. 7, around the mean of the clients' parameters.) :math:`F_i` is
+    client i's curvature, regularised; :math:`w_i` are :func:`layer_weights`;
+    :math:`\lambda` is `anchor` times the mean eigenvalue of the sum. Both sides are
+    divided by powers of two where floats would not hold them.
+    """
+    curvatures, relative, highest = _regularised(parts, options, device)
+    unweighted = WeightedSum(curvatures, relative)
+    mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
+    steps = _ClientSteps(posteriors, mean, device)
+    rises, squares, largest, products = steps.measured(curvatures)
     if exponent := _step_exponent(largest, steps.mean):
         steps = replace(steps, exponent=exponent)
-        rises, squares, _, products = steps.measured(regularised)
-    traces = [
-        own * trace for own, trace in zip(relative, unweighted.traces, strict=True)
-    ]
-    rises = [own * rise for rise, own in zip(rises, relative, strict=True)]
-    total = unweighted.reweighted(layer_weights(examples, traces, rises, options))
+        rises, squares, _, products = steps.measured(curvatures)
+    examples = [posterior.num_examples for posterior in posteriors]
+    weights = layer_weights(
+        examples,
+        _products(relative, unweighted.traces),
+        _products(relative, rises),
+        options,
+    )
+    total = unweighted.reweighted(weights)
     shift = _shift(total, steps.mean)
     total = total.scaled(power_of_two(-shift)) if shift else total
-    again = (part.matvec(steps.of(index)) for index, part in enumerate(regularised))
-    rhs = {name: torch.zeros_like(mean[name]) for name in total.shapes}
-    for weight, product in zip(total.weights, products or again, strict=True):
-        rhs = add(rhs, product, weight)
-    shares = shares_of(examples)
-    variance = sum(p * square for p, square in zip(shares, squares, strict=True))
-    radius = options.trust * math.sqrt((len(posteriors) - 1) * variance)
-    system = LinearSystem.anchored(total, rhs, options.anchor)
+    again = (part.matvec(steps.of(index)) for index, part in enumerate(curvatures))
+    system = LinearSystem.anchored(
+        total, _weighted_sum(total, products or again, mean), options.anchor
+    )
     return replace(
         system,
         scale=power_of_two(highest + shift),
         step_exponent=steps.exponent,
-        radius=radius,
+        radius=options.trust * _spread(examples, squares),
     )
+
+
+def _regularised(
+    parts: Sequence[Curvature], options: MergeSettings, device: Device
+) -> tuple[list[Curvature], list[float], int]:
+    """Return the clients' curvatures, each divided by a power of two of its own.
+
+    With them, these powers relative to the highest, and its exponent: what is far below
+    the largest comes to 0, as it would in their sum.
+    """
+    curvatures, exponents = [], []
+    for part in parts:
+        held, exponent = rescaled(part.mapped(partial(_wide, device=device)))
+        exponents.append(exponent)
+        curvatures.append(
+            held.regularised(shrink=options.shrink, damping=options.damping)
+        )
+    highest = max(exponents)
+    relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
+    return curvatures, relative, highest
+
+
+def _products(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a * b for a, b in zip(left, right, strict=True)]
+
+
+def _weighted_sum(
+    total: WeightedSum, products: Iterable[Params], like: Params
+) -> dict[str, Tensor]:
+    """Return the right-hand side: the sum of each client's weight times its product."""
+    rhs = {name: torch.zeros_like(like[name]) for name in total.shapes}
+    for weight, product in zip(total.weights, products, strict=True):
+        rhs = add(rhs, product, weight)
+    return rhs
+
+
+def _spread(examples: Sequence[float], squares: Sequence[float]) -> float:
+    """Return how far the clients are from their mean, all of them together."""
+    variance = sum(_products(shares_of(examples), squares))
+    return math.sqrt((len(squares) - 1) * variance)
 
 
 def _wide(tensor: Tensor, device: Device) -> Tensor:
@@ -179,8 +217,8 @@ def _wide(tensor: Tensor, device: Device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """The clients' steps away from the mean over some parameters, over ``2**exponent``.
+class _ClientSteps:
+    """The clients' steps away from the mean, divided by ``2**exponent``.
 
     They are made when they are used: all clients' would take as much memory again.
     """

@@ -160,7 +160,7 @@ def take_keys(
     sessions = {upload.number: upload.payload.data("session") for upload in usable}
     signatures = {upload.number: upload.payload.data("signature") for upload in usable}
     known = SecureState(aggregator, sessions, signatures, numbers)
-    return Step(known.into(state), is_part=True)
+    return Step(known.into(state), quiet=True)
 
 
 def _wrong_keys(keys: list[bytes], count: int, owners: Mapping[bytes, str]) -> str:
@@ -210,7 +210,7 @@ def take_shares(state: ServerState, uploads: Uploads[SecureUpload]) -> Step:
         )
     aggregator = known.aggregator.shared(sealed)
     new = known.after(uploads, aggregator=aggregator, present=sorted(sealed))
-    return Step(new.into(state), is_part=True)
+    return Step(new.into(state), quiet=True)
 
 
 def take_words(
@@ -241,7 +241,7 @@ def take_words(
         logger.warning(
             "aggregate_train: sum %s of the round is without %s", index, ", ".join(gone)
         )
-    return Step(new.into(state), is_part=True)
+    return Step(new.into(state), quiet=True)
 
 
 def open_exponents(
@@ -260,7 +260,7 @@ def open_exponents(
     if len(words) != LEVELS * count:
         raise RoundError(f"{len(words)} words for the exponents of {count} tensors")
     new = known.after(uploads, exponents=highest(words))
-    return Step(new.into(state), is_part=True)
+    return Step(new.into(state), quiet=True)
 
 
 def open_values(

@@ -52,7 +52,7 @@ class _Stage(Exchange[SecureUpload]):
     """An exchange of a secure sum, in which each client may be sent its own tensors."""
 
     send_each: _Send | None = None
-    part: str = ""  # what the log calls it
+    log_name: str = ""
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:
         """Return what makes a client's record, by the client's number."""
@@ -87,7 +87,7 @@ def _stage(
     usual: dict[str, Any] = {
         "start": lambda state: {},
         "clients": lambda state: SecureState.of(state).present,
-        "part": f"{_PART}, {stage}",
+        "log_name": f"{_PART}, {stage}",
     }
     asked = {**(options or {}), **own}
     read = SecureUpload.from_arrays
@@ -217,7 +217,7 @@ class SecureSums:
             send=exchange.send,
             start=exchange.start,
             additive=Summation(total=sizes, alone=False),
-            part=f"{_PART}, how large contribution {1 + index // 2} is",
+            log_name=f"{_PART}, how large contribution {1 + index // 2} is",
         )
         return [
             exponents,

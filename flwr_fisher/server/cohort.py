@@ -18,7 +18,7 @@ from flwr_fisher.errors import ClientError, RoundError, check_whole, listed
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.identity import NodeNames
-from flwr_fisher.server.mailbox import Mailbox, Reply, query
+from flwr_fisher.server.mailbox import Mailbox, NodeReply, query
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
 from flwr_fisher.wire.answer import Answer
@@ -266,7 +266,7 @@ class Cohort(NodeNames):
             if own != common
         }
 
-    def _take_trained(self, names: frozenset[str], reply: Reply) -> None:
+    def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
         """Take which of these names a node trains, whenever the answer comes."""
         if (trained := Answer.of(reply.message).trained) is not None:
             self._trained[reply.node] = names & trained

@@ -19,7 +19,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Upload
 from flwr_fisher.server.identity import Identity, NodeNames
-from flwr_fisher.server.mailbox import Reply
+from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes
 from flwr_fisher.wire import Payload, reply_bytes
 
@@ -289,7 +289,7 @@ class Door(Generic[P]):
 
     # One reply
 
-    def take(self, reply: Reply) -> tuple[ArrayRecord, MetricRecord] | None:
+    def take(self, reply: NodeReply) -> tuple[ArrayRecord, MetricRecord] | None:
         """Admit or reject a reply; return the records of one that was admitted.
 
         A client that replies twice, from two nodes, counts once.
@@ -297,7 +297,7 @@ class Door(Generic[P]):
         client = self.names.identity(reply.node)
         if self.has(client):
             return None
-        if reply.of_link or reply.of_the_dead:
+        if reply.from_superlink or reply.nothing_will_come:
             self.mark_missing([reply.node], printable(reply.message.error.reason))
             return None
         try:
@@ -523,7 +523,7 @@ class EvaluationDoor(Door[Scores]):
     def _arrays(self, message: Message) -> ArrayRecord:
         return ArrayRecord()
 
-    def take(self, reply: Reply) -> tuple[ArrayRecord, MetricRecord] | None:
+    def take(self, reply: NodeReply) -> tuple[ArrayRecord, MetricRecord] | None:
         """Admit or reject a reply, and keep its message."""
         self._messages[reply.node] = reply.message
         return super().take(reply)

@@ -14,7 +14,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.server.door import EvaluationDoor, abstains
 from flwr_fisher.server.exchange import Exchange, Secure, Uploads
 from flwr_fisher.server.mailbox import collect
-from flwr_fisher.server.round import LateReplies, Method, Round, door_of
+from flwr_fisher.server.round import ExchangeRun, LateReplies, StrategySettings, door_of
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import named_options
 
@@ -22,7 +22,7 @@ TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-class Strategy(Method, Protocol):
+class Strategy(StrategySettings, Protocol):
     """A strategy, as far as the server knows it."""
 
     secure: Secure | None
@@ -161,7 +161,7 @@ class Driver:
             uploads = []
             self.run.forget_uploads()
             journal = self.run.exchange(self.server_round, index)
-            under_way = Round(
+            under_way = ExchangeRun(
                 self.strategy,
                 exchange,
                 self.run.state,
@@ -182,7 +182,7 @@ class Driver:
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
             self.run.take_step(self.server_round, step, uploads, metrics)
 
-    def _late_replies(self, under_way: Round[Any]) -> LateReplies:
+    def _late_replies(self, under_way: ExchangeRun[Any]) -> LateReplies:
         """Return what takes the replies that come when an exchange is over."""
         if self._late is not None:
             self._late.forget()
@@ -233,7 +233,7 @@ class Driver:
         for reply in collect(
             cohort.mailbox(self.grid), messages, self.timeout, enough=enough
         ):
-            if reply.of_link and not reply.of_the_dead:
+            if reply.from_superlink and not reply.nothing_will_come:
                 continue  # the time is up
             due.discard(reply.node)
             if abstains(reply.message):

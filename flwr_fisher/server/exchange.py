@@ -1,4 +1,7 @@
-"""What a strategy hands from one step to the next: frozen values, in and out.
+"""What a strategy says of a round, as frozen values: state, exchange, step, upload.
+
+A strategy returns the exchanges of a round, and makes a step of each one's uploads; so
+it holds no state of its own, and a run can go on from what a journal kept.
 
 Long: a half of it is docstrings.
 """
@@ -149,7 +152,7 @@ class Step:
         What the last step leaves for ``CurvatureResult.details``.
     summed : Upload, optional
         What stands for all clients' uploads, where only their sum is known.
-    is_part : bool, default False
+    quiet : bool, default False
         Whether it is a step on the way to another, of which alone the log tells.
     """
 
@@ -157,7 +160,7 @@ class Step:
     metrics: Mapping[str, int | float | list[float]] = field(default_factory=dict)
     details: Any = None
     summed: Upload[Any] | None = None
-    is_part: bool = False
+    quiet: bool = False
 
 
 class Total(Protocol):
@@ -300,8 +303,8 @@ class Exchange(Generic[P]):
         return ConfigRecord({**base, **named_options(self.options)})
 
     @property
-    def part(self) -> str:
-        """Of what larger one it is a part, of which alone the log tells."""
+    def log_name(self) -> str:
+        """What the log calls it, where it is one of several; else empty."""
         return ""
 
     def records(self, state: ServerState) -> Callable[[int], ArrayRecord]:

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from flwr_fisher.errors import listed, printable
 from flwr_fisher.log_lines import logger
-from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, Reply, query
+from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
 from flwr_fisher.wire.answer import Answer
 
 Order = tuple[int, int, str]
@@ -206,10 +206,10 @@ class NodeNames:
         self._refuse(nodes)
         return [n for n in nodes if n in self.answered and n not in self.refused]
 
-    def _take(self, reply: Reply) -> None:
+    def _take(self, reply: NodeReply) -> None:
         """Take a node's answer, whenever it comes."""
         node, message = reply.node, reply.message
-        if reply.of_link or reply.of_the_dead:
+        if reply.from_superlink or reply.nothing_will_come:
             self._until[node] = time.monotonic() + _ASK_AGAIN
             return
         answer = Answer.of(message)

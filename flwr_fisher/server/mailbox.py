@@ -28,7 +28,7 @@ _SHORTEST_GAP, _LONGEST_GAP = (
 
 
 @dataclass(frozen=True)
-class Reply:
+class NodeReply:
     """A reply, and whose it is.
 
     Parameters
@@ -46,23 +46,23 @@ class Reply:
     unsent: bool = False
 
     @property
-    def of_link(self) -> bool:
+    def from_superlink(self) -> bool:
         """Whether the SuperLink answers, for a node that is gone or did not reply."""
         sender = self.message.metadata.src_node_id
         from_link = self.message.has_error() and sender == SUPERLINK_NODE_ID
         return self.unsent or (from_link and sender != self.node)
 
     @property
-    def of_the_dead(self) -> bool:
+    def nothing_will_come(self) -> bool:
         """Whether the node is gone, or its ClientApp was killed: nothing will come."""
         if not self.message.has_error():
             return False
         code = self.message.error.code
-        gone = self.of_link and code == ErrorCode.NODE_UNAVAILABLE
+        gone = self.from_superlink and code == ErrorCode.NODE_UNAVAILABLE
         return gone or code == ErrorCode.CLIENT_APP_CRASHED
 
 
-Receive = Callable[[Reply], object]
+Receive = Callable[[NodeReply], object]
 Newcomers = Callable[[], Iterable[Message] | None]
 
 
@@ -88,7 +88,9 @@ class Mailbox:
         self._first_expires = inf
         self.awaited: set[str] = set()  # ids whose replies somebody waits for
         self._num_unsent = 0
-        self._held: list[tuple[str, Reply]] = []  # that came while another one waited
+        self._held: list[
+            tuple[str, NodeReply]
+        ] = []  # that came while another one waited
 
     def send(
         self, messages: Iterable[Message], lifetime: float, late: Receive
@@ -101,7 +103,7 @@ class Mailbox:
             To nodes; their time to live is set.
         lifetime : float
             Seconds from now, at most 12 hours where it is infinite.
-        late : Callable[[Reply], object]
+        late : Callable[[NodeReply], object]
             Called with a reply that comes when nobody waits for it any more.
 
         A message that the SuperLink does not take is answered as one to a node that is
@@ -132,17 +134,17 @@ class Mailbox:
                 nodes[id_] = reply.node
         return nodes
 
-    def _unsent(self, message: Message) -> tuple[str, Reply]:
+    def _unsent(self, message: Message) -> tuple[str, NodeReply]:
         """Return what stands for the reply to a message that nobody took."""
         self._num_unsent += 1
         node = message.metadata.dst_node_id
         error = Error(ErrorCode.NODE_UNAVAILABLE, _UNSENT)
-        reply = Reply(node, Message(error, reply_to=message), unsent=True)
+        reply = NodeReply(node, Message(error, reply_to=message), unsent=True)
         return f"unsent-{self._num_unsent}", reply
 
     def pull(
         self, own: Iterable[str] = (), at_once: int | None = None
-    ) -> list[tuple[str, Reply]]:
+    ) -> list[tuple[str, NodeReply]]:
         """Return the replies to one's own messages; hand all others to who sent them.
 
         Parameters
@@ -162,7 +164,7 @@ class Mailbox:
             id_ = message.metadata.reply_to_message_id
             if (due := self._due.pop(id_, None)) is None:
                 continue  # it answers nothing that was asked
-            reply = Reply(due.node, message)
+            reply = NodeReply(due.node, message)
             if id_ in own:
                 replies.append((id_, reply))
             elif id_ in self.awaited:
@@ -206,7 +208,7 @@ def collect(
     newcomers: Newcomers = lambda: None,
     lifetime: float | None = None,
     at_once: int | None = None,
-) -> Iterator[Reply]:
+) -> Iterator[NodeReply]:
     """Send messages and yield replies as they arrive.
 
     It ends when all have replied, there are enough, or the time is up. What has arrived
@@ -220,7 +222,7 @@ def collect(
         To be sent at once.
     timeout : float
         Seconds.
-    late : Callable[[Reply], object]
+    late : Callable[[NodeReply], object]
         Called with a reply that comes after the end.
     enough : Callable[[], bool]
         Whether to end.
@@ -267,7 +269,7 @@ def query(
     content: RecordDict,
     timeout: float,
     late: Receive,
-) -> Iterator[Reply]:
+) -> Iterator[NodeReply]:
     """Ask nodes what costs them little; yield their answers.
 
     A node that is silent is waited for no longer than the others took twice over: after
@@ -302,8 +304,8 @@ class Requested:
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._sent = [message.metadata for message in messages]
 
-    def reply(self, message: Message) -> Reply:
+    def reply(self, message: Message) -> NodeReply:
         """Return a reply with the node that was asked."""
         request = message.metadata.reply_to_message_id
         nodes = [m.dst_node_id for m in self._sent if m.message_id == request]
-        return Reply(next(iter(nodes), message.metadata.src_node_id), message)
+        return NodeReply(next(iter(nodes), message.metadata.src_node_id), message)

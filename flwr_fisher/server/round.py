@@ -1,5 +1,6 @@
-"""A round under way: asks clients, waits for them, admits replies, takes the step.
+"""One exchange of a round: it asks clients, waits, admits replies, takes the step.
 
+Most strategies have one exchange a round; FedFisher's sums and TCT have several.
 Long: one object does all of it, since each depends on what the others have seen.
 """
 
@@ -28,7 +29,7 @@ from flwr_fisher.server.cohort import Cohort, Sample
 from flwr_fisher.server.door import TRAIN, Door
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
-from flwr_fisher.server.mailbox import Receive, Reply, collect
+from flwr_fisher.server.mailbox import NodeReply, Receive, collect
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import Payload, named_options
@@ -47,8 +48,8 @@ _STEP_ERRORS = (
 MetricsAggregator = Callable[[list[RecordDict], str], MetricRecord]
 
 
-class Method(Protocol):
-    """A strategy, as far as a round knows it: FedAvg's settings, and this library's."""
+class StrategySettings(Protocol):
+    """What an exchange needs to know of its strategy: FedAvg's settings, and ours."""
 
     seed: int
     cohort: Cohort
@@ -64,7 +65,7 @@ class Method(Protocol):
 
 
 def requests(
-    method: Method,
+    method: StrategySettings,
     server_round: int,
     arrays_for: Callable[[int], ArrayRecord],
     config: ConfigRecord,
@@ -83,12 +84,12 @@ def requests(
     return messages
 
 
-def door_of(method: Method, exchange: Exchange[P], like: Params) -> Door[P]:
+def door_of(method: StrategySettings, exchange: Exchange[P], like: Params) -> Door[P]:
     """Return what admits an exchange's replies.
 
     Parameters
     ----------
-    method : Method
+    method : StrategySettings
         The strategy.
     exchange : Exchange
         What it asks.
@@ -105,7 +106,7 @@ def door_of(method: Method, exchange: Exchange[P], like: Params) -> Door[P]:
         method.weighted_by_key,
         policy,
         fold=exchange.fold,
-        quiet=bool(exchange.part),
+        quiet=bool(exchange.log_name),
     )
 
 
@@ -127,12 +128,12 @@ class _Asked:
     died: float | None = None
 
 
-class Round(Generic[P]):
+class ExchangeRun(Generic[P]):
     """One exchange of a round.
 
     Parameters
     ----------
-    method : Method
+    method : StrategySettings
         The strategy.
     exchange : Exchange
         What it asks.
@@ -153,7 +154,7 @@ class Round(Generic[P]):
 
     def __init__(
         self,
-        method: Method,
+        method: StrategySettings,
         exchange: Exchange[P],
         state: ServerState,
         server_round: int,
@@ -200,7 +201,7 @@ class Round(Generic[P]):
             minimum = min(self.needed, len(numbers))
             ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
-            part = self.exchange.part and f"{self.exchange.part}: "
+            part = self.exchange.log_name and f"{self.exchange.log_name}: "
             logger.info("configure_train: %sasking %s nodes", part, len(nodes))
             return Sample(nodes, len(nodes))
         sample = cohort.sample(
@@ -249,7 +250,7 @@ class Round(Generic[P]):
 
         Parameters
         ----------
-        late : Callable[[Reply], object]
+        late : Callable[[NodeReply], object]
             Called with a reply that comes when the exchange is over.
 
         Raises
@@ -341,9 +342,9 @@ class Round(Generic[P]):
             client = cohort.identity(reply.node)
             if door.has(client):
                 continue  # it has come back under another node's id
-            if not reply.of_link:
+            if not reply.from_superlink:
                 cohort.replied(reply.node)
-            elif not reply.of_the_dead:
+            elif not reply.nothing_will_come:
                 silent.append(reply.node)
             if (records := door.take(reply)) is not None:
                 self.journal.save(client, *records)
@@ -521,9 +522,9 @@ class LateReplies:
     server_round: int
     count: Callable[[], int]
 
-    def __call__(self, reply: Reply) -> None:
+    def __call__(self, reply: NodeReply) -> None:
         """Take one."""
-        if reply.of_link:
+        if reply.from_superlink:
             return
         self.cohort.replied(reply.node)
         client = self.cohort.identity(reply.node)

@@ -1,4 +1,7 @@
-"""One run of a strategy: its state and its result so far, which its journal keeps."""
+"""A run: the state that its rounds have reached, and its result so far.
+
+The journal keeps both after each step, so that a new process goes on from there.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,7 +169,7 @@ class Run:
             counts = [record.get(name, 0) for record in (earlier, metrics)]
             joined[name] = sum(n for n in counts if isinstance(n, int))
         history[server_round] = MetricRecord(joined)
-        if step.is_part:
+        if step.quiet:
             return
         logger.info("\t└──> Aggregated MetricRecord: %s", shown(history[server_round]))
 
