@@ -430,7 +430,7 @@ def test_the_process_that_hangs_is_not_waited_for_longer_than_the_server_waits(
     with (
         disk.lock(),
         pytest.raises(ClientError, match=r"has held .*lock for 0 s.*: end it"),
-        outbox.held(0.2),
+        outbox.locked(0.2),
     ):
         raise AssertionError("two at once")
 

@@ -403,7 +403,7 @@ def test_results_are_the_same_bits_with_and_without(loader, asked, monkeypatch):
 def tried(loader, structure="kfac"):
     problem = FisherClient(awkward_model(), loader, device="cpu").problem
     request = Request(shared_state(problem.model), options={"structure": structure})
-    train.try_upload(problem, request, train.FisherTraining.of(problem, request))
+    train.try_upload(problem, request, train.TrainingJob.of(problem, request))
     return problem
 
 

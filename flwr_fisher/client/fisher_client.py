@@ -172,7 +172,7 @@ class FisherClient:
         if request.options.keys() & {"structure", "job"}:  # this library's server
             self.problem.check_dtypes(request.params)
         outbox = Outbox.of(self.problem, request)
-        with outbox.held(_time_left(message)), watching(name_of(context)):
+        with outbox.locked(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:
                 problem = replace(self.problem, checkpoint=outbox.training())
                 reply = _do(jobs, problem, request)

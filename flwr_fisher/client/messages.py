@@ -1,4 +1,7 @@
-"""What stands between Flower's messages and a client's work, on either side of it."""
+"""Flower's messages: replies of a client's work, and errors told once.
+
+What any client app needs, whether it is a ``FisherClient`` or plain functions.
+"""
 
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp

@@ -1,4 +1,4 @@
-"""A finished training on the client's disk, until the server has what came of it.
+"""The outbox: a finished training's reply, on disk until the server has it.
 
 A run whose server keeps checkpoints names itself in its requests. Clients then keep the
 reply to the last one. Submitted anew after a crash, the run sends the same request
@@ -75,7 +75,7 @@ class Outbox:
         return cls(disk, request.server_round, digest)
 
     @contextmanager
-    def held(self, timeout: float) -> Iterator[None]:
+    def locked(self, timeout: float) -> Iterator[None]:
         """Keep other processes of this client away from the request.
 
         One may be left over that still trains for it: what it finishes is handed over.

@@ -6,7 +6,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
-from flwr_fisher.client.jobs.train import FisherTraining, try_upload, uploads_of
+from flwr_fisher.client.jobs.train import TrainingJob, training_job_of, try_upload
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, partition_of
@@ -164,11 +164,11 @@ def _problem(
 
 def _read(
     message: Message, context: Context, problem: LocalProblem, num_examples: int
-) -> tuple[Request, FisherTraining]:
+) -> tuple[Request, TrainingJob]:
     """Read the request for a model whose training is not ours."""
     request = Request.of(message, context, problem.device, num_examples)
     job = str(request.options.get("job", "train"))
-    if (kind := uploads_of(job)) is None:
+    if (kind := training_job_of(job)) is None:
         raise ClientError(
             f"the strategy asks for the job {job!r:.80}, and fisher_arrays is for "
             "training alone: give your model, loader and training function to "

@@ -1,4 +1,6 @@
-"""What a client works on: a model, data, a loss, a training loop, a device, a disk.
+"""``LocalProblem``: a client's model, data, loss, training loop, device and disk.
+
+Jobs work on it, and a request says what they do.
 
 Long: all that a client can be given is described here, and what is wrong with it told.
 """
@@ -144,12 +146,12 @@ class LocalProblem:
     @property
     def loss(self) -> Loss:
         """The mean loss of a batch, to score by."""
-        if self.loss_fn is None and self._told_loss is cross_entropy:
+        if self.loss_fn is None and self._given_loss is cross_entropy:
             return LOSSES.get(str(self.likelihood), cross_entropy)
-        return self._told_loss
+        return self._given_loss
 
     @property
-    def _told_loss(self) -> Loss:
+    def _given_loss(self) -> Loss:
         """The client's, or its loop's, or the default."""
         if self.loss_fn is not None:
             return self.loss_fn
@@ -165,12 +167,12 @@ class LocalProblem:
         ClientError
             If it is the default, and outputs are no logits of classes.
         """
-        if not self.has_classes and self._told_loss is cross_entropy:
+        if not self.has_classes and self._given_loss is cross_entropy:
             raise ClientError(
                 f"likelihood={self.likelihood!r} and no loss_fn, whose scale is the "
                 "step's: pass the loss to differentiate, FisherClient(loss_fn=...)"
             )
-        return self._told_loss
+        return self._given_loss
 
     def train(self, config: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Run the training loop on the model; return its metrics.

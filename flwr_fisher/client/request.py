@@ -1,4 +1,4 @@
-"""What a server asks of a client, and what a job answers."""
+"""``Request`` and ``Reply``: what a server asks of a client, and what a job answers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

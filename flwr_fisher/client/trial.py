@@ -1,4 +1,6 @@
-"""What a request asks for, tried on a few examples before hours go into training.
+"""The trial: what a request asks for, done on a few examples before the training.
+
+What would fail after hours of training fails at once.
 
 A copy of the model is tried, and the loader is not iterated: its workers, its sampler
 and its generators are not asked for anything, and so what follows is what it would have

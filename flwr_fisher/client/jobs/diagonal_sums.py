@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from flwr.app import ArrayRecord
 
 from flwr_fisher.client.jobs import LocalProblem, Request
-from flwr_fisher.client.jobs.train import FisherTraining, Trained, training_job
+from flwr_fisher.client.jobs.train import Trained, TrainingJob, training_job
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.errors import ClientError, check_positive
 from flwr_fisher.merge import DiagonalSums, LocalPosterior, contribution
@@ -15,7 +15,7 @@ from flwr_fisher.wire.additive import SUMS
 
 @training_job("diagonal-sums")
 @dataclass(frozen=True)
-class DiagonalSumsOptions(FisherTraining):
+class DiagonalSumsJob(TrainingJob):
     """What a client adds to sums over clients; for diagonals alone.
 
     Parameters
@@ -28,9 +28,9 @@ class DiagonalSumsOptions(FisherTraining):
     clipping_norm: float | None
 
     @classmethod
-    def of(cls, problem: LocalProblem, request: Request) -> "DiagonalSumsOptions":
-        """Read the server's options; errors as of :meth:`FisherTraining.of`."""
-        own = FisherTraining.of(problem, request)
+    def of(cls, problem: LocalProblem, request: Request) -> "DiagonalSumsJob":
+        """Read the server's options; errors as of :meth:`TrainingJob.of`."""
+        own = TrainingJob.of(problem, request)
         if (own.structure, own.codec.name) != ("diagonal", "lossless"):
             raise ClientError(
                 "the server asks for sums, which exist for structure='diagonal' and "

@@ -10,8 +10,8 @@ from torch import nn
 
 from flwr_fisher.client.jobs import LocalProblem, Request
 from flwr_fisher.client.jobs.train import (
-    FisherTraining,
     Trained,
+    TrainingJob,
     codec_of,
     training_job,
 )
@@ -32,7 +32,7 @@ _SQUARES = "FedFish(fisher_source='last-epoch') squares gradients while training
 
 @training_job("fedfish")
 @dataclass(frozen=True)
-class FedFishOptions(FisherTraining):
+class FedFishJob(TrainingJob):
     """The trained model with its Fisher of squared batch gradients, or products.
 
     Parameters
@@ -56,7 +56,7 @@ class FedFishOptions(FisherTraining):
     upload: str
 
     @classmethod
-    def of(cls, problem: LocalProblem, request: Request) -> "FedFishOptions":
+    def of(cls, problem: LocalProblem, request: Request) -> "FedFishJob":
         """Read the server's options.
 
         Raises

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
-from flwr_fisher.client.jobs.train import FisherTraining, Trained, try_upload
+from flwr_fisher.client.jobs.train import Trained, TrainingJob, try_upload
 from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.state import STATE
 from flwr_fisher.curvature import Curvature
@@ -75,7 +75,7 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _Largest(FisherTraining):
+class _LargestUpload(TrainingJob):
     """The largest upload, of a client that has room for what it keeps."""
 
     disk: ClientDisk
@@ -97,10 +97,10 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
 
     ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
     """
-    options = FisherTraining.of(problem, request)
+    options = TrainingJob.of(problem, request)
     if options.structure is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
-    largest = _Largest(**vars(options), disk=_disk(problem, request))
+    largest = _LargestUpload(**vars(options), disk=_disk(problem, request))
     try_upload(problem, request, largest)
     metrics, curvature = options.train(problem, request.config)
     assert curvature is not None

@@ -149,7 +149,7 @@ def _rows(tensor: Tensor) -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class Regression:
+class LocalRegression:
     """A client's least squares problem, where the model is.
 
     Parameters
@@ -260,7 +260,7 @@ class ClientFeatures:
             _FEATURES
         ]
 
-    def regression(self, mean: Tensor, std: Tensor) -> Regression:
+    def regression(self, mean: Tensor, std: Tensor) -> LocalRegression:
         """Return the problem in features of mean 0 and deviation 1 over all clients."""
         statistics = {"mean": mean.float().cpu(), "std": std.float().cpu()}
         disk = self._disk(self._key(str(self.dtype), statistics))
@@ -269,7 +269,7 @@ class ClientFeatures:
         device = self.problem.device
         features = made[_FEATURES].to(device)
         spectrum, largest = self._spectrum(disk, features)
-        return Regression(features, made["labels"].to(device), spectrum, largest)
+        return LocalRegression(features, made["labels"].to(device), spectrum, largest)
 
     def _standardised(
         self, disk: ClientDisk, statistics: Mapping[str, Tensor]

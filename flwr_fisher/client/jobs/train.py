@@ -57,12 +57,12 @@ class Trained:
     num_examples: float
 
 
-Upload = TypeVar("Upload", bound="type[FisherTraining]")
-_UPLOADS: dict[str, "type[FisherTraining]"] = {}
+J = TypeVar("J", bound="type[TrainingJob]")
+_JOBS: dict[str, "type[TrainingJob]"] = {}
 
 
-def training_job(name: str) -> Callable[[Upload], Upload]:
-    """Return a decorator that makes an upload a job: try it, train, upload it.
+def training_job(name: str) -> Callable[[J], J]:
+    """Return a decorator that registers a job that trains: try, train, upload.
 
     ``report-local`` among the options adds ``local-loss`` and ``local-accuracy`` to the
     metrics.
@@ -73,28 +73,32 @@ def training_job(name: str) -> Callable[[Upload], Upload]:
         As of :func:`register_job`.
     """
 
-    def register(upload: Upload) -> Upload:
+    def register(kind: J) -> J:
         def job(problem: LocalProblem, request: Request) -> Reply:
-            return upload.of(problem, request).reply(problem, request)
+            return kind.of(problem, request).reply(problem, request)
 
-        job.__module__, job.__qualname__ = upload.__module__, upload.__qualname__
+        job.__module__, job.__qualname__ = kind.__module__, kind.__qualname__
         register_job(name)(job)
-        _UPLOADS[name] = upload
-        return upload
+        _JOBS[name] = kind
+        return kind
 
     return register
 
 
-def uploads_of(name: str) -> "type[FisherTraining] | None":
+def training_job_of(name: str) -> "type[TrainingJob] | None":
     """Return what a job uploads after training; None, if it does anything else."""
     get_job(name)
-    return _UPLOADS.get(name)
+    return _JOBS.get(name)
 
 
 @training_job("train")
 @dataclass(frozen=True)
-class FisherTraining:
+class TrainingJob:
     """A job that trains: the model, and its Fisher if the server asks for one.
+
+    Of the server's options it reads ``structure`` and ``codec``, those of
+    :class:`~flwr_fisher.curvature.FisherOptions`, and ``report-local``; the jobs that
+    derive from it read their own as well, each in its ``of``.
 
     Parameters
     ----------
@@ -111,7 +115,7 @@ class FisherTraining:
     codec: Codec
 
     @classmethod
-    def of(cls, problem: LocalProblem, request: Request) -> "FisherTraining":
+    def of(cls, problem: LocalProblem, request: Request) -> "TrainingJob":
         """Read the server's options.
 
         Raises
@@ -204,7 +208,7 @@ class FisherTraining:
             return upload.to_arrays(self.codec)
 
 
-def try_upload(problem: LocalProblem, request: Request, upload: FisherTraining) -> None:
+def try_upload(problem: LocalProblem, request: Request, upload: TrainingJob) -> None:
     """Take the curvature of a few examples at the parameters that arrived; pack it.
 
     Whatever the client could not compute or upload after its training is raised now, by
@@ -218,7 +222,7 @@ def try_upload(problem: LocalProblem, request: Request, upload: FisherTraining) 
         Its model holds the request's parameters.
     request : Request
         The server's.
-    upload : FisherTraining
+    upload : TrainingJob
         What it asks for; without a structure, nothing is tried.
 
     Raises
@@ -244,7 +248,7 @@ def try_upload(problem: LocalProblem, request: Request, upload: FisherTraining) 
 
 
 def _size(
-    problem: LocalProblem, request: Request, upload: FisherTraining, found: Curvature
+    problem: LocalProblem, request: Request, upload: TrainingJob, found: Curvature
 ) -> str:
     """Return an upload's size in words, without packing what takes long."""
     tensors = {f"tensor {i}": t for i, t in enumerate(found.tensors())}
