@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Pairs:
+class Batches:
     """A loader over tensors that are in memory already."""
 
     x: Tensor
@@ -62,7 +62,7 @@ class Pairs:
         return zip(self.x.split(self.size), self.y.split(self.size), strict=True)
 
 
-def cases(data_dir: Path, device: torch.device) -> dict[str, tuple[nn.Module, Pairs]]:
+def cases(data_dir: Path, device: torch.device) -> dict[str, tuple[nn.Module, Batches]]:
     """Return the trained models with their examples."""
     found = {}
     if (data_dir / "MNIST").exists():
@@ -88,20 +88,20 @@ def generated(count: int) -> tuple[Tensor, Tensor]:
 
 def _trained(
     model: nn.Module, x: Tensor, y: Tensor, device: torch.device, some: int
-) -> tuple[nn.Module, Pairs]:
+) -> tuple[nn.Module, Batches]:
     """Train for 5 epochs on everything; return the first examples to measure on."""
     torch.manual_seed(0)
     x, y, model = x.to(device), y.to(device), model.to(device)
-    metrics = LocalSGD(epochs=5)(model, Pairs(x, y, 64), device, {})
+    metrics = LocalSGD(epochs=5)(model, Batches(x, y, 64), device, {})
     print(f"trained: loss {metrics['train_loss']:.3f}", flush=True)
-    return model, Pairs(x[:some].clone(), y[:some].clone(), 64)
+    return model, Batches(x[:some].clone(), y[:some].clone(), 64)
 
 
 def measure(
-    model: nn.Module, batches: Pairs, size: int, runs: int, device: torch.device
+    model: nn.Module, batches: Batches, size: int, runs: int, device: torch.device
 ) -> dict[str, float]:
     """Return the median seconds of an epoch and of every variant."""
-    loader = Pairs(batches.x, batches.y, size)
+    loader = Batches(batches.x, batches.y, size)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     times: dict[str, list[float]] = {}
     for run in range(runs + 1):
@@ -117,7 +117,7 @@ def measure(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def error(model: nn.Module, batches: Pairs) -> dict[str, float]:
+def error(model: nn.Module, batches: Batches) -> dict[str, float]:
     """Return the default tolerance's relative Frobenius errors."""
     exact = fisher(model, batches, structure=BOTH, tolerance=0)
     close = fisher(model, batches, structure=BOTH)
@@ -133,9 +133,9 @@ def error(model: nn.Module, batches: Pairs) -> dict[str, float]:
     return found
 
 
-def memory(model: nn.Module, batches: Pairs, size: int) -> dict[str, int]:
+def memory(model: nn.Module, batches: Batches, size: int) -> dict[str, int]:
     """Return the peaks of a training step and of the fused pass, on one batch."""
-    one = Pairs(batches.x[:size], batches.y[:size], size)
+    one = Batches(batches.x[:size], batches.y[:size], size)
     step = LocalSGD(lr=0.0)
     device = batches.x.device
     return {
@@ -178,7 +178,7 @@ def measure_all(data_dir: Path, runs: int, device: torch.device) -> dict[str, An
                 found["peak_bytes"] = memory(model, batches, size)
             numbers[f"{case}, batch {size}"] = found
             print(f"{case}, batch {size}", found, flush=True)
-        numbers[f"{case}, error"] = error(model, Pairs(batches.x, batches.y, 512))
+        numbers[f"{case}, error"] = error(model, Batches(batches.x, batches.y, 512))
     return numbers
 
 

@@ -45,7 +45,7 @@ OURS = {
     "sampled, 32 positions": SAMPLED | {"max_positions": 32},
 }
 KINDS = {"sampled": "mc", "all classes": "type-2"}
-Pairs = list[tuple[Tensor, Tensor]]
+Batches = list[tuple[Tensor, Tensor]]
 
 
 class Block(nn.Module):
@@ -93,7 +93,7 @@ class SmallViT(nn.Module):
         return self.head(self.norm(self.blocks(tokens + self.places))[:, 0])
 
 
-def cases() -> dict[str, tuple[nn.Module, Pairs]]:
+def cases() -> dict[str, tuple[nn.Module, Batches]]:
     """Return the networks, each with its batches."""
     torch.manual_seed(0)
     grey, colour = (1, 28, 28), (3, 32, 32)
@@ -106,13 +106,13 @@ def cases() -> dict[str, tuple[nn.Module, Pairs]]:
     return {title: (model.eval(), data) for title, (model, data) in found.items()}
 
 
-def _batches(size: int, shape: tuple[int, ...]) -> Pairs:
+def _batches(size: int, shape: tuple[int, ...]) -> Batches:
     return [
         (torch.randn(size, *shape), torch.randint(10, (size,))) for _ in range(BATCHES)
     ]
 
 
-def training(model: nn.Module, batches: Pairs) -> None:
+def training(model: nn.Module, batches: Batches) -> None:
     """Take a forward and a backward pass over each batch."""
     for x, y in batches:
         F.cross_entropy(model(x), y).backward()
@@ -128,7 +128,7 @@ def covered(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def theirs(model: nn.Module, batches: Pairs, kind: str) -> Any:
+def theirs(model: nn.Module, batches: Batches, kind: str) -> Any:
     """Return curvlinops' K-FAC."""
     from curvlinops import KFACLinearOperator
 
@@ -147,7 +147,7 @@ def theirs(model: nn.Module, batches: Pairs, kind: str) -> Any:
     return operator
 
 
-def errors(model: nn.Module, batches: Pairs, peer: bool) -> dict[str, float]:
+def errors(model: nn.Module, batches: Batches, peer: bool) -> dict[str, float]:
     """Return both products' errors, relative to float64."""
     some = [(x[:8], y[:8]) for x, y in batches]
     names = covered(model)
@@ -175,7 +175,7 @@ def errors(model: nn.Module, batches: Pairs, peer: bool) -> dict[str, float]:
 
 def measure(
     model: nn.Module,
-    batches: Pairs,
+    batches: Batches,
     runs: int,
     device: torch.device = CPU,
     peer: bool = True,
@@ -183,7 +183,7 @@ def measure(
     """Return what everything takes, in passes, with errors and peaks."""
     model.to(device)
     batches = [(x.to(device), y.to(device)) for x, y in batches]
-    work: dict[str, Callable[[Pairs], object]] = {"pass": partial(training, model)}
+    work: dict[str, Callable[[Batches], object]] = {"pass": partial(training, model)}
     for name, how in OURS.items():
         work[f"ours, {name}"] = partial(fisher, model, **how)
     for name, kind in KINDS.items() if peer else ():

@@ -1,4 +1,4 @@
-"""Pairs as mappings, and of any form through `batch_fn`: the same bits as pairs."""
+"""Batches as mappings, and of any form through `batch_fn`: the same bits as pairs."""
 
 import pytest
 import torch

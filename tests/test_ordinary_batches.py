@@ -171,7 +171,7 @@ def test_no_more_is_read_of_a_plain_data_set():
     assert Counted.read == 7
 
 
-# Pairs
+# Batches
 
 
 class Two(nn.Module):

@@ -502,14 +502,14 @@ def test_examples_are_such_as_the_loader_gives(loader, positions):
 
 
 def test_each_position_of_a_data_set_may_be_a_batch():
-    class Pairs(Dataset):
+    class Batched(Dataset):
         def __getitem__(self, i):
             return rows([i, i + 1, i + 2, i + 3])
 
         def __len__(self):
             return 4
 
-    found = examples_of(DataLoader(Pairs(), batch_size=None))
+    found = examples_of(DataLoader(Batched(), batch_size=None))
     assert torch.equal(found[0], rows([0, 1, 2])[0])
 
 

@@ -63,7 +63,7 @@ class FisherClient:
     model : nn.Module
         Maps a batch to logits. Its trainable parameters are merged; frozen ones stay.
     trainloader : Iterable
-        Pairs ``(inputs, labels)``, or mappings such as ``{"img": ..., "label":
+        Batches ``(inputs, labels)``, or mappings such as ``{"img": ..., "label":
         ...}``: one entry named ``label``, ``labels``, ``y``, ``target``, ``targets`` or
         ``fine_label``, and one other tensor. The weight of this client is the number
         of examples in ``trainloader.dataset``.

@@ -41,7 +41,7 @@ class LocalProblem:
     model : nn.Module
         Maps a batch to outputs; a job finds the server's parameters in it.
     trainloader : Iterable
-        Pairs ``(inputs, labels)``, mappings with an entry ``label`` and one other
+        Batches ``(inputs, labels)``, mappings with an entry ``label`` and one other
         tensor, or whatever `batch_fn` makes pairs of.
     valloader : Iterable, optional
         Held-out batches.

@@ -55,7 +55,7 @@ class Pairs(Iterable[Any]):
     Parameters
     ----------
     loader : Iterable
-        Pairs of any form.
+        Batches of any form.
     batch_fn : Callable, optional
         Makes ``(inputs, labels)`` of a batch, inputs being a tensor, a tuple or a
         mapping of tensors, for the model by position or by name.
@@ -129,7 +129,7 @@ def batches_of(
     Parameters
     ----------
     loader : Iterable
-        Pairs of any form, or :class:`Pairs` of it.
+        Batches of any form, or :class:`Pairs` of it.
     model : nn.Module
         What will be called.
     device : torch.device
@@ -189,7 +189,7 @@ def at_most(
     Parameters
     ----------
     loader : Iterable
-        Pairs of any form, or :class:`Pairs` of it.
+        Batches of any form, or :class:`Pairs` of it.
     model : nn.Module
         What will be called.
     examples : int

@@ -52,7 +52,7 @@ def gradient(
     model : nn.Module
         Any differentiable one.
     loader : Iterable
-        Pairs ``(inputs, labels)`` of tensors, of any sizes.
+        Batches ``(inputs, labels)`` of tensors, of any sizes.
     loss_fn : Callable[[Tensor, Tensor], Tensor], default ``F.cross_entropy``
         The *mean* loss of a batch's labels, a scalar, from outputs and labels; an
         integer label of -100 is none. Other reductions, as by weights of classes, are

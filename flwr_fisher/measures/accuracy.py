@@ -30,7 +30,7 @@ def accuracies(
     candidates : Mapping[str, Mapping[str, Tensor]]
         Parameters by method; what is missing stays the model's.
     loader : Iterable
-        Pairs ``(inputs, labels)``, mappings with an entry ``label``, or a
+        Batches ``(inputs, labels)``, mappings with an entry ``label``, or a
         :class:`~flwr_fisher.curvature.Pairs`.
 
     Raises

@@ -52,7 +52,7 @@ def head_sums(model: nn.Module, loader: Iterable[Any], head: str) -> HeadSums:
     model : nn.Module
         Used in eval mode, and left as it was.
     loader : Iterable
-        Pairs ``(inputs, labels)``; labels are classes, or what a regression predicts,
+        Batches ``(inputs, labels)``; labels are classes, or what a regression predicts,
         with as many numbers an example as the head has outputs.
     head : str
         The linear layer, called once, whose inputs are the features.

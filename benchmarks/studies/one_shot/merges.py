@@ -100,7 +100,7 @@ def _random(name: str, seed: int, task: Task) -> nn.Module:
 
 
 class Shuffling:
-    """Pairs in a new order each epoch."""
+    """Batches in a new order each epoch."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = list(batches)

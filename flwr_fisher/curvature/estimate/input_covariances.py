@@ -75,7 +75,7 @@ def input_covariances(
     model : nn.Module
         Used in eval mode, and left as it was.
     loader : Iterable
-        Pairs ``(inputs, labels)``, or bare ``inputs``; labels are not used.
+        Batches ``(inputs, labels)``, or bare ``inputs``; labels are not used.
     device : torch.device | str | None
         Where the model is; by default where its first trainable parameter is.
     max_batch_bytes : int, default 64 MiB

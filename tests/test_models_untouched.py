@@ -1,0 +1,144 @@
+"""Whatever takes a model leaves it bit for bit as it was, also where it fails."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from flwr_fisher.client import LocalSGD, score
+from flwr_fisher.curvature import (
+    STRUCTURES,
+    fisher,
+    fisher_plan,
+    gradient,
+    gradient_and_hvp,
+    hvp,
+    input_covariances,
+)
+from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.params import shared_state
+from flwr_fisher.tangent import TangentFeatures, head_sums
+
+CPU = torch.device("cpu")
+X, Y = torch.randn(6, 5), torch.randint(0, 3, (6,))
+BAD = torch.full_like(X, float("nan"))
+
+
+class TwoNames(nn.Module):
+    """A module that is held under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([self.enc])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.blocks[0](x)))
+
+
+class Twice(TwoNames):
+    """A module that is called twice."""
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.enc(torch.tanh(self.enc(x)))))
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.head = (nn.Linear(5, n) for n in (5, 5, 3))
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+
+class Convolved(nn.Module):
+    """A convolution that is held under two names, behind a batch norm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 2)
+        self.same = nn.ModuleList([self.conv])
+        self.norm, self.drop = nn.BatchNorm1d(2), nn.Dropout()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(self.same[0](x.unsqueeze(1)))).flatten(1))
+
+
+MODELS = {make.__name__: make for make in (TwoNames, Twice, Tied, Convolved)}
+
+
+def structures(model, x):
+    for structure in (*STRUCTURES, ["kfac", "diagonal"]):
+        fisher(model, [(x, Y)], structure=structure)
+
+
+FUNCTIONS = {
+    "fisher": structures,
+    "sampled": lambda m, x: fisher(m, [(x, Y)], expectation="sampled"),
+    "empirical": lambda m, x: fisher(
+        m, [(x, Y)], structure="diagonal", expectation="empirical-batch"
+    ),
+    "plan": fisher_plan,
+    "gradient": lambda m, x: gradient(m, [(x, Y)]),
+    "hvp": lambda m, x: (gradient_and_hvp(m, [(x, Y)]), hvp(m, [(x, Y)], 3)),
+    "covariances": lambda m, x: input_covariances(m, [(x, Y)]),
+    "features": lambda m, x: TangentFeatures(m, 12)(x),
+    "head": lambda m, x: head_sums(m, [(x, Y)], "head"),
+    "score": lambda m, x: score(m, [(x, Y)], CPU, F.cross_entropy),
+    "accuracies": lambda m, x: accuracies(m, {"a": dict(m.state_dict())}, [(x, Y)]),
+    "ensemble": lambda m, x: ensemble_accuracy(
+        m, [dict(m.state_dict())] * 2, [1.0, 2.0], [(x, Y)]
+    ),
+    "state": lambda m, x: shared_state(m),
+}
+
+
+def facts(model):
+    """Return all that a user could see of a model."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        "objects": {name: id(p) for name, p in named.items()},
+        "kinds": {name: (type(p), p.requires_grad) for name, p in named.items()},
+        "grads": {name: p.grad is None for name, p in named.items()},
+        "modes": {n: m.training for n, m in model.named_modules()},
+        "hooks": {n: len(m._forward_hooks) for n, m in model.named_modules()},
+        "own": {n: sorted(vars(m)) for n, m in model.named_modules()},
+    }
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("x", [X, BAD, X[:, :4]], ids=["good", "nan", "shape"])
+def test_a_model_is_afterwards_what_it_was(make, function, x):
+    model = make().train()
+    model.head.eval()
+    before, state = facts(model), {k: v.clone() for k, v in model.state_dict().items()}
+    numbers = torch.get_rng_state()
+    try:
+        function(model, x)
+    except Exception:
+        assert x is not X
+    assert facts(model) == before
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_what_was_taken_before_is_trained_as_ever(make):
+    torch.manual_seed(0)
+    one, other = make(), make()
+    other.load_state_dict(one.state_dict())
+    for function in FUNCTIONS.values():
+        function(one, X)
+    for model in (one, other):
+        torch.manual_seed(0)
+        LocalSGD(epochs=2)(model, [(X, Y)], CPU, {})
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name])
