@@ -9,7 +9,7 @@ from nets import IMAGES, SERIES, TOKENS, VECTORS, freeze, with_statistics
 from oracles import check_exact, diagonal_fisher, headed, randn, relative, seeded
 from torch import nn
 
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import fisher, fisher_plan
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.forms import Trial, shared_parameters
 
@@ -219,3 +219,62 @@ def test_what_is_no_plain_call_has_its_jacobian(make, inputs):
         if key == "rows.weight" and getattr(model.rows, "scale_grad_by_freq", False):
             continue  # its autograd is no gradient
         assert relative(got[key], want) < 1e-5, key
+
+
+class Conv1D(nn.Module):
+    """transformers': a linear layer whose weight is ``[in, out]``."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(nx, nf)),
+            nn.Parameter(torch.randn(nf)),
+        )
+
+    def forward(self, x):
+        out = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return out.view(*x.shape[:-1], self.nf)
+
+
+class OfConv1D(nn.Module):
+    """Tokens through two such layers, one of them square."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.one, self.two, self.head = kind(4, 3), kind(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))).mean(1))
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "block"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_linear_layer_by_its_rows_has_the_curvature_of_the_other(structure, sharing):
+    if sharing == "reduce" and structure not in ("kfac", "ekfac"):
+        pytest.skip("K-FAC's")
+    model = seeded(partial(OfConv1D, Conv1D))
+    twin = OfConv1D(lambda out, size: nn.Linear(size, out))
+    ours = ("one.weight", "two.weight")
+    state = model.state_dict().items()
+    twin.load_state_dict({k: v.mT if k in ours else v for k, v in state})
+    x = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(0))
+    options = {"structure": structure, "tolerance": 0, "weight_sharing": sharing}
+    got, want = (fisher(m, [x], **options) for m in (model, twin))
+    assert not fisher_plan(model, x, structure=structure).layers[0].slow
+    if structure in ("kfac", "ekfac"):
+        blocks = {b.weight: b for b in got.blocks() if hasattr(b, "weight")}
+        assert {"one.weight", "two.weight", "head.weight"} <= blocks.keys()
+    for name, value in got.diagonal().items():
+        other = want.diagonal()[name]
+        other = other.mT if name in ours else other
+        if structure == "ekfac":  # in a basis without the bias, of the same trace
+            continue
+        if name.endswith("weight") or structure in ("diagonal", "block"):
+            assert relative(value, other) < 1e-4, name
+    exact = diagonal_fisher(model, x)
+    for name in ("one.bias", "two.bias"):
+        assert relative(got.diagonal()[name], exact[name]) < 1e-5
+    if structure != "kfac":
+        for name in ours:
+            assert relative(got.diagonal()[name].sum(), exact[name].sum()) < 1e-4

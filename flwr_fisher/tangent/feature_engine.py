@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batch import Inputs, together
 from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer, PackedProjection
+from flwr_fisher.curvature.estimate.layers import (
+    KroneckerLayer,
+    PackedProjection,
+    TransposedLinear,
+)
 from flwr_fisher.curvature.estimate.taps import Tap, single_calls, tapped_forward
 from flwr_fisher.errors import StructureError
 
@@ -72,7 +76,7 @@ class FeatureEngine:
         layers = {
             name: layer
             for name, layer in kronecker_layers(network).items()
-            if not isinstance(layer, PackedProjection)
+            if not isinstance(layer, PackedProjection | TransposedLinear)
         }
         trial = Trial(network, few, layers)
         taps, self.spread = explained(trial), trial.spread

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flwr_fisher.curvature.estimate.layers import is_transposed
 from flwr_fisher.curvature.sums import Sums
 
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -41,6 +42,8 @@ class DirectLayer(ABC):
         """Return a layer as one of these, or None if it is no such layer."""
         if isinstance(layer, nn.Embedding):
             return EmbeddingRows(layer, names)
+        if is_transposed(layer) and "bias" in names:
+            return AddedBias(layer, {"bias": names["bias"]})
         return AffineNorm(layer, names) if isinstance(layer, _NORMS) else None
 
     def parameters(self) -> list[Tensor]:
@@ -169,6 +172,29 @@ class EmbeddingRows(DirectLayer):
             of_pairs[rows == layer.padding_idx] = 0
         total = gradient.new_zeros(layer.num_embeddings, layer.embedding_dim)
         return [total.index_add_(0, rows, function(of_pairs))]
+
+
+class AddedBias(DirectLayer):
+    """A bias that is added to a linear layer's outputs, of examples or of tokens."""
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether there is an output for each entry of the bias."""
+        shape = self.parameters()[0].shape
+        return inputs[:-1] == output[:-1] and output[-1:] == shape
+
+    def entries(self, inputs: Tensor) -> int:
+        """Return an example's outputs."""
+        return inputs[:1, ..., 0].numel() * self.parameters()[0].numel()
+
+    def prepared(self, inputs: Tensor) -> None:
+        """Return nothing: the gradient of the output is all that it takes."""
+
+    def reduced(
+        self, prepared: None, output: Tensor, function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return the sum, of a tensor like the bias."""
+        rows = self.widened(output).reshape(len(output), -1, output.shape[-1]).sum(1)
+        return [function(rows).sum(0)]
 
 
 class SquaredGradients:

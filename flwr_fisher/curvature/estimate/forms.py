@@ -1,4 +1,7 @@
-"""How each parameter's gradients are taken, as a trial on a few examples shows."""
+"""How each parameter's gradients are taken, as a trial on a few examples shows.
+
+Long: the trial, what it explains, and what all examples share are one decision.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +13,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from flwr_fisher.curvature.batch import Inputs, together
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer, is_packed
+from flwr_fisher.curvature.estimate.layers import (
+    KroneckerLayer,
+    is_packed,
+    is_transposed,
+)
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.sums import widened
@@ -186,7 +193,9 @@ def direct_layers(model: nn.Module) -> dict[str, DirectLayer]:
         names = {own: f"{prefix}{own}" for own in sorted(trained, reverse=True)}
         layer = DirectLayer.of(module, names) if names else None
         if layer is not None:
-            layers[name] = layer
+            # A bias beside a weight that is taken by itself has a name of its own.
+            alone = "weight" not in layer.names and is_transposed(module)
+            layers[layer.names["bias"] if alone else name] = layer
     return layers
 
 

@@ -11,6 +11,7 @@ from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_side
 from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
+from flwr_fisher.curvature.estimate.layers import TransposedLinear
 from flwr_fisher.curvature.estimate.taps import single_calls, tapped_forward
 from flwr_fisher.curvature.models import (
     check_examples_are_independent,
@@ -128,7 +129,11 @@ class _Sums:
     def __init__(self, model: nn.Module, inputs: Inputs, max_batch_bytes: int) -> None:
         check_examples_are_independent(model, "layers' inputs hang on the batch")
         self.model, self.count = model, 0
-        layers = kronecker_layers(model)
+        layers = {
+            name: layer
+            for name, layer in kronecker_layers(model).items()
+            if not isinstance(layer, TransposedLinear)  # which `matrices` does not know
+        }
         trial = Trial(model, inputs, layers)
         taps, self.spread = explained(trial), trial.spread
         self.layers = {name: layers[name] for name in taps}

@@ -4,6 +4,8 @@ Each computes, at each of T output positions (T = 1 for a plain linear layer), a
 column :math:`W a_t` from an input column :math:`a_t`. With a batch's columns as
 ``[n, groups, size, T]`` an example's gradient is :math:`\sum_t g_t a_t^\top`, and
 K-FAC's factors are second moments of the columns.
+
+Long: every kind of layer with such a form, side by side.
 """
 
 from abc import ABC, abstractmethod
@@ -59,6 +61,9 @@ class KroneckerLayer(ABC):
             kind = ConvolutionLayer
         elif is_packed(layer):
             kind = PackedProjection
+        elif is_transposed(layer):
+            # Its bias is no column of the matrix that has the weight's rows.
+            kind, bias = TransposedLinear, False
         else:
             return None
         weight, of_bias = (f"{name}.{own}" if name else own for own in kind.own)
@@ -172,6 +177,24 @@ class LinearLayer(KroneckerLayer):
         return plain and output == torch.Size([*inputs[:-1], rows])
 
 
+class TransposedLinear(LinearLayer):
+    """A linear layer whose weight is ``[in, out]``, as transformers' ``Conv1D`` is."""
+
+    def matrices(self) -> Tensor:
+        """Return the weight as ``[1, out, in]``."""
+        return self.kernel.mT.unsqueeze(0)
+
+    def as_params(self, matrices: Tensor) -> dict[str, Tensor]:
+        """Turn what :meth:`matrices` returns back into the weight."""
+        return {self.weight: matrices.squeeze(0).mT}
+
+    def fits(self, inputs: torch.Size, output: torch.Size) -> bool:
+        """Return whether features are last, and there are outputs for each."""
+        columns, rows = self.kernel.shape
+        plain = len(inputs) > 1 and inputs[-1] == columns
+        return plain and output == torch.Size([*inputs[:-1], rows])
+
+
 class PackedProjection(LinearLayer):
     """The queries', keys' and values' projection of self-attention, packed in one."""
 
@@ -277,6 +300,16 @@ class ConvolutionLayer(KroneckerLayer):
             else:
                 amounts += [cast(Sequence[int], layer.padding)[axis]] * 2
         return amounts
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module is linear by its rows, as transformers' ``Conv1D`` is."""
+    own = dict(module.named_parameters(recurse=False))
+    sizes = getattr(module, "nx", None), getattr(module, "nf", None)
+    named = type(module).__name__ == "Conv1D" and "weight" in own
+    return named and own["weight"].shape == torch.Size(
+        [size for size in sizes if isinstance(size, int)]
+    )
 
 
 def is_packed(module: nn.Module) -> bool:
