@@ -12,6 +12,7 @@ from virtual import (
     ask,
     change_array,
     fail,
+    metrics_of,
     same_bits,
     start,
     tensors_of,
@@ -154,7 +155,7 @@ def test_a_mean_gradient_that_does_not_come_is_named():
         ask(tiny_client(), config={"job": "displaced"})
 
 
-def test_any_loop_will_do_and_what_it_returns_is_checked():
+def test_any_loop_will_do():
     def mine(model, *args):
         return None
 
@@ -164,5 +165,5 @@ def test_any_loop_will_do_and_what_it_returns_is_checked():
         if key in trainable_names(tiny_model())
     }
     arrays = ArrayRecord({**tiny_arrays(), **sent})
-    with pytest.raises(ClientError, match="must return a dict of metrics"):
-        ask(tiny_client(train_fn=mine), arrays, {"job": "displaced"})
+    reply = ask(tiny_client(train_fn=mine), arrays, {"job": "displaced"})
+    assert metrics_of(reply)["num-examples"] == 8
