@@ -99,19 +99,5 @@ def advance(count: int = 1) -> None:
         progress.advance(count)
 
 
-def count_of(loader: object) -> int | None:
-    """Return how many examples a loader has, where that is known without reading it.
-
-    Examples
-    --------
-    >>> count_of([("inputs", "labels")]) is None
-    True
-    """
-    try:
-        return len(loader.dataset)  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
-        return None
-
-
 def _grouped(number: int) -> str:
     return f"{number:_}".replace("_", " ")

@@ -24,9 +24,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from flwr_fisher.client import FisherClient, score
 from flwr_fisher.curvature import Pairs, fisher, gradient
 from flwr_fisher.curvature.batch import count_labels, read
-from flwr_fisher.curvature.batches import at_most
+from flwr_fisher.curvature.batches import at_most, count_of
 from flwr_fisher.errors import DataError, StructureError
 
 N, D, C = 12, 5, 3
@@ -127,6 +128,29 @@ def test_examples_are_the_loaders_own(make, wanted, request):
         for x, y in zip(batch.inputs.args[0], batch.labels, strict=True):
             (index,) = [i for i in range(N) if {0, 1} & _same(x, X[i])]
             assert y == Y[index]
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_how_a_loader_is_read_changes_no_count(make):
+    loader = make()
+    assert count_of(Pairs(loader, tuple)) == count_of(loader)
+
+
+def test_a_loop_of_ones_own_scores_by_the_clients_batch_fn():
+    def evaluate_fn(model, loader, device, config):
+        loss, accuracy, n = score(model, loader, device, F.cross_entropy)
+        return {"num-examples": n, "accuracy": accuracy, "loss": loss}
+
+    loader = [{"left": X, "right": 2 * X, "class": Y}]
+    client = FisherClient(
+        MODEL,
+        loader,
+        loader,
+        device="cpu",
+        batch_fn=lambda b: (b["left"], b["class"]),
+        evaluate_fn=evaluate_fn,
+    )
+    assert client.problem.evaluate({})["num-examples"] == N
 
 
 def _same(x, row):

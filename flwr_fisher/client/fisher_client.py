@@ -63,10 +63,9 @@ class FisherClient:
     model : nn.Module
         Maps a batch to logits. Its trainable parameters are merged; frozen ones stay.
     trainloader : Iterable
-        Batches ``(inputs, labels)``, or mappings such as ``{"img": ..., "label":
-        ...}``: one entry named ``label``, ``labels``, ``y``, ``target``, ``targets`` or
-        ``fine_label``, and one other tensor. The weight of this client is the number
-        of examples in ``trainloader.dataset``.
+        Batches ``(inputs, labels)``, mappings such as ``{"img": ..., "label": ...}``,
+        or of another form that :class:`~flwr_fisher.curvature.Pairs` reads. The weight
+        of this client is the number of examples in an epoch.
     valloader : Iterable, optional
         Held-out batches for :meth:`evaluate`.
     train_fn : Callable, optional

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import ClientLimits
@@ -22,7 +22,7 @@ from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
-from flwr_fisher.curvature.batches import Pairs, batches_of, reading_as
+from flwr_fisher.curvature.batches import Pairs, batches_of, count_of, reading_as
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
@@ -41,8 +41,7 @@ class LocalProblem:
     model : nn.Module
         Maps a batch to outputs; a job finds the server's parameters in it.
     trainloader : Iterable
-        Batches ``(inputs, labels)``, mappings with an entry ``label`` and one other
-        tensor, or whatever `batch_fn` makes pairs of.
+        Batches of any form that :class:`~flwr_fisher.curvature.Pairs` reads.
     valloader : Iterable, optional
         Held-out batches.
     train_fn : Callable
@@ -219,7 +218,7 @@ class LocalProblem:
             If it returns no ``num-examples``.
         """
         assert self.evaluate_fn is not None
-        returned = self.evaluate_fn(self.model, self.valloader, self.device, config)
+        returned = self.run(self.evaluate_fn, self.valloader, config)
         metrics = checked_metrics(returned, "evaluate_fn")
         if "num-examples" not in metrics:
             raise ClientError(
@@ -229,9 +228,13 @@ class LocalProblem:
         return metrics
 
     def run(
-        self, loop: Any, loader: Loader, config: Mapping[str, Any], **options: Any
+        self,
+        loop: Any,
+        loader: Loader | None,
+        config: Mapping[str, Any],
+        **options: Any,
     ) -> Any:
-        """Call a training loop with the user's own loader, wherever it is read."""
+        """Call a user's loop; `batch_fn` reads what it hands to this library."""
         with reading_as(self.batch_fn, self.output_fn):
             return loop(self.model, loader, self.device, config, **options)
 
@@ -252,9 +255,10 @@ class LocalProblem:
         Raises
         ------
         DataError
-            If there are none, or the loader can be read once only.
+            If there are none, or the loader is a generator or another iterator of
+            Python's own.
         """
-        n = _examples_of(self.trainloader)
+        n = count_of(self.trainloader)
         if n is None:
             n = self._read_to_count()
         if n == 0:
@@ -394,23 +398,6 @@ def _of_one_kind(numbers: Sequence[Any]) -> list[Any]:
     """Return a list as records hold it: of integers, or of floats."""
     whole = all(isinstance(number, int) for number in numbers)
     return [int(number) if whole else float(number) for number in numbers]
-
-
-def _examples_of(loader: Any) -> int | None:
-    """Return how many examples a loader gives; None if that is not to be told.
-
-    A data set's length, where batches are made by what does not say how large they are.
-    """
-    batches: Any = getattr(loader, "batch_sampler", None)
-    if isinstance(batches, list) and all(hasattr(b, "__len__") for b in batches):
-        return sum(map(len, batches))
-    sampler: Any = getattr(loader, "sampler", None)
-    plain = type(batches) is BatchSampler and hasattr(sampler, "__len__")
-    try:
-        n = len(sampler if plain else loader.dataset)
-    except (TypeError, AttributeError):  # there is none, or it is a stream
-        return None
-    return n - n % batches.batch_size if plain and batches.drop_last else n
 
 
 def _takes(function: Callable[..., object], keyword: str, *, or_any: bool) -> bool:

@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
-from flwr_fisher.curvature.batch import IGNORED, Batch, Inputs
-from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.batch import Batch, Inputs, num_correct
+from flwr_fisher.curvature.batches import batches_of, count_of
 from flwr_fisher.curvature.gradients import check_mean_over_labels
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import (
@@ -30,7 +30,7 @@ from flwr_fisher.errors import (
     check_range,
 )
 from flwr_fisher.log_lines import logger
-from flwr_fisher.progress import Progress, count_of, watching
+from flwr_fisher.progress import Progress, watching
 
 Loader = Iterable[Any]  # batches of any form, or `Pairs`
 TrainFn = Callable[
@@ -156,7 +156,8 @@ class LocalSGD:
                 "float16's are infinite, and their steps left out"
             )
         optimizer = self._optimizer(trained, config)
-        if _needs_closure(optimizer) and (half or on_gradients is not None):
+        several = _needs_closure(optimizer)
+        if several and (half or on_gradients is not None):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} asks for gradients several times a step, "
                 "which neither autocast=torch.float16 nor what reads every gradient "
@@ -164,6 +165,7 @@ class LocalSGD:
             )
         schedule = None if self.scheduler is None else self.scheduler(optimizer)
         scaler = torch.amp.GradScaler(device.type, enabled=half)
+        take_step = _step_with_closure if several else _step_once
         dtype, mixes = self.autocast, self.autocast is not None
         mixed = partial(torch.autocast, device.type, dtype, enabled=mixes)
         loss_fn = self.loss_fn
@@ -204,7 +206,7 @@ class LocalSGD:
                     proximal.add_gradient()
                     return loss.detach()
 
-                loss = _stepped(optimizer, scaler, closure)
+                loss = take_step(optimizer, scaler, closure)
                 total += loss * labels
                 count += labels
                 if progress.due:  # a loss that is read makes a GPU wait
@@ -282,15 +284,17 @@ class _Called(nn.Module):
         return inputs(self.model)
 
 
-def _stepped(
+def _step_with_closure(
     optimizer: Optimizer, scaler: torch.amp.GradScaler, closure: Callable[[], Tensor]
 ) -> Tensor:
-    """Take a step; return the loss before it.
+    """Take a step of an optimiser that asks for gradients; return the first loss."""
+    return torch.as_tensor(optimizer.step(closure))  # type: ignore[arg-type]
 
-    Some optimisers, such as L-BFGS, ask for the loss and its gradients several times.
-    """
-    if _needs_closure(optimizer):
-        return torch.as_tensor(optimizer.step(closure))  # type: ignore[arg-type]
+
+def _step_once(
+    optimizer: Optimizer, scaler: torch.amp.GradScaler, closure: Callable[[], Tensor]
+) -> Tensor:
+    """Take a step by gradients that are taken once; return the loss before it."""
     loss = closure()
     scaler.step(optimizer)
     scaler.update()
@@ -298,6 +302,7 @@ def _stepped(
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether it asks for gradients, several times a step as L-BFGS does."""
     parameter = signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is Parameter.empty
 
@@ -359,14 +364,3 @@ def _warn_unless_mean(outputs: Tensor, labels: Any, loss_fn: Loss) -> None:
         check_mean_over_labels(outputs, labels, loss_fn)
     except StructureError as error:
         logger.warning("The loss depends on how data are batched: %s", error)
-
-
-def num_correct(outputs: Tensor, labels: Any) -> float:
-    """Return how many labels are the likeliest class; -100 is none.
-
-    NaN where outputs have no classes that labels could name.
-    """
-    guess = outputs.argmax(-1)
-    if not isinstance(labels, Tensor) or guess.shape != labels.shape:
-        return float("nan")
-    return float(((guess == labels) & (labels != IGNORED)).sum())

@@ -36,7 +36,8 @@ class Inputs:
     Parameters
     ----------
     args : tuple[Any, ...]
-        By position. Every tensor has one row an example; all else is passed as it is.
+        By position. Every tensor has one row an example; a number, a text or None is
+        passed as it is.
     kwargs : Mapping[str, Any]
         By name.
     output_fn : Callable[[Any], Tensor], optional
@@ -45,7 +46,8 @@ class Inputs:
     Raises
     ------
     DataError
-        If there is no tensor, or tensors have unlike numbers of rows.
+        If there is no tensor, tensors have unlike numbers of rows, or one of the inputs
+        is a tuple, a list or a mapping.
 
     Examples
     --------
@@ -145,7 +147,7 @@ def together(parts: Sequence[Inputs]) -> Inputs:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples: their inputs, and what the loader has after them.
+    """Some examples: their inputs, and their labels.
 
     Parameters
     ----------
@@ -157,7 +159,7 @@ class Batch:
 
     inputs: Inputs
     labels: Any = None
-    _counted: int | None = None  # where they were at hand; on a GPU, one waits for it
+    _counted: int | None = None  # while labels were on the CPU: a GPU is waited for
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -169,7 +171,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same on a device."""
-        labels, count = self.labels, self.num_labels
+        labels, count = self.labels, self._counted
+        if isinstance(labels, Tensor) and labels.device.type == "cpu":
+            count = self.num_labels
         if hasattr(labels, "to"):
             labels = labels.to(device, non_blocking=True)
         return Batch(self.inputs.to(device), labels, count)
@@ -180,6 +184,17 @@ class Batch:
         if self._counted is not None:
             return self._counted
         return len(self) if self.labels is None else count_labels(self.labels)
+
+
+def num_correct(outputs: Tensor, labels: Any) -> float:
+    """Return how many labels are the likeliest class; -100 is none.
+
+    NaN where outputs have no classes that labels could name.
+    """
+    guess = outputs.argmax(-1)
+    if not isinstance(labels, Tensor) or guess.shape != labels.shape:
+        return float("nan")
+    return float(((guess == labels) & (labels != IGNORED)).sum())
 
 
 def count_labels(labels: Any) -> int:

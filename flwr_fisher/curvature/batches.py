@@ -173,15 +173,36 @@ def as_batches(loader: Iterable[Any]) -> Pairs:
     return loader if isinstance(loader, Pairs) else Pairs(loader, *_reading.get())
 
 
+def count_of(loader: Any) -> int | None:
+    """Return how many examples a loader gives; None if only reading it tells.
+
+    A data set's length, where batches are made by what does not say how large they are.
+
+    Examples
+    --------
+    >>> count_of([("inputs", "labels")]) is None
+    True
+    """
+    loader = unwrapped(loader)
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, list) and all(hasattr(b, "__len__") for b in batches):
+        return sum(map(len, batches))
+    sampler: Any = getattr(loader, "sampler", None)
+    plain = type(batches) is BatchSampler and hasattr(sampler, "__len__")
+    try:
+        n = len(sampler if plain else loader.dataset)
+    except (TypeError, AttributeError):  # there is none, or it is a stream
+        return None
+    return n - n % batches.batch_size if plain and batches.drop_last else n
+
+
 def at_most(
     loader: Iterable[Any], model: nn.Module, examples: int, seed: int
 ) -> Iterable[Any]:
-    """Return so many examples of a loader, chosen at random where it can be.
+    """Return a loader of at most so many examples, chosen at random where it can be.
 
-    The loader is read as it is, and no further than it says that it goes:
-
-    - A plain ``DataLoader`` without workers, which goes through a data set in order or
-      shuffled, gives random examples of its data set, and no others are read.
+    - Of a plain ``DataLoader`` without workers, which goes through a data set in order
+      or shuffled, only the chosen examples are read, from the data set.
     - Any other that shuffles, or has no length, is read until there are enough.
     - The rest is read to its end, which is where ``len`` says it is, and random
       examples of all are kept.
@@ -209,9 +230,8 @@ def at_most(
         if len(positions) <= examples:
             return loader
         order = random_stream(seed, "examples").permutation(len(positions))[:examples]
-        chosen = Pairs(_subset(whole.loader, [positions[i] for i in order]))
-        chosen.batch_fn, chosen.output_fn = whole.batch_fn, whole.output_fn
-        return chosen
+        subset = _subset(whole.loader, [positions[i] for i in order])
+        return Pairs(subset, whole.batch_fn, whole.output_fn)
     try:
         length: int | None = len(whole)
     except TypeError:

@@ -93,6 +93,8 @@ def outputs_with(
     inputs : Inputs
         What it is called with.
     """
+    if not state:
+        return inputs(model)
     own = {id(p): n for n, p in [*model.named_parameters(), *model.named_buffers()]}
     places = {}
     for prefix, module in model.named_modules():

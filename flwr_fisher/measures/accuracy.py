@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import IGNORED
-from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.batch import num_correct
+from flwr_fisher.curvature.batches import batches_of, count_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import DataError, ParamsError
 from flwr_fisher.params import Params
-from flwr_fisher.progress import count_of, watching
+from flwr_fisher.progress import watching
 
 Loader = Iterable[Any]  # batches of any form, or `Pairs`
 
@@ -62,18 +62,17 @@ def ensemble_accuracy(
     own = {k: v.clone() for k, v in model.state_dict().items()}
     _check_fit(own, members)
     device = next(model.parameters()).device
-    right = count = 0
+    right, count = 0.0, 0
     try:
         watched = watching("scoring", count_of(loader))
         with evaluating(model), torch.no_grad(), watched:
             for batch in batches_of(loader, model, device, labelled=True):
-                mean, labels = torch.zeros((), device=device), batch.labels
+                mean = torch.zeros((), device=device)
                 for params, weight in zip(members, weights, strict=True):
                     model.load_state_dict(own)  # what this member lacks
                     model.load_state_dict(params, strict=False)
                     mean = mean + batch.inputs(model).softmax(-1) * weight
-                labelled = labels != IGNORED  # one label an example, or a token
-                right += int(((mean.argmax(-1) == labels) & labelled).sum())
+                right += num_correct(mean, batch.labels)
                 count += batch.num_labels
     finally:
         model.load_state_dict(own)

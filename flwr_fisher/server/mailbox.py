@@ -88,9 +88,8 @@ class Mailbox:
         self._first_expires = inf
         self.awaited: set[str] = set()  # ids whose replies somebody waits for
         self._num_unsent = 0
-        self._held: list[
-            tuple[str, NodeReply]
-        ] = []  # that came while another one waited
+        # Replies that came while another exchange waited.
+        self._held: list[tuple[str, NodeReply]] = []
 
     def send(
         self, messages: Iterable[Message], lifetime: float, late: Receive

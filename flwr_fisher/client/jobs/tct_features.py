@@ -4,7 +4,6 @@ Long: the examples, in an order of their own, stand here, too.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,8 +68,8 @@ class Examples:
         found = [digest for batch in batches for digest in _digests(batch)]
         order = sorted(range(len(found)), key=found.__getitem__)
         whole = hashlib.blake2b(b"".join(found[i] for i in order), digest_size=16)
-        forms = [[repr(b.inputs.form), f"{b.labels.dtype}"] for b in batches]
-        whole.update(json.dumps(sorted(map(list, {tuple(f) for f in forms}))).encode())
+        forms = {f"{b.inputs.form} {b.labels.dtype}" for b in batches}
+        whole.update("\n".join(sorted(forms)).encode())
         place = torch.empty(len(found), dtype=torch.long)
         place[torch.tensor(order)] = torch.arange(len(found))
         parts: dict[Any, list[tuple[Inputs, Tensor]]] = {}

@@ -20,11 +20,12 @@ from flwr_fisher.client.trial import (
 )
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
 from flwr_fisher.curvature.batch import Batch
+from flwr_fisher.curvature.batches import count_of
 from flwr_fisher.curvature.models import device_of
 from flwr_fisher.errors import DataError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, check_finite
-from flwr_fisher.progress import count_of, watching
+from flwr_fisher.progress import watching
 from flwr_fisher.wire import (
     Codec,
     FisherUpload,

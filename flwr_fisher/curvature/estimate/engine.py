@@ -249,11 +249,12 @@ class Engine:
         counted: Tensor | None,
         rows: slice,
     ) -> dict[str, Tensor]:
-        """Return a gradient at each layer's output that is 0 where no loss reaches it.
+        """Return which positions of each layer a loss reaches, ``[n, T]``.
 
-        Positions that are padding, or that nothing counted depends on, have none, and
-        are left out of K-FAC's factors, as if they were not there. It costs a backward
-        pass, and is taken where labels or a mask say that there may be such.
+        Positions that are padding, or that nothing counted depends on, have a gradient
+        of 0, and are left out of K-FAC's factors, as if they were not there. It costs a
+        backward pass, and is taken where labels, or a transformers model's mask, say
+        that there may be such.
         """
         mask = inputs.kwargs.get("attention_mask")
         padded = isinstance(mask, Tensor) and bool((mask == 0).any())

@@ -38,12 +38,17 @@ class Expectation:
 
     def labelled(self, batch: Batch) -> Batch:
         """Return a batch's examples without those of which every label is -100."""
-        ignored = self.likelihood.ignored(batch.labels)
-        if ignored is None or not ignored.dim():
+        counted = self._counted(batch)
+        if counted is None or len(counted) != len(batch):
             return batch
-        without = ignored.reshape(len(ignored), -1).all(1)
-        fits = len(without) == len(batch) and bool(without.any())
-        return batch[~without] if fits else batch
+        return batch[counted.reshape(len(batch), -1).any(1)]
+
+    def _counted(self, batch: Batch) -> Tensor | None:
+        """Return which labels are not -100, like the labels; None where all are."""
+        ignored = self.likelihood.ignored(batch.labels)
+        if ignored is None or batch.num_labels == ignored.numel():
+            return None
+        return ~ignored
 
     def add(self, engine: Engine, batch: Batch, generator: torch.Generator) -> None:
         """Have the engine sum the pieces of a batch.
@@ -58,13 +63,12 @@ class Expectation:
         generator : torch.Generator
             Draws labels, and what stands for the passes that are too many.
         """
-        labels, ignored = batch.labels, self.likelihood.ignored(batch.labels)
-        partly = ignored is not None and bool(ignored.any())
-        counted = ~ignored if partly and ignored is not None else None
+        labels, counted = batch.labels, self._counted(batch)
 
         def at(outputs: Tensor, rows: slice) -> Tensor | None:
-            fits = counted is not None and counted.shape[1:] == outputs.shape[1:-1]
-            return counted[rows] if fits and counted is not None else None
+            if counted is None or counted.shape[1:] != outputs.shape[1:-1]:
+                return None
+            return counted[rows]
 
         def make_pieces(outputs: Tensor, rows: slice) -> Pieces:
             self.likelihood.check_order(outputs, labels)

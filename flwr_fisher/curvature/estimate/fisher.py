@@ -94,7 +94,8 @@ def fisher(
         Maps a batch ``[n, ...]`` to outputs ``[n, C]``, or ``[n, T, C]`` for tokens:
         classes last, not second as ``F.cross_entropy`` wants them.
     loader : Iterable
-        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used;
+        Batches ``(inputs, labels)``, or bare ``inputs`` where labels are not used
+        (but a label of -100 always says that there is none);
         mappings with an entry ``label``, or any others by way of
         :class:`~flwr_fisher.curvature.Pairs`. Read twice for ``ekfac``.
     structure : str | list[str] | tuple[str, ...], default "kfac"

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.batch import IGNORED
+from flwr_fisher.curvature.batch import IGNORED, count_labels
 from flwr_fisher.curvature.estimate.pieces import (
     Factor,
     GivenFactor,
@@ -208,7 +208,7 @@ class Categorical(Likelihood):
 
     def num_labels(self, labels: Tensor) -> int:
         """Count the labels, of which an example may have several, without -100."""
-        return max(1, int((labels.long() != IGNORED).sum()))
+        return max(1, count_labels(labels))
 
     def ignored(self, labels: object) -> Tensor | None:
         """Return where integer labels are -100."""
