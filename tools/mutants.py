@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def drawn(trees: dict[str, Path], count: int, seed: int) -> list[Mutant]:
 # What reaches a line
 
 
-def reached(tree: Path, kept: Path) -> dict[str, dict[str, list[str]]]:
+def reached(tree: Path, kept: Path, workers: int) -> dict[str, dict[str, list[str]]]:
     """Return, for each file and line, the tests that reach it; measure it once."""
     if kept.exists():
         return dict(json.loads(kept.read_text()))
@@ -221,13 +222,17 @@ def reached(tree: Path, kept: Path) -> dict[str, dict[str, list[str]]]:
     tests = [p for p in sorted(tree.glob("tests/test_*.py")) if p.stem not in LEFT_OUT]
     config = kept.with_suffix(".rc")
     config.write_text("[run]\ndynamic_context = test_function\nsource = .\n")
-    for path in tests:
+
+    def measure(path: Path) -> None:
         own = Path(f"{data}.{path.stem}")
         if not own.exists():
             command = [python, "-m", "coverage", "run", f"--rcfile={config}"]
             command += [f"--data-file={own}.part", "-m", "pytest", "-q", str(path)]
             subprocess.run(command, cwd=tree, env=environment(tree), check=False)
             Path(f"{own}.part").rename(own)
+
+    with ThreadPool(workers) as pool:
+        pool.map(measure, tests, chunksize=1)
     from coverage import CoverageData
 
     lines: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -315,13 +320,14 @@ def main() -> None:
         short = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         trees[name] = WORK / short.stdout.strip()
         export(revision, trees[name])
+    lines = {t: reached(t, t.with_suffix(".json"), args.jobs) for t in trees.values()}
+    places = {tree: all_mutants(tree) for tree in trees.values()}
     jobs = []
-    for name, tree in trees.items():
-        lines = reached(tree, tree.with_suffix(".json"))
-        places = all_mutants(tree)
-        for mutant in drawn(trees, args.count, args.seed):
-            place = places[mutant.key]
-            own = lines.get(place.file, {})
+    # One tree after the other for each mutant: what was stopped early is a comparison.
+    for mutant in drawn(trees, args.count, args.seed):
+        for name, tree in trees.items():
+            place = places[tree][mutant.key]
+            own = lines[tree].get(place.file, {})
             end = place.line + mutant.statement.count("\n")
             span = range(place.line, end + 1)
             tests = sorted({test for n in span for test in own.get(str(n), [])})
