@@ -79,7 +79,7 @@ from flwr_fisher.wire import Additive
 def feddyn_job(problem: LocalProblem, request: Request) -> Reply:
     """Train with FedDyn's two terms, and keep the new g_k."""
     alpha = float(request.options["alpha"])
-    parameters = problem.trained()
+    parameters = problem.trainable()
     start = {name: p.detach().clone() for name, p in parameters.items()}
     state = ClientState.of(problem, request, "feddyn", start)
     g, lost = state.load()

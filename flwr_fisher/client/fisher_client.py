@@ -255,7 +255,7 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     @app.query(mods=[answered])
     def query(message: Message, context: Context) -> Message:
         if config_of(message)[0].get("query") == "trained":
-            trained = list(client_fn(context).problem.trained())
+            trained = list(client_fn(context).problem.trainable())
             content = RecordDict({"config": ConfigRecord({"trained": trained})})
             return Message(content, reply_to=message)
         return identify(message, context)

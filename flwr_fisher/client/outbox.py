@@ -166,7 +166,7 @@ def _digest(problem: LocalProblem, request: Request) -> str:
         "likelihood": problem.likelihood,
         "batch_fn": problem.batch_fn,
         "max_examples": problem.limits.max_examples,
-        "trained": list(problem.trained()),
+        "trained": list(problem.trainable()),
         "layers": {n: type(layer) for n, layer in problem.model.named_modules()},
     }
     facts = {

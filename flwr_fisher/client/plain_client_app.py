@@ -86,10 +86,10 @@ def fisher_arrays(
     problem = _problem(model, trainloader, max_examples, **own)
     if num_examples is None:
         num_examples = problem.count_examples(partition_of(context))
-    request, upload = _read(message, context, problem, num_examples)
+    request, job = _read(message, context, problem, num_examples)
     with seeded(request.seed):
-        _, curvature = upload.train(problem, request.config)
-    return upload.packed(problem, request, curvature, num_examples)
+        _, curvature = job.train(problem, request.config)
+    return job.packed(problem, request, curvature, num_examples)
 
 
 def check_fisher(
@@ -165,14 +165,14 @@ def _problem(
 def _read(
     message: Message, context: Context, problem: LocalProblem, num_examples: int
 ) -> tuple[Request, TrainingJob]:
-    """Read the request for a model whose training is not ours."""
+    """Read the request, and the job that it asks for; the app trains by itself."""
     request = Request.of(message, context, problem.device, num_examples)
-    job = str(request.options.get("job", "train"))
-    if (kind := training_job_of(job)) is None:
+    name = str(request.options.get("job", "train"))
+    if (job := training_job_of(name)) is None:
         raise ClientError(
-            f"the strategy asks for the job {job!r:.80}, and fisher_arrays is for "
+            f"the strategy asks for the job {name!r:.80}, and fisher_arrays is for "
             "training alone: give your model, loader and training function to "
             "FisherClient(model, trainloader, train_fn=...)"
         )
     problem.check_layout(request.params)
-    return request, kind.of(problem, request)
+    return request, job.of(problem, request)

@@ -22,7 +22,7 @@ from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
-from flwr_fisher.curvature.batches import Pairs, batches_of, count_of, reading_as
+from flwr_fisher.curvature.batches import Pairs, batches_of, count_of, default_reading
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
@@ -126,15 +126,15 @@ class LocalProblem:
     @property
     def train_batches(self) -> Pairs:
         """The training data as whatever differentiates or scores reads them."""
-        return self.read_as(self.trainloader)
+        return self.pairs_of(self.trainloader)
 
     @property
     def val_batches(self) -> Pairs | None:
         """The held-out data, if there are any."""
-        return None if self.valloader is None else self.read_as(self.valloader)
+        return None if self.valloader is None else self.pairs_of(self.valloader)
 
-    def read_as(self, loader: Loader) -> Pairs:
-        """Return a loader that is read as the client's."""
+    def pairs_of(self, loader: Loader) -> Pairs:
+        """Return a loader with this client's `batch_fn` and `output_fn`."""
         return Pairs(loader, self.batch_fn, self.output_fn)
 
     @property
@@ -235,17 +235,17 @@ class LocalProblem:
         **options: Any,
     ) -> Any:
         """Call a user's loop; `batch_fn` reads what it hands to this library."""
-        with reading_as(self.batch_fn, self.output_fn):
+        with default_reading(self.batch_fn, self.output_fn):
             return loop(self.model, loader, self.device, config, **options)
 
-    def trained(self) -> dict[str, Tensor]:
-        """Return the trained parameters by name; they are the model's own."""
+    def trainable(self) -> dict[str, Tensor]:
+        """Return the trainable parameters by name; they are the model's own."""
         model = self.model
         return {name: model.get_parameter(name) for name in trainable_names(model)}
 
-    def state_like(self, names: Params) -> dict[str, Tensor]:
-        """Return the model's parameters and buffers of these names, in their order."""
-        return select(self.model.state_dict(), names)
+    def state_like(self, like: Params) -> dict[str, Tensor]:
+        """Return the model's parameters and buffers, those of `like`, in its order."""
+        return select(self.model.state_dict(), like)
 
     def count_examples(self, partition: int) -> int:
         """Return how many training examples an epoch has.

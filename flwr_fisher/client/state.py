@@ -35,8 +35,8 @@ class ClientState:
     disk : ClientDisk
         Where it is kept.
     like : Mapping[str, Tensor]
-        Gives its keys, shapes, dtypes and devices: ``problem.trained()``, say, or with
-        buffers ``problem.state_like(request.params)``.
+        Gives its keys, shapes, dtypes and devices: ``problem.trainable()``, say, or
+        with buffers ``problem.state_like(request.params)``.
     name : str
         The name of its files: small letters and hyphens.
     last_step : int | None
@@ -48,7 +48,7 @@ class ClientState:
     --------
     In a job::
 
-        state = ClientState.of(problem, request, "drift", problem.trained())
+        state = ClientState.of(problem, request, "drift", problem.trainable())
         drift, lost = state.load()
         ...
         state.save(new_drift)

@@ -187,7 +187,7 @@ class LocalSGD:
         begin, step, mean = kept.load()
         for epoch in range(begin + 1, self.epochs + 1):
             total, count = torch.zeros((), device=device), 0
-            batches = batches_of(loader, model, device, labelled=True, counted=False)
+            batches = batches_of(loader, model, device, labelled=True, report=False)
             for batch in batches:
                 if not (labels := batch.num_labels):
                     continue  # of which the mean loss is 0 / 0

@@ -159,7 +159,7 @@ class Batch:
 
     inputs: Inputs
     labels: Any = None
-    _counted: int | None = None  # while labels were on the CPU: a GPU is waited for
+    _num_labels: int | None = None  # counted on the CPU: on a GPU one waits for it
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -171,7 +171,7 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same on a device."""
-        labels, count = self.labels, self._counted
+        labels, count = self.labels, self._num_labels
         if isinstance(labels, Tensor) and labels.device.type == "cpu":
             count = self.num_labels
         if hasattr(labels, "to"):
@@ -181,8 +181,8 @@ class Batch:
     @property
     def num_labels(self) -> int:
         """How many labels there are: what a mean loss is a mean over."""
-        if self._counted is not None:
-            return self._counted
+        if self._num_labels is not None:
+            return self._num_labels
         return len(self) if self.labels is None else count_labels(self.labels)
 
 
@@ -338,8 +338,8 @@ def _shifted(
 
 
 def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that a model is called by; of a wrapper, what it wraps."""
-    inner = getattr(model, "reads_as", model)
+    """Return the function whose arguments a model takes; of a wrapper, its model's."""
+    inner = getattr(model, "called_like", model)
     return inner.forward if isinstance(inner, nn.Module) else inner
 
 

@@ -25,9 +25,9 @@ from flwr_fisher.errors import DataError
 from flwr_fisher.progress import advance
 from flwr_fisher.randomness import random_stream
 
-# How loaders are read that do not say it themselves, while a client's loop runs.
-_reading: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
-    "reading", default=(None, None)
+# Of loaders that are no Pairs, while a client's loop runs: see `default_reading`.
+_defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
+    "defaults", default=(None, None)
 )
 
 
@@ -104,16 +104,18 @@ def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
 
 
 @contextmanager
-def reading_as(batch_fn: BatchFn | None, output_fn: OutputFn | None) -> Iterator[None]:
-    """Say how loaders are read that do not say it themselves.
+def default_reading(
+    batch_fn: BatchFn | None, output_fn: OutputFn | None
+) -> Iterator[None]:
+    """Within it, a loader that is no :class:`Pairs` is read by these two functions.
 
     So a client's own loop gets its own loader, and may hand it to ``LocalSGD``.
     """
-    token = _reading.set((batch_fn, output_fn))
+    token = _defaults.set((batch_fn, output_fn))
     try:
         yield
     finally:
-        _reading.reset(token)
+        _defaults.reset(token)
 
 
 def batches_of(
@@ -122,7 +124,7 @@ def batches_of(
     device: torch.device,
     *,
     labelled: bool = False,
-    counted: bool = True,
+    report: bool = True,
 ) -> Iterator[Batch]:
     """Yield a loader's batches on a device, without the empty ones.
 
@@ -136,8 +138,8 @@ def batches_of(
         Where tensors are moved to.
     labelled : bool, default False
         Whether a batch without labels is an error.
-    counted : bool, default True
-        Whether examples are counted as progress of what is watched.
+    report : bool, default True
+        Whether examples that are read count as progress of what is watched.
 
     Raises
     ------
@@ -145,7 +147,7 @@ def batches_of(
         If the loader is one tensor, a batch's form is not to be told, or it lacks
         labels.
     """
-    own = as_batches(loader)
+    own = pairs_of(loader)
     for batch in own.loader:
         made = own.read(batch, model)
         if labelled and not hasattr(made.labels, "to"):
@@ -156,12 +158,12 @@ def batches_of(
             )
         if len(made):
             yield made.to(device)
-            if counted:
+            if report:
                 advance(len(made))
 
 
-def as_batches(loader: Iterable[Any]) -> Pairs:
-    """Return a loader with how it is read.
+def pairs_of(loader: Iterable[Any]) -> Pairs:
+    """Return a loader as :class:`Pairs`: with its own functions, or the default ones.
 
     Raises
     ------
@@ -170,7 +172,7 @@ def as_batches(loader: Iterable[Any]) -> Pairs:
     """
     if isinstance(loader, Tensor):
         raise DataError("the loader must yield batches; for a single one pass [inputs]")
-    return loader if isinstance(loader, Pairs) else Pairs(loader, *_reading.get())
+    return loader if isinstance(loader, Pairs) else Pairs(loader, *_defaults.get())
 
 
 def count_of(loader: Any) -> int | None:
@@ -224,7 +226,7 @@ def at_most(
     >>> sum(map(len, at_most(batches, nn.Linear(2, 2), 3, seed=0)))
     3
     """
-    whole = as_batches(loader)
+    whole = pairs_of(loader)
     positions = _positions(whole.loader)
     if positions is not None:
         if len(positions) <= examples:
@@ -303,6 +305,7 @@ def _shuffles(loader: Any) -> bool:
 
 
 def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:
+    """Yield the first so many examples."""
     left = examples
     for batch in batches:
         yield batch[: min(left, len(batch))]

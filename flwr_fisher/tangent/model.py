@@ -104,8 +104,8 @@ class TCTModel(nn.Module):
         self.register_load_state_dict_post_hook(_forget_features)  # type: ignore[no-untyped-call]
 
     @property
-    def reads_as(self) -> nn.Module:
-        """The network, whose arguments are this model's."""
+    def called_like(self) -> nn.Module:
+        """The network: this model is called with the same arguments."""
         return self.model
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

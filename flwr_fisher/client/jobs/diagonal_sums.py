@@ -16,12 +16,12 @@ from flwr_fisher.wire.additive import SUMS
 @training_job("diagonal-sums")
 @dataclass(frozen=True)
 class DiagonalSumsJob(TrainingJob):
-    """What a client adds to sums over clients; for diagonals alone.
+    """Train, take a diagonal Fisher, and upload what this adds to sums over clients.
 
     Parameters
     ----------
     clipping_norm : float | None
-        Of the step from the server's parameters, for sums that are to be private: then
+        What the step from the server's parameters is clipped to, for private sums: then
         the contribution has a norm of 1 at most.
     """
 

@@ -126,7 +126,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     problem.load(request.params)
     seed = whole_number(options, "seed", 0)
     tune, test = _halves(loader, fraction, seed, request.client)
-    unseen = problem.read_as(_part(loader, test))
+    unseen = problem.pairs_of(_part(loader, test))
     # Batch norm cannot train on one example, so who drops such a rest wants it dropped.
     drops = getattr(sampler_of(loader), "drop_last", False) and len(tune) >= size
     mine = _part(loader, SubsetRandomSampler(tune), drop_last=drops)

@@ -33,7 +33,7 @@ _SQUARES = "FedFish(fisher_source='last-epoch') squares gradients while training
 @training_job("fedfish")
 @dataclass(frozen=True)
 class FedFishJob(TrainingJob):
-    """The trained model with its Fisher of squared batch gradients, or products.
+    """Train, square batch gradients, and upload these with the model, or a product.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class FedFishJob(TrainingJob):
             If gradients are to be squared in a loop that is none of this library's.
         """
         options = request.options
-        wanted = cls(
+        job = cls(
             "diagonal",
             FisherOptions.from_options({"expectation": "empirical-batch"}),
             codec_of(request),
@@ -78,14 +78,14 @@ class FedFishJob(TrainingJob):
             real_number(options, "balance", 0.0),
             str(options.get("upload", "fisher")),
         )
-        check_known("source", wanted.source, _SOURCES)
-        check_known("reduction", wanted.reduction, _REDUCTIONS)
-        check_range("power", wanted.power, 0, 1)
-        check_range("balance", wanted.balance, 0, 1)
-        check_known("upload", wanted.upload, _UPLOADS)
-        if wanted.source == "last-epoch":
+        check_known("source", job.source, _SOURCES)
+        check_known("reduction", job.reduction, _REDUCTIONS)
+        check_range("power", job.power, 0, 1)
+        check_range("balance", job.balance, 0, 1)
+        check_known("upload", job.upload, _UPLOADS)
+        if job.source == "last-epoch":
             local_sgd(problem.train_fn, _SQUARES)
-        return wanted
+        return job
 
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
@@ -99,11 +99,11 @@ class FedFishJob(TrainingJob):
         metrics = problem.train(config, on_gradients=squares)
         return metrics, self._reduced(squares.curvature(), problem)
 
-    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        """Return a batch's Fisher; of the last epoch, the loop's first step tells."""
+    def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
+        """Return a batch's Fisher; ones where the loop itself squares gradients."""
         if self.source == "last-epoch":
-            trained = problem.trained()
-            return Diagonal({name: torch.ones_like(p) for name, p in trained.items()})
+            ones = {n: torch.ones_like(p) for n, p in problem.trainable().items()}
+            return Diagonal(ones)
         mean = replace(self, reduction="mean")  # a loader may have to be read for a sum
         return mean._reduced(self.curvature(problem, [batch]), problem)
 

@@ -27,7 +27,7 @@ def fedpm_job(problem: LocalProblem, request: Request) -> Reply:
     """
     local_sgd(problem.train_fn, "FedPM preconditions every local step")
     damping = real_number(request.options, "damping", 0.0)
-    parameters = problem.trained()
+    parameters = problem.trainable()
     if not (before := _covariances(problem)):
         raise ClientError(
             "FedPM needs a linear or convolution layer that is called once, with one "

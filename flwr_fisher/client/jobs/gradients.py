@@ -37,9 +37,9 @@ def probe_job(problem: LocalProblem, request: Request) -> Reply:
     probe: Params | str = "first"
     if kind == "random":
         seed = whole_number(request.options, "probe-seed", 0)
-        probe = random_probe(problem.trained(), seed)
+        probe = random_probe(problem.trainable(), seed)
     elif kind == "momentum":
-        probe = request.vector("probe", problem.trained())
+        probe = request.vector("probe", problem.trainable())
     slope, product, loss = gradient_and_hvp(
         problem.model, problem.train_batches, probe, loss_fn=problem.differentiable_loss
     )
@@ -62,7 +62,7 @@ def direction_job(problem: LocalProblem, request: Request) -> Reply:
     options = request.options
     solver = str(options.get("solver", "giant"))
     check_known("solver", solver, _SOLVERS)
-    g = request.vector("gradient", problem.trained())
+    g = request.vector("gradient", problem.trainable())
     iterations = problem.limits.steps(options, "iterations", 10)
     loss_fn = problem.differentiable_loss
 
@@ -84,11 +84,11 @@ def displaced_job(problem: LocalProblem, request: Request) -> Reply:
     The server sent the cohort's mean ``gradient``; the client's own is computed again.
     """
     model, loader = problem.model, problem.train_batches
-    mean = request.vector("gradient", problem.trained())
+    mean = request.vector("gradient", problem.trainable())
     beta = real_number(request.options, "beta", 0.0)
     with seeded(0):  # leaves training the random numbers that FedAvg's has
         own, _ = gradient(model, loader, loss_fn=problem.differentiable_loss)
-    start = {n: p.detach() for n, p in problem.trained().items()}
+    start = {n: p.detach() for n, p in problem.trainable().items()}
     start = fedga_start(start, mean, own, beta=beta)
     model.load_state_dict(start, strict=False)
     metrics = problem.train(request.config)

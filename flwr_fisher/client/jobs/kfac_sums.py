@@ -76,7 +76,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _LargestUpload(TrainingJob):
-    """The largest upload, of a client that has room for what it keeps."""
+    """Upload what is largest of the round's replies, and see that the disk has room."""
 
     disk: ClientDisk
 
@@ -97,12 +97,12 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
 
     ``shrink``, ``damping`` and ``balance`` say how the Fisher counts in sums.
     """
-    options = TrainingJob.of(problem, request)
-    if options.structure is None:
+    job = TrainingJob.of(problem, request)
+    if job.structure is None:
         raise ClientError("the server asks for sums of Fishers of no structure")
-    largest = _LargestUpload(**vars(options), disk=_disk(problem, request))
+    largest = _LargestUpload(**vars(job), disk=_disk(problem, request))
     try_upload(problem, request, largest)
-    metrics, curvature = options.train(problem, request.config)
+    metrics, curvature = job.train(problem, request.config)
     assert curvature is not None
     params = problem.state_like(request.params)
     count = request.weight(metrics)

@@ -32,7 +32,7 @@ def scaffold_job(problem: LocalProblem, request: Request) -> Reply:
         learning rate, or control variates take more than its ``state_bytes``.
     """
     lr = _rate_of_plain_sgd(problem.train_fn, request.config)
-    parameters = problem.trained()
+    parameters = problem.trainable()
     start = {n: p.detach().clone() for n, p in parameters.items()}
     zeros = {n: torch.zeros_like(p) for n, p in start.items()}
     sent = request.groups.get(_CONTROL, {})

@@ -40,14 +40,14 @@ _ENTRIES, _CUBES = 3 * 10**5, 10**8  # that take about a tenth of a second to pa
 
 @dataclass(frozen=True)
 class Trained:
-    """What a client has after training.
+    """What a client has after training, of which its upload is made.
 
     Parameters
     ----------
     start, params : Mapping[str, Tensor]
         Parameters and buffers before and after it.
     curvature : Curvature
-        Of the trained ones.
+        The Fisher at those after it.
     num_examples : float
         The client's weight.
     """
@@ -63,7 +63,7 @@ _JOBS: dict[str, "type[TrainingJob]"] = {}
 
 
 def training_job(name: str) -> Callable[[J], J]:
-    """Return a decorator that registers a job that trains: try, train, upload.
+    """Return a decorator that registers a :class:`TrainingJob`: try, train, upload.
 
     ``report-local`` among the options adds ``local-loss`` and ``local-accuracy`` to the
     metrics.
@@ -74,20 +74,20 @@ def training_job(name: str) -> Callable[[J], J]:
         As of :func:`register_job`.
     """
 
-    def register(kind: J) -> J:
-        def job(problem: LocalProblem, request: Request) -> Reply:
-            return kind.of(problem, request).reply(problem, request)
+    def register(job: J) -> J:
+        def run(problem: LocalProblem, request: Request) -> Reply:
+            return job.of(problem, request).reply(problem, request)
 
-        job.__module__, job.__qualname__ = kind.__module__, kind.__qualname__
-        register_job(name)(job)
-        _JOBS[name] = kind
-        return kind
+        run.__module__, run.__qualname__ = job.__module__, job.__qualname__
+        register_job(name)(run)
+        _JOBS[name] = job
+        return job
 
     return register
 
 
 def training_job_of(name: str) -> "type[TrainingJob] | None":
-    """Return what a job uploads after training; None, if it does anything else."""
+    """Return the class of the job of this name; None if that does not train."""
     get_job(name)
     return _JOBS.get(name)
 
@@ -95,7 +95,7 @@ def training_job_of(name: str) -> "type[TrainingJob] | None":
 @training_job("train")
 @dataclass(frozen=True)
 class TrainingJob:
-    """A job that trains: the model, and its Fisher if the server asks for one.
+    """Train the model, take its Fisher if the server asks for one, and upload both.
 
     Of the server's options it reads ``structure`` and ``codec``, those of
     :class:`~flwr_fisher.curvature.FisherOptions`, and ``report-local``; the jobs that
@@ -104,15 +104,15 @@ class TrainingJob:
     Parameters
     ----------
     structure : str | None
-        Of the curvature; ``None``: an ordinary reply without one.
-    fisher : FisherOptions
+        Of the Fisher; ``None``: none is taken, and the model alone is uploaded.
+    fisher_options : FisherOptions
         How it is taken.
     codec : Codec
         How it is packed.
     """
 
     structure: str | None
-    fisher: FisherOptions
+    fisher_options: FisherOptions
     codec: Codec
 
     @classmethod
@@ -129,18 +129,18 @@ class TrainingJob:
         """
         options = request.options
         structure = options.get("structure")
-        wanted = cls(
+        job = cls(
             None if structure is None else str(structure),
             FisherOptions.from_options(options),
             codec_of(request),
         )
-        if wanted.structure is not None:
-            wanted.fisher.check([wanted.structure])
+        if job.structure is not None:
+            job.fisher_options.check([job.structure])
         if structure == "ekfac" and isinstance(problem.trainloader, Iterator):
             raise DataError(
                 "structure='ekfac' reads the loader twice; pass one that can be"
             )
-        return wanted
+        return job
 
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
         """Try what is to be uploaded, train, upload it."""
@@ -160,20 +160,19 @@ class TrainingJob:
         metrics = problem.train(config)
         return metrics, None if self.structure is None else self.curvature(problem)
 
-    def tried(self, problem: LocalProblem, batch: Batch) -> Curvature:
-        """Return a batch's Fisher: the basis of E-KFAC, and one pass an example."""
-        passes = 1 if self.fisher.expectation == "exact" else None
+    def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
+        """Return a batch's Fisher, cheaply: K-FAC for E-KFAC, one pass an example."""
+        passes = 1 if self.fisher_options.expectation == "exact" else None
         structure = "kfac" if self.structure == "ekfac" else self.structure
-        few = replace(self.fisher, max_passes=passes)
-        return replace(self, structure=structure, fisher=few).curvature(
-            problem, [batch]
-        )
+        cheap = replace(self.fisher_options, max_passes=passes)
+        job = replace(self, structure=structure, fisher_options=cheap)
+        return job.curvature(problem, [batch])
 
     def curvature(
         self, problem: LocalProblem, loader: Iterable[Any] | None = None
     ) -> Curvature:
         """Return the Fisher on the client's data, or others, within its limits."""
-        options = asdict(self.fisher)
+        options = asdict(self.fisher_options)
         most = problem.limits.examples(options.pop("examples"))
         count = count_of(problem.trainloader)
         total = most if count is None else min(count, most or count)
@@ -209,13 +208,13 @@ class TrainingJob:
             return upload.to_arrays(self.codec)
 
 
-def try_upload(problem: LocalProblem, request: Request, upload: TrainingJob) -> None:
-    """Take the curvature of a few examples at the parameters that arrived; pack it.
+def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> None:
+    """Take the Fisher of a few examples at the parameters that arrived, and pack it.
 
     Whatever the client could not compute or upload after its training is raised now, by
     the same errors, where examples can be had: see :func:`on_few_examples`. What would
-    take long to pack is not packed: that its codec can, is known without. What has
-    which structure is told to the log, once a process.
+    take long to pack is not packed, since it is known that its codec can. Which layer
+    has which structure is told to the log, once a process.
 
     Parameters
     ----------
@@ -223,7 +222,7 @@ def try_upload(problem: LocalProblem, request: Request, upload: TrainingJob) -> 
         Its model holds the request's parameters.
     request : Request
         The server's.
-    upload : TrainingJob
+    job : TrainingJob
         What it asks for; without a structure, nothing is tried.
 
     Raises
@@ -232,34 +231,34 @@ def try_upload(problem: LocalProblem, request: Request, upload: TrainingJob) -> 
         As whatever is tried does; a :class:`DataError` or :class:`ClientError` if the
         model's outputs are not finite.
     """
-    if upload.structure is None:
+    if job.structure is None:
         return
     device_of(problem.model, None)
 
     def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
         check_outputs(problem, batch.inputs)
-        curvature = upload.tried(problem, batch)
+        curvature = job.trial_curvature(problem, batch)
         if request.options.get("report-local"):
             score(problem.model, [batch], problem.device, problem.loss)
-        size = _size(problem, request, upload, curvature)
-        return upload_summary(problem.model, curvature, upload.structure, size)
+        size = _size_in_words(problem, request, job, curvature)
+        return upload_summary(problem.model, curvature, job.structure, size)
 
     if (lines := on_few_examples(problem, attempt)) is not None:
         log_once(lines)
 
 
-def _size(
-    problem: LocalProblem, request: Request, upload: TrainingJob, found: Curvature
+def _size_in_words(
+    problem: LocalProblem, request: Request, job: TrainingJob, curvature: Curvature
 ) -> str:
     """Return an upload's size in words, without packing what takes long."""
-    tensors = {f"tensor {i}": t for i, t in enumerate(found.tensors())}
+    tensors = {f"tensor {i}": t for i, t in enumerate(curvature.tensors())}
     check_finite(tensors, "the curvature of a few examples")
-    plain, codec = fedavg_bytes(request.params), upload.codec
+    plain, codec = fedavg_bytes(request.params), job.codec
     if codec.budget is not None and _takes_long(list(tensors.values())):
         size, about = int(codec.budget * plain), "at most"
     else:
         params, count = problem.state_like(request.params), max(request.num_examples, 1)
-        arrays = upload.arrays(Trained(request.params, params, found, count))
+        arrays = job.arrays(Trained(request.params, params, curvature, count))
         size, about = reply_bytes(arrays, MetricRecord()), "about"
     amount = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
     return f"upload {about} {amount}, {size / plain:.2f} of FedAvg's"
