@@ -353,6 +353,26 @@ def test_a_disk_that_refuses_is_named_and_nothing_is_lost(
     assert same_bits(start(tmp_path, resume=True).arrays, expected.arrays)
 
 
+def test_a_line_that_was_not_synced_leaves_nothing_behind_the_next(
+    tmp_path, monkeypatch
+):
+    """The one who wrote it may go on, with a line that is shorter."""
+    run = Journal(tmp_path)
+    run.begin({})
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "fsync", full)
+        with pytest.raises(CheckpointError, match="cannot write"):
+            run.exchange(1, 1).set_aside("partition-0", "a long reason" * 50)
+    run.exchange(1, 1).set_aside("partition-0", "short")
+    run.release()
+    opened(tmp_path)
+    assert [line["event"] for line in lines_of(tmp_path)] == ["begun", "set aside"]
+
+
 def test_what_is_told_is_on_the_disk_before(tmp_path, monkeypatch):
     """A loss of power leaves no line without its file: each is synced in that order."""
     synced = []

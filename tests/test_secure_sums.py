@@ -1,6 +1,7 @@
 """Secure sums as strategies take them: the model of plain sums, and no summand seen."""
 
 import importlib
+import json
 import sys
 
 import numpy as np
@@ -332,6 +333,28 @@ def test_what_all_clients_have_malformed_ends_the_round(key, tmp_path):
     app = secure_app(tmp_path, change=change)
     with pytest.raises(RoundError):
         merged(STRATEGIES["fedfisher"](secure=SecureSums()), app)
+
+
+@pytest.mark.parametrize("split", [[[2], [2]], [[3]], [[5]]])
+def test_a_layout_that_changes_between_the_stages_ends_the_round(split, tmp_path):
+    """Of another number of tensors, or entries, than the exponents were told of."""
+
+    def change(content, context, stage):
+        if stage != "values":
+            return
+        arrays = content.array_records["arrays"]
+        layout = json.loads(arrays["secure/layout"].numpy().tobytes())
+        (bias,) = [row for row in layout if row[2] == [4] and "0.bias" in row[0]]
+        changed = [
+            [f"{bias[0]}{i or ''}", bias[1], shape] for i, shape in enumerate(split)
+        ]
+        place = layout.index(bias)
+        text = json.dumps([*layout[:place], *changed, *layout[place + 1 :]])
+        arrays["secure/layout"] = Array(np.frombuffer(text.encode(), np.uint8))
+
+    app = secure_app(tmp_path, change=change)
+    with pytest.raises(RoundError, match=r"words for \d+ entries"):
+        merged(FedAvg(fraction_evaluate=0.0, secure=SecureSums()), app, clients=3)
 
 
 def keys_of(folder, names):

@@ -312,6 +312,15 @@ def test_a_round_that_all_others_need_is_not_skipped():
     assert [tct.may_skip(n) for n in (1, 2, 3, 4)] == [True, True, False, True]
 
 
+def test_a_run_ends_where_a_round_fails_that_all_others_need(clock):
+    hangs_later = Behaviour(seconds=lambda times: 1.0 if times == 0 else inf)
+    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), hangs_later), clock, 3)
+    skip = Waiting(on_failed_round="skip")
+    with pytest.raises(RoundError):
+        start(grid, make=TCT, stage1_rounds=1, num_rounds=3, timeout=9, waiting=skip)
+    assert {times for times in grid.times.values()} == {2}  # nobody is asked again
+
+
 # Flower's own loop
 
 

@@ -51,8 +51,12 @@ def test_clients_are_asked_as_they_come(clock):
     assert DAY <= clock.now < DAY + 10
 
 
-def test_a_reply_that_comes_while_a_newcomer_is_asked_is_not_late(clock):
-    trains = Behaviour(seconds=lambda times: 60.0)
+@pytest.mark.parametrize("leave", [inf, 40.0])
+def test_a_reply_that_comes_while_a_newcomer_is_asked_is_not_late(clock, leave):
+    """Where all others have left, the newcomer's answer is waited for."""
+    trains = Behaviour(
+        seconds=lambda times: 60.0, connected=lambda now: not leave <= now < 70
+    )
     for when in range(44, 60, 4):
         new = Behaviour(answers=6.0, connected=lambda now, when=when: now > when)
         grid = ClockedGrid(tiny_app(), {0: trains, 1: trains, 2: new}, clock, 3)
