@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-ASIDE = ".partial"  # how a file ends that is not yet whole
-_ASIDE = re.compile(rf"\.\d+{re.escape(ASIDE)}$")
+# What a file is called that is not yet whole: by us, and by safetensors.
+_ASIDE = re.compile(r".+\.\d+\.partial|\.tmp\w{6}")
 
 
 def save_tensors(
@@ -110,8 +111,8 @@ def save_text(path: Path, text: str) -> None:
 def sweep(folders: Iterable[Path]) -> None:
     """Delete what killed processes left in folders, where nobody else is writing."""
     for folder in folders:
-        for path in folder.glob(f"*{ASIDE}"):
-            if _ASIDE.search(path.name):
+        for path in folder.glob("*"):
+            if is_aside(path):
                 path.unlink(missing_ok=True)
 
 
@@ -142,8 +143,18 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
+def aside_of(path: Path) -> Path:
+    """Return where this thread, and no other one, writes a file that is not whole."""
+    return path.with_name(f"{path.stem}.{threading.get_native_id()}.partial")
+
+
+def is_aside(path: Path) -> bool:
+    """Return whether a file is one that somebody writes, or was writing, aside."""
+    return bool(_ASIDE.fullmatch(path.name))
+
+
 def _save(path: Path, write: Callable[[Path], object], durable: bool) -> None:
-    aside = path.with_name(f"{path.stem}.{os.getpid()}{ASIDE}")
+    aside = aside_of(path)
     try:
         write(aside)
         if durable:

@@ -1,6 +1,7 @@
 """What a client keeps on its disk: found again, whole, and no more than may be."""
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flwr_fisher import files as files_of
 from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import ClientError, ConfigurationError
 
@@ -232,10 +234,16 @@ def test_an_entrys_files_go_together(tmp_path):
     assert len(files(tmp_path)) == 2
 
 
-def test_half_written_files_of_old_entries_go_too(tmp_path):
+@pytest.mark.parametrize("name", ["control-000001.123.partial", ".tmpEgrDgE"])
+def test_half_written_files_of_old_entries_go_too(tmp_path, name):
+    """Ours, and those that safetensors makes."""
     old, new = disk(tmp_path, "a"), disk(tmp_path, "b", limit=20 * KB)
     old.path.mkdir(parents=True)
-    (old.path / "control-000001.123.partial").write_bytes(bytes(50 * KB))
+    aside = old.path / name
+    aside.write_bytes(bytes(50 * KB))
+    new.save("control", kilobytes(10))
+    assert entries(tmp_path) == ["a", "b"]  # somebody may be writing it
+    os.utime(aside, (0, 0))
     new.save("control", kilobytes(10))
     assert entries(tmp_path) == ["b"]
 
@@ -317,6 +325,65 @@ def test_clients_do_not_get_in_each_others_way(tmp_path, same):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_what_another_makes_room_for_leaves_what_is_being_written(
+    tmp_path, monkeypatch
+):
+    mine, other = disk(tmp_path, "a"), disk(tmp_path, "b", limit=KB)
+    other.save("control", kilobytes(10))
+    real = files_of.save_file
+
+    def slow(*args):
+        real(*args)
+        other._make_room()
+
+    monkeypatch.setattr(files_of, "save_file", slow)
+    mine.save("control", kilobytes(10))
+    assert mine.load("control") is not None
+
+
+def test_a_folder_that_others_delete_while_it_is_empty_is_made_again(
+    tmp_path, monkeypatch
+):
+    mine, make, left = disk(tmp_path), ClientDisk._make_folder, 9
+
+    def deleted(self):
+        nonlocal left
+        make(self)
+        left -= 1
+        if left > 0:
+            self.path.rmdir()
+
+    monkeypatch.setattr(ClientDisk, "_make_folder", deleted)
+    mine.save("control", kilobytes(1))
+    assert mine.load("control") is not None
+
+
+def test_what_was_made_is_there_although_others_delete_it_at_once(
+    tmp_path, monkeypatch
+):
+    def deleted(self):
+        shutil.rmtree(self.path)
+
+    monkeypatch.setattr(ClientDisk, "_make_room", deleted)
+    made = disk(tmp_path).made_once("features", lambda: kilobytes(1))
+    assert torch.equal(made["z"], kilobytes(1)["z"])
+
+
+def test_a_file_that_vanishes_while_it_is_opened_is_not_there(
+    tmp_path, monkeypatch, caplog
+):
+    mine, real = disk(tmp_path), torch.UntypedStorage.from_file
+    mine.save("control", kilobytes(1))
+
+    def late(*args, **kwargs):
+        mine.drop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
+    assert mine.load("control") is None
+    assert not caplog.records
 
 
 def test_files_that_vanish_while_they_are_counted_are_no_error(tmp_path, monkeypatch):

@@ -313,6 +313,7 @@ def test_what_a_killed_server_did_not_delete_any_more_goes(whole, stopped, tmp_p
 
 def test_what_a_killed_server_left_half_written_goes(run):
     left = [run / "round-0002.77.partial", run / UPLOADS / "partition-1.77.partial"]
+    left.append(run / UPLOADS / ".tmpEgrDgE")  # safetensors'
     theirs = [run / "mine.partial", run / "notes" / "round.77.partial"]
     theirs[1].parent.mkdir()
     for path in [*left, *theirs]:

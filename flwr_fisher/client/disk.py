@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError, ConfigurationError, check_whole
-from flwr_fisher.files import ASIDE, save_tensors
+from flwr_fisher.files import aside_of, is_aside, save_tensors
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 
@@ -33,12 +33,11 @@ STATE_BYTES = 4 * 2**30
 _LOCK, _SUFFIX = "lock", ".safetensors"
 # What is called otherwise is not ours, and stays.
 _NAME, _KEY = re.compile(r"[a-z]+(-[a-z]+)*"), re.compile(r"[0-9a-f]{1,32}")
-_FILE = re.compile(
-    rf"{_LOCK}|{_NAME.pattern}-\d{{6,}}(\.\d+{re.escape(ASIDE)}|{re.escape(_SUFFIX)})"
-)
+_FILE = re.compile(rf"{_LOCK}|{_NAME.pattern}-\d{{6,}}{re.escape(_SUFFIX)}")
 _STALE = 3600  # seconds after which nobody is still writing a file
 _BLOCK = 4096  # bytes of a disk that the smallest file takes
 _MOST = 1000  # entries, all of which are looked at whenever one is written
+_TRIES = 100  # at a folder that others delete just when it is made
 
 
 class Kept(NamedTuple):
@@ -149,10 +148,9 @@ class ClientDisk:
         path = self._file(name, step)
         try:
             kept = _read(path)
-        except FileNotFoundError:
-            return None
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            logger.warning("%s is damaged, and treated as lost: %s", path, error)
+        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+            if path.exists():  # PyTorch's error is a RuntimeError
+                logger.warning("%s is damaged, and treated as lost: %s", path, error)
             return None
         _use(path)
         return kept
@@ -199,12 +197,12 @@ class ClientDisk:
         texts["checksum"] = str(_checksum(held, texts))
         for tries_left in (2, 1, 0):
             try:
-                self._make_folder()
                 _sweep(self.path)
+                self._claim(aside_of(path))
                 save_tensors(path, held, texts, durable=durable)
                 break
             except (SafetensorError, OSError) as error:
-                # Another process of this client may have deleted the folder.
+                # Somebody may have emptied the folder by hand.
                 if not tries_left:
                     raise self._refused(error) from error
         _use(path)
@@ -221,14 +219,12 @@ class ClientDisk:
         ClientError
             If the disk refuses.
         """
-        kept = self.load(name)
-        if kept is None:
-            self.save(name, make())
-            try:
-                kept = _read(self._file(name, 0))
-            except (SafetensorError, OSError, ValueError, KeyError) as error:
-                raise self._refused(error) from error
-        return kept.tensors
+        if (kept := self.load(name)) is not None:
+            return kept.tensors
+        made = dict(make())
+        self.save(name, made)
+        # Another process of this client may need the room at once.
+        return made if (kept := self.load(name)) is None else kept.tensors
 
     def drop(self, name: str = "", keep: Collection[int] = ()) -> None:
         """Delete what is kept of a name, or of all, but for some steps."""
@@ -268,6 +264,17 @@ class ClientDisk:
         space.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
 
+    def _claim(self, aside: Path) -> None:
+        """Make the folder, and a file in it, with which nobody else deletes it."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._make_folder()
+                aside.touch()
+                return
+            except (FileNotFoundError, FileExistsError):  # it is being deleted
+                if not tries_left:
+                    raise
+
     def _make_room(self) -> None:
         """Delete the oldest entries until the others are within the limits."""
         entries = self._entries()
@@ -290,11 +297,15 @@ class ClientDisk:
                 folder.rmdir()
 
     def _entries(self) -> dict[Path, list[Path]]:
-        """Return this client's files of this namespace, by the entry's folder."""
+        """Return this client's files of this namespace, by the entry's folder.
+
+        What another process is writing counts when it is whole.
+        """
         entries = {}
         for folder in _listed(self._client_folder):
             if _KEY.fullmatch(folder.name) and not folder.is_symlink():
-                own = [p for p in _listed(folder) if _FILE.fullmatch(p.name)]
+                files = _listed(folder)
+                own = [p for p in files if _FILE.fullmatch(p.name) or _is_left(p)]
                 entries.update({folder: own} if own else {})
         return entries
 
@@ -345,11 +356,16 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what a crash left half written; others may be writing just now."""
+    """Delete what a crash left half written."""
     for path in _listed(folder):
-        old = time.time_ns() - _stat(path, "st_mtime_ns") > _STALE * 10**9
-        if path.name.endswith(ASIDE) and old:
+        if _is_left(path):
             _delete(path)
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether a file is half written, and nobody is at work on it any more."""
+    age = time.time_ns() - _stat(path, "st_mtime_ns")
+    return is_aside(path) and age > _STALE * 10**9
 
 
 def _stat(path: Path, what: str) -> int:
