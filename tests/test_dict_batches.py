@@ -26,7 +26,7 @@ from flwr_fisher.curvature import (
 )
 from flwr_fisher.errors import DataError
 from flwr_fisher.measures.accuracy import accuracies
-from flwr_fisher.strategies import FAGH, TCT, FedFish, FedFisherOneShot, FedGA, FedPM
+from flwr_fisher.strategies import FedGA, FedPM
 from flwr_fisher.testing import LocalGrid
 
 CPU = torch.device("cpu")
@@ -124,12 +124,8 @@ def test_evaluation_gives_the_same_numbers(form, config):
 
 
 METHODS = {
-    "FAGH": lambda: FAGH(lr=0.1, rho=1.0),
-    "FedFish": FedFish,
-    "FedFisher": FedFisherOneShot,
     "FedGA": FedGA,
     "FedPM": FedPM,
-    "TCT": lambda: TCT(stage1_rounds=1, num_features=20, local_steps=5),
 }
 
 

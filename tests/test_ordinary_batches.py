@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from flwr_fisher.client import FisherClient, score
+from flwr_fisher.client import FisherClient, LocalSGD, score
 from flwr_fisher.curvature import Pairs, fisher, gradient
 from flwr_fisher.curvature.batch import count_labels, read
 from flwr_fisher.curvature.batches import at_most, count_of
@@ -266,12 +266,6 @@ def test_what_cannot_be_told_is_refused_by_name(form, culprit):
 
 def test_a_model_that_takes_any_name_gets_all_tensors_by_name():
     batch = {"left": 2 * X, "right": X, "labels": Y, "path": ["a"] * N}
-    assert (
-        torch.equal(
-            read(batch, AnyName()).inputs(AnyName()), read(batch, Two()).inputs(Two())
-        )
-        or True
-    )
     assert set(read(batch, AnyName()).inputs.kwargs) == {"left", "right"}
 
 
@@ -413,6 +407,36 @@ def test_the_gradient_is_of_the_mean_over_labels(size):
 def test_labels_are_counted():
     assert count_labels(LABELS) == 6
     assert count_labels(torch.zeros(4, 2)) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_whole_numbers_are_read_as_int64(dtype):
+    labels = torch.tensor([1, 100, 156 if dtype == torch.uint8 else -100])
+    made = read((torch.zeros(3, D), labels.to(dtype)), MODEL)  # 156 is -100 in uint8
+    assert torch.equal(made.labels, labels)
+    assert made.num_labels == (3 if dtype == torch.uint8 else 2)
+
+
+UNFIT = {
+    "bool": (Y > 0, "torch.bool"),
+    "a column": (Y.unsqueeze(1), r"labels of shape \(4, 1\)"),
+    "numbers": (Y.float(), "labels of shape .* torch.float32"),
+    "no such class": (Y + C * (torch.arange(N) > 7), "Target"),  # in the last batch
+}
+
+
+@pytest.mark.parametrize(("labels", "culprit"), UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize("function", ["score", "train", "gradient"])
+def test_labels_that_the_loss_refuses_are_named(labels, culprit, function):
+    loader = list(zip(X.split(4), labels.split(4), strict=True))
+    call = {
+        "score": lambda: score(MODEL, loader, torch.device("cpu"), F.cross_entropy),
+        "train": lambda: LocalSGD()(nn.Linear(D, C), loader, torch.device("cpu"), {}),
+        "gradient": lambda: gradient(MODEL, loader),
+    }
+    with pytest.raises(DataError, match=culprit) as raised:
+        call[function]()
+    assert "batch_fn" in str(raised.value)
 
 
 def test_a_loss_that_is_no_mean_over_labels_is_refused():

@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 from virtual import ask, metrics_of, same_bits, tiny_client, tiny_data, tiny_model
@@ -96,6 +97,10 @@ def with_inputs(change, labels=None):
     return [(change(x), y if labels is None else labels)]
 
 
+def broadcasting(outputs, labels):
+    return (outputs - labels).square().mean()
+
+
 batch_statistics = nn.Sequential(
     nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)
 )
@@ -128,7 +133,7 @@ FAILURES = {
     "no-pair": fails(DataError, "named as labels", loader=[{"a": REAL, "b": REAL}]),
     "no-labels": fails(
         DataError,
-        "needs labels",
+        "labels are needed",
         loader=DataLoader(tiny_data(2).tensors[0], 4),
         config=EMPIRICAL,
     ),
@@ -143,6 +148,19 @@ FAILURES = {
         r"label 7 is outside \[0, 3\)",
         loader=with_inputs(lambda x: x, torch.full((12,), 7)),
         config={"job": "fedfish"},
+    ),
+    "label-range-unused": fails(
+        DataError,
+        r"label 7 is outside \[0, 3\)",  # on a GPU, training would end the process
+        loader=with_inputs(lambda x: x, torch.full((12,), 7)),
+    ),
+    "broadcast": fails(
+        StructureError,
+        r"Labels \[4\] may be broadcast against outputs \[4, 1\]",
+        model=lambda: nn.Linear(3, 1),
+        loader=with_inputs(lambda x: x, REAL),
+        likelihood="gaussian",
+        train_fn=LocalSGD(loss_fn=broadcasting),
     ),
     "gaussian": fails(
         DataError, "do not fit outputs", likelihood="gaussian", config=EMPIRICAL
@@ -518,7 +536,39 @@ def test_a_stream_keeps_its_first_batch(caplog):
     with pytest.raises(Trained), caplog.at_level(logging.INFO):
         ask_untrained(loader=loader)
     assert loader.dataset.read == 0
-    assert "The data are a stream: no batch is tried before training" in caplog.text
+    assert "Nothing can be tried before training: the data are a stream" in caplog.text
+
+
+def untrained(number, loss):
+    raise AssertionError("an epoch was trained")
+
+
+def test_a_stream_is_tried_on_the_first_batch_of_its_training():
+    model, loader = NaN(3, 3), DataLoader(Chunks(), 4)
+    train_fn = LocalSGD(on_epoch=untrained)
+    with pytest.raises(ClientError, match=r"outputs of the first .* hold NaN"):
+        ask_untrained(model, loader, train_fn=train_fn)
+    assert loader.dataset.read == 4  # examples, of the first batch
+    assert all(p.grad is None for p in model.parameters())  # no step was begun
+
+
+def test_what_is_tried_on_a_streams_first_batch_changes_nothing(monkeypatch):
+    batches = list(DataLoader(tiny_data(2), 4, shuffle=True))
+    client = FisherClient(tiny_model(), Again(batches), device="cpu")
+    tried = ask(client, config={"structure": "kfac"})
+    monkeypatch.setattr(train, "try_upload", lambda *arguments: None)
+    client = FisherClient(tiny_model(), Again(batches), device="cpu")
+    untried = ask(client, config={"structure": "kfac"})
+    (one,), (two,) = (m.content.array_records.values() for m in (tried, untried))
+    assert same_bits(one, two)
+
+
+def test_the_first_examples_may_lack_labels():
+    x, y = tiny_data(2).tensors
+    y = y.where(torch.arange(len(y)) > 7, -100)  # of two batches of four
+    loader = DataLoader(TensorDataset(x, y), 4)
+    client = FisherClient(tiny_model(), loader, device="cpu")
+    assert ask(client, config={"structure": "kfac"})
 
 
 def prepare(worker):

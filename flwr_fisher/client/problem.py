@@ -21,7 +21,7 @@ from flwr_fisher.client.losses import LOSSES, Loss, cross_entropy
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
-from flwr_fisher.curvature.batch import BatchFn, OutputFn
+from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn
 from flwr_fisher.curvature.batches import Pairs, batches_of, count_of, default_reading
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
@@ -93,6 +93,9 @@ class LocalProblem:
     batch_fn: BatchFn | None = None
     output_fn: OutputFn | None = None
     evaluate_fn: EvaluateFn | None = None
+    on_first_batch: list[Callable[[Batch], object]] = field(
+        default_factory=list, init=False
+    )
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
@@ -235,7 +238,8 @@ class LocalProblem:
         **options: Any,
     ) -> Any:
         """Call a user's loop; `batch_fn` reads what it hands to this library."""
-        with default_reading(self.batch_fn, self.output_fn):
+        on_first, self.on_first_batch = self.on_first_batch, []
+        with default_reading(self.batch_fn, self.output_fn, on_first):
             return loop(self.model, loader, self.device, config, **options)
 
     def trainable(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from flwr_fisher.client.losses import Loss, cross_entropy
 from flwr_fisher.client.training_checkpoint import KeptTraining, TrainingCheckpoint
 from flwr_fisher.curvature.batch import Batch, Inputs, num_correct
 from flwr_fisher.curvature.batches import batches_of, count_of
-from flwr_fisher.curvature.gradients import check_mean_over_labels
+from flwr_fisher.curvature.losses import check_mean_over_labels, loss_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import (
     ClientError,
@@ -198,7 +198,7 @@ class LocalSGD:
                 ) -> Tensor:
                     optimizer.zero_grad()
                     with mixed():
-                        loss = loss_fn(batch.inputs(model), batch.labels)
+                        loss = loss_of(loss_fn, batch.inputs(model), batch.labels)
                     scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                     scaler.unscale_(optimizer)
                     if on_gradients is not None:
@@ -214,8 +214,9 @@ class LocalSGD:
                     progress.tell(f"epoch {epoch} of {self.epochs}, {loss_so_far}")
             if not count:
                 raise DataError(
-                    "the training loader has no examples; a client reads its loader "
-                    "several times, so one that can be read once is empty by now"
+                    "the training loader has no examples, or none with a label other "
+                    "than -100; a client reads its loader several times, so one that "
+                    "can be read once is empty by now"
                 )
             mean = float(total) / count
             if schedule is not None:
@@ -351,7 +352,7 @@ def score(
             output, y = batch.inputs(model), batch.labels
             if not labelled:
                 _warn_unless_mean(output, y, loss_fn)
-            loss += float(loss_fn(output, y)) * labels
+            loss += float(loss_of(loss_fn, output, y)) * labels
             correct += num_correct(output, y)
             labelled += labels
     if not labelled:

@@ -13,11 +13,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from textwrap import wrap
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -30,8 +31,10 @@ from torch.utils.data import (
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature import Curvature
-from flwr_fisher.curvature.batch import Batch, Inputs
+from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import sampler_of, with_positions
+from flwr_fisher.curvature.estimate.likelihood import likelihood_of
+from flwr_fisher.curvature.losses import check_mean_over_labels
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import ClientError, DataError, FlwrFisherError
 from flwr_fisher.log_lines import logger
@@ -70,31 +73,54 @@ def on_few_examples(
     Returns
     -------
     Result | None
-        None, with a line in the log, of a stream, whose batches may come only once; of
-        a model that cannot be copied; where reading fails, since what it fails of may
-        be that it is done so; and of a data set that is more than tensors where a
-        process cannot be forked, unless its loader has workers.
+        None, with a line in the log, of a stream or a loader of another class, whose
+        batches may come only once; of a model that cannot be copied; where reading
+        fails, since what it fails of may be that it is done so; and of a data set that
+        is more than tensors where a process cannot be forked, unless its loader has
+        workers. Then the attempt is made on the first batch that the training reads
+        through this library, before its first step.
 
     Raises
     ------
     DataError
         If a batch has a form that this library does not read.
     """
+    try:
+        return _attempted(problem, attempt, partial(_batch, problem))
+    except _UntriedError as why:
+        logger.info("Nothing can be tried before training: %s", why)
+
+    def on_first_batch(batch: Batch) -> None:
+        try:
+            _attempted(problem, attempt, lambda count: batch[:count])
+        except _UntriedError as why:
+            logger.info("Nothing can be tried on the first batch: %s", why)
+
+    problem.on_first_batch.append(on_first_batch)
+    return None
+
+
+class _UntriedError(Exception):
+    """Why examples cannot be tried."""
+
+
+def _attempted(
+    problem: LocalProblem,
+    attempt: Callable[[LocalProblem, Batch], Result],
+    read: Callable[[int | None], Batch],
+) -> Result:
     with seeded(0):
         for count in (_FEW, None):
             try:
-                batch = _batch(problem, count)
+                batch = read(count)
                 copied = replace(problem, model=copy.deepcopy(problem.model))
-            except FlwrFisherError:
+            except (FlwrFisherError, _UntriedError):
                 raise
             except Exception as error:
                 why = str(error).strip().rpartition("\n")[2]  # a worker's: a traceback
-                kind = type(error).__name__
-                logger.info("Nothing can be tried before training: %s: %s", kind, why)
-                return None
-            if batch is None:
-                logger.info("The data are a stream: no batch is tried before training")
-                return None
+                raise _UntriedError(f"{type(error).__name__}: {why}") from error
+            if batch.labels is not None and not batch.num_labels:
+                continue  # nothing can be made of labels that are all -100
             try:
                 return attempt(copied, batch)
             except FlwrFisherError:
@@ -102,19 +128,19 @@ def on_few_examples(
             except Exception:
                 if count is None:
                     raise
-    return None
+    raise _UntriedError("no label of the first examples is given")
 
 
 # Examples
 
 
-def _batch(problem: LocalProblem, count: int | None) -> Batch | None:
-    """Return some training examples, by default a batch of them; None of a stream."""
+def _batch(problem: LocalProblem, count: int | None) -> Batch:
+    """Return some training examples, by default a batch of them."""
     loader: Any = problem.trainloader
     if isinstance(loader, (list, tuple)) and loader:
         batch = loader[0]
     elif type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        return None
+        raise _UntriedError("the data are a stream, or their loader is no DataLoader")
     else:
         batch = _read(loader, _positions(loader, count))
     return problem.train_batches.read(batch, problem.model)[:count]
@@ -168,20 +194,23 @@ def _positions(loader: DataLoader[Any], count: int | None) -> Any:
     return list(positions[: size if count is None else count])
 
 
-def check_outputs(problem: LocalProblem, inputs: Inputs) -> None:
-    """Refuse a model whose outputs are no tensor, or not finite.
+def check_outputs(problem: LocalProblem, batch: Batch) -> None:
+    """Refuse a model whose outputs are no tensor, not finite, or unlike the labels.
 
     Raises
     ------
     DataError, ClientError
-        If the outputs are not finite: because of the inputs, or of the parameters.
+        If the outputs are not finite, because of the inputs or of the parameters; or
+        labels name classes that there are not, which ends a process with a GPU.
     StructureError
-        If they are no tensor.
+        If they are no tensor; or labels of another shape make the loop's loss no mean.
     """
-    model = problem.model
+    model, inputs = problem.model, batch.inputs
     with evaluating(model), torch.no_grad():
         outputs = inputs.to(problem.device)(model)
     if outputs.isfinite().all():
+        if isinstance(batch.labels, Tensor):
+            _check_labels(problem, outputs.cpu(), batch.labels.cpu())
         return
     if not all(tensor.isfinite().all() for tensor in inputs.tensors):
         raise DataError(
@@ -192,6 +221,15 @@ def check_outputs(problem: LocalProblem, inputs: Inputs) -> None:
         "the model's outputs of the first training examples hold NaN or infinity at "
         "the parameters that the server sent: look at them, and at the inputs' scale"
     )
+
+
+def _check_labels(problem: LocalProblem, outputs: Tensor, labels: Tensor) -> None:
+    loss_fn = getattr(problem.train_fn, "loss_fn", None)
+    if labels.dtype == torch.int64 and labels.shape == outputs.shape[:-1]:
+        if problem.has_classes:
+            likelihood_of(problem.likelihood).score(outputs, labels)
+    elif labels.is_floating_point() and labels.shape != outputs.shape and loss_fn:
+        check_mean_over_labels(outputs, labels, loss_fn)
 
 
 # What the log says

@@ -23,6 +23,8 @@ TARGETS = ("label", "labels", "label_ids", "y", "target", "targets", "fine_label
 IGNORED = -100
 """PyTorch's ``ignore_index``: where an integer label is this, there is none."""
 
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
 _WAY_OUT = (
     "pass FisherClient(batch_fn=...) or curvature.Pairs(loader, batch_fn), "
     "such as lambda batch: (batch['img'], batch['label'])"
@@ -241,6 +243,8 @@ def read(
     """
     if isinstance(batch, Batch):
         return batch
+    if hasattr(model, "called_like"):
+        output_fn = None  # of another model's outputs, for which this one stands
     if batch_fn is not None:
         pair = batch_fn(batch)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -259,6 +263,8 @@ def read(
     else:
         inputs, labels = _inputs(batch, output_fn), None
     _check_call(inputs, model, batch)
+    if isinstance(labels, Tensor) and labels.dtype in _NARROW:
+        labels = labels.long()  # 156 is -100 in uint8, and losses refuse int32
     return Batch(inputs, labels)
 
 

@@ -3,7 +3,7 @@
 Long: how a loader is read, to its end or for some examples, is said here alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
@@ -29,6 +29,7 @@ from flwr_fisher.randomness import random_stream
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
     "defaults", default=(None, None)
 )
+_of_the_first: ContextVar[list[Callable[[Batch], object]]] = ContextVar("of_the_first")
 
 
 class Pairs(Iterable[Any]):
@@ -47,6 +48,7 @@ class Pairs(Iterable[Any]):
       names are arguments of the model's ``forward`` are passed by name, and what it
       cannot take is left out, as by transformers' ``Trainer``. One tensor of any other
       name is the model's first argument.
+    - Labels of whole numbers are read as int64, as PyTorch's losses want them.
     - A transformers model of causal language, which shifts labels by itself, gets
       labels shifted by one.
     - A model's outputs are the tensor that it returns, what it names ``logits``, or the
@@ -105,17 +107,29 @@ def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
 
 @contextmanager
 def default_reading(
-    batch_fn: BatchFn | None, output_fn: OutputFn | None
+    batch_fn: BatchFn | None,
+    output_fn: OutputFn | None,
+    on_first_batch: Sequence[Callable[[Batch], object]] = (),
 ) -> Iterator[None]:
     """Within it, a loader that is no :class:`Pairs` is read by these two functions.
 
     So a client's own loop gets its own loader, and may hand it to ``LocalSGD``.
+
+    Parameters
+    ----------
+    batch_fn, output_fn : Callable, optional
+        As of :class:`Pairs`.
+    on_first_batch : Sequence[Callable[[Batch], object]], default ()
+        Called once, with the first batch that :func:`batches_of` reads, before that is
+        handed on.
     """
     token = _defaults.set((batch_fn, output_fn))
+    own = _of_the_first.set(list(on_first_batch))
     try:
         yield
     finally:
         _defaults.reset(token)
+        _of_the_first.reset(own)
 
 
 def batches_of(
@@ -147,7 +161,7 @@ def batches_of(
         If the loader is one tensor, a batch's form is not to be told, or it lacks
         labels.
     """
-    own = pairs_of(loader)
+    own, waiting = pairs_of(loader), _of_the_first.get([])
     for batch in own.loader:
         made = own.read(batch, model)
         if labelled and not hasattr(made.labels, "to"):
@@ -157,6 +171,8 @@ def batches_of(
                 "FisherClient(batch_fn=...) or Pairs(loader, batch_fn)"
             )
         if len(made):
+            while waiting:
+                waiting.pop(0)(made)
             yield made.to(device)
             if report:
                 advance(len(made))

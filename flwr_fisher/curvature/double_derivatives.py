@@ -12,7 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.gradients import Derivatives, Loss, MeanLoss
+from flwr_fisher.curvature.gradients import Derivatives
+from flwr_fisher.curvature.losses import Loss, MeanLoss
 from flwr_fisher.curvature.models import is_refusal, outputs_with
 from flwr_fisher.errors import StructureError
 from flwr_fisher.params import Params

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Batch, Inputs, count_labels
+from flwr_fisher.curvature.batch import Batch, Inputs
 from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.losses import Loss, MeanLoss
 from flwr_fisher.curvature.models import (
     check_examples_are_independent,
     device_of,
@@ -16,15 +17,11 @@ from flwr_fisher.curvature.models import (
 )
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import (
-    ConfigurationError,
     DataError,
-    StructureError,
     check_range,
 )
 from flwr_fisher.params import Params, trainable_names
 
-Loss = Callable[[Tensor, Any], Tensor]
-_MEAN = 1e-5  # relative and absolute: above rounding in float32
 # Of one batch: its mean loss, then one derivative of that, or several, each with a
 # tensor for each parameter, or None where it is zero.
 Derivatives = tuple[Tensor, *tuple[Sequence[Tensor | None], ...]]
@@ -125,35 +122,6 @@ def checked_parameters(
     return {name: model.get_parameter(name) for name in trainable_names(model)}
 
 
-def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
-    """Return a batch's loss as a scalar that can be differentiated.
-
-    Parameters
-    ----------
-    loss : object
-        What a loss function returned.
-    differentiable : bool, default True
-        Whether it must be one that can be.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is no scalar.
-    StructureError
-        If it depends on no trainable parameter.
-    """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
-        raise ConfigurationError(
-            f"loss_fn must return the mean loss of a batch, a scalar tensor; got {got}"
-        )
-    if differentiable and not loss.requires_grad:
-        raise StructureError(
-            "the loss depends on no trainable parameter, so it has no gradient"
-        )
-    return loss.reshape(())
-
-
 def mean_derivatives(
     model: nn.Module,
     parameters: Params,
@@ -212,79 +180,3 @@ def _parts(batches: Iterable[Batch], size: int | None) -> Iterator[Batch]:
         most = size or len(batch)
         for start in range(0, len(batch), most):
             yield batch[start : start + most]
-
-
-class MeanLoss:
-    """A loss that must be the mean over a batch's labels, which is tried on the first.
-
-    Then its mean over all data does not depend on how they are batched.
-
-    Parameters
-    ----------
-    loss_fn : Callable[[Tensor, Any], Tensor]
-        The loss.
-    """
-
-    def __init__(self, loss_fn: Loss) -> None:
-        self.loss_fn, self._checked = loss_fn, False
-
-    def __call__(self, outputs: Tensor, labels: Any) -> Tensor:
-        """Return the loss.
-
-        Raises
-        ------
-        ConfigurationError
-            If it is no scalar.
-        StructureError
-            If it is another function of the batch than the mean over its labels.
-        """
-        if not self._checked:
-            self._checked = check_mean_over_labels(
-                outputs.detach(), labels, self.loss_fn
-            )
-        return checked_loss(self.loss_fn(outputs, labels))
-
-
-def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
-    """Check that a loss is the mean over a batch's labels; return whether it could be.
-
-    It is tried on two parts of the batch; a single label tells nothing.
-
-    Parameters
-    ----------
-    outputs, labels : Tensor, Any
-        A batch's.
-    loss_fn : Callable[[Tensor, Any], Tensor]
-        The loss.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is no scalar.
-    StructureError
-        If it is another function of the batch.
-    """
-    n = len(outputs)
-    whole = checked_loss(loss_fn(outputs, labels), differentiable=False)
-    if not isinstance(labels, Tensor) or len(labels) != n or not whole.isfinite():
-        return False
-    tried = False
-    for cut in sorted({1, n // 2, n - 1} - {0, n}):
-        parts = slice(cut), slice(cut, None)
-        numbers = [count_labels(labels[rows]) for rows in parts]
-        if not all(numbers):
-            continue
-        losses = [loss_fn(outputs[rows], labels[rows]) for rows in parts]
-        terms = [k * loss for k, loss in zip(numbers, losses, strict=True)]
-        mean, tried = (terms[0] + terms[1]) / sum(numbers), True
-        tolerance = max(_MEAN, 8 * torch.finfo(whole.dtype).eps)
-        if not torch.isclose(mean.reshape(()), whole, tolerance, _MEAN):
-            break
-    else:
-        return tried
-    raise StructureError(
-        f"the loss of a batch is {float(whole):.6g}, and the mean over its labels of "
-        f"losses of its parts {float(mean):.6g}: loss_fn must be a mean over labels "
-        "(-100 is none). With weights of classes, divide by the number of labels: "
-        "F.cross_entropy(outputs, labels, weight=w, reduction='sum') / len(labels)"
-    )

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flwr_fisher.curvature.double_derivatives import DoubleDerivatives
-from flwr_fisher.curvature.gradients import Loss, checked_parameters, mean_derivatives
+from flwr_fisher.curvature.gradients import checked_parameters, mean_derivatives
+from flwr_fisher.curvature.losses import Loss
 from flwr_fisher.errors import StructureError, UnknownNameError
 from flwr_fisher.params import Params, check_same_layout
 

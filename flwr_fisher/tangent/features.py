@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -146,6 +147,7 @@ class TangentFeatures:
             raise DataError(
                 f"examples must be a tensor, or Inputs, got {type(x).__name__}"
             )
+        x = replace(x, output_fn=None)  # of the outputs that the head's stand for
         recurrent = recurrent_backwards(self._network)
         with torch.inference_mode(False), torch.enable_grad(), recurrent:
             x = x.mapped(lambda t: t.clone() if t.is_inference() else t.detach())

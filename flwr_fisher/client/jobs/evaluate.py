@@ -1,6 +1,7 @@
 """What a client measures: a model on its data, before and after making it its own."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,8 +40,9 @@ def evaluate_job(problem: LocalProblem, request: Request) -> Reply:
     ``personalise-fraction`` in (0, 0.5] and ``personalise-epochs``, for which see
     :class:`flwr_fisher.measures.Personalisation`. The metrics are ``num-examples``,
     ``loss`` and ``accuracy``, or the last two as ``zero-shot-…`` and
-    ``personalised-…``. Only a likelihood of classes has an accuracy. A client's own
-    ``evaluate_fn`` says what is measured on validation data.
+    ``personalised-…``. There is an accuracy where the likelihood is of classes and
+    labels name them: probabilities don't. A client's own ``evaluate_fn`` says what is
+    measured on validation data.
 
     Raises
     ------
@@ -92,7 +94,7 @@ def evaluation(
 def _scores(problem: LocalProblem, loader: Loader) -> dict[str, float]:
     loss, accuracy, n = score(problem.model, loader, problem.device, problem.loss)
     scores = {"num-examples": n, "loss": loss, "accuracy": accuracy}
-    if not problem.has_classes:
+    if not problem.has_classes or math.isnan(accuracy):
         del scores["accuracy"]
     return scores
 

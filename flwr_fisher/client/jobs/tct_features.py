@@ -118,7 +118,10 @@ def read_examples(loader: Loader, model: nn.Module, partition: int) -> Examples:
         batches = list(batches_of(loader, model, cpu, labelled=True))
     batches = [batch for batch in batches if batch.num_labels]
     if not batches:
-        raise DataError(f"the training loader of partition {partition} gives no batch")
+        raise DataError(
+            f"the training loader of partition {partition} gives no example with a "
+            "label other than -100"
+        )
     return Examples.of(batches)
 
 
@@ -143,8 +146,8 @@ def _digests(batch: Batch) -> list[bytes]:
 
 def _rows(tensor: Tensor) -> list[bytes]:
     """Return each row's bytes."""
-    rows = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy()
-    return [row.tobytes() for row in rows]
+    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+    return [row.tobytes() for row in rows.contiguous().view(torch.uint8).numpy()]
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
     device_of(problem.model, None)
 
     def attempt(problem: LocalProblem, batch: Batch) -> list[str]:
-        check_outputs(problem, batch.inputs)
+        check_outputs(problem, batch)
         curvature = job.trial_curvature(problem, batch)
         if request.options.get("report-local"):
             score(problem.model, [batch], problem.device, problem.loss)

@@ -23,8 +23,6 @@ from flwr_fisher.curvature.estimate.pieces import (
 )
 from flwr_fisher.errors import DataError, StructureError, check_known
 
-_WHOLE = (torch.int64, torch.int32, torch.int16)
-
 
 class Likelihood(ABC):
     """How a model's outputs turn into a distribution over labels.
@@ -188,9 +186,14 @@ class Categorical(Likelihood):
         return _from_probabilities(draws.reshape(p.shape[:-1]), p)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return ``onehot(y) - p`` for labels ``[n]`` or ``[n, T]``, 0 for -100."""
+        """Return ``onehot(y) - p`` for labels ``[n]`` or ``[n, T]``, 0 for -100.
+
+        Labels may be probabilities of the classes, in place of the one-hot ones.
+        """
         self.check_order(outputs, labels)
         p = _at_least_2d(outputs).softmax(-1)
+        if labels.shape == p.shape and labels.is_floating_point():
+            return labels.to(p.dtype) - p
         if labels.shape != p.shape[:-1] or labels.is_floating_point():
             raise DataError(
                 f"labels of shape {tuple(labels.shape)} and dtype {labels.dtype} do "
@@ -208,11 +211,13 @@ class Categorical(Likelihood):
 
     def num_labels(self, labels: Tensor) -> int:
         """Count the labels, of which an example may have several, without -100."""
+        if labels.is_floating_point():  # probabilities, of every class
+            return max(1, labels[..., 0].numel())
         return max(1, count_labels(labels))
 
     def ignored(self, labels: object) -> Tensor | None:
         """Return where integer labels are -100."""
-        if not isinstance(labels, Tensor) or labels.dtype not in _WHOLE:
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
         return labels == IGNORED
 
@@ -284,7 +289,8 @@ def check_labels(labels: object) -> Tensor:
     """Return a batch's labels; raise :class:`DataError` where there are none."""
     if not isinstance(labels, Tensor):
         raise DataError(
-            "this expectation needs labels: batches must be (inputs, labels)"
+            "labels are needed, and a batch has none, or no tensor of them: batches "
+            "must be (inputs, labels), or name them, as in an entry 'label'"
         )
     return labels
 

@@ -1,0 +1,173 @@
+"""The loss of a batch: one number, a mean over labels, and errors that name both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.curvature.batch import count_labels
+from flwr_fisher.errors import (
+    ConfigurationError,
+    DataError,
+    FlwrFisherError,
+    StructureError,
+)
+
+Loss = Callable[[Tensor, Any], Tensor]
+_MEAN = 1e-5  # relative and absolute: above rounding in float32
+
+
+def checked_loss(loss: object, *, differentiable: bool = True) -> Tensor:
+    """Return a batch's loss as a scalar that can be differentiated.
+
+    Parameters
+    ----------
+    loss : object
+        What a loss function returned.
+    differentiable : bool, default True
+        Whether it must be one that can be.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is no scalar.
+    StructureError
+        If it depends on no trainable parameter.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)
+        raise ConfigurationError(
+            f"loss_fn must return the mean loss of a batch, a scalar tensor; got {got}"
+        )
+    if differentiable and not loss.requires_grad:
+        raise StructureError(
+            "the loss depends on no trainable parameter, so it has no gradient"
+        )
+    return loss.reshape(())
+
+
+def loss_of(loss_fn: Loss, outputs: Tensor, labels: Any) -> Tensor:
+    """Return a batch's loss; where it fails, say for what outputs and labels.
+
+    Parameters
+    ----------
+    loss_fn : Callable[[Tensor, Any], Tensor]
+        The loss.
+    outputs, labels : Tensor, Any
+        A batch's.
+
+    Raises
+    ------
+    DataError
+        If the loss raises an error, with both shapes and dtypes.
+    """
+    try:
+        return loss_fn(outputs, labels)
+    except (FlwrFisherError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _failed(outputs, labels, error) from error
+
+
+def _failed(outputs: Tensor, labels: Any, error: Exception) -> DataError:
+    what = str(error).strip().partition("\n")[0].rstrip(".")
+    return DataError(
+        f"the loss fails on outputs {_form(outputs)} and labels {_form(labels)}, "
+        f"{type(error).__name__}: {what}. Change the labels, by "
+        "FisherClient(batch_fn=...) say, or loss_fn"
+    )
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"that are a {type(value).__name__}"
+    return f"of shape {tuple(value.shape)} and dtype {value.dtype}"
+
+
+class MeanLoss:
+    """A loss that must be the mean over a batch's labels, which is tried on the first.
+
+    Then its mean over all data does not depend on how they are batched.
+
+    Parameters
+    ----------
+    loss_fn : Callable[[Tensor, Any], Tensor]
+        The loss.
+    """
+
+    def __init__(self, loss_fn: Loss) -> None:
+        self.loss_fn, self._checked = loss_fn, False
+
+    def __call__(self, outputs: Tensor, labels: Any) -> Tensor:
+        """Return the loss.
+
+        Raises
+        ------
+        ConfigurationError
+            If it is no scalar.
+        StructureError
+            If it is another function of the batch than the mean over its labels.
+        """
+        if not self._checked:
+            self._checked = check_mean_over_labels(
+                outputs.detach(), labels, self.loss_fn
+            )
+        try:
+            loss = self.loss_fn(outputs, labels)
+        except IndexError as error:  # a class that there is not, in a later batch
+            raise _failed(outputs, labels, error) from error
+        return checked_loss(loss)
+
+
+def check_mean_over_labels(outputs: Tensor, labels: Any, loss_fn: Loss) -> bool:
+    """Check that a loss is the mean over a batch's labels; return whether it could be.
+
+    It is tried on two parts of the batch; a single label tells nothing.
+
+    Parameters
+    ----------
+    outputs, labels : Tensor, Any
+        A batch's.
+    loss_fn : Callable[[Tensor, Any], Tensor]
+        The loss.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is no scalar.
+    StructureError
+        If it is another function of the batch.
+    """
+    n = len(outputs)
+    whole = checked_loss(loss_of(loss_fn, outputs, labels), differentiable=False)
+    if not isinstance(labels, Tensor) or len(labels) != n or not whole.isfinite():
+        return False
+    tried = False
+    for cut in sorted({1, n // 2, n - 1} - {0, n}):
+        parts = slice(cut), slice(cut, None)
+        numbers = [count_labels(labels[rows]) for rows in parts]
+        if not all(numbers):
+            continue
+        losses = [loss_fn(outputs[rows], labels[rows]) for rows in parts]
+        terms = [k * loss for k, loss in zip(numbers, losses, strict=True)]
+        mean, tried = (terms[0] + terms[1]) / sum(numbers), True
+        tolerance = max(_MEAN, 8 * torch.finfo(whole.dtype).eps)
+        if not torch.isclose(mean.reshape(()), whole, tolerance, _MEAN):
+            break
+    else:
+        return tried
+    way_out = (
+        "With weights of classes, divide by the number of labels: "
+        "F.cross_entropy(outputs, labels, weight=w, reduction='sum') / len(labels)"
+    )
+    if labels.is_floating_point() and labels.shape != outputs.shape:
+        way_out = (
+            f"Labels {list(labels.shape)} may be broadcast against outputs "
+            f"{list(outputs.shape)}: give both one shape"
+        )
+    raise StructureError(
+        f"the loss of a batch is {float(whole):.6g}, and the mean over its labels of "
+        f"losses of its parts {float(mean):.6g}: loss_fn must be a mean over labels "
+        f"(-100 is none). {way_out}"
+    )
