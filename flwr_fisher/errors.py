@@ -206,6 +206,41 @@ def extra(name: str) -> Iterator[None]:
         raise MissingExtraError(str(error.name).partition(".")[0], name) from error
 
 
+@contextmanager
+def kept_record(what: object) -> Iterator[None]:
+    """Read in a ``with`` a record that a run has kept, by the keys of this version.
+
+    Parameters
+    ----------
+    what : object
+        The record, for the error.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the record and the way out, if another version wrote it.
+
+    Examples
+    --------
+    >>> with kept_record("journal.jsonl, line 3"):
+    ...     {}["round"]
+    Traceback (most recent call last):
+    flwr_fisher.errors.CheckpointError: journal.jsonl, line 3 is not as this version \
+    writes it (KeyError: 'round'): go on with the version of flwr-fisher that began \
+    the run, or begin anew in another checkpoint_dir
+    """
+    try:
+        yield
+    except FlwrFisherError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{what} is not as this version writes it ({type(error).__name__}: "
+            f"{error}): go on with the version of flwr-fisher that began the run, or "
+            "begin anew in another checkpoint_dir"
+        ) from error
+
+
 def printable(value: object, most: int = _MOST) -> str:
     r"""Return an untrusted value as text on one line, of at most `most` signs.
 

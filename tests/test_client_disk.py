@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from virtual import tiny_client
 
 from flwr_fisher import files as files_of
+from flwr_fisher.client import Request
 from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.client.jobs import kfac_sums
 from flwr_fisher.errors import ClientError, ConfigurationError
 
 KB = 1024
@@ -75,6 +78,24 @@ def test_what_is_not_there_is_made_once(tmp_path):
             disk(tmp_path).made_once("features", make)["z"], kilobytes(1)["z"]
         )
     assert len(calls) == 1
+
+
+def test_what_has_other_keys_is_made_anew(tmp_path, caplog):
+    mine = disk(tmp_path)
+    mine.save("features", {"y": torch.zeros(2)})
+    assert mine.load("features", keys=["z"]) is None
+    made = mine.made_once("features", lambda: kilobytes(1), ["z"])
+    assert torch.equal(made["z"], kilobytes(1)["z"])
+    assert "is treated as lost: it has no ['z']" in caplog.text
+
+
+def test_a_model_whose_weight_is_under_another_key_is_named(tmp_path):
+    problem = tiny_client(state_dir=tmp_path).problem
+    request = Request({}, {"": {"run": torch.tensor(1)}}, server_round=1)
+    kept = kfac_sums._disk(problem, request)
+    kept.save("kfac-sums", {}, step=1, note='{"count": 3}')
+    with pytest.raises(ClientError, match="not as this version keeps them"):
+        kfac_sums._Kept.load(problem, request)
 
 
 def test_a_step_replaces_all_but_those_that_are_to_stay(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -23,6 +24,8 @@ from virtual import (
 
 from flwr_fisher.errors import CheckpointError
 from flwr_fisher.server import journal
+from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.exchange import ServerState
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.journal import FolderLock, Journal
 from flwr_fisher.testing import LocalGrid
@@ -218,6 +221,65 @@ def test_any_change_is_refused_by_name_or_left_out(tmp_path):
             lines = [json.loads(line) for line in changed.split(b"\n")[:-1]]
             assert lines == events[: len(lines)]
         read.release()
+
+
+def other_keys(event, *path):
+    """Rename a key that is deep in an event, as another version may have called it."""
+    *outer, last = path
+    for name in outer:
+        event = event[name]
+    event[f"{last}-of-old"] = event.pop(last)
+
+
+@pytest.mark.parametrize(
+    ("event", "server_round", "path"),
+    [
+        ("begun", None, ["options"]),
+        ("finished", 1, ["round"]),
+        ("finished", 1, ["metrics"]),
+        ("finished", 1, ["absences"]),
+        ("finished", 1, ["content"]),
+        ("finished", 0, ["run"]),
+        ("finished", 1, ["metrics", "train_metrics_clientapp"]),
+        ("opened", 2, ["event"]),
+        ("opened", 2, ["record"]),
+        ("opened", 2, ["record", "wanted"]),
+        ("admitted", 2, ["client"]),
+        ("admitted", 2, ["client", "partition"]),
+        ("admitted", 2, ["metrics"]),
+        ("admitted", 2, ["exchange"]),
+    ],
+)
+def test_a_record_of_other_keys_is_named_with_the_way_out(
+    run, event, server_round, path
+):
+    """It is whole, and another version wrote it."""
+
+    def change(line):
+        told = json.loads(line)
+        del told["digest"]
+        other_keys(told, *path)
+        return journal._line(told).encode()
+
+    change_line(run, line_of(run, event, server_round), change)
+    with pytest.raises(CheckpointError) as caught:
+        start(run, resume=True)
+    text = str(caught.value)
+    assert str(run) in text
+    assert re.search("go on with the version|another checkpoint_dir|delete", text)
+
+
+def test_who_sits_out_is_read_or_named():
+    cohort = Cohort(0)
+    for record in ({"missed": 7}, {"missed": {"partition-0": 1}}, {"passed-over": 3}):
+        with pytest.raises(CheckpointError, match="the clients that sit out"):
+            cohort.recall_absences(record)
+
+
+def test_what_is_missing_in_a_state_is_named_with_its_group():
+    state = ServerState({}, {"counters": {"step": torch.zeros(1)}})
+    with pytest.raises(CheckpointError, match=r"'counters' has no 'steps'.*go on with"):
+        state.group("counters")["steps"]
 
 
 def test_without_its_opening_nobody_who_has_replied_is_asked_again(run, expected):

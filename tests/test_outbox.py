@@ -89,6 +89,19 @@ def test_a_finished_upload_is_handed_over_when_asked_again(tmp_path):
     assert dict(metrics_of(again)) == dict(metrics_of(first))
 
 
+def test_an_upload_of_other_keys_is_made_again(tmp_path, caplog):
+    config = {"run": RUN, "structure": "kfac", "server-round": 1}
+    ask(client(tmp_path), config=config)
+    kept = ClientDisk(tmp_path, "uploads", 0, RUN)
+    old = kept.load("upload", 1)
+    assert old is not None
+    note = old.note.replace('"has-arrays"', '"arrays"')
+    kept.save("upload", old.tensors, step=1, note=note)
+    ask(client(tmp_path), config=config)
+    assert SEEN.trainings == 2
+    assert "A kept upload is not as this version writes it" in caplog.text
+
+
 def test_a_server_that_keeps_nothing_has_clients_keep_nothing(tmp_path):
     for _ in range(2):
         ask(client(tmp_path), config={"structure": "kfac"})

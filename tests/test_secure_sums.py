@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
@@ -18,14 +19,19 @@ from flwr_fisher.client import (
     identify,
     make_client_app,
 )
+from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.errors import (
+    CheckpointError,
     ClientError,
     ConfigurationError,
     MissingExtraError,
     RoundError,
 )
 from flwr_fisher.secure import Participant, SecureSums, SecureSumsMod
-from flwr_fisher.secure.crypto import Trusted, signature
+from flwr_fisher.secure.crypto import Trusted, signature, to_json
+from flwr_fisher.secure.mod import SumMemory
+from flwr_fisher.secure.steps import SecureState
+from flwr_fisher.server.exchange import ServerState
 from flwr_fisher.strategies import (
     FAGH,
     GIANT,
@@ -39,6 +45,7 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import split_config
+from flwr_fisher.wire.arrays import bytes_of
 
 
 def secure_app(
@@ -431,6 +438,20 @@ def test_a_lost_state_is_told_and_costs_one_client(tmp_path, caplog):
     strategy = STRATEGIES["fedfisher"](secure=SecureSums(), min_train_nodes=2)
     merged(strategy, secure_app(tmp_path, loses), clients=4)
     assert "the secrets of this secure sum are not in" in caplog.text
+
+
+def test_what_another_version_kept_of_a_sum_is_named(tmp_path):
+    record = bytes_of(to_json({"names": {}, "public": {}, "threshold": 2}))
+    group = {"record": record, "words": torch.empty(0, dtype=torch.uint32)}
+    for tensors in (group, {"words": group["words"]}):
+        with pytest.raises(
+            CheckpointError, match="a secure sum is not as this version"
+        ):
+            SecureState.of(ServerState({}, {"secure": tensors}))
+    disk = ClientDisk(tmp_path, "secure", 0, "1")
+    disk.save("secure-sum", {}, note=to_json({"secrets": [], "index": 0}))
+    with pytest.raises(ClientError, match="are not as this version writes them"):
+        SumMemory.load(disk, 0)
 
 
 def test_a_killed_server_goes_on_with_the_same_sums(tmp_path):

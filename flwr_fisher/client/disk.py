@@ -143,14 +143,27 @@ class ClientDisk:
                 "more"
             )
 
-    def load(self, name: str, step: int = 0) -> Kept | None:
-        """Return what was saved; None if it is gone, or damaged, which is logged."""
+    def load(self, name: str, step: int = 0, keys: Collection[str] = ()) -> Kept | None:
+        """Return what was saved; None if it is gone, or damaged, which is logged.
+
+        Parameters
+        ----------
+        name : str
+            What it is.
+        step : int
+            In which step it was made.
+        keys : Collection[str]
+            The names of tensors without which it is of no use: another version's.
+        """
         path = self._file(name, step)
         try:
             kept = _read(path)
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             if path.exists():  # PyTorch's error is a RuntimeError
                 logger.warning("%s is damaged, and treated as lost: %s", path, error)
+            return None
+        if missing := sorted(set(keys) - kept.tensors.keys()):
+            logger.warning("%s is treated as lost: it has no %s", path, missing)
             return None
         _use(path)
         return kept
@@ -210,16 +223,19 @@ class ClientDisk:
         self._make_room()
 
     def made_once(
-        self, name: str, make: Callable[[], Mapping[str, Tensor]]
+        self,
+        name: str,
+        make: Callable[[], Mapping[str, Tensor]],
+        keys: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Return what was saved, made first where it is not there.
+        """Return what was saved, made first where it, or one of `keys`, is not there.
 
         Raises
         ------
         ClientError
             If the disk refuses.
         """
-        if (kept := self.load(name)) is not None:
+        if (kept := self.load(name, keys=keys)) is not None:
             return kept.tensors
         made = dict(make())
         self.save(name, made)

@@ -103,12 +103,16 @@ class Outbox:
         kept = None if self.disk is None else self.disk.load(_NAME, self.step)
         if kept is None:
             return None
-        note = json.loads(kept.note)
-        if note["digest"] != self.digest:
+        try:
+            note = json.loads(kept.note)
+            if note["digest"] != self.digest:
+                return None
+            metrics, has_arrays = note["metrics"], note["has-arrays"]
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("A kept upload is not as this version writes it: %r", error)
             return None
         logger.info("Handing over what was finished for this request before")
-        arrays = tensors_to_arrays(kept.tensors) if note["has-arrays"] else None
-        return Reply(note["metrics"], arrays)
+        return Reply(metrics, tensors_to_arrays(kept.tensors) if has_arrays else None)
 
     def keep(self, reply: Reply) -> None:
         """Keep a reply; the one before it is no longer needed.

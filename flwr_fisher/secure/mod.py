@@ -172,7 +172,8 @@ class SumMemory:
         Raises
         ------
         ClientError
-            If there is nothing, or it has no secrets for that sum.
+            If there is nothing, another version wrote it, or it has no secrets for
+            that sum.
         """
         kept = disk.load(_NAME)
         if kept is None:
@@ -180,15 +181,23 @@ class SumMemory:
                 f"the secrets of this secure sum are not in {disk.path}: it goes on "
                 "without this client"
             )
-        note = from_json(kept.note)
-        participant = Participant(**note["participant"])
+        try:
+            note = from_json(kept.note)
+            participant = Participant(**note["participant"])
+            own = Contribution(kept.tensors, note["weight"], note["bound"])
+            last = note["index"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ClientError(
+                f"the secrets of this secure sum in {disk.path} are not as this "
+                f"version writes them ({type(error).__name__}: {error}): it goes on "
+                "without this client"
+            ) from error
         if index >= len(participant.own):
             raise ClientError(
                 f"the server asks for sum {index}, and this client has secrets "
                 f"for {len(participant.own)}"
             )
-        own = Contribution(kept.tensors, note["weight"], note["bound"])
-        return cls(disk, participant, own, note["index"])
+        return cls(disk, participant, own, last)
 
     def save(self) -> None:
         """Keep it: a client that was restarted goes on with the same secrets."""

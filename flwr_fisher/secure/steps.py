@@ -14,7 +14,7 @@ import torch
 from flwr.app import MetricRecord
 from torch import Tensor
 
-from flwr_fisher.errors import RoundError, WireError
+from flwr_fisher.errors import RoundError, WireError, kept_record
 from flwr_fisher.log_lines import logger
 from flwr_fisher.secure.aggregator import (
     Aggregator,
@@ -82,13 +82,20 @@ class SecureState:
 
     @classmethod
     def of(cls, state: ServerState) -> "SecureState":
-        """Read it from a run's state."""
+        """Read it from a run's state.
+
+        Raises
+        ------
+        CheckpointError
+            If another version wrote it.
+        """
         tensors = dict(state.group(GROUP))
-        record = from_json(tensors.pop("record").numpy().tobytes())
-        aggregator, words = record.pop("aggregator"), tensors.pop("words")
-        sealed = {n: Sealed(**own) for n, own in aggregator.pop("sealed").items()}
-        known = Aggregator(**aggregator, sealed=sealed)
-        return cls(known, **record, words=words, descriptions=tensors)
+        with kept_record("what the run kept of a secure sum"):
+            record = from_json(tensors.pop("record").numpy().tobytes())
+            aggregator, words = record.pop("aggregator"), tensors.pop("words")
+            sealed = {n: Sealed(**own) for n, own in aggregator.pop("sealed").items()}
+            known = Aggregator(**aggregator, sealed=sealed)
+            return cls(known, **record, words=words, descriptions=tensors)
 
     def after(self, uploads: Uploads[Any], **changes: Any) -> "SecureState":
         """Return what is known after an exchange."""

@@ -14,7 +14,13 @@ from typing import Any
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
-from flwr_fisher.errors import ClientError, RoundError, check_whole, listed
+from flwr_fisher.errors import (
+    ClientError,
+    RoundError,
+    check_whole,
+    kept_record,
+    listed,
+)
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.identity import NodeNames
@@ -128,10 +134,17 @@ class Cohort(NodeNames):
         return {"missed": dict(self._missed), "passed-over": passed}
 
     def recall_absences(self, record: Mapping[str, Any]) -> None:
-        """Take up what :meth:`absences` returned in an earlier life of the run."""
-        missed = record.get("missed", {})
-        self._missed = {name: (times, until) for name, (times, until) in missed.items()}
-        self._passed_over = set(record.get("passed-over", ()))
+        """Take up what :meth:`absences` returned in an earlier life of the run.
+
+        Raises
+        ------
+        CheckpointError
+            If another version wrote it.
+        """
+        with kept_record("what the run kept of the clients that sit out"):
+            missed = record.get("missed", {}).items()
+            self._missed = {name: (times, until) for name, (times, until) in missed}
+            self._passed_over = set(record.get("passed-over", ()))
 
     def _reliable(
         self, nodes: Sequence[int], minimum: int, server_round: int

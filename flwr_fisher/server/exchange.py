@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, check_known
+from flwr_fisher.errors import CheckpointError, ConfigurationError, check_known
 from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (
@@ -30,6 +30,22 @@ Groups = Mapping[str, Params]
 _GROUPS = "groups/"
 _CLIENTS = ("sampled", "all")
 _LIBRARYS = ("query", "report-local", "run", "seed")  # options that it gives itself
+
+
+class _Group(dict[str, Tensor]):
+    """A group of tensors by name, which says of what group one is missing."""
+
+    def __init__(self, name: str, tensors: Params) -> None:
+        super().__init__(tensors)
+        self.name = name
+
+    def __missing__(self, key: str) -> Tensor:
+        raise CheckpointError(
+            f"the state's group '{self.name}' has no '{key}', of {sorted(self)}: go on "
+            "with the version of flwr-fisher that began the run, or begin anew in "
+            "another checkpoint_dir; a method of your own carries on in each Step what "
+            "the next one reads"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,8 +73,12 @@ class ServerState:
     groups: Groups = field(default_factory=dict)
 
     def group(self, name: str) -> Params:
-        """Return a group of tensors; an empty one if there is none of that name."""
-        return self.groups.get(name, {})
+        """Return a group of tensors; an empty one if there is none of that name.
+
+        Where a step reads a tensor of it that is not there, the error is a
+        :class:`CheckpointError`, which names both.
+        """
+        return _Group(name, self.groups.get(name, {}))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return all by name: parameters, and ``groups/<group>/<name>``."""

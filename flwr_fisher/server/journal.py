@@ -46,7 +46,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flwr_fisher.errors import CheckpointError
+from flwr_fisher.errors import CheckpointError, kept_record
 from flwr_fisher.files import (
     digest_of,
     load_record,
@@ -164,15 +164,17 @@ class Journal:
         Raises
         ------
         CheckpointError
-            Naming the line that is damaged or of another run, or the file that is of
-            another format, and the way out.
+            Naming the line that is damaged, or of another run or version, or the file
+            that is of another format, and the way out.
         """
         if self.path is None:
             return []
         file = self.path / _FILE
         lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
         for number, text in enumerate(lines, start=1):
-            self._apply(self._event(text, f"{file}, line {number}"))
+            event = self._event(text, where := f"{file}, line {number}")
+            with kept_record(where):
+                self._apply(event)
             self._end += len(text) + 1
         self._check_whole(self.path)
         # An exchange whose folder was deleted is one that has not begun.
@@ -215,10 +217,11 @@ class Journal:
             del event["digest"]
             if _line(event).encode() != text + b"\n":
                 raise ValueError("its content has changed since it was written")
+            run = event["run"]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{where} is damaged: {error}; {out}") from error
-        self.run = event["run"] if first else self.run
-        if event["run"] != self.run:
+        self.run = run if first else self.run
+        if run != self.run:
             raise CheckpointError(f"{where} is of another run; {out}")
         return event
 
@@ -447,6 +450,7 @@ class ExchangeJournal:
             case "opened" | "closed":
                 self.record = ExchangeRecord(**event["record"])
             case "admitted":
+                MetricRecord(event["metrics"])  # is one
                 self._admitted[Identity.of_record(event["client"]).name] = event
             case "set aside":
                 self._admitted.pop(event["client"], None)

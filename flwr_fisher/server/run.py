@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from flwr_fisher.callbacks import Callback, call, history_of
-from flwr_fisher.errors import CheckpointError, ConfigurationError
+from flwr_fisher.errors import CheckpointError, ConfigurationError, kept_record
 from flwr_fisher.log_lines import logger, shown
 from flwr_fisher.params import Params
 from flwr_fisher.server.exchange import Groups, ServerState, Step, Upload, Uploads
@@ -121,12 +121,14 @@ class Run:
     def _resumed(cls, journal: Journal, last: int, initial: Params) -> "Run":
         """Return the run as it was after a round."""
         run = cls(ServerState.from_tensors(journal.load_state(last)), last, journal)
+        for server_round in [n for n in journal.finished if n <= last]:
+            known = journal.finished[server_round]
+            with kept_record(f"{journal.path}: what is known of round {server_round}"):
+                run.absences = known["absences"]
+                for name, metrics in known["metrics"].items():
+                    history = getattr(run._result, name)
+                    history[server_round] = MetricRecord(metrics)
         run.absences = journal.finished[last]["absences"]
-        for server_round, known in journal.finished.items():
-            for name, metrics in known["metrics"].items():
-                if server_round <= last:
-                    record = MetricRecord(metrics)
-                    getattr(run._result, name)[server_round] = record
         logger.info("Resuming after round %s from %s", last, journal.path)
         _check_model(initial, run.state.params, journal)
         return run

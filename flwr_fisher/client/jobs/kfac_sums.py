@@ -60,6 +60,13 @@ class _Kept:
                 f"round {request.server_round}'s model and Fisher are not in "
                 f"{disk.path}: this client did not train for it, or has lost them"
             )
+        try:
+            count: float = json.loads(kept.note)[_COUNT]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ClientError(
+                f"round {request.server_round}'s model and Fisher in {disk.path} are "
+                f"not as this version keeps them: no {_COUNT} ({error})"
+            ) from error
         tensors = {k: v.to(problem.device) for k, v in kept.tensors.items()}
         params = {
             key.removeprefix(_PARAMS): value
@@ -68,7 +75,7 @@ class _Kept:
         }
         parts = {k: v for k, v in tensors.items() if k.startswith(PREFIX)}
         curvature = tensors_to_curvature(parts, params)
-        return cls(params, curvature, json.loads(kept.note)[_COUNT])
+        return cls(params, curvature, count)
 
     def reply(self, upload: Additive) -> Reply:
         return Reply({_COUNT: self.num_examples}, upload.to_arrays())

@@ -28,7 +28,7 @@ from flwr_fisher.tangent.spectrum import MOST_EXAMPLES, largest_gram_eigenvalue
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SOLVERS = ("closed-form", "steps")
-_FEATURES = "features"
+_FEATURES, _STANDARDISED = "features", ("features", "labels")
 _AT_ONCE = 512  # examples whose features are where the model is
 
 
@@ -258,15 +258,16 @@ class ClientFeatures:
     def raw(self) -> Tensor:
         """Return features ``[n, p]`` in float32, and keep them until standardised."""
         disk = self._disk(self._key("raw"))
-        return disk.made_once(_FEATURES, lambda: {_FEATURES: self._computed()})[
-            _FEATURES
-        ]
+        made = disk.made_once(
+            _FEATURES, lambda: {_FEATURES: self._computed()}, [_FEATURES]
+        )
+        return made[_FEATURES]
 
     def regression(self, mean: Tensor, std: Tensor) -> LocalRegression:
         """Return the problem in features of mean 0 and deviation 1 over all clients."""
         statistics = {"mean": mean.float().cpu(), "std": std.float().cpu()}
         disk = self._disk(self._key(str(self.dtype), statistics))
-        kept = disk.load(_FEATURES)
+        kept = disk.load(_FEATURES, keys=_STANDARDISED)
         made = self._standardised(disk, statistics) if kept is None else kept.tensors
         device = self.problem.device
         features = made[_FEATURES].to(device)
@@ -277,7 +278,7 @@ class ClientFeatures:
         self, disk: ClientDisk, statistics: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         raw = self._disk(self._key("raw"))
-        kept = raw.load(_FEATURES)
+        kept = raw.load(_FEATURES, keys=[_FEATURES])
         features = self._computed() if kept is None else kept.tensors[_FEATURES]
         scaled = features.sub(statistics["mean"]).div_(statistics["std"])
         stored = scaled.to(self.dtype)
@@ -287,7 +288,7 @@ class ClientFeatures:
                 f"{self.dtype}: ask for feature_dtype='float32'"
             )
         held = {_FEATURES: stored, "labels": self.examples.labels}
-        made = disk.made_once(_FEATURES, lambda: held)
+        made = disk.made_once(_FEATURES, lambda: held, _STANDARDISED)
         raw.drop()
         return made
 
@@ -301,13 +302,16 @@ class ClientFeatures:
                 largest = torch.tensor(largest_gram_eigenvalue(features)).double()
                 return {"largest": largest}
 
-            return None, float(disk.made_once("steepest", steepest)["largest"])
+            return None, float(
+                disk.made_once("steepest", steepest, ["largest"])["largest"]
+            )
 
         def decomposed() -> dict[str, Tensor]:
             made = gram_spectrum(features)
             return {"values": made.eigenvalues, "vectors": made.eigenvectors}
 
-        found, device = disk.made_once("spectrum", decomposed), features.device
+        found = disk.made_once("spectrum", decomposed, ["values", "vectors"])
+        device = features.device
         spectrum = Spectrum(found["values"].to(device), found["vectors"].to(device))
         return spectrum, spectrum.largest
 
