@@ -141,7 +141,7 @@ class Inputs:
         )
 
 
-def together(parts: Sequence[Inputs]) -> Inputs:
+def concatenated(parts: Sequence[Inputs]) -> Inputs:
     """Return several parts of one form as one batch."""
     columns = zip(*(part.tensors for part in parts), strict=True)
     return parts[0].with_tensors([torch.cat(column) for column in columns])

@@ -211,11 +211,10 @@ def _merged(
 ) -> MergeResult:
     mean = fedavg(posteriors)
     systems = linear_systems(posteriors, mean, settings, device)
-    counted = _ClientShares(
-        systems, [posterior.num_examples for posterior in posteriors]
-    )
-    merged = solve(mean, counted.systems, settings, score, progress)
-    return replace(merged, shares=counted.shares())
+    examples = [posterior.num_examples for posterior in posteriors]
+    client_shares = _ClientShares(systems, examples)
+    merged = solve(mean, client_shares.systems, settings, score, progress)
+    return replace(merged, shares=client_shares.shares())
 
 
 class _ClientShares:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Inputs, together
+from flwr_fisher.curvature.batch import Inputs, concatenated
 from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import (
@@ -71,7 +71,7 @@ class FeatureEngine:
         self.network, self.chosen = network, chosen
         few = inputs[:_FEW]
         if len(few) == 1:  # with a second, to see whether that changes its output
-            few = together([few, few.mapped(torch.zeros_like)])
+            few = concatenated([few, few.mapped(torch.zeros_like)])
         _check_one_output_each(network, few)
         layers = {
             name: layer

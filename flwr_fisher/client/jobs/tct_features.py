@@ -16,7 +16,7 @@ from flwr_fisher.client.disk import ClientDisk
 from flwr_fisher.client.jobs import LocalProblem
 from flwr_fisher.client.limits import whole_number
 from flwr_fisher.client.training import Loader
-from flwr_fisher.curvature.batch import IGNORED, Batch, Inputs, together
+from flwr_fisher.curvature.batch import IGNORED, Batch, Inputs, concatenated
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.errors import ClientError, DataError, check_known
 from flwr_fisher.files import digest_of
@@ -79,7 +79,7 @@ class Examples:
             parts.setdefault(batch.inputs.form, []).append((batch.inputs, rows))
             start += len(batch)
         made = [
-            _sorted(together([x for x, _ in each]), torch.cat([r for _, r in each]))
+            _sorted(concatenated([x for x, _ in each]), torch.cat([r for _, r in each]))
             for each in parts.values()
         ]
         return cls(made, labels[order], whole.hexdigest())

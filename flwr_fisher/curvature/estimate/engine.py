@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flwr_fisher.curvature.batch import Inputs, together
+from flwr_fisher.curvature.batch import Inputs, concatenated
 from flwr_fisher.curvature.estimate.accumulators import LayerAccumulator
 from flwr_fisher.curvature.estimate.direct_layers import SquaredGradients
 from flwr_fisher.curvature.estimate.jacobians import JacobianAccumulator
@@ -38,8 +38,8 @@ PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
 MakePieces = Callable[[Tensor, slice], Pieces]
 
 _QUEUE = 64  # examples that are run together, where memory allows
-_TOGETHER = 16  # pieces of an example whose gradients are summed at once, unless they
-_ENTRIES = 2**20  # have more entries than these
+_MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once, and how
+_MOST_ENTRIES = 2**20  # many entries these may have
 
 
 class Engine:
@@ -87,7 +87,7 @@ class Engine:
         self._waiting: dict[Any, list[tuple[Inputs, Group, Mapping[str, Tensor]]]] = {}
 
     def add(
-        self, inputs: Inputs, pieces_of: PiecesOf, counted: Tensor | None = None
+        self, inputs: Inputs, pieces_of: PiecesOf, label_mask: Tensor | None = None
     ) -> None:
         """Run a batch forward, and back once for each of its pieces.
 
@@ -97,19 +97,20 @@ class Engine:
             The examples.
         pieces_of : PiecesOf
             Yields the pieces of some examples' outputs, as tensors.
-        counted : Tensor, optional
-            Booleans ``[n, ...]``: which positions of the outputs count; by default all.
+        label_mask : Tensor, optional
+            Booleans ``[n, ...]``: which positions of the outputs have a label. Default:
+            all.
         """
         for start in range(0, len(inputs), self.chunk):
             rows = slice(start, start + self.chunk)
             x = inputs[rows]
             outputs, taps = self._forward(x)
-            self._note(x, outputs)
+            self._note_finite(x, outputs)
             columns = self._columns(taps)
-            reached = self._reached(x, outputs, taps, counted, rows)
+            reached = self._reached(x, outputs, taps, label_mask, rows)
             self._observe(taps, columns, reached)
             pieces = pieces_of(widened(outputs), rows)
-            self._pull(x, outputs, taps, columns, pieces, _shares(reached))
+            self._backward(x, outputs, taps, columns, pieces, _shares(reached))
             self.count += len(x)
 
     def add_within(
@@ -117,7 +118,7 @@ class Engine:
         inputs: Inputs,
         make_pieces: MakePieces,
         tolerance: float,
-        counted: Tensor | None = None,
+        label_mask: Tensor | None = None,
     ) -> None:
         """Run a batch, without the pieces worth at most `tolerance` of its trace.
 
@@ -130,41 +131,44 @@ class Engine:
             tensors are made as needed.
         tolerance : float
             In [0, 1].
-        counted : Tensor, optional
+        label_mask : Tensor, optional
             As for :meth:`add`.
         """
         for start in range(0, len(inputs), self.chunk):
             rows = slice(start, start + self.chunk)
             x = inputs[rows]
-            groups, shares = self._planned(x, make_pieces, rows, tolerance, counted)
+            groups, shares = self._run_or_plan(
+                x, make_pieces, rows, tolerance, label_mask
+            )
             for group in groups:
                 own = {name: each[group.rows] for name, each in shares.items()}
                 self._queue(x[group.rows], group, own)
             self.count += len(x)
 
-    def _planned(
+    def _run_or_plan(
         self,
         inputs: Inputs,
         make_pieces: MakePieces,
         rows: slice,
         tolerance: float,
-        counted: Tensor | None,
+        label_mask: Tensor | None,
     ) -> tuple[list[Group], dict[str, Tensor]]:
-        """Run examples forward, and backward too if all are one group.
+        """Run examples forward; if all are one group, run it backward and return none.
 
-        Else return the groups; what running back would need is not kept for them.
+        Else return the groups to run later, from a forward pass of their own, with each
+        layer's :func:`_shares`.
         """
         outputs, taps = self._forward(inputs)
-        self._note(inputs, outputs)
+        self._note_finite(inputs, outputs)
         groups = backward_plan(make_pieces(widened(outputs), rows), tolerance)
         whole = [group for group in groups if len(group.rows) == len(inputs)]
         columns = self._columns(taps) if whole else {}
-        reached = self._reached(inputs, outputs, taps, counted, rows)
+        reached = self._reached(inputs, outputs, taps, label_mask, rows)
         self._observe(taps, columns, reached)
         shares = _shares(reached)
         if not whole:
             return groups, shares
-        self._pull(inputs, outputs, taps, columns, whole[0].all(), shares)
+        self._backward(inputs, outputs, taps, columns, whole[0].all(), shares)
         return [], {}
 
     def _queue(
@@ -179,7 +183,7 @@ class Engine:
 
     def check_finite(self) -> None:
         """Raise :class:`DataError` if an example's outputs were not finite."""
-        if (example := _first(self._outputs)) is not None:
+        if (example := _first_not_finite(self._outputs)) is not None:
             raise DataError(
                 f"the model's outputs of example {example} (of those read, from 0) "
                 "hold NaN or infinity, so there is no Fisher: look at its inputs, and "
@@ -188,7 +192,7 @@ class Engine:
 
     def not_finite(self, what: str) -> DataError:
         """Return an error of what is not finite, though outputs are."""
-        example = _first(self._inputs)
+        example = _first_not_finite(self._inputs)
         where = "" if example is None else f"; so are the inputs of example {example}"
         return DataError(
             f"the Fisher of '{what}' is not finite{where}: look at the inputs, their "
@@ -203,7 +207,7 @@ class Engine:
     def _run_waiting(self, key: Any) -> None:
         waiting = self._waiting.pop(key)
         passes = max(len(group.order) for _, group, _ in waiting)
-        inputs = together([x for x, *_ in waiting])
+        inputs = concatenated([x for x, *_ in waiting])
         shares = {
             name: torch.cat([each[name] for *_, each in waiting])
             for name in waiting[0][2]
@@ -220,7 +224,7 @@ class Engine:
             outputs, taps = self._forward(x)
             columns = self._columns(taps)
             own = {name: each[rows] for name, each in shares.items()}
-            self._pull(x, outputs, taps, columns, pieces_of(rows), own)
+            self._backward(x, outputs, taps, columns, pieces_of(rows), own)
 
     def _forward(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tap]]:
         outputs, taps = tapped_forward(
@@ -228,8 +232,8 @@ class Engine:
         )
         return outputs, single_calls(taps, len(inputs))
 
-    def _note(self, inputs: Inputs, outputs: Tensor) -> None:
-        """Note what is finite; nothing waits for a device."""
+    def _note_finite(self, inputs: Inputs, outputs: Tensor) -> None:
+        """Note which rows are finite, without a wait for the device."""
         self._outputs.append(_finite_rows([outputs.detach()], len(inputs)))
         self._inputs.append(_finite_rows(inputs.tensors, len(inputs)))
 
@@ -246,15 +250,15 @@ class Engine:
         inputs: Inputs,
         outputs: Tensor,
         taps: Mapping[str, Tap],
-        counted: Tensor | None,
+        label_mask: Tensor | None,
         rows: slice,
     ) -> dict[str, Tensor]:
         """Return which positions of each layer a loss reaches, ``[n, T]``.
 
-        Positions that are padding, or that nothing counted depends on, have a gradient
-        of 0, and are left out of K-FAC's factors, as if they were not there. It costs a
-        backward pass, and is taken where labels, or a transformers model's mask, say
-        that there may be such.
+        Positions that are padding, or that no output with a label depends on, have a
+        gradient of 0, and are left out of K-FAC's factors, as if they were not there.
+        It costs a backward pass, and is taken where labels, or a transformers model's
+        mask, say that there may be such.
         """
         mask = inputs.kwargs.get("attention_mask")
         padded = isinstance(mask, Tensor) and bool((mask == 0).any())
@@ -264,13 +268,13 @@ class Engine:
             if any(a.observes for a in self.accumulators[name])
             and math.prod(layer.positions(taps[name].inputs.shape)) > 1
         ]
-        if not layers or (counted is None and not padded):
+        if not layers or (label_mask is None and not padded):
             return {}
         generator = torch.Generator(outputs.device).manual_seed(0)
         size, device = outputs.shape, outputs.device
         direction = torch.randn(size, generator=generator, device=device).to(outputs)
-        if counted is not None and counted[rows].shape == outputs.shape[:-1]:
-            direction = direction * counted[rows].unsqueeze(-1)
+        if label_mask is not None and label_mask[rows].shape == outputs.shape[:-1]:
+            direction = direction * label_mask[rows].unsqueeze(-1)
         edges = [taps[name].edge() for name in layers]
         gradients = torch.autograd.grad(outputs, edges, direction, retain_graph=True)
         return {
@@ -308,7 +312,7 @@ class Engine:
                 for accumulator in observers:
                     accumulator.observe(shown, weight, share)
 
-    def _pull(
+    def _backward(
         self,
         inputs: Inputs,
         outputs: Tensor,
@@ -317,13 +321,13 @@ class Engine:
         pieces: Iterable[Tensor],
         shares: Mapping[str, Tensor],
     ) -> None:
-        """Take pieces back through the model to every layer's output, and sum."""
+        """Run pieces back through the model to every layer's output, and sum there."""
         edges = [tap.edge() for tap in taps.values()]
         sizes = {n: x.positions(taps[n].inputs.shape) for n, x in self.layers.items()}
         prepared = {
             n: sums.layer.prepared(taps[n].inputs) for n, sums in self.direct.items()
         }
-        for some, last in _in_bundles(pieces, self._together(len(inputs), sizes)):
+        for some, last in _in_bundles(pieces, self._bundle_size(len(inputs), sizes)):
             for jacobian in self.jacobians:
                 jacobian.add(inputs, torch.stack(some))
             waiting: dict[str, list[Tensor]] = {}
@@ -343,11 +347,11 @@ class Engine:
             for name, gradients in waiting.items():
                 self._add(name, columns, gradients, sizes[name])
 
-    def _together(self, count: int, sizes: Mapping[str, list[int]]) -> int:
-        """Return how many passes' gradients of so many examples may wait."""
+    def _bundle_size(self, count: int, sizes: Mapping[str, list[int]]) -> int:
+        """Return how many passes' gradients of `count` examples may be held."""
         single = [x for n, x in self.layers.items() if math.prod(sizes[n]) == 1]
         outputs = sum(layer.matrices().shape[:2].numel() for layer in single)
-        return max(1, min(_TOGETHER, _ENTRIES // max(count * outputs, 1)))
+        return max(1, min(_MOST_BUNDLED, _MOST_ENTRIES // max(count * outputs, 1)))
 
     def _add(
         self,
@@ -377,8 +381,8 @@ def _finite_rows(tensors: Sequence[Tensor], count: int) -> Tensor:
     return torch.stack(rows).all(0)
 
 
-def _first(finite: Sequence[Tensor]) -> int | None:
-    """Return the first row that is not."""
+def _first_not_finite(finite: Sequence[Tensor]) -> int | None:
+    """Return the first row that is not finite, among all that were noted."""
     wrong = ~torch.cat(list(finite))
     return int(wrong.nonzero()[0]) if wrong.any() else None
 

@@ -19,7 +19,7 @@ from flwr_fisher.params import trainable_names
 
 @dataclass(frozen=True)
 class Expectation:
-    """Which labels a Fisher is a mean over, and so which rank-one pieces it sums.
+    """Which labels a Fisher is a mean over, and so which rank-one pieces are summed.
 
     Parameters
     ----------
@@ -36,15 +36,15 @@ class Expectation:
     max_passes: int | None
     seed: int
 
-    def labelled(self, batch: Batch) -> Batch:
+    def with_labels(self, batch: Batch) -> Batch:
         """Return a batch's examples without those of which every label is -100."""
-        counted = self._counted(batch)
-        if counted is None or len(counted) != len(batch):
+        label_mask = self._label_mask(batch)
+        if label_mask is None or len(label_mask) != len(batch):
             return batch
-        return batch[counted.reshape(len(batch), -1).any(1)]
+        return batch[label_mask.reshape(len(batch), -1).any(1)]
 
-    def _counted(self, batch: Batch) -> Tensor | None:
-        """Return which labels are not -100, like the labels; None where all are."""
+    def _label_mask(self, batch: Batch) -> Tensor | None:
+        """Return which labels are not -100, in their shape; None if none is -100."""
         ignored = self.likelihood.ignored(batch.labels)
         if ignored is None or batch.num_labels == ignored.numel():
             return None
@@ -58,22 +58,22 @@ class Expectation:
         engine : Engine
             What keeps the sums.
         batch : Batch
-            Labels of -100 say which positions count; all others matter to the empirical
-            Fisher alone.
+            Positions labelled -100 are left out; what the other labels are matters to
+            the empirical Fisher alone.
         generator : torch.Generator
-            Draws labels, and what stands for the passes that are too many.
+            Draws labels, and the random passes that stand for those above `max_passes`.
         """
-        labels, counted = batch.labels, self._counted(batch)
+        labels, label_mask = batch.labels, self._label_mask(batch)
 
-        def at(outputs: Tensor, rows: slice) -> Tensor | None:
-            if counted is None or counted.shape[1:] != outputs.shape[1:-1]:
+        def mask_of(outputs: Tensor, rows: slice) -> Tensor | None:
+            if label_mask is None or label_mask.shape[1:] != outputs.shape[1:-1]:
                 return None
-            return counted[rows]
+            return label_mask[rows]
 
         def make_pieces(outputs: Tensor, rows: slice) -> Pieces:
             self.likelihood.check_order(outputs, labels)
             pieces = self.likelihood.pieces(outputs, self.max_passes, generator)
-            mask = at(outputs, rows)
+            mask = mask_of(outputs, rows)
             return pieces if mask is None else pieces.masked(mask.flatten(1))
 
         def pieces_of(outputs: Tensor, rows: slice) -> Iterable[Tensor]:
@@ -84,14 +84,14 @@ class Expectation:
                 return make_pieces(outputs, rows).all()
             self.likelihood.check_order(outputs, labels)
             engine.check_finite()  # a draw waits for a device in any case
-            mask = at(outputs, rows)
+            mask = mask_of(outputs, rows)
             drawn = self._sampled(outputs, generator)
             return drawn if mask is None else drawn * mask.unsqueeze(-1)
 
         if self.kind == "exact" and self.tolerance > 0:
-            engine.add_within(batch.inputs, make_pieces, self.tolerance, counted)
+            engine.add_within(batch.inputs, make_pieces, self.tolerance, label_mask)
         else:
-            engine.add(batch.inputs, pieces_of, counted)
+            engine.add(batch.inputs, pieces_of, label_mask)
 
     def _sampled(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         score = self.likelihood.sample_score

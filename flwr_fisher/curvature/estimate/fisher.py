@@ -245,7 +245,7 @@ def _by_examples(
         accumulation: Accumulation | None = None
         generator = torch.Generator(device).manual_seed(expectation.seed)
         for batch in batches_of(loader, model, device):
-            if not len(batch := expectation.labelled(batch)):
+            if not len(batch := expectation.with_labels(batch)):
                 continue
             if accumulation is None:
                 accumulation = accumulate(batch.inputs, wanted, kfac=kfac)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from flwr_fisher.curvature.batch import Inputs, together
+from flwr_fisher.curvature.batch import Inputs, concatenated
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
 from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
@@ -66,7 +66,7 @@ class Trial:
         layers: Mapping[str, KroneckerLayer | DirectLayer],
     ) -> None:
         self.model, self.layers = model, layers
-        self.inputs = together([inputs[:_FEW]] * 2)[:_FEW]
+        self.inputs = concatenated([inputs[:_FEW]] * 2)[:_FEW]
         outputs, taps = tapped_forward(model, self.inputs, layers, spread=False)
         ones = any(len(call.inputs) == 1 for each in taps.values() for call in each)
         self.spread = ones and _may_spread(model, self.inputs, layers, outputs)

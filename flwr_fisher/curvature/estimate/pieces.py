@@ -170,31 +170,31 @@ class SoftmaxFactor(Factor):
 
 
 class MaskedFactor(Factor):
-    """The vectors of another, but zero at positions that do not count.
+    """The vectors of another, but zero where a mask is False.
 
     Parameters
     ----------
     factor : Factor
         The other.
-    counted : Tensor
+    mask : Tensor
         Booleans ``[n, T]``.
     """
 
-    def __init__(self, factor: Factor, counted: Tensor) -> None:
+    def __init__(self, factor: Factor, mask: Tensor) -> None:
         super().__init__(factor.count, factor.positions, factor.device)
-        self.factor, self.counted = factor, counted
+        self.factor, self.mask = factor, mask
 
     def squares(self) -> Tensor:
         """Return the squared norms."""
-        return self.factor.squares() * self.counted
+        return self.factor.squares() * self.mask
 
     def at(self, index: Tensor) -> Tensor:
         """Return one vector at each position."""
-        return self.factor.at(index) * self.counted.unsqueeze(-1)
+        return self.factor.at(index) * self.mask.unsqueeze(-1)
 
     def of(self, rows: Tensor) -> "MaskedFactor":
         """Return the vectors of some examples alone."""
-        return MaskedFactor(self.factor.of(rows), self.counted[rows])
+        return MaskedFactor(self.factor.of(rows), self.mask[rows])
 
 
 class Pieces:
@@ -228,9 +228,9 @@ class Pieces:
         self.factor, self.shape, self.generator = factor, shape, generator
         self.count = factor.count * (1 if generator is not None else factor.positions)
 
-    def masked(self, counted: Tensor) -> "Pieces":
-        """Return the pieces at positions that count, ``[n, T]``, and zero elsewhere."""
-        factor = MaskedFactor(self.factor, counted)
+    def masked(self, mask: Tensor) -> "Pieces":
+        """Return the pieces where the mask, ``[n, T]``, is true, and zero elsewhere."""
+        factor = MaskedFactor(self.factor, mask)
         return Pieces(factor, self.shape, self.generator)
 
     def weights(self) -> Tensor:
