@@ -1,7 +1,11 @@
-"""Randomness as a function of what is computed, never of what ran before."""
+"""Randomness as a function of what is computed, never of what ran before.
+
+A run's number alone is another each time.
+"""
 
 import hashlib
 import random
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,6 +46,15 @@ def seed_of_clients(seed: int) -> int:
     True
     """
     return derive_seed(seed, "clients")
+
+
+def new_run_number() -> int:
+    """Return a number for a run that begins, which no other run has.
+
+    It is drawn by the system: clients keep under it what belongs to the run, and two
+    runs of one seed are two.
+    """
+    return secrets.randbits(62)
 
 
 def random_stream(*parts: int | str) -> np.random.Generator:

@@ -16,10 +16,11 @@ config: ``fisher.report-local`` in a train message, ``fisher.evaluate-on`` and
 
 from flwr_fisher.measures.accuracy import accuracies, ensemble_accuracy
 from flwr_fisher.measures.barrier import ClientServerBarrier
-from flwr_fisher.measures.combine import EvaluateFn, combine
+from flwr_fisher.measures.combine import combine
 from flwr_fisher.measures.costs import costs
 from flwr_fisher.measures.grid import MeasuredGrid
 from flwr_fisher.measures.personalisation import Personalisation
+from flwr_fisher.server.driver import EvaluateFn
 from flwr_fisher.wire import serialized_bytes
 
 __all__ = [

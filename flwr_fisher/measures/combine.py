@@ -1,13 +1,12 @@
 """Several ``evaluate_fn`` as one, and the means that they are made of."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.log_lines import logger
-
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+from flwr_fisher.server.driver import EvaluateFn
 
 
 def combine(*functions: EvaluateFn | None) -> EvaluateFn:

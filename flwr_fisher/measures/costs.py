@@ -4,8 +4,8 @@ from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.errors import check_range
 from flwr_fisher.log_lines import logger
-from flwr_fisher.measures.combine import EvaluateFn
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
+from flwr_fisher.server.driver import EvaluateFn
 
 
 def costs(grid: MeasuredGrid, gradient_evaluations: int) -> EvaluateFn:

@@ -17,8 +17,9 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, printable
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
+from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.exchange import Upload
-from flwr_fisher.server.identity import Identity, NodeNames
+from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes
 from flwr_fisher.wire import Payload, reply_bytes
@@ -35,8 +36,8 @@ TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"  # what a log line beg
 # Within bounds
 
 
-def read_records(message: Message, weighted_by_key: str) -> MetricRecord:
-    """Return a reply's only metrics, which have a weight.
+def read_metrics(message: Message, weighted_by_key: str) -> MetricRecord:
+    """Return the one record of a reply's metrics, which has the client's weight.
 
     Raises
     ------
@@ -232,8 +233,8 @@ class Door(Generic[P]):
 
     Parameters
     ----------
-    names : NodeNames
-        Knows the clients.
+    cohort : Cohort
+        Knows whose node a reply is from.
     read : Callable[[ArrayRecord, Params], P]
         Decodes and checks the arrays of a reply.
     like : Mapping[str, Tensor]
@@ -265,7 +266,7 @@ class Door(Generic[P]):
 
     def __init__(
         self,
-        names: NodeNames,
+        cohort: Cohort,
         read: Callable[[ArrayRecord, Params], P],
         like: Params,
         weighted_by_key: str,
@@ -274,7 +275,7 @@ class Door(Generic[P]):
         fold: Callable[[P, float], P] | None = None,
         quiet: bool = False,
     ) -> None:
-        self.names, self.read, self.like = names, read, like
+        self.cohort, self.read, self.like = cohort, read, like
         self.weighted_by_key, self.policy = weighted_by_key, policy
         self.fold, self.quiet, self.expected = fold, quiet, 0
         self.stage = TRAIN
@@ -294,14 +295,14 @@ class Door(Generic[P]):
 
         A client that replies twice, from two nodes, counts once.
         """
-        client = self.names.identity(reply.node)
+        client = self.cohort.identity(reply.node)
         if self.has(client):
             return None
         if reply.from_superlink or reply.nothing_will_come:
             self.mark_missing([reply.node], printable(reply.message.error.reason))
             return None
         try:
-            metrics = read_records(reply.message, self.weighted_by_key)
+            metrics = read_metrics(reply.message, self.weighted_by_key)
             arrays = self._arrays(reply.message)
             self.admit(client, arrays, metrics)
             return arrays, metrics
@@ -373,7 +374,7 @@ class Door(Generic[P]):
 
     def reject(self, node: int, error: Exception, stage: str = "") -> None:
         """Leave a node's client out."""
-        name = self.names.name(node)
+        name = self.cohort.name(node)
         self.rejected.add(name, error, stage=stage or self.stage, node=node)
 
     def reject_saved(self, client: Identity, error: Exception) -> None:
@@ -388,7 +389,7 @@ class Door(Generic[P]):
 
     def mark_missing(self, nodes: Iterable[int], reason: str) -> None:
         """Note from which nodes nothing came, and why."""
-        self.missing |= {self.names.name(node): reason for node in nodes}
+        self.missing |= {self.cohort.name(node): reason for node in nodes}
 
     # Who has replied
 
@@ -408,7 +409,7 @@ class Door(Generic[P]):
         """
         done, left = self.done(), []
         for node in nodes:
-            client = self.names.identity(node)
+            client = self.cohort.identity(node)
             names = {client.name, f"node-{node}"} if client.registered else client.names
             if not names & done:
                 left.append(node)
@@ -503,13 +504,13 @@ class EvaluationDoor(Door[Scores]):
 
     Parameters
     ----------
-    names, weighted_by_key, policy
+    cohort, weighted_by_key, policy
         As for :class:`Door`.
     """
 
-    def __init__(self, names: NodeNames, weighted_by_key: str, policy: Policy) -> None:
+    def __init__(self, cohort: Cohort, weighted_by_key: str, policy: Policy) -> None:
         super().__init__(
-            names,
+            cohort,
             lambda arrays, like: Scores(),
             {},
             weighted_by_key,

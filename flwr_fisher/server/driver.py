@@ -19,7 +19,7 @@ from flwr_fisher.server.run import Run
 from flwr_fisher.wire import named_options
 
 TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores
 
 
 class Strategy(StrategySettings, Protocol):
@@ -100,7 +100,7 @@ class Driver:
         num_rounds: int,
         train_config: ConfigRecord,
         evaluate_config: ConfigRecord,
-        evaluate_fn: Evaluate | None,
+        evaluate_fn: EvaluateFn | None,
         callbacks: Sequence[Callback],
     ) -> None:
         """Do the rounds that are left, up to `num_rounds` or until a callback ends it.
@@ -127,7 +127,7 @@ class Driver:
             logger.info("[ROUND %s/%s]", server_round, num_rounds)
             self.server_round, before = server_round, run.state
             try:
-                self.train(strategy.round_config(server_round, train_config))
+                self.do_exchanges(strategy.round_config(server_round, train_config))
             except RoundError as error:
                 skip = strategy.waiting.on_failed_round == "skip"
                 if not (skip and strategy.may_skip(server_round)):
@@ -139,8 +139,8 @@ class Driver:
             run.finish(server_round, self.cohort.absences())
             ended = run.run_callbacks(callbacks)
 
-    def train(self, config: ConfigRecord) -> None:
-        """Do a round's exchanges.
+    def do_exchanges(self, config: ConfigRecord) -> None:
+        """Do the exchanges of the round under way, and take the step of each.
 
         Uploads that an interrupted run admitted are taken from disk, and their clients
         are not asked again.

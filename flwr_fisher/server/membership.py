@@ -1,6 +1,5 @@
 """Who has taken part in a run whose clients keep a state on their disks."""
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import fsum
@@ -12,6 +11,7 @@ from torch import Tensor
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
+from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import Uploads
 from flwr_fisher.wire import Roster
 
@@ -53,7 +53,7 @@ class Membership:
     @classmethod
     def new(cls) -> "Membership":
         """Return that of a run that begins."""
-        return cls(secrets.randbits(62))
+        return cls(new_run_number())
 
     def after(self, uploads: Uploads[Any], connected: int) -> "Membership":
         """Return the membership after one more step, to which these uploads gave.

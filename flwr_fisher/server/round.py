@@ -65,7 +65,7 @@ class StrategySettings(Protocol):
 
 
 def requests(
-    method: StrategySettings,
+    strategy: StrategySettings,
     server_round: int,
     arrays_for: Callable[[int], ArrayRecord],
     config: ConfigRecord,
@@ -73,37 +73,37 @@ def requests(
     message_type: str = MessageType.TRAIN,
 ) -> list[Message]:
     """Return the messages that ask nodes; the caller's records are left as they are."""
-    seed = named_options({"seed": seed_of_clients(method.seed)})
+    seed = named_options({"seed": seed_of_clients(strategy.seed)})
     sent = ConfigRecord({**config, "server-round": server_round, **seed})
     messages = []
     for node in nodes:
-        content = RecordDict({method.arrayrecord_key: arrays_for(node)})
-        content[method.configrecord_key] = sent
+        content = RecordDict({strategy.arrayrecord_key: arrays_for(node)})
+        content[strategy.configrecord_key] = sent
         group = str(server_round)
         messages.append(Message(content, node, message_type, group_id=group))
     return messages
 
 
-def door_of(method: StrategySettings, exchange: Exchange[P], like: Params) -> Door[P]:
-    """Return what admits an exchange's replies.
+def door_of(strategy: StrategySettings, exchange: Exchange[P], like: Params) -> Door[P]:
+    """Return the door that an exchange's replies pass.
 
     Parameters
     ----------
-    method : StrategySettings
-        The strategy.
+    strategy : StrategySettings
+        Whose exchange it is.
     exchange : Exchange
-        What it asks.
+        What is asked.
     like : Mapping[str, Tensor]
         The run's parameters.
     """
-    policy = method.policy
+    policy = strategy.policy
     if exchange.fold is not None:  # what is added at once cannot be weighed against
         policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
     return Door(
-        method.cohort,
+        strategy.cohort,
         exchange.read,
         like,
-        method.weighted_by_key,
+        strategy.weighted_by_key,
         policy,
         fold=exchange.fold,
         quiet=bool(exchange.log_name),
@@ -112,7 +112,7 @@ def door_of(method: StrategySettings, exchange: Exchange[P], like: Params) -> Do
 
 @dataclass(frozen=True)
 class Outcome(Generic[P]):
-    """What became of a round: the step, its uploads, the clients' metrics."""
+    """What became of an exchange: the step, its uploads, the clients' metrics."""
 
     step: Step
     uploads: Uploads[P]
@@ -129,14 +129,14 @@ class _Asked:
 
 
 class ExchangeRun(Generic[P]):
-    """One exchange of a round.
+    """One exchange of a round, while it goes on: open, gather, step and close it.
 
     Parameters
     ----------
-    method : StrategySettings
-        The strategy.
+    strategy : StrategySettings
+        Whose exchange it is.
     exchange : Exchange
-        What it asks.
+        What is asked, and what becomes of the replies.
     state : ServerState
         Where the run stands.
     server_round : int
@@ -154,7 +154,7 @@ class ExchangeRun(Generic[P]):
 
     def __init__(
         self,
-        method: StrategySettings,
+        strategy: StrategySettings,
         exchange: Exchange[P],
         state: ServerState,
         server_round: int,
@@ -163,12 +163,12 @@ class ExchangeRun(Generic[P]):
         journal: ExchangeJournal,
         timeout: float,
     ) -> None:
-        self.method, self.exchange, self.state = method, exchange, state
+        self.strategy, self.exchange, self.state = strategy, exchange, state
         self.server_round, self.config = server_round, exchange.configure(config)
         self.grid, self.journal, self.timeout = grid, journal, timeout
-        self.cohort, self.waiting = method.cohort, method.waiting
-        self.needed = method.min_train_nodes
-        self.door = door_of(method, exchange, state.params)
+        self.cohort, self.waiting = strategy.cohort, strategy.waiting
+        self.needed = strategy.min_train_nodes
+        self.door = door_of(strategy, exchange, state.params)
         self._sampled: set[str] | None = None  # names; None: whoever comes
         self._asked: dict[int, _Asked] = {}
         self._due: set[int] = set()  # nodes that have not replied
@@ -195,7 +195,7 @@ class ExchangeRun(Generic[P]):
 
     def sample(self) -> Sample:
         """Return whom to ask."""
-        method, cohort = self.method, self.cohort
+        strategy, cohort = self.strategy, self.cohort
         if not isinstance(self.exchange.clients, str):
             numbers = self.exchange.clients(self.state)
             minimum = min(self.needed, len(numbers))
@@ -206,13 +206,13 @@ class ExchangeRun(Generic[P]):
             return Sample(nodes, len(nodes))
         sample = cohort.sample(
             self.grid,
-            fraction=1.0 if self.exchange.clients == "all" else method.fraction_train,
-            minimum=method.min_train_nodes,
-            available=method.min_available_nodes,
+            fraction=1.0 if self.exchange.clients == "all" else strategy.fraction_train,
+            minimum=strategy.min_train_nodes,
+            available=strategy.min_available_nodes,
             server_round=self.server_round,
             purpose="train",
             timeout=self.timeout,
-            waiting=method.waiting,
+            waiting=strategy.waiting,
         )
         logger.info("configure_train: Sampled %s nodes", len(sample.nodes))
         return sample
@@ -241,7 +241,9 @@ class ExchangeRun(Generic[P]):
         def arrays_for(node: int) -> ArrayRecord:
             return by_number(identity(node).number)
 
-        return requests(self.method, self.server_round, arrays_for, self.config, nodes)
+        return requests(
+            self.strategy, self.server_round, arrays_for, self.config, nodes
+        )
 
     # Wait and admit
 
@@ -459,7 +461,7 @@ class ExchangeRun(Generic[P]):
             for client, reason in self.door.withdrawn.items():
                 self.journal.set_aside(client, reason)
         return Outcome(
-            step, uploads, self.door.metrics(self.method.train_metrics_aggr_fn)
+            step, uploads, self.door.metrics(self.strategy.train_metrics_aggr_fn)
         )
 
     def _try_step(self, uploads: Uploads[P]) -> Step:
