@@ -65,10 +65,11 @@ class FedFisherOneShot(CurvatureStrategy):
 
     What deviates: the default solver is preconditioned conjugate gradients with a
     relative anchor, which need no data on the server; the paper's is ``solver="adam"``
-    with `score`. Clients are weighted by their numbers of examples, by the root of
-    their Fisher's size in place of the size (`balance`), and less where it expects an
-    unusual rise of their loss at the mean (`robust`). From the second round on, a step
-    is shortened to what is usual between the clients (`trust`).
+    with `score`. A client's weight is its number of examples, divided by the root of
+    its Fisher's size (`balance`), so that a large Fisher counts for less than by its
+    size; it is lower still where that Fisher expects an unusual rise of the client's
+    loss at the mean (`robust`). From the second round on, a layer's step from the mean
+    is shortened where it is longer than is usual between the clients (`trust`).
 
     Parameters
     ----------
@@ -86,29 +87,31 @@ class FedFisherOneShot(CurvatureStrategy):
     matching : bool, default False
         Permute clients' hidden units to one order before they are merged
         (:func:`flwr_fisher.merge.matched`, Git Re-Basin): for clients that did not
-        start from one model. Networks whose layers follow one another, and ``kfac``,
-        ``ekfac`` or ``diagonal``; needs SciPy, ``pip install "flwr-fisher[matching]"``.
+        start from one model. For networks whose layers follow one another, with
+        ``kfac``, ``ekfac`` or ``diagonal``; it needs SciPy:
+        ``pip install "flwr-fisher[matching]"``.
     codec : "auto" | "fedavg" | "small" | "lossless" | Codec, default "auto"
         How uploads are packed: at FedAvg's size (``fedavg``), half of it (``small``),
         or not at all (``lossless``). ``auto`` is ``fedavg``, and ``lossless`` for a
         model so small that headers outweigh it. ``Codec("fedavg", budget=0.75)`` packs
         into another share of FedAvg's upload.
     aggregate : "parts" | "sums", default "parts"
-        ``sums``: only weighted means over clients are used, which `secure` takes so
-        that the server sees no client's; without it, it does. For ``kfac`` a round is
-        one training and 2 + `iterations` requests: models, layers' partial traces with
-        the right-hand side, and a product an iteration
-        (``flwr_fisher.merge.sums_solver``). For ``diagonal``, :math:`n_i`,
-        :math:`n_i\theta_i`, :math:`n_iF_i` and :math:`n_iF_i\theta_i` in one. Uploads
-        are not packed, and clients are weighted by their examples, with ``kfac`` and
-        `balance` (1 by default then) over their own Fisher's trace: `robust`,
-        `max_share`, `outlier` and `trust` take more than sums.
+        ``parts``: the merge takes each client's model and Fisher. ``sums``: it takes
+        weighted means over the clients alone. With `secure` the server does not see
+        what a single client adds to them; without it, it does. For ``kfac`` a round is
+        one training and 2 + `iterations` requests: for models, for layers' partial
+        traces with the right-hand side, and for one product an iteration
+        (``flwr_fisher.merge.sums_solver``). For ``diagonal`` it is one request, for
+        :math:`n_i`, :math:`n_i\theta_i`, :math:`n_iF_i` and :math:`n_iF_i\theta_i`.
+        Uploads are not packed. A client's weight is its number of examples; with
+        ``kfac`` this is divided by its Fisher's trace to the power `balance`, here 1 by
+        default. `robust`, `max_share`, `outlier` and `trust` need more than sums.
     privacy : Privacy, optional
         For ``aggregate="sums"`` and ``structure="diagonal"``: differential privacy of
         the sums. Each client counts once (:mod:`flwr_fisher.merge.private_sums`), its
-        contribution is clipped, and clients add noise in shares with `secure`, the
-        server without it. Buffers stay as they are. Figures, which say when it is of no
-        use: docs/secure-sums.md.
+        contribution is clipped, and noise is added: with `secure` each client adds a
+        share of it, without it the server all. Buffers stay as they are. The figures in
+        docs/secure-sums.md say when it is of no use.
     score : Callable[[dict[str, Tensor]], float], optional
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional

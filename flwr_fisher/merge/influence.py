@@ -50,7 +50,7 @@ def influence(
     posteriors : Sequence[LocalPosterior]
         What was merged; at least two.
     merged : MergeResult
-        Of :func:`~flwr_fisher.merge.fedfisher`, with whose options the others are
+        Of :func:`~flwr_fisher.merge.fedfisher`, with whose settings the others are
         merged. A score that ``solver="adam"`` took there has no part in it.
     score : Callable[[dict[str, Tensor]], float], optional
         Scores parameters, such as by their accuracy.
@@ -82,7 +82,7 @@ def influence(
     """
     if len(posteriors) < 2:
         raise ConfigurationError("the influence of one client alone is everything")
-    if merged.options is None or not merged.shares:
+    if merged.settings is None or not merged.shares:
         raise ConfigurationError(
             "influence takes a merge of fedfisher: sums know no client's part"
         )
@@ -90,7 +90,7 @@ def influence(
     with watching("influence", len(posteriors), "clients") as progress:
         for index in range(len(posteriors)):
             others = [*posteriors[:index], *posteriors[index + 1 :]]
-            without = fedfisher(others, device=device, **asdict(merged.options)).params
+            without = fedfisher(others, device=device, **asdict(merged.settings)).params
             distance = _distance(merged.params, without, names)
             scored = None if score is None else score(without)
             influences.append(Influence(distance, scored))

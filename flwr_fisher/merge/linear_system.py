@@ -1,4 +1,4 @@
-"""The linear systems behind a merge: one for each block that clients share."""
+"""The linear systems behind a merge: one for each layer, by the clients' curvatures."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +64,7 @@ class LinearSystem:
         """Return the same system with a mean eigenvalue of 1.
 
         Confident clients' curvatures may be so small that float32 cannot hold the
-        squares that a solver takes.
+        squared_lengths that a solver takes.
         """
         mean = self.curvature.trace() / self.curvature.numel()
         if not mean > 0:
@@ -109,7 +109,7 @@ Systems = Sequence[Callable[[], LinearSystem]]
 def linear_systems(
     posteriors: Sequence[LocalPosterior],
     mean: Params,
-    options: MergeSettings,
+    settings: MergeSettings,
     device: Device = None,
 ) -> Systems:
     """Return what makes each layer's system for the step away from the mean.
@@ -119,15 +119,16 @@ def linear_systems(
     """
     blocks = shared_blocks([posterior.curvature for posterior in posteriors])
     return [
-        partial(_system, parts, posteriors, mean, options, device) for parts in blocks
+        partial(_layer_system, parts, posteriors, mean, settings, device)
+        for parts in blocks
     ]
 
 
-def _system(
+def _layer_system(
     parts: Sequence[Curvature],
     posteriors: Sequence[LocalPosterior],
     mean: Params,
-    options: MergeSettings,
+    settings: MergeSettings,
     device: Device,
 ) -> LinearSystem:
     r"""Return one layer's system, of which the merged layer is the solution.
@@ -140,50 +141,52 @@ def _system(
     :math:`\lambda` is `anchor` times the mean eigenvalue of the sum. Both sides are
     divided by powers of two where floats would not hold them.
     """
-    curvatures, relative, highest = _regularised(parts, options, device)
+    curvatures, relative, highest = _regularised(parts, settings, device)
     unweighted = WeightedSum(curvatures, relative)
     mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
     steps = _ClientSteps(posteriors, mean, device)
-    rises, squares, largest, products = steps.measured(curvatures)
+    fisher_squares, squared_lengths, largest, products = steps.measured(curvatures)
     if exponent := _step_exponent(largest, steps.mean):
         steps = replace(steps, exponent=exponent)
-        rises, squares, _, products = steps.measured(curvatures)
+        fisher_squares, squared_lengths, _, products = steps.measured(curvatures)
     examples = [posterior.num_examples for posterior in posteriors]
     weights = layer_weights(
         examples,
         _products(relative, unweighted.traces),
-        _products(relative, rises),
-        options,
+        _products(relative, fisher_squares),
+        settings,
     )
     total = unweighted.reweighted(weights)
     shift = _shift(total, steps.mean)
     total = total.scaled(power_of_two(-shift)) if shift else total
     again = (part.matvec(steps.of(index)) for index, part in enumerate(curvatures))
     system = LinearSystem.anchored(
-        total, _weighted_sum(total, products or again, mean), options.anchor
+        total, _weighted_sum(total, products or again, mean), settings.anchor
     )
     return replace(
         system,
         scale=power_of_two(highest + shift),
         step_exponent=steps.exponent,
-        radius=options.trust * _spread(examples, squares),
+        radius=settings.trust * _spread(examples, squared_lengths),
     )
 
 
 def _regularised(
-    parts: Sequence[Curvature], options: MergeSettings, device: Device
+    parts: Sequence[Curvature], settings: MergeSettings, device: Device
 ) -> tuple[list[Curvature], list[float], int]:
-    """Return the clients' curvatures, each divided by a power of two of its own.
+    """Return the clients' curvatures with `shrink` and `damping`, and their scales.
 
-    With them, these powers relative to the highest, and its exponent: what is far below
-    the largest comes to 0, as it would in their sum.
+    Each curvature is divided by a power of two of its own, so that floats hold it. Also
+    returned are these powers, divided by the highest of them, and the exponent of that.
+    The power of a curvature that is far below the largest comes to 0: in the sum, too,
+    nothing would be left of it.
     """
     curvatures, exponents = [], []
     for part in parts:
         held, exponent = rescaled(part.mapped(partial(_wide, device=device)))
         exponents.append(exponent)
         curvatures.append(
-            held.regularised(shrink=options.shrink, damping=options.damping)
+            held.regularised(shrink=settings.shrink, damping=settings.damping)
         )
     highest = max(exponents)
     relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
@@ -204,10 +207,10 @@ def _weighted_sum(
     return rhs
 
 
-def _spread(examples: Sequence[float], squares: Sequence[float]) -> float:
+def _spread(examples: Sequence[float], squared_lengths: Sequence[float]) -> float:
     """Return how far the clients are from their mean, all of them together."""
-    variance = sum(_products(shares_of(examples), squares))
-    return math.sqrt((len(squares) - 1) * variance)
+    variance = sum(_products(shares_of(examples), squared_lengths))
+    return math.sqrt((len(squared_lengths) - 1) * variance)
 
 
 def _wide(tensor: Tensor, device: Device) -> Tensor:
@@ -239,21 +242,23 @@ class _ClientSteps:
     def measured(
         self, curvatures: Sequence[Curvature]
     ) -> tuple[list[float], list[float], float, list[dict[str, Tensor]]]:
-        """Return all their rises and squared lengths, the largest entry, and products.
+        """Return what a system needs of all steps, from one pass over them.
 
-        The products with the curvatures are none where all clients' would be large.
+        That is each step's square in the client's own curvature, and its squared
+        length; the largest entry of all; and the products with the curvatures, or none
+        where all clients' would be large.
         """
-        rises, squares, largest, products = [], [], 0.0, []
+        fisher_squares, squared_lengths, largest, products = [], [], 0.0, []
         size = 4 * sum(value.numel() for value in self.mean.values())
         small = size * len(curvatures) <= _SMALL
         for index, curvature in enumerate(curvatures):
             step = self.of(index)
             product = curvature.matvec(step)
-            rises.append(max(0.0, float(dot(step, product))))
-            squares.append(float(dot(step, step)))
+            fisher_squares.append(max(0.0, float(dot(step, product))))
+            squared_lengths.append(float(dot(step, step)))
             largest = max(largest, *map(largest_entry, step.values()))
             products += [product] if small else []
-        return rises, squares, largest, products
+        return fisher_squares, squared_lengths, largest, products
 
 
 def _step_exponent(largest: float, like: Params) -> int:

@@ -1,4 +1,4 @@
-"""Solving a merge's systems by the chosen solver."""
+"""Solving a merge's linear systems, one a layer, by the chosen solver."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -22,10 +22,10 @@ from flwr_fisher.merge.solvers import (
 )
 from flwr_fisher.params import Params, add, dot, norm, select
 
-# A block's step by parameter; None where it was not solved.
+# A step by parameter; None where a system was not solved.
 Steps = dict[str, Tensor | None]
 
-_FLOOR = 1e-6  # of a block's largest curvature, as FisherMerge's code has it
+_FLOOR = 1e-6  # of a system's largest curvature, as FisherMerge's code has it
 _ROUNDED = 1.001  # of the residual at the start
 
 
@@ -51,7 +51,7 @@ class MergeResult:
     outliers : dict[int, float]
         The places of the clients that were left out, each with its distance from the
         others in multiples of the median.
-    options : MergeSettings, optional
+    settings : MergeSettings, optional
         What the merge was done with.
     mean : dict[str, Tensor], optional
         FedAvg's mean, where only sums over the clients are known.
@@ -63,32 +63,32 @@ class MergeResult:
     shares: list[float] = field(default_factory=list)
     unsolved: list[str] = field(default_factory=list)
     outliers: dict[int, float] = field(default_factory=dict)
-    options: MergeSettings | None = field(default=None, repr=False)
+    settings: MergeSettings | None = field(default=None, repr=False)
     mean: dict[str, Tensor] | None = field(default=None, repr=False)
 
 
 def solve(
     mean: Params,
     systems: Systems,
-    options: MergeSettings,
+    settings: MergeSettings,
     score: Score | None,
     progress: Report | None,
 ) -> MergeResult:
-    """Solve the blocks' systems for the step away from the mean, and take it.
+    """Solve each layer's system for its step away from the mean, and take the steps.
 
-    A block that is not solved stays at the mean, and is named.
+    A layer whose system is not solved stays at the mean, and is named.
     """
-    if options.solver == "adam":
-        blocks = [make().unscaled() for make in systems]
-        delta, norms = _adam(mean, blocks, options, score, progress)
+    if settings.solver == "adam":
+        every = [make().unscaled() for make in systems]
+        delta, norms = _adam(mean, every, settings, score, progress)
     else:
-        delta, norms = _block_by_block(mean, systems, options, progress)
+        delta, norms = _one_by_one(mean, systems, settings, progress)
     unsolved = [name for name, step in delta.items() if step is None]
     if unsolved and progress is not None:
         progress(f"solver: {', '.join(unsolved)} not solved, and left at the mean")
     merged = _moved(mean, delta)
     return MergeResult(
-        merged, norms, max(0, len(norms) - 1), unsolved=unsolved, options=options
+        merged, norms, max(0, len(norms) - 1), unsolved=unsolved, settings=settings
     )
 
 
@@ -99,13 +99,13 @@ def _moved(mean: Params, delta: Steps) -> dict[str, Tensor]:
     }
 
 
-def _block_by_block(
-    mean: Params, systems: Systems, options: MergeSettings, progress: Report | None
+def _one_by_one(
+    mean: Params, systems: Systems, settings: MergeSettings, progress: Report | None
 ) -> tuple[Steps, list[float]]:
     delta: Steps = {}
     curves = []
     for index, make in enumerate(systems, start=1):
-        step, norms = _solve_block(mean, make, options)
+        step, norms = _solve_one(mean, make, settings)
         delta |= step
         curves.append(norms)
         if progress is not None:
@@ -117,44 +117,45 @@ def _block_by_block(
     return delta, relative_norms(curves)
 
 
-def _solve_block(
-    mean: Params, make: Callable[[], LinearSystem], options: MergeSettings
+def _solve_one(
+    mean: Params, make: Callable[[], LinearSystem], settings: MergeSettings
 ) -> tuple[Steps, list[float]]:
-    """Solve one layer's system: its step and residual norms.
+    """Make one layer's system and solve it; return its step and residual norms.
 
     The system is freed on return.
     """
-    block = make().normalised()
-    scale = block.scale * power_of_two(block.step_exponent)
+    system = make().normalised()
+    scale = system.scale * power_of_two(system.step_exponent)
     try:
-        solution, norms = _solved(block, options)
+        solution, norms = _solved(system, settings)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # No curvature, or one that is not finite.
-        solution, norms = {}, [float(norm(block.rhs))]
-    step = block.within(solution) if _is_solved(block, solution, norms, options) else {}
+        solution, norms = {}, [float(norm(system.rhs))]
+    solved = _is_solved(system, solution, norms, settings)
+    step = system.within(solution) if solved else {}
     if not is_finite(_moved(select(mean, step), {**step})):
         step = {}
     if step:
         return {**step}, [value * scale for value in norms]
     start = norms[0] * scale  # what is left at the mean
-    return dict.fromkeys(block.rhs), [start if math.isfinite(start) else 0.0]
+    return dict.fromkeys(system.rhs), [start if math.isfinite(start) else 0.0]
 
 
 def _is_solved(
-    block: LinearSystem,
+    system: LinearSystem,
     solution: Params,
     norms: list[float],
-    options: MergeSettings,
+    settings: MergeSettings,
 ) -> bool:
     """Whether a solver got anywhere, and not somewhere worse than the mean."""
     if not solution or not all(map(math.isfinite, norms)) or not is_finite(solution):
         return False
     if len(norms) == 1:  # there was nothing to solve, or no step could be taken
-        return norms[0] == 0 or options.tolerance >= 1
+        return norms[0] == 0 or settings.tolerance >= 1
     if norms[-1] <= _ROUNDED * norms[0]:
         return True
     # Conjugate gradients lower the objective at every step, but not the residual.
-    pulled = add(block.matvec(solution), block.rhs, -2.0)
+    pulled = add(system.matvec(solution), system.rhs, -2.0)
     return float(dot(solution, pulled)) <= 0
 
 
@@ -164,25 +165,25 @@ def is_finite(params: Params) -> bool:
 
 
 def _solved(
-    block: LinearSystem, options: MergeSettings
+    system: LinearSystem, settings: MergeSettings
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Return a block's solution, and the residual's norms."""
-    if options.solver == "closed-form":
-        return _closed_form(block, _FLOOR)
-    if options.solver in ("pcg", "cg") and _is_diagonal(block):
+    """Return a system's solution, and the residual's norms."""
+    if settings.solver == "closed-form":
+        return _closed_form(system, _FLOOR)
+    if settings.solver in ("pcg", "cg") and _is_diagonal(system):
         # What many iterations would get to, of which float32 loses the digits.
-        return _closed_form(block, floor=0.0)
+        return _closed_form(system, floor=0.0)
     find = gradient_descent
-    if options.solver == "cg":
+    if settings.solver == "cg":
         find = conjugate_gradient
-    elif options.solver == "pcg":
-        inverse = preconditioner(block.curvature, block.ridge)
+    elif settings.solver == "pcg":
+        inverse = preconditioner(system.curvature, system.ridge)
         find = partial(conjugate_gradient, precondition=inverse)
     return find(
-        block.matvec,
-        block.rhs,
-        iterations=options.iterations,
-        tolerance=options.tolerance,
+        system.matvec,
+        system.rhs,
+        iterations=settings.iterations,
+        tolerance=settings.tolerance,
     )
 
 
@@ -194,58 +195,58 @@ def relative_norms(curves: list[list[float]]) -> list[float]:
     return [value / norms[0] if norms[0] else 0.0 for value in norms]
 
 
-def _is_diagonal(block: LinearSystem) -> bool:
-    return all(isinstance(term, Diagonal) for term in block.curvature.terms)
+def _is_diagonal(system: LinearSystem) -> bool:
+    return all(isinstance(term, Diagonal) for term in system.curvature.terms)
 
 
 def _closed_form(
-    block: LinearSystem, floor: float
+    system: LinearSystem, floor: float
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Divide; an entry of at most `floor` times the block's largest counts as 0."""
-    if not _is_diagonal(block):
+    """Divide; an entry of at most `floor` times the system's largest counts as 0."""
+    if not _is_diagonal(system):
         raise StructureError(
-            f"the curvature of {list(block.rhs)} is not diagonal, so it has no closed "
+            f"the curvature of {list(system.rhs)} is not diagonal, so it has no closed "
             "form: use solver='pcg', or structure='diagonal'"
         )
-    entries = block.curvature.diagonal()
+    entries = system.curvature.diagonal()
     least = floor * max(float(entry.max()) for entry in entries.values())
     solution = {}
     for name, entry in entries.items():
         known = entry > least
-        divisor = torch.where(known, entry + block.ridge, 1.0)
-        solution[name] = torch.where(known, block.rhs[name] / divisor, 0.0)
-    left = add(block.rhs, block.matvec(solution), -1.0)
-    return solution, [float(norm(block.rhs)), float(norm(left))]
+        divisor = torch.where(known, entry + system.ridge, 1.0)
+        solution[name] = torch.where(known, system.rhs[name] / divisor, 0.0)
+    left = add(system.rhs, system.matvec(solution), -1.0)
+    return solution, [float(norm(system.rhs)), float(norm(left))]
 
 
 def _adam(
     mean: Params,
-    blocks: list[LinearSystem],
-    options: MergeSettings,
+    systems: list[LinearSystem],
+    settings: MergeSettings,
     score: Score | None,
     progress: Report | None,
 ) -> tuple[Steps, list[float]]:
-    """Solve all blocks at once, and again without those that do not end finite."""
-    rhs = {name: value for block in blocks for name, value in block.rhs.items()}
+    """Solve all systems at once, and again without those that do not end finite."""
+    rhs = {name: value for system in systems for name, value in system.rhs.items()}
 
     def matvec(vector: Params) -> dict[str, Tensor]:
-        return _joined(block.matvec(select(vector, block.rhs)) for block in blocks)
+        return _joined(system.matvec(select(vector, system.rhs)) for system in systems)
 
     def steps(delta: Params) -> dict[str, Tensor]:
-        return _joined(block.within(select(delta, block.rhs)) for block in blocks)
+        return _joined(system.within(select(delta, system.rhs)) for system in systems)
 
     scored = None if score is None else (lambda d: score(_moved(mean, {**steps(d)})))
-    diagonal = all(_is_diagonal(block) for block in blocks)
-    iterates = paper_adam(matvec, rhs, lr=options.lr, epsilon_inside=not diagonal)
-    solution, norms = best_of(iterates, options.iterations, scored, progress)
+    diagonal = all(_is_diagonal(system) for system in systems)
+    iterates = paper_adam(matvec, rhs, lr=settings.lr, epsilon_inside=not diagonal)
+    solution, norms = best_of(iterates, settings.iterations, scored, progress)
     delta: Steps = {**steps(solution)}
     moved = _moved(mean, delta)
-    solved = [b for b in blocks if is_finite(select(moved, b.rhs))]
-    if len(solved) == len(blocks):
+    solved = [s for s in systems if is_finite(select(moved, s.rhs))]
+    if len(solved) == len(systems):
         return delta, relative_norms([norms])
     if not solved:
         return dict.fromkeys(rhs), [1.0]
-    again, norms = _adam(mean, solved, options, score, progress)
+    again, norms = _adam(mean, solved, settings, score, progress)
     return dict.fromkeys(rhs) | again, norms
 
 

@@ -225,7 +225,7 @@ def merge_sums(
         check_finite(part, "the sums")
     mean = sums.mean(like)
     systems = [
-        partial(_system, sums, name, mean[name], settings.anchor)
+        partial(_tensor_system, sums, name, mean[name], settings.anchor)
         for name in sums.fisher
     ]
     merged = solve(mean, systems, settings, score, progress)
@@ -268,7 +268,16 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _system(sums: DiagonalSums, name: str, mean: Tensor, anchor: float) -> LinearSystem:
+def _tensor_system(
+    sums: DiagonalSums, name: str, mean: Tensor, anchor: float
+) -> LinearSystem:
+    r"""Return one tensor's system, of which its step from the mean is the solution.
+
+    .. math:: (F + \lambda I)\, \delta = \sum n_i F_i \theta_i / N - F \bar\theta,
+              \qquad F = \sum n_i F_i / N
+
+    As for :func:`fedfisher_from_sums`; :math:`\lambda` is `anchor` times F's mean.
+    """
     entry = sums.fisher[name].double() / sums.num_examples
     pull = sums.fisher_params[name].double() / sums.num_examples
     rhs = pull - entry * mean.double()

@@ -67,7 +67,7 @@ class Iterate:
         )
 
 
-def begin(traces: Curvature, pull: Params, options: MergeSettings) -> Iterate:
+def begin(traces: Curvature, pull: Params, settings: MergeSettings) -> Iterate:
     r"""Return the start, at the clients' mean.
 
     Parameters
@@ -76,14 +76,14 @@ def begin(traces: Curvature, pull: Params, options: MergeSettings) -> Iterate:
         The sum of the clients' :func:`~flwr_fisher.merge.partial_traces`.
     pull : Mapping[str, Tensor]
         :math:`\sum_i p_i F_i (\theta_i - \bar\theta)`.
-    options : MergeSettings
+    settings : MergeSettings
         `anchor` is used.
     """
     solution: dict[str, Tensor] = {}
     residual: dict[str, Tensor] = {}
     direction: dict[str, Tensor] = {}
     decrease, norms = [], []
-    for system in _systems(traces, options):
+    for system in _layer_systems(traces, settings):
         rhs = scale(double(select(pull, system.names)), 1 / system.unit)
         zero = {name: torch.zeros_like(value) for name, value in rhs.items()}
         steepest = zero if system.inverse is None else system.inverse(rhs)
@@ -97,13 +97,13 @@ def begin(traces: Curvature, pull: Params, options: MergeSettings) -> Iterate:
 
 
 def advanced(
-    traces: Curvature, before: Iterate, product: Params, options: MergeSettings
+    traces: Curvature, before: Iterate, product: Params, settings: MergeSettings
 ) -> Iterate:
     r"""Return the iterate after one step along the direction, and where to go next.
 
     Parameters
     ----------
-    traces, options
+    traces, settings
         As for :func:`begin`.
     before : Iterate
         The last one.
@@ -111,7 +111,7 @@ def advanced(
         :math:`\sum_i p_i F_i z`, for its direction z.
     """
     parts = []
-    for index, system in enumerate(_systems(traces, options)):
+    for index, system in enumerate(_layer_systems(traces, settings)):
         own = Iterate(
             select(before.solution, system.names),
             select(before.residual, system.names),
@@ -119,7 +119,7 @@ def advanced(
             [before.decrease[index]],
             [before.norms[index]],
         )
-        parts.append(_stepped(system, own, select(product, system.names), options))
+        parts.append(_stepped(system, own, select(product, system.names), settings))
     return Iterate(
         {k: v for part in parts for k, v in part.solution.items()},
         {k: v for part in parts for k, v in part.residual.items()},
@@ -167,34 +167,42 @@ def _has_step(step: Params, norms: Sequence[float]) -> bool:
 
 
 @dataclass(frozen=True)
-class _System:
-    """One layer's linear system, scaled to a mean eigenvalue of 1."""
+class _LayerSystem:
+    r"""What the server knows of one layer's linear system, at a scale of its own.
 
-    names: list[str]
-    unit: float
-    ridge: float
+    .. math:: \Big(\tfrac1u \sum_i p_i F_i + \rho I\Big)\, \delta
+              = \tfrac1u \sum_i p_i F_i (\theta_i - \bar\theta),
+
+    with u the mean eigenvalue of the sum, and so 1 that of what is solved. Products
+    with the sum come from the clients.
+    """
+
+    names: list[str]  # of the layer's parameters
+    unit: float  # u
+    ridge: float  # rho
     diagonal: bool
     inverse: Matvec | None  # an approximate one; None: there is no curvature
 
 
-def _systems(traces: Curvature, options: MergeSettings) -> list[_System]:
-    return [_system(block.made(), options) for block in traces.blocks()]
+def _layer_systems(traces: Curvature, settings: MergeSettings) -> list[_LayerSystem]:
+    return [_layer_system(block.made(), settings) for block in traces.blocks()]
 
 
-def _system(block: Curvature, options: MergeSettings) -> _System:
-    names, anchor = list(block.shapes), options.anchor
+def _layer_system(block: Curvature, settings: MergeSettings) -> _LayerSystem:
+    """Return a layer's system; `block` is the sum of the clients' partial traces."""
+    names, anchor = list(block.shapes), settings.anchor
     wide = block.to(dtype=torch.float64)
     trace = _trace(wide)
     unit = trace / block.numel()
     if not (unit > 0 and math.isfinite(unit)):
-        return _System(names, 1.0, 0.0, isinstance(block, Diagonal), None)
+        return _LayerSystem(names, 1.0, 0.0, isinstance(block, Diagonal), None)
     if isinstance(wide, Diagonal):
-        return _System(names, unit, anchor, True, _divided_by(wide, unit, anchor))
+        return _LayerSystem(names, unit, anchor, True, _divided_by(wide, unit, anchor))
     assert isinstance(wide, Kronecker)
     # Both factors have the sum's trace: the product has its square.
     product = wide.with_factors(wide.A / unit, wide.G / _per_group(wide))
     inverse = preconditioner(WeightedSum([product], [1.0]), anchor)
-    return _System(names, unit, anchor, False, inverse)
+    return _LayerSystem(names, unit, anchor, False, inverse)
 
 
 def _trace(block: Curvature) -> float:
@@ -226,13 +234,13 @@ def _divided_by(block: Diagonal, unit: float, ridge: float) -> Matvec:
 
 
 def _stepped(
-    system: _System, own: Iterate, product: Params, options: MergeSettings
+    system: _LayerSystem, own: Iterate, product: Params, settings: MergeSettings
 ) -> Iterate:
     """Take one layer's step; where none can be taken, stay and ask for none."""
     zero = {name: torch.zeros_like(value) for name, value in own.direction.items()}
     stay = Iterate(own.solution, own.residual, zero, own.decrease, own.norms)
     norms = own.norms[0]
-    done = norms[-1] <= options.tolerance * norms[0]
+    done = norms[-1] <= settings.tolerance * norms[0]
     if system.inverse is None or system.diagonal or done:
         return stay
     product = add(scale(double(product), 1 / system.unit), own.direction, system.ridge)

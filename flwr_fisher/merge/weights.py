@@ -20,8 +20,8 @@ MAJORITY = 3  # so many clients, at least, have a majority without any one of th
 def layer_weights(
     examples: Sequence[float],
     traces: Sequence[float],
-    rises: Sequence[float],
-    options: MergeSettings,
+    squared_distances: Sequence[float],
+    settings: MergeSettings,
 ) -> list[float]:
     r"""Return the clients' weights :math:`w_i` in a layer, which add up to 1.
 
@@ -36,22 +36,25 @@ def layer_weights(
         :math:`n_i`.
     traces : Sequence[float]
         :math:`t_i = \operatorname{tr} F_i`, at any one scale.
-    rises : Sequence[float]
-        :math:`q_i`, what each client's Fisher expects its loss to rise by at the mean.
-    options : MergeSettings
+    squared_distances : Sequence[float]
+        :math:`q_i = \|\bar\theta - \theta_i\|^2_{F_i}`, of each client from the mean as
+        its own Fisher measures it: twice the rise of its loss there that it expects.
+    settings : MergeSettings
         Of the merge.
     """
     # A client that is certain of everything has no curvature, and nothing to balance.
-    powers = [trace**options.balance if trace > 0 else 1.0 for trace in traces]
-    usual = statistics.median(rises)
-    doubts = [1 + options.robust * rise / usual if usual else 1.0 for rise in rises]
+    powers = [trace**settings.balance if trace > 0 else 1.0 for trace in traces]
+    usual = statistics.median(squared_distances)
+    doubts = [
+        1 + settings.robust * q / usual if usual else 1.0 for q in squared_distances
+    ]
     weights = zip(examples, powers, doubts, strict=True)
     shares = shares_of([n / (power * doubt) for n, power, doubt in weights])
     if len(shares) < MAJORITY:
         return shares
-    if options.outlier < math.inf:
-        shares = _near_median(shares, traces, options.outlier)
-    return _capped(shares, traces, options.max_share)
+    if settings.outlier < math.inf:
+        shares = _near_median(shares, traces, settings.outlier)
+    return _capped(shares, traces, settings.max_share)
 
 
 def _near_median(
@@ -84,7 +87,7 @@ def _capped(
 
 
 JUDGES = 20  # of the clients, at most, whose Fishers measure the others
-Rises = list[list[float]]  # for each judge, every client's
+SquaredDistances = list[list[float]]  # of every client, by the judge that measures
 
 
 @dataclass(frozen=True)
@@ -154,13 +157,16 @@ def without_outliers(
 def _distances(
     posteriors: Sequence[LocalPosterior], device: torch.device | str | None
 ) -> list[float]:
-    """Return every client's distance over the median distance."""
+    """Return every client's distance, divided by the median of all."""
     judges = _judges(len(posteriors))
-    per_layer = [_of_layer(rises, judges) for rises in _layers(posteriors, device)]
+    per_layer = [
+        _median_of_judges(distances, judges)
+        for distances in _distances_by_layer(posteriors, device)
+    ]
     roots = [
         math.sqrt(statistics.fmean(values)) for values in zip(*per_layer, strict=True)
     ]
-    return _over_median(roots or [0.0] * len(posteriors))
+    return _in_medians(roots or [0.0] * len(posteriors))
 
 
 def _judges(clients: int) -> list[int]:
@@ -168,23 +174,23 @@ def _judges(clients: int) -> list[int]:
     return [index * clients // number for index in range(number)]
 
 
-def _layers(
+def _distances_by_layer(
     posteriors: Sequence[LocalPosterior], device: torch.device | str | None
-) -> Iterator[Rises]:
-    """Yield the rises in each layer, then of each tensor that no curvature covers."""
+) -> Iterator[SquaredDistances]:
+    """Yield those in each layer, then in each tensor that no curvature covers."""
     judges = _judges(len(posteriors))
     for parts in shared_blocks([posterior.curvature for posterior in posteriors]):
         together = WeightedSum(parts, [1.0] * len(parts))  # all cover the same
-        away = _away(posteriors, list(together.shapes), device)
-        yield [_rises(parts[judge], away, device) for judge in judges]
+        away = _steps_from_median(posteriors, list(together.shapes), device)
+        yield [_squared_distances(parts[judge], away, device) for judge in judges]
     covered = posteriors[0].curvature.shapes
     for name, like in layout_of(posteriors[0].params).items():
         if name not in covered and like.is_floating_point():
-            away = _away(posteriors, [name], device)
+            away = _steps_from_median(posteriors, [name], device)
             yield [[float(dot(step, step)) for step in away]] * len(judges)
 
 
-def _away(
+def _steps_from_median(
     posteriors: Sequence[LocalPosterior],
     names: Sequence[str],
     device: torch.device | str | None,
@@ -204,20 +210,22 @@ def _median(values: Tensor) -> Tensor:
     return (ordered[last // 2] + ordered[last - last // 2]) / 2
 
 
-def _rises(
+def _squared_distances(
     curvature: Curvature,
     away: Sequence[dict[str, Tensor]],
     device: torch.device | str | None,
 ) -> list[float]:
-    """Return what a Fisher says of all steps; float64 holds any product of float32."""
+    """Return all steps' squares as a Fisher measures them; float64 holds any."""
     wide = curvature.made().to(device, torch.float64)
-    rises = (float(dot(step, wide.matvec(step))) for step in away)
-    return [math.inf if math.isnan(rise) else max(0.0, rise) for rise in rises]
+    squares = (float(dot(step, wide.matvec(step))) for step in away)
+    return [math.inf if math.isnan(square) else max(0.0, square) for square in squares]
 
 
-def _of_layer(rises: Rises, judges: Sequence[int]) -> list[float]:
-    """Return every client's squared distance, as the median judge has it."""
-    relative = [_over_median(each) for each in rises]
+def _median_of_judges(
+    distances: SquaredDistances, judges: Sequence[int]
+) -> list[float]:
+    """Return every client's squared distance, as the median of the others has it."""
+    relative = [_in_medians(each) for each in distances]
     return [
         statistics.median(
             own[client]
@@ -228,8 +236,8 @@ def _of_layer(rises: Rises, judges: Sequence[int]) -> list[float]:
     ]
 
 
-def _over_median(values: Sequence[float]) -> list[float]:
-    """Return multiples of the median; of a median of 0, infinite ones."""
+def _in_medians(values: Sequence[float]) -> list[float]:
+    """Return values divided by their median; where that is 0, infinite ones."""
     usual = statistics.median(values)
     return [
         1.0 if value == usual else value / usual if usual else math.inf

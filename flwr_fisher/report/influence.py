@@ -79,7 +79,7 @@ def _why_not(posteriors: Sequence[LocalPosterior], merged: MergeResult) -> str:
     clients = len(posteriors)
     if not merged.shares:
         return "of sums, no client's part is known"
-    if merged.options is None or merged.options.solver not in _QUICK:
+    if merged.settings is None or merged.settings.solver not in _QUICK:
         return f"it takes a merge a client, and those of {_QUICK} alone are quick"
     if clients < 2:
         return "there is one client"

@@ -5,7 +5,6 @@ its right-hand side; and for each iteration the product of the clients' summed F
 with a direction.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from flwr_fisher.curvature import Curvature
 from flwr_fisher.merge import MergeSettings
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
 from flwr_fisher.params import Params, check_finite, double
+from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import (
     Exchange,
     Groups,
@@ -35,8 +35,8 @@ _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
 
 
 def run_group() -> Groups:
-    """Name the run: clients keep their Fishers under its number."""
-    return {_RUN: {"run": torch.tensor(secrets.randbits(62))}}
+    """Return the run's number as a group: clients keep their Fishers under it."""
+    return {_RUN: {"run": torch.tensor(new_run_number())}}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class KfacSums:
             return Step(_with(state, iterate, uploads))
         layers = [list(block.shapes) for block in traces.blocks()]
         result = merged(state.params, iterate, layers)
-        result = replace(result, options=self.merge)
+        result = replace(result, settings=self.merge)
         run = {_RUN: state.group(_RUN)}
         return replace(step_of(result), state=ServerState(result.params, run))
 
