@@ -1,4 +1,4 @@
-"""Flower's side of a client: messages in, a job done, messages out."""
+"""``FisherClient``: reads a message of Flower's, does the job, and answers it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class FisherClient:
     without a structure it is an ordinary one, as Flower's FedAvg and FedProx want it.
     ``fisher.report-local`` asks for ``local-loss`` and ``local-accuracy``: the trained
     model on its own training data, which :mod:`flwr_fisher.measures` compares with the
-    server's. ``fisher.check`` names a job that is done before; its errors alone count.
+    server's. ``fisher.check`` names a job that is done first, for its errors alone.
     Whatever is random depends on ``fisher.seed``, ``server-round`` and the node's
     ``partition-id`` alone.
 
@@ -174,7 +174,7 @@ class FisherClient:
         with outbox.locked(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:
                 problem = replace(self.problem, checkpoint=outbox.training())
-                reply = _do(jobs, problem, request)
+                reply = _run_jobs(jobs, problem, request)
                 outbox.keep(reply)
         metrics = {"num-examples": num_examples, **reply.metrics}
         return _message(message, MetricRecord({**metrics}), reply.arrays)
@@ -263,8 +263,8 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     return app
 
 
-def _do(jobs: Sequence[Job], problem: LocalProblem, request: Request) -> Reply:
-    """Do jobs one after another; return the last one's reply."""
+def _run_jobs(jobs: Sequence[Job], problem: LocalProblem, request: Request) -> Reply:
+    """Run jobs one after another; return the last one's reply."""
     for job in jobs:
         with seeded(request.seed):
             reply = job(problem, request)

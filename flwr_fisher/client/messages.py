@@ -1,4 +1,4 @@
-"""Flower's messages: replies of a client's work, and errors told once.
+"""How a client app answers Flower's messages: who it is, and what went wrong.
 
 What any client app needs, whether it is a ``FisherClient`` or plain functions.
 """
@@ -21,7 +21,7 @@ _ARRAYS = ("fitins.parameters", "evaluateins.parameters")
 
 
 class MessageApp(ClientApp):
-    """An app for strategies of Flower's Message API, which tells others of them."""
+    """A ``ClientApp`` that refuses strategies of Flower's older API, and says so."""
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Handle a message.

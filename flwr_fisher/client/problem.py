@@ -2,7 +2,7 @@
 
 Jobs work on it, and a request says what they do.
 
-Long: all that a client can be given is described here, and what is wrong with it told.
+Long: all that a client can be given is described here, and every fault of it named.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -254,7 +254,7 @@ class LocalProblem:
     def count_examples(self, partition: int) -> int:
         """Return how many training examples an epoch has.
 
-        A sampler, and ``drop_last``, say how many of a data set they are.
+        Of a data set, those count that the loader's sampler and ``drop_last`` leave.
 
         Raises
         ------

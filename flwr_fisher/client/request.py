@@ -90,20 +90,19 @@ class Request:
         )
 
     def weight(self, metrics: Mapping[str, Any]) -> float:
-        """Return what the client counts for: as its loop says, or by its examples.
+        """Return the client's weight: what its loop says, or its number of examples.
 
         Raises
         ------
         ClientError
             If the loop says no positive number.
         """
-        told = metrics.get(_WEIGHT, self.num_examples)
-        if isinstance(told, int | float) and 0 < told < float("inf"):
-            weight: float = told
+        weight = metrics.get(_WEIGHT, self.num_examples)
+        if isinstance(weight, int | float) and 0 < weight < float("inf"):
             return weight
         raise ClientError(
-            f"train_fn returned {_WEIGHT!r}: {told!r:.80}, and a client's weight is a "
-            "positive number"
+            f"train_fn returned {_WEIGHT!r}: {weight!r:.80}, and a client's weight is "
+            "a positive number"
         )
 
     @property
@@ -207,13 +206,13 @@ def partition_of(context: Context) -> int:
     ClientError
         If its ``partition-id`` is no integer.
     """
-    told = context.node_config.get("partition-id", context.node_id)
+    number = context.node_config.get("partition-id", context.node_id)
     try:
-        if isinstance(told, float) and not told.is_integer():
+        if isinstance(number, float) and not number.is_integer():
             raise ValueError
-        return int(told)
+        return int(number)
     except ValueError:
         raise ClientError(
-            f"the node's partition-id is {told!r:.80}, and must be an integer: start "
+            f"the node's partition-id is {number!r:.80}, and must be an integer: start "
             "it with --node-config 'partition-id=0', say, or without one"
         ) from None

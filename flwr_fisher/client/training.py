@@ -114,10 +114,10 @@ class LocalSGD:
                 "autocast must be torch.bfloat16 or torch.float16, got "
                 f"{self.autocast!r}"
             )
-        told = [
+        own = [
             name for name in _OF_SGD if getattr(self, name) != getattr(LocalSGD, name)
         ]
-        if self.optimizer is not None and told:
+        if self.optimizer is not None and own:
             raise ConfigurationError(
                 "lr, momentum and weight_decay are SGD's: give an optimizer its own, "
                 "by partial(torch.optim.AdamW, lr=...)"
@@ -156,8 +156,8 @@ class LocalSGD:
                 "float16's are infinite, and their steps left out"
             )
         optimizer = self._optimizer(trained, config)
-        several = _needs_closure(optimizer)
-        if several and (half or on_gradients is not None):
+        needs_closure = _needs_closure(optimizer)
+        if needs_closure and (half or on_gradients is not None):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} asks for gradients several times a step, "
                 "which neither autocast=torch.float16 nor what reads every gradient "
@@ -165,7 +165,7 @@ class LocalSGD:
             )
         schedule = None if self.scheduler is None else self.scheduler(optimizer)
         scaler = torch.amp.GradScaler(device.type, enabled=half)
-        take_step = _step_with_closure if several else _step_once
+        take_step = _step_with_closure if needs_closure else _step_once
         dtype, mixes = self.autocast, self.autocast is not None
         mixed = partial(torch.autocast, device.type, dtype, enabled=mixes)
         loss_fn = self.loss_fn
@@ -220,7 +220,7 @@ class LocalSGD:
                 )
             mean = float(total) / count
             if schedule is not None:
-                _step(schedule, mean)
+                _step_schedule(schedule, mean)
             if average is not None and epoch > self.epochs - self.swa_epochs:
                 average.update_parameters(model)
             kept.save(epoch, step, mean)
@@ -230,7 +230,7 @@ class LocalSGD:
         if average is not None:
             model.load_state_dict(average.module.state_dict())
             every = batches_of(loader, model, device)
-            update_bn((batch.inputs for batch in every), _Called(model))
+            update_bn((batch.inputs for batch in every), _OfInputs(model))
         return {"train_loss": mean}
 
     def settings(self) -> dict[str, Any]:
@@ -274,8 +274,8 @@ def _not_negative(config: Mapping[str, Any], name: str, default: float) -> float
     return float(value)
 
 
-class _Called(nn.Module):
-    """A model that takes a batch's inputs as one argument."""
+class _OfInputs(nn.Module):
+    """A model whose one argument is an :class:`Inputs`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return parameter is not None and parameter.default is Parameter.empty
 
 
-def _step(schedule: LRScheduler, loss: float) -> None:
+def _step_schedule(schedule: LRScheduler, loss: float) -> None:
     """Take a schedule's step after an epoch; some look at its loss."""
     if isinstance(schedule, ReduceLROnPlateau):
         schedule.step(loss)

@@ -3,9 +3,10 @@
 What would fail after hours of training fails at once.
 
 A copy of the model is tried, and the loader is not iterated: its workers, its sampler
-and its generators are not asked for anything, and so what follows is what it would have
-been. A data set that is more than tensors is read in another process, a fork of this
-one: what it draws from a generator of its own, or opens on first use, it has not here.
+and its generators are not asked for anything, so that the training is what it would be
+without a trial. A data set that is more than tensors is read in another process, a fork
+of this one: what it draws from a generator of its own, or opens on first use, changes
+nothing in this process.
 """
 
 import copy
@@ -42,7 +43,7 @@ from flwr_fisher.randomness import seeded
 
 _FEW = 4  # examples
 _SECONDS = 60.0  # that they may take to be read in a process of their own
-_COLUMNS, _NAMED = 100, 6  # signs of a line; layers whose names are all told
+_COLUMNS, _NAMED = 100, 6  # characters of a line; layers that are all named
 _KINDS = {
     "Kronecker": "K-FAC",
     "EigenKronecker": "E-KFAC",
@@ -73,12 +74,12 @@ def on_few_examples(
     Returns
     -------
     Result | None
-        None, with a line in the log, of a stream or a loader of another class, whose
-        batches may come only once; of a model that cannot be copied; where reading
-        fails, since what it fails of may be that it is done so; and of a data set that
-        is more than tensors where a process cannot be forked, unless its loader has
-        workers. Then the attempt is made on the first batch that the training reads
-        through this library, before its first step.
+        None, with a line in the log, where nothing can be tried before training: if the
+        data are a stream or the loader is of another class, whose batches may come only
+        once; if the model cannot be copied; if reading fails, which it may only do in
+        this way of reading; or if the data set is more than tensors and its loader has
+        no workers, where no process can be forked. Then the attempt is made on the
+        first batch that the training reads through this library, before its first step.
 
     Raises
     ------
@@ -168,7 +169,7 @@ def _read(loader: DataLoader[Any], positions: Any) -> Any:
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's examples are parts of tensors, by nobody's own code."""
+    """Return whether a loader cuts examples from tensors, by no code of a user's."""
     data = loader.dataset
     while type(data) is Subset:
         data = data.dataset

@@ -115,7 +115,7 @@ def outputs_with(
 
 @contextmanager
 def recurrent_backwards(model: nn.Module) -> Iterator[None]:
-    """Keep recurrent layers from cuDNN, which takes them back in train mode alone."""
+    """Run recurrent layers without cuDNN, which differentiates in train mode alone."""
     before = cudnn.enabled
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         cudnn.enabled = False

@@ -55,8 +55,8 @@ def fedfisher(
         One a client, all with the same keys, shapes and dtypes.
     solver : "pcg" | "cg" | "closed-form" | "adam" | "gd", default "pcg"
         ``pcg``: conjugate gradients, preconditioned by the product of each layer's
-        partial traces; a few iterations. ``cg``: the same without a preconditioner. A
-        diagonal block is divided by, which is what both converge to. ``closed-form``:
+        partial traces; a few iterations. ``cg``: the same without a preconditioner. Of
+        a diagonal layer both take the exact solution, a division. ``closed-form``:
         FisherMerge's, for diagonals. ``adam``: the optimiser of the paper's
         experiments. ``gd``: the gradient descent of its Algorithm 1.
     anchor : float, optional

@@ -1,9 +1,10 @@
 r"""K-FAC from sums: what a client adds.
 
-A sum of Kronecker products is none, and FedFisher (Jhunjhunwala et al., AISTATS 2024,
-section 4) concludes that a server needs each client's own. Conjugate gradients need
-only products of the sum with vectors, which are sums of the clients' products; and a
-preconditioner, for which each layer's partial traces do, which add up as well:
+A sum of Kronecker products is not one, and FedFisher (Jhunjhunwala et al., AISTATS
+2024, section 4) concludes that a server needs each client's own. But conjugate
+gradients need only products of the sum with vectors, which are sums of the clients'
+products, and a preconditioner, which is made of each layer's partial traces; these add
+up as well:
 
 .. math:: \sum_i p_i F_i v, \qquad \bar A = \sum_i p_i \operatorname{tr}(G_i) A_i,
           \qquad \bar G = \sum_i p_i \operatorname{tr}(A_i) G_i.

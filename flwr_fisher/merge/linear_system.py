@@ -159,9 +159,9 @@ def _layer_system(
     total = unweighted.reweighted(weights)
     shift = _shift(total, steps.mean)
     total = total.scaled(power_of_two(-shift)) if shift else total
-    again = (part.matvec(steps.of(index)) for index, part in enumerate(curvatures))
+    made_again = (part.matvec(steps.of(index)) for index, part in enumerate(curvatures))
     system = LinearSystem.anchored(
-        total, _weighted_sum(total, products or again, mean), settings.anchor
+        total, _weighted_sum(total, products or made_again, mean), settings.anchor
     )
     return replace(
         system,

@@ -19,7 +19,7 @@ _LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not invert
 def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
     r"""Return what multiplies with an approximate inverse of ``curvature + ridge I``.
 
-    A sum of Kronecker products :math:`\sum_i w_i\, G_i \otimes A_i` is none, but the
+    A sum of Kronecker products :math:`\sum_i w_i\, G_i \otimes A_i` is not one, but the
     product :math:`\bar G \otimes \bar A` of its two partial traces,
 
     .. math:: \bar A = \sum_i w_i \operatorname{tr}(G_i) A_i, \qquad
@@ -35,7 +35,7 @@ def preconditioner(curvature: WeightedSum, ridge: float) -> Matvec:
     Parameters
     ----------
     curvature : WeightedSum
-        Of one block, with a mean eigenvalue of 1.
+        Of one layer, with a mean eigenvalue of 1.
     ridge : float
         At least 0; here it counts as at least 1e-4.
     """

@@ -1,7 +1,7 @@
-"""The door that every reply passes: whatever fails costs its client its place.
+"""The door that every reply passes: a client whose reply fails a check is left out.
 
-All replies take the same steps: who sent it, is it within bounds, can it be read, can
-its numbers be, how much of it counts. The log tells of all of them in the same form.
+All replies take the same steps: who sent it, is it within bounds, can it be read, are
+its numbers possible, how much of it counts. The log has all of them in the same form.
 
 Long: one class takes each step, for replies that train and that evaluate.
 """
@@ -122,11 +122,11 @@ def comparable(
     mismatched: dict[Key, str] = {}
     for client, record in metrics.items():
         missing = [name for name, size in common if (name, size) not in entries(record)]
-        wild = [name for name, _ in common if not _finite(record.get(name))]
+        infinite = [name for name, _ in common if not _finite(record.get(name))]
         if missing:
             mismatched[client] = f"reports no '{printable(missing[0])}'"
-        elif wild:
-            reason = f"reports a '{printable(wild[0])}' that is NaN or infinite"
+        elif infinite:
+            reason = f"reports a '{printable(infinite[0])}' that is NaN or infinite"
             mismatched[client] = reason
         else:
             names = {name for name, _ in common}
@@ -228,8 +228,8 @@ class Scores(Payload):
 class Door(Generic[P]):
     """Takes the replies to one request: admitted, rejected, missing or limited.
 
-    Whatever fails at any step, by whatever exception, costs that client its place, and
-    nothing else.
+    Where a reply fails at any step, by whatever exception, its client is left out, and
+    nothing else happens.
 
     Parameters
     ----------
@@ -398,14 +398,15 @@ class Door(Generic[P]):
         return client.name in self._clients
 
     def done(self) -> set[str]:
-        """Return all that those may be called who have replied, in whatever way."""
+        """Return all names of the clients whose replies were admitted or rejected."""
         names = {name for client in self._clients.values() for name in client.names}
         return names | self.rejected.reasons.keys()
 
     def without_done(self, nodes: Iterable[int]) -> list[int]:
-        """Return those nodes whose clients have not replied, in whatever way.
+        """Return those nodes whose clients' replies were neither admitted nor rejected.
 
-        A registered one's partition may have replied: anyone can claim it.
+        Of a registered node its name and id count, and not its partition, which another
+        may have claimed.
         """
         done, left = self.done(), []
         for node in nodes:

@@ -3,7 +3,7 @@
 A strategy returns the exchanges of a round, and makes a step of each one's uploads; so
 it holds no state of its own, and a run can go on from what a journal kept.
 
-Long: a half of it is docstrings.
+Long: half of it is docstrings.
 """
 
 import math
@@ -29,7 +29,7 @@ P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
 _GROUPS = "groups/"
 _CLIENTS = ("sampled", "all")
-_LIBRARYS = ("query", "report-local", "run", "seed")  # options that it gives itself
+_RESERVED = ("query", "report-local", "run", "seed")  # options that it gives itself
 
 
 class _Group(dict[str, Tensor]):
@@ -291,7 +291,7 @@ class Exchange(Generic[P]):
         if isinstance(self.clients, str):
             check_known("clients", self.clients, _CLIENTS)
         for name, value in self.options.items():
-            if name in _LIBRARYS:
+            if name in _RESERVED:
                 raise ConfigurationError(
                     f"the option {name!r} of an Exchange is one that the library gives "
                     "clients itself: call yours another name"

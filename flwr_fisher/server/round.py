@@ -369,12 +369,12 @@ class ExchangeRun(Generic[P]):
 
     def _newcomers(self) -> list[Message] | None:
         """Return the messages to those who have connected and were not asked yet."""
-        left, identity = self._left(), self.cohort.identity
-        if self._sampled is not None and not left:
+        unasked, identity = self._unasked(), self.cohort.identity
+        if self._sampled is not None and not unasked:
             return None
         nodes = self._connected()
         if self._sampled is not None:
-            new = [node for node in nodes if identity(node).names & left]
+            new = [node for node in nodes if identity(node).names & unasked]
             new = self._matching(sorted(new, key=self.cohort.order))
         else:  # nobody knows yet what most train: the uploads themselves tell
             self.cohort.connected = len(nodes)
@@ -400,7 +400,7 @@ class ExchangeRun(Generic[P]):
         asked.died = now if asked.died is None else asked.died
         return now > asked.died + factor * _AGAIN_IF_DEAD
 
-    def _left(self) -> set[str]:
+    def _unasked(self) -> set[str]:
         """Return the names of those who were to be asked, and have not been yet."""
         if not self._sampled:
             return set()
@@ -423,7 +423,7 @@ class ExchangeRun(Generic[P]):
 
     def _mark_absent(self) -> None:
         """Note who was to be asked, and could not be."""
-        for name in sorted(self._left()):
+        for name in sorted(self._unasked()):
             reason = "it did not connect"
             if name.startswith("node-"):
                 reason += (

@@ -20,8 +20,8 @@ class Waiting:
 
     A client that lets a deadline pass, or is not waited for twice in a row, sits out
     the next round, then two, then four, …, until it replies, unless too few others are
-    there. What is not said to be of the
-    collection window holds for evaluation, too.
+    there. What is not said to be of training or of the collection window holds for
+    evaluation, too.
 
     Parameters
     ----------

@@ -147,15 +147,15 @@ def _read_plain(
 ) -> tuple[Params, Curvature]:
     """Return the parameters and the curvature of a lossless upload."""
     check_count(record, 4 * len(like) + 1)  # E-KFAC has three tensors a parameter
-    extras = _beside(record, like, structure)
+    curvature_keys = _curvature_keys(record, like, structure)
 
     def check(key: str, shape: torch.Size) -> None:
-        if key in extras:
+        if key in curvature_keys:
             check_shape(key, shape, like)
 
     params, parts = read_with_model(record, like, check)
     codec.check_description(parts.pop(FORMAT, None), field=FORMAT)
-    _check_any(extras)
+    _check_has_curvature(curvature_keys)
     return params, tensors_to_curvature(parts, params)
 
 
@@ -165,14 +165,14 @@ def _read_packed(
     """Return the parameters and the curvature of a packed upload, to be made later."""
     entries = from_container(record, limit=byte_limit(like, codec), count=len(like))
     codec.check_description(entries.get(FORMAT), field=FORMAT)
-    extras = _beside(entries, like, structure)
-    _check_any(extras)
+    curvature_keys = _curvature_keys(entries, like, structure)
+    _check_has_curvature(curvature_keys)
     later = DeferredParams(
         like, lambda key: decode_param(entries[key], like[key], field=key)
     )
     for key, tensor in later.items():
         check_layout(key, tensor, like[key].shape, like[key].dtype)
-    checked = {key: check_part(entries[key], like, field=key) for key in extras}
+    checked = {key: check_part(entries[key], like, field=key) for key in curvature_keys}
     blocks = [
         _deferred({key: checked[key] for key in keys}, later.layout)
         for keys in keys_by_block(checked, like)
@@ -199,16 +199,16 @@ def _trace(block: Curvature, traces: Sequence[Sequence[float]]) -> float:
     return sum(map(sum, traces))
 
 
-def _beside(
+def _curvature_keys(
     keys: Collection[str], like: Params, structure: str | None
 ) -> dict[str, None]:
-    """Return which keys are the curvature's, all of which are checked."""
-    extras = {k: None for k in keys if k.startswith(PREFIX) and k != FORMAT}
-    check_same_keys(set(keys) - extras.keys() - {FORMAT}, like)
-    check_keys(extras, like, structure)
-    return extras
+    """Return the keys of the curvature, after a check of all keys."""
+    curvature_keys = {k: None for k in keys if k.startswith(PREFIX) and k != FORMAT}
+    check_same_keys(set(keys) - curvature_keys.keys() - {FORMAT}, like)
+    check_keys(curvature_keys, like, structure)
+    return curvature_keys
 
 
-def _check_any(extras: Collection[str]) -> None:
-    if not extras:
+def _check_has_curvature(curvature_keys: Collection[str]) -> None:
+    if not curvature_keys:
         raise WireError("no curvature arrived", field=PREFIX)

@@ -35,7 +35,7 @@ from flwr_fisher.params import trainable_names
 _SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
 _SHARE = 1.1  # of a training step's memory, by estimate, that may be taken
-_LEAST = 2**26  # bytes, that may be taken if a step takes less
+_LEAST = 2**26  # bytes that may be taken even if a step takes less
 _FEWEST = 8  # examples at once, unless the caller bounds the memory
 
 
@@ -150,13 +150,13 @@ class Accumulation:
         return parts[0] if structure == "diagonal" else BlockDiagonal(parts)
 
     def _others(self, count: int) -> dict[str, Tensor]:
-        """Return the diagonal of what is no layer with a Kronecker form."""
-        found: dict[str, Tensor] = {}
+        """Return the diagonal of all that is no layer with a Kronecker form."""
+        entries: dict[str, Tensor] = {}
         for squares in self.direct.values():
-            found |= squares.sums.mean(count)
+            entries |= squares.sums.mean(count)
         if "others" in self.jacobians:
-            found |= self.jacobians["others"].mean(count).diagonal()
-        return found
+            entries |= self.jacobians["others"].mean(count).diagonal()
+        return entries
 
 
 def _not_finite(curvature: Curvature) -> str | None:
@@ -215,12 +215,12 @@ def _bytes(
     of its weight, summed over positions.
     """
     sizes = layer.positions(inputs.shape)
-    pairs, weight = any(a.pairs for a in accumulators), layer.matrices()
+    paired, weight = any(a.takes_inputs for a in accumulators), layer.matrices()
     grid, _ = positions.of_inputs(sizes)
-    columns = layer.input_columns(inputs[:1], None if pairs else grid)
+    columns = layer.input_columns(inputs[:1], None if paired else grid)
     outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
     step = 2 * (inputs[:1].numel() + outputs)
-    whole = math.prod(sizes) > 1 and any(a.whole for a in accumulators)
+    whole = math.prod(sizes) > 1 and any(a.forms_gradients for a in accumulators)
     beyond = columns.numel() + outputs + whole * weight.numel()
     return step * weight.element_size(), beyond * columns.element_size()
 

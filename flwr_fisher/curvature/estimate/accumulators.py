@@ -22,8 +22,9 @@ _MOST = 16  # blocks of rows
 class SecondMoment:
     r"""Symmetric matrices :math:`\sum_k w_k x_k x_k^\top`, one a group.
 
-    What is right of a block of rows' own diagonal block is computed, and what is left
-    of it is copied in the end: for large matrices, little more than half the work.
+    Of each block of rows, the diagonal block and all that is right of it are computed;
+    the rest is copied from its mirror image in the end. For large matrices this is
+    little more than half the work.
 
     Parameters
     ----------
@@ -65,10 +66,10 @@ class LayerAccumulator(ABC):
     """The sums that one structure needs of one layer's inputs and output gradients."""
 
     observes = False  # whether `observe` wants every example's input columns
-    # Whether `add_gradients` wants input columns beside the gradients, of all positions
-    # of both; else either may be of a few.
-    pairs = True
-    whole = False  # whether all of an example's gradient is there at once
+    # Whether `add_gradients` takes input columns, too, and all positions of both; else
+    # the gradients, and what `observe` takes, may be of a few positions.
+    takes_inputs = True
+    forms_gradients = False  # whether it makes each example's gradient of the weight
 
     def __init__(self, layer: KroneckerLayer) -> None:
         self.layer = layer
@@ -103,7 +104,7 @@ class LayerAccumulator(ABC):
     ) -> None:
         """Take some examples' gradient columns, one tensor a pass.
 
-        `inputs` are the same examples' input columns, where `pairs` asks for them; else
+        `inputs` are the same examples' input columns, with `takes_inputs`; else
         each gradient column counts for `weight` in a mean over positions, of which
         `share` count.
         """
@@ -120,7 +121,7 @@ class LayerAccumulator(ABC):
 class KroneckerAccumulator(LayerAccumulator):
     """K-FAC's factors: `A` is summed over positions, `G` averaged."""
 
-    observes, pairs = True, False
+    observes, takes_inputs = True, False
 
     def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)
@@ -274,7 +275,7 @@ class EigenAccumulator(DiagonalAccumulator):
 class BlockAccumulator(LayerAccumulator):
     """The dense block of a layer: outer products of per-example gradients."""
 
-    whole = True
+    forms_gradients = True
 
     def __init__(self, layer: KroneckerLayer) -> None:
         super().__init__(layer)

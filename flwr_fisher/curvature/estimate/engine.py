@@ -8,9 +8,9 @@ outputs tell which pieces matter. Examples that need about equally many backward
 are then run together, across batches.
 
 All other parameters get their exact diagonal from per-example gradients. Those of
-norms, embeddings and what all examples share come from the same pass; those of anything
-else, and of a layer that is not called exactly once through its own ``forward``, one
-row an example, take their own.
+norms, embeddings and what all examples share come from the same pass. Those of anything
+else need passes of their own, and so does a layer that is not called exactly once, with
+one row an example, through its own ``forward``.
 
 Long: one batch's way through it, whichever sums it is for.
 """
@@ -242,7 +242,7 @@ class Engine:
         return {
             name: layer.input_columns(taps[name].inputs)
             for name, layer in self.layers.items()
-            if any(a.pairs for a in self.accumulators[name])
+            if any(a.takes_inputs for a in self.accumulators[name])
         }
 
     def _reached(
@@ -364,11 +364,13 @@ class Engine:
         layer, every = self.layers[name], math.prod(sizes)
         grid, weight = self.positions.of_gradients(sizes)
         with _full_precision(gradients[0]):
-            for pairs in (True, False):
-                takers = [a for a in self.accumulators[name] if a.pairs == pairs]
+            for paired in (True, False):
+                takers = [
+                    a for a in self.accumulators[name] if a.takes_inputs == paired
+                ]
                 if not takers:
                     continue
-                chosen = None if pairs else grid
+                chosen = None if paired else grid
                 g = [layer.output_columns(each, chosen) for each in gradients]
                 for taker in takers:
                     taker.add_gradients(

@@ -170,8 +170,8 @@ def fisher(
         expectation is over given labels and they do not fit the outputs.
     StructureError
         If the model's output does not fit the likelihood, labels show that its classes
-        are not last, a parameter has neither a
-        Kronecker form nor per-example gradients, or a dense matrix would be too large.
+        are not last, a parameter has neither a Kronecker form nor per-example
+        gradients, or a dense matrix would be too large.
 
     Notes
     -----
@@ -180,7 +180,7 @@ def fisher(
     ``torch.autocast`` the model runs in half precision, and what it leaves is
     multiplied and summed in at least float32. Where TF32 is allowed, float32 products
     have its three digits. Neither changes which structure a layer has. Recurrent layers
-    run without cuDNN, which takes none back in eval mode.
+    run without cuDNN, which has no backward pass for them in eval mode.
 
     Examples
     --------
