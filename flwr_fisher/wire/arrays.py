@@ -126,7 +126,7 @@ def arrays_to_tensors(
     if most is not None:
         check_count(record, most)
     if limit is not None:
-        _check_size(record, limit)
+        check_size(record, limit)
     tensors = {}
     for key, array in record.items():
         try:
@@ -233,7 +233,8 @@ def announced_shape(key: str, array: Array) -> torch.Size:
         raise WireError(f"unreadable shape: {error}", field=key) from error
 
 
-def _check_size(record: ArrayRecord, limit: int) -> None:
+def check_size(record: ArrayRecord, limit: int) -> None:
+    """Raise :class:`WireError`, naming the largest array, if there are more bytes."""
     sizes = {key: len(array.data) for key, array in record.items()}
     if (total := sum(sizes.values())) > limit:
         reason = f"{total} bytes arrived, and at most {limit} fit"

@@ -11,13 +11,14 @@ Long: who gets which bytes is one calculation, from the limit to the last column
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError
+from flwr_fisher.errors import ConfigurationError, FlwrFisherError, printable
 from flwr_fisher.params import Params
 from flwr_fisher.progress import advance
 from flwr_fisher.wire import matrices, quantise
@@ -40,6 +41,21 @@ _OWN = 64  # more bits than any dtype has: a tensor's own bytes are sent
 _ROUNDING = 5  # bytes of an entry, and digits of its size in the header
 _GIVES = 0.25  # of its bytes, a matrix that is cut in a larger one's place
 _MORE = 1.25  # leading columns that are found, for each that there is room for
+
+
+class PackingError(FlwrFisherError, RuntimeError):
+    """A tensor cannot be packed: its decomposition does not converge, say."""
+
+
+@contextmanager
+def _packing(key: str) -> Iterator[None]:
+    """Name what is being packed, whatever goes wrong."""
+    try:
+        yield
+    except Exception as error:
+        reason = printable(f"{type(error).__name__}: {error}", 200)
+        raise PackingError(f"'{key}' cannot be packed: {reason}") from error
+
 
 # By matrix: the largest parts of the trace that columns have, descending, and these
 # columns.
@@ -148,6 +164,8 @@ def pack_upload(
     ------
     ConfigurationError
         If not even the fewest bits and columns fit.
+    PackingError
+        Naming the tensor whose packing fails.
     """
     parts = _sort_columns(parts)
     kinds = {key: parse_key(key, params) for key in parts}
@@ -167,12 +185,15 @@ def pack_upload(
         if key not in diagonals
     ]
     of_param, bits, share, left = _bits(params, diagonals, to_send, codec, trained)
-    entries = {
-        key: quantise.encode_param(v, of_param if key in trained else _OWN)
-        for key, v in params.items()
-    }
+    entries = {}
+    for key, value in params.items():
+        with _packing(key):
+            own = of_param if key in trained else _OWN
+            entries[key] = quantise.encode_param(value, own)
     for key, value in diagonals.items():
-        entries[key] = quantise.encode_diagonal(value, bits, int(share * value.numel()))
+        with _packing(key):
+            wide = int(share * value.numel())
+            entries[key] = quantise.encode_diagonal(value, bits, wide)
     return entries | dict(_pack_matrices(to_send, left))
 
 
@@ -273,23 +294,26 @@ class _Matrix:
         There are at least `count`, and all where that is as quick.
         """
         advance()
-        if self.form == Form.BASIS:
-            return self.energies, self.value
-        return matrices.leading_vectors(self.value, count)
+        with _packing(self.key):
+            if self.form == Form.BASIS:
+                return self.energies, self.value
+            return matrices.leading_vectors(self.value, count)
 
     def pack_whole(self, bits: int) -> Tensor:
         """Return the entry of the whole matrix."""
         advance()
-        if self.form == Form.BASIS:
-            return matrices.encode_basis(self.value, self.n, bits)
-        return matrices.encode_whole(self.value, bits)
+        with _packing(self.key):
+            if self.form == Form.BASIS:
+                return matrices.encode_basis(self.value, self.n, bits)
+            return matrices.encode_whole(self.value, bits)
 
     def pack_cut(self, spectrum: tuple[Tensor, Tensor], rank: int) -> Tensor:
         """Return the entry of the first `rank` columns."""
         advance()
-        if self.form == Form.BASIS:
-            return matrices.encode_basis(self.value, rank, _CUT_BITS)
-        return matrices.encode_columns(*spectrum, self.total, rank, _CUT_BITS)
+        with _packing(self.key):
+            if self.form == Form.BASIS:
+                return matrices.encode_basis(self.value, rank, _CUT_BITS)
+            return matrices.encode_columns(*spectrum, self.total, rank, _CUT_BITS)
 
 
 def _pack_matrices(to_send: list[_Matrix], left: int) -> Iterator[tuple[str, Tensor]]:

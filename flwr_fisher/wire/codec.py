@@ -98,14 +98,20 @@ class Codec:
             )
         return cls(str(config["codec"]), config.get("codec-budget"))
 
-    def describe(self) -> dict[str, Any]:
-        """Return the description that an upload carries, so that it can be read."""
-        return {"version": FORMAT_VERSION, **asdict(self)}
+    def describe(self, *, packed: bool = True) -> dict[str, Any]:
+        """Return the description that an upload carries, so that it can be read.
 
-    def check_description(self, text: Tensor | None, *, field: str) -> None:
+        It says so where a client sends its upload lossless, since packing it failed.
+        """
+        unpacked = {} if packed else {"packed": False}
+        return {"version": FORMAT_VERSION, **asdict(self), **unpacked}
+
+    def check_description(
+        self, text: Tensor | None, *, field: str, packed: bool = True
+    ) -> None:
         """Raise :class:`WireError` unless an upload says that it is of this codec."""
         received = read_description(text, field)
-        if received != (requested := self.describe()):
+        if received != (requested := self.describe(packed=packed)):
             odd = {k: v for k, v in requested.items() if received.get(k) != v}
             raise WireError(f"another codec was asked for: {odd}", field=field)
 

@@ -1,24 +1,33 @@
 """The upload of a client that trained: its parameters and its Fisher there."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
 
 from flwr_fisher.curvature import BlockDiagonal, Curvature, Deferred, Kronecker
-from flwr_fisher.errors import WireError
+from flwr_fisher.errors import ClientError, ConfigurationError, WireError
+from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import DeferredParams, Params, check_finite
 from flwr_fisher.wire.arrays import (
+    arrays_to_tensors,
     check_count,
+    check_size,
     read_with_model,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.budget import byte_limit, pack_upload
-from flwr_fisher.wire.checks import check_layout, check_same_keys
-from flwr_fisher.wire.codec import LOSSLESS, Codec, description_text
+from flwr_fisher.wire.budget import PackingError, byte_limit, pack_upload
+from flwr_fisher.wire.checks import SLACK, check_layout, check_same_keys
+from flwr_fisher.wire.codec import (
+    LOSSLESS,
+    Codec,
+    description_text,
+    read_description,
+)
 from flwr_fisher.wire.container import FORMAT, from_container, to_container
 from flwr_fisher.wire.displacement import displacements, drawn_back
 from flwr_fisher.wire.layout import (
@@ -35,6 +44,7 @@ from flwr_fisher.wire.layout import (
 from flwr_fisher.wire.matrices import CheckedPart, check_part
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.quantise import decode_param
+from flwr_fisher.wire.size import fedavg_bytes, reply_bytes
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,9 @@ class FisherUpload(Payload):
     def to_arrays(self, codec: Codec = LOSSLESS) -> ArrayRecord:
         """Return the one record that travels.
 
+        No training is lost to its packing: where that fails, the upload is sent
+        lossless, if the codec's budget has room for it, and the log says why.
+
         Parameters
         ----------
         codec : Codec, default lossless
@@ -100,14 +113,24 @@ class FisherUpload(Payload):
             If the codec's budget is too small.
         ParamsError
             If a tensor holds NaN or infinity.
+        ClientError
+            If packing fails, naming what cannot be packed, and the budget has no room
+            for a lossless upload.
         """
         parts = curvature_to_tensors(self.curvature)
         about = {FORMAT: description_text(codec.describe())}
         if codec == LOSSLESS:
             return tensors_to_arrays({**self.params, **parts, **about})
         check_finite({**self.params, **parts}, "the upload")
-        entries = pack_upload(self.params, parts, codec, self.curvature.shapes)
-        return to_container({**about, **entries})
+        try:
+            entries = pack_upload(self.params, parts, codec, self.curvature.shapes)
+            return to_container({**about, **entries})
+        except ConfigurationError:
+            raise
+        except Exception as error:  # what fails is the codec's, and may be anything
+            named = isinstance(error, PackingError)
+            reason = f"{error}" if named else f"{type(error).__name__}: {error}"
+            return _sent_plain(self.params, parts, codec, reason)
 
     @classmethod
     def from_arrays(
@@ -138,14 +161,50 @@ class FisherUpload(Payload):
             dtype, or not finite; or if the format or the codec is another one, or the
             record is larger than the codec's budget.
         """
-        read = _read_plain if codec == LOSSLESS else _read_packed
+        plain = codec == LOSSLESS or _is_unpacked(record)
+        read = _read_plain if plain else _read_packed
         return cls(*read(record, like, codec, structure))
+
+
+def _sent_plain(
+    params: Params, parts: Params, codec: Codec, reason: str
+) -> ArrayRecord:
+    """Return the lossless record of an upload that was to be packed."""
+    text = description_text(codec.describe(packed=False))
+    record = tensors_to_arrays({**params, **parts, FORMAT: text})
+    size, limit = reply_bytes(record, MetricRecord()), byte_limit(params, codec)
+    if size > limit:
+        raise ClientError(
+            f"packing the upload failed: {reason}; lossless it has {size} bytes, and "
+            f"the server takes {limit}: ask for codec='lossless', or give the codec a "
+            f"budget of {math.ceil(10 * size / fedavg_bytes(params) + 1) / 10}"
+        )
+    logger.warning("The upload is sent lossless, in %s bytes: %s", size, reason)
+    return record
+
+
+def _is_unpacked(record: ArrayRecord) -> bool:
+    """Return whether a record says that it was to be packed, and could not be."""
+    if (text := record.get(FORMAT)) is None:
+        return False
+    try:
+        about = arrays_to_tensors(ArrayRecord({FORMAT: text}), limit=SLACK)[FORMAT]
+        return read_description(about, FORMAT).get("packed") is False
+    except WireError:
+        return False
 
 
 def _read_plain(
     record: ArrayRecord, like: Params, codec: Codec, structure: str | None
 ) -> tuple[Params, Curvature]:
-    """Return the parameters and the curvature of a lossless upload."""
+    """Return the parameters and the curvature of a lossless upload.
+
+    Where a packed one was asked for, it may be no larger than that may be.
+    """
+    as_asked = codec == LOSSLESS
+    limit = None if as_asked else byte_limit(like, codec)
+    if limit is not None:
+        check_size(record, limit)
     check_count(record, 4 * len(like) + 1)  # E-KFAC has three tensors a parameter
     curvature_keys = _curvature_keys(record, like, structure)
 
@@ -154,7 +213,9 @@ def _read_plain(
             check_shape(key, shape, like)
 
     params, parts = read_with_model(record, like, check)
-    codec.check_description(parts.pop(FORMAT, None), field=FORMAT)
+    codec.check_description(parts.pop(FORMAT, None), field=FORMAT, packed=as_asked)
+    if limit is not None and (size := reply_bytes(record, MetricRecord())) > limit:
+        raise WireError(f"{size} bytes arrived, and at most {limit} fit", field=FORMAT)
     _check_has_curvature(curvature_keys)
     return params, tensors_to_curvature(parts, params)
 
