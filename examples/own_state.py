@@ -75,7 +75,7 @@ from flwr_fisher.wire import Additive
 # ``state_dict`` of its own, so that a training can go on after a crash.
 
 
-@register_job("feddyn")
+@register_job("own-feddyn")
 def feddyn_job(problem: LocalProblem, request: Request) -> Reply:
     """Train with FedDyn's two terms, and keep the new g_k."""
     alpha = float(request.options["alpha"])
@@ -120,7 +120,7 @@ class FedDyn(CurvatureStrategy):
 
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask every sampled client to train."""
-        request = {"job": "feddyn", "alpha": self.alpha}
+        request = {"job": "own-feddyn", "alpha": self.alpha}
         read = Additive.reader("params")
         return [Exchange(request, read, self.renew, send=send)]
 

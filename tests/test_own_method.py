@@ -4,12 +4,15 @@ Bernstein et al., *signSGD with Majority Vote* (ICLR 2019): clients send the sig
 their gradients, the server steps against the sign of their sum.
 """
 
+from functools import partial, wraps
+
 import pytest
 import torch
 import tutorials
 from virtual import Watched, change_array, tiny_app, tiny_arrays, tiny_client
 
-from flwr_fisher.client import register_job
+from flwr_fisher.client import jobs, register_job
+from flwr_fisher.client.jobs import get_job
 from flwr_fisher.curvature import gradient
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.params import trainable_names
@@ -72,3 +75,30 @@ def test_a_job_that_nobody_registered_is_told_with_those_that_there_are():
 def test_a_name_that_is_taken_is_refused():
     with pytest.raises(ConfigurationError, match="there is a job 'train' already"):
         register_job("train")(OWN.signs_job)
+
+
+def named(name, file, module):
+    """A job that is called `name`, of a file and of the module that it is read as."""
+    space = {"__name__": module}
+    exec(compile(f"def {name}(problem, request): ...", file, "exec"), space)
+    return space[name]
+
+
+def test_a_job_of_the_same_function_name_in_another_file_is_no_other_reading_of_it():
+    for name, kind in (("scaffold", "train"), ("evaluate", "evaluate")):
+        built_in = get_job(name, kind)
+        mine = named(f"{name}_job", "my_jobs.py", "my_jobs")
+        for job in (mine, partial(mine), wraps(mine)(lambda *given: None)):
+            with pytest.raises(ConfigurationError, match=f"there is a job '{name}'"):
+                register_job(name, kind)(job)
+        assert get_job(name, kind) is built_in
+
+
+@pytest.mark.parametrize(
+    "other", [("my_jobs.py", "__main__"), ("cell-2", "my_jobs")], ids=["file", "cell"]
+)
+def test_a_job_that_is_read_again_takes_its_place(other, monkeypatch):
+    monkeypatch.setitem(jobs._JOBS, "train", dict(jobs._JOBS["train"]))
+    register_job("twice")(named("twice_job", "my_jobs.py", "my_jobs"))
+    again = register_job("twice")(named("twice_job", *other))
+    assert get_job("twice") is again

@@ -4,7 +4,10 @@ A job's file is imported when a server first asks for it; a user's own registers
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from inspect import unwrap
+from os.path import realpath
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
@@ -58,7 +61,7 @@ def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
     Raises
     ------
     ConfigurationError
-        If there is a job of that name.
+        If there is another job of that name.
 
     Examples
     --------
@@ -74,12 +77,11 @@ def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
         file = _FILES[kind].get(name)
         if file is not None and job.__module__ != f"{__name__}.{file}":
             import_module(f"{__name__}.{file}")  # so that the name is taken
-        taken = _JOBS[kind].setdefault(name, job)
-        # The same function again: its file was imported under another name.
-        if _name_of(taken) != _name_of(job):
+        taken, mine = _origin(_JOBS[kind].get(name, job)), _origin(job)
+        if taken[0] != mine[0] or not {*taken[1:]} & {*mine[1:]} - {""}:
             raise ConfigurationError(
-                f"there is a job '{name}' already, {taken.__module__}."
-                f"{_name_of(taken)}: register yours by another name"
+                f"there is a job '{name}' already, {taken[1]}.{taken[0]}: register "
+                "yours by another name"
             )
         _JOBS[kind][name] = job
         return job
@@ -109,5 +111,15 @@ def get_job(name: str, kind: str = "train") -> Job:
     return jobs[name]
 
 
-def _name_of(job: Job) -> str:
-    return str(getattr(job, "__qualname__", type(job).__qualname__))
+def _origin(job: Job) -> tuple[str, str, str]:
+    """Return the name, module and file of what was decorated or given arguments.
+
+    A job read again has another module, if its file was imported under another name,
+    or another file, if it is a notebook's cell. The file is "" if nobody knows.
+    """
+    while isinstance(job, partial):
+        job = job.func
+    job = unwrap(job)
+    code = getattr(job, "__code__", getattr(type(job).__call__, "__code__", None))
+    name = getattr(job, "__qualname__", type(job).__qualname__)
+    return name, job.__module__, realpath(code.co_filename) if code else ""

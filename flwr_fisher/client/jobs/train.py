@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import update_wrapper
 from typing import Any, TypeVar
 
 import torch
@@ -78,8 +79,7 @@ def training_job(name: str) -> Callable[[J], J]:
         def run(problem: LocalProblem, request: Request) -> Reply:
             return job.of(problem, request).reply(problem, request)
 
-        run.__module__, run.__qualname__ = job.__module__, job.__qualname__
-        register_job(name)(run)
+        register_job(name)(update_wrapper(run, job, updated=()))
         _JOBS[name] = job
         return job
 
