@@ -9,10 +9,11 @@ from math import inf
 
 import pytest
 from clocked import Behaviour, ClockedGrid, clock, options_of
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message, RecordDict
 from virtual import Watched, opened, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
+from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.round import LateReplies
 from flwr_fisher.strategies import (
     TCT,
@@ -319,6 +320,19 @@ def test_a_run_ends_where_a_round_fails_that_all_others_need(clock):
     with pytest.raises(RoundError):
         start(grid, make=TCT, stage1_rounds=1, num_rounds=3, timeout=9, waiting=skip)
     assert set(grid.times.values()) == {2}  # nobody is asked again
+
+
+def test_a_reply_that_was_held_is_handed_over_once(clock):
+    grid = ClockedGrid(tiny_app(), {}, clock, 1)
+    mailbox = Mailbox(grid)
+    late: list[object] = []
+    question = Message(RecordDict(), next(iter(grid.nodes)), "query")
+    own = set(mailbox.send([question], 60, late.append))
+    mailbox.awaited |= own
+    clock.now += 5
+    assert mailbox.pull() == []  # another exchange's
+    assert [len(mailbox.pull(own)) for _ in range(3)] == [1, 0, 0]
+    assert not late
 
 
 # Flower's own loop
