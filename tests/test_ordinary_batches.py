@@ -269,10 +269,22 @@ def test_a_model_that_takes_any_name_gets_all_tensors_by_name():
     assert set(read(batch, AnyName()).inputs.kwargs) == {"left", "right"}
 
 
-def test_a_causal_models_labels_are_shifted_by_one():
-    class Causal(Two):
-        loss_type = "ForCausalLM"
+def ForCausalLMLoss():  # noqa: N802
+    """As transformers names it."""
 
+
+class OfType(Two):
+    loss_type = "ForCausalLM"
+
+
+class ByDefault(Two):
+    """As GPT-2."""
+
+    loss_type, loss_function = None, staticmethod(ForCausalLMLoss)
+
+
+@pytest.mark.parametrize("Causal", [OfType, ByDefault])
+def test_a_causal_models_labels_are_shifted_by_one(Causal):  # noqa: N803
     made = read({"left": tokens(X), "labels": tokens(X)}, Causal())
     assert torch.equal(made.labels[:, :-1], tokens(X)[:, 1:])
     assert (made.labels[:, -1] == -100).all()

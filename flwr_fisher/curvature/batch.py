@@ -328,19 +328,35 @@ def _shifted(
     """Return labels as outputs stand: one earlier for a model that shifts by itself."""
     if labels.dim() != 2 or labels.is_floating_point():
         return labels
-    if getattr(model, "loss_type", None) == "ForCausalLM":
+    given = labels != IGNORED
+    copied = [
+        name
+        for name, tensor in inputs.items()
+        if tensor.shape == labels.shape and not tensor.is_floating_point()
+        if given.any() and torch.equal(tensor[given], labels[given])
+    ]
+    if _shifts(model, bool(copied)):
         end = torch.full_like(labels[:, :1], IGNORED)
         return torch.cat([labels[:, 1:], end], 1)
-    for name, tensor in inputs.items():
-        same = tensor.shape == labels.shape and not tensor.is_floating_point()
-        given = labels != IGNORED
-        if same and given.any() and torch.equal(tensor[given], labels[given]):
-            raise DataError(
-                f"a batch is a mapping of {entries}, and its labels are its {name!r}: "
-                "a model of causal language would learn to copy. Shift them by one, "
-                f"and {_WAY_OUT}"
-            )
+    for name in copied:
+        raise DataError(
+            f"a batch is a mapping of {entries}, and its labels are its {name!r}: "
+            "a model of causal language would learn to copy. Shift them by one, "
+            f"and {_WAY_OUT}"
+        )
     return labels
+
+
+def _shifts(model: Callable[..., Any], copied: bool) -> bool:
+    """Return whether a transformers model takes labels one later than its outputs.
+
+    Some, such as GPT-2, have no ``loss_type``, and transformers' default loss, which
+    shifts; so have some that do not, but nobody gives these their inputs as labels.
+    """
+    if getattr(model, "loss_type", None) == "ForCausalLM":
+        return True
+    loss = getattr(model, "loss_function", None) if copied else None
+    return getattr(loss, "__name__", "") == "ForCausalLMLoss"
 
 
 def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
