@@ -284,7 +284,7 @@ class ByDefault(Two):
 
 
 @pytest.mark.parametrize("Causal", [OfType, ByDefault])
-def test_a_causal_models_labels_are_shifted_by_one(Causal):  # noqa: N803
+def test_a_causal_models_labels_are_shifted_by_one(Causal):
     made = read({"left": tokens(X), "labels": tokens(X)}, Causal())
     assert torch.equal(made.labels[:, :-1], tokens(X)[:, 1:])
     assert (made.labels[:, -1] == -100).all()

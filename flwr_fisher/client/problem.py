@@ -331,6 +331,11 @@ class LocalProblem:
                     if f"{wrapper}{name}" in own:
                         has = f"it as {wrapper + name!r}"
                         way_out = f"give the client the model that is in {wrapper[:-1]}"
+                if hasattr(self.model, "peft_config") and name not in own:
+                    way_out = (
+                        "PEFT's get_peft_model_state_dict leaves the adapter's name "
+                        "out of its keys; start from shared_state(model)"
+                    )
                 raise ClientError(
                     f"the server sent {name!r:.80} of shape {tuple(tensor.shape)}, but "
                     f"the client's model has {has}: {way_out}"
