@@ -176,7 +176,7 @@ def test_losses_are_the_models_own(name, lora):
 ROUNDS = ("bert", "distilbert-lora", "gpt2", "vit-lora")
 
 
-@pytest.mark.parametrize(("name", "lora"), map(MODELS.get, ROUNDS), ids=ROUNDS)
+@pytest.mark.parametrize(("name", "lora"), [MODELS[r] for r in ROUNDS], ids=ROUNDS)
 def test_a_round_of_ones_own_loop_is_that_of_local_sgd(name, lora):
     def own_loop(model, loader, device, config):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
