@@ -4,16 +4,34 @@ import re
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, MessageType
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from virtual import same_bits
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import (
+    FisherClient,
+    LocalSGD,
+    fisher_arrays,
+    identify,
+    make_client_app,
+)
 from flwr_fisher.errors import RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFish, FedFisherOneShot
-from flwr_fisher.strategies.baselines import FedPM
+from flwr_fisher.strategies.baselines import AFL, FedPM
 from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import named_options
+from flwr_fisher.wire.answer import Answer, frozen_name
 
 
 def model(frozen=()):
@@ -24,8 +42,8 @@ def model(frozen=()):
     return net
 
 
-def grid_of(frozen, count, trained, kind=LocalGrid):
-    """Return clients of which some freeze parameters; `trained` notes who trains."""
+def app_of(make, trained):
+    """Return clients with a model for each partition; `trained` notes who trains."""
     data = TensorDataset(torch.randn(8, 3), torch.randint(2, (8,)))
 
     def client_fn(context):
@@ -36,10 +54,16 @@ def grid_of(frozen, count, trained, kind=LocalGrid):
                 trained.append(partition)
                 return super().__call__(*args, **options)
 
-        net = model(frozen.get(partition, ()))
-        return FisherClient(net, DataLoader(data, batch_size=4), train_fn=Noted())
+        loader = DataLoader(data, batch_size=4)
+        return FisherClient(make(partition), loader, train_fn=Noted())
 
-    return kind(make_client_app(client_fn), count)
+    return make_client_app(client_fn)
+
+
+def grid_of(frozen, count, trained, kind=LocalGrid):
+    """Return clients of which some freeze parameters."""
+    app = app_of(lambda partition: model(frozen.get(partition, ())), trained)
+    return kind(app, count)
 
 
 def arrays(tensors):
@@ -113,3 +137,118 @@ def test_each_client_is_asked_once():
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
     strategy.start(grid, arrays(shared_state(model())), num_rounds=3)
     assert len(asked) == 2 * (1 + 3)
+
+
+# What is frozen and never sent
+
+
+def on_a_base(seed):
+    """A trained head on a frozen layer whose values are of a seed."""
+    torch.manual_seed(seed)
+    base = nn.Linear(3, 4).requires_grad_(False)
+    torch.manual_seed(0)
+    return nn.Sequential(base, nn.Tanh(), nn.Linear(4, 2))
+
+
+OTHER_BASE = re.compile(
+    r"partition-1: node \d+: its frozen '0.bias', '0.weight' are not what most have: "
+    "load the same pre-trained parameters on every client"
+)
+
+
+@pytest.mark.parametrize("make", [FedFisherOneShot, FedFish, FedPM, AFL])
+def test_who_has_another_frozen_base_is_named_before_it_trains(make, caplog):
+    trained = []
+    app = app_of(lambda partition: on_a_base(int(partition == 1)), trained)
+    start = arrays(shared_state(on_a_base(0)))
+    assert set(start) == {"2.weight", "2.bias"}
+    result = make(fraction_evaluate=0.0).start(LocalGrid(app, 3), start)
+    assert len(result.uploads) == 2
+    assert 1 not in trained
+    assert len(OTHER_BASE.findall(caplog.text)) == 1
+    strategy = make(fraction_evaluate=0.0, min_train_nodes=3)
+    with pytest.raises(RoundError, match=OTHER_BASE):
+        strategy.start(LocalGrid(app, 3), start)
+
+
+def test_frozen_parameters_that_the_server_sends_may_have_been_others():
+    trained = []
+    app = app_of(on_a_base, trained)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    start = arrays(on_a_base(0).state_dict())
+    assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 3
+    assert sorted(trained) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "says", [None, "", [f"0.weight {n:030}" for n in range(300_000)]]
+)
+def test_who_says_nothing_of_its_frozen_parameters_takes_part(says):
+    """As clients of 0.2 do, and those that say what is no list, or too long."""
+
+    class Older:
+        def __init__(self, app):
+            self.app = app
+
+        def __call__(self, message, context):
+            reply = self.app(message, context)
+            one = context.node_config["partition-id"] == 1
+            for record in reply.content.config_records.values() if one else ():
+                if record.pop("frozen", None) is not None and says is not None:
+                    record["frozen"] = says
+            return reply
+
+    start = arrays(shared_state(on_a_base(0)))
+    models = []
+    for kind in (Older, lambda app: app):
+        grid = LocalGrid(kind(app_of(lambda partition: on_a_base(0), [])), 3)
+        result = FedFisherOneShot(fraction_evaluate=0.0).start(grid, start)
+        assert len(result.uploads) == 3
+        models.append(result.arrays)
+    assert same_bits(*models)
+
+
+def test_a_frozen_parameter_that_cannot_be_read_is_not_told_of():
+    config = ConfigRecord({**named_options({"query": "trained"})})
+    query = Message(RecordDict({"config": config}), 1, MessageType.QUERY)
+    context = Context(1, 1, {}, RecordDict(), {})
+    answers = []
+    for model in (on_a_base(0), on_a_base(0)):
+        if answers:
+            model[0].to("meta")
+        answers.append(Answer.of(identify(query, context, model)))
+    assert [answer.trained for answer in answers] == [{"2.weight", "2.bias"}] * 2
+    whole, unread = answers
+    assert {frozen_name(each) for each in whole.frozen} == {"0.weight", "0.bias"}
+    assert {len(name) for name in whole.frozen} == {39, 41}
+    assert unread.frozen is None
+
+
+def test_an_app_of_its_own_tells_what_is_frozen_by_identify(caplog):
+    app = ClientApp()
+
+    def own(context):
+        return on_a_base(int(context.node_config["partition-id"] == 1))
+
+    @app.query()
+    def query(message, context):
+        return identify(message, context, own(context))
+
+    @app.train()
+    def train(message, context):
+        model, data = (
+            own(context),
+            TensorDataset(torch.randn(8, 3), torch.zeros(8).long()),
+        )
+        model.load_state_dict(
+            message.content["arrays"].to_torch_state_dict(), strict=False
+        )
+        arrays = fisher_arrays(message, context, model, DataLoader(data))
+        metrics = MetricRecord({"num-examples": 8})
+        content = RecordDict({"arrays": arrays, "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    start = arrays(shared_state(on_a_base(0)))
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 2
+    assert OTHER_BASE.search(caplog.text)

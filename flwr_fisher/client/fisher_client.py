@@ -6,14 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from torch import nn
@@ -26,12 +19,13 @@ from flwr_fisher.client.messages import (
     MessageApp,
     addressed,
     answered,
+    asks_for_parameters,
     identify,
     name_of,
 )
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import config_of, partition_of
+from flwr_fisher.client.request import partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
@@ -254,11 +248,9 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     # asked once, before it does.
     @app.query(mods=[answered])
     def query(message: Message, context: Context) -> Message:
-        if config_of(message)[0].get("query") == "trained":
-            trained = list(client_fn(context).problem.trainable())
-            content = RecordDict({"config": ConfigRecord({"trained": trained})})
-            return Message(content, reply_to=message)
-        return identify(message, context)
+        asks = asks_for_parameters(message)
+        model = client_fn(context).problem.model if asks else None
+        return identify(message, context, model)
 
     return app
 

@@ -3,17 +3,23 @@
 What any client app needs, whether it is a ``FisherClient`` or plain functions.
 """
 
+from contextlib import suppress
+
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
+from torch import nn
 
 from flwr_fisher import __version__
-from flwr_fisher.client.request import partition_of
+from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.errors import ClientError
+from flwr_fisher.files import digest_of
 from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
+from flwr_fisher.params import trainable_names
 from flwr_fisher.wire import LIBRARY
 
+_DIGITS = 32  # of a frozen parameter's digest
 _failures = Failures()  # of all clients in this process
 # What Flower's older strategies, of flwr.server.strategy, send.
 _TYPES = ("get_parameters", "get_properties", "reconnect")
@@ -44,13 +50,19 @@ class MessageApp(ClientApp):
         return super().__call__(message, context)
 
 
-def identify(message: Message, context: Context) -> Message:
-    """Answer the question that this library's strategies ask before they train.
+def identify(
+    message: Message, context: Context, model: nn.Module | None = None
+) -> Message:
+    """Answer the questions that this library's strategies ask before they train.
 
     The answer is the node's ``partition-id``, if it has one, by which a strategy knows
     it again in every run, and this library's version, by which it knows that the client
     can do what it will ask for. :func:`make_client_app` answers so by itself; an app
     whose train function calls :func:`fisher_arrays` says it in a line.
+
+    Some strategies ask, too, what is trained. With a `model` the answer is the names of
+    its trainable parameters, and a digest of each frozen one: a client whose frozen
+    parameters are not those of most is then left out before it trains.
 
     Parameters
     ----------
@@ -58,6 +70,8 @@ def identify(message: Message, context: Context) -> Message:
         The question.
     context : Context
         The node's.
+    model : nn.Module, optional
+        With what is frozen in place; the arrays that the server sends are not needed.
 
     Examples
     --------
@@ -65,12 +79,42 @@ def identify(message: Message, context: Context) -> Message:
 
         app = ClientApp()
         app.query()(identify)
+
+    With adapters of a pre-trained model::
+
+        @app.query()
+        def query(message: Message, context: Context) -> Message:
+            return identify(message, context, adapted_model())
     """
+    if model is not None and asks_for_parameters(message):
+        content = RecordDict({"config": _parameters_of(model)})
+        return Message(content, reply_to=message)
     named = "partition-id" in context.node_config
     own = {"partition-id": partition_of(context)} if named else {}
     content = RecordDict({"metrics": MetricRecord({**own})})
     content["config"] = ConfigRecord({LIBRARY: __version__})
     return Message(content, reply_to=message)
+
+
+def asks_for_parameters(message: Message) -> bool:
+    """Return whether a query is for what a client trains, and not for who it is."""
+    return bool(config_of(message)[0].get("query") == "trained")
+
+
+def _parameters_of(model: nn.Module) -> ConfigRecord:
+    """Return what a model trains, and what it freezes with a digest of each.
+
+    Where a digest cannot be taken, as of parameters whose values are elsewhere, nothing
+    is said of what is frozen.
+    """
+    record = ConfigRecord({"trained": trainable_names(model)})
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    with suppress(Exception):  # whatever tensors of other kinds raise
+        record["frozen"] = [
+            f"{name} {digest_of('', {'': parameter})[:_DIGITS]}"
+            for name, parameter in frozen.items()
+        ]
+    return record
 
 
 def name_of(context: Context) -> str:

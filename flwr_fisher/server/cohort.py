@@ -6,7 +6,7 @@ Long: half of it are the texts that say who is waited for, and why.
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from flwr_fisher.server.identity import NodeNames
 from flwr_fisher.server.mailbox import Mailbox, NodeReply, query
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.answer import Answer
+from flwr_fisher.wire.answer import Answer, frozen_name
 
 _GONE_WITHIN = 120.0  # seconds until the SuperLink has noticed that a node is gone
 _SHOWN = 3  # names of parameters in an error
@@ -73,6 +73,8 @@ class Cohort(NodeNames):
         self._passed_over: set[str] = set()  # names
         self._given_up: set[int] = set()  # nodes whose answer is not waited for
         self._trained: dict[int, frozenset[str] | None] = {}  # of nodes that were asked
+        self._frozen: dict[int, frozenset[str]] = {}  # names with digests, of the same
+        self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of those equal
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the mailbox of a grid, which knows what is due."""
@@ -241,15 +243,17 @@ class Cohort(NodeNames):
             "or lower min_train_nodes"
         )
 
-    # Who trains the same parameters
+    # Who trains, and freezes, the same parameters
 
     def mismatched(
         self, grid: Grid, nodes: Sequence[int], like: Params, timeout: float
     ) -> dict[int, ClientError]:
-        """Return the nodes that train other parameters than most, and how they differ.
+        """Return the nodes whose parameters are not those of most, and how they differ.
 
-        Each node is asked once, before it trains. One that does not answer is not among
-        those that are returned: it may fail later, by itself.
+        Either they train others, or what they freeze, and are not sent, has other
+        values. Each node is asked once, before it trains. One that does not answer is
+        not among those that are returned: it may fail later, by itself. One that says
+        nothing of what is frozen may have anything.
 
         Parameters
         ----------
@@ -258,7 +262,8 @@ class Cohort(NodeNames):
         nodes : Sequence[int]
             Those that are to train, in an order that is the same in every run.
         like : Mapping[str, Tensor]
-            The parameters that they are sent; other names are not looked at.
+            The parameters that they are sent; whether others are trained is not looked
+            at.
         timeout : float
             Seconds to wait for answers, at most a minute.
         """
@@ -269,20 +274,44 @@ class Cohort(NodeNames):
             content = RecordDict({"config": config})
             for reply in query(self.mailbox(grid), new, content, timeout, take):
                 take(reply)
-        sets = {n: own for n in nodes if (own := self._trained[n]) is not None}
-        if len(set(sets.values())) < 2:
-            return {}
-        common = Counter(sets.values()).most_common(1)[0][0]
-        return {
-            node: ClientError(_difference(own, common))
-            for node, own in sets.items()
-            if own != common
-        }
+        trained = {n: own for n in nodes if (own := self._trained[n]) is not None}
+        odd = _unlike_most(trained, _difference)
+        left = (node for node in nodes if node in self._frozen and node not in odd)
+        return odd | _unlike_most({n: self._frozen[n] for n in left}, _other_values)
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
-        """Take which of these names a node trains, whenever the answer comes."""
-        if (trained := Answer.of(reply.message).trained) is not None:
-            self._trained[reply.node] = names & trained
+        """Take which of these names a node trains, whenever the answer comes.
+
+        And what it freezes of all others.
+        """
+        answer = Answer.of(reply.message)
+        if answer.trained is not None:
+            self._trained[reply.node] = names & answer.trained
+        if (frozen := answer.frozen_beside(names)) is not None:
+            self._frozen[reply.node] = self._alike.setdefault(frozen, frozen)
+
+
+def _unlike_most(
+    sets: Mapping[int, frozenset[str]],
+    difference: Callable[[frozenset[str], frozenset[str]], str],
+) -> dict[int, ClientError]:
+    """Return the nodes whose set is not the most common one, and how it differs."""
+    if len(set(sets.values())) < 2:
+        return {}
+    common = Counter(sets.values()).most_common(1)[0][0]
+    return {
+        node: ClientError(difference(own, common))
+        for node, own in sets.items()
+        if own != common
+    }
+
+
+def _other_values(own: frozenset[str], common: frozenset[str]) -> str:
+    names = {frozen_name(each) for each in own ^ common}
+    return (
+        f"its frozen {_some(names)} are not what most have: load the same pre-trained "
+        "parameters on every client, and make adapters by the same seed"
+    )
 
 
 def _difference(own: frozenset[str], common: frozenset[str]) -> str:

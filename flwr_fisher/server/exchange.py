@@ -267,7 +267,8 @@ class Exchange(Generic[P]):
         Who is asked: by default the strategy's fraction of those that are connected, or
         all of these, or those with the numbers that are returned.
     require_same_parameters : bool, default False
-        Leave out those that train other parameters than most, before they train.
+        Leave out those that train other parameters than most, or freeze other values,
+        before they train.
     additive : Summation, optional
         How a sum may take the uploads' place; None: the step needs each by itself.
 

@@ -1,14 +1,16 @@
 """What a client answers when a server asks who it is, and what it trains."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from flwr_fisher.errors import printable
 from flwr_fisher.wire.options import LIBRARY
 
 _LARGEST_ID = 2**63
+_MOST_FROZEN = 2**23  # characters, of all names and digests
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Answer:
         Which partition the client holds.
     trained : frozenset[str] | None
         The names of the parameters that it trains.
+    frozen : frozenset[str] | None
+        The names of those that it does not train, each with a digest of its values.
     problem : str
         What it says that cannot be.
     """
@@ -30,7 +34,15 @@ class Answer:
     of_library: bool
     partition: int | None
     trained: frozenset[str] | None
+    frozen: frozenset[str] | None = None
     problem: str = ""
+
+    def frozen_beside(self, sent: Iterable[str]) -> frozenset[str] | None:
+        """Return what is frozen, without the parameters that are sent to clients."""
+        if self.frozen is None:
+            return None
+        names = set(sent)
+        return frozenset(f for f in self.frozen if frozen_name(f) not in names)
 
     @classmethod
     def of(cls, message: Message) -> Self:
@@ -46,11 +58,25 @@ class Answer:
             if partition is not None:
                 problem = f"claims partition {printable(repr(partition))}"
             partition = None
-        lists = (record.get("trained") for record in configs)
-        trained = next((names for names in lists if isinstance(names, list)), None)
+        frozen = _texts(configs, "frozen")
+        if sum(map(len, frozen or ())) > _MOST_FROZEN:
+            frozen = None
         return cls(
             any(LIBRARY in record for record in configs),
             partition,
-            None if trained is None else frozenset(map(str, trained)),
+            _texts(configs, "trained"),
+            frozen,
             problem,
         )
+
+
+def frozen_name(described: str) -> str:
+    """Return the name of a frozen parameter that comes with its digest."""
+    return described.rpartition(" ")[0]
+
+
+def _texts(configs: Iterable[ConfigRecord], key: str) -> frozenset[str] | None:
+    """Return the first list of this name; None if there is none."""
+    lists = (record.get(key) for record in configs)
+    texts = next((each for each in lists if isinstance(each, list)), None)
+    return None if texts is None else frozenset(map(str, texts))

@@ -66,7 +66,15 @@ class AFL(CurvatureStrategy):
         options = {"job": "afl", "head": self.head or ""}
         summed = Summation[HeadUpload](weighted=False)
         read = HeadUpload.from_arrays
-        return [Exchange(options, read, self._step, additive=summed)]
+        return [
+            Exchange(
+                options,
+                read,
+                self._step,
+                require_same_parameters=True,
+                additive=summed,
+            )
+        ]
 
     def _step(self, state: ServerState, uploads: Uploads[HeadUpload]) -> Step:
         """Solve for the head."""
