@@ -145,6 +145,7 @@ def test_a_disk_has_a_positive_number_of_bytes(value, tmp_path):
 
 NAN, INF = float("nan"), float("inf")
 SCAFFOLD = {"job": "scaffold"}
+PROBE = {"job": "probe", "probe": "random"}
 OF_RUN = partial(sent, run=1, steps=0)
 NO_NUMBERS = [
     *[("train", with_gradient, GIANT | {"iterations": v}) for v in ("x", 0, -5, 1.5)],
@@ -164,6 +165,7 @@ NO_NUMBERS = [
     ),
     *[("train", OF_RUN, SCAFFOLD | {"lr": v}) for v in ("x", NAN, INF, -1.0)],
     *[("train", tiny_arrays, {"job": "fedpm", "damping": v}) for v in ("x", NAN)],
+    *[("train", tiny_arrays, PROBE | {"probe-seed": v}) for v in ("x", 0.5, [1])],
     *[("train", with_gradient, {"job": "displaced", "beta": v}) for v in ("x", NAN)],
     *[("evaluate", tiny_arrays, {"personalise-fraction": v}) for v in ("x", NAN, [])],
     *[("evaluate", tiny_arrays, TUNE | {"personalise-epochs": v}) for v in ("x", 0)],

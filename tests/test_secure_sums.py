@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from kinds import KINDS, of_sums
 from safetensors.torch import load_file
 from virtual import LIFTED, Watched, tiny_app, tiny_arrays, tiny_client
 
@@ -33,12 +35,9 @@ from flwr_fisher.secure.mod import SumMemory
 from flwr_fisher.secure.steps import SecureState
 from flwr_fisher.server.exchange import ServerState
 from flwr_fisher.strategies import (
-    FAGH,
-    GIANT,
     FedAvg,
     FedFish,
     FedFisherOneShot,
-    FedGA,
     MergeOptions,
     Scaffold,
     Waiting,
@@ -96,10 +95,10 @@ STRATEGIES = {
     "kfac": lambda **o: FedFisherOneShot(
         aggregate="sums", merge=MergeOptions(iterations=2), fraction_evaluate=0.0, **o
     ),
-    "fedfish": lambda **o: FedFish(fraction_evaluate=0.0, **o),
-    "fagh": lambda **o: FAGH(fraction_evaluate=0.0, **o),
-    "giant": lambda **o: GIANT(fraction_evaluate=0.0, **o),
-    "fedga": lambda **o: FedGA(fraction_evaluate=0.0, **o),
+    **{
+        name.lower(): partial(KINDS[name], fraction_evaluate=0.0)
+        for name in sorted(of_sums() - {"TCT"})  # in a file of its own
+    },
 }
 
 

@@ -1,6 +1,7 @@
 """What every strategy owes its users.
 
-``STRATEGIES`` has a row for each; a row names the tests that it need not pass.
+``STRATEGIES`` has rows for each but TCT, which has two stages; a row names the tests
+that it need not pass.
 """
 
 import logging
@@ -69,6 +70,7 @@ from flwr_fisher.strategies import (
     MergeOptions,
     Scaffold,
 )
+from flwr_fisher.strategies import FedAvg as OurFedAvg
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX, arrays_to_tensors
 
@@ -101,6 +103,7 @@ class Row:
         return self.make(**{"fraction_evaluate": 0.0, **self.own, **options})
 
 
+HAS_DETAILS = "test_the_result_has_uploads_and_weighted_metrics"
 # Where no model is uploaded, of which the new one is some mean.
 OF_MODELS = {
     "test_identical_clients_get_their_model",
@@ -119,7 +122,7 @@ OF_ONE_EXCHANGE = {
     "test_the_hooks_do_by_hand_what_start_does",
     "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
     "test_flowers_own_loop_gives_the_same",
-    "test_the_result_has_uploads_and_weighted_metrics",
+    HAS_DETAILS,
 }
 GOES_ON = "test_the_model_is_not_the_start_and_each_round_goes_on"  # with no state
 USERS_KEYS = "test_a_users_own_keys_reach_the_training_loop_untouched"
@@ -167,6 +170,7 @@ STRATEGIES = {
         {"structure": "diagonal", "aggregate": "sums"},
         frozenset({IDENTICAL, ALONE, RATIO, OTHER_WEIGHTS}),
     ),
+    "fedavg": Row(OurFedAvg, {}, frozenset({FISHERS_KEYS, HAS_DETAILS})),
     "fedga": Row(FedGA, {"beta": 0.3}, frozenset(OF_ONE_EXCHANGE)),
     "fedexp": Row(FedExP, {}, frozenset({FISHERS_KEYS})),
     "fedexp-last-two": Row(
@@ -199,10 +203,7 @@ STRATEGIES = {
     "afl": Row(
         AFL,
         {},
-        frozenset(
-            OF_MODELS
-            | {GOES_ON, RATIO, "test_the_result_has_uploads_and_weighted_metrics"}
-        ),
+        frozenset(OF_MODELS | {GOES_ON, RATIO, HAS_DETAILS}),
     ),
 }
 
@@ -764,6 +765,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(row, asked, tmp_path):
 CHANGED = [
     ("fedga", {"beta": 0.5}, "beta: 0.3 -> 0.5"),
     ("fedexp", {"epsilon": 0.5}, "epsilon: 0.001 -> 0.5"),
+    ("fedexp", {"average_last_two": True}, "average_last_two: False -> True"),
+    ("fedexp", {"trained": ["3.bias"]}, "trained: None -> ['3.bias']"),
     ("fedpm", {"damping": 0.1}, "damping: 0.5 -> 0.1"),
     ("fedpm", {"mixing_damping": 0.01}, "mixing_damping: 0.001 -> 0.01"),
     ("scaffold", {"server_lr": 0.5}, "server_lr: 1.0 -> 0.5"),
@@ -772,9 +775,12 @@ CHANGED = [
     ("fagh-first", {"betas": (0.9, 0.9)}, "betas: [0.9, 0.99] -> [0.9, 0.9]"),
     ("fagh-first", {"probe": "random"}, "probe: 'first' -> 'random'"),
     ("giant", {"iterations": 4}, "iterations: 3 -> 4"),
+    ("giant", {"lr": 1.0}, "lr: 0.5 -> 1.0"),
+    ("done", {"iterations": 4}, "iterations: 3 -> 4"),
     ("done", {"lr": 1.0}, "lr: 0.5 -> 1.0"),
     ("done", {"alpha": 0.2}, "alpha: 0.1 -> 0.2"),
     ("afl", {"ridge": 0.5}, "ridge: "),
+    ("afl", {"head": "3"}, "head: None -> '3'"),
 ]
 
 

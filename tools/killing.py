@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+from kinds import KINDS
 from virtual import tiny_arrays, tiny_data, tiny_model
 
 from flwr_fisher import files
@@ -45,11 +46,11 @@ from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.round import ExchangeRun
 from flwr_fisher.strategies import (
+    TCT,
     CurvatureStrategy,
     FedFish,
     FedFisherOneShot,
     FedGA,
-    Scaffold,
 )
 from flwr_fisher.testing import LocalGrid
 
@@ -162,8 +163,12 @@ def app_of(where: Path) -> Any:
 STRATEGIES: dict[str, Callable[..., CurvatureStrategy]] = {
     "fedfisher": FedFisherOneShot,
     "fedfish": partial(FedFish, fisher_source="last-epoch"),
-    "scaffold": Scaffold,
     "fedga": partial(FedGA, beta=0.1),
+    **{  # whose clients remember
+        name.lower(): kind
+        for name, kind in KINDS.items()
+        if kind().initial_groups() and kind is not TCT  # of more rounds
+    },
 }
 
 
@@ -304,7 +309,7 @@ def main() -> None:
         return {**run(where), **outcome(where)}
 
     # What a run imports as it goes is imported once, too.
-    (options.folder / "warm-up").mkdir()
+    (options.folder / "warm-up").mkdir(parents=True)
     grid = LocalGrid(app_of(options.folder / "warm-up"), CLIENTS)
     STRATEGIES[options.strategy](fraction_evaluate=0.0).start(grid, tiny_arrays())
     began = time.monotonic()

@@ -36,6 +36,12 @@ from apps import globals_of, load
 
 # Options of TCT that are in an object of their own since 0.3.
 _REGRESSION = ("solver", "feature_dtype", "control_variates", "standardise")
+# What a strategy is tried with, where its defaults are not for something so small.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "FedGA": {"beta": 0.01},
+    "GIANT": {"lr": 0.05, "iterations": 3},
+    "DONE": {"lr": 0.05, "iterations": 3},
+}
 ROOT = Path(__file__).resolve().parents[1]
 APPS = ("fedfisher", "fedfish", "fagh", "tct")
 
@@ -45,6 +51,8 @@ APPS = ("fedfisher", "fedfish", "fagh", "tct")
 
 def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     """Yield every case's name and what runs it; imports are the tree's in use."""
+
+    from kinds import KINDS
 
     from flwr_fisher import strategies as s
 
@@ -76,15 +84,13 @@ def cases(apps: Path) -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     for probe in ("first", "random", "momentum", "none"):
         make = partial(s.FAGH, probe=probe, lr=0.05)
         yield f"fagh {probe}", partial(federation, make)
+    for name, kind in KINDS.items():
+        if name not in ("FedFisherOneShot", "FedFish", "FAGH", "TCT"):
+            make = partial(kind, **_OPTIONS.get(name, {}))
+            yield name.lower(), partial(federation, make, momentum=0.0)
     for name, make in {
-        "scaffold": s.Scaffold,
         "scaffold half": partial(s.Scaffold, fraction_train=0.5),
-        "fedexp": s.FedExP,
         "fedexp mean": partial(s.FedExP, average_last_two=True),
-        "fedga": partial(s.FedGA, beta=0.01),
-        "giant": partial(s.GIANT, lr=0.05, iterations=3),
-        "done": partial(s.DONE, lr=0.05, iterations=3),
-        **({"fedpm": s.FedPM} if hasattr(s, "FedPM") else {}),
     }.items():
         yield name, partial(federation, make, momentum=0.0)
     for name, options in {
