@@ -29,8 +29,8 @@ images.
 
 **Costs.** A *gradient evaluation* is one of a client's whole loss, so a local epoch is
 one, too; a pass for a gradient and a Hessian-vector product counts as two (see the
-client's cost). In a round, with E local epochs, FedAvg, FedProx, SCAFFOLD and FedExP
-take E, FedGA 2 + E, FAGH 2, its momentum alone 1, GIANT 21, DONE 19. FedPM takes 2 + E:
+client's cost). In a round, methods whose clients train for E local epochs take E, but
+FedGA 2 + E; FAGH takes 2, its momentum alone 1, GIANT 21, DONE 19. FedPM takes 2 + E:
 its two passes for the second moments of layers' inputs have no backward pass, but form
 a matrix of 785 by 785, and count as one each. *Uploads* are all replies as they are on
 the wire, of both exchanges where a method has two.

@@ -9,17 +9,9 @@ from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.server.run import CurvatureResult
 from flwr_fisher.server.waiting import Waiting
+from flwr_fisher.strategies import baselines
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.baselines import (
-    AFL,
-    DONE,
-    GIANT,
-    FedAvg,
-    FedExP,
-    FedGA,
-    FedPM,
-    Scaffold,
-)
+from flwr_fisher.strategies.baselines import *  # noqa: F403
 from flwr_fisher.strategies.exchanges.tct_regression import Regression
 from flwr_fisher.strategies.fagh import FAGH
 from flwr_fisher.strategies.fedfish import FedFish
@@ -28,28 +20,20 @@ from flwr_fisher.strategies.tct import TCT
 from flwr_fisher.wire.codec import Codec
 
 __all__ = [
-    "AFL",
-    "DONE",
     "FAGH",
-    "GIANT",
     "TCT",
     "Codec",
     "CurvatureResult",
     "CurvatureStrategy",
     "Exchange",
-    "FedAvg",
-    "FedExP",
     "FedFish",
     "FedFisherOneShot",
-    "FedGA",
-    "FedPM",
     "FisherOptions",
     "Membership",
     "MergeOptions",
     "Policy",
     "Privacy",
     "Regression",
-    "Scaffold",
     "ServerState",
     "Step",
     "Upload",
@@ -57,3 +41,4 @@ __all__ = [
     "lost_states",
     "wait_for_nodes",
 ]
+__all__ += baselines.__all__

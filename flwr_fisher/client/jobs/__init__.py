@@ -1,6 +1,7 @@
 """What clients compute, a file a method, each ``(LocalProblem, Request) -> Reply``.
 
-A job's file is imported when a server first asks for it; a user's own registers itself.
+A job's file is imported when a server first asks for it, and need not be listed; a
+user's own registers itself.
 """
 
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from inspect import unwrap
 from os.path import realpath
+from pkgutil import iter_modules
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
@@ -17,31 +19,8 @@ __all__ = ["Job", "LocalProblem", "Reply", "Request", "get_job", "register_job"]
 
 Job = Callable[[LocalProblem, Request], Reply]
 
-# By the kind of message that asks for it, each built-in job and its file beside this.
-_FILES = {
-    "train": {
-        "afl": "afl",
-        "diagonal-sums": "diagonal_sums",
-        "direction": "gradients",
-        "displaced": "gradients",
-        "fedfish": "fedfish",
-        "fedpm": "fedpm",
-        "gradient": "gradients",
-        "kfac-product": "kfac_sums",
-        "kfac-traces": "kfac_sums",
-        "kfac-train": "kfac_sums",
-        "probe": "gradients",
-        "scaffold": "scaffold",
-        "tct-check": "tct",
-        "tct-moments": "tct",
-        "tct-spectrum": "tct",
-        "tct-step": "tct",
-        "train": "train",
-    },
-    "evaluate": {"evaluate": "evaluate", "tct-evaluate": "tct"},
-}
 _SECURE = "secure-sums"  # answered by a mod
-_JOBS: dict[str, dict[str, Job]] = {kind: {} for kind in _FILES}
+_JOBS: dict[str, dict[str, Job]] = {"train": {}, "evaluate": {}}
 
 
 def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
@@ -74,9 +53,8 @@ def register_job(name: str, kind: str = "train") -> Callable[[Job], Job]:
     check_known("kind", kind, _JOBS)
 
     def register(job: Job) -> Job:
-        file = _FILES[kind].get(name)
-        if file is not None and job.__module__ != f"{__name__}.{file}":
-            import_module(f"{__name__}.{file}")  # so that the name is taken
+        if not job.__module__.startswith(__name__):
+            _read(name, kind)  # so that a built-in's name is taken
         taken, mine = _origin(_JOBS[kind].get(name, job)), _origin(job)
         if taken[0] != mine[0] or not {*taken[1:]} & {*mine[1:]} - {""}:
             raise ConfigurationError(
@@ -99,16 +77,23 @@ def get_job(name: str, kind: str = "train") -> Job:
     ConfigurationError
         If it is a mod's, and the client has none.
     """
-    files, jobs = _FILES[kind], _JOBS[kind]
     if name == _SECURE:
         raise ConfigurationError(
             "the server asks for secure sums, and this client has no mod for them: "
             "make_client_app(client_fn, mods=[SecureSumsMod()]), of flwr_fisher.secure"
         )
-    check_known("job", name, sorted(files.keys() | jobs))
-    if name not in jobs:
-        import_module(f"{__name__}.{files[name]}")
-    return jobs[name]
+    _read(name, kind)
+    check_known("job", name, sorted(_JOBS[kind]))
+    return _JOBS[kind][name]
+
+
+def _read(name: str, kind: str) -> None:
+    """Import this folder's files, that of the job's name first, until one has it."""
+    files = [module.name for module in iter_modules(__path__)]
+    for file in sorted(files, key=lambda file: file != name.replace("-", "_")):
+        if name in _JOBS[kind]:
+            return
+        import_module(f"{__name__}.{file}")
 
 
 def _origin(job: Job) -> tuple[str, str, str]:
