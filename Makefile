@@ -1,6 +1,7 @@
 # make demo    see one-shot merging beat FedAvg on real data
 # make federation   the same over a SuperLink and SuperNodes with data of their own
 # make test    everything that a change must pass
+# make oldest  the tests with the lowest versions that pyproject.toml admits
 # make fuzz    a hundred thousand spoiled uploads: each is read, or refused by name
 # make results  the pages that put the papers' figures and ours side by side
 # make docs    the documentation, in build/docs/index.html
@@ -14,7 +15,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo federation test fuzz results docs dist gpu develop install clean
+.PHONY: demo federation test oldest fuzz results docs dist gpu develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -57,6 +58,23 @@ test: install
 	# in their order: those of the fewest tests are the longest.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# The wheel again, in an environment of its own.
+oldest: .venv-oldest/dependencies
+	@rm -rf build/lib build/bdist.* *.egg-info
+	.venv-oldest/bin/pip install -q --no-deps --force-reinstall .
+	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		--ignore tests/test_docs.py
+
+# uv finds the lowest, of what is named in pyproject.toml; the newest of all else. Not the
+# docs', whose transformers wants a newer safetensors than the library. Warnings are errors
+# in tests, also those of other packages' code as it is compiled: it is, here.
+.venv-oldest/dependencies: pyproject.toml
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/pip install -q uv
+	.venv-oldest/bin/uv pip install -q --python .venv-oldest/bin/python --compile-bytecode \
+		--resolution lowest-direct -r pyproject.toml --extra all --extra test
+	@touch $@
+
 fuzz: install
 	$(BIN)/python tools/fuzz_wire.py --count 100000 --seed 0
 
@@ -94,4 +112,4 @@ develop: .venv/dependencies
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-node build dist outputs *.egg-info
+	rm -rf .venv .venv-node .venv-oldest build dist outputs *.egg-info

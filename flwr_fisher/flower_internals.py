@@ -2,8 +2,11 @@
 
 Flower promises ``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp``. Everything else
 may change in any release, so it is imported in this file only: an upgrade of Flower
-then breaks the package in one place.
+then breaks the package in one place. What an older Flower has elsewhere, or has not
+yet, is told apart here, too; the oldest is in ``pyproject.toml``.
 """
+
+from collections.abc import Iterable
 
 from flwr.app import Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
@@ -15,12 +18,21 @@ from flwr.common.secure_aggregation.crypto.symmetric_encryption import (
 )
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import (
     InflatableObject,
     no_object_id_recompute,
 )
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+
+try:
+    from flwr.supercore.run import Run
+except ImportError:  # Flower before 1.32
+    from flwr.common.typing import Run  # type: ignore[attr-defined, no-redef]
+
+try:
+    from flwr.supercore.task_identity import TaskIdentity
+except ImportError:  # before 1.38 the grid writes the ids, as it sends a message
+    TaskIdentity = None  # type: ignore[assignment, misc]
 
 __all__ = [
     "SUPERLINK_NODE_ID",
@@ -33,6 +45,7 @@ __all__ = [
     "encrypt",
     "generate_shared_key",
     "identify_process",
+    "nodes_of",
     "object_sizes",
     "round_trip",
     "set_message_id",
@@ -61,6 +74,11 @@ def object_sizes(content: RecordDict) -> dict[str, int]:
     return sizes
 
 
+def nodes_of(grid: Grid) -> Iterable[NodeInfo]:
+    """Return what a grid tells of its nodes; before Flower 1.38 that is nothing."""
+    return grid.get_nodes() if hasattr(grid, "get_nodes") else ()
+
+
 def set_message_id(message: Message, message_id: str) -> None:
     """Give a message its id, as a SuperLink does when the message is pushed."""
     message.metadata.__dict__["_message_id"] = message_id
@@ -71,6 +89,8 @@ def identify_process(number: int) -> None:
 
     Flower keeps these ids per process, and writes them into every new message.
     """
+    if TaskIdentity is None:
+        return
     for name in ("run_id", "node_id", "task_id"):
         if getattr(TaskIdentity, f"_{name}") is None:
             setattr(TaskIdentity, name, number)

@@ -14,8 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.app.message_type import MessageType
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 

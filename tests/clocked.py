@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from flwr.app import Error, Message
-from virtual import Clock
+from virtual import Clock, Node
 
-from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode, NodeInfo
+from flwr_fisher.flower_internals import SUPERLINK_NODE_ID, ErrorCode
 from flwr_fisher.server import cohort, identity, journal, mailbox, round
 from flwr_fisher.testing import LocalGrid
 
@@ -74,7 +74,7 @@ class ClockedGrid(LocalGrid):
         return random.sample(alive, len(alive))
 
     def get_nodes(self):
-        return [NodeInfo(node_id=node) for node in self.get_node_ids()]
+        return [Node(node) for node in self.get_node_ids()]
 
     def push_messages(self, messages):
         messages = list(messages)

@@ -39,10 +39,9 @@ from hostile import (
     run,
 )
 from hostile_servers import besiege
-from virtual import LIFTED, Watched, opened, same_bits, tiny_app, tiny_arrays
+from virtual import LIFTED, Node, Watched, opened, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, ParamsError, RoundError
-from flwr_fisher.flower_internals import NodeInfo
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.door import Rejections
@@ -299,7 +298,7 @@ class Registered(LocalGrid):
 
     def get_nodes(self):
         for node in self.get_node_ids():
-            yield NodeInfo(node_id=node, name=self.names.get(self.nodes[node]))
+            yield Node(node, self.names.get(self.nodes[node]))
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from math import inf
 import pytest
 from clocked import Behaviour, ClockedGrid, clock, options_of
 from flwr.app import ConfigRecord, Error, Message
-from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
+from virtual import LIFTED, Node, Watched, same_bits, tiny_app, tiny_arrays
 
 from flwr_fisher.errors import RoundError
-from flwr_fisher.flower_internals import ErrorCode, NodeInfo
+from flwr_fisher.flower_internals import ErrorCode, nodes_of
 from flwr_fisher.strategies import FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
 
@@ -52,7 +52,14 @@ class Named(ClockedGrid):
     def get_nodes(self):
         named = self.registered
         nodes = {node: named.get(self.nodes[node], "") for node in self.get_node_ids()}
-        return [NodeInfo(node_id=node, name=name) for node, name in nodes.items()]
+        return [Node(node, name) for node, name in nodes.items()]
+
+
+def test_a_grid_of_flower_before_1_38_tells_no_names():
+    class Grid:
+        """Has no ``get_nodes``."""
+
+    assert not list(nodes_of(Grid()))
 
 
 # Restarts

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from virtual import (
     FEATURES,
+    Node,
     Watched,
     ask,
     close,
@@ -602,7 +602,7 @@ class Whole(LocalGrid):
         self.was_set = run
 
     def get_nodes(self):
-        return [NodeInfo(node_id=node) for node in self.nodes]
+        return [Node(node) for node in self.nodes]
 
 
 def test_everything_else_is_the_grids():

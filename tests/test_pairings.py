@@ -16,10 +16,6 @@ from flwr.client import ClientApp as OlderClientApp
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import FitIns, GetParametersIns, ndarrays_to_parameters
-from flwr.compat.common.recorddict_compat import (
-    fitins_to_recorddict,
-    getparametersins_to_recorddict,
-)
 from flwr.server import Server, SimpleClientManager
 from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
@@ -51,6 +47,11 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import PREFIX
+
+try:
+    from flwr.compat.common import recorddict_compat
+except ImportError:  # Flower before 1.32
+    from flwr.common import recorddict_compat
 
 __all__ = ["clock"]
 
@@ -308,9 +309,9 @@ def requests():
     """What an older strategy sends."""
     arrays = [v.numpy() for v in tiny_model().state_dict().values()]
     ins = FitIns(ndarrays_to_parameters(arrays), {})
-    properties = getparametersins_to_recorddict(GetParametersIns({}))
+    properties = recorddict_compat.getparametersins_to_recorddict(GetParametersIns({}))
     return {
-        "fit": (fitins_to_recorddict(ins, keep_input=True), "train"),
+        "fit": (recorddict_compat.fitins_to_recorddict(ins, keep_input=True), "train"),
         "parameters": (properties, "get_parameters"),
     }
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -131,6 +132,13 @@ class Watched(ClientApp):
         if kind == "train" and partition in self.tamper:
             self.tamper[partition](reply.content)
         return reply
+
+
+class Node(NamedTuple):
+    """What a grid tells of a node: as Flower's NodeInfo, which has names since 1.38."""
+
+    node_id: int
+    name: str | None = ""
 
 
 def node_of(grid, partition):

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
 from torch import nn
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
@@ -17,6 +16,7 @@ from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import Loss
 from flwr_fisher.client.messages import (
     MessageApp,
+    Mod,
     addressed,
     answered,
     asks_for_parameters,

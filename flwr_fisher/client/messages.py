@@ -3,6 +3,7 @@
 What any client app needs, whether it is a ``FisherClient`` or plain functions.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -18,6 +19,9 @@ from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
 from flwr_fisher.params import trainable_names
 from flwr_fisher.wire import LIBRARY
+
+# As flwr.clientapp has it since 1.32.
+Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 _DIGITS = 32  # of a frozen parameter's digest
 _failures = Failures()  # of all clients in this process

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
 from torch import nn
 
 from flwr_fisher.client import EvaluateFn, FisherClient, make_client_app
+from flwr_fisher.client.messages import Mod
 from flwr_fisher.errors import ClientError
 from flwr_fisher.legacy.lists import (
     Order,

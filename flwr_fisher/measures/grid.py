@@ -4,18 +4,23 @@ import copy
 import random
 from collections.abc import Iterable, Mapping
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.app.message_type import MessageType
-from flwr.app.typing import ConfigRecordValues
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.flower_internals import NodeInfo, Run
+from flwr_fisher.flower_internals import NodeInfo, Run, nodes_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server.identity import NodeNames
 from flwr_fisher.server.mailbox import Mailbox, collect
-from flwr_fisher.wire import named_options, serialized_bytes
+from flwr_fisher.wire import ConfigValue, named_options, serialized_bytes
 
 _SPELT_OUT = 3  # failures that the log spells out
 
@@ -108,7 +113,7 @@ class MeasuredGrid(Grid):
         nodes: Iterable[int],
         server_round: int,
         arrays: ArrayRecord,
-        config: Mapping[str, ConfigRecordValues],
+        config: Mapping[str, ConfigValue],
         timeout: float,
     ) -> dict[int, MetricRecord]:
         """Have nodes evaluate the arrays; return the metrics of those that did.
@@ -151,7 +156,7 @@ class MeasuredGrid(Grid):
     def get_nodes(self) -> Iterable[NodeInfo]:
         """Return the nodes that take part."""
         shown = set(self.get_node_ids())
-        return [node for node in self.grid.get_nodes() if node.node_id in shown]
+        return [node for node in nodes_of(self.grid) if node.node_id in shown]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages."""

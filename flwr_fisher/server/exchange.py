@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, check_known
 from flwr_fisher.params import Params, weighted_mean
 from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import (
+    ConfigValue,
     Payload,
     join_groups,
     named_options,
@@ -279,7 +279,7 @@ class Exchange(Generic[P]):
         ``ConfigRecord`` cannot hold, or `clients` is another word.
     """
 
-    options: Mapping[str, ConfigRecordValues]
+    options: Mapping[str, ConfigValue]
     read: Callable[[ArrayRecord, Params], P]
     step: Callable[[ServerState, Uploads[P]], Step]
     send: Callable[[ServerState], Groups] = lambda state: {}

@@ -12,6 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from flwr_fisher.errors import listed, printable
+from flwr_fisher.flower_internals import nodes_of
 from flwr_fisher.log_lines import logger
 from flwr_fisher.server.mailbox import QUERY_LIFETIME, Mailbox, NodeReply, query
 from flwr_fisher.wire.answer import Answer
@@ -301,4 +302,4 @@ def _foreign_because(message: Message, answer: Answer) -> str:
 
 def _registered_names(grid: Grid) -> Mapping[int, str]:
     """Return the names by which nodes are registered, of those that have one."""
-    return {info.node_id: info.name for info in grid.get_nodes() if info.name}
+    return {info.node_id: info.name for info in nodes_of(grid) if info.name}

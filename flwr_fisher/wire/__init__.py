@@ -12,7 +12,7 @@ from flwr_fisher.wire.layout import (
     curvature_to_tensors,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.options import LIBRARY, named_options, split_config
+from flwr_fisher.wire.options import LIBRARY, ConfigValue, named_options, split_config
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
@@ -25,6 +25,7 @@ __all__ = [
     "SERVER",
     "Additive",
     "Codec",
+    "ConfigValue",
     "CovarianceUpload",
     "FisherUpload",
     "HeadUpload",

@@ -11,6 +11,9 @@ OPTION = "fisher."
 LIBRARY = "flwr-fisher"  # under which a client that is asked tells its version
 
 Value = TypeVar("Value")
+# What a ConfigRecord holds: flwr.app has a name for it since 1.31 only.
+_Scalar = int | float | str | bytes | bool
+ConfigValue = _Scalar | list[int] | list[float] | list[str] | list[bytes] | list[bool]
 
 
 def named_options(options: Mapping[str, Value]) -> dict[str, Value]:

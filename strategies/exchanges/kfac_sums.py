@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from flwr.app.typing import ConfigRecordValues
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
@@ -28,7 +27,13 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.strategies.exchanges.merged import step_of
-from flwr_fisher.wire import PREFIX, Additive, RunningMean, tensors_to_curvature
+from flwr_fisher.wire import (
+    PREFIX,
+    Additive,
+    ConfigValue,
+    RunningMean,
+    tensors_to_curvature,
+)
 from flwr_fisher.wire.additive import CURVATURE, PARAMS, PRODUCT
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
@@ -56,7 +61,7 @@ class KfacSums:
     """
 
     merge: MergeSettings
-    options: Mapping[str, ConfigRecordValues]
+    options: Mapping[str, ConfigValue]
     keep_all: bool
 
     def exchanges(self) -> Sequence[Exchange[Any]]:

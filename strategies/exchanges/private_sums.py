@@ -5,14 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from flwr.app import ArrayRecord
-from flwr.app.typing import ConfigRecordValues
 
 from flwr_fisher.merge import DiagonalSums, private_sums
 from flwr_fisher.merge.private_sums import VECTORS
 from flwr_fisher.params import Params, clipped
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
 from flwr_fisher.server.privacy import Privacy, noised
-from flwr_fisher.wire import Additive, RunningMean
+from flwr_fisher.wire import Additive, ConfigValue, RunningMean
 
 _PART = "contribution/"
 _CONTRIBUTION = Additive.reader(*(f"{_PART}{name}" for name in VECTORS))
@@ -21,7 +20,7 @@ _Merge = Callable[[ServerState, DiagonalSums], Step]
 
 def private_exchange(
     privacy: Privacy,
-    options: Mapping[str, ConfigRecordValues],
+    options: Mapping[str, ConfigValue],
     merge: _Merge,
     *,
     secure: bool,
@@ -50,7 +49,7 @@ def private_exchange(
             mean = noised(mean, privacy, len(upload.members))
         return merge(state, private_sums(mean, state.params, privacy.clipping_norm))
 
-    asked: dict[str, ConfigRecordValues] = dict(options)
+    asked: dict[str, ConfigValue] = dict(options)
     asked |= {"job": "diagonal-sums", "clipping-norm": privacy.clipping_norm}
     unit = replace(privacy, clipping_norm=1.0)
     mean = Summation[Any](read=_CONTRIBUTION, privacy=unit, total=RunningMean())
