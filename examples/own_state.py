@@ -41,7 +41,6 @@ from flwr_fisher.client import (
 from flwr_fisher.measures import accuracies
 from flwr_fisher.params import (
     add,
-    scale,
     select,
     shared_state,
     subtract,
@@ -56,6 +55,7 @@ from flwr_fisher.strategies import (
     Membership,
     ServerState,
     Step,
+    Summation,
     Upload,
     lost_states,
 )
@@ -102,7 +102,10 @@ def feddyn_job(problem: LocalProblem, request: Request) -> Reply:
 # The server's own memory, h, is the mean of all clients' g_k. Groups of tensors are
 # kept from round to round, and in checkpoints; what ``send`` returns in group ``""`` a
 # client finds in ``request.facts``. A cohort's share of all clients' weight stands for
-# the paper's count of clients, since models are weighted by examples here.
+# the paper's count of clients, since models are weighted by examples here;
+# ``members.rescaled`` makes h a mean over more clients, once more are known, and zeros
+# at first. ``additive=Summation()`` says that the step needs a mean of the models
+# alone, so that the strategy takes ``secure=``, too.
 
 
 class FedDyn(CurvatureStrategy):
@@ -122,7 +125,7 @@ class FedDyn(CurvatureStrategy):
         """Ask every sampled client to train."""
         request = {"job": "own-feddyn", "alpha": self.alpha}
         read = Additive.reader("params")
-        return [Exchange(request, read, self.renew, send=send)]
+        return [Exchange(request, read, self.renew, send, additive=Summation())]
 
     def renew(self, state: ServerState, uploads: Sequence[Upload[Additive]]) -> Step:
         """Return the next model and h."""
@@ -132,9 +135,7 @@ class FedDyn(CurvatureStrategy):
         models = [upload.payload.part("params") for upload in uploads]
         means = weighted_mean(models, weights)
         start, mean = (select(params, self.trained) for params in (state.params, means))
-        h = scale(start, 0.0)
-        if before.steps:  # a mean over more clients, once more are known
-            h = scale(state.group("h"), members.rescale(before))
+        h = members.rescaled(state.group("h") if before.steps else start, before)
         share = members.participation(weights)
         h = add(h, subtract(mean, start), -self.alpha * share)
         params = {**means, **add(mean, h, -1 / self.alpha)}

@@ -3,7 +3,7 @@
 from flwr_fisher.curvature import FisherOptions
 from flwr_fisher.merge import MergeOptions
 from flwr_fisher.server.cohort import wait_for_nodes
-from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload
+from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Upload
 from flwr_fisher.server.membership import Membership, lost_states
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.privacy import Privacy
@@ -36,6 +36,7 @@ __all__ = [
     "Regression",
     "ServerState",
     "Step",
+    "Summation",
     "Upload",
     "Waiting",
     "lost_states",

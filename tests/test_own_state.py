@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import test_scaffold as lines
+import test_secure_sums as sums
 import torch
 import tutorials
 import virtual
@@ -15,6 +16,7 @@ from virtual import Watched, same_bits, tiny_app, tiny_arrays, tiny_client
 from flwr_fisher.client import ClientState, LocalSGD, Request
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
 from flwr_fisher.params import trainable_names
+from flwr_fisher.secure import SecureSums
 from flwr_fisher.strategies import Exchange, Membership, Policy
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, Roster
@@ -136,3 +138,10 @@ def test_a_loop_that_cannot_correct_its_steps_is_refused_by_name():
     problem = tiny_client(train_fn=my_loop).problem
     with pytest.raises(ClientError, match=r"train_fn my_loop has no keyword 'on_gr"):
         problem.train({}, on_gradients=print)
+
+
+def test_it_takes_secure_sums(tmp_path):
+    app = sums.secure_app(tmp_path)
+    plain = sums.merged(feddyn(policy=NO_LIMITS), app, rounds=2)
+    secure = sums.merged(feddyn(secure=SecureSums()), app, rounds=2)
+    assert sums.distance(plain, secure) < 1e-4

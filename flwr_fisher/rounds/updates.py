@@ -7,6 +7,9 @@ from torch import Tensor
 from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import Params, add, double, finite, subtract, weighted_mean
 
+# What torch's batch norms call their statistics.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:
     """Return ``params + factor * direction``; what it lacks comes back as it is.
@@ -22,6 +25,21 @@ def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tenso
     moved = {key: value for key, value in params.items() if key in direction}
     step = add(moved, direction, factor)
     return {**params, **finite(step, f"the params plus {factor:g} times the step")}
+
+
+def stepped_names(params: Params, trained: Collection[str] | None = None) -> list[str]:
+    """Return what is stepped of a model, where uploads do not say what is trained.
+
+    By default everything of floating point that is not named like the statistics of
+    torch's batch norm.
+    """
+    if trained is not None:
+        return [key for key in params if key in trained]
+    return [
+        key
+        for key, value in params.items()
+        if value.is_floating_point() and key.rpartition(".")[2] not in _STATISTICS
+    ]
 
 
 def updates(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, scale
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import Uploads
 from flwr_fisher.wire import Roster
@@ -76,12 +76,16 @@ class Membership:
         """Return the share of a cohort of these weights in all clients' weight."""
         return min(1.0, fsum(weights) / self.total)
 
-    def rescale(self, before: "Membership") -> float:
-        """Return the factor for a mean over all clients whose total weight has changed.
+    def rescaled(self, mean: Params, before: "Membership") -> dict[str, Tensor]:
+        """Return a mean over all clients, known `before`, as one over those known now.
 
-        Once more clients are known, a sum of theirs is divided by more.
+        Once more clients are known, a sum of theirs is divided by more. Before the
+        first step it is zeros, whatever the tensors are. What this step's cohort
+        changes is added with the factor :meth:`participation`.
         """
-        return before.total / self.total
+        if not before.steps:
+            return {name: torch.zeros_like(value) for name, value in mean.items()}
+        return scale(mean, before.total / self.total)
 
     def sent(self) -> dict[str, Tensor]:
         """Return what clients find their own state by."""

@@ -6,13 +6,12 @@ from typing import Any
 from flwr_fisher.errors import ConfigurationError, check_range
 from flwr_fisher.params import Params, double
 from flwr_fisher.rounds import fedexp_step, last_two_mean
-from flwr_fisher.rounds.updates import updates, with_averages
+from flwr_fisher.rounds.updates import stepped_names, updates, with_averages
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Uploads, weights_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import Additive
 
 _ITERATE = "iterate"
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class FedExP(CurvatureStrategy):
@@ -89,7 +88,7 @@ class FedExP(CurvatureStrategy):
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Step along the mean update, and beyond."""
         start, weights = _iterate(state), weights_of(uploads)
-        names = self._names(start)
+        names = stepped_names(start, self.trained)
         trained = [upload.payload.part("params") for upload in uploads]
         step = fedexp_step(
             double(start, names),
@@ -104,15 +103,6 @@ class FedExP(CurvatureStrategy):
         mean = last_two_mean(last, start if state.groups else None)
         iterate = {key: value.clone() for key, value in last.items()}
         return Step(ServerState(mean, {_ITERATE: iterate}), metrics, step)
-
-    def _names(self, params: Params) -> list[str]:
-        if self.trained is not None:
-            return [key for key in params if key in self.trained]
-        return [
-            key
-            for key, value in params.items()
-            if value.is_floating_point() and key.rpartition(".")[2] not in _STATISTICS
-        ]
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

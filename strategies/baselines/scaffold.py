@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from flwr_fisher.errors import check_range
-from flwr_fisher.params import double, norm, scale
+from flwr_fisher.params import double, norm
 from flwr_fisher.rounds import scaffold_step
 from flwr_fisher.rounds.updates import updates, with_averages
 from flwr_fisher.server.exchange import (
@@ -101,13 +99,10 @@ class Scaffold(CurvatureStrategy):
         before = Membership.from_tensors(state.group(_MEMBERSHIP))
         members = before.after(uploads, self.cohort.connected)
         names = changes[0].keys()
-        control = {n: torch.zeros_like(v).double() for n, v in changes[0].items()}
-        if before.steps:
-            known = double(state.group(_CONTROL), names)
-            control |= scale(known, members.rescale(before))
+        known = state.group(_CONTROL) if before.steps else changes[0]
         stepped, control = scaffold_step(
             double(state.params, names),
-            control,
+            members.rescaled(double(known, names), before),
             updates(state.params, trained, names),
             [double(change, names) for change in changes],
             weights,

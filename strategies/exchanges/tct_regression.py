@@ -180,7 +180,7 @@ def average(
     details = None
     if CONTROL in state.groups:
         # The old control is a mean over the total weight that was known before.
-        control.add_(sent, alpha=members.rescale(before) - 1)
+        control.add_(sent, alpha=before.total / members.total - 1)
         details = control.to(old.dtype)
         groups[CONTROL] = {CONTROL: details}
         metrics["control-norm"] = float(control.norm())
