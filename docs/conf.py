@@ -35,7 +35,7 @@ nitpicky = True
 _INNER = (
     r"flwr_fisher\.(client\.(disk|store)|curvature\.(estimate|operators\.factors)|"
     r"secure\.(aggregator|payload)|server\.(driver|policy)|tasks\.examples|"
-    r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.P"
+    r"wire\.(options|tangent_upload))\..*|flwr_fisher\.server\.exchange\.(P|Total)"
 )
 nitpick_ignore_regex = [("py:.*", r"(?!flwr_fisher\.).*"), ("py:class", _INNER)]
 
