@@ -1,7 +1,8 @@
 """What every strategy owes its users.
 
-``STRATEGIES`` has rows for each but TCT, which has two stages; a row names the tests
-that it need not pass.
+``STRATEGIES`` has rows for each but TCT, which has two stages. A row names the tests
+that it need not pass in ``lacks``: where a method's own formula makes one untrue, and
+says why.
 """
 
 import logging
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import tutorials
 import virtual
 from flwr.app import (
     Array,
@@ -43,6 +45,7 @@ from virtual import (
     tiny_app,
     tiny_arrays,
     tiny_client,
+    tiny_model,
 )
 
 from flwr_fisher.client import LocalSGD, make_client_app
@@ -52,6 +55,7 @@ from flwr_fisher.errors import (
     RoundError,
     UnknownNameError,
 )
+from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seed_of_clients
 from flwr_fisher.server import cohort, mailbox, round
 from flwr_fisher.server import identity as identity_module
@@ -131,6 +135,13 @@ FISHERS_KEYS = "test_the_callers_config_cannot_change_what_the_strategy_asks_for
 IDENTICAL = "test_identical_clients_get_their_model"
 ALONE = "test_one_client_gets_its_model"
 OTHER_WEIGHTS = "test_weights_may_come_from_another_metric"
+# Where the step counts clients that were asked and did not answer, as FedDyn's does: it
+# is another than in a run without them.
+COUNTS_ABSENT = {
+    "test_all_bad_replies_at_once_spoil_nothing",
+    "test_a_client_that_never_answers_costs_the_timeout_and_no_more",
+    "test_the_hooks_leave_bad_replies_out_and_raise_below_the_minimum",
+}
 FEDPMS_OWN = {IDENTICAL, ALONE, USERS_KEYS}
 # What the base class does alone is tried with a few.
 OF_THE_BASE = {
@@ -184,6 +195,12 @@ STRATEGIES = {
         plain_sgd=True,
     ),
     "scaffold": Row(Scaffold, {}, frozenset({GOES_ON, USERS_KEYS}), plain_sgd=True),
+    # A user's own, of the tutorial. It goes beyond the mean of the models.
+    "own-feddyn": Row(
+        tutorials.load("own_state", "Two runs").FedDyn,
+        {"trained": trainable_names(tiny_model())},
+        frozenset({IDENTICAL, ALONE, GOES_ON, HAS_DETAILS} | COUNTS_ABSENT),
+    ),
     **{
         f"fagh-{probe}": Row(
             FAGH,

@@ -1,7 +1,7 @@
 """Virtual clients for the protocol tests: a tiny federation, and ways to spoil it."""
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -204,11 +204,36 @@ def half_square(outputs, labels):
     return (outputs - labels).square().sum(1).mean() / 2
 
 
+@dataclass(frozen=True)
+class Compared:
+    """True if nothing differs; an assert that fails shows what does."""
+
+    differences: tuple[str, ...]
+
+    def __bool__(self):
+        return not self.differences
+
+    def __repr__(self):
+        return "the same" if self else "; ".join(self.differences)
+
+
 def same_bits(left, right):
     """Whether two records have the same keys, in the same order, and the same bytes."""
-    return list(left) == list(right) and all(
-        left[k].data == right[k].data and left[k].dtype == right[k].dtype for k in left
-    )
+    if list(left) != list(right):
+        return Compared((f"keys {list(left)} and {list(right)}",))
+    odd = [
+        k
+        for k in left
+        if left[k].data != right[k].data or left[k].dtype != right[k].dtype
+    ]
+    return Compared(tuple(f"{k} {_apart(left[k], right[k])}" for k in odd))
+
+
+def _apart(left, right):
+    a, b = left.numpy(), right.numpy()
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"is {a.dtype} of {a.shape} and {b.dtype} of {b.shape}"
+    return f"differs by up to {np.abs(a.astype(float) - b.astype(float)).max():.2g}"
 
 
 def close(left, right, tolerance=1e-5):
