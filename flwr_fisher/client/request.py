@@ -107,11 +107,11 @@ class Request:
 
     @property
     def facts(self) -> dict[str, Tensor]:
-        """What the server sent in no group: a run's number, a learning rate, …."""
+        """What the server sent in group ``""``: a run's number, a learning rate, …."""
         return self.groups.get("", {})
 
     def fact(self, name: str, shape: tuple[int, ...] = ()) -> Tensor:
-        """Return real numbers that the server sent in no group.
+        """Return real numbers that the server sent in group ``""``.
 
         Raises
         ------

@@ -43,17 +43,20 @@ def stepped_names(params: Params, trained: Collection[str] | None = None) -> lis
 
 
 def updates(
-    start: Params, trained: Sequence[Params], names: Collection[str]
+    start: Params, models: Sequence[Params], names: Collection[str]
 ) -> list[dict[str, Tensor]]:
-    r"""Return each client's :math:`\theta - \theta_i` over those names, in float64."""
+    r"""Return each client's :math:`\Delta_i = \theta - \theta_i`, in float64.
+
+    It is over those names, and has a gradient's sign: a server steps against it.
+    """
     before = double(start, names)
-    return [subtract(before, double(params, names)) for params in trained]
+    return [subtract(before, double(params, names)) for params in models]
 
 
 def with_averages(
     start: Params,
     moved: Params,
-    trained: Sequence[Params],
+    models: Sequence[Params],
     weights: Sequence[float],
 ) -> dict[str, Tensor]:
     """Return what a server moved, in its own dtypes, and everything else averaged.
@@ -64,8 +67,8 @@ def with_averages(
         The global parameters and buffers; the result has their order and dtypes.
     moved : Mapping[str, Tensor]
         The new values of some of them.
-    trained : Sequence[Mapping[str, Tensor]]
-        The clients', for all others.
+    models : Sequence[Mapping[str, Tensor]]
+        What the clients' training made of them, for all others.
     weights : Sequence[float]
         The clients' weights.
 
@@ -74,7 +77,7 @@ def with_averages(
     ParamsError
         If the result is not finite.
     """
-    averaged = weighted_mean(trained, weights)
+    averaged = weighted_mean(models, weights)
     new = {
         key: moved[key].to(value.dtype) if key in moved else averaged[key]
         for key, value in start.items()

@@ -82,8 +82,8 @@ class FedAvg(CurvatureStrategy):
 
 def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Take the mean of the clients' models, and carry on all groups of tensors."""
-    trained = [upload.payload.part("params") for upload in uploads]
-    return Step(ServerState(weighted_mean(trained, weights_of(uploads)), state.groups))
+    models = [upload.payload.part("params") for upload in uploads]
+    return Step(ServerState(weighted_mean(models, weights_of(uploads)), state.groups))
 
 
 def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:

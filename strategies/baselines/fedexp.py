@@ -89,14 +89,14 @@ class FedExP(CurvatureStrategy):
         """Step along the mean update, and beyond."""
         start, weights = _iterate(state), weights_of(uploads)
         names = stepped_names(start, self.trained)
-        trained = [upload.payload.part("params") for upload in uploads]
+        models = [upload.payload.part("params") for upload in uploads]
         step = fedexp_step(
             double(start, names),
-            updates(start, trained, names),
+            updates(start, models, names),
             weights,
             epsilon=self.epsilon,
         )
-        last = with_averages(start, step.params, trained, weights)
+        last = with_averages(start, step.params, models, weights)
         metrics = {"server-lr": step.lr}
         if not self.average_last_two:
             return Step(ServerState(last), metrics, step)

@@ -93,8 +93,8 @@ class FedGA(CurvatureStrategy):
 
     def _average(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Average the trained models."""
-        trained = [upload.payload.part("params") for upload in uploads]
-        averaged = weighted_mean(trained, weights_of(uploads))
+        models = [upload.payload.part("params") for upload in uploads]
+        averaged = weighted_mean(models, weights_of(uploads))
         return Step(ServerState({key: averaged[key] for key in state.params}))
 
     def settings(self) -> dict[str, Any]:

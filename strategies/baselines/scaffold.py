@@ -95,7 +95,7 @@ class Scaffold(CurvatureStrategy):
         """Average models, and renew the control variate."""
         weights = weights_of(uploads)
         changes = [upload.payload.part(_CONTROL) for upload in uploads]
-        trained = [upload.payload.part("params") for upload in uploads]
+        models = [upload.payload.part("params") for upload in uploads]
         before = Membership.from_tensors(state.group(_MEMBERSHIP))
         members = before.after(uploads, self.cohort.connected)
         names = changes[0].keys()
@@ -103,7 +103,7 @@ class Scaffold(CurvatureStrategy):
         stepped, control = scaffold_step(
             double(state.params, names),
             members.rescaled(double(known, names), before),
-            updates(state.params, trained, names),
+            updates(state.params, models, names),
             [double(change, names) for change in changes],
             weights,
             participation=members.participation(weights),
@@ -111,7 +111,7 @@ class Scaffold(CurvatureStrategy):
         )
         control = {n: v.to(changes[0][n].dtype) for n, v in control.items()}
         groups = {_MEMBERSHIP: members.to_tensors(), _CONTROL: control}
-        params = with_averages(state.params, stepped, trained, weights)
+        params = with_averages(state.params, stepped, models, weights)
         lost = lost_states(uploads)
         metrics = {
             "num-lost-states": lost,
