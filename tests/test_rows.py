@@ -25,6 +25,11 @@ WITHOUT = {
 }
 
 
+def name_of(kind):
+    """What a strategy is called; nothing, if it is a user's own."""
+    return next((name for name, known in KINDS.items() if known is kind), "")
+
+
 def numbers(options):
     return [key for key, value in options.items() if type(value) in (int, float)]
 
@@ -38,7 +43,7 @@ def tables():
         for name, own in strategies.items()
         for exchange in own.exchanges(1)
     ]
-    rows = {name: type(row()).__name__ for name, row in contract.STRATEGIES.items()}
+    rows = {name: name_of(type(row())) for name, row in contract.STRATEGIES.items()}
     tried = {(c.get("job", "train"), list(c)[-1]) for _, _, c in limits.NO_NUMBERS}
     return {
         "test_strategy_contract.STRATEGIES": (set(KINDS), set(rows.values())),
@@ -48,7 +53,7 @@ def tables():
         ),
         "test_strategy_contract.WRONG": (
             {(name, key) for name, own in settings.items() for key in numbers(own)},
-            {(k.__name__, key) for k, own in contract.WRONG.items() for key in own},
+            {(name_of(k), key) for k, own in contract.WRONG.items() for key in own},
         ),
         "test_client_limits.NO_NUMBERS": (
             {(name, key) for name, _, sent in asked for key in numbers(sent)},
@@ -56,7 +61,7 @@ def tables():
         ),
         "hostile.VICTIMS": (
             set(KINDS),
-            {type(victim.make()).__name__ for victim in hostile.VICTIMS.values()},
+            {name_of(type(victim.make())) for victim in hostile.VICTIMS.values()},
         ),
     }
 
