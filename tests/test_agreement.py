@@ -224,6 +224,58 @@ def test_a_frozen_parameter_that_cannot_be_read_is_not_told_of():
     assert unread.frozen is None
 
 
+class Replaced(nn.Module):
+    """As PEFT's `modules_to_save`: a frozen head of each client, and a trained copy."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.original_module = nn.Linear(3, 2).requires_grad_(False)
+        torch.manual_seed(0)
+        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(3, 2)})
+
+    def forward(self, x):
+        return self.modules_to_save["default"](x)
+
+
+def test_a_frozen_head_that_a_trained_copy_replaces_is_each_clients_own():
+    trained = []
+    start = arrays(shared_state(Replaced(0)))
+    grid = LocalGrid(app_of(Replaced, trained), 3)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    assert len(strategy.start(grid, start).uploads) == 3
+
+
+class Adapter(nn.Module):
+    """With PEFT's names."""
+
+    def __init__(self, freeze):
+        super().__init__()
+        layer, A, B = nn.Linear(3, 2), nn.Linear(3, 1, bias=False), nn.Linear(1, 2)
+        self.layer = layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": A.requires_grad_(not freeze)})
+        self.lora_B = nn.ModuleDict({"default": B})
+
+    def forward(self, x):
+        adapted = self.lora_B["default"](self.lora_A["default"](x))
+        return self.layer(x) + adapted
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_that_factors_of_a_product_are_merged_apart_is_told_once(freeze, caplog):
+    def make(partition):
+        torch.manual_seed(0)
+        return Adapter(freeze)
+
+    start = arrays(shared_state(make(0)))
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    strategy.start(LocalGrid(app_of(make, []), 3), start, num_rounds=2)
+    told = [r for r in caplog.records if "Both factors of adapters" in r.getMessage()]
+    assert len(told) == (not freeze)
+    if told:
+        assert "'lora_A.default.weight' and its lora_B" in told[0].getMessage()
+
+
 def test_an_app_of_its_own_tells_what_is_frozen_by_identify(caplog):
     app = ClientApp()
 

@@ -24,6 +24,7 @@ from flwr_fisher.wire import LIBRARY
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
 
 _DIGITS = 32  # of a frozen parameter's digest
+_REPLACED = "original_module"  # PEFT's, of a module that its trained copy replaces
 _failures = Failures()  # of all clients in this process
 # What Flower's older strategies, of flwr.server.strategy, send.
 _TYPES = ("get_parameters", "get_properties", "reconnect")
@@ -108,11 +109,16 @@ def asks_for_parameters(message: Message) -> bool:
 def _parameters_of(model: nn.Module) -> ConfigRecord:
     """Return what a model trains, and what it freezes with a digest of each.
 
+    A head that PEFT replaces by a trained copy is in no output, and each client's own.
     Where a digest cannot be taken, as of parameters whose values are elsewhere, nothing
     is said of what is frozen.
     """
     record = ConfigRecord({"trained": trainable_names(model)})
-    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and _REPLACED not in name.split(".")
+    }
     with suppress(Exception):  # whatever tensors of other kinds raise
         record["frozen"] = [
             f"{name} {digest_of('', {'': parameter})[:_DIGITS]}"

@@ -4,6 +4,7 @@ Long: half of it are the texts that say who is waited for, and why.
 """
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from flwr_fisher.wire.answer import Answer, frozen_name
 
 _GONE_WITHIN = 120.0  # seconds until the SuperLink has noticed that a node is gone
 _SHOWN = 3  # names of parameters in an error
+_LORA_A = re.compile(r"\blora_(embedding_)?A\b")  # PEFT's first factors
 _WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)%s."
 
 
@@ -75,6 +77,7 @@ class Cohort(NodeNames):
         self._trained: dict[int, frozenset[str] | None] = {}  # of nodes that were asked
         self._frozen: dict[int, frozenset[str]] = {}  # names with digests, of the same
         self._alike: dict[frozenset[str], frozenset[str]] = {}  # one of those equal
+        self._products_told = False
 
     def mailbox(self, grid: Grid) -> Mailbox:
         """Return the mailbox of a grid, which knows what is due."""
@@ -275,9 +278,26 @@ class Cohort(NodeNames):
             for reply in query(self.mailbox(grid), new, content, timeout, take):
                 take(reply)
         trained = {n: own for n in nodes if (own := self._trained[n]) is not None}
+        self._tell_of_products(frozenset[str]().union(*trained.values()))
         odd = _unlike_most(trained, _difference)
         left = (node for node in nodes if node in self._frozen and node not in odd)
         return odd | _unlike_most({n: self._frozen[n] for n in left}, _other_values)
+
+    def _tell_of_products(self, trained: frozenset[str]) -> None:
+        """Log once that both factors of adapters are trained, where they are."""
+        both = {
+            name
+            for name in trained
+            if _LORA_A.search(name) and _LORA_A.sub(r"lora_\1B", name) in trained
+        }
+        if both and not self._products_told:
+            self._products_told = True
+            logger.warning(
+                "Both factors of adapters are trained, %s and its lora_B: what merges "
+                "them apart does not merge their product. Freeze each lora_A, the same "
+                "on every client, and take twice the rank (docs/your-app.md)",
+                _some(both),
+            )
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
         """Take which of these names a node trains, whenever the answer comes.
