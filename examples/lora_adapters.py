@@ -40,7 +40,7 @@ from flwr_fisher.tasks import VOCABULARY, Examples, Splits, Transformer
 from flwr_fisher.tasks.language import cut, without_repeats
 from flwr_fisher.testing import LocalGrid
 
-LENGTH, RANK, MOST = 64, 8, 200_000  # tokens; characters of a kind of text
+LENGTH, RANK, MOST = 64, 8, 60_000  # tokens; characters of a kind of text
 CPU = torch.device("cpu")
 KINDS = ("reference", "capitals")
 
@@ -51,7 +51,12 @@ KINDS = ("reference", "capitals")
 # Only an adapter's second factor is trained, from zero; the first is random and the
 # same for all clients (FFA-LoRA, Sun et al., ICLR 2024). So what an adapter adds is
 # linear in what is trained, and a merge of adapters is a merge of what they add. With
-# both factors trained, the product of two means would be no mean of products.
+# both factors trained, the product of two means would be no mean of products. An upload
+# has half as many parameters, and the rank may be twice as large for it: in
+# ``benchmarks/results/lora.md`` this is the best of the ways to merge adapters.
+#
+# The first factors must be everyone's, here by a seed. A client with others, or with
+# another transformer beneath, is named and left out before it trains.
 
 
 class LoRA(nn.Module):

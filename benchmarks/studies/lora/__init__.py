@@ -1,0 +1,1 @@
+"""Adapters of a small vision transformer, and the ways to merge them."""
