@@ -16,6 +16,8 @@ merges what they upload.
 The models are small and made from a config, and the texts come with Python, so that
 nothing is downloaded. ``python examples/hugging_face.py`` is this page; it needs
 ``pip install transformers peft`` beside the extra ``all``.
+
+Long: it is three kinds of model, each trained in two ways.
 """
 
 import logging

@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -550,6 +550,28 @@ def test_a_stream_is_tried_on_the_first_batch_of_its_training():
         ask_untrained(model, loader, train_fn=train_fn)
     assert loader.dataset.read == 4  # examples, of the first batch
     assert all(p.grad is None for p in model.parameters())  # no step was begun
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield from tiny_data(2)
+
+
+def some_steps(model, loader, device, config):
+    for x, y in islice(loader, 3):
+        nn.functional.cross_entropy(model(x), y).backward()
+    return {"num-examples": 12} if config.get("note") else {}
+
+
+def test_a_loop_may_take_what_it_likes_of_an_endless_stream(monkeypatch):
+    monkeypatch.setattr("flwr_fisher.client.problem._MOST", 100)
+    loader = DataLoader(Endless(), 4)
+    client = FisherClient(tiny_model(), loader, device="cpu", train_fn=some_steps)
+    config = {"structure": "kfac", "examples": 8}
+    assert metrics_of(ask(client, config=config | {"note": 1}))["num-examples"] == 12
+    with pytest.raises(DataError, match="return 'num-examples' from a train_fn"):
+        ask(client, config=config)
 
 
 def test_what_is_tried_on_a_streams_first_batch_changes_nothing(monkeypatch):

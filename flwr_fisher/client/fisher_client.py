@@ -1,4 +1,4 @@
-"""``FisherClient``: reads a message of Flower's, does the job, and answers it."""
+"""Flower's side of a client: messages in, a job done, messages out."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from torch import nn
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
 from flwr_fisher.client.jobs import Job, Reply, Request, get_job
+from flwr_fisher.client.jobs.train import training_job_of
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import Loss
 from flwr_fisher.client.messages import (
@@ -25,7 +26,7 @@ from flwr_fisher.client.messages import (
 )
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import partition_of
+from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
@@ -157,9 +158,13 @@ class FisherClient:
             If the arrays do not fit the model, the job is none for this client, or the
             server asks for more than the client's `limits` or `state_bytes`.
         """
-        num_examples = self.problem.count_examples(partition_of(context))
+        options, _ = config_of(message)
+        name = str(options.get("job", "train"))
+        late = self.problem.counts_late and training_job_of(name) is not None
+        partition = partition_of(context)
+        num_examples = 0 if late else self.problem.count_examples(partition)
         request = self._read(message, context, num_examples)
-        names = [request.options.get("check"), request.options.get("job", "train")]
+        names = [request.options.get("check"), name]
         jobs = [get_job(str(name)) for name in names if name is not None]
         self.problem.load(request.params)
         if request.options.keys() & {"structure", "job"}:  # this library's server

@@ -27,9 +27,11 @@ from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable_names
+from flwr_fisher.progress import watching
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DataParallel, and of torch.compile
 _READ_ONCE = ("builtins", "itertools")  # whose iterators never begin anew
+_MOST, _CPU = 10**7, torch.device("cpu")  # examples that a stream is read for to count
 
 
 @dataclass
@@ -210,7 +212,10 @@ class LocalProblem:
             options["checkpoint"] = self.checkpoint
         self.checkpoint = self.checkpoint.next()
         returned = self.run(loop, self.trainloader, config, **options)
-        return checked_metrics(returned, "train_fn")
+        metrics = checked_metrics(returned, "train_fn")
+        if self.counts_late and "num-examples" not in metrics:
+            metrics["num-examples"] = self.read_to_count()
+        return metrics
 
     def evaluate(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Run the client's own evaluation; return its metrics.
@@ -264,7 +269,7 @@ class LocalProblem:
         """
         n = count_of(self.trainloader)
         if n is None:
-            n = self._read_to_count()
+            n = self.read_to_count()
         if n == 0:
             raise DataError(
                 f"partition {partition} has no training examples: leave this client "
@@ -272,7 +277,23 @@ class LocalProblem:
             )
         return n
 
-    def _read_to_count(self) -> int:
+    @property
+    def counts_late(self) -> bool:
+        """Whether only reading tells how many examples there are, and the loop may.
+
+        A loop of the user's own may take as many of an endless stream as it likes.
+        """
+        own = not isinstance(self.train_fn, LocalSGD)
+        return own and count_of(self.trainloader) is None
+
+    def read_to_count(self) -> int:
+        """Return how many examples the training loader gives until it ends.
+
+        Raises
+        ------
+        DataError
+            If it is an iterator of Python's own, or does not end.
+        """
         loader = self.trainloader
         if isinstance(loader, Iterator) and type(loader).__module__ in _READ_ONCE:
             raise DataError(
@@ -280,8 +301,17 @@ class LocalProblem:
                 " and a client reads it several times, to count, to train and for the "
                 "curvature: pass a DataLoader, or a list of batches"
             )
-        every = batches_of(self.train_batches, self.model, torch.device("cpu"))
-        return sum(len(batch) for batch in every)
+        count = 0
+        with watching("counting"):
+            for batch in batches_of(self.train_batches, self.model, _CPU):
+                count += len(batch)
+                if count > _MOST:
+                    raise DataError(
+                        f"the trainloader has no length, gave {count} examples and did "
+                        "not end: return 'num-examples' from a train_fn of your own, "
+                        "or give the loader an end"
+                    )
+        return count
 
     def load(self, params: Params) -> "LocalProblem":
         """Put the server's parameters into the model; return the problem.
