@@ -370,7 +370,7 @@ def main() -> None:
     for name in ("DistilBERT", "GPT-2", "ViT"):
         for lora in (False, True):
             lr = 3e-3 if lora else 1e-3
-            given = {"seed": options.seed, "epochs": options.epochs, "most": 800}
+            given = {"seed": options.seed, "epochs": options.epochs, "most": 400}
             show(name, lora, run(name, lora=lora, lr=lr, **given))
 
 
@@ -409,6 +409,14 @@ if __name__ == "__main__":
 #   outputs that are not named ``logits``.
 # - A client that has another pre-trained model than most is found out before it trains:
 #   see :doc:`/your-app`.
+# - ``from_pretrained`` may give bfloat16, which Flower's arrays do not have: pass
+#   ``dtype=torch.float32``. ``LocalSGD(autocast=torch.bfloat16)`` trains in it all the
+#   same.
+# - A client's Fisher is of 1000 examples at most, by default. Where a client has fewer,
+#   it takes two to three epochs of theirs: pass
+#   ``FedFisherOneShot(fisher=FisherOptions(examples=200))`` for less.
 # - The curvature of tied embeddings, as of GPT-2's head, and of whatever else is no
-#   plain layer is taken example by example: about three times as long. ``fisher_plan``
-#   tells which parameters those are.
+#   plain layer is taken example by example, which takes about three times as long as of
+#   a model without. ``fisher_plan`` tells which parameters those are.
+# - To save merged adapters, load the result with ``strict=False`` into a model that was
+#   made by the same seed, then call ``save_pretrained``.

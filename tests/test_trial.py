@@ -585,6 +585,19 @@ def test_what_is_tried_on_a_streams_first_batch_changes_nothing(monkeypatch):
     assert same_bits(one, two)
 
 
+@pytest.mark.parametrize("begin", ["state_dict", "shared_state"])
+def test_an_upload_of_frozen_parameters_is_told(begin, caplog):
+    model = tiny_model()
+    model[0].requires_grad_(False)
+    begins = {"state_dict": model.state_dict(), "shared_state": shared_state(model)}
+    arrays = ArrayRecord({k: v for k, v in begins[begin].items() if v.dim()})
+    client = FisherClient(model, DataLoader(tiny_data(2), 4), device="cpu")
+    with caplog.at_level(logging.INFO):
+        ask(client, arrays)
+    told = "2 frozen parameters are 34% of the upload, since" in caplog.text
+    assert told == (begin == "state_dict")
+
+
 def test_the_first_examples_may_lack_labels():
     x, y = tiny_data(2).tensors
     y = y.where(torch.arange(len(y)) > 7, -100)  # of two batches of four

@@ -378,7 +378,8 @@ class LocalProblem:
         if second := [name for name in params if name in _second_names(self.model)]:
             raise ClientError(
                 f"the server sent {second}, second names of tied parameters, which "
-                "would undo the merge of the first: start from shared_state(model)"
+                "would undo the merge of the first: start from shared_state(model), "
+                "and load what arrives with strict=False"
             )
 
 

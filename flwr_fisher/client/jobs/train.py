@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, MetricRecord
-from torch import Tensor
+from torch import Tensor, nn
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
@@ -197,6 +197,7 @@ class TrainingJob:
     ) -> ArrayRecord:
         """Return what is uploaded of a problem's trained model, of weight `count`."""
         params = problem.state_like(request.params)
+        tell_frozen(problem.model, params)
         if curvature is None:
             return tensors_to_arrays(params)
         return self.arrays(Trained(request.params, params, curvature, count))
@@ -245,6 +246,30 @@ def try_upload(problem: LocalProblem, request: Request, job: TrainingJob) -> Non
 
     if (lines := on_few_examples(problem, attempt)) is not None:
         log_once(lines)
+
+
+def tell_frozen(model: nn.Module, params: Params) -> None:
+    """Tell the log, once a process, that an upload has what is not trained.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The client's.
+    params : Mapping[str, Tensor]
+        What is uploaded of it.
+    """
+    frozen = [
+        params[name].nbytes
+        for name, parameter in model.named_parameters()
+        if name in params and not parameter.requires_grad
+    ]
+    if frozen:
+        share = sum(frozen) / sum(tensor.nbytes for tensor in params.values())
+        text = (
+            f"{len(frozen)} frozen parameters are {share:.0%} of the upload, since the "
+        )
+        text += "server sent them: start from shared_state(model), which has none"
+        log_once([text])
 
 
 def _size_in_words(
