@@ -415,8 +415,8 @@ if __name__ == "__main__":
 # - A client's Fisher is of 1000 examples at most, by default. Where a client has fewer,
 #   it takes two to three epochs of theirs: pass
 #   ``FedFisherOneShot(fisher=FisherOptions(examples=200))`` for less.
-# - The curvature of tied embeddings, as of GPT-2's head, and of whatever else is no
-#   plain layer is taken example by example, which takes about three times as long as of
-#   a model without. ``fisher_plan`` tells which parameters those are.
+# - The curvature of what is no plain layer is taken example by example, which takes
+#   about three times as long. ``fisher_plan`` tells which parameters those are. A tied
+#   head, as GPT-2's, is none of them, unless it has a bias of its own.
 # - To save merged adapters, load the result with ``strict=False`` into a model that was
 #   made by the same seed, then call ``save_pretrained``.

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_fisher.client import FisherClient
-from flwr_fisher.curvature import STRUCTURES, fisher
+from flwr_fisher.curvature import STRUCTURES, fisher, fisher_plan
 from flwr_fisher.errors import RoundError, StructureError
 from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import FedFisherOneShot
@@ -58,3 +58,50 @@ def test_batch_statistics_in_eval_mode_are_refused(affine, structure):
     model = nn.Sequential(nn.Conv2d(1, 3, 2), norm, nn.Flatten())
     with pytest.raises(StructureError, match="layer '1' normalises by the batch"):
         fisher(model, [torch.randn(4, 1, 3, 3)], structure=structure)
+
+
+class Writer(nn.Module):
+    """Logits at every position; the weight may be used otherwise than by its layers."""
+
+    def __init__(self, padding=None, use="twice"):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4, padding_idx=padding)
+        self.mix, self.head = nn.Linear(4, 4), nn.Linear(4, 5, bias=use == "bias")
+        self.head.weight, self.use = self.embed.weight, use
+
+    def forward(self, x):
+        h = self.mix(self.embed(x)).tanh()
+        if self.use == "scaled":
+            h = h + self.embed.weight.mean(0)
+        if self.use == "again":
+            h = h + self.embed(x.flip(1))
+        return self.head(h)
+
+
+IDS = torch.tensor([[1, 2, 1], [3, 0, 4], [0, 0, 2], [4, 4, 4], [1, 3, 0]])
+NEXT = torch.tensor([[2, 1, -100], [0, 4, 3], [0, 2, 1], [4, 4, -100], [3, 0, 2]])
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("use", ["twice", "bias", "scaled", "again"])
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+def test_a_tied_weights_diagonal_is_each_examples(padding, use, structure, monkeypatch):
+    monkeypatch.setattr("flwr_fisher.curvature.estimate.tied_layers._AT_ONCE", 45)
+    torch.manual_seed(0)
+    model = Writer(padding, use).double()
+    want = torch.zeros_like(model.embed.weight)
+    for x, y in zip(IDS, NEXT, strict=True):
+        loss = nn.functional.cross_entropy(model(x[None])[0], y, reduction="sum")
+        (g,) = torch.autograd.grad(loss, model.embed.weight)
+        want += g.square() / len(IDS)
+    options = {"structure": structure, "expectation": "empirical"}
+    for batches in ([(IDS, NEXT)], list(zip(IDS.split(2), NEXT.split(2), strict=True))):
+        got = fisher(model, batches, **options).diagonal()["embed.weight"]
+        assert torch.allclose(got, want, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize(("use", "slow"), [("twice", False), ("scaled", True)])
+def test_the_plan_tells_whether_a_tied_weight_is_slow(use, slow):
+    layers = fisher_plan(Writer(use=use), IDS).layers
+    (mine,) = [each for each in layers if "embed.weight" in each.parameters]
+    assert mine.slow == slow

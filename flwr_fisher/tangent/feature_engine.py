@@ -79,7 +79,7 @@ class FeatureEngine:
             if not isinstance(layer, PackedProjection | TransposedLinear)
         }
         trial = Trial(network, few, layers)
-        taps, self.spread = explained(trial), trial.spread
+        taps, self.spread = explained(trial, trial.layers), trial.spread
         self.layers = {
             name: layers[name]
             for name in taps

@@ -1,4 +1,7 @@
-"""Training and the Fisher after it, as FedFisher asks for it; without one, FedAvg's."""
+"""Training and the Fisher after it, as FedFisher asks for it; without one, FedAvg's.
+
+Long: what is tried before training is what is done after it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

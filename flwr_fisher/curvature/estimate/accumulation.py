@@ -25,6 +25,7 @@ from flwr_fisher.curvature.estimate.jacobians import (
 from flwr_fisher.curvature.estimate.layers import KroneckerLayer
 from flwr_fisher.curvature.estimate.options import LARGEST_FACTOR
 from flwr_fisher.curvature.estimate.positions import Positions
+from flwr_fisher.curvature.estimate.tied_layers import TiedSquares
 from flwr_fisher.curvature.models import check_examples_are_independent
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
@@ -98,6 +99,8 @@ class Accumulation:
             for name, layer in forms.layers.items()
         }
         self.direct = {n: SquaredGradients(each) for n, each in forms.direct.items()}
+        for names, pair in forms.tied.items():
+            self.direct |= zip(names, TiedSquares(pair).parts(), strict=True)
         self.jacobians: dict[str, JacobianAccumulator] = {}
         if forms.others:
             self.jacobians["others"] = DiagonalJacobian(model, forms.others)
@@ -110,7 +113,10 @@ class Accumulation:
             _bytes(layer, forms.inputs[name], sums[name], positions)
             for name, layer in forms.layers.items()
         ]
-        sizes += [_bytes_of_direct(forms.inputs[n], x) for n, x in forms.direct.items()]
+        sizes += [
+            _bytes_of_direct(forms.inputs[name], squares.layer)
+            for name, squares in self.direct.items()
+        ]
         if max_batch_bytes is None:
             held = sum(each.nbytes for of_layer in sums.values() for each in of_layer)
             gradients = sum(p.nbytes for p in parameters)

@@ -4,8 +4,8 @@ Long: the trial, what it explains, and what all examples share are one decision.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from flwr_fisher.curvature.estimate.layers import (
     is_transposed,
 )
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
+from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
 from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.sums import widened
 from flwr_fisher.params import trainable_names
@@ -136,6 +137,8 @@ class Forms:
         All other parameters.
     spread : bool
         As of :class:`Trial`.
+    tied : dict[tuple[str, str], Pair]
+        Embeddings and heads of one weight, by their modules' names; `inputs` has both.
     """
 
     layers: dict[str, KroneckerLayer]
@@ -143,6 +146,7 @@ class Forms:
     inputs: dict[str, Tensor]
     others: list[str]
     spread: bool = False
+    tied: dict[tuple[str, str], Pair] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs) -> "Forms":
@@ -156,18 +160,23 @@ class Forms:
             A batch, of which a few examples are tried.
         """
         layers, direct = kronecker_layers(model), direct_layers(model)
-        trial = Trial(model, inputs, {**layers, **direct})
-        calls = explained(trial)
+        tied = tied_pairs(model)
+        both = {n: x for k, v in tied.items() for n, x in zip(k, v, strict=True)}
+        trial = Trial(model, inputs, {**layers, **direct, **both})
+        calls = explained(trial, [*layers, *direct])
+        tied = {n: pair for n, pair in tied.items() if _explains(n, trial)}
         layers = {name: layers[name] for name in calls if name in layers}
         direct = {name: direct[name] for name in calls if name in direct}
         taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
         taken |= {p for layer in direct.values() for p in layer.names.values()}
+        taken |= {p for (one, _) in tied.values() for p in one.names.values()}
         others = [name for name in trainable_names(model) if name not in taken]
         shared = shared_parameters(trial, others)
-        seen = {name: call.inputs for name, call in calls.items()}
+        used = [*calls, *(name for names in tied for name in names)]
+        seen = {name: trial.calls[name].inputs for name in used}
         seen |= {name: each.copies(1) for name, each in shared.items()}
         others = [name for name in others if name not in shared]
-        return cls(layers, {**direct, **shared}, seen, others, trial.spread)
+        return cls(layers, {**direct, **shared}, seen, others, trial.spread, tied)
 
 
 def kronecker_layers(model: nn.Module) -> dict[str, KroneckerLayer]:
@@ -213,35 +222,45 @@ def _sole_owners(model: nn.Module) -> list[tuple[str, nn.Module, set[str]]]:
     ]
 
 
-def explained(trial: Trial) -> dict[str, Tap]:
+def explained(trial: Trial, names: Iterable[str]) -> dict[str, Tap]:
     """Return the call of each layer whose gradients follow from its input and output.
 
     Parameters
     ----------
     trial : Trial
         Of the model, with the layers to try.
+    names : Iterable[str]
+        Of these layers.
     """
-    return {name: call for name, call in trial.calls.items() if _explains(name, trial)}
+    return {name: trial.calls[name] for name in names if _explains([name], trial)}
 
 
-def _explains(name: str, trial: Trial) -> bool:
-    """Return whether inputs and output gradients reproduce the layer's gradients.
+def _explains(names: Sequence[str], trial: Trial) -> bool:
+    """Return whether inputs and output gradients reproduce the layers' gradients.
+
+    Of several layers, which share their parameters, the sum does.
 
     They do not if the weight is also used outside the layer's own call, or if a
     subclass computes something else; nor do they give one example's gradient where the
     layer's rows are not the batch's examples (a model that folds time into the batch,
     or puts time first). Then per-example gradients take over.
     """
-    layer, inputs = trial.layers[name], trial.calls[name].inputs
-    output = trial.at_outputs[name]
-    gradients = [trial.gradient(parameter) for parameter in layer.parameters()]
+    first = trial.layers[names[0]]
+    gradients = [trial.gradient(parameter) for parameter in first.parameters()]
     known = [gradient for gradient in gradients if gradient is not None]
-    if output is None or len(known) < len(gradients):
+    if len(known) < len(gradients):
         return False
-    own = len(output) == len(trial.others) and not output[trial.others].any()
-    if not (own and layer.fits(inputs.shape, output.shape)):
-        return False
-    return agree(_flat(layer.gradients(inputs, output)), _flat(known), output.dtype)
+    found: list[Tensor] = []
+    for name in names:
+        layer, output = trial.layers[name], trial.at_outputs.get(name)
+        if output is None:
+            return False
+        own = len(output) == len(trial.others) and not output[trial.others].any()
+        inputs = trial.calls[name].inputs
+        if not (own and layer.fits(inputs.shape, output.shape)):
+            return False
+        found.append(_flat(layer.gradients(inputs, output)))
+    return agree(torch.stack(found).sum(0), _flat(known), known[0].dtype)
 
 
 def shared_parameters(trial: Trial, names: Sequence[str]) -> dict[str, SharedParameter]:
@@ -288,10 +307,13 @@ def _takes(trial: Trial, candidates: Sequence[SharedParameter]) -> bool:
         rows = torch.autograd.grad(
             outputs, list(copies.values()), trial.direction, allow_unused=True
         )
+        one = {each.name: each.copies(1) for each in candidates}
+        alone = outputs_with(trial.model, one, trial.inputs[:1])  # another kernel's
     except Exception:  # whatever a model raises at a shape that it does not expect
         return False
-    if not agree(outputs.detach(), trial.outputs, outputs.dtype):
-        return False
+    for some, own in ((outputs, trial.outputs), (alone, trial.outputs[:1])):
+        if some.shape != own.shape or not agree(some, own, some.dtype):
+            return False
     for candidate, gradient in zip(candidates, rows, strict=True):
         wanted = trial.gradient(candidate.parameters()[0])
         if wanted is None or gradient is None or gradient[trial.others].any():

@@ -135,7 +135,7 @@ class _Sums:
             if not isinstance(layer, TransposedLinear)  # which `matrices` does not know
         }
         trial = Trial(model, inputs, layers)
-        taps, self.spread = explained(trial), trial.spread
+        taps, self.spread = explained(trial, trial.layers), trial.spread
         self.layers = {name: layers[name] for name in taps}
         columns = {
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()

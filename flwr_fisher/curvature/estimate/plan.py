@@ -122,7 +122,8 @@ def fisher_plan(
         form = f"{found.form}, as a basis" if basis else found.form
         layers.append(LayerPlan(names, form, found.nbytes))
     for direct in taken.direct.values():
-        totals = direct.sums.totals
+        if not (totals := direct.sums.totals):  # a tied weight's, told with the other
+            continue
         size = sum(total.nbytes for total in totals.values())
         layers.append(LayerPlan(tuple(totals), "diagonal", size))
     for name, jacobian in taken.jacobians.items():
