@@ -50,7 +50,8 @@ def closure(requirements):
 def hidden():
     """The packages that the bare library does not bring, and that are here."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
-    bare = closure(project["dependencies"]) | {"flwr-fisher"}
+    # setuptools' own, of older environments, is loaded before any code.
+    bare = closure(project["dependencies"]) | {"flwr-fisher", "setuptools"}
     owners = packages_distributions()
     return {
         package

@@ -160,7 +160,7 @@ class FisherClient:
         """
         options, _ = config_of(message)
         name = str(options.get("job", "train"))
-        late = self.problem.counts_late and training_job_of(name) is not None
+        late = self.problem.may_count_late and training_job_of(name) is not None
         partition = partition_of(context)
         num_examples = 0 if late else self.problem.count_examples(partition)
         request = self._read(message, context, num_examples)
@@ -173,6 +173,7 @@ class FisherClient:
         with outbox.locked(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:
                 problem = replace(self.problem, checkpoint=outbox.training())
+                problem.count_late = late
                 reply = _run_jobs(jobs, problem, request)
                 outbox.keep(reply)
         metrics = {"num-examples": num_examples, **reply.metrics}

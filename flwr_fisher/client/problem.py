@@ -98,6 +98,7 @@ class LocalProblem:
     on_first_batch: list[Callable[[Batch], object]] = field(
         default_factory=list, init=False
     )
+    count_late: bool = field(default=False, init=False)  # examples, after training
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
@@ -213,7 +214,7 @@ class LocalProblem:
         self.checkpoint = self.checkpoint.next()
         returned = self.run(loop, self.trainloader, config, **options)
         metrics = checked_metrics(returned, "train_fn")
-        if self.counts_late and "num-examples" not in metrics:
+        if self.count_late and "num-examples" not in metrics:
             metrics["num-examples"] = self.read_to_count()
         return metrics
 
@@ -278,7 +279,7 @@ class LocalProblem:
         return n
 
     @property
-    def counts_late(self) -> bool:
+    def may_count_late(self) -> bool:
         """Whether only reading tells how many examples there are, and the loop may.
 
         A loop of the user's own may take as many of an endless stream as it likes.
