@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def closure(requirements):
     return names
 
 
+@cache
 def hidden():
     """The packages that the bare library does not bring, and that are here."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
