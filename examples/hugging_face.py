@@ -23,6 +23,7 @@ Long: it is three kinds of model, each trained in two ways.
 import logging
 import re
 import sysconfig
+import warnings
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from peft import LoraConfig, get_peft_model
 from sklearn.datasets import load_digits
@@ -271,7 +273,7 @@ def train(
             loss = model(**{k: v.to(device) for k, v in batch.items()}).loss
             loss.backward()
             optimizer.step()
-    return {"train_loss": float(loss)}
+    return {"train_loss": loss.item()}
 
 
 def pretrained(task: Task, seed: int) -> dict[str, Tensor]:
@@ -362,8 +364,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=4)
     options = parser.parse_args()
-    # Flower logs every step of a round, which the table has no need of.
+    # Flower logs every step of a round, which the table has no need of; nor has it of
+    # what transformers says to PEFT.
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)
     torch.set_num_threads(1)
     columns = ("start", "best alone", "FedAvg", "FedFisher")
     print(f"{'model':10} {'train':5} {'':8}", *(f"{name:>10}" for name in columns))
