@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import relative
+from ordinary import BATCHES, OUTPUTS
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -215,24 +216,17 @@ class AnyName(Two):
 
 
 Pair = namedtuple("Pair", "x y")
-BATCHES = {
+FORMS = {
+    **BATCHES,
     "tensor": lambda x, y: x,
     "list of one": lambda x, y: [x],
-    "pair": lambda x, y: (x, y),
     "namedtuple": Pair,
-    "three": lambda x, y: (2 * x, x, y),
-    "nested": lambda x, y: ((2 * x, x), y),
-    "nested mapping": lambda x, y: ({"left": 2 * x, "right": x}, y),
-    "names": lambda x, y: {"left": 2 * x, "right": x, "labels": y},
-    "one name": lambda x, y: {"left": x, "target": y},
-    "other name": lambda x, y: {"img": x, "label": y, "path": ["a"] * len(x)},
-    "beside": lambda x, y: {"left": x, "index": torch.arange(len(x)), "y": y},
     "UserDict": lambda x, y: UserDict(left=x, labels=y),
     "without labels": lambda x, y: {"left": 2 * x, "right": x},
 }
 
 
-@pytest.mark.parametrize("form", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
 def test_every_form_of_a_batch_has_the_same_fisher(form, structure):
     model = Two()
@@ -300,13 +294,9 @@ class Named(dict):
         return self[name]
 
 
-OUTPUTS = {
-    "tensor": (lambda o: o, None),
-    "mapping": (lambda o: {"logits": o, "hidden": o}, None),
+RETURNED = {
+    **OUTPUTS,
     "attribute": (lambda o: Named(logits=o, loss=None), None),
-    "alone in a tuple": (lambda o: (o, None), None),
-    "alone in a mapping": (lambda o: {"out": o, "index": o.argmax(-1)}, None),
-    "output_fn": (lambda o: (o, 2 * o), lambda returned: returned[0]),
 }
 
 
@@ -319,7 +309,7 @@ class Returns(nn.Module):
         return self.form(self.layer(x))
 
 
-@pytest.mark.parametrize(("form", "output_fn"), OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize(("form", "output_fn"), RETURNED.values(), ids=RETURNED)
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
 def test_every_form_of_outputs_has_the_same_fisher(form, output_fn, structure):
     model = Returns(form)

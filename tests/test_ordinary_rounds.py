@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord
 from oracles import relative
+from ordinary import BATCHES, OUTPUTS
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from virtual import close
@@ -35,15 +36,14 @@ TOLD = torch.arange(N) % 5 > 0  # the first example among those without a label
 class Net(nn.Module):
     """Takes one or two inputs, by position or by name; returns what `form` makes."""
 
-    def __init__(self, form=None):
+    def __init__(self, form=lambda outputs: outputs):
         super().__init__()
         torch.manual_seed(0)
         self.hidden, self.head, self.form = nn.Linear(D, 5), nn.Linear(5, C), form
 
     def forward(self, left, right=None):
         x = left if right is None else left - right
-        outputs = self.head(self.hidden(x).tanh())
-        return outputs if self.form is None else self.form(outputs)
+        return self.form(self.head(self.hidden(x).tanh()))
 
 
 # Kinds
@@ -121,16 +121,9 @@ class Collator:
         return self.make(torch.as_tensor(rows))
 
 
-BATCHES = {
-    "pair": lambda x, y: (x, y),
+FORMS = {
+    **BATCHES,
     "list": lambda x, y: [x, y],
-    "three": lambda x, y: (2 * x, x, y),
-    "nested": lambda x, y: ((2 * x, x), y),
-    "nested mapping": lambda x, y: ({"left": 2 * x, "right": x}, y),
-    "names": lambda x, y: {"left": 2 * x, "right": x, "labels": y},
-    "one name": lambda x, y: {"left": x, "target": y},
-    "other name": lambda x, y: {"img": x, "label": y, "path": ["a"] * len(x)},
-    "beside": lambda x, y: {"left": x, "index": torch.arange(len(x)), "y": y},
     "batch_fn": lambda x, y: {"a": [x, "x"], "class": y},
     "batch_fn of names": lambda x, y: (y, x, 2 * x),
 }
@@ -157,20 +150,13 @@ LOSSES = {
     "gaussian": F.mse_loss,
     "bernoulli": F.binary_cross_entropy_with_logits,
 }
-OUTPUTS = {
-    "tensor": (None, None),
-    "mapping": (lambda o: {"logits": o, "hidden": o}, None),
-    "alone in a tuple": (lambda o: (o, None), None),
-    "alone in a mapping": (lambda o: {"out": o, "index": o.argmax(-1)}, None),
-    "output_fn": (lambda o: (o, 2 * o), lambda returned: returned[0]),
-}
 METHODS = {
     "FedFisher": (lambda: FedFisherOneShot(), 1),
     "FedFish": (lambda: FedFish(), 1),
     "FAGH": (lambda: FAGH(lr=0.1, rho=1.0), 1),
     "TCT": (lambda: TCT(stage1_rounds=1, num_features=20, local_steps=3), 3),
 }
-KINDS = (LOADERS, BATCHES, LABELS, OUTPUTS, METHODS)
+KINDS = (LOADERS, FORMS, LABELS, OUTPUTS, METHODS)
 COUNT = max(lcm(len(a), len(b)) for a in KINDS for b in KINDS if a is not b)
 CASES = [tuple(list(kind)[i % len(kind)] for kind in KINDS) for i in range(COUNT)]
 # A head of one output an example, of one class an example, is what TCT is made of.
@@ -186,7 +172,7 @@ def test_each_two_kinds_meet():
 
 def loader_of(loader, form, labels):
     x, y, _ = LABELS[labels]
-    return LOADERS[loader](lambda rows: BATCHES[form](x[rows], y[rows]))
+    return LOADERS[loader](lambda rows: FORMS[form](x[rows], y[rows]))
 
 
 # What is right
