@@ -402,9 +402,32 @@ if __name__ == "__main__":
 #
 #     app = make_client_app(client_fn)
 #
-# and ``server_app.py`` has ``FedFisherOneShot()`` where it had ``FedAvg()``. The arrays
-# to begin with are ``ArrayRecord(shared_state(model))``: the trained parameters, under
-# the model's own names. ``get_peft_model_state_dict`` renames them, and is refused.
+# A ``client_app.py`` with train and evaluate functions of its own may keep them::
+#
+#     from flwr_fisher.client import ClientApp, check_fisher, fisher_arrays
+#
+#     app = ClientApp()
+#
+#     @app.train()
+#     def fit(message, context):
+#         model, (trainloader, _) = get_model(), load_data(...)
+#         check_fisher(message, context, model, trainloader)  # loads the arrays
+#         train(model, trainloader, ...)
+#         arrays = fisher_arrays(message, context, model, trainloader)
+#         ...
+#
+# and loads with ``strict=False`` to evaluate. These are four lines of the client, and
+# ``server_app.py`` has three::
+#
+#     from flwr_fisher.strategies import FedFisherOneShot, shared_state
+#
+#     strategy = FedFisherOneShot()
+#     arrays = ArrayRecord(shared_state(model))
+#
+# in place of ``FedAvg`` and of the model's ``state_dict``: the trained parameters,
+# under the model's own names. ``get_peft_model_state_dict`` renames them, and is
+# refused. For LoRA, A's seed and that it is frozen are two lines more, where the model
+# is made.
 #
 # What to know
 # ------------
@@ -412,8 +435,8 @@ if __name__ == "__main__":
 # - A batch's labels are its entry ``labels``, and the rest goes to the model by name.
 #   For any other meaning, pass ``FisherClient(batch_fn=...)``, and ``output_fn`` for
 #   outputs that are not named ``logits``.
-# - A client that has another pre-trained model than most is found out before it trains:
-#   see :doc:`/your-app`.
+# - A client that has another pre-trained model than most is found out before it trains,
+#   or by its upload where the app has functions of its own: see :doc:`/your-app`.
 # - ``from_pretrained`` may give bfloat16, which Flower's arrays do not have: pass
 #   ``dtype=torch.float32``. ``LocalSGD(autocast=torch.bfloat16)`` trains in it all the
 #   same.

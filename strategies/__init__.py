@@ -2,6 +2,7 @@
 
 from flwr_fisher.curvature import FisherOptions
 from flwr_fisher.merge import MergeOptions
+from flwr_fisher.params import shared_state
 from flwr_fisher.server.cohort import wait_for_nodes
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Upload
 from flwr_fisher.server.membership import Membership, lost_states
@@ -40,6 +41,7 @@ __all__ = [
     "Upload",
     "Waiting",
     "lost_states",
+    "shared_state",
     "wait_for_nodes",
 ]
 __all__ += baselines.__all__

@@ -2,9 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import (
+    Array,
     ArrayRecord,
     ConfigRecord,
     Context,
@@ -13,25 +15,29 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import same_bits
 
 from flwr_fisher.client import (
+    ClientApp,
     FisherClient,
     LocalSGD,
+    check_fisher,
     fisher_arrays,
     identify,
     make_client_app,
+    trial,
 )
-from flwr_fisher.errors import RoundError
+from flwr_fisher.errors import RoundError, WireError
 from flwr_fisher.params import shared_state
-from flwr_fisher.strategies import FedFish, FedFisherOneShot
+from flwr_fisher.secure import SecureSums, SecureSumsMod
+from flwr_fisher.strategies import FedFish, FedFisherOneShot, Waiting
 from flwr_fisher.strategies.baselines import AFL, FedPM
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.answer import Answer, frozen_name
+from flwr_fisher.wire.answer import Answer, frozen_name, split_frozen
 
 
 def model(frozen=()):
@@ -276,31 +282,148 @@ def test_that_factors_of_a_product_are_merged_apart_is_told_once(freeze, caplog)
         assert "'lora_A.default.weight' and its lora_B" in told[0].getMessage()
 
 
-def test_an_app_of_its_own_tells_what_is_frozen_by_identify(caplog):
-    app = ClientApp()
+def plain_app(make, tells, mods=()):
+    """Return an app with functions of its own; `tells`: identify is given the model."""
+    app = ClientApp(mods=[*mods])
 
     def own(context):
-        return on_a_base(int(context.node_config["partition-id"] == 1))
+        return make(int(context.node_config["partition-id"]))
 
-    @app.query()
-    def query(message, context):
-        return identify(message, context, own(context))
+    if tells:
+
+        @app.query()
+        def query(message, context):
+            return identify(message, context, own(context))
 
     @app.train()
     def train(message, context):
-        model, data = (
-            own(context),
-            TensorDataset(torch.randn(8, 3), torch.zeros(8).long()),
-        )
-        model.load_state_dict(
-            message.content["arrays"].to_torch_state_dict(), strict=False
-        )
-        arrays = fisher_arrays(message, context, model, DataLoader(data))
+        data = TensorDataset(torch.randn(8, 3), torch.zeros(8).long())
+        model, loader = own(context), DataLoader(data)
+        check_fisher(message, context, model, loader)
+        arrays = fisher_arrays(message, context, model, loader)
         metrics = MetricRecord({"num-examples": 8})
         content = RecordDict({"arrays": arrays, "metrics": metrics})
         return Message(content, reply_to=message)
 
+    return app
+
+
+def test_an_app_of_its_own_tells_what_is_frozen_by_identify(caplog):
+    app = plain_app(lambda partition: on_a_base(int(partition == 1)), tells=True)
     start = arrays(shared_state(on_a_base(0)))
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
     assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 2
     assert OTHER_BASE.search(caplog.text)
+
+
+OTHER_FROZEN = re.compile(
+    r"partition-\d: (node \d+: )?'frozen': what it freezes, and is not sent, has "
+    "other values than (most|others) have: load the same pre-trained"
+)
+PLAIN = {
+    "kfac": lambda: FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=3),
+    "sums": lambda: FedFisherOneShot(
+        structure="diagonal",
+        aggregate="sums",
+        fraction_evaluate=0.0,
+        min_train_nodes=3,
+    ),
+    "fedfish": lambda: FedFish(fraction_evaluate=0.0, min_train_nodes=3),
+    "product": lambda: FedFish(
+        upload="product",
+        server_optimizer="adam",
+        fraction_evaluate=0.0,
+        min_train_nodes=3,
+    ),
+    "secure": lambda: FedFish(
+        secure=SecureSums(), fraction_evaluate=0.0, min_train_nodes=3
+    ),
+}
+
+
+def clients_of(result):
+    first = result.uploads[0]
+    return sorted(first.members or [upload.number for upload in result.uploads])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_identify_finds_other_frozen_values_with_the_upload(
+    name, tmp_path, caplog
+):
+    """They were merged without a word."""
+    mods = [SecureSumsMod(state_dir=tmp_path)] if name == "secure" else []
+    start = arrays(shared_state(on_a_base(0)))
+    alike = plain_app(lambda partition: on_a_base(0), False, mods)
+    assert len(clients_of(PLAIN[name]().start(LocalGrid(alike, 4), start))) == 4
+    app = plain_app(lambda partition: on_a_base(int(partition == 1)), False, mods)
+    result = PLAIN[name]().start(LocalGrid(app, 4), start)
+    assert clients_of(result) == [0, 2, 3]
+    assert "partition-1" in OTHER_FROZEN.search(caplog.text)[0]
+
+
+def test_where_no_two_freeze_the_same_nobody_takes_part():
+    start = arrays(shared_state(on_a_base(0)))
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=1)
+    for app in (plain_app(on_a_base, False), app_of(on_a_base, [])):
+        with pytest.raises(RoundError, match="0 usable replies") as caught:
+            strategy.start(LocalGrid(app, 3), start)
+        assert "others have: load the same" in str(caught.value)
+        assert all(f"partition-{k}" in str(caught.value) for k in range(3))
+
+
+def test_clients_that_come_in_a_window_are_compared_by_their_uploads(caplog):
+    """Nobody is asked what it freezes before it trains."""
+    app = plain_app(lambda partition: on_a_base(int(partition == 1)), tells=True)
+    window = Waiting(window=60, enough_replies=3)
+    strategy = FedFisherOneShot(fraction_evaluate=0.0, waiting=window)
+    start = arrays(shared_state(on_a_base(0)))
+    assert len(strategy.start(LocalGrid(app, 3), start).uploads) == 2
+    assert "partition-1" in OTHER_FROZEN.search(caplog.text)[0]
+
+
+def test_what_an_upload_says_is_frozen_outlives_its_server(tmp_path):
+    seen = []
+
+    def make(partition):
+        seen.append(partition)
+        return on_a_base(int(partition == 1))
+
+    start = arrays(shared_state(on_a_base(0)))
+    grid = LocalGrid(plain_app(make, tells=False), 4)
+    counts = []
+    for _ in range(2):
+        strategy = FedFisherOneShot(fraction_evaluate=0.0, min_train_nodes=4)
+        with pytest.raises(RoundError, match=OTHER_FROZEN):
+            strategy.start(grid, start, checkpoint_dir=tmp_path, resume=bool(counts))
+        counts.append(len(seen))
+    assert counts[1] - counts[0] <= 4  # who they are is asked once more
+
+
+@pytest.mark.parametrize("digest", [b"", b"x" * 32, b"1" * 5000, None])
+def test_what_is_no_digest_is_refused(digest):
+    sent = np.zeros(4) if digest is None else np.frombuffer(digest, np.uint8)
+    record = ArrayRecord({"frozen/digest": Array(sent)})
+    with pytest.raises(WireError, match="frozen/digest"):
+        split_frozen(record)
+
+
+def test_flowers_own_strategies_get_the_arrays_alone():
+    app = plain_app(lambda partition: on_a_base(0), tells=False)
+    start = arrays(shared_state(on_a_base(0)))
+    result = FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 2), start, num_rounds=1)
+    assert set(result.arrays) == set(start)
+
+
+def test_an_app_of_its_own_tells_its_curvature_and_trained_factors_once(caplog):
+    def make(partition):
+        torch.manual_seed(0)
+        return Adapter(freeze=False)
+
+    trial._logged.clear()
+    strategy = FedFisherOneShot(fraction_evaluate=0.0)
+    start = arrays(shared_state(make(0)))
+    strategy.start(LocalGrid(plain_app(make, tells=False), 3), start, num_rounds=2)
+    told = [" ".join(record.getMessage().split()) for record in caplog.records]
+    assert sum("Both factors of adapters" in text for text in told) == 1
+    assert sum(text.startswith("curvature: K-FAC of lora_A") for text in told) == 1
+    assert "frozen: layer; upload about" in " ".join(told)

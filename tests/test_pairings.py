@@ -19,6 +19,7 @@ from flwr.common import FitIns, GetParametersIns, ndarrays_to_parameters
 from flwr.server import Server, SimpleClientManager
 from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
+from torch import nn
 from virtual import (
     close,
     fedfisher_with,
@@ -29,6 +30,7 @@ from virtual import (
     tiny_model,
 )
 
+from flwr_fisher.client import ClientApp as OurApp
 from flwr_fisher.client import LocalSGD, check_fisher, fisher_arrays, identify
 from flwr_fisher.errors import (
     ClientError,
@@ -37,6 +39,7 @@ from flwr_fisher.errors import (
     RoundError,
     StructureError,
 )
+from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import (
     FAGH,
     TCT,
@@ -226,9 +229,14 @@ def test_a_train_function_by_hand_uploads_what_ours_does(structure):
         assert names[0] == names[1] == [f"partition-{p}" for p in range(3)]
 
 
-def test_a_train_function_by_hand_answers_fedavg_and_fedfish():
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_train_function_by_hand_answers_fedavg_and_fedfish(ours):
     app = Plain(curvature=True)
-    app.query()(identify)
+    if ours:  # which identifies itself
+        plain, app = app, OurApp()
+        app.train()(lambda message, context: plain(message, context))
+    else:
+        app.query()(identify)
     for made in (FedAvg(fraction_evaluate=0.0), FedFish(fraction_evaluate=0.0)):
         results = [
             made.start(LocalGrid(own, 3), tiny_arrays(), num_rounds=2)
@@ -258,6 +266,44 @@ def test_arrays_of_another_model_are_refused_by_hand(call):
     loader = tiny_client().problem.trainloader
     with pytest.raises(ClientError, match="build the same model on both sides"):
         call(*asked(structure="kfac"), model, loader)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("call", [fisher_arrays, check_fisher])
+def test_keys_that_a_client_cannot_merge_are_refused_by_hand(call):
+    model, (message, context) = Tied(), asked(structure="kfac")
+    batches = [(torch.zeros(1, 3), torch.zeros(1).long())]
+    message.content["arrays"] = ArrayRecord(model.state_dict())
+    with pytest.raises(ClientError, match=r"\['last.weight'\], second names of tied"):
+        call(message, context, model, batches)
+    message.content["arrays"] = ArrayRecord(shared_state(model.double()))
+    with pytest.raises(ClientError, match="float64, and the client's model has"):
+        call(message, context, Tied(), batches)
+    adapted = tiny_model()
+    adapted.peft_config = {}
+    names = {f"stripped.{k}": v for k, v in adapted.state_dict().items()}
+    message.content["arrays"] = ArrayRecord(names)
+    with pytest.raises(ClientError, match="PEFT's get_peft_model_state_dict leaves"):
+        call(message, context, adapted, batches)
+
+
+def test_a_check_by_hand_loads_the_arrays_of_the_message():
+    model, (message, context) = Tied(), asked()
+    start = {name: value.clone() for name, value in shared_state(model).items()}
+    message.content["arrays"] = ArrayRecord(start)
+    other = Tied()
+    check_fisher(message, context, other, [])
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in start.items())
+    assert other.last.weight is other.first.weight
 
 
 def test_what_would_fail_after_a_training_by_hand_fails_before():

@@ -5,7 +5,7 @@ from flwr_fisher.client.fisher_client import ClientFn, FisherClient, make_client
 from flwr_fisher.client.jobs import Job, register_job
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import cross_entropy
-from flwr_fisher.client.messages import identify
+from flwr_fisher.client.messages import ClientApp, identify
 from flwr_fisher.client.plain_client_app import check_fisher, fisher_arrays
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Reply, Request
@@ -14,6 +14,7 @@ from flwr_fisher.client.training import EvaluateFn, LocalSGD, TrainFn, score
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 
 __all__ = [
+    "ClientApp",
     "ClientDisk",
     "ClientFn",
     "ClientLimits",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from torch import nn
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES
@@ -16,7 +15,7 @@ from flwr_fisher.client.jobs.train import training_job_of
 from flwr_fisher.client.limits import ClientLimits
 from flwr_fisher.client.losses import Loss
 from flwr_fisher.client.messages import (
-    MessageApp,
+    ClientApp,
     Mod,
     addressed,
     answered,
@@ -240,7 +239,7 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
 
         app = make_client_app(client_fn)
     """
-    app, own = MessageApp(), mods or []
+    app, own = ClientApp(), mods or []
 
     @app.train(mods=[answered, addressed, *own])
     def train(message: Message, context: Context) -> Message:

@@ -3,11 +3,20 @@
 What any client app needs, whether it is a ``FisherClient`` or plain functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Any
 
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import (
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.clientapp import ClientApp as FlowerApp
 from flwr.clientapp.typing import ClientAppCallable
 from torch import nn
 
@@ -31,8 +40,37 @@ _TYPES = ("get_parameters", "get_properties", "reconnect")
 _ARRAYS = ("fitins.parameters", "evaluateins.parameters")
 
 
-class MessageApp(ClientApp):
-    """A ``ClientApp`` that refuses strategies of Flower's older API, and says so."""
+class ClientApp(FlowerApp):
+    """Flower's ``ClientApp``, which says by itself that it is of this library.
+
+    To the server's questions before training it answers as :func:`identify` does,
+    unless it has a query function of your own. Strategies of Flower's older API are
+    refused, by a text that says so.
+
+    Parameters
+    ----------
+    mods : list[Mod], optional
+        Flower's, around each of the app's functions.
+
+    Examples
+    --------
+    ::
+
+        from flwr_fisher.client import ClientApp, fisher_arrays
+
+        app = ClientApp()
+    """
+
+    def __init__(self, *, mods: list[Mod] | None = None) -> None:
+        super().__init__(mods=mods)
+        self._has_query = False
+
+    def query(
+        self, *args: Any, **options: Any
+    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+        """Register a query function, in place of :func:`identify`; as Flower's does."""
+        self._has_query = True
+        return super().query(*args, **options)
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Handle a message.
@@ -52,6 +90,8 @@ class MessageApp(ClientApp):
                 "as_legacy(...) in a server_app(server_fn), both of "
                 "flwr_fisher.legacy (docs/moving-from-numpyclient.md)"
             )
+        if message.metadata.message_type == MessageType.QUERY and not self._has_query:
+            return identify(message, context)
         return super().__call__(message, context)
 
 
@@ -62,8 +102,8 @@ def identify(
 
     The answer is the node's ``partition-id``, if it has one, by which a strategy knows
     it again in every run, and this library's version, by which it knows that the client
-    can do what it will ask for. :func:`make_client_app` answers so by itself; an app
-    whose train function calls :func:`fisher_arrays` says it in a line.
+    can do what it will ask for. :func:`make_client_app` and this library's
+    :class:`ClientApp` answer so by themselves; Flower's says it in a line.
 
     Some strategies ask, too, what is trained. With a `model` the answer is the names of
     its trainable parameters, and a digest of each frozen one: a client whose frozen
@@ -82,7 +122,7 @@ def identify(
     --------
     ::
 
-        app = ClientApp()
+        app = flwr.clientapp.ClientApp()
         app.query()(identify)
 
     With adapters of a pre-trained model::
@@ -109,22 +149,39 @@ def asks_for_parameters(message: Message) -> bool:
 def _parameters_of(model: nn.Module) -> ConfigRecord:
     """Return what a model trains, and what it freezes with a digest of each.
 
-    A head that PEFT replaces by a trained copy is in no output, and each client's own.
     Where a digest cannot be taken, as of parameters whose values are elsewhere, nothing
     is said of what is frozen.
     """
     record = ConfigRecord({"trained": trainable_names(model)})
-    frozen = {
+    with suppress(Exception):  # whatever tensors of other kinds raise
+        record["frozen"] = [
+            f"{name} {digest_of('', {'': parameter})[:_DIGITS]}"
+            for name, parameter in _frozen(model).items()
+        ]
+    return record
+
+
+def digest_of_frozen(model: nn.Module, sent: Collection[str]) -> str:
+    """Return a digest of all that a model freezes, beside what the server sends.
+
+    It is empty where nothing is, or no digest can be taken.
+    """
+    frozen = {k: v for k, v in _frozen(model).items() if k not in sent}
+    with suppress(Exception):  # as above
+        return digest_of(list(frozen), frozen) if frozen else ""
+    return ""
+
+
+def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what a model freezes, by name.
+
+    A head that PEFT replaces by a trained copy is in no output, and each client's own.
+    """
+    return {
         name: parameter
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad and _REPLACED not in name.split(".")
     }
-    with suppress(Exception):  # whatever tensors of other kinds raise
-        record["frozen"] = [
-            f"{name} {digest_of('', {'': parameter})[:_DIGITS]}"
-            for name, parameter in frozen.items()
-        ]
-    return record
 
 
 def name_of(context: Context) -> str:

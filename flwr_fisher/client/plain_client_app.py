@@ -6,15 +6,24 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
-from flwr_fisher.client.jobs.train import TrainingJob, training_job_of, try_upload
+from flwr_fisher.client.jobs.train import (
+    TrainingJob,
+    tell_upload,
+    training_job_of,
+    try_upload,
+)
 from flwr_fisher.client.limits import ClientLimits
+from flwr_fisher.client.messages import digest_of_frozen
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, partition_of
 from flwr_fisher.client.training import Loader
+from flwr_fisher.client.trial import log_once
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.errors import ClientError
+from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seeded
+from flwr_fisher.wire.answer import of_products, with_frozen
 
 
 def fisher_arrays(
@@ -34,10 +43,15 @@ def fisher_arrays(
     For a ``ClientApp`` whose train function stays as it is: it trains the model, and
     this adds the curvature that the server's config asks for, or nothing where it asks
     for none, as Flower's FedAvg. The rest of the reply is your own: one
-    ``MetricRecord``, with ``num-examples``. With ``app.query()(identify)`` beside it,
-    the app works with ``FedFisherOneShot`` and ``FedFish``; strategies that ask for
-    more than training, such as ``FAGH`` or ``TCT``, need a :class:`FisherClient`.
-    Where training is long, :func:`check_fisher` before it tells what would fail here.
+    ``MetricRecord``, with ``num-examples``. With this library's ``ClientApp``, or
+    ``app.query()(identify)`` beside it, the app works with ``FedFisherOneShot`` and
+    ``FedFish``; strategies that ask for more than training, such as ``FAGH`` or
+    ``TCT``, need a :class:`FisherClient`. With :func:`check_fisher` before the
+    training, nothing fails here.
+
+    What the model freezes, and the server does not send, must be the same on every
+    client: a digest of it travels along, and who has another than most is left out by
+    name. With ``identify(message, context, model)`` it is before it trains.
 
     Parameters
     ----------
@@ -89,7 +103,12 @@ def fisher_arrays(
     request, job = _read(message, context, problem, num_examples)
     with seeded(request.seed):
         _, curvature = job.train(problem, request.config)
-    return job.packed(problem, request, curvature, num_examples)
+    arrays = job.packed(problem, request, curvature, num_examples)
+    if curvature is None:  # it may be a strategy of Flower's that asks
+        return arrays
+    tell_upload(problem, request, job, curvature, arrays)
+    digest = digest_of_frozen(model, request.params)
+    return with_frozen(arrays, digest) if digest else arrays
 
 
 def check_fisher(
@@ -104,16 +123,18 @@ def check_fisher(
     batch_fn: BatchFn | None = None,
     output_fn: OutputFn | None = None,
 ) -> None:
-    """Raise before the training what :func:`fisher_arrays` would raise after it.
+    """Load the arrays of a message; raise what :func:`fisher_arrays` would raise later.
 
-    It takes the Fisher of a few examples with a copy of the model, and packs it; the
-    loader is not iterated. A :class:`FisherClient` does so by itself.
+    In place of ``model.load_state_dict(...)``: all that is trained must be there, and
+    nothing else than the model has. Then it takes the Fisher of a few examples with a
+    copy of the model, and packs it; the loader is not iterated. A
+    :class:`FisherClient` does so by itself.
 
     Parameters
     ----------
     message, context, model, trainloader, likelihood, num_examples, max_examples, \
     batch_fn, output_fn
-        As for :func:`fisher_arrays`; the model has the arrays of the message.
+        As for :func:`fisher_arrays`; the model is not trained yet.
 
     Raises
     ------
@@ -124,7 +145,7 @@ def check_fisher(
     --------
     ::
 
-        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        model = Net()
         check_fisher(message, context, model, trainloader)
         train_for_hours(model, trainloader)
         arrays = fisher_arrays(message, context, model, trainloader)
@@ -135,7 +156,8 @@ def check_fisher(
         "output_fn": output_fn,
     }
     problem = _problem(model, trainloader, max_examples, **own)
-    try_upload(problem, *_read(message, context, problem, num_examples or 1))
+    request, job = _read(message, context, problem, num_examples or 1)
+    try_upload(problem.load(request.params), request, job)
 
 
 class _OwnTraining:
@@ -175,4 +197,7 @@ def _read(
             "FisherClient(model, trainloader, train_fn=...)"
         )
     problem.check_layout(request.params)
+    if request.options.keys() & {"structure", "job"}:  # this library's server
+        problem.check_dtypes(request.params)
+        log_once(of_products(trainable_names(problem.model)).splitlines())
     return request, job.of(problem, request)

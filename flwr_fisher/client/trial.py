@@ -277,10 +277,11 @@ def upload_summary(
 
 
 def log_once(lines: Iterable[str]) -> None:
-    """Log lines, unless this process has."""
+    """Log lines, unless this process has; an upload's size does not make them new."""
     text = "\n".join(lines)
-    if text not in _logged:
-        _logged.add(text)
+    told = " ".join(text.split()).partition("; upload ")[0]
+    if told not in _logged:
+        _logged.add(told)
         for line in text.splitlines():
             logger.info("%s", line)
 

@@ -4,13 +4,12 @@ Long: half of it are the texts that say who is waited for, and why.
 """
 
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
@@ -28,12 +27,17 @@ from flwr_fisher.server.identity import NodeNames
 from flwr_fisher.server.mailbox import Mailbox, NodeReply, query
 from flwr_fisher.server.waiting import Waiting
 from flwr_fisher.wire import named_options
-from flwr_fisher.wire.answer import Answer, frozen_name
+from flwr_fisher.wire.answer import Answer, frozen_name, of_products, some
 
 _GONE_WITHIN = 120.0  # seconds until the SuperLink has noticed that a node is gone
-_SHOWN = 3  # names of parameters in an error
-_LORA_A = re.compile(r"\blora_(embedding_)?A\b")  # PEFT's first factors
+SAME_FROZEN = (
+    "load the same pre-trained parameters on every client, and make adapters by the "
+    "same seed"
+)
 _WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)%s."
+
+Key = TypeVar("Key")
+Said = TypeVar("Said")
 
 
 @dataclass(frozen=True)
@@ -279,25 +283,16 @@ class Cohort(NodeNames):
                 take(reply)
         trained = {n: own for n in nodes if (own := self._trained[n]) is not None}
         self._tell_of_products(frozenset[str]().union(*trained.values()))
-        odd = _unlike_most(trained, _difference)
+        odd = unlike_most(trained, _difference)
         left = (node for node in nodes if node in self._frozen and node not in odd)
-        return odd | _unlike_most({n: self._frozen[n] for n in left}, _other_values)
+        odd |= unlike_most({n: self._frozen[n] for n in left}, _other_values)
+        return {node: ClientError(why) for node, why in odd.items()}
 
     def _tell_of_products(self, trained: frozenset[str]) -> None:
         """Log once that both factors of adapters are trained, where they are."""
-        both = {
-            name
-            for name in trained
-            if _LORA_A.search(name) and _LORA_A.sub(r"lora_\1B", name) in trained
-        }
-        if both and not self._products_told:
+        if not self._products_told and (text := of_products(trained)):
             self._products_told = True
-            logger.warning(
-                "Both factors of adapters are trained, %s and its lora_B: what merges "
-                "them apart does not merge their product. Freeze each lora_A, the same "
-                "on every client, and take twice the rank (docs/your-app.md)",
-                _some(both),
-            )
+            logger.warning("%s", text)
 
     def _take_trained(self, names: frozenset[str], reply: NodeReply) -> None:
         """Take which of these names a node trains, whenever the answer comes.
@@ -311,42 +306,44 @@ class Cohort(NodeNames):
             self._frozen[reply.node] = self._alike.setdefault(frozen, frozen)
 
 
-def _unlike_most(
-    sets: Mapping[int, frozenset[str]],
-    difference: Callable[[frozenset[str], frozenset[str]], str],
-) -> dict[int, ClientError]:
-    """Return the nodes whose set is not the most common one, and how it differs."""
-    if len(set(sets.values())) < 2:
+def unlike_most(
+    said: Mapping[Key, Said], difference: Callable[[Said, Said, str], str]
+) -> dict[Key, str]:
+    """Return who does not say what most say, and how it differs.
+
+    Where no two say the same, that is everybody: nobody knows who is right.
+
+    Parameters
+    ----------
+    said : Mapping[Key, Said]
+        By client.
+    difference : Callable[[Said, Said, str], str]
+        Makes a text of what one says, what another does, and who that is: "most", or
+        "others".
+    """
+    counts = Counter(said.values()).most_common()
+    if len(counts) < 2:
         return {}
-    common = Counter(sets.values()).most_common(1)[0][0]
+    common, whom = counts[0][0], "most" if counts[0][1] > 1 else "others"
+    odd = {k: own for k, own in said.items() if whom == "others" or own != common}
     return {
-        node: ClientError(difference(own, common))
-        for node, own in sets.items()
-        if own != common
+        key: difference(own, counts[1][0] if own == common else common, whom)
+        for key, own in odd.items()
     }
 
 
-def _other_values(own: frozenset[str], common: frozenset[str]) -> str:
-    names = {frozen_name(each) for each in own ^ common}
-    return (
-        f"its frozen {_some(names)} are not what most have: load the same pre-trained "
-        "parameters on every client, and make adapters by the same seed"
-    )
+def _other_values(own: frozenset[str], other: frozenset[str], whom: str) -> str:
+    names = {frozen_name(each) for each in own ^ other}
+    return f"its frozen {some(names)} are not what {whom} have: {SAME_FROZEN}"
 
 
-def _difference(own: frozenset[str], common: frozenset[str]) -> str:
+def _difference(own: frozenset[str], other: frozenset[str], whom: str) -> str:
     parts = []
-    if extra := own - common:
-        parts.append(f"it trains {_some(extra)}, which most freeze")
-    if missing := common - own:
-        parts.append(f"it freezes {_some(missing)}, which most train")
+    if extra := own - other:
+        parts.append(f"it trains {some(extra)}, which {whom} freeze")
+    if missing := other - own:
+        parts.append(f"it freezes {some(missing)}, which {whom} train")
     return f"{'; '.join(parts)}: freeze the same parameters on every client"
-
-
-def _some(names: Iterable[str]) -> str:
-    first = sorted(names)
-    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in first[:_SHOWN]) + more
 
 
 # Before a server app begins

@@ -10,6 +10,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -17,12 +18,13 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, printable
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.server.cohort import Cohort
+from flwr_fisher.server.cohort import SAME_FROZEN, Cohort, unlike_most
 from flwr_fisher.server.exchange import Upload
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes
 from flwr_fisher.wire import Payload, reply_bytes
+from flwr_fisher.wire.answer import split_frozen
 
 P = TypeVar("P", bound=Payload)
 Key = TypeVar("Key")
@@ -287,6 +289,7 @@ class Door(Generic[P]):
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
         self._weights: dict[str, float] = {}  # within the policy
+        self._frozen: dict[str, str] = {}  # digests of what is frozen and not sent
 
     # One reply
 
@@ -329,17 +332,20 @@ class Door(Generic[P]):
             caught.
         """
         self._check_claim(client)
-        payload = self.read(arrays, self.like)
+        own, frozen = split_frozen(arrays)
+        payload = self.read(own, self.like)
         weight = weight_of(metrics, self.weighted_by_key)
         payload.check_weight(weight)
         sizes = Sizes.of(payload, self.like)
         sizes.check_plausible()
         size = reply_bytes(arrays, metrics)
-        if self.fold is not None:
+        if self.fold is not None and not frozen:
             payload = self.fold(payload, weight)
         node, name, number = client.node, client.name, client.number
         self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
         self._clients[name], self._sizes[name] = client, sizes
+        if frozen:
+            self._frozen[name] = frozen
         self.missing.pop(name, None)
         if not self.quiet:
             logger.info(
@@ -440,6 +446,7 @@ class Door(Generic[P]):
         """
         self.admitted.sort(key=lambda upload: self._clients[upload.client].order)
         self._withdraw_mismatched()
+        self._fold_held()
         self.check_enough(needed)
         sizes = [self._sizes[upload.client] for upload in self.admitted]
         uploads, self.limited = self.policy.limit(self.admitted, sizes, self.like)
@@ -465,8 +472,24 @@ class Door(Generic[P]):
             + "\n".join(lines)
         )
 
+    def _fold_held(self) -> None:
+        """Add up what was held, until it was known what most freeze."""
+        if self.fold is None:
+            return
+        for i, upload in enumerate(self.admitted):
+            if self._frozen.pop(upload.client, ""):
+                payload = self.fold(upload.payload, upload.num_examples)
+                self.admitted[i] = replace(upload, payload=payload)
+
     def _withdraw_mismatched(self) -> None:
-        """Reject the uploads whose layout is not the one that most have."""
+        """Reject the uploads whose layout, or frozen part, is not what most have."""
+        self._withdraw_other_layouts()
+        uploads = {u.client: u for u in self.admitted if u.client in self._frozen}
+        said = {client: self._frozen[client] for client in uploads}
+        for client, reason in unlike_most(said, _other_values).items():
+            self.withdraw(uploads[client], WireError(reason, field="frozen"))
+
+    def _withdraw_other_layouts(self) -> None:
         layouts = [upload.payload.layout() for upload in self.admitted]
         if len(set(layouts)) < 2:
             return
@@ -561,3 +584,12 @@ class EvaluationDoor(Door[Scores]):
             message.content = RecordDict({"metrics": record})
             messages.append(message)
         return aggregate(server_round, messages) if messages else None
+
+
+def _other_values(own: str, other: str, whom: str) -> str:
+    """Return how a digest of what is frozen differs, before which nobody was asked."""
+    return (
+        f"what it freezes, and is not sent, has other values than {whom} have: "
+        f"{SAME_FROZEN}; with identify(message, context, model) in its query function "
+        "that is found before the training"
+    )

@@ -1,16 +1,28 @@
-"""What a client answers when a server asks who it is, and what it trains."""
+"""What a client says of itself: who it is, what it trains, and what it freezes."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from flwr_fisher.errors import printable
+from flwr_fisher.errors import WireError, printable
+from flwr_fisher.wire.arrays import (
+    arrays_to_tensors,
+    bytes_of,
+    tensors_to_arrays,
+    text_from,
+)
 from flwr_fisher.wire.options import LIBRARY
 
 _LARGEST_ID = 2**63
 _MOST_FROZEN = 2**23  # characters, of all names and digests
+# Of all that is frozen and not sent, beside an upload. A secure sum sends it as it is,
+# by how its name ends.
+_FROZEN, _DIGITS, _BYTES = "frozen/digest", 32, 1000
+_LORA_A = re.compile(r"\blora_(embedding_)?A\b")  # PEFT's first factors
+_SHOWN = 3  # names of parameters in a text
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,76 @@ class Answer:
 def frozen_name(described: str) -> str:
     """Return the name of a frozen parameter that comes with its digest."""
     return described.rpartition(" ")[0]
+
+
+# What is frozen, beside an upload
+
+
+def with_frozen(record: ArrayRecord, digest: str) -> ArrayRecord:
+    """Return an upload's arrays, with a digest of what is frozen and was not sent."""
+    own = tensors_to_arrays({_FROZEN: bytes_of(digest[:_DIGITS])})
+    return ArrayRecord({**record, **own})
+
+
+def split_frozen(record: ArrayRecord) -> tuple[ArrayRecord, str]:
+    """Return an upload's arrays, and the digest beside them, or nothing.
+
+    Raises
+    ------
+    WireError
+        If it is no digest.
+    """
+    if _FROZEN not in record:
+        return record, ""
+    only = ArrayRecord({_FROZEN: record[_FROZEN]})
+    tensor = arrays_to_tensors(only, limit=_BYTES)[_FROZEN]
+    try:
+        digest = text_from(tensor)
+        int(digest, 16)
+    except (TypeError, ValueError) as error:
+        raise WireError("no digest of what is frozen", field=_FROZEN) from error
+    return ArrayRecord({k: v for k, v in record.items() if k != _FROZEN}), digest
+
+
+# What is trained
+
+
+def of_products(trained: Iterable[str]) -> str:
+    """Return what to say where both factors of adapters are trained; else nothing.
+
+    Examples
+    --------
+    >>> of_products(["q.lora_B.default.weight", "head.weight"])
+    ''
+    >>> of_products(["q.lora_A.weight", "q.lora_B.weight"])
+    "Both factors of adapters are trained, 'q.lora_A.weight' and its lora_B: what ..."
+    """
+    names = set(trained)
+    both = {
+        name
+        for name in names
+        if _LORA_A.search(name) and _LORA_A.sub(r"lora_\1B", name) in names
+    }
+    if not both:
+        return ""
+    return (
+        f"Both factors of adapters are trained, {some(both)} and its lora_B: what "
+        "merges them apart does not merge their product. Freeze each lora_A, the same "
+        "on every client, and take twice the rank (docs/your-app.md)"
+    )
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the first of many names, and how many more there are.
+
+    Examples
+    --------
+    >>> some("edcba")
+    "'a', 'b', 'c' and 2 more"
+    """
+    first = sorted(names)
+    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in first[:_SHOWN]) + more
 
 
 def _texts(configs: Iterable[ConfigRecord], key: str) -> frozenset[str] | None:

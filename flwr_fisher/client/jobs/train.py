@@ -288,8 +288,25 @@ def _size_in_words(
         params, count = problem.state_like(request.params), max(request.num_examples, 1)
         arrays = job.arrays(Trained(request.params, params, curvature, count))
         size, about = reply_bytes(arrays, MetricRecord()), "about"
+    return f"upload {about} {_amount(size, plain)}"
+
+
+def tell_upload(
+    problem: LocalProblem,
+    request: Request,
+    job: TrainingJob,
+    curvature: Curvature,
+    arrays: ArrayRecord,
+) -> None:
+    """Tell the log what is uploaded, unless a trial has."""
+    size, plain = reply_bytes(arrays, MetricRecord()), fedavg_bytes(request.params)
+    words = f"upload {_amount(size, plain)}"
+    log_once(upload_summary(problem.model, curvature, job.structure, words))
+
+
+def _amount(size: int, plain: int) -> str:
     amount = f"{size / 1e6:.2f} MB" if size >= 10**5 else f"{size / 1e3:.1f} kB"
-    return f"upload {about} {amount}, {size / plain:.2f} of FedAvg's"
+    return f"{amount}, {size / plain:.2f} of FedAvg's"
 
 
 def _takes_long(tensors: Sequence[Tensor]) -> bool:
