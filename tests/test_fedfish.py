@@ -1,5 +1,6 @@
 """FedFish as a strategy: against sums written out, and as people run it."""
 
+import itertools
 import re
 from dataclasses import replace
 from functools import partial
@@ -8,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from virtual import (
     LIFTED,
     Watched,
@@ -31,7 +32,12 @@ from virtual import (
 )
 from virtual import start as run
 
-from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client import (
+    FisherClient,
+    LocalSGD,
+    fisher_arrays,
+    make_client_app,
+)
 from flwr_fisher.errors import (
     CheckpointError,
     ConfigurationError,
@@ -46,6 +52,7 @@ from flwr_fisher.wire import (
     PREFIX,
     FisherUpload,
     arrays_to_tensors,
+    named_options,
     serialized_bytes,
 )
 
@@ -607,3 +614,34 @@ def test_a_fisher_of_nothing_has_no_size_to_be_divided_by():
     found = [v for k, v in tensors_of(reply).items() if k.startswith(fishers)]
     assert found
     assert not any(value.any() for value in found)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return itertools.cycle(tiny_data(1))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_of_an_endless_stream_squares_are_of_what_the_loop_took(by_hand, reduction):
+    """It was read on forever, once it was trained on."""
+    taken, data = 8, tiny_data(1)
+    start, loader = shared_state(net()), DataLoader(Endless(), 4)
+    client, _ = net_client(lr=0.0)
+    finite = DataLoader(Subset(data, range(taken)), 4)
+    client.problem.trainloader = finite
+    _, expected = fisher_of(client, reduction=reduction)
+    if by_hand:
+        content = RecordDict({"arrays": ArrayRecord(start)})
+        options = named_options({**ASKS, "reduction": reduction})
+        content["config"] = ConfigRecord(options)
+        message = Message(content, 1, "train")
+        context = Context(1, 1, {}, RecordDict(), {})
+        record = fisher_arrays(message, context, net(), loader, num_examples=taken)
+        found = FisherUpload.from_arrays(record, start).curvature.diagonal()
+    else:
+        stream = FisherClient(
+            net(), loader, train_fn=lambda *_: {"num-examples": taken}, device="cpu"
+        )
+        _, found = fisher_of(stream, reduction=reduction)
+    assert_close(found, expected)

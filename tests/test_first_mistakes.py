@@ -69,19 +69,41 @@ def test_an_evaluation_must_say_its_weight(returned):
         ask(client, kind="evaluate")
 
 
+class Halves:
+    """A batch sampler of one's own, which draws from a generator of its own."""
+
+    def __init__(self, sized=True):
+        self.random = torch.Generator().manual_seed(0)
+        if sized:
+            self.length = 2
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for k in (0, 7):
+            yield (k + torch.randperm(7, generator=self.random)[:3]).tolist()
+
+
 SAMPLED = {
     "subset": ({"sampler": SubsetRandomSampler(range(5))}, 5),
     "drop_last": ({"drop_last": True}, 12),
     "too few": ({"drop_last": True, "sampler": SubsetRandomSampler(range(5))}, 4),
     "own batches": ({"batch_sampler": [[0, 1], [2]], "batch_size": 1}, 3),
     "workers": ({"num_workers": 2}, 14),
+    "own sampler": ({"batch_sampler": Halves(), "batch_size": 1}, 6),
+    "own, of no length": ({"batch_sampler": Halves(sized=False), "batch_size": 1}, 14),
 }
 
 
 @pytest.mark.parametrize(("options", "count"), SAMPLED.values(), ids=SAMPLED)
 def test_a_client_weighs_what_it_trains_on(options, count):
     loader = DataLoader(tiny_data(3), **{"batch_size": 4, **options})
+    own = getattr(loader.batch_sampler, "random", torch.Generator())
+    before, drawn = own.get_state(), torch.get_rng_state()
     assert FisherClient(tiny_model(), loader).problem.count_examples(0) == count
+    assert torch.equal(own.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

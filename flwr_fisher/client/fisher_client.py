@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,6 @@ from flwr_fisher.client.messages import (
 )
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.problem import LocalProblem
-from flwr_fisher.client.request import config_of, partition_of
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
@@ -59,7 +59,8 @@ class FisherClient:
     trainloader : Iterable
         Batches ``(inputs, labels)``, mappings such as ``{"img": ..., "label": ...}``,
         or of another form that :class:`~flwr_fisher.curvature.Pairs` reads. The weight
-        of this client is the number of examples in an epoch.
+        of this client is the number of examples in an epoch; with a batch sampler of
+        your own that has no length, that in the data set.
     valloader : Iterable, optional
         Held-out batches for :meth:`evaluate`.
     train_fn : Callable, optional
@@ -157,12 +158,13 @@ class FisherClient:
             If the arrays do not fit the model, the job is none for this client, or the
             server asks for more than the client's `limits` or `state_bytes`.
         """
-        options, _ = config_of(message)
-        name = str(options.get("job", "train"))
-        late = self.problem.may_count_late and training_job_of(name) is not None
-        partition = partition_of(context)
-        num_examples = 0 if late else self.problem.count_examples(partition)
-        request = self._read(message, context, num_examples)
+        request = self._read(message, context)
+        name = str(request.options.get("job", "train"))
+        count = partial(self.problem.count_examples, request.client)
+        if self.problem.may_count_late and training_job_of(name) is not None:
+            request = replace(request, count_examples=count)
+        else:
+            request = replace(request, num_examples=count())
         names = [request.options.get("check"), name]
         jobs = [get_job(str(name)) for name in names if name is not None]
         self.problem.load(request.params)
@@ -172,10 +174,9 @@ class FisherClient:
         with outbox.locked(_time_left(message)), watching(name_of(context)):
             if (reply := outbox.reply()) is None:
                 problem = replace(self.problem, checkpoint=outbox.training())
-                problem.count_late = late
                 reply = _run_jobs(jobs, problem, request)
                 outbox.keep(reply)
-        metrics = {"num-examples": num_examples, **reply.metrics}
+        metrics = {"num-examples": request.num_examples, **reply.metrics}
         return _message(message, MetricRecord({**metrics}), reply.arrays)
 
     def evaluate(self, message: Message, context: Context) -> Message:
@@ -203,13 +204,11 @@ class FisherClient:
         """Return a ``ClientApp`` with this client behind it, on every node."""
         return make_client_app(lambda context: self, mods)
 
-    def _read(
-        self, message: Message, context: Context, num_examples: int = 0
-    ) -> Request:
+    def _read(self, message: Message, context: Context) -> Request:
         device, model = self.problem.device, self.problem.model
         model.to(device)
         most = _MOST_ARRAYS + _MOST_GROUPS * len(model.state_dict())
-        return Request.of(message, context, device, num_examples, most_arrays=most)
+        return Request.of(message, context, device, most_arrays=most)
 
 
 ClientFn = Callable[[Context], FisherClient]

@@ -1,5 +1,6 @@
 """For a plain ``ClientApp``: the curvature that a strategy wants to have uploaded."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def fisher_arrays(
     if num_examples is None:
         num_examples = problem.count_examples(partition_of(context))
     request, job = _read(message, context, problem, num_examples)
+    problem.train_fn = _OwnTraining(num_examples)
     with seeded(request.seed):
         _, curvature = job.train(problem, request.config)
     arrays = job.packed(problem, request, curvature, num_examples)
@@ -160,11 +162,14 @@ def check_fisher(
     try_upload(problem.load(request.params), request, job)
 
 
+@dataclass(frozen=True)
 class _OwnTraining:
-    """In place of a training loop: the app has trained."""
+    """In place of a training loop: the app has trained, on so many examples."""
+
+    num_examples: int | None = None
 
     def __call__(self, *arguments: Any) -> dict[str, float]:
-        return {}
+        return {} if self.num_examples is None else {"num-examples": self.num_examples}
 
     def __repr__(self) -> str:
         return "your own training, before fisher_arrays"

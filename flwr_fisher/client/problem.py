@@ -5,7 +5,8 @@ Jobs work on it, and a request says what they do.
 Long: all that a client can be given is described here, and every fault of it named.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from pathlib import Path
@@ -22,7 +23,14 @@ from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn
-from flwr_fisher.curvature.batches import Pairs, batches_of, count_of, default_reading
+from flwr_fisher.curvature.batches import (
+    Pairs,
+    at_most,
+    batches_of,
+    count_of,
+    default_reading,
+    length_of,
+)
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
@@ -98,7 +106,6 @@ class LocalProblem:
     on_first_batch: list[Callable[[Batch], object]] = field(
         default_factory=list, init=False
     )
-    count_late: bool = field(default=False, init=False)  # examples, after training
 
     def __post_init__(self) -> None:
         likelihood_of(self.likelihood)
@@ -213,10 +220,7 @@ class LocalProblem:
             options["checkpoint"] = self.checkpoint
         self.checkpoint = self.checkpoint.next()
         returned = self.run(loop, self.trainloader, config, **options)
-        metrics = checked_metrics(returned, "train_fn")
-        if self.count_late and "num-examples" not in metrics:
-            metrics["num-examples"] = self.read_to_count()
-        return metrics
+        return checked_metrics(returned, "train_fn")
 
     def evaluate(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Run the client's own evaluation; return its metrics.
@@ -286,6 +290,27 @@ class LocalProblem:
         """
         own = not isinstance(self.train_fn, LocalSGD)
         return own and count_of(self.trainloader) is None
+
+    def trained_batches(self, metrics: Mapping[str, Any]) -> Iterable[Any]:
+        """Return the training data; of a stream, as many as a loop of one's own took.
+
+        It may have no end.
+
+        Parameters
+        ----------
+        metrics : Mapping[str, Any]
+            The loop's; with ``num-examples``, if the stream has no end.
+
+        Raises
+        ------
+        DataError
+            As of :meth:`read_to_count`.
+        """
+        batches = self.train_batches
+        if isinstance(self.train_fn, LocalSGD) or length_of(batches) is not None:
+            return batches
+        most = metrics.get("num-examples") or count_of(batches) or self.read_to_count()
+        return at_most(batches, self.model, math.ceil(most), seed=0)
 
     def read_to_count(self) -> int:
         """Return how many examples the training loader gives until it ends.

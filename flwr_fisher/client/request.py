@@ -1,6 +1,6 @@
 """``Request`` and ``Reply``: what a server asks of a client, and what a job answers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Request:
         Of the client's training data, where it was asked to train.
     server_round : int
         The round.
+    count_examples : Callable[[], int]
+        Counts them, where only reading tells, and the loop may: see :meth:`weight`.
     """
 
     params: dict[str, Tensor]
@@ -49,6 +51,7 @@ class Request:
     client: int = 0
     num_examples: int = 0
     server_round: int = 0
+    count_examples: Callable[[], int] = lambda: 0
 
     @classmethod
     def of(
@@ -97,7 +100,9 @@ class Request:
         ClientError
             If the loop says no positive number.
         """
-        weight = metrics.get(_WEIGHT, self.num_examples)
+        weight = metrics.get(_WEIGHT)
+        if weight is None:
+            weight = self.num_examples or self.count_examples()
         if isinstance(weight, int | float) and 0 < weight < float("inf"):
             return weight
         raise ClientError(

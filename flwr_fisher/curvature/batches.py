@@ -3,6 +3,7 @@
 Long: how a loader is read, to its end or for some examples, is said here alone.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +24,7 @@ from torch.utils.data import (
 from flwr_fisher.curvature.batch import Batch, BatchFn, OutputFn, form_of, read
 from flwr_fisher.errors import DataError
 from flwr_fisher.progress import advance
-from flwr_fisher.randomness import random_stream
+from flwr_fisher.randomness import random_stream, seeded
 
 # Of loaders that are no Pairs, while a client's loop runs: see `default_reading`.
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
@@ -194,7 +195,8 @@ def pairs_of(loader: Iterable[Any]) -> Pairs:
 def count_of(loader: Any) -> int | None:
     """Return how many examples a loader gives; None if only reading it tells.
 
-    A data set's length, where batches are made by what does not say how large they are.
+    A batch sampler of a class of its own is copied, and the copy's positions counted;
+    where that fails, it is the data set's length.
 
     Examples
     --------
@@ -211,7 +213,27 @@ def count_of(loader: Any) -> int | None:
         n = len(sampler if plain else loader.dataset)
     except (TypeError, AttributeError):  # there is none, or it is a stream
         return None
+    if batches is not None and not plain:
+        return _drawn(batches, loader.dataset, n)
     return n - n % batches.batch_size if plain and batches.drop_last else n
+
+
+def length_of(loader: Any) -> int | None:
+    """Return how many batches a loader says that it has; None of a stream."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _drawn(batches: Any, dataset: Any, otherwise: int) -> int:
+    """Return how many positions an epoch of a batch sampler has, by a copy of it."""
+    try:
+        copied = copy.deepcopy(batches, {id(dataset): dataset})
+        with seeded(0):
+            return sum(len(batch) for batch in islice(copied, len(batches)))
+    except Exception:  # a user's class raises anything, or has no length
+        return otherwise
 
 
 def at_most(
@@ -250,10 +272,7 @@ def at_most(
         order = random_stream(seed, "examples").permutation(len(positions))[:examples]
         subset = _subset(whole.loader, [positions[i] for i in order])
         return Pairs(subset, whole.batch_fn, whole.output_fn)
-    try:
-        length: int | None = len(whole)
-    except TypeError:
-        length = None
+    length = length_of(whole)
     every = (whole.read(batch, model) for batch in islice(whole.loader, length))
     if length is None or _shuffles(whole.loader):
         return list(_first(every, examples))

@@ -1,6 +1,6 @@
 """FedFish's client: squared batch gradients after training, or while it goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from flwr_fisher.client.limits import real_number
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
 from flwr_fisher.curvature.batch import Batch
+from flwr_fisher.curvature.batches import length_of
 from flwr_fisher.curvature.sums import Sums
 from flwr_fisher.errors import check_known, check_range
 from flwr_fisher.params import select, subtract, trainable_names
@@ -93,11 +94,13 @@ class FedFishJob(TrainingJob):
         """Run the client's loop; return its metrics, and the Fisher."""
         if self.source == "extra-pass":
             metrics = problem.train(config)
-            return metrics, self._reduced(self.curvature(problem), problem)
+            batches = problem.trained_batches(metrics)
+            curvature = self.curvature(problem, batches)
+            return metrics, self._reduced(curvature, batches)
         epochs = local_sgd(problem.train_fn, _SQUARES).epochs
         squares = SquaredGradients(problem.model, epochs)
         metrics = problem.train(config, on_gradients=squares)
-        return metrics, self._reduced(squares.curvature(), problem)
+        return metrics, self._reduced(squares.curvature(), problem.trainloader)
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return a batch's Fisher; ones where the loop itself squares gradients."""
@@ -105,12 +108,14 @@ class FedFishJob(TrainingJob):
             ones = {n: torch.ones_like(p) for n, p in problem.trainable().items()}
             return Diagonal(ones)
         mean = replace(self, reduction="mean")  # a loader may have to be read for a sum
-        return mean._reduced(self.curvature(problem, [batch]), problem)
+        return mean._reduced(self.curvature(problem, [batch]), [batch])
 
-    def _reduced(self, curvature: Curvature, problem: LocalProblem) -> Curvature:
+    def _reduced(self, curvature: Curvature, batches: Iterable[Any]) -> Curvature:
         """Return it as a sum over batches, to a power, and balanced, as asked for."""
         if self.reduction == "sum" and self.balance < 1:  # which takes out any factor
-            curvature = curvature.scaled(_batches_of(problem.trainloader))
+            count = length_of(batches)
+            count = sum(1 for _ in batches) if count is None else count
+            curvature = curvature.scaled(count)
         if self.power != 1:
             entries = curvature.diagonal()
             curvature = Diagonal({k: v**self.power for k, v in entries.items()})
@@ -175,10 +180,3 @@ class SquaredGradients:
         self._count = state["count"]
         self._sums = Sums(self._parameters if self._count else {})
         self._sums.totals = dict(state["sums"])
-
-
-def _batches_of(loader: Any) -> int:
-    try:
-        return len(loader)
-    except TypeError:  # a stream
-        return sum(1 for _ in loader)

@@ -154,7 +154,7 @@ class TrainingJob:
         if request.options.get("report-local"):
             metrics |= local_scores(problem, request.client)
         logger.info("Partition %s: trained on %g examples", request.client, count)
-        return Reply(metrics, arrays)
+        return Reply({**metrics, "num-examples": count}, arrays)
 
     def train(
         self, problem: LocalProblem, config: Mapping[str, Any]
