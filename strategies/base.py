@@ -230,9 +230,13 @@ class CurvatureStrategy(FedAvg):
             **self.settings(),
         }
 
+    def told(self) -> dict[str, Any]:
+        """Return the settings that the log tells: those that have a part in the run."""
+        return self.settings()
+
     def summary(self) -> None:
         """Log the strategy's configuration."""
-        text = ", ".join(f"{name}={value}" for name, value in self.settings().items())
+        text = ", ".join(f"{name}={value}" for name, value in self.told().items())
         for line in textwrap.wrap(text, width() - _INDENT, break_on_hyphens=False):
             logger.info("\t├──> %s", line)
         super().summary()

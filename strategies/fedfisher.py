@@ -39,7 +39,7 @@ from flwr_fisher.server.exchange import (
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
-from flwr_fisher.strategies.exchanges.merged import step_of
+from flwr_fisher.strategies.exchanges.merged import progress_of_merge, step_of
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -297,7 +297,7 @@ class FedFisherOneShot(CurvatureStrategy):
             posteriors,
             merge,
             score=self.score,
-            progress=logger.info,
+            progress=progress_of_merge(),
             device=self.device,
         )
         for place, distance in merged.outliers.items():
@@ -322,14 +322,20 @@ class FedFisherOneShot(CurvatureStrategy):
             self.merge,
             like=state.params,
             score=self.score,
-            progress=logger.info,
+            progress=progress_of_merge(),
         )
         return step_of(merged)
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""
+        return self._settings(asdict(self.merge))
+
+    def told(self) -> dict[str, Any]:
+        """Return them, without those that the solver does not read."""
+        return self._settings(self.merge.used())
+
+    def _settings(self, merge: dict[str, Any]) -> dict[str, Any]:
         wanted = {f"client-{name}": value for name, value in self._options().items()}
-        merge = asdict(self.merge)
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
         own |= {"matching": True} if self.matching else {}
         return wanted | merge | own

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import Timeout
 from safetensors.torch import save_file
 from virtual import tiny_client
 
@@ -419,4 +420,18 @@ def test_files_that_vanish_while_they_are_counted_are_no_error(tmp_path, monkeyp
 
     monkeypatch.setattr(ClientDisk, "_entries", late)
     second.save("control", kilobytes(10))
+    assert second.load("control") is not None
+
+
+def test_an_entry_that_another_process_works_on_is_not_deleted_for_room(tmp_path):
+    """Its lock was, and a third process could take it, too."""
+    first, second = disk(tmp_path, "a"), disk(tmp_path, "b", limit=15 * KB)
+    first.save("control", kilobytes(10))
+    with first.lock():
+        second.save("control", kilobytes(10))
+        assert first.load("control") is not None
+        with pytest.raises(Timeout):
+            first.lock().acquire(timeout=0)
+    second.save("control", kilobytes(10))
+    assert not first.path.exists()
     assert second.load("control") is not None

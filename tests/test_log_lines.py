@@ -19,7 +19,7 @@ from flwr_fisher import log_lines
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.log_lines import Failures
-from flwr_fisher.strategies import TCT, FedExP, FedFisherOneShot, Waiting
+from flwr_fisher.strategies import TCT, FedExP, FedFisherOneShot, MergeOptions, Waiting
 from flwr_fisher.testing import LocalGrid
 
 PREFIX = "INFO :      "  # as Flower's handler writes it
@@ -244,3 +244,30 @@ def test_local_grid_tells_a_foreign_apps_exception_once(caplog):
 
     FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 4), ArrayRecord(), num_rounds=2)
     assert caplog.text.count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.parametrize("solver", ["pcg", "adam", "closed-form"])
+def test_a_merge_takes_a_line_and_tells_what_its_solver_reads(solver, caplog):
+    own = {"structure": "diagonal", "solver": solver, "fraction_evaluate": 0.0}
+    merge = None if solver == "closed-form" else MergeOptions(iterations=250)
+    strategy = FedFisherOneShot(merge=merge, **own)
+    with caplog.at_level(logging.INFO):
+        strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays())
+    told = [record.getMessage() for record in caplog.records]
+    (line,) = [text for text in told if "iterations, which leave" in text]
+    assert line.startswith(f"merged by {solver}: ")
+    assert not [text for text in told if text.startswith("solver:")]
+    told = " ".join(text for text in told if text.startswith("\t├──> "))
+    assert (" lr=" in told) == (solver == "adam")
+    assert (" tolerance=" in told) == (solver == "pcg")
+    assert (" iterations=" in told) == (solver != "closed-form")
+    assert {"lr", "tolerance", "iterations"} <= strategy.settings().keys()
+
+
+def test_a_long_merge_tells_how_far_it_is(caplog, monkeypatch):
+    monkeypatch.setattr("flwr_fisher.progress.EVERY", 0.0)
+    with caplog.at_level(logging.INFO):
+        FedFisherOneShot(fraction_evaluate=0.0).start(
+            LocalGrid(tiny_app(), 2), tiny_arrays()
+        )
+    assert "merging, solver: 0.weight, 1 of 4: 4 iterations" in caplog.text

@@ -110,7 +110,7 @@ def test_app_reports_every_method(outcome):
     assert metrics["seed"] == 0
     assert f"Results are in {path}" in log
     assert "epoch 3 of 3" in log
-    assert "solver: fc1.weight" in log
+    assert "merged by pcg: 4 iterations" in log
 
 
 def run_locally(folder: Path, num_rounds: int, **options) -> dict[str, torch.Tensor]:

@@ -13,13 +13,13 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -58,7 +58,8 @@ class ClientDisk:
 
     Nothing tells that a run has ended, and a server can name as many as it likes: where
     the entries of a namespace take more than `limit` together, or are more than 1000,
-    those that were not used for longest go first, and never the one just written.
+    those that were not used for longest go first, and never the one just written, nor
+    one whose lock is held.
 
     Parameters
     ----------
@@ -306,11 +307,8 @@ class ClientDisk:
         for folder in sorted(sizes.keys() - {self.path}, key=used.__getitem__):
             if total <= self.limit and count <= _MOST:
                 break
-            total, count = total - sizes[folder], count - 1
-            for path in entries[folder]:
-                _delete(path)
-            with suppress(OSError):  # others' files are in it, or others were faster
-                folder.rmdir()
+            if _emptied(folder, entries[folder]):
+                total, count = total - sizes[folder], count - 1
 
     def _entries(self) -> dict[Path, list[Path]]:
         """Return this client's files of this namespace, by the entry's folder.
@@ -361,6 +359,25 @@ def _delete(path: Path) -> None:
     """Delete a file; one that is gone, or may not be deleted, is no error."""
     with suppress(OSError):
         path.unlink()
+
+
+def _emptied(folder: Path, paths: Collection[Path]) -> bool:
+    """Delete an entry's files, unless somebody holds its lock, and is at work on it."""
+    with ExitStack() as stack:
+        if folder / _LOCK in paths:
+            lock = FileLock(folder / _LOCK)
+            stack.callback(lock.release)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                return False
+            except OSError:  # it may not be written, and so is nobody's
+                pass
+        for path in paths:
+            _delete(path)
+    with suppress(OSError):  # others' files are in it, or others were faster
+        folder.rmdir()
+    return True
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -104,6 +104,20 @@ class MergeSettings:
     def __post_init__(self) -> None:
         for name, limits in _RANGES.items():
             check_range(name, getattr(self, name), *limits)
+
+    def used(self) -> dict[str, Any]:
+        """Return those that the solver reads.
+
+        Examples
+        --------
+        >>> asdict(merge_settings("pcg")).keys() - merge_settings("pcg").used().keys()
+        {'lr'}
+        """
+        unread = {
+            "adam": ("tolerance",),
+            "closed-form": ("lr", "tolerance", "iterations"),
+        }.get(self.solver, ("lr",))
+        return {k: v for k, v in asdict(self).items() if k not in unread}
 
 
 def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:

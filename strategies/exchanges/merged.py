@@ -2,11 +2,35 @@
 
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import MergeResult
+from flwr_fisher.merge.options import Report
+from flwr_fisher.progress import Progress
 from flwr_fisher.server.exchange import ServerState, Step
 
 
+def progress_of_merge() -> Report:
+    """Return what logs how far a merge is, where it takes long."""
+    progress = Progress("merging")
+
+    def report(text: str) -> None:
+        if progress.due:
+            progress.tell(text)
+
+    return report
+
+
 def step_of(merged: MergeResult) -> Step:
-    """Return the step to a merged model; warn of parameters that were not solved."""
+    """Return the step to a merged model; log how its systems were solved, in a line.
+
+    And warn of parameters that were not.
+    """
+    solver = merged.settings and merged.settings.solver
+    logger.info(
+        "merged by %s: %d iterations, which leave %.1e of the residual%s",
+        solver or "sums",
+        merged.iterations,
+        merged.residuals[-1],
+        "; so few are by design (docs/fedfisher.md)" if solver == "pcg" else "",
+    )
     if merged.unsolved:
         logger.warning(
             "the merge's solver failed for %s: there, the model is the clients' mean, "

@@ -2,7 +2,6 @@
 
 import math
 import random
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, MetricRecord
 from harness.clients import CHOICE, Batch, Shuffled, World, grid_of, scores, share_out
+from harness.in_memory import folder_in_memory
 from harness.jobs import Numbers, Run, run_cells
 from harness.page import CACHE
 
@@ -171,10 +171,8 @@ def world(part: str, split: str, seed: int, data_dir: Path) -> World:
 
 def federate(job: Job, data_dir: Path) -> Numbers:
     """Run a job; return its curves. A run that diverges ends early."""
-    memory = Path("/dev/shm")  # SCAFFOLD's clients keep their state in files
-    where = memory if memory.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=where) as state_dir:
-        return _federate(job, data_dir, state_dir)
+    with folder_in_memory() as state_dir:  # SCAFFOLD's clients keep theirs in files
+        return _federate(job, data_dir, str(state_dir))
 
 
 def _federate(job: Job, data_dir: Path, state_dir: str) -> Numbers:
