@@ -307,8 +307,8 @@ NETS = {
         VECTORS,
         {"0.layer.weight", "0.layer.bias"},
     ),
-    "pads itself": Net(on_images(lambda: PadsItself(2, 2, 2)), IMAGES, IN_MIDDLE),
-    "a larger kernel": Net(on_images(lambda: PadsItself(2, 2, 4)), IMAGES, IN_MIDDLE),
+    "pads itself": Net(on_images(lambda: PadsItself(2, 2, 2)), IMAGES),
+    "a larger kernel": Net(on_images(lambda: PadsItself(2, 2, 4)), IMAGES),
     "weight norm": Net(
         lambda: mlp(weight_norm(nn.Linear(3, 3)), nn.Tanh()),
         VECTORS,

@@ -52,6 +52,22 @@ LAYERS = {
     "groups": (lambda: nn.Conv2d(4, 6, 2, groups=2), (4, 3, 3)),
     "groups-no-bias": (lambda: nn.Conv2d(4, 2, 2, groups=2, bias=False), (4, 3, 3)),
     "depthwise": (lambda: nn.Conv2d(3, 6, 2, groups=3, stride=2), (3, 4, 4)),
+    "depthwise-no-bias": (lambda: nn.Conv2d(3, 3, 3, groups=3, bias=False), (3, 4, 4)),
+    "depthwise-5x5": (lambda: nn.Conv2d(2, 2, 5, groups=2, padding=2), (2, 4, 3)),
+    "depthwise-5x5-stride": (
+        lambda: nn.Conv2d(2, 2, 5, 2, padding=2, groups=2, bias=False),
+        (2, 6, 5),
+    ),
+    "depthwise-5x5-dilation": (
+        lambda: nn.Conv2d(2, 2, 5, groups=2, padding="same", dilation=(2, 1)),
+        (2, 4, 4),
+    ),
+    "depthwise-5x5-circular": (
+        lambda: nn.Conv2d(2, 2, 5, groups=2, padding=2, padding_mode="circular"),
+        (2, 3, 4),
+    ),
+    "depthwise-large": (lambda: nn.Conv2d(2, 2, 4, groups=2, bias=False), (2, 12, 13)),
+    "two-wide-groups": (lambda: nn.Conv2d(18, 4, 2, groups=2), (18, 3, 3)),
     "circular": (
         lambda: nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"),
         (1, 3, 4),
@@ -70,6 +86,7 @@ LAYERS = {
     ),
     "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2), (2, 9)),
     "conv1d-groups": (lambda: nn.Conv1d(4, 4, 2, groups=2, padding="same"), (4, 5)),
+    "conv1d-depthwise": (lambda: nn.Conv1d(3, 3, 11, 2, 5, groups=3), (3, 8)),
     "conv1d-circular": (
         lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"),
         (2, 5),
@@ -77,6 +94,10 @@ LAYERS = {
     "conv3d": (
         lambda: nn.Conv3d(1, 2, (2, 3, 2), stride=(1, 2, 1), padding=(1, 0, 1)),
         (1, 2, 5, 2),
+    ),
+    "conv3d-depthwise": (
+        lambda: nn.Conv3d(2, 2, (3, 2, 3), groups=2, padding=1, stride=(1, 2, 1)),
+        (2, 2, 4, 2),
     ),
     "conv3d-groups": (
         lambda: nn.Conv3d(2, 4, 2, groups=2, dilation=(1, 2, 1), bias=False),

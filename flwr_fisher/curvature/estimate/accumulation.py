@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.accumulators import (
     BlockAccumulator,
-    DiagonalAccumulator,
     EigenAccumulator,
     KroneckerAccumulator,
     LayerAccumulator,
     ReducedKroneckerAccumulator,
+    diagonal_of,
 )
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SquaredGradients
 from flwr_fisher.curvature.estimate.engine import Engine
@@ -91,7 +92,7 @@ class Accumulation:
         kinds: dict[str, Callable[[KroneckerLayer], LayerAccumulator]] = {
             "kfac": _SHARINGS[weight_sharing],
             "ekfac": lambda layer: EigenAccumulator(layer, bases[layer.weight]),
-            "diagonal": DiagonalAccumulator,
+            "diagonal": diagonal_of,
             "block": BlockAccumulator,
         }
         self.accumulators = {
@@ -122,7 +123,7 @@ class Accumulation:
             gradients = sum(p.nbytes for p in parameters)
             chunk = _chunk(sizes, held, len(inputs), gradients)
         else:
-            chunk = max(1, max_batch_bytes // max(sum(extra for _, extra in sizes), 1))
+            chunk = max(1, max_batch_bytes // max(_beyond(sizes), 1))
         jacobians = list(self.jacobians.values())
         self.engine = Engine(
             model, sums, self.direct, jacobians, positions, chunk, forms.spread
@@ -194,18 +195,36 @@ def _form(structure: str, layer: KroneckerLayer) -> str:
     return "diagonal" if large and structure in ("kfac", "ekfac") else structure
 
 
-def _chunk(
-    sizes: list[tuple[int, int]], held: int, examples: int, gradients: int
-) -> int:
+def _beyond(sizes: list["_Bytes"]) -> int:
+    """Return what an example takes beyond its forward pass."""
+    return sum(each.kept for each in sizes) + max(
+        (each.passing for each in sizes), default=0
+    )
+
+
+def _chunk(sizes: list["_Bytes"], held: int, examples: int, gradients: int) -> int:
     """Return how many examples take about the memory of a training step.
 
     Beside them the sums are held; a step holds all of a batch's examples and the
     gradients.
     """
-    forward = sum(activations for activations, _ in sizes)
-    beyond = sum(extra for _, extra in sizes)
+    forward, beyond = sum(each.forward for each in sizes), _beyond(sizes)
     step = max(_SHARE * (examples * forward + gradients), _LEAST)
     return max(_FEWEST, int((step - held) / max(forward + beyond, 1)))
+
+
+class _Bytes(NamedTuple):
+    """What an example takes of a layer.
+
+    A step keeps each layer's input and output, and as much again in what lies between
+    layers: `forward`. Here come its gradient and the columns that are paired with it,
+    which are `kept` until all layers have theirs; `passing` are columns that are looked
+    at layer by layer and, for some structures, the gradient of the weight.
+    """
+
+    forward: int
+    kept: int
+    passing: int
 
 
 def _bytes(
@@ -213,26 +232,27 @@ def _bytes(
     inputs: Tensor,
     accumulators: Sequence[LayerAccumulator],
     positions: Positions,
-) -> tuple[int, int]:
-    """Return an example's bytes in a training step, and here beyond its forward pass.
-
-    A step keeps each layer's input and output, and as much again in what lies between
-    layers; here come its columns, its gradient and, for some structures, the gradient
-    of its weight, summed over positions.
-    """
-    sizes = layer.positions(inputs.shape)
-    paired, weight = any(a.takes_inputs for a in accumulators), layer.matrices()
+) -> _Bytes:
+    """Return an example's bytes of a layer with a Kronecker form."""
+    sizes, weight = layer.positions(inputs.shape), layer.matrices()
+    paired = any(a.takes_inputs for a in accumulators)
     grid, _ = positions.of_inputs(sizes)
-    columns = layer.input_columns(inputs[:1], None if paired else grid)
+    columns = 0
+    if paired or any(a.observes for a in accumulators):
+        columns = layer.input_columns(inputs[:1], None if paired else grid).numel()
     outputs = weight.shape[0] * weight.shape[1] * math.prod(sizes)
-    step = 2 * (inputs[:1].numel() + outputs)
     whole = math.prod(sizes) > 1 and any(a.forms_gradients for a in accumulators)
-    beyond = columns.numel() + outputs + whole * weight.numel()
-    return step * weight.element_size(), beyond * columns.element_size()
+    kept, passing = outputs + paired * columns, (not paired) * columns
+    return _Bytes(
+        2 * (inputs[:1].numel() + outputs) * weight.element_size(),
+        kept * layer.dtype.itemsize,
+        (passing + whole * weight.numel()) * layer.dtype.itemsize,
+    )
 
 
-def _bytes_of_direct(inputs: Tensor, layer: DirectLayer) -> tuple[int, int]:
+def _bytes_of_direct(inputs: Tensor, layer: DirectLayer) -> _Bytes:
     """Return the same of a norm or an embedding, whose products are as its output."""
     entries = layer.entries(inputs)
     size = layer.parameters()[0].element_size()
-    return 4 * entries * size, 3 * entries * layer.widened(inputs[:0]).element_size()
+    wide = entries * layer.widened(inputs[:0]).element_size()
+    return _Bytes(4 * entries * size, 2 * wide, wide)

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flwr_fisher.curvature.estimate.layers import KroneckerLayer, TransposedLinear
+from flwr_fisher.curvature.estimate.layers import (
+    ConvolutionLayer,
+    KroneckerLayer,
+    TransposedLinear,
+)
 from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import EigenKronecker, Kronecker
 from flwr_fisher.curvature.operators.plain import Dense, Diagonal
@@ -60,6 +64,8 @@ class SecondMoment:
 
 
 _AT_ONCE = 2**22  # entries of examples' gradients: 16 MiB in float32
+_CACHED = 2**19  # of them that stay in a processor's cache
+_LARGE = 2**14  # of an example, from which one at a time is faster there
 
 
 class LayerAccumulator(ABC):
@@ -70,6 +76,7 @@ class LayerAccumulator(ABC):
     # the gradients, and what `observe` takes, may be of a few positions.
     takes_inputs = True
     forms_gradients = False  # whether it makes each example's gradient of the weight
+    takes_calls = False  # whether `add_call` stands in for `add_gradients`
 
     def __init__(self, layer: KroneckerLayer) -> None:
         self.layer = layer
@@ -108,6 +115,10 @@ class LayerAccumulator(ABC):
         each gradient column counts for `weight` in a mean over positions, of which
         `share` count.
         """
+
+    def add_call(self, inputs: Tensor, output: Tensor) -> None:
+        """Take some examples' input of the layer, and the gradient of its output."""
+        raise AssertionError("only accumulators that take calls are given them")
 
     @abstractmethod
     def mean(self, num_examples: int) -> Curvature:
@@ -156,9 +167,10 @@ class KroneckerAccumulator(LayerAccumulator):
         for g in gradients:
             if share is not None:
                 g = g / _rows(share, g).sqrt()
-            if g.stride(0) == g.shape[3] * g.stride(3):
+            together = g.stride(0) == g.shape[3] * g.stride(3)
+            if together or g.shape[3] <= g.shape[2]:
                 self.G.add(side_by_side(g), weight)
-            else:  # examples' positions are not side by side in memory
+            else:  # a matrix an example is smaller than a copy
                 self.G.add_products((g @ g.mT).sum(0), weight)
 
     def mean(self, num_examples: int) -> Kronecker:
@@ -212,13 +224,8 @@ class DiagonalAccumulator(LayerAccumulator):
     ) -> None:
         """Add the squares of the gradients ``sum_t g_t a_t^T``, example by example."""
         if inputs.shape[3] > 1:
-            # A vocabulary's gradients are large, so not all of them at once.
-            rows = max(1, _AT_ONCE // inputs[..., 0].numel())
             for g in gradients:
-                for start in range(0, g.shape[2], rows):
-                    some = slice(start, start + rows)
-                    squares = (g[:, :, some] @ inputs.mT).square_()
-                    self.total[:, some] += squares.sum(0)
+                self._add_products(inputs, g)
             return
         # One position: the square of an outer product is one of squares, and the passes
         # can be summed before it is taken.
@@ -226,10 +233,50 @@ class DiagonalAccumulator(LayerAccumulator):
         g, a = squares[..., 0].permute(1, 2, 0), inputs.square()[..., 0]
         self.total.baddbmm_(g, a.permute(1, 0, 2))
 
+    def _add_products(self, inputs: Tensor, gradient: Tensor) -> None:
+        """Add the squares of products, of which not all are held at once."""
+        each = inputs[0, ..., 0].numel()
+        # A processor's cache has room for a few examples', and its calls are short.
+        one = inputs.device.type == "cpu" and each * gradient.shape[2] >= _LARGE
+        n = 1 if one else len(inputs)
+        rows = max(1, (_CACHED if one else _AT_ONCE) // (n * each))
+        for start in range(0, gradient.shape[2], rows):
+            some = slice(start, start + rows)
+            total = self.total[:, some]
+            parts = (torch.split(x, n) for x in (gradient[:, :, some], inputs))
+            for g, a in zip(*parts, strict=True):
+                product = g @ a.mT
+                if one:
+                    total.addcmul_(product[0], product[0])
+                else:
+                    total += product.square_().sum(0)
+
     def mean(self, num_examples: int) -> Curvature:
         """Return the layer's diagonal."""
         mean = self.rounded(self.total.div_(num_examples))
         return Diagonal(self.layer.as_params(mean))
+
+
+class GroupedDiagonalAccumulator(DiagonalAccumulator):
+    """The exact diagonal of a convolution in many groups, such as a depthwise one.
+
+    Its columns are several times its input, and their products small: examples'
+    gradients come from a convolution instead.
+    """
+
+    takes_inputs, takes_calls = False, True
+    layer: ConvolutionLayer
+
+    def add_call(self, inputs: Tensor, output: Tensor) -> None:
+        """Add the squares of the gradients, example by example."""
+        self.total += self.layer.gradient_rows(inputs, output).square_().sum(0)
+
+
+def diagonal_of(layer: KroneckerLayer) -> DiagonalAccumulator:
+    """Return what sums a layer's exact diagonal."""
+    if isinstance(layer, ConvolutionLayer) and layer.is_grouped:
+        return GroupedDiagonalAccumulator(layer)
+    return DiagonalAccumulator(layer)
 
 
 class EigenAccumulator(DiagonalAccumulator):

@@ -339,7 +339,12 @@ class Engine:
                     if name in prepared:
                         with _full_precision(gradient):
                             self.direct[name].add(prepared[name], gradient)
-                    elif math.prod(sizes[name]) == 1:  # small, and cheaper together
+                        continue
+                    for taker in self.accumulators[name]:
+                        if taker.takes_calls:
+                            with _full_precision(gradient):
+                                taker.add_call(taps[name].inputs, gradient)
+                    if math.prod(sizes[name]) == 1:  # small, and cheaper together
                         waiting.setdefault(name, []).append(gradient)
                     else:
                         each = shares.get(name)
@@ -366,7 +371,9 @@ class Engine:
         with _full_precision(gradients[0]):
             for paired in (True, False):
                 takers = [
-                    a for a in self.accumulators[name] if a.takes_inputs == paired
+                    a
+                    for a in self.accumulators[name]
+                    if a.takes_inputs == paired and not a.takes_calls
                 ]
                 if not takers:
                     continue

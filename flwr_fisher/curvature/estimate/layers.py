@@ -9,16 +9,26 @@ Long: every kind of layer with such a form, side by side.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import grad
 
 from flwr_fisher.curvature.estimate.positions import Grid
 from flwr_fisher.curvature.operators.layer import from_matrices, to_matrices
+
+_FEW = 8  # channels of a group, up to which a convolution is faster than columns
+_FEW_POSITIONS, _FEW_OFFSETS = 64, 9  # to which, and from which, it is slow itself
+_OF_WEIGHT: list[Callable[..., Tensor]] = [
+    grad.conv1d_weight,
+    grad.conv2d_weight,
+    grad.conv3d_weight,
+]
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class KroneckerLayer(ABC):
         Tensor
             ``[n, groups, in / groups * kernel (+ 1), T]``, ending with ones for a
             trained bias, with all examples' positions side by side in memory, as their
-            second moment wants them.
+            second moment wants them, or else a view.
         """
 
     @abstractmethod
@@ -225,17 +235,77 @@ class ConvolutionLayer(KroneckerLayer):
         """The convolution's own."""
         return self.layer.groups
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it has several groups, each of a few inputs."""
+        return self.groups > 1 and self.kernel.shape[1] <= _FEW
+
     def input_columns(self, inputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return the patches as columns."""
         windows = self._windows(inputs.to(self.dtype), grid)
         bias, rows = self.bias is not None, self.kernel[0].numel()
         n = inputs.shape[0]
+        if not bias and rows == self.kernel.shape[1]:  # of one input each
+            return windows.reshape(self.groups, rows, n, -1).permute(2, 0, 1, 3)
         positions = windows.numel() // (self.groups * rows * n)
         columns = windows.new_empty(self.groups, rows + bias, n, positions)
         columns[:, :rows].view(windows.shape).copy_(windows)
         if bias:
             columns[:, rows] = 1
         return columns.permute(2, 0, 1, 3)
+
+    def gradient_rows(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return each example's gradient ``[n, groups, out / groups, in (+ 1)]``.
+
+        Without columns, which are several times the input.
+
+        Parameters
+        ----------
+        inputs, output : Tensor
+            The layer's input, and the gradient of its output.
+        """
+        inputs, output = inputs.to(self.dtype), output.to(self.dtype)
+        if any(padding := self._padding()):
+            inputs = F.pad(inputs, padding, mode=self._mode())
+        positions, offsets = output[0, 0].numel(), self.kernel[0, 0].numel()
+        depthwise = len(self.kernel) == self.groups == inputs.shape[1]
+        small = positions <= _FEW_POSITIONS and offsets > _FEW_OFFSETS
+        of = self._by_offset if depthwise and small else self._by_convolution
+        shape = len(inputs), self.groups, len(self.kernel) // self.groups, -1
+        rows = of(inputs, output).reshape(shape)
+        if self.bias is None:
+            return rows
+        ones = self.output_columns(output).sum(3, keepdim=True)
+        return torch.cat([rows, ones], 3)
+
+    def _by_convolution(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return the gradients as that of a convolution with every example's groups."""
+        n = len(inputs)
+        return _OF_WEIGHT[inputs.dim() - 3](
+            inputs.reshape(1, -1, *inputs.shape[2:]),
+            (n * len(self.kernel), *self.kernel.shape[1:]),
+            output.reshape(1, -1, *output.shape[2:]),
+            stride=self.layer.stride,
+            dilation=self.layer.dilation,
+            groups=n * self.groups,
+        )
+
+    def _by_offset(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return the same of one channel a group, for each of the kernel's entries.
+
+        All examples' channels are next to each other in memory, so that small images
+        make long products.
+        """
+        x, g = (y.flatten(0, 1).movedim(0, -1).contiguous() for y in (inputs, output))
+        steps = list(zip(self.layer.dilation, self.layer.stride, g.shape, strict=False))
+        found = []
+        for offset in product(*map(range, self.layer.kernel_size)):
+            starts = [
+                (o * d, s, size) for o, (d, s, size) in zip(offset, steps, strict=True)
+            ]
+            seen = x[*(slice(o, o + s * (size - 1) + 1, s) for o, s, size in starts)]
+            found.append((g * seen).flatten(0, -2).sum(0))
+        return torch.stack(found, 1)
 
     def output_columns(self, outputs: Tensor, grid: Grid | None = None) -> Tensor:
         """Return the outputs as columns, group by group."""
@@ -273,9 +343,8 @@ class ConvolutionLayer(KroneckerLayer):
         faster than ``F.unfold``, and it is in the order that second moments want.
         """
         layer, spatial = self.layer, inputs.dim() - 2
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         if any(padding := self._padding()):
-            inputs = F.pad(inputs, padding, mode=mode)
+            inputs = F.pad(inputs, padding, mode=self._mode())
         for axis in range(spatial):
             every = inputs.unfold(2 + axis, self._reach(axis), layer.stride[axis])
             inputs = every[..., :: layer.dilation[axis]]
@@ -287,6 +356,10 @@ class ConvolutionLayer(KroneckerLayer):
         grouped = inputs.as_strided(shape, (steps[0], channels * steps[1], *steps[1:]))
         kernel = range(3 + spatial, 3 + 2 * spatial)
         return grouped.permute(1, 2, *kernel, 0, *range(3, 3 + spatial))
+
+    def _mode(self) -> str:
+        mode = self.layer.padding_mode
+        return "constant" if mode == "zeros" else mode
 
     def _padding(self) -> list[int]:
         """Return the padding in ``F.pad``'s order: last axis first, both ends."""
@@ -309,6 +382,19 @@ def is_transposed(module: nn.Module) -> bool:
     named = type(module).__name__ == "Conv1D" and "weight" in own
     return named and own["weight"].shape == torch.Size(
         [size for size in sizes if isinstance(size, int)]
+    )
+
+
+def prepares_inputs(module: nn.Module) -> bool:
+    """Return whether a convolution's class has a ``forward`` of its own.
+
+    It pads its inputs, for instance, as TensorFlow's "same" does.
+    """
+    plain = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+    return (
+        isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        and type(module).forward not in plain
+        and "forward" not in vars(module)
     )
 
 

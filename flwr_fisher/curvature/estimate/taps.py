@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.backends import mha
+from torch.overrides import TorchFunctionMode
 
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.estimate.direct_layers import DirectLayer, SharedParameter
@@ -18,6 +19,7 @@ from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
     PackedProjection,
     is_packed,
+    prepares_inputs,
 )
 from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.errors import StructureError
@@ -47,6 +49,57 @@ def layer_by_layer(
                 module.forward = forward
                 stack.callback(module.__dict__.pop, "forward")
         yield
+
+
+@contextmanager
+def _convolutions(
+    modules: Mapping[str, nn.Module], calls: dict[str, list[tuple[Tensor, Tensor]]]
+) -> Iterator[None]:
+    """Note what is convolved inside of modules that prepare their inputs first.
+
+    Parameters
+    ----------
+    modules : Mapping[str, nn.Module]
+        Convolutions with a ``forward`` of their own.
+    calls : dict[str, list[tuple[Tensor, Tensor]]]
+        After each module's call: its convolutions' inputs and outputs.
+    """
+
+    def forward(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _Convolutions(module.get_parameter("weight")) as seen:
+            output = type(module).forward(module, *args, **kwargs)
+        calls[name] = seen.calls
+        return output
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            module.forward = partial(forward, name, module)
+            stack.callback(module.__dict__.pop, "forward")
+        yield
+
+
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+class _Convolutions(TorchFunctionMode):
+    """Notes the inputs and outputs of convolutions with one weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.calls = weight, list[tuple[Tensor, Tensor]]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do what was to be done."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func in _CONVOLUTIONS:
+            inputs = args[0] if args else kwargs["input"]
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            if weight is self.weight:
+                self.calls.append((inputs, output))
+        return output
 
 
 def _forward(
@@ -156,7 +209,13 @@ def tapped_forward(
             edge = get_gradient_edge(output) if output.requires_grad else None
             taps[name].append(Tap(inputs.detach(), edge))
 
+    prepared: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
     def on_call(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if calls := prepared.pop(name, []):
+            for inside in calls:
+                record(name, *inside)
+            return output
         # Without an input by position there is nothing to record.
         if not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
             return output
@@ -175,8 +234,9 @@ def tapped_forward(
         elif not isinstance(layer, PackedProjection):  # it calls `record`
             hook = layer.layer.register_forward_hook(partial(on_call, name))
             handles.append(hook)
+    own = {n: each.layer for n, each in layers.items() if prepares_inputs(each.layer)}
     try:
-        with layer_by_layer(model, record):
+        with layer_by_layer(model, record), _convolutions(own, prepared):
             return outputs_with(model, copies, inputs), taps
     finally:
         for handle in handles:
