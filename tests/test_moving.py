@@ -143,6 +143,39 @@ def test_a_message_app_before_and_after(my_app, side, caplog):
     assert ("Starting FedFish strategy" in caplog.text) == bool(side)
 
 
+class Tied(nn.Module):
+    """With a frozen layer, and a head that is a layer before."""
+
+    def __init__(self):
+        super().__init__()
+        frozen = nn.Linear(4, 8).requires_grad_(False)
+        with torch.no_grad():
+            nn.init.eye_(frozen.weight)
+            frozen.bias.zero_()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.first.weight
+        self.frozen = frozen
+
+    def forward(self, x):
+        return self.head(self.first(self.frozen(x)).relu())[:, :3]
+
+
+def test_what_is_frozen_or_tied_takes_seven_lines(my_app, monkeypatch, caplog):
+    monkeypatch.setattr(my_app, "Net", Tied)
+    client, server, changed, _ = blocks("fedavg", "diff")
+    texts = {"client_app.py": sides(client)[0], "server_app.py": sides(server)[0]}
+    for name, old, new in hunks(changed):
+        assert texts[name].count(old) == 1, old
+        texts[name] = texts[name].replace(old, new)
+    assert sum(line.startswith("+") for line in changed) == 7
+    run(*map(app_of, texts.values()))
+    net = Tied()
+    net.load_state_dict(my_app.states[0], strict=False)
+    assert set(my_app.states[0]) == {"first.weight", "first.bias", "head.bias"}
+    assert test(net, load_data(9)[1])[1] > 0.5
+    assert "left out" not in caplog.text
+
+
 @pytest.mark.parametrize("strategy", ["FedFish(", "FAGH(", "FedFisherOneShot("])
 def test_a_fisher_client_takes_the_place_of_a_client_app(my_app, strategy):
     server = sides(blocks("fedavg", "diff")[1])[1]
@@ -177,7 +210,7 @@ def apply(page, app, folder):
         if path.suffix in (".py", ".toml"):
             name = path.relative_to(QUICKSTART / app).as_posix()
             texts[name] = "\n" + path.read_text(encoding="utf-8")
-    for name, old, new in hunks(blocks(page, "diff")[2]):
+    for name, old, new in hunks(blocks(page, "diff")[-1]):
         assert texts[name].count(f"\n{old}") == 1, (name, old)
         texts[name] = texts[name].replace(f"\n{old}", f"\n{new}")
     for name, text in texts.items():
@@ -336,5 +369,5 @@ def test_flowers_fedprox_moves(folder, strategy, caplog):
 def test_the_published_apps_are_not_here():
     """The pages quote the lines that change, and few beside them."""
     for page in PAGES:
-        quoted = [line for line in blocks(page, "diff")[2] if line.startswith(" ")]
+        quoted = [line for line in blocks(page, "diff")[-1] if line.startswith(" ")]
         assert len(quoted) <= 3
