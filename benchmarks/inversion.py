@@ -113,8 +113,8 @@ def trained(
 
 
 def curvature_of(model: nn.Module, images: Tensor, structure: str) -> Curvature:
-    """Return what `FedFisherOneShot` asks a client for by default."""
-    wanted = FisherOptions().for_structure(structure)
+    """Return what `FedFisherOneShot` asks a client for, of all these few examples."""
+    wanted = FisherOptions(examples=1000).for_structure(structure)
     torch.manual_seed(0)
     return fisher(
         model,

@@ -121,11 +121,11 @@ def test_clients_hear_how_much_their_fishers_may_take():
     names = ("examples", "max-passes", "max-positions")
     none = {"examples": None, "max_passes": None, "max_positions": None}
     cases = [
-        ({}, (1000, 3, 32)),
+        ({}, ("auto", 3, 32)),
         (none, (None, None, None)),
         ({"examples": 3, "max_passes": 2, "max_positions": 4}, (3, 2, 4)),
-        ({"expectation": "sampled"}, (1000, None, 32)),
-        ({"structure": "diagonal"}, (1000, 3, None)),
+        ({"expectation": "sampled"}, ("auto", None, 32)),
+        ({"structure": "diagonal"}, ("auto", 3, None)),
     ]
     for given, wanted in cases:
         strategy_of(**given).start(grid, tiny_arrays(), num_rounds=1)

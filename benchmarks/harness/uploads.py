@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from flwr_fisher.client.training import Loader, LocalSGD
 from flwr_fisher.curvature import Curvature, FisherOptions, fisher
+from flwr_fisher.curvature.batches import count_of
 from flwr_fisher.merge import LocalPosterior
 from flwr_fisher.params import shared_state
 from flwr_fisher.tasks import Task, load_task
@@ -167,7 +168,8 @@ def _keep(tensors: dict[str, Tensor], path: Path, client: int) -> None:
 
 def fisher_within_budget(model: nn.Module, loader: Loader, client: int) -> Curvature:
     """Return a client's K-FAC as ``FedFisherOneShot`` asks for it by default."""
-    return fisher(model, loader, seed=client, **asdict(FisherOptions()))
+    options = FisherOptions().for_client(count_of(loader))
+    return fisher(model, loader, seed=client, **options)
 
 
 def _laid_out(model: nn.Module, loader: Loader) -> dict[str, Tensor]:

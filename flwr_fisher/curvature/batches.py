@@ -237,7 +237,11 @@ def _drawn(batches: Any, dataset: Any, otherwise: int) -> int:
 
 
 def at_most(
-    loader: Iterable[Any], model: nn.Module, examples: int, seed: int
+    loader: Iterable[Any],
+    model: nn.Module,
+    examples: int,
+    seed: int,
+    at_random: bool = False,
 ) -> Iterable[Any]:
     """Return a loader of at most so many examples, chosen at random where it can be.
 
@@ -257,6 +261,9 @@ def at_most(
         At least 1.
     seed : int
         Of the choice.
+    at_random : bool, default False
+        Whether a plain ``DataLoader``'s examples are to come in random order, even if
+        they are not too many.
 
     Examples
     --------
@@ -267,7 +274,7 @@ def at_most(
     whole = pairs_of(loader)
     positions = _positions(whole.loader)
     if positions is not None:
-        if len(positions) <= examples:
+        if len(positions) <= examples and not at_random:
             return loader
         order = random_stream(seed, "examples").permutation(len(positions))[:examples]
         subset = _subset(whole.loader, [positions[i] for i in order])
@@ -277,6 +284,16 @@ def at_most(
     if length is None or _shuffles(whole.loader):
         return list(_first(every, examples))
     return _sample(every, examples, seed)
+
+
+def reads_at_random(loader: Iterable[Any]) -> bool:
+    """Return whether the first examples of :func:`at_most` are as good as any others.
+
+    So they are of a stream, too, of which nobody knows.
+    """
+    whole = pairs_of(loader)
+    known = _positions(whole.loader) is not None
+    return known or length_of(whole) is None or _shuffles(whole.loader)
 
 
 def _positions(loader: Iterable[Any]) -> Sequence[int] | None:
@@ -335,8 +352,8 @@ def sampler_of(loader: DataLoader[Any]) -> Iterable[Any]:
 def _shuffles(loader: Any) -> bool:
     """Return whether a loader's first examples are as good as any others."""
     random = (RandomSampler, SubsetRandomSampler)
-    plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
-    return plain and type(loader.sampler) in random
+    batches = sampler_of(loader) if isinstance(loader, DataLoader) else None
+    return type(batches) is BatchSampler and type(batches.sampler) in random
 
 
 def _first(batches: Iterable[Batch], examples: int) -> Iterator[Batch]:

@@ -4,7 +4,7 @@ Long: what is tried before training is what is done after it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import update_wrapper
 from typing import Any, TypeVar
 
@@ -175,9 +175,9 @@ class TrainingJob:
         self, problem: LocalProblem, loader: Iterable[Any] | None = None
     ) -> Curvature:
         """Return the Fisher on the client's data, or others, within its limits."""
-        options = asdict(self.fisher_options)
-        most = problem.limits.examples(options.pop("examples"))
         count = count_of(problem.trainloader)
+        options = self.fisher_options.for_client(count)
+        most = problem.limits.examples(options.pop("examples"))
         total = most if count is None else min(count, most or count)
         passes = 2 if self.structure == "ekfac" else 1
         with watching("curvature", None if total is None else passes * total):

@@ -17,7 +17,7 @@ Long: one batch's way through it, whichever sums it is for.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from flwr_fisher.errors import DataError
 PiecesOf = Callable[[Tensor, slice], Iterable[Tensor]]
 MakePieces = Callable[[Tensor, slice], Pieces]
 
+_SLOW = 3  # passes that a piece takes where each example's gradient is taken
 _QUEUE = 64  # examples that are run together, where memory allows
 _MOST_BUNDLED = 16  # pieces of an example whose gradients are summed at once, and how
 _MOST_ENTRIES = 2**20  # many entries these may have
@@ -80,11 +81,25 @@ class Engine:
         self.direct = direct
         self._tapped = self.layers | {n: sums.layer for n, sums in direct.items()}
         self.count = 0
+        self._passes = 0
         # Of every example, whether its outputs and its inputs are finite.
         self._outputs: list[Tensor] = []
         self._inputs: list[Tensor] = []
         # By the number of pieces, and by what may stand in one batch.
         self._waiting: dict[Any, list[tuple[Inputs, Group, Mapping[str, Tensor]]]] = {}
+
+    @property
+    def passes(self) -> int:
+        """How many passes examples took, forward or backward, or are to take."""
+        waiting = chain.from_iterable(self._waiting.values())
+        return self._passes + sum(
+            (1 + self.cost * len(group.order)) * len(x) for x, group, _ in waiting
+        )
+
+    @property
+    def cost(self) -> int:
+        """How many passes a piece takes: more where examples' gradients are taken."""
+        return _SLOW if self.jacobians else 1
 
     def add(
         self, inputs: Inputs, pieces_of: PiecesOf, label_mask: Tensor | None = None
@@ -227,6 +242,7 @@ class Engine:
             self._backward(x, outputs, taps, columns, pieces_of(rows), own)
 
     def _forward(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tap]]:
+        self._passes += len(inputs)
         outputs, taps = tapped_forward(
             self.model, inputs, self._tapped, spread=self.spread
         )
@@ -328,6 +344,7 @@ class Engine:
             n: sums.layer.prepared(taps[n].inputs) for n, sums in self.direct.items()
         }
         for some, last in _in_bundles(pieces, self._bundle_size(len(inputs), sizes)):
+            self._passes += self.cost * len(some) * len(inputs)
             for jacobian in self.jacobians:
                 jacobian.add(inputs, torch.stack(some))
             waiting: dict[str, list[Tensor]] = {}

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Batch
+from flwr_fisher.curvature.batches import reads_at_random
 from flwr_fisher.curvature.estimate.engine import Engine
 from flwr_fisher.curvature.estimate.likelihood import Likelihood, check_labels
 from flwr_fisher.curvature.estimate.pieces import Pieces
@@ -15,6 +17,8 @@ from flwr_fisher.curvature.operators.plain import Diagonal
 from flwr_fisher.curvature.sums import Sums, widened
 from flwr_fisher.errors import DataError
 from flwr_fisher.params import trainable_names
+
+_PASSES = 9  # of ten classes
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,23 @@ class Expectation:
     num_samples: int
     max_passes: int | None
     seed: int
+
+    @property
+    def passes(self) -> int:
+        """How many backward passes an example takes at the most, as far as is known."""
+        if self.kind == "exact":
+            return _PASSES if self.max_passes is None else self.max_passes
+        return self.num_samples if self.kind == "sampled" else 1
+
+    def examples_within(
+        self, total_passes: int, examples: int | None, loader: Iterable[Any]
+    ) -> int:
+        """Return how many examples are to be looked at for so many passes, at most."""
+        each = 1 + self.passes
+        if self.kind == "exact" and reads_at_random(loader):
+            each = 1  # of many, it may be known that they need none
+        most = max(1, total_passes // each)
+        return most if examples is None else min(examples, most)
 
     def with_labels(self, batch: Batch) -> Batch:
         """Return a batch's examples without those of which every label is -100."""

@@ -1,5 +1,6 @@
 """The Fisher information of a trained model."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypedDict, Unpack, overload
@@ -35,6 +36,7 @@ class _Options(TypedDict, total=False):
     weight_sharing: str
     seed: int
     examples: int | None
+    total_passes: int | None
     engine: str
     device: torch.device | str | None
     max_batch_bytes: int | None
@@ -74,6 +76,7 @@ def fisher(
     weight_sharing: str = "expand",
     seed: int = 0,
     examples: int | None = None,
+    total_passes: int | None = None,
     engine: str = "auto",
     device: torch.device | str | None = None,
     max_batch_bytes: int | None = None,
@@ -143,6 +146,11 @@ def fisher(
     examples : int, optional
         At most so many examples, a random subset; by default all. A K-FAC of a few
         hundred merges as well as that of ten thousand.
+    total_passes : int, optional
+        About how many passes all examples together may take, forward or backward; by
+        default any number. The first of them in random order are taken, until there are
+        so many; from a loader that has an order of its own, as many as would take them
+        at the most, at random.
     engine : "auto" | "nngeometry", default "auto"
         ``nngeometry`` computes the exact expectation through that library, for
         comparison; it refuses layers that it is known to get wrong, and also has the
@@ -205,8 +213,11 @@ def fisher(
     over_labels = Expectation(
         likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed
     )
+    if total_passes is not None:
+        check_whole("total_passes", total_passes, 1)
+        examples = over_labels.examples_within(total_passes, examples, loader)
     if examples is not None:
-        loader = at_most(loader, model, examples, seed)
+        loader = at_most(loader, model, examples, seed, total_passes is not None)
     with evaluating(model):
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)
@@ -226,7 +237,7 @@ def fisher(
                 weight_sharing=weight_sharing,
             )
             results = _by_examples(
-                model, accumulate, loader, device, structures, over_labels
+                model, accumulate, loader, device, structures, over_labels, total_passes
             )
     return results[0] if isinstance(structure, str) else tuple(results)
 
@@ -238,8 +249,11 @@ def _by_examples(
     device: torch.device,
     structures: list[str],
     expectation: Expectation,
+    total_passes: int | None,
 ) -> list[Curvature]:
     """Read the loader, twice where E-KFAC needs the eigenbasis of K-FAC first."""
+    readings = 2 if "ekfac" in structures else 1
+    most = None if total_passes is None else max(1, total_passes // readings)
 
     def read(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
         accumulation: Accumulation | None = None
@@ -249,7 +263,16 @@ def _by_examples(
                 continue
             if accumulation is None:
                 accumulation = accumulate(batch.inputs, wanted, kfac=kfac)
-            expectation.add(accumulation.engine, batch, generator)
+            engine = accumulation.engine
+            if most is not None:
+                each: float = 1 + engine.cost * expectation.passes
+                if engine.count:
+                    each = engine.passes / engine.count
+                room = math.ceil((most - engine.passes) / each)
+                if room <= 0:
+                    break
+                batch = batch[:room]
+            expectation.add(engine, batch, generator)
         if accumulation is None:
             raise DataError(
                 "the loader has no examples, or none with a label other than -100, so "

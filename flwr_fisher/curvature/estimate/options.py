@@ -13,6 +13,9 @@ ENGINES = ("auto", "nngeometry")
 _NNGEOMETRY_ONLY = ("lowrank", "quasidiag", "implicit")
 TOLERANCE = 1e-3  # measured: benchmarks/results/curvature.md
 _COUNTS = ("examples", "max_passes", "max_positions")
+AUTO = "auto"
+_MOST = 1000  # examples by default: benchmarks/results/budget.md
+_FEWEST = 128  # passes that a client of few examples may take: of 32 with three
 LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has more
 
 
@@ -22,7 +25,8 @@ class FisherOptions:
 
     By default a client takes it of few examples, in few passes and at few positions: as
     accurate on real images as all of them, at a fraction of the cost
-    (benchmarks/results/budget.md).
+    (benchmarks/results/budget.md), which is at most about that of a local epoch
+    (benchmarks/results/client.md).
 
     Parameters
     ----------
@@ -31,9 +35,11 @@ class FisherOptions:
         :func:`flwr_fisher.curvature.fisher`.
     tolerance : float, default 1e-3
         Share of the Fisher that a client may leave out to save time.
-    examples : int | None, default 1000
-        Of how many examples at most it is taken; ``None``: all. A client may take
-        fewer, as its ``ClientLimits`` say.
+    examples : int | None | "auto", default "auto"
+        Of how many examples at most it is taken; ``None``: all. By default 1000, and
+        no more than take as many passes, forward or backward, as a client has examples:
+        a quarter of them with three passes each, and more where the model is so sure
+        that they need fewer. A client may take fewer, as its ``ClientLimits`` say.
     max_passes : int | None, default 3
         In how many backward passes an example, with ``exact``; ``None``: in one for
         each class that matters.
@@ -51,13 +57,13 @@ class FisherOptions:
     Examples
     --------
     >>> FisherOptions(expectation="sampled").for_structure("diagonal").to_options()
-    {'expectation': 'sampled', 'tolerance': 0.001, 'examples': 1000, \
+    {'expectation': 'sampled', 'tolerance': 0.001, 'examples': 'auto', \
 'weight-sharing': 'expand'}
     """
 
     expectation: str = "exact"
     tolerance: float = TOLERANCE
-    examples: int | None = 1000
+    examples: int | str | None = AUTO
     max_passes: int | None = 3
     max_positions: int | None = 32
     weight_sharing: str = "expand"
@@ -67,8 +73,23 @@ class FisherOptions:
         check_known("weight_sharing", self.weight_sharing, WEIGHT_SHARINGS)
         check_range("tolerance", self.tolerance, 0, 1)
         for name in _COUNTS:
-            if (count := getattr(self, name)) is not None:
+            count = getattr(self, name)
+            if count is not None and not (name == "examples" and count == AUTO):
                 check_whole(name, count, 1)
+
+    def for_client(self, count: int | None) -> dict[str, Any]:
+        """Return what :func:`fisher` is called with by a client.
+
+        Parameters
+        ----------
+        count : int | None
+            How many examples it has; None if that is not known.
+        """
+        options = asdict(self)
+        if self.examples == AUTO:
+            passes = None if count is None else max(count, _FEWEST)
+            options |= {"examples": _MOST, "total_passes": passes}
+        return options
 
     def for_structure(self, structure: str) -> "FisherOptions":
         """Return them without the bounds that a structure has nothing to bound of.
