@@ -237,3 +237,13 @@ def test_a_large_matrix_stays_the_codes_that_it_travelled_as(monkeypatch, bits):
     assert kept.directions.dtype == (torch.int8 if bits <= 8 else torch.int16)
     assert relative(kept.to_dense(), made.to_dense()) < 1e-6
     assert relative(kept.diagonal(), made.diagonal()) < 1e-6
+
+
+def test_few_examples_cost_no_eigenvectors_where_few_bits_travel(monkeypatch):
+    """Rounding leaves a singular matrix with eigenvalues below zero."""
+    monkeypatch.setattr(factors, "eigh", None)
+    columns = torch.randn(1, 400, 60, generator=torch.Generator().manual_seed(0))
+    sent = (columns @ columns.mT) / 60 - 2e-5 * torch.eye(400)
+    got = whole(sent, 8)
+    assert_psd(got)
+    assert_within_the_bound(sent, got, 8)

@@ -60,6 +60,7 @@ from flwr_fisher.wire.quantise import (
 )
 
 _JITTER = 1e-6  # of a unit diagonal; a tenth of a step at 16 bits
+_MOST_JITTER = 1e-4
 _SMALL = 1024  # rows of a matrix that is better made once than held as codes
 WHOLE = 512  # rows of a matrix that is decomposed whole
 _FORMS = {
@@ -89,7 +90,7 @@ def encode_whole(matrices: Tensor, bits: int) -> Tensor:
     unit = torch.where(norms > 0, norms, 1)
     correlations = matrices.to(torch.float64, copy=True)
     correlations.div_(unit.unsqueeze(-1)).div_(unit.unsqueeze(-2))
-    codes = _codes(_cholesky(correlations), bits)
+    codes = _codes(_cholesky(correlations, bits), bits)
     body = [to_bytes(norms.float()), pack(codes[_lower(codes)], bits)]
     return entry_of(Form.WHOLE, bits, torch.cat(body), (*matrices.shape[:2], 0))
 
@@ -135,14 +136,18 @@ def within_range(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return matrices * (limit / top) if top > limit else matrices
 
 
-def _cholesky(correlations: Tensor) -> Tensor:
+def _cholesky(correlations: Tensor, bits: int) -> Tensor:
     """Return lower triangular factors, also of matrices that are singular."""
-    jittered = correlations.clone()
-    jittered.diagonal(dim1=-2, dim2=-1).add_(_JITTER)
+    # Few examples make a matrix singular, and its eigenvectors take ten times as long
+    # as a jitter that is a tenth of what rounding to few bits does in any case.
+    rounding = min(0.1 / levels(bits), _MOST_JITTER)
     lower: Tensor
-    lower, failed = torch.linalg.cholesky_ex(jittered)
-    if not failed.any():
-        return lower
+    for jitter in (_JITTER, rounding):
+        jittered = correlations.clone()
+        jittered.diagonal(dim1=-2, dim2=-1).add_(jitter)
+        lower, failed = torch.linalg.cholesky_ex(jittered)
+        if not failed.any():
+            return lower
     values, vectors = eigh(correlations)
     root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
     upper: Tensor = torch.linalg.qr(root)[1]
