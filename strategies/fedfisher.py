@@ -43,6 +43,7 @@ from flwr_fisher.strategies.exchanges.merged import progress_of_merge, step_of
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
+    REGRESSION,
     Additive,
     Codec,
     FisherUpload,
@@ -69,7 +70,8 @@ class FedFisherOneShot(CurvatureStrategy):
     its Fisher's size (`balance`), so that a large Fisher counts for less than by its
     size; it is lower still where that Fisher expects an unusual rise of the client's
     loss at the mean (`robust`). From the second round on, a layer's step from the mean
-    is shortened where it is longer than is usual between the clients (`trust`).
+    is shortened where it is longer than is usual between the clients (`trust`). In a
+    regression the solver takes one iteration: layers' steps to the end add up too far.
 
     Parameters
     ----------
@@ -181,6 +183,7 @@ class FedFisherOneShot(CurvatureStrategy):
         else:
             trust = TRUST if merge.trust is None else merge.trust
             self.merge = merge_settings(solver, **(options | {"trust": trust}))
+        self._may_stop_early = merge.iterations is None and solver == "pcg"
         self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
             raise ConfigurationError(
@@ -290,6 +293,8 @@ class FedFisherOneShot(CurvatureStrategy):
         self, merge: MergeSettings, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Merge the uploads."""
+        if self._may_stop_early and any(u.metrics.get(REGRESSION) for u in uploads):
+            merge = replace(merge, iterations=1)
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         if self.matching:
             posteriors = matched(posteriors)

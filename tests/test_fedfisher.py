@@ -1,6 +1,6 @@
 """FedFisher as people use it: real digits, real models, virtual clients."""
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -93,6 +93,41 @@ def accuracy_by_round(seed):
     )
     history = sorted(result.evaluate_metrics_serverapp.items())
     return [float(metrics["accuracy"]) for _, metrics in history]
+
+
+def test_a_regression_takes_one_iteration():
+    """Clients that see ranges of one input apart; more iterations make it worse."""
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()),
+            nn.Linear(32, 1),
+        )
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2400, 6, generator=generator)
+    y = 2 * (2 * x[:, 0]).sin() + x[:, 1] * x[:, 2] + x[:, 3].square()
+    x, y, test = x[:1600], y[:1600, None], (x[1600:], y[1600:, None])
+    parts = x[:, 0].argsort().chunk(4)
+    data = [[*zip(x[p].split(16), y[p].split(16), strict=True)] for p in parts]
+    adam = partial(torch.optim.Adam, lr=3e-3)
+    train = LocalSGD(epochs=10, loss_fn=F.mse_loss, optimizer=adam)
+
+    def client_fn(context):
+        own = data[context.node_config["partition-id"]]
+        return FisherClient(net(), own, train_fn=train, likelihood="gaussian")
+
+    def unexplained(**options):
+        grid = LocalGrid(make_client_app(client_fn), len(data))
+        strategy = fedfisher_with(fraction_evaluate=0.0, **options)
+        arrays = strategy.start(grid, ArrayRecord(shared_state(net()))).arrays
+        model = net()
+        model.load_state_dict(arrays_to_tensors(arrays))
+        with torch.no_grad():
+            return float(F.mse_loss(model(test[0]), test[1]) / test[1].var())
+
+    assert unexplained() == unexplained(iterations=1) < unexplained(iterations=4) - 0.2
 
 
 def test_accuracy_rises_over_a_few_rounds_and_the_first_beats_fedavg():

@@ -12,7 +12,13 @@ from flwr_fisher.wire.layout import (
     curvature_to_tensors,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.options import LIBRARY, ConfigValue, named_options, split_config
+from flwr_fisher.wire.options import (
+    LIBRARY,
+    REGRESSION,
+    ConfigValue,
+    named_options,
+    split_config,
+)
 from flwr_fisher.wire.payload import Payload
 from flwr_fisher.wire.request_groups import SERVER, join_groups, split_groups
 from flwr_fisher.wire.roster import Roster
@@ -22,6 +28,7 @@ __all__ = [
     "LIBRARY",
     "LOSSLESS",
     "PREFIX",
+    "REGRESSION",
     "SERVER",
     "Additive",
     "Codec",

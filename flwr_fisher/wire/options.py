@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 OPTION = "fisher."
 LIBRARY = "flwr-fisher"  # under which a client that is asked tells its version
+REGRESSION = "regression"  # a metric of clients whose likelihood is gaussian
 
 Value = TypeVar("Value")
 # What a ConfigRecord holds: flwr.app has a name for it since 1.31 only.

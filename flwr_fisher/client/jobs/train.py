@@ -31,6 +31,7 @@ from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, check_finite
 from flwr_fisher.progress import watching
 from flwr_fisher.wire import (
+    REGRESSION,
     Codec,
     FisherUpload,
     fedavg_bytes,
@@ -150,6 +151,8 @@ class TrainingJob:
         try_upload(problem, request, self)
         metrics, curvature = self.train(problem, request.config)
         count = request.weight(metrics)
+        if curvature is not None and problem.likelihood == "gaussian":
+            metrics |= {REGRESSION: 1}
         arrays = self.packed(problem, request, curvature, count)
         if request.options.get("report-local"):
             metrics |= local_scores(problem, request.client)
