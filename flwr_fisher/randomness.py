@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from flwr_fisher.devices import accelerator, random_states, set_random_states
+
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that depends on all parts and nothing else.
@@ -83,11 +85,12 @@ def seeded(seed: int) -> Iterator[None]:
     Parameters
     ----------
     seed : int
-        Of all three generators.
+        Of all three, torch's on an accelerator among them.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng():
-        if torch.accelerator.is_available():
+    there = random_states()
+    with torch.random.fork_rng(devices=[]):  # those of any kind of device are `there`
+        if accelerator() is not None:
             torch.manual_seed(seed)
         else:  # torch's own notes its caller's stack, once for each kind of device
             torch.default_generator.manual_seed(seed)
@@ -96,6 +99,7 @@ def seeded(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
+            set_random_states(there)
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002
 

@@ -13,6 +13,7 @@ import torch
 from flwr.app import ArrayRecord
 
 from flwr_fisher.curvature import FisherOptions
+from flwr_fisher.devices import check_float64, default_device
 from flwr_fisher.errors import ConfigurationError, check_known
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge import (
@@ -166,8 +167,8 @@ class FedFisherOneShot(CurvatureStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        cuda = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(cuda if device is None else device)
+        self.device = default_device() if device is None else torch.device(device)
+        check_float64(self.device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))
         fisher = _given("fisher", fisher, FisherOptions)
         merge = _given("merge", merge, MergeOptions)

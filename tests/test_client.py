@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ACCELERATOR
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -410,13 +411,13 @@ def test_the_device_is_the_one_asked_for():
     assert client.problem.device == CPU
     assert {p.device for p in client.problem.model.parameters()} == {CPU}
     default = FisherClient(tiny_model(), DataLoader(tiny_data(0))).problem.device.type
-    assert default == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert default == (ACCELERATOR or "cpu")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not ACCELERATOR, reason="needs an accelerator")
 def test_a_gpu_client_answers_as_a_cpu_client_does():
     like = arrays_to_tensors(tiny_arrays())
-    replies = [ask(tiny_client(device=d), config=KFAC) for d in ("cpu", "cuda")]
+    replies = [ask(tiny_client(device=d), config=KFAC) for d in ("cpu", ACCELERATOR)]
     cpu, gpu = (FisherUpload.from_arrays(*records(r), like) for r in replies)
     for key, value in cpu.params.items():
         torch.testing.assert_close(gpu.params[key], value, rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ from operator import add
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import (
@@ -264,10 +265,10 @@ def test_another_device(kind):
         assert {t.dtype for t in moved.tensors()} == {torch.float64}
     same = F.to()
     assert all(a is b for a, b in zip(F.tensors(), same.tensors(), strict=True))
-    if torch.cuda.is_available():
-        there = F.to("cuda")
+    if ACCELERATOR:
+        there = F.to(ACCELERATOR)
         v = random_like(F, 2)
-        b = {k: t.cuda() for k, t in v.items()}
+        b = {k: t.to(ACCELERATOR) for k, t in v.items()}
         assert relative(in_order(there @ b, F).cpu(), in_order(F @ v, F)) <= 1e-12
         x, want = there.solve(b, 0.1), F.solve(v, 0.1)
         assert relative(in_order(x, F).cpu(), in_order(want, F)) <= 1e-7

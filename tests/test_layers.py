@@ -16,19 +16,23 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"flwr", "ray", "datasets", "flwr_datasets", "nngeometry"}
 
 # Each room with the rooms that it may import, besides itself.
-GROUND = {"errors", "files", "log_lines", "params", "progress", "randomness"}
+GROUND = {
+    *("devices", "errors", "files", "log_lines"),
+    *("params", "progress", "randomness"),
+}
 MATHS_ROOMS = ("curvature", "merge", "rounds", "tangent")
 MATHS = GROUND | {*MATHS_ROOMS}
 FLOWERS = {"flower_internals"}
 ALLOWED = {
     "": set(),  # flwr_fisher/__init__.py itself
+    "devices": {"errors"},
     "errors": set(),
     "files": set(),
     "flower_internals": set(),
     "log_lines": {"errors"},
     "params": {"errors"},
     "progress": {"log_lines"},
-    "randomness": set(),
+    "randomness": {"devices"},
     "curvature": GROUND,
     "merge": GROUND | {"curvature"},
     "rounds": GROUND | {"curvature"},
@@ -58,7 +62,7 @@ FORBIDDEN = {
     "errors": HEAVY | {"torch"},
     **dict.fromkeys(("log_lines", "progress"), HEAVY | {"torch"}),
     **dict.fromkeys(
-        ("files", "params", "randomness", *MATHS_ROOMS),
+        ("devices", "files", "params", "randomness", *MATHS_ROOMS),
         HEAVY,
     ),
 }

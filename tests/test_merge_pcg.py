@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from devices import DEVICES
 from oracles import (
     flat,
     posteriors,
@@ -222,18 +223,7 @@ def test_no_more_than_one_layers_system_is_held(monkeypatch):
     assert held == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(
-                not torch.cuda.is_available(), reason="needs a GPU"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("solver", ["pcg", "cg", "adam"])
 def test_it_merges_where_it_is_told_to(solver, device):
     clients = posteriors(KINDS["two layers"])

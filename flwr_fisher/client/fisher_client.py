@@ -25,6 +25,7 @@ from flwr_fisher.client.messages import (
     name_of,
 )
 from flwr_fisher.client.outbox import Outbox
+from flwr_fisher.client.placement import chosen_device
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.training import EvaluateFn, Loader, LocalSGD, TrainFn
 from flwr_fisher.curvature import Likelihood
@@ -80,7 +81,9 @@ class FisherClient:
         :class:`~flwr_fisher.curvature.Likelihood` of your own; the loss is to be its
         negative logarithm.
     device : torch.device | str, optional
-        Default: CUDA where there is any, else the CPU.
+        Where the model is trained, and moved to. Default: where a loop of your own is
+        given, `train_fn` or `evaluate_fn`, the device of the model as it is; else the
+        accelerator that PyTorch finds (CUDA, XPU, …), or the CPU.
     state_dir : Path | str, default "~/.cache/flwr-fisher/state"
         Where this client keeps what it needs from one round to the next (control
         variates, TCT's features), and, for a server with checkpoints, its last upload
@@ -127,7 +130,6 @@ class FisherClient:
         batch_fn: BatchFn | None = None,
         output_fn: OutputFn | None = None,
     ) -> None:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
         self.problem = LocalProblem(
             model,
             trainloader,
@@ -135,7 +137,7 @@ class FisherClient:
             LocalSGD() if train_fn is None else train_fn,
             loss_fn,
             likelihood,
-            torch.device(default if device is None else device),
+            chosen_device(device, model, train_fn, evaluate_fn),
             Path(DEFAULT_STATE_DIR if state_dir is None else state_dir),
             limits or ClientLimits(),
             state_bytes,

@@ -1,9 +1,9 @@
 """For a plain ``ClientApp``: the curvature that a strategy wants to have uploaded."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import nn
 
@@ -21,6 +21,8 @@ from flwr_fisher.client.training import Loader
 from flwr_fisher.client.trial import log_once
 from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
+from flwr_fisher.curvature.models import place_of
+from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seeded
@@ -159,6 +161,7 @@ def check_fisher(
     }
     problem = _problem(model, trainloader, max_examples, **own)
     request, job = _read(message, context, problem, num_examples or 1)
+    replace(problem, model=model).load(request.params)
     try_upload(problem.load(request.params), request, job)
 
 
@@ -178,7 +181,9 @@ class _OwnTraining:
 def _problem(
     model: nn.Module, trainloader: Loader, max_examples: int | None, **own: Any
 ) -> LocalProblem:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = place_of(model) or CPU
+    if not has_float64(device):  # which the Fisher needs; the model stays where it is
+        model, device = copy.deepcopy(model).to(CPU), CPU
     return LocalProblem(
         model,
         trainloader,

@@ -32,6 +32,8 @@ from flwr_fisher.curvature.batches import (
     length_of,
 )
 from flwr_fisher.curvature.estimate.likelihood import likelihood_of
+from flwr_fisher.curvature.models import place_of
+from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_whole
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params, select, trainable_names
@@ -250,7 +252,19 @@ class LocalProblem:
         """Call a user's loop; `batch_fn` reads what it hands to this library."""
         on_first, self.on_first_batch = self.on_first_batch, []
         with default_reading(self.batch_fn, self.output_fn, on_first):
-            return loop(self.model, loader, self.device, config, **options)
+            returned = loop(self.model, loader, self.device, config, **options)
+        self._follow()
+        return returned
+
+    def _follow(self) -> None:
+        """Go on where a loop has left the model, if all is computed there."""
+        here = place_of(self.model)
+        if here is None or here == self.device:
+            return
+        if has_float64(here):
+            self.device = here
+        else:
+            self.model.to(self.device)
 
     def trainable(self) -> dict[str, Tensor]:
         """Return the trainable parameters by name; they are the model's own."""
@@ -258,8 +272,12 @@ class LocalProblem:
         return {name: model.get_parameter(name) for name in trainable_names(model)}
 
     def state_like(self, like: Params) -> dict[str, Tensor]:
-        """Return the model's parameters and buffers, those of `like`, in its order."""
-        return select(self.model.state_dict(), like)
+        """Return the model's parameters and buffers, those of `like`, in its order.
+
+        They are where those of `like` are, wherever a loop has left the model.
+        """
+        state = select(self.model.state_dict(), like)
+        return {name: value.to(like[name].device) for name, value in state.items()}
 
     def count_examples(self, partition: int) -> int:
         """Return how many training examples an epoch has.

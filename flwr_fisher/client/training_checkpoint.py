@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.devices import random_states, set_random_states
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
 
@@ -198,10 +199,9 @@ def generators_of(loader: object) -> list[torch.Generator]:
 def _random_states() -> dict[str, Any]:
     """Return the states of the random numbers that a request's seed sets."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "accelerator": random_states(),
         "python": random.getstate(),
         "numpy": (str(name), [int(k) for k in keys], *map(float, rest)),
     }
@@ -210,8 +210,7 @@ def _random_states() -> dict[str, Any]:
 def _set_random(states: Mapping[str, Any]) -> None:
     """Put back what :func:`_random_states` returned."""
     torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    set_random_states(states["accelerator"])
     random.setstate(states["python"])
     name, keys, position, has_gauss, gauss = states["numpy"]
     numpy = (name, np.array(keys, np.uint32), int(position), int(has_gauss), gauss)

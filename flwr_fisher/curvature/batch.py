@@ -61,6 +61,7 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     output_fn: OutputFn | None = None
+    _is_padded: bool | None = None  # looked at on the CPU: on a GPU one waits for it
 
     def __post_init__(self) -> None:
         named = [(str(i), value) for i, value in enumerate(self.args)]
@@ -122,8 +123,17 @@ class Inputs:
             there = tensor.to(device, non_blocking=True)
             return there.clone() if there.is_inference() else there
 
+        padded = self.is_padded if device.type != "cpu" else None
         with torch.inference_mode(False):  # whose tensors no gradient passes
-            return self.mapped(moved)
+            return replace(self.mapped(moved), _is_padded=padded)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a transformers model's mask says that some tokens are padding."""
+        if self._is_padded is not None:
+            return self._is_padded
+        mask = self.kwargs.get("attention_mask")
+        return isinstance(mask, Tensor) and bool((mask == 0).any())
 
     def split(self, size: int) -> "Iterator[Inputs]":
         """Yield parts of at most so many examples."""

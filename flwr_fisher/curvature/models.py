@@ -61,6 +61,11 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
     return actual
 
 
+def place_of(model: nn.Module) -> torch.device | None:
+    """Return the device of a model's first parameter; None where it has none."""
+    return next((parameter.device for parameter in model.parameters()), None)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode, gradients on; leave it exactly as it was."""

@@ -6,8 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flwr_fisher.devices import check_float64
 from flwr_fisher.merge.linear_system import (
     Device,
     LinearSystem,
@@ -137,7 +139,8 @@ def fedfisher(
     UnknownNameError
         If `solver` is not known.
     ConfigurationError
-        If a number is out of range, or `score` is given to another solver.
+        If a number is out of range, `score` is given to another solver, or the device
+        has no float64.
     ParamsError
         If there is no posterior, their layouts or dtypes differ, or a client's
         parameters or curvature are not finite, or its curvature is negative.
@@ -193,6 +196,8 @@ def merge_posteriors(
 ) -> MergeResult:
     """Merge as :func:`fedfisher` does, with its options in one object."""
     check_score(score, settings.solver)
+    if device is not None:
+        check_float64(torch.device(device), "merge on the CPU, device='cpu'")
     if settings.outlier < math.inf:
         screened = without_outliers(posteriors, settings.outlier, device)
         merged = _merged(screened.posteriors, settings, score, progress, device)

@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from flwr_fisher.client import cross_entropy, score
+from flwr_fisher.devices import default_device
 from flwr_fisher.errors import check_range
 from flwr_fisher.measures import EvaluateFn
 from flwr_fisher.params import shared_state
@@ -133,7 +133,7 @@ def report_rounds(
 
 
 def _scores(task: Task, params: Mapping[str, Tensor]) -> dict[str, float]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     model = task.make_model()
     if TCTModel.is_in(params):
         model = TCTModel.from_tensors(model, params)

@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
+from flwr_fisher.devices import default_device
 from flwr_fisher.measures import ensemble_accuracy
 from flwr_fisher.measures.accuracy import Loader
 from flwr_fisher.merge import MergeResult, fedavg
@@ -70,7 +70,7 @@ def report_one_shot(
         Accuracy by method, as in ``metrics.json``.
     """
     merged: MergeResult = result.details
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     score = partial(_accuracy, task.make_model().to(device), task.test_loader())
     accuracy = _accuracies(score, result.uploads, merged)
     influence = influences(result.uploads, merged, score)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs
@@ -168,15 +169,18 @@ class Accumulation:
 
 def _not_finite(curvature: Curvature) -> str | None:
     """Return the first parameter whose curvature is not finite, if there is one."""
+    names: list[str] = []
+    finite: list[Tensor] = []  # read in the end, at once
     for block in curvature.blocks():
         if block.kind == "Diagonal":
             named = {name: [value] for name, value in block.diagonal().items()}
         else:
             named = {next(iter(block.shapes)): block.tensors()}
         for name, tensors in named.items():
-            if not all(tensor.isfinite().all() for tensor in tensors):
-                return name
-    return None
+            names += [name] * len(tensors)
+            finite += [tensor.isfinite().all() for tensor in tensors]
+    flags = torch.stack(finite).tolist() if finite else []
+    return next((n for n, fine in zip(names, flags, strict=True) if not fine), None)
 
 
 def _check_size(sizes: list[int]) -> None:

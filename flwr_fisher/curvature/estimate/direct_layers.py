@@ -232,6 +232,11 @@ class SharedParameter(DirectLayer):
         (name,) = self.names.values()
         return name
 
+    def in_model(self, model: nn.Module) -> "SharedParameter":
+        """Return the same of another model of the same names."""
+        layer = model.get_submodule(self.name.rpartition(".")[0])
+        return SharedParameter(layer, self.names, self.shape)
+
     def copies(self, count: int) -> Tensor:
         """Return one an example, ``[count, *shape]``, in no memory of their own."""
         (parameter,) = self.parameters()

@@ -276,15 +276,13 @@ class Engine:
         It costs a backward pass, and is taken where labels, or a transformers model's
         mask, say that there may be such.
         """
-        mask = inputs.kwargs.get("attention_mask")
-        padded = isinstance(mask, Tensor) and bool((mask == 0).any())
         layers = [
             name
             for name, layer in self.layers.items()
             if any(a.observes for a in self.accumulators[name])
             and math.prod(layer.positions(taps[name].inputs.shape)) > 1
         ]
-        if not layers or (label_mask is None and not padded):
+        if not layers or (label_mask is None and not inputs.is_padded):
             return {}
         generator = torch.Generator(outputs.device).manual_seed(0)
         size, device = outputs.shape, outputs.device

@@ -104,7 +104,7 @@ class Expectation:
             if self.kind == "exact":
                 return make_pieces(outputs, rows).all()
             self.likelihood.check_order(outputs, labels)
-            engine.check_finite()  # a draw waits for a device in any case
+            engine.check_finite()  # a draw from what is not ends a process with a GPU
             mask = mask_of(outputs, rows)
             drawn = self._sampled(outputs, generator)
             return drawn if mask is None else drawn * mask.unsqueeze(-1)

@@ -23,6 +23,7 @@ from flwr_fisher.curvature.estimate.options import TOLERANCE, FisherOptions
 from flwr_fisher.curvature.estimate.positions import Positions
 from flwr_fisher.curvature.models import device_of, evaluating
 from flwr_fisher.curvature.operators.base import Curvature
+from flwr_fisher.devices import check_float64
 from flwr_fisher.errors import ConfigurationError, DataError, check_whole, extra
 
 
@@ -171,8 +172,9 @@ def fisher(
     Raises
     ------
     ConfigurationError
-        If the model has no trainable parameter or is on another device, an argument is
-        out of range or not known, or the expectation does not fit the structure.
+        If the model has no trainable parameter, or is on another device or one without
+        float64, such as MPS; an argument is out of range or not known, or the
+        expectation does not fit the structure.
     DataError
         If the loader yields no examples, or something else than batches; or where the
         expectation is over given labels and they do not fit the outputs.
@@ -210,6 +212,7 @@ def fisher(
     if max_batch_bytes is not None:
         check_whole("max_batch_bytes", max_batch_bytes, 1)
     device = device_of(model, device)
+    check_float64(device, "move the model to the CPU, model.cpu()")
     over_labels = Expectation(
         likelihood_of(likelihood), expectation, tolerance, num_samples, max_passes, seed
     )

@@ -3,9 +3,11 @@
 Long: the trial, what it explains, and what all examples share are one decision.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
 from flwr_fisher.curvature.models import outputs_with
 from flwr_fisher.curvature.sums import widened
+from flwr_fisher.devices import CPU
 from flwr_fisher.params import trainable_names
 
 _FEW = 5
@@ -76,10 +79,11 @@ class Trial:
         calls = {name: each[0] for name, each in taps.items() if len(each) == 1}
         self.calls = {n: call for n, call in calls.items() if call.output is not None}
         generator = torch.Generator().manual_seed(0)
-        self.direction = torch.randn(outputs.shape, generator=generator).to(outputs)
+        direction = torch.randn(outputs.shape, generator=generator)
+        self.direction = direction.to(outputs, non_blocking=True)
         rows = torch.arange(len(outputs), device=outputs.device)
         self.others = rows % _EVERY != 1
-        self.direction[self.others] = 0
+        self.direction.masked_fill_(_column(self.others, outputs), 0)
         self.outputs = outputs.detach()
         trained = [p for p in model.parameters() if p.requires_grad]
         edges = [call.edge() for call in self.calls.values()]
@@ -90,10 +94,31 @@ class Trial:
         self.at_outputs = {name: next(gradients) for name in self.calls}
         self._of = {id(parameter): next(gradients) for parameter in trained}
 
+    def reaches_others(self, gradient: Tensor) -> Tensor:
+        """Return whether rows of examples without a gradient have one, as a tensor."""
+        return (gradient.ne(0) & _column(self.others, gradient)).any()
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return a trained parameter's gradient, if it has one that is dense."""
         found = self._of[id(parameter)]
         return None if found is None or found.is_sparse else found
+
+    def on_cpu(self) -> "Trial":
+        """Return the same of a copy of the model on the CPU; it copies on no device."""
+        own = [*self.model.parameters(), *self.model.buffers()]
+        copies: dict[int, Any] = {
+            id(x): nn.Parameter(x.detach().cpu(), x.requires_grad)
+            if isinstance(x, nn.Parameter)
+            else x.detach().cpu()
+            for x in own
+        }
+        model = copy.deepcopy(self.model, copies)
+        return Trial(model, self.inputs.to(CPU), {})
+
+
+def _column(rows: Tensor, like: Tensor) -> Tensor:
+    """Return booleans ``[n]`` as ``[n, 1, …]``."""
+    return rows.view(-1, *[1] * (like.dim() - 1))
 
 
 def _may_spread(
@@ -108,14 +133,16 @@ def _may_spread(
             outputs, _ = tapped_forward(model, inputs, layers)
     except Exception:  # whatever a model raises at a shape that it does not expect
         return False
-    return outputs.shape == wanted.shape and agree(outputs, wanted, outputs.dtype)
+    if outputs.shape != wanted.shape:
+        return False
+    return bool(agree(outputs, wanted, outputs.dtype))
 
 
-def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two tensors are equal up to rounding in a dtype."""
+def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return whether two tensors are equal up to rounding in a dtype, as a tensor."""
     tolerance = max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
     a, b = widened(found), widened(wanted)
-    return bool(torch.dist(a, b) <= tolerance * torch.linalg.vector_norm(b))
+    return torch.dist(a, b).le(tolerance * torch.linalg.vector_norm(b))
 
 
 _AXES = 3  # at most, that a parameter is stretched along: positions, or an image's
@@ -164,7 +191,7 @@ class Forms:
         both = {n: x for k, v in tied.items() for n, x in zip(k, v, strict=True)}
         trial = Trial(model, inputs, {**layers, **direct, **both})
         calls = explained(trial, [*layers, *direct])
-        tied = {n: pair for n, pair in tied.items() if _explains(n, trial)}
+        tied = {n: tied[n] for n in _explained(tied, trial)}
         layers = {name: layers[name] for name in calls if name in layers}
         direct = {name: direct[name] for name in calls if name in direct}
         taken = {p for layer in layers.values() for p in (layer.weight, layer.bias)}
@@ -232,11 +259,25 @@ def explained(trial: Trial, names: Iterable[str]) -> dict[str, Tap]:
     names : Iterable[str]
         Of these layers.
     """
-    return {name: trial.calls[name] for name in names if _explains([name], trial)}
+    groups = _explained([(name,) for name in names], trial)
+    return {name: trial.calls[name] for (name,) in groups}
 
 
-def _explains(names: Sequence[str], trial: Trial) -> bool:
+_Names = TypeVar("_Names", bound=Sequence[str])
+
+
+def _explained(groups: Iterable[_Names], trial: Trial) -> list[_Names]:
+    """Return those of which :func:`_explains` is true; a device is read once."""
+    answers = [(names, _explains(names, trial)) for names in groups]
+    known = [(names, answer) for names, answer in answers if answer is not None]
+    flags = torch.stack([answer for _, answer in known]).tolist() if known else []
+    return [names for (names, _), true in zip(known, flags, strict=True) if true]
+
+
+def _explains(names: Sequence[str], trial: Trial) -> Tensor | None:
     """Return whether inputs and output gradients reproduce the layers' gradients.
+
+    None where they do not by their shapes alone.
 
     Of several layers, which share their parameters, the sum does.
 
@@ -249,18 +290,20 @@ def _explains(names: Sequence[str], trial: Trial) -> bool:
     gradients = [trial.gradient(parameter) for parameter in first.parameters()]
     known = [gradient for gradient in gradients if gradient is not None]
     if len(known) < len(gradients):
-        return False
+        return None
     found: list[Tensor] = []
+    foreign: list[Tensor] = []  # whether a row without a gradient has one here
     for name in names:
         layer, output = trial.layers[name], trial.at_outputs.get(name)
-        if output is None:
-            return False
-        own = len(output) == len(trial.others) and not output[trial.others].any()
+        if output is None or len(output) != len(trial.others):
+            return None
         inputs = trial.calls[name].inputs
-        if not (own and layer.fits(inputs.shape, output.shape)):
-            return False
+        if not layer.fits(inputs.shape, output.shape):
+            return None
+        foreign.append(trial.reaches_others(output))
         found.append(_flat(layer.gradients(inputs, output)))
-    return agree(torch.stack(found).sum(0), _flat(known), known[0].dtype)
+    equal = agree(torch.stack(found).sum(0), _flat(known), known[0].dtype)
+    return equal & ~torch.stack(foreign).any()
 
 
 def shared_parameters(trial: Trial, names: Sequence[str]) -> dict[str, SharedParameter]:
@@ -272,9 +315,20 @@ def shared_parameters(trial: Trial, names: Sequence[str]) -> dict[str, SharedPar
         Of the model.
     names : Sequence[str]
         The parameters to try.
+
+    Notes
+    -----
+    They are tried on the CPU: a model that looks up entries of a parameter may look
+    them up among the copies, out of range, which ends a process with a GPU.
     """
     if not names or len(trial.others) != len(trial.inputs):
         return {}
+    if trial.outputs.device.type != "cpu":
+        try:
+            there = shared_parameters(trial.on_cpu(), names)
+        except Exception:  # whatever a model raises that cannot be copied, or run there
+            return {}
+        return {n: each.in_model(trial.model) for n, each in there.items()}
     candidates = {name: list(_candidates(trial.model, name)) for name in names}
     likeliest = [each[0] for each in candidates.values()]
     if _takes(trial, likeliest):
@@ -316,7 +370,7 @@ def _takes(trial: Trial, candidates: Sequence[SharedParameter]) -> bool:
             return False
     for candidate, gradient in zip(candidates, rows, strict=True):
         wanted = trial.gradient(candidate.parameters()[0])
-        if wanted is None or gradient is None or gradient[trial.others].any():
+        if wanted is None or gradient is None or trial.reaches_others(gradient):
             return False
         (total,) = candidate.gradients(copies[candidate.name], gradient)
         if not agree(total, wanted, wanted.dtype):

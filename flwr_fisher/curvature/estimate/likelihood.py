@@ -182,8 +182,9 @@ class Categorical(Likelihood):
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``onehot(y) - p`` for y drawn from p."""
         p = _at_least_2d(outputs).softmax(-1)
-        draws = torch.multinomial(p.flatten(0, -2), 1, generator=generator)
-        return _from_probabilities(draws.reshape(p.shape[:-1]), p)
+        # As torch.multinomial draws one, without its look at p, for which a GPU waits.
+        races = torch.empty_like(p).exponential_(generator=generator)
+        return _from_probabilities((p / races).argmax(-1), p)
 
     def score(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Return ``onehot(y) - p`` for labels ``[n]`` or ``[n, T]``, 0 for -100.

@@ -131,7 +131,7 @@ class SoftmaxFactor(Factor):
         pivots = (likeliest * (after / before)).sqrt()
         others = rest.square().sum(-1, keepdim=True)
         spread = _tails(torch.cat([likeliest.square(), others], -1))[..., 1:]
-        sign = torch.ones(self.count).to(self.p)
+        sign = self.p.new_ones(self.count)
         self.drawn: Tensor | None = None
         if columns < rank:
             pivots = torch.cat([pivots, tails[..., -1:].sqrt()], -1)
@@ -308,9 +308,8 @@ def worth_keeping(weights: Tensor, tolerance: float) -> Tensor:
     flat = weights.flatten().double()
     order = flat.argsort(stable=True)
     lost = flat[order].cumsum(0)
-    dropped = lost <= tolerance * lost[-1]
-    kept = torch.ones_like(flat, dtype=torch.bool)
-    kept[order[dropped]] = False
+    kept = torch.empty_like(flat, dtype=torch.bool)
+    kept[order] = ~(lost <= tolerance * lost[-1])  # and none of NaN is dropped
     return kept.reshape(weights.shape) & (weights > 0)
 
 
@@ -371,9 +370,10 @@ def backward_plan(pieces: Pieces, tolerance: float) -> list[Group]:
     sizes = [2**k for k in range(largest.bit_length())]
 
     def group(size: int, rows: Tensor) -> Group:
-        own, there = counts[rows], rows.to(order.device)
+        own = counts[rows]
+        needed, there = (x.to(order.device, non_blocking=True) for x in (own, rows))
         chosen = order[: int(own.max()), there]
-        return Group(size, there, pieces.of(there), chosen, own.to(order.device))
+        return Group(size, there, pieces.of(there), chosen, needed)
 
     apart = [
         group(size, rows)

@@ -1,0 +1,47 @@
+"""Where a client's model is trained."""
+
+import torch
+from torch import nn
+
+from flwr_fisher.client.training import EvaluateFn, LocalSGD, TrainFn
+from flwr_fisher.client.trial import log_once
+from flwr_fisher.curvature.models import place_of
+from flwr_fisher.devices import CPU, check_float64, default_device, has_float64
+
+
+def chosen_device(
+    device: torch.device | str | None,
+    model: nn.Module,
+    train_fn: TrainFn | None,
+    evaluate_fn: EvaluateFn | None,
+) -> torch.device:
+    """Return the device that is given, or the default for a client's parts.
+
+    ``LocalSGD`` moves batches to the model, which goes to the accelerator. A loop of
+    the user's own may not, and finds the model where it was; the log says so.
+
+    Raises
+    ------
+    ConfigurationError
+        If a device is given that has no float64.
+    """
+    if device is not None:
+        chosen = torch.device(device)
+        check_float64(
+            chosen,
+            "train on the CPU, FisherClient(device='cpu'); a train_fn of your own may "
+            "move the model there, and leave it there",
+        )
+        return chosen
+    found = default_device()
+    plain = train_fn is None or isinstance(train_fn, LocalSGD)
+    if (plain and evaluate_fn is None) or not isinstance(model, nn.Module):
+        return found
+    here = place_of(model)
+    if here is None or not has_float64(here):
+        return CPU
+    if here.type != found.type:
+        told = f"the model stays on {here}, for your own loop; for {found}, pass "
+        told += f"FisherClient(device='{found}'), and move batches to the `device` that"
+        log_once([f"{told} the loop is called with"])
+    return here

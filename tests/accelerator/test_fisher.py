@@ -1,0 +1,128 @@
+"""What a Fisher on an accelerator waits for, holds and never reads."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from devices import pretended
+from oracles import randn, relative, seeded
+from test_devices import case
+from torch import nn
+
+from flwr_fisher.curvature import STRUCTURES, fisher
+
+DEVICE = pretended.NAME
+
+
+@pytest.fixture(autouse=True)
+def nothing_out_of_range():
+    """On a GPU an index out of range ends the process, whatever is caught."""
+    pretended.asserts.clear()
+    yield
+    assert pretended.asserts == []
+
+
+class RelativeBias(nn.Module):
+    """Swin's: a table that is indexed, once for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.table = nn.Parameter(torch.randn(9, 2))
+        self.register_buffer("index", torch.arange(25) % 9)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        bias = self.table[self.index].view(5, 5, 2).movedim(-1, 0)
+        scores = (x @ x.mT).unsqueeze(1) + bias
+        return self.head((scores.softmax(-1) @ x.unsqueeze(1)).mean((1, 2)))
+
+
+class Positions(nn.Module):
+    """A table of positions, of which the first few are taken; and a class token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.places = nn.Parameter(torch.randn(8, 6))
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1)
+        x = x + self.places[torch.arange(2, 2 + x.shape[1], device=x.device)]
+        return self.head(x.tanh().mean(1))
+
+
+@pytest.mark.parametrize("make", [RelativeBias, Positions])
+def test_a_table_that_is_indexed_is_not_read_out_of_range(make):
+    model, x = seeded(make), randn(1, 7, 5, 4)
+    want = fisher(copy.deepcopy(model), [x], structure="diagonal")
+    got = fisher(model.to(DEVICE), [x], structure="diagonal").to("cpu")
+    for name, value in want.diagonal().items():
+        assert relative(got.diagonal()[name], value) < 1e-4, name
+
+
+def waits(model, batches, **options):
+    with pretended.watch() as seen:
+        fisher(model, batches, **options)
+    return seen
+
+
+PASSES = {
+    "kfac": {},
+    "ekfac": {"structure": "ekfac"},
+    "diagonal": {"structure": "diagonal"},
+    "dense": {"structure": "dense"},
+    "every piece": {"tolerance": 0},
+    "sampled": {"expectation": "sampled"},
+    "few passes": {"max_passes": 2},
+}
+
+
+@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES)
+@pytest.mark.parametrize("name", ["convolutions", "attention"])
+def test_the_pass_waits_once_a_batch(name, options):
+    model, inputs = case(name)
+    model = model.to(DEVICE)
+    one, five = (waits(model, [inputs] * n, **options) for n in (1, 5))
+    read = 2 if options.get("structure") == "ekfac" else 1
+    more = len(five.waits()) - len(one.waits())
+    assert more <= 4 * read, five.where()
+
+
+# A batch's own gradient is divided by the number of its labels, which is read as well.
+@pytest.mark.parametrize(
+    ("expectation", "most"), [("empirical", 1), ("empirical-batch", 2)]
+)
+def test_given_labels_are_checked_in_one_wait_a_batch(expectation, most):
+    model, inputs = case("convolutions")
+    batch = inputs, torch.arange(len(inputs)) % 3
+    options = {"structure": "diagonal", "expectation": expectation}
+    one, five = (waits(model.to(DEVICE), [batch] * n, **options) for n in (1, 5))
+    assert len(five.waits()) - len(one.waits()) <= 4 * most, five.where()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_what_a_pass_waits_for_beside_its_batches_does_not_grow_with_layers(structure):
+    if structure == "ekfac":
+        pytest.skip("an eigenvector's computation is waited for, twice a layer")
+    seen = {}
+    for depth in (1, 4):
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(depth)]
+        model = nn.Sequential(*layers, nn.Linear(4, 3)).to(DEVICE)
+        seen[depth] = waits(model, [randn(0, 6, 4)], structure=structure)
+    assert len(seen[4].waits()) <= len(seen[1].waits()), seen[4].where()
+
+
+def test_what_was_held_is_given_back():
+    model, inputs = case("convolutions")
+    model = model.to(DEVICE)
+    gc.collect()
+    held = pretended.held()
+    for structure in STRUCTURES:
+        fisher(model, [inputs] * 2, structure=structure)
+        gc.collect()  # torch's own first calls leave cycles
+        assert pretended.held() == held, structure
