@@ -23,11 +23,14 @@ from flwr_fisher.callbacks.base import check_callbacks
 from flwr_fisher.errors import (
     ConfigurationError,
     RoundError,
+    check_known,
     check_range,
     check_whole,
 )
 from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
+from flwr_fisher.merge.norms import moved_norms, norms_of
+from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import EvaluationDoor
 from flwr_fisher.server.driver import TO_EVALUATE, Driver, exchanges_of
@@ -38,6 +41,7 @@ from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import ExchangeRun, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
+from flwr_fisher.strategies.exchanges.norms import norm_exchange
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 _RANGES: dict[str, tuple[int, ...]] = {
@@ -47,6 +51,7 @@ _RANGES: dict[str, tuple[int, ...]] = {
     "min_evaluate_nodes": (0,),
     "min_available_nodes": (1,),
 }
+_NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _INDENT = 10  # columns before a line of the settings in the log
 # What Flower's older strategies call it.
@@ -93,6 +98,15 @@ class CurvatureStrategy(FedAvg):
         When a round ends, and for how many clients it waits; see
         :class:`~flwr_fisher.strategies.Waiting`. By default until all have replied, or
         the `timeout` of :meth:`start`.
+    norm_statistics : "average" | "refresh", default "average"
+        The new model's running statistics of batch norms. ``average``: the mean of the
+        clients', which are of their own weights. ``refresh``: the round's clients run
+        the new model over their data once more, in train mode, and tell how its inputs
+        to each norm are distributed: exact, but for how batches are normalised, and
+        with `secure` a secure sum. It is asked for where clients' trainings have moved
+        statistics, costs a forward pass and four bytes a statistic, and is left out
+        with a warning where no client is there any more. Norms that clients keep in
+        eval mode are frozen, and stay as they are.
     secure : flwr_fisher.secure.SecureSums, optional
         Let the server see sums over clients, and no client's upload; see
         :class:`~flwr_fisher.secure.SecureSums`. `policy` does nothing then.
@@ -107,6 +121,8 @@ class CurvatureStrategy(FedAvg):
         If an argument is out of range.
     """
 
+    # Whether clients train in train mode, which moves the statistics of batch norms.
+    moves_norms: ClassVar[bool] = True
     # What an error says of a keyword that is a field of an options object.
     grouped: ClassVar[Mapping[str, str]] = {}
 
@@ -116,6 +132,7 @@ class CurvatureStrategy(FedAvg):
         seed: int = 0,
         policy: Policy | None = None,
         waiting: Waiting | None = None,
+        norm_statistics: str = "average",
         secure: Secure | None = None,
         **kwargs: Any,
     ) -> None:
@@ -137,7 +154,8 @@ class CurvatureStrategy(FedAvg):
         if not isinstance(secure, Secure | None):
             raise ConfigurationError(f"secure must be SecureSums(), got {secure!r}")
         super().__init__(**kwargs)
-        self.secure = secure
+        check_known("norm_statistics", norm_statistics, _NORM_STATISTICS)
+        self.norm_statistics, self.secure = norm_statistics, secure
         self.waiting = Waiting() if waiting is None else waiting
         if self.waiting.window is not None and self.fraction_train not in (0.0, 1.0):
             raise ConfigurationError(
@@ -195,6 +213,27 @@ class CurvatureStrategy(FedAvg):
         if self.secure is not None:
             self.secure.check(self.exchanges(1), type(self).__name__)
 
+    def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
+        """Return the norms whose statistics a round's clients are to measure.
+
+        Those that their trainings have moved, or all of a method that trains in eval
+        mode.
+
+        Parameters
+        ----------
+        before, after : Mapping[str, Tensor]
+            The model at the start of the round, and after its step.
+        """
+        if self.norm_statistics == "average":
+            return []
+        return moved_norms(before, after) if self.moves_norms else norms_of(after)
+
+    def refresh_exchange(
+        self, prefixes: Sequence[str], weights: Mapping[int, float]
+    ) -> Exchange[Any]:
+        """Return the exchange that asks clients to, by their numbers, with weights."""
+        return norm_exchange(prefixes if self.moves_norms else (), weights)
+
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds beside parameters; by default nothing."""
         return {}
@@ -225,6 +264,7 @@ class CurvatureStrategy(FedAvg):
             "min_train_nodes": self.min_train_nodes,
             "weighted_by_key": self.weighted_by_key,
             "waiting.over_selection": self.waiting.over_selection,
+            "norm_statistics": self.norm_statistics,
             **{f"policy.{name}": n for name, n in asdict(self.policy).items()},
             **({} if self.secure is None else {"secure": self.secure.settings()}),
             **self.settings(),
@@ -391,6 +431,15 @@ class CurvatureStrategy(FedAvg):
         for message in replies:
             under_way.door.take(self._requested["train"].reply(message))
         outcome = under_way.step()
+        if norms := self.norms_to_refresh(
+            under_way.state.params, outcome.step.state.params
+        ):
+            logger.warning(
+                "norm statistics: %d batch norms keep the mean of the clients' "
+                "statistics, since Flower's own loop has one request a round: use this "
+                "library's `start`, or merge.refresh_norms(model, loader)",
+                len(norms),
+            )
         self._state = outcome.step.state
         metrics = {**outcome.metrics, **outcome.step.metrics}
         return tensors_to_arrays(self._state.params), MetricRecord(metrics)

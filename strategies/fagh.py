@@ -90,6 +90,8 @@ class FAGH(CurvatureStrategy):
         result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=100)
     """
 
+    moves_norms = False  # clients differentiate in eval mode
+
     def __init__(
         self,
         *,

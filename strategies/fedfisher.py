@@ -119,6 +119,9 @@ class FedFisherOneShot(CurvatureStrategy):
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
         Where the server merges; by default on the GPU, if there is one.
+    norm_statistics : "refresh" | "average", default "refresh"
+        As of :class:`CurvatureStrategy`. A merged network with batch norm is far below
+        what it is worth by averaged statistics (docs/pretrained.md).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
         ``aggregate="parts"``, `policy`'s `max_share` does nothing:
@@ -164,9 +167,10 @@ class FedFisherOneShot(CurvatureStrategy):
         privacy: Privacy | None = None,
         score: Score | None = None,
         device: torch.device | str | None = None,
+        norm_statistics: str = "refresh",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(norm_statistics=norm_statistics, **kwargs)
         self.device = default_device() if device is None else torch.device(device)
         check_float64(self.device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))

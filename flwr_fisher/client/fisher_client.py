@@ -32,6 +32,7 @@ from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
+from flwr_fisher.wire.answer import ANY_JOB
 
 # Arrays of a request, each of which takes time to read: strategies send parameters, one
 # group like them and a few facts; jobs of users' own may want more.
@@ -256,7 +257,9 @@ def make_client_app(client_fn: ClientFn, mods: list[Mod] | None = None) -> Clien
     def query(message: Message, context: Context) -> Message:
         asks = asks_for_parameters(message)
         model = client_fn(context).problem.model if asks else None
-        return identify(message, context, model)
+        answer = identify(message, context, model)
+        answer.content.config_records["config"][ANY_JOB] = True
+        return answer
 
     return app
 

@@ -116,10 +116,11 @@ class SumRequest:
         job = named_options({"job": str(self.options.get("secure-job", "train"))})
         content = RecordDict()
         for name, record in self.message.content.items():
-            content[name] = arrays
             if isinstance(record, ConfigRecord):
                 kept = {k: v for k, v in record.items() if not k.startswith(own)}
                 content[name] = ConfigRecord({**kept, **job})
+            else:
+                content[name] = arrays
         self.message.content = content
         return self.call_next(self.message, self.context)
 

@@ -1,4 +1,7 @@
-"""A run's rounds, one after another: train, evaluate, write down, tell."""
+"""A run's rounds, one after another: train, evaluate, write down, tell.
+
+Long: a third of it says what a driver needs of its strategy.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +14,25 @@ from flwr.serverapp import Grid
 from flwr_fisher.callbacks import Callback
 from flwr_fisher.errors import RoundError, listed
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import Params
 from flwr_fisher.server.door import EvaluationDoor, abstains
 from flwr_fisher.server.exchange import Exchange, Secure, Uploads
+from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import collect
-from flwr_fisher.server.round import ExchangeRun, LateReplies, StrategySettings, door_of
+from flwr_fisher.server.round import (
+    NUM_EXAMPLES,
+    ExchangeRun,
+    LateReplies,
+    StrategySettings,
+    door_of,
+)
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import named_options
 
+_NOBODY = (
+    "their ClientApps do a training alone: give their model and loader to a "
+    "FisherClient, or merge.refresh_norms(model, loader) with data of your own"
+)
 TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores
 
@@ -32,6 +47,14 @@ class Strategy(StrategySettings, Protocol):
 
     def may_skip(self, server_round: int) -> bool:
         """Return whether the run can go on without a round."""
+
+    def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
+        """Return the norms whose statistics the round's clients are to measure."""
+
+    def refresh_exchange(
+        self, prefixes: Sequence[str], weights: Mapping[int, float]
+    ) -> Exchange[Any]:
+        """Return what asks clients, by their numbers, with weights."""
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
         """Return what clients that train are sent of the caller's."""
@@ -63,13 +86,17 @@ class _Listener(Protocol):
 def exchanges_of(strategy: Strategy, server_round: int) -> Sequence[Exchange[Any]]:
     """Return what a round asks, as secure sums where the strategy wants them."""
     exchanges = strategy.exchanges(server_round)
+    return secured(strategy, exchanges, f"{server_round}", strategy.weighted_by_key)
+
+
+def secured(
+    strategy: Strategy, exchanges: Sequence[Exchange[Any]], what: str, weighted_by: str
+) -> Sequence[Exchange[Any]]:
+    """Return exchanges, as secure sums where the strategy wants them."""
     if strategy.secure is None:
         return exchanges
-    return strategy.secure.secured(
-        exchanges,
-        seed=f"{strategy.seed}/{server_round}",
-        weighted_by=strategy.weighted_by_key,
-    )
+    seed = f"{strategy.seed}/{what}"
+    return strategy.secure.secured(exchanges, seed=seed, weighted_by=weighted_by)
 
 
 class Driver:
@@ -154,23 +181,15 @@ class Driver:
         """
         if self.strategy.fraction_train == 0.0:  # FedAvg's way to evaluate alone
             return
-        uploads: Uploads[Any]
+        uploads: Uploads[Any] = []
+        before = self.run.state.params
         exchanges = exchanges_of(self.strategy, self.server_round)
         for index, exchange in enumerate(exchanges, start=1):
             # The uploads of the last exchange go before those of this one come.
             uploads = []
             self.run.forget_uploads()
             journal = self.run.exchange(self.server_round, index)
-            under_way = ExchangeRun(
-                self.strategy,
-                exchange,
-                self.run.state,
-                self.server_round,
-                config,
-                self.grid,
-                journal,
-                self.timeout,
-            )
+            under_way = self._exchange_run(exchange, config, journal)
             under_way.gather(self._late_replies(under_way))
             outcome = under_way.step()
             under_way.close(outcome.uploads)
@@ -181,6 +200,88 @@ class Driver:
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
             self.run.take_step(self.server_round, step, uploads, metrics)
+        clients = {u.client: (u.number, u.num_examples) for u in uploads}
+        self._refresh_norms(before, clients, config)
+
+    def _exchange_run(
+        self,
+        exchange: Exchange[Any],
+        config: ConfigRecord,
+        journal: ExchangeJournal,
+        *,
+        optional: bool = False,
+    ) -> ExchangeRun[Any]:
+        return ExchangeRun(
+            self.strategy,
+            exchange,
+            self.run.state,
+            self.server_round,
+            config,
+            self.grid,
+            journal,
+            self.timeout,
+            optional=optional,
+        )
+
+    def _refresh_norms(
+        self,
+        before: Params,
+        clients: Mapping[str, tuple[int, float]],
+        config: ConfigRecord,
+    ) -> None:
+        """Have the round's clients measure the new model's norms, if it asks for it.
+
+        Who has gone since is left out, and the round is finished without it where
+        nobody is there. It is not kept on disk: a run that resumes does it again.
+
+        Parameters
+        ----------
+        before : Mapping[str, Tensor]
+            What the round began with.
+        clients : Mapping[str, tuple[int, float]]
+            The round's, by name: their numbers and weights.
+        config : ConfigRecord
+            The caller's.
+        """
+        merged, strategy = self.run.state, self.strategy
+        prefixes = strategy.norms_to_refresh(before, merged.params)
+        if not prefixes:
+            return
+        connected = {self.cohort.identity(n).number: n for n in self._connected()}
+        able = self.cohort.able
+        there = {n: w for n, w in clients.values() if connected.get(n) in able}
+        exchange = strategy.refresh_exchange(prefixes, there)
+        try:
+            if gone := {c for c, (n, _) in clients.items() if n not in connected}:
+                logger.warning("norm statistics: gone since: %s", listed(gone))
+            if not there:
+                raise RoundError(_NOBODY if connected else "all clients have gone")
+            what = f"{self.server_round}/norms"
+            exchanges = secured(strategy, [exchange], what, NUM_EXAMPLES)
+            for index, one in enumerate(exchanges, start=1):
+                journal = Journal(None).exchange(self.server_round, index)
+                under_way = self._exchange_run(one, config, journal, optional=True)
+                late = LateReplies(
+                    self.cohort, None, journal, self.server_round, self._count_late
+                )
+                under_way.gather(late)
+                outcome = under_way.step()
+                self.run.take_step(
+                    self.server_round,
+                    outcome.step,
+                    outcome.uploads,
+                    outcome.metrics,
+                    aside=True,
+                )
+        except RoundError as error:
+            self.run.state = merged
+            logger.warning(
+                "norm statistics: %d batch norms keep the mean of the clients' "
+                "statistics, which are of other weights than the new model's: it may "
+                "be far worse for it (docs/pretrained.md), since %s",
+                len(prefixes),
+                error,
+            )
 
     def _late_replies(self, under_way: ExchangeRun[Any]) -> LateReplies:
         """Return what takes the replies that come when an exchange is over."""
@@ -202,11 +303,14 @@ class Driver:
         self.run.count_late(self.server_round)
         return self.server_round
 
+    def _connected(self) -> list[int]:
+        """Return the nodes that are connected, and may be asked."""
+        connected, cohort = list(self.grid.get_node_ids()), self.cohort
+        return cohort.learn(cohort.mailbox(self.grid), connected, self.timeout)
+
     def _nodes(self) -> dict[str, int]:
         """Return the nodes that are connected, by their clients' names."""
-        connected, cohort = list(self.grid.get_node_ids()), self.cohort
-        nodes = cohort.learn(cohort.mailbox(self.grid), connected, self.timeout)
-        return {cohort.name(node): node for node in nodes}
+        return {self.cohort.name(node): node for node in self._connected()}
 
     def evaluate(self, config: ConfigRecord) -> None:
         """Have clients evaluate the run's parameters, as the strategy says.

@@ -135,6 +135,8 @@ class NodeNames:
         Connected nodes that must not take part, with the reason.
     foreign : dict[int, str]
         Nodes whose ClientApp is foreign, and what to do about it.
+    able : set[int]
+        Nodes that do every job, and not a training alone.
     """
 
     def __init__(self, allow_foreign: bool = True) -> None:
@@ -147,6 +149,7 @@ class NodeNames:
         self.answered: set[int] = set()
         self.refused: dict[int, str] = {}
         self.foreign: dict[int, str] = {}
+        self.able: set[int] = set()
 
     def identity(self, node_id: int) -> Identity:
         """Return who a node is."""
@@ -220,6 +223,8 @@ class NodeNames:
             self._until[node] = time.monotonic()
             return
         self.answered.add(node)
+        if answer.any_job:
+            self.able.add(node)
         if answer.partition is not None:
             registered = self._registered.get(node, "")
             self._known[node] = Identity(node, registered, answer.partition)

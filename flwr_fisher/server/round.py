@@ -43,6 +43,7 @@ from flwr_fisher.wire import Payload, named_options
 P = TypeVar("P", bound=Payload)
 
 _AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
+NUM_EXAMPLES = "num-examples"
 _AT_ONCE = 4  # uploads that are held, where they are added up as they come
 # What a step raises that cannot work with what it is given.
 _STEP_ERRORS = (
@@ -90,7 +91,12 @@ def requests(
     return messages
 
 
-def door_of(strategy: StrategySettings, exchange: Exchange[P], like: Params) -> Door[P]:
+def door_of(
+    strategy: StrategySettings,
+    exchange: Exchange[P],
+    like: Params,
+    weighted_by: str | None = None,
+) -> Door[P]:
     """Return the door that an exchange's replies pass.
 
     Parameters
@@ -101,6 +107,8 @@ def door_of(strategy: StrategySettings, exchange: Exchange[P], like: Params) -> 
         What is asked.
     like : Mapping[str, Tensor]
         The run's parameters.
+    weighted_by : str, optional
+        The metric that weights clients. Default: the strategy's.
     """
     policy = strategy.policy
     if exchange.fold is not None:  # what is added at once cannot be weighed against
@@ -109,7 +117,7 @@ def door_of(strategy: StrategySettings, exchange: Exchange[P], like: Params) -> 
         strategy.cohort,
         exchange.read,
         like,
-        strategy.weighted_by_key,
+        weighted_by or strategy.weighted_by_key,
         policy,
         fold=exchange.fold,
         quiet=bool(exchange.log_name),
@@ -156,6 +164,9 @@ class ExchangeRun(Generic[P]):
     timeout : float
         Seconds to wait for nodes to connect, and for replies where there is no
         collection window.
+    optional : bool, default False
+        Whether the round does without it: whoever is there now is asked, and one reply
+        is enough.
     """
 
     def __init__(
@@ -168,13 +179,19 @@ class ExchangeRun(Generic[P]):
         grid: Grid,
         journal: ExchangeJournal,
         timeout: float,
+        *,
+        optional: bool = False,
     ) -> None:
         self.strategy, self.exchange, self.state = strategy, exchange, state
         self.server_round, self.config = server_round, exchange.configure(config)
         self.grid, self.journal, self.timeout = grid, journal, timeout
         self.cohort, self.waiting = strategy.cohort, strategy.waiting
-        self.needed = strategy.min_train_nodes
-        self.door = door_of(strategy, exchange, state.params)
+        self.needed, self.optional = strategy.min_train_nodes, optional
+        weighted_by = strategy.weighted_by_key
+        if optional:
+            self.needed, self.waiting = 1, replace(self.waiting, window=None)
+            weighted_by = NUM_EXAMPLES  # a metric of trainings, perhaps
+        self.door = door_of(strategy, exchange, state.params, weighted_by)
         self._sampled: set[str] | None = None  # names; None: whoever comes
         self._asked: dict[int, _Asked] = {}
         self._due: set[int] = set()  # nodes that have not replied
@@ -205,7 +222,10 @@ class ExchangeRun(Generic[P]):
         if not isinstance(self.exchange.clients, str):
             numbers = self.exchange.clients(self.state)
             minimum = min(self.needed, len(numbers))
-            ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
+            if self.optional:
+                ready = sorted(self._connected(), key=cohort.order)
+            else:
+                ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
             part = self.exchange.log_name and f"{self.exchange.log_name}: "
             logger.info("configure_train: %sasking %s nodes", part, len(nodes))

@@ -156,11 +156,17 @@ class Run:
         step: Step,
         uploads: Uploads[Any],
         metrics: MetricRecord,
+        *,
+        aside: bool = False,
     ) -> None:
-        """Take a step's outcome; a later exchange's metrics join an earlier one's."""
+        """Take a step's outcome; a later exchange's metrics join an earlier one's.
+
+        What is done `aside` leaves the result its uploads and details.
+        """
         self.state = step.state
-        known = list(uploads) if step.summed is None else [step.summed]
-        self._result.uploads, self._result.details = known, step.details
+        if not aside:
+            known = list(uploads) if step.summed is None else [step.summed]
+            self._result.uploads, self._result.details = known, step.details
         history = self._result.train_metrics_clientapp
         first = server_round not in history
         earlier = dict(history.get(server_round, {}))

@@ -12,6 +12,9 @@ They travel by the part that they belong to, each under ``<part>/<parameter>``:
     a curvature's product with a vector;
 ``gradient``, ``hvp``, ``direction``, ``control``, …
     vectors over the trained parameters;
+``norms``
+    how far inputs of batch norms are from their running statistics, under the names of
+    these (:mod:`flwr_fisher.merge.norms`);
 ``contribution/<vector>``
     vectors of norm 1 at most together;
 ``curvature``
@@ -54,7 +57,7 @@ from flwr_fisher.wire.layout import (
 from flwr_fisher.wire.payload import Payload
 
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
-PRODUCT = "product"
+PRODUCT, NORMS = "product", "norms"
 SUMS = (PARAMS, FISHER, POINT)  # of which FedFisher merges diagonals
 CURVATURE = PREFIX.removesuffix("/")
 _OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT, CURVATURE}  # than plain vectors

@@ -16,6 +16,7 @@ from flwr_fisher.wire.arrays import (
 )
 from flwr_fisher.wire.options import LIBRARY
 
+ANY_JOB = "any-job"  # under which a client tells that it does every job
 _LARGEST_ID = 2**63
 _MOST_FROZEN = 2**23  # characters, of all names and digests
 # Of all that is frozen and not sent, beside an upload. A secure sum sends it as it is,
@@ -41,6 +42,8 @@ class Answer:
         The names of those that it does not train, each with a digest of its values.
     problem : str
         What it says that cannot be.
+    any_job : bool
+        Whether it does every job, and not a training alone.
     """
 
     of_library: bool
@@ -48,6 +51,7 @@ class Answer:
     trained: frozenset[str] | None
     frozen: frozenset[str] | None = None
     problem: str = ""
+    any_job: bool = False
 
     def frozen_beside(self, sent: Iterable[str]) -> frozenset[str] | None:
         """Return what is frozen, without the parameters that are sent to clients."""
@@ -79,6 +83,7 @@ class Answer:
             _texts(configs, "trained"),
             frozen,
             problem,
+            any(record.get(ANY_JOB) is True for record in configs),
         )
 
 

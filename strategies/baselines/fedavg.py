@@ -61,6 +61,11 @@ class FedAvg(CurvatureStrategy):
     def __init__(self, *, privacy: Privacy | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.privacy = check_privacy(privacy)
+        if self.privacy is not None and self.norm_statistics == "refresh":
+            raise ConfigurationError(
+                "norm_statistics='refresh' and privacy=: what clients tell of batch "
+                "norms would have no noise; leave norm_statistics out"
+            )
         if self.privacy is not None and self.secure is None:
             raise ConfigurationError(
                 "privacy= needs secure=SecureSums(): clients add their noise to a sum"

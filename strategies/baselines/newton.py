@@ -47,6 +47,8 @@ class NewtonStrategy(CurvatureStrategy):
         loop knows one exchange a round.
     """
 
+    moves_norms = False  # clients differentiate in eval mode
+
     def __init__(self, *, lr: float = 1.0, iterations: int = 10, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         check_positive("lr", lr, or_zero=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.norms import catch_up_norms
 from flwr_fisher.client.training import score
 from flwr_fisher.client.trial import (
     check_outputs,
@@ -178,6 +179,8 @@ class TrainingJob:
         self, problem: LocalProblem, loader: Iterable[Any] | None = None
     ) -> Curvature:
         """Return the Fisher on the client's data, or others, within its limits."""
+        if loader is None:
+            catch_up_norms(problem)
         count = count_of(problem.trainloader)
         options = self.fisher_options.for_client(count)
         most = problem.limits.examples(options.pop("examples"))

@@ -1,0 +1,34 @@
+"""What a client tells of a merged model's batch norms: one pass over its data."""
+
+from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
+from flwr_fisher.errors import ClientError
+from flwr_fisher.merge.norms import norms_of
+from flwr_fisher.merge.refresh import norm_shifts
+from flwr_fisher.wire import Additive
+from flwr_fisher.wire.additive import NORMS
+
+
+@register_job("norm-statistics")
+def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
+    """Return how far inputs of batch norms are from the statistics that were sent.
+
+    ``norms`` are the names of those that are meant, up to ``running_mean``; by default
+    those that this client does not freeze. Each is weighted by this client's examples;
+    among these, inputs count alike.
+
+    Raises
+    ------
+    ClientError
+        If the server names norms of which it sent no statistics.
+    DataError
+        If there is no batch of two examples.
+    """
+    asked, known = request.options.get("norms"), norms_of(request.params)
+    prefixes = None if asked is None else list(map(str, asked))
+    if unknown := sorted({*(prefixes or ())} - {*known}):
+        raise ClientError(
+            f"the server asks for statistics of {unknown}, and sent none of them"
+        )
+    shifts = norm_shifts(problem.model, problem.train_batches, prefixes)
+    own = {name: value.to(request.params[name].dtype) for name, value in shifts.items()}
+    return Reply({}, Additive.of({NORMS: own}).to_arrays())

@@ -1,0 +1,73 @@
+"""A client's own batch norms, whose statistics may lag behind what it has trained."""
+
+from collections.abc import Sequence
+
+import torch
+
+from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.curvature.batch import Batch
+from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.losses import loss_of
+from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.log_lines import logger
+from flwr_fisher.merge.refresh import norms_by_prefix, norms_training, refresh_norms
+
+_EXAMPLES = 256  # that are looked at
+_FACTOR, _MARGIN = 1.5, 0.5  # of losses; in nats where they are of classes
+
+
+def catch_up_norms(problem: LocalProblem) -> None:
+    """Take statistics anew where the model is far worse in eval than in train mode.
+
+    With a small ``momentum``, or few batches, running statistics are of weights that
+    the training has long left: the model that is uploaded, and whose Fisher is taken,
+    would not be the one that was trained.
+
+    Parameters
+    ----------
+    problem : LocalProblem
+        With a trained model, whose batch norms may change.
+    """
+    model = problem.model
+    norms = list(dict.fromkeys(norms_by_prefix(model).values()))
+    if not norms:
+        return
+    few = _first(problem)
+    with torch.no_grad():
+        with evaluating(model):
+            in_eval = _loss(problem, few)
+        with norms_training(model, norms):
+            in_train = _loss(problem, few)
+    if not in_eval > _FACTOR * in_train + _MARGIN:
+        return
+    logger.warning(
+        "the batch norms' running statistics lag behind the trained model, whose loss "
+        "is %.3g in eval mode and %.3g in train mode: they are taken anew from the "
+        "training data",
+        in_eval,
+        in_train,
+    )
+    refresh_norms(model, problem.train_batches)
+
+
+def _first(problem: LocalProblem) -> list[Batch]:
+    """Return the first batches that a norm takes in train mode: of two examples."""
+    few, count = list[Batch](), 0
+    for batch in batches_of(problem.train_batches, problem.model, problem.device):
+        if len(batch) > 1 and batch.num_labels:
+            few.append(batch)
+            count += len(batch)
+        if count >= _EXAMPLES:
+            break
+    return few
+
+
+def _loss(problem: LocalProblem, batches: Sequence[Batch]) -> float:
+    """Return the mean loss over labels; 0 of none."""
+    total, count = 0.0, 0
+    for batch in batches:
+        outputs = batch.inputs(problem.model)
+        loss = loss_of(problem.loss, outputs, batch.labels)
+        total += float(loss) * batch.num_labels
+        count += batch.num_labels
+    return total / max(count, 1)

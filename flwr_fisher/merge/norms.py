@@ -1,0 +1,126 @@
+"""Running statistics of batch norms, as tensors: who has moved, and shifts of them.
+
+After a merge they are means over the clients' statistics, which are of the clients' own
+weights. How far the merged model's inputs to a norm are from them is a *shift*, which
+clients can add up: of the mean in deviations, of the variance in variances, so that all
+layers have one scale.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from flwr_fisher.errors import ParamsError
+from flwr_fisher.params import Params
+
+MEAN, VARIANCE = "running_mean", "running_var"
+_COUNT = "num_batches_tracked"
+_FLOOR = 1e-5  # torch's eps of a batch norm, which adds it to every variance
+
+
+def norms_of(params: Params) -> list[str]:
+    """Return what stands before ``running_mean`` in the names of norms' statistics.
+
+    Examples
+    --------
+    >>> norms_of({"bn.running_mean": torch.zeros(2), "bn.running_var": torch.ones(2)})
+    ['bn.']
+    """
+    prefixes = (key.removesuffix(MEAN) for key in params if key.endswith(MEAN))
+    return [prefix for prefix in prefixes if prefix + VARIANCE in params]
+
+
+def moved_norms(before: Params, after: Params) -> list[str]:
+    """Return the norms of which a training in train mode has moved the statistics.
+
+    One that stays in eval mode while clients train is frozen: its statistics are a part
+    of the network, and right for whatever weights it has.
+
+    Parameters
+    ----------
+    before, after : Mapping[str, Tensor]
+        A model's parameters and buffers at the start of a round, and merged.
+    """
+
+    def moved(prefix: str) -> bool:
+        names = [prefix + name for name in (MEAN, VARIANCE, _COUNT)]
+        own = [name for name in names if name in before and name in after]
+        return any(not torch.equal(before[n], after[n]) for n in own)
+
+    return [prefix for prefix in norms_of(after) if moved(prefix)]
+
+
+def shifts_of(mean: Tensor, square: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return how far inputs are from a norm's statistics :math:`\mu, v`.
+
+    .. math:: \frac{E[x] - \mu}{\sqrt{v + \epsilon}}, \qquad
+              \frac{E[(x - \mu)^2] - v}{v + \epsilon}
+
+    Parameters
+    ----------
+    mean, square : Tensor [C]
+        Of :math:`x - \mu`, and of its square, over all inputs.
+    variance : Tensor [C]
+        :math:`v`.
+    """
+    scale = variance + _FLOOR
+    return mean / scale.sqrt(), (square - variance) / scale
+
+
+def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
+    r"""Return parameters with the statistics that a mean of shifts tells.
+
+    Exact in the sense of one pass over all inputs: :math:`E[x]` and
+    :math:`E[x^2] - E[x]^2`, in float64.
+
+    Parameters
+    ----------
+    params : Mapping[str, Tensor]
+        With the statistics that were shifted.
+    shifts : Mapping[str, Tensor]
+        As of :func:`shifts_of`, under the names of those statistics.
+
+    Raises
+    ------
+    ParamsError
+        If a variance would be below zero, or a number is not finite.
+    """
+    made = dict(params)
+    for prefix in norms_of(shifts):
+        names = prefix + MEAN, prefix + VARIANCE
+        mean, variance = (params[name].double() for name in names)
+        to_mean, to_square = (shifts[name].double() for name in names)
+        scale = variance + _FLOOR
+        off = to_mean * scale.sqrt()
+        new = mean + off, variance + to_square * scale - off.square()
+        check_shifts({name: shifts[name] for name in names})
+        # Rounding alone takes it below: of inputs that are all the same.
+        new = new[0], new[1].clamp(min=0)
+        made |= {n: v.to(params[n].dtype) for n, v in zip(names, new, strict=True)}
+    return made
+
+
+def check_shifts(shifts: Params) -> None:
+    """Raise :class:`ParamsError` where no inputs have such shifts.
+
+    The mean square is at least the square of the mean, wherever both are taken from.
+    """
+    for prefix in norms_of(shifts):
+        names = prefix + MEAN, prefix + VARIANCE
+        mean, square = (shifts[name].double() for name in names)
+        if not (mean.isfinite().all() and square.isfinite().all()):
+            raise ParamsError(f"'{prefix}' has statistics of NaN or infinity")
+        if (1 + square - mean.square() < -_slack(mean)).any():
+            raise ParamsError(f"'{prefix}' has a variance below 0")
+
+
+def _slack(mean: Tensor) -> Tensor:
+    """Return what rounding makes of a difference of squares, in secure sums at most."""
+    return 1e-3 * (1 + mean.square())
+
+
+def unshifted(params: Params, prefixes: Iterable[str]) -> dict[str, Tensor]:
+    """Return shifts of zero of some norms, under their statistics' names."""
+    names = (prefix + name for prefix in prefixes for name in (MEAN, VARIANCE))
+    return {name: torch.zeros_like(params[name]) for name in names}

@@ -1,0 +1,234 @@
+"""A pass over data that gives a merged model's batch norms statistics of its own."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.errors import DataError
+from flwr_fisher.merge.norms import MEAN, VARIANCE, shifts_of, unshifted, with_shifts
+
+_TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
+
+
+def refresh_norms(model: nn.Module, loader: Iterable[Any]) -> None:
+    r"""Give a model's batch norms the statistics of its own inputs to them.
+
+    For models that were merged: their batch norms' running statistics are means over
+    the clients', which are of other weights, and in eval mode such a model can be far
+    worse than what it was merged from. One forward pass mends it: with the batch norms
+    in train mode, and all else in eval mode, the statistics become
+
+    .. math:: \mu = E[x], \qquad \sigma^2 = E[x^2] - E[x]^2
+
+    over all inputs x of a norm, of all batches, whatever its ``momentum``. As a norm in
+    train mode normalises by its batch, they depend on how examples are batched, as in
+    training, but for the first norm's. Norms that are frozen (none of whose parameters
+    is trained) and those without running statistics are left alone.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Changed in place; its parameters and modes stay as they are.
+    loader : Iterable
+        Batches of any form that :class:`~flwr_fisher.curvature.Pairs` reads; labels are
+        not looked at. For several clients' data: ``itertools.chain(*loaders)``. A batch
+        of one example which a norm refuses in train mode is left out.
+
+    Raises
+    ------
+    DataError
+        If it gives no batch that a norm takes in train mode.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 2))
+    >>> refresh_norms(model, [torch.tensor([[0.0], [4.0], [8.0]])])
+    >>> model[0].running_mean
+    tensor([4.])
+    """
+    if not (prefixes := _trained(model)):
+        return
+    state = dict(model.named_buffers(remove_duplicate=False))
+    new = with_shifts(state, norm_shifts(model, loader, prefixes))
+    with torch.no_grad():
+        for prefix in prefixes:
+            for name in (prefix + MEAN, prefix + VARIANCE):
+                state[name].copy_(new[name])
+
+
+def norm_shifts(
+    model: nn.Module,
+    loader: Iterable[Any],
+    prefixes: Collection[str] | None = None,
+) -> dict[str, Tensor]:
+    """Return how far inputs of batch norms are from their running statistics.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Left as it was.
+    loader : Iterable
+        As for :func:`refresh_norms`.
+    prefixes : Collection[str], optional
+        Of which norms, as :func:`~flwr_fisher.merge.norms.norms_of` names them. All
+        others stay in eval mode. Default: of those that are not frozen.
+
+    Returns
+    -------
+    dict[str, Tensor]
+        As of :func:`~flwr_fisher.merge.norms.shifts_of`, in float64 on the CPU, under
+        the names of the statistics. Zero for what is no batch norm, or is not used.
+
+    Raises
+    ------
+    DataError
+        As for :func:`refresh_norms`.
+    """
+    known = norms_by_prefix(model)
+    prefixes = _trained(model) if prefixes is None else prefixes
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    shifts = {k: v.cpu().double() for k, v in unshifted(buffers, prefixes).items()}
+    norms = {known[prefix]: prefix for prefix in prefixes if prefix in known}
+    if not norms:
+        return shifts
+    totals = _totals(model, loader, list(norms))
+    for prefix in prefixes:
+        if (total := totals.get(known.get(prefix, model))) is None:
+            continue
+        variance = buffers[prefix + VARIANCE].cpu().double()
+        names = prefix + MEAN, prefix + VARIANCE
+        own = shifts_of(*total.means(), variance)
+        shifts |= dict(zip(names, own, strict=True))
+    return shifts
+
+
+class _Total:
+    """Sums over a norm's inputs, less its running mean, by channel."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        assert norm.running_mean is not None
+        self.mean = norm.running_mean.clone()
+        # Some devices have no float64: what is added up there is widened here.
+        wide = torch.float32 if self.mean.device.type == "mps" else torch.float64
+        self.first = torch.zeros_like(self.mean, dtype=wide)
+        self.second, self.count = self.first.clone(), 0
+        self._batch: list[tuple[Tensor, Tensor, int]] = []
+
+    def see(self, x: Tensor) -> None:
+        """Sum an input of the batch under way."""
+        over, wide = [0, *range(2, x.dim())], self.first.dtype
+        off = x.detach().to(self.mean.dtype)
+        off = off - self.mean.reshape([1, -1, *(1 for _ in over[1:])])
+        sums = off.sum(over, dtype=wide), off.square().sum(over, dtype=wide)
+        self._batch.append((*sums, x.numel() // x.shape[1]))
+
+    def forget(self) -> None:
+        """Let go of the batch's sums."""
+        self._batch = []
+
+    def add(self) -> None:
+        """Add the batch's sums."""
+        for first, second, count in self._batch:
+            self.first += first
+            self.second += second
+            self.count += count
+        self.forget()
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Return both sums over the count in float64, on the CPU."""
+        both = torch.stack([self.first, self.second]).cpu().double() / self.count
+        return both[0], both[1]
+
+
+def _totals(
+    model: nn.Module, loader: Iterable[Any], norms: Collection[_BatchNorm]
+) -> dict[nn.Module, _Total]:
+    """Run a model over a loader, its norms in train mode; return those that were used.
+
+    Raises
+    ------
+    DataError
+        As for :func:`refresh_norms`.
+    """
+    totals = {norm: _Total(norm) for norm in norms}
+    device, batches, count = next(iter(totals.values())).mean.device, 0, 0
+    # A model that was compiled would not see what is hooked to it since.
+    eager = torch.compiler.set_stance("force_eager")
+    with norms_training(model, totals), torch.no_grad(), _watched(totals), eager:
+        for batch in batches_of(loader, model, device):
+            batches += 1
+            try:
+                batch.inputs(model)
+            except ValueError as error:
+                if _TOO_FEW not in str(error):
+                    raise
+                for total in totals.values():
+                    total.forget()
+                continue
+            count += 1
+            for total in totals.values():
+                total.add()
+    if not count:
+        raise DataError(
+            f"the loader gave {batches} batches, of which batch norm takes none in "
+            "train mode: it needs batches of two examples or more"
+        )
+    return {norm: total for norm, total in totals.items() if total.count}
+
+
+@contextmanager
+def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[None]:
+    """Put norms in train mode and all else in eval mode; leave all as it was."""
+    kept = {norm: [b.clone() for b in norm.buffers(recurse=False)] for norm in norms}
+    try:
+        with evaluating(model):
+            for norm in norms:
+                norm.training = True
+            yield
+    finally:
+        for norm, buffers in kept.items():
+            for own, before in zip(norm.buffers(recurse=False), buffers, strict=True):
+                own.copy_(before)
+
+
+@contextmanager
+def _watched(totals: Mapping[_BatchNorm, _Total]) -> Iterator[None]:
+    """Show each norm's inputs to its total."""
+
+    def see(norm: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        totals[norm].see(args[0] if args else kwargs["input"])
+
+    hooks = [norm.register_forward_pre_hook(see, with_kwargs=True) for norm in totals]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def norms_by_prefix(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the batch norms with running statistics, by what their names begin with.
+
+    Under each of its names, if it has several.
+    """
+    return {
+        f"{name}." if name else "": module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
+
+
+def _trained(model: nn.Module) -> list[str]:
+    """Return the norms that are not frozen: they have no parameters, or train one."""
+
+    def is_trained(norm: _BatchNorm) -> bool:
+        own = list(norm.parameters(recurse=False))
+        return not own or any(p.requires_grad for p in own)
+
+    return [name for name, norm in norms_by_prefix(model).items() if is_trained(norm)]
