@@ -29,7 +29,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
-from flwr_fisher.merge.norms import moved_norms, norms_of
+from flwr_fisher.merge.norms import moved_norms
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import EvaluationDoor
@@ -104,9 +104,9 @@ class CurvatureStrategy(FedAvg):
         the new model over their data once more, in train mode, and tell how its inputs
         to each norm are distributed: exact, but for how batches are normalised, and
         with `secure` a secure sum. It is asked for where clients' trainings have moved
-        statistics, costs a forward pass and four bytes a statistic, and is left out
-        with a warning where no client is there any more. Norms that clients keep in
-        eval mode are frozen, and stay as they are.
+        statistics, costs a forward pass and two numbers a channel, and is left out with
+        a warning where no client is there any more. Norms that clients keep in eval
+        mode are frozen, and stay as they are (docs/pretrained.md).
     secure : flwr_fisher.secure.SecureSums, optional
         Let the server see sums over clients, and no client's upload; see
         :class:`~flwr_fisher.secure.SecureSums`. `policy` does nothing then.
@@ -216,8 +216,8 @@ class CurvatureStrategy(FedAvg):
     def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
         """Return the norms whose statistics a round's clients are to measure.
 
-        Those that their trainings have moved, or all of a method that trains in eval
-        mode.
+        Those whose statistics, or in a method that trains in eval mode whose weights,
+        the round has moved.
 
         Parameters
         ----------
@@ -226,13 +226,13 @@ class CurvatureStrategy(FedAvg):
         """
         if self.norm_statistics == "average":
             return []
-        return moved_norms(before, after) if self.moves_norms else norms_of(after)
+        return moved_norms(before, after, in_eval=not self.moves_norms)
 
     def refresh_exchange(
         self, prefixes: Sequence[str], weights: Mapping[int, float]
     ) -> Exchange[Any]:
         """Return the exchange that asks clients to, by their numbers, with weights."""
-        return norm_exchange(prefixes if self.moves_norms else (), weights)
+        return norm_exchange(prefixes, weights)
 
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds beside parameters; by default nothing."""

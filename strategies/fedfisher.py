@@ -41,6 +41,7 @@ from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.merged import progress_of_merge, step_of
+from flwr_fisher.strategies.exchanges.norms import check_unnoised
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,
@@ -119,9 +120,10 @@ class FedFisherOneShot(CurvatureStrategy):
         For ``adam``: scores merged parameters on the server's data.
     device : torch.device | str, optional
         Where the server merges; by default on the GPU, if there is one.
-    norm_statistics : "refresh" | "average", default "refresh"
-        As of :class:`CurvatureStrategy`. A merged network with batch norm is far below
-        what it is worth by averaged statistics (docs/pretrained.md).
+    norm_statistics : "refresh" | "average", optional
+        As of :class:`CurvatureStrategy`, but ``refresh`` by default, unless there is
+        `privacy`: by averaged statistics a merged network with batch norm can be far
+        below what it is worth (docs/pretrained.md).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
         ``aggregate="parts"``, `policy`'s `max_share` does nothing:
@@ -167,10 +169,13 @@ class FedFisherOneShot(CurvatureStrategy):
         privacy: Privacy | None = None,
         score: Score | None = None,
         device: torch.device | str | None = None,
-        norm_statistics: str = "refresh",
+        norm_statistics: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if norm_statistics is None:
+            norm_statistics = "refresh" if privacy is None else "average"
         super().__init__(norm_statistics=norm_statistics, **kwargs)
+        check_unnoised(norm_statistics, privacy)
         self.device = default_device() if device is None else torch.device(device)
         check_float64(self.device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))

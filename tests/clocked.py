@@ -147,5 +147,5 @@ def clock(monkeypatch):
 
 
 def options_of(**options):
-    """A strategy's, without evaluation."""
-    return {"fraction_evaluate": 0.0, **options}
+    """A strategy's, without evaluation and whatever else is a second request."""
+    return {"fraction_evaluate": 0.0, "norm_statistics": "average", **options}

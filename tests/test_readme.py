@@ -98,13 +98,24 @@ def test_the_examples_without_flower_run(tmp_path):
     model = Net()
     trained = [(Net(), load_data(partition)[0]) for partition in range(3)]
     names = {"trained": trained, "model": model, "folder": tmp_path}
-    first, second = blocks(DOCS / "without-flower.md")
+    first, _, second = blocks(DOCS / "without-flower.md")
     exec(first, names)
     start = trained[0][0].state_dict()
     assert all(not torch.equal(v, start[k]) for k, v in model.state_dict().items())
     exec(second, names)
     merged = names["merged"].params
     assert all(torch.equal(v, merged[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("page", "place"), [("pretrained.md", 0), ("without-flower.md", 1)]
+)
+def test_the_examples_with_batch_norm_run(page, place):
+    model, loader = nn.Sequential(nn.BatchNorm1d(4), Net()), load_data(0)[0]
+    names = {"model": model, "loader": loader, "trained": [(model, loader)]}
+    exec(blocks(DOCS / page)[place], names)
+    inputs = torch.cat([x for x, _ in loader])
+    assert torch.allclose(model[0].running_mean, inputs.mean(0), atol=1e-6)
 
 
 def test_the_many_rounds_example_runs_and_measures(my_app):

@@ -88,13 +88,11 @@ def distance(a, b):
     return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
 
 
+# One sum, or those of a merge, and none of batch norms' statistics: test_norms.
+ONE_SUM = {"fraction_evaluate": 0.0, "aggregate": "sums", "norm_statistics": "average"}
 STRATEGIES = {
-    "fedfisher": lambda **o: FedFisherOneShot(
-        structure="diagonal", aggregate="sums", fraction_evaluate=0.0, **o
-    ),
-    "kfac": lambda **o: FedFisherOneShot(
-        aggregate="sums", merge=MergeOptions(iterations=2), fraction_evaluate=0.0, **o
-    ),
+    "fedfisher": partial(FedFisherOneShot, **ONE_SUM, structure="diagonal"),
+    "kfac": partial(FedFisherOneShot, **ONE_SUM, merge=MergeOptions(iterations=2)),
     **{
         name.lower(): partial(KINDS[name], fraction_evaluate=0.0)
         for name in sorted(of_sums() - {"TCT"})  # in a file of its own

@@ -296,7 +296,10 @@ def test_the_last_of_many_exchanges_is_opened_again(clock, tmp_path, lost, caplo
 
     def run(grid, **options):
         strategy = FedFisherOneShot(
-            aggregate="sums", merge=MergeOptions(iterations=9), fraction_evaluate=0.0
+            aggregate="sums",
+            merge=MergeOptions(iterations=9),
+            norm_statistics="average",
+            fraction_evaluate=0.0,
         )
         options |= {"checkpoint_dir": tmp_path, "timeout": 60}
         return strategy.start(grid, tiny_arrays(), **options)

@@ -176,11 +176,15 @@ FEW = ("fedfisher-kfac", "fedfish", "fedpm")
 # Lossless, so that what comes back is exact and has keys to tamper with. A structure
 # or a solver more has the same rounds: one each that reads twice, and that scores.
 PLAIN = {"codec": "lossless"}
-AVERAGED = {"norm_statistics": "average"}
-FEDFISHER = partial(Row, partial(fedfisher_with, **AVERAGED), extras=True)
+FEDFISHER = partial(Row, fedfisher_with, extras=True)
 STRATEGIES = {
     # As it is by default: a second request a round, for batch norms' statistics.
-    "fedfisher": Row(fedfisher_with, PLAIN, frozenset(OF_AVERAGES), extras=True),
+    "fedfisher": Row(
+        fedfisher_with,
+        PLAIN | {"norm_statistics": "refresh"},
+        frozenset(OF_AVERAGES),
+        extras=True,
+    ),
     "fedfisher-kfac": FEDFISHER(PLAIN),
     "fedfisher-ekfac": FEDFISHER(PLAIN | {"structure": "ekfac"}),
     "fedfisher-adam": FEDFISHER(PLAIN | {"solver": "adam", "iterations": 30}),
@@ -193,7 +197,7 @@ STRATEGIES = {
     # Float32 sums are equal up to rounding, and weigh by the examples alone.
     "fedfisher-sums": Row(
         fedfisher_with,
-        {"structure": "diagonal", "aggregate": "sums", **AVERAGED},
+        {"structure": "diagonal", "aggregate": "sums"},
         frozenset({IDENTICAL, ALONE, RATIO, OTHER_WEIGHTS}),
     ),
     "fedavg": Row(OurFedAvg, {}, frozenset({FISHERS_KEYS, HAS_DETAILS})),

@@ -275,7 +275,7 @@ def test_the_dead_are_not_charged_with_evaluations_deadline(clock, caplog):
     slow = SLOW_TO_EVALUATE
     dies = Behaviour(seconds=slow.seconds, dies=3.0)
     grid = ClockedGrid(tiny_app(), {0: slow, 1: dies}, clock, 3)
-    strategy = FedFisherOneShot()
+    strategy = FedFisherOneShot(norm_statistics="average")
     strategy.start(grid, tiny_arrays(), timeout=100)
     assert "aggregate_evaluate: no reply from partition-1" in caplog.text
     assert strategy.cohort.absences()["missed"] == {}

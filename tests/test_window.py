@@ -248,6 +248,7 @@ def test_a_late_upload_counts_when_the_merge_is_made_again(clock, tmp_path, capl
         grid = ClockedGrid(app, behaviours, clock, 4)
         own = {"checkpoint_dir": tmp_path, "timeout": 3600, **options}
         evaluates = {"fraction_evaluate": 0.0} if own.get("resume") else {}
+        evaluates["norm_statistics"] = "average"
         strategy = FedFisherOneShot(waiting=waiting, **evaluates)
         return strategy.start(grid, tiny_arrays(), **own)
 

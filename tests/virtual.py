@@ -46,7 +46,11 @@ OF_MERGE = {field.name for field in fields(MergeOptions)}
 
 
 def fedfisher_with(**options):
-    """FedFisher by all its options in one table, whichever object holds them."""
+    """FedFisher by all its options in one table, whichever object holds them.
+
+    A round of it is one request, unless statistics are to be refreshed: test_norms.
+    """
+    options.setdefault("norm_statistics", "average")
     fisher = {k: options.pop(k) for k in OF_FISHER & options.keys()}
     merge = {k: options.pop(k) for k in OF_MERGE & options.keys()}
     return FedFisherOneShot(

@@ -1,16 +1,18 @@
 """A client's own batch norms, whose statistics may lag behind what it has trained."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.curvature.batch import Batch
-from flwr_fisher.curvature.batches import batches_of
+from flwr_fisher.curvature.batches import batches_of, length_of
 from flwr_fisher.curvature.losses import loss_of
 from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.refresh import norms_by_prefix, norms_training, refresh_norms
+from flwr_fisher.randomness import seeded
 
 _EXAMPLES = 256  # that are looked at
 _FACTOR, _MARGIN = 1.5, 0.5  # of losses; in nats where they are of classes
@@ -29,29 +31,41 @@ def catch_up_norms(problem: LocalProblem) -> None:
         With a trained model, whose batch norms may change.
     """
     model = problem.model
-    norms = list(dict.fromkeys(norms_by_prefix(model).values()))
-    if not norms:
+    norms = set(norms_by_prefix(model).values())
+    if not norms or not _can_be_read_again(problem):
         return
-    few = _first(problem)
-    with torch.no_grad():
-        with evaluating(model):
-            in_eval = _loss(problem, few)
-        with norms_training(model, norms):
-            in_train = _loss(problem, few)
-    if not in_eval > _FACTOR * in_train + _MARGIN:
-        return
-    logger.warning(
-        "the batch norms' running statistics lag behind the trained model, whose loss "
-        "is %.3g in eval mode and %.3g in train mode: they are taken anew from the "
-        "training data",
-        in_eval,
-        in_train,
-    )
-    refresh_norms(model, problem.train_batches)
+    with seeded(0):  # of what is drawn here, nothing else depends
+        few = _first(problem)
+        try:
+            with evaluating(model), torch.no_grad():
+                in_eval = _loss(problem, few)
+            with norms_training(model, norms), torch.no_grad():
+                in_train = _loss(problem, few)
+        except FlwrFisherError:  # labels that are for another loss, in the user's loop
+            return
+        if not in_eval > _FACTOR * in_train + _MARGIN:
+            return
+        logger.warning(
+            "the batch norms' running statistics lag behind the trained model, whose "
+            "loss is %.3g in eval mode and %.3g in train mode: they are taken anew "
+            "from the training data",
+            in_eval,
+            in_train,
+        )
+        refresh_norms(model, problem.train_batches)
+
+
+def _can_be_read_again(problem: LocalProblem) -> bool:
+    """Return whether the loader gives its batches once more, and comes to an end."""
+    loader = problem.trainloader
+    if length_of(loader) is not None:
+        return True
+    # A stream, whose end a loop of the user's own may not wait for.
+    return not isinstance(loader, Iterator) and not problem.may_count_late
 
 
 def _first(problem: LocalProblem) -> list[Batch]:
-    """Return the first batches that a norm takes in train mode: of two examples."""
+    """Return the first batches with labels that a norm takes in train mode."""
     few, count = list[Batch](), 0
     for batch in batches_of(problem.train_batches, problem.model, problem.device):
         if len(batch) > 1 and batch.num_labels:

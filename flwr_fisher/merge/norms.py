@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, as tensors: who has moved, and shifts of them.
+"""Running statistics of batch norms, as tensors: which have moved, and shifts of them.
 
 After a merge they are means over the clients' statistics, which are of the clients' own
 weights. How far the merged model's inputs to a norm are from them is a *shift*, which
@@ -15,7 +15,7 @@ from flwr_fisher.errors import ParamsError
 from flwr_fisher.params import Params
 
 MEAN, VARIANCE = "running_mean", "running_var"
-_COUNT = "num_batches_tracked"
+_COUNT, _STEPPED = "num_batches_tracked", ("weight", "bias")
 _FLOOR = 1e-5  # torch's eps of a batch norm, which adds it to every variance
 
 
@@ -31,22 +31,37 @@ def norms_of(params: Params) -> list[str]:
     return [prefix for prefix in prefixes if prefix + VARIANCE in params]
 
 
-def moved_norms(before: Params, after: Params) -> list[str]:
-    """Return the norms of which a training in train mode has moved the statistics.
+def moved_norms(before: Params, after: Params, *, in_eval: bool = False) -> list[str]:
+    """Return the norms whose statistics a round has left behind.
 
-    One that stays in eval mode while clients train is frozen: its statistics are a part
-    of the network, and right for whatever weights it has.
+    A norm that stays in eval mode while clients train is frozen: its statistics are a
+    part of the network, and right for whatever weights it has. Its count of batches
+    stays, which is exact in any mean; where a norm has none, its statistics tell.
 
     Parameters
     ----------
     before, after : Mapping[str, Tensor]
         A model's parameters and buffers at the start of a round, and merged.
+    in_eval : bool, default False
+        Whether all norms are in eval mode while clients train. Then those are frozen
+        whose own parameters stay.
+
+    Examples
+    --------
+    >>> names = "running_mean", "running_var", "num_batches_tracked"
+    >>> before = {f"bn.{name}": torch.zeros(2) for name in names}
+    >>> moved_norms(before, before | {"bn.num_batches_tracked": torch.ones(2)})
+    ['bn.']
+    >>> moved_norms(before, before)
+    []
     """
 
     def moved(prefix: str) -> bool:
-        names = [prefix + name for name in (MEAN, VARIANCE, _COUNT)]
-        own = [name for name in names if name in before and name in after]
-        return any(not torch.equal(before[n], after[n]) for n in own)
+        names = _STEPPED if in_eval else (_COUNT,)
+        own = [prefix + name for name in names if prefix + name in before]
+        if not own and not in_eval:
+            own = [prefix + MEAN, prefix + VARIANCE]
+        return not own or any(not torch.equal(before[n], after[n]) for n in own)
 
     return [prefix for prefix in norms_of(after) if moved(prefix)]
 
@@ -86,6 +101,7 @@ def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
     ParamsError
         If a variance would be below zero, or a number is not finite.
     """
+    check_shifts(shifts)
     made = dict(params)
     for prefix in norms_of(shifts):
         names = prefix + MEAN, prefix + VARIANCE
@@ -93,11 +109,10 @@ def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
         to_mean, to_square = (shifts[name].double() for name in names)
         scale = variance + _FLOOR
         off = to_mean * scale.sqrt()
-        new = mean + off, variance + to_square * scale - off.square()
-        check_shifts({name: shifts[name] for name in names})
-        # Rounding alone takes it below: of inputs that are all the same.
-        new = new[0], new[1].clamp(min=0)
-        made |= {n: v.to(params[n].dtype) for n, v in zip(names, new, strict=True)}
+        # Rounding alone takes it below 0: of inputs that are all the same.
+        new = (variance + to_square * scale - off.square()).clamp(min=0)
+        for name, value in zip(names, (mean + off, new), strict=True):
+            made[name] = value.to(params[name].dtype)
     return made
 
 

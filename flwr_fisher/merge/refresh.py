@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import evaluating
+from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import DataError
 from flwr_fisher.merge.norms import MEAN, VARIANCE, shifts_of, unshifted, with_shifts
 
@@ -94,17 +95,15 @@ def norm_shifts(
     prefixes = _trained(model) if prefixes is None else prefixes
     buffers = dict(model.named_buffers(remove_duplicate=False))
     shifts = {k: v.cpu().double() for k, v in unshifted(buffers, prefixes).items()}
-    norms = {known[prefix]: prefix for prefix in prefixes if prefix in known}
-    if not norms:
+    meant = {prefix: known[prefix] for prefix in prefixes if prefix in known}
+    if not meant:
         return shifts
-    totals = _totals(model, loader, list(norms))
-    for prefix in prefixes:
-        if (total := totals.get(known.get(prefix, model))) is None:
-            continue
-        variance = buffers[prefix + VARIANCE].cpu().double()
-        names = prefix + MEAN, prefix + VARIANCE
-        own = shifts_of(*total.means(), variance)
-        shifts |= dict(zip(names, own, strict=True))
+    totals = _totals(model, loader, set(meant.values()))
+    for prefix, norm in meant.items():
+        if totals[norm].count:
+            names = prefix + MEAN, prefix + VARIANCE
+            own = shifts_of(*totals[norm].means(), buffers[names[1]].cpu().double())
+            shifts |= dict(zip(names, own, strict=True))
     return shifts
 
 
@@ -114,8 +113,7 @@ class _Total:
     def __init__(self, norm: _BatchNorm) -> None:
         assert norm.running_mean is not None
         self.mean = norm.running_mean.clone()
-        # Some devices have no float64: what is added up there is widened here.
-        wide = torch.float32 if self.mean.device.type == "mps" else torch.float64
+        wide = torch.float64 if has_float64(self.mean.device) else torch.float32
         self.first = torch.zeros_like(self.mean, dtype=wide)
         self.second, self.count = self.first.clone(), 0
         self._batch: list[tuple[Tensor, Tensor, int]] = []
@@ -123,10 +121,15 @@ class _Total:
     def see(self, x: Tensor) -> None:
         """Sum an input of the batch under way."""
         over, wide = [0, *range(2, x.dim())], self.first.dtype
-        off = x.detach().to(self.mean.dtype)
-        off = off - self.mean.reshape([1, -1, *(1 for _ in over[1:])])
-        sums = off.sum(over, dtype=wide), off.square().sum(over, dtype=wide)
-        self._batch.append((*sums, x.numel() // x.shape[1]))
+        shape, count = [1, -1, *(1 for _ in over[1:])], x.numel() // x.shape[1]
+        off = x.detach().to(self.mean.dtype) - self.mean.reshape(shape)
+        first = off.sum(over, dtype=wide)
+        # Squares of what is far off would lose in rounding what they differ by.
+        centre = (first / count).to(off.dtype)
+        squares = (off - centre.reshape(shape)).square().sum(over, dtype=wide)
+        centre = centre.to(wide)
+        second = squares + centre * (2 * first - count * centre)
+        self._batch.append((first, second, count))
 
     def forget(self) -> None:
         """Let go of the batch's sums."""
@@ -148,8 +151,8 @@ class _Total:
 
 def _totals(
     model: nn.Module, loader: Iterable[Any], norms: Collection[_BatchNorm]
-) -> dict[nn.Module, _Total]:
-    """Run a model over a loader, its norms in train mode; return those that were used.
+) -> dict[_BatchNorm, _Total]:
+    """Run a model over a loader, its norms in train mode; return what they were given.
 
     Raises
     ------
@@ -179,7 +182,7 @@ def _totals(
             f"the loader gave {batches} batches, of which batch norm takes none in "
             "train mode: it needs batches of two examples or more"
         )
-    return {norm: total for norm, total in totals.items() if total.count}
+    return totals
 
 
 @contextmanager
@@ -194,7 +197,7 @@ def norms_training(model: nn.Module, norms: Collection[_BatchNorm]) -> Iterator[
     finally:
         for norm, buffers in kept.items():
             for own, before in zip(norm.buffers(recurse=False), buffers, strict=True):
-                own.copy_(before)
+                own.detach().copy_(before)
 
 
 @contextmanager

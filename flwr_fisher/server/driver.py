@@ -29,9 +29,9 @@ from flwr_fisher.server.round import (
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import named_options
 
-_NOBODY = (
-    "their ClientApps do a training alone: give their model and loader to a "
-    "FisherClient, or merge.refresh_norms(model, loader) with data of your own"
+_TRAINS_ALONE = (
+    "norm statistics: nothing but a training can be asked of %s: give model and loader "
+    "to a FisherClient there, or call merge.refresh_norms(model, loader) afterwards"
 )
 TO_EVALUATE = 60.0  # seconds at most, until enough clients are there
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]  # the server's scores
@@ -231,8 +231,9 @@ class Driver:
     ) -> None:
         """Have the round's clients measure the new model's norms, if it asks for it.
 
-        Who has gone since is left out, and the round is finished without it where
-        nobody is there. It is not kept on disk: a run that resumes does it again.
+        Who has gone since is left out, as is whose ClientApp only trains; the round is
+        finished without it where nobody is left. It is not in the journal: a run that
+        resumes in the midst of it does it again.
 
         Parameters
         ----------
@@ -247,32 +248,25 @@ class Driver:
         prefixes = strategy.norms_to_refresh(before, merged.params)
         if not prefixes:
             return
-        connected = {self.cohort.identity(n).number: n for n in self._connected()}
-        able = self.cohort.able
-        there = {n: w for n, w in clients.values() if connected.get(n) in able}
-        exchange = strategy.refresh_exchange(prefixes, there)
+        weights = self._who_can_measure(clients)
+        exchange = strategy.refresh_exchange(prefixes, weights)
         try:
-            if gone := {c for c, (n, _) in clients.items() if n not in connected}:
-                logger.warning("norm statistics: gone since: %s", listed(gone))
-            if not there:
-                raise RoundError(_NOBODY if connected else "all clients have gone")
+            if not weights:
+                raise RoundError("no client of the round can be asked any more")
+            logger.info(
+                "norm statistics: of the new model, by %d clients", len(weights)
+            )
             what = f"{self.server_round}/norms"
-            exchanges = secured(strategy, [exchange], what, NUM_EXAMPLES)
-            for index, one in enumerate(exchanges, start=1):
-                journal = Journal(None).exchange(self.server_round, index)
+            for one in secured(strategy, [exchange], what, NUM_EXAMPLES):
+                journal = Journal(None).exchange(self.server_round, 1)
                 under_way = self._exchange_run(one, config, journal, optional=True)
-                late = LateReplies(
-                    self.cohort, None, journal, self.server_round, self._count_late
+                under_way.gather(
+                    LateReplies(
+                        self.cohort, None, journal, self.server_round, self._count_late
+                    )
                 )
-                under_way.gather(late)
                 outcome = under_way.step()
-                self.run.take_step(
-                    self.server_round,
-                    outcome.step,
-                    outcome.uploads,
-                    outcome.metrics,
-                    aside=True,
-                )
+                self.run.refresh(self.server_round, outcome.step, outcome.uploads)
         except RoundError as error:
             self.run.state = merged
             logger.warning(
@@ -282,6 +276,19 @@ class Driver:
                 len(prefixes),
                 error,
             )
+
+    def _who_can_measure(
+        self, clients: Mapping[str, tuple[int, float]]
+    ) -> dict[int, float]:
+        """Return the weights of those clients that can, by number; log who cannot."""
+        nodes = {self.cohort.identity(n).number: n for n in self._connected()}
+        if gone := [name for name, (n, _) in clients.items() if n not in nodes]:
+            logger.warning("norm statistics: gone since: %s", listed(gone))
+        there = {name: own for name, own in clients.items() if own[0] in nodes}
+        able = {c: own for c, own in there.items() if nodes[own[0]] in self.cohort.able}
+        if others := there.keys() - able.keys():
+            logger.warning(_TRAINS_ALONE, listed(others))
+        return dict(able.values())
 
     def _late_replies(self, under_way: ExchangeRun[Any]) -> LateReplies:
         """Return what takes the replies that come when an exchange is over."""

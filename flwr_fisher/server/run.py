@@ -156,22 +156,16 @@ class Run:
         step: Step,
         uploads: Uploads[Any],
         metrics: MetricRecord,
-        *,
-        aside: bool = False,
     ) -> None:
-        """Take a step's outcome; a later exchange's metrics join an earlier one's.
-
-        What is done `aside` leaves the result its uploads and details.
-        """
+        """Take a step's outcome; a later exchange's metrics join an earlier one's."""
         self.state = step.state
-        if not aside:
-            known = list(uploads) if step.summed is None else [step.summed]
-            self._result.uploads, self._result.details = known, step.details
+        known = list(uploads) if step.summed is None else [step.summed]
+        self._result.uploads, self._result.details = known, step.details
         history = self._result.train_metrics_clientapp
         first = server_round not in history
         earlier = dict(history.get(server_round, {}))
-        sent = sum(upload.num_bytes for upload in uploads) / max(len(uploads), 1)
-        self._result.upload_bytes = sent + (0 if first else self._result.upload_bytes)
+        before = 0 if first else self._result.upload_bytes
+        self._result.upload_bytes = before + _bytes_of_each(uploads)
         joined = {**earlier, **metrics, **step.metrics}
         for name in {"num-rejected", "num-missing"} & joined.keys():
             counts = [record.get(name, 0) for record in (earlier, metrics)]
@@ -180,6 +174,14 @@ class Run:
         if step.quiet:
             return
         logger.info("\t└──> Aggregated MetricRecord: %s", shown(history[server_round]))
+
+    def refresh(self, server_round: int, step: Step, uploads: Uploads[Any]) -> None:
+        """Take a model's new statistics; in the result, uploads are those before."""
+        self.state = step.state
+        self._result.upload_bytes += _bytes_of_each(uploads)
+        known = self._result.train_metrics_clientapp[server_round]
+        new = {name: n for name, n in step.metrics.items() if name not in known}
+        self._add_metrics(server_round, new)
 
     def forget_uploads(self) -> None:
         """Let go of the last step's uploads, so that two rounds' are never held."""
@@ -194,7 +196,7 @@ class Run:
         self._result.uploads, self._result.details = [], None
         self._add_metrics(server_round, {"skipped": 1})
 
-    def _add_metrics(self, server_round: int, metrics: Mapping[str, int]) -> None:
+    def _add_metrics(self, server_round: int, metrics: Mapping[str, Any]) -> None:
         """Let metrics join a round's."""
         history = self._result.train_metrics_clientapp
         before = dict(history.get(server_round, {}))
@@ -264,6 +266,11 @@ class Run:
         """Return the result, with the parameters as they are now."""
         self._result.arrays = self.arrays()
         return self._result
+
+
+def _bytes_of_each(uploads: Uploads[Any]) -> float:
+    """Return what a client has sent on average."""
+    return sum(upload.num_bytes for upload in uploads) / max(len(uploads), 1)
 
 
 def _check_options(journal: Journal, options: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.exchanges.norms import check_unnoised
 from flwr_fisher.wire import Additive
 
 
@@ -61,11 +62,7 @@ class FedAvg(CurvatureStrategy):
     def __init__(self, *, privacy: Privacy | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.privacy = check_privacy(privacy)
-        if self.privacy is not None and self.norm_statistics == "refresh":
-            raise ConfigurationError(
-                "norm_statistics='refresh' and privacy=: what clients tell of batch "
-                "norms would have no noise; leave norm_statistics out"
-            )
+        check_unnoised(self.norm_statistics, self.privacy)
         if self.privacy is not None and self.secure is None:
             raise ConfigurationError(
                 "privacy= needs secure=SecureSums(): clients add their noise to a sum"

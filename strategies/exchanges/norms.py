@@ -1,17 +1,18 @@
 """Clients measure a merged model's batch norms, which no client's statistics are of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
-from typing import Any
 
 from flwr.app import ArrayRecord
 
-from flwr_fisher.errors import ParamsError, WireError
-from flwr_fisher.merge.norms import check_shifts, norms_of, with_shifts
+from flwr_fisher.errors import ConfigurationError, ParamsError, WireError
+from flwr_fisher.merge.norms import check_shifts, norms_of, unshifted, with_shifts
 from flwr_fisher.params import Params, double, weighted_mean
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
+from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import Additive, ConfigValue
 from flwr_fisher.wire.additive import NORMS
+from flwr_fisher.wire.checks import check_same_keys
 
 _READ = Additive.reader(NORMS)
 
@@ -24,25 +25,42 @@ def norm_exchange(
     Parameters
     ----------
     prefixes : Sequence[str]
-        Of which norms; empty: of those that a client does not freeze.
+        Of which norms; at least one.
     weights : Mapping[int, float]
-        Those of the clients that are asked, by their numbers: as in the merge.
+        Those of the clients that are asked, by their numbers: as in the merge. A secure
+        sum is weighted by the clients' examples.
     """
-    asked: dict[str, ConfigValue] = {"job": "norm-statistics"}
-    asked |= {"norms": list(prefixes)} if prefixes else {}
+    asked: dict[str, ConfigValue] = {"job": "norm-statistics", "norms": [*prefixes]}
     return Exchange(
         asked,
-        _read,
+        partial(_read, frozenset(prefixes)),
         partial(_step, weights),
         clients=lambda state: weights.keys(),
         additive=Summation(),
     )
 
 
-def _read(record: ArrayRecord, like: Params) -> Additive:
+def check_unnoised(norm_statistics: str, privacy: Privacy | None) -> None:
+    """Refuse to ask for statistics where all that clients tell is to have noise.
+
+    Raises
+    ------
+    ConfigurationError
+        Saying so.
+    """
+    if privacy is not None and norm_statistics == "refresh":
+        raise ConfigurationError(
+            "norm_statistics='refresh' and privacy=: what clients tell of batch norms "
+            "would have no noise; leave norm_statistics out"
+        )
+
+
+def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
     own = _READ(record, like)
+    shifts = own.part(NORMS)
+    check_same_keys(shifts.keys(), unshifted(like, prefixes).keys(), f"{NORMS}/")
     try:
-        check_shifts(own.part(NORMS))
+        check_shifts(shifts)
     except ParamsError as error:
         raise WireError(str(error), field=NORMS) from error
     return own
@@ -56,5 +74,5 @@ def _step(
     own = [weights.get(upload.number, 1.0) for upload in uploads]  # a secure sum is one
     shifts = weighted_mean(each, own)
     params = with_shifts(state.params, shifts)
-    metrics: dict[str, Any] = {"num-norms-refreshed": len(norms_of(shifts))}
+    metrics = {"num-norms-refreshed": len(norms_of(shifts))}
     return Step(ServerState(params, state.groups), metrics)

@@ -16,6 +16,7 @@ from flwr_fisher.client.jobs.train import (
     training_job,
 )
 from flwr_fisher.client.limits import real_number
+from flwr_fisher.client.norms import catch_up_norms
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
 from flwr_fisher.curvature.batch import Batch
@@ -94,6 +95,7 @@ class FedFishJob(TrainingJob):
         """Run the client's loop; return its metrics, and the Fisher."""
         if self.source == "extra-pass":
             metrics = problem.train(config)
+            catch_up_norms(problem)
             batches = problem.trained_batches(metrics)
             curvature = self.curvature(problem, batches)
             return metrics, self._reduced(curvature, batches)

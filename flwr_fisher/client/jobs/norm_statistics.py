@@ -12,9 +12,7 @@ from flwr_fisher.wire.additive import NORMS
 def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
     """Return how far inputs of batch norms are from the statistics that were sent.
 
-    ``norms`` are the names of those that are meant, up to ``running_mean``; by default
-    those that this client does not freeze. Each is weighted by this client's examples;
-    among these, inputs count alike.
+    ``norms`` are the names of those that are meant, up to ``running_mean``.
 
     Raises
     ------
@@ -23,9 +21,9 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
     DataError
         If there is no batch of two examples.
     """
-    asked, known = request.options.get("norms"), norms_of(request.params)
-    prefixes = None if asked is None else list(map(str, asked))
-    if unknown := sorted({*(prefixes or ())} - {*known}):
+    asked = request.options.get("norms")
+    prefixes = list(map(str, asked)) if isinstance(asked, list) else []
+    if unknown := sorted({*prefixes} - {*norms_of(request.params)}):
         raise ClientError(
             f"the server asks for statistics of {unknown}, and sent none of them"
         )

@@ -165,7 +165,10 @@ class TrainingJob:
     ) -> tuple[dict[str, float], Curvature | None]:
         """Run the client's loop; return its metrics, and the Fisher if there is one."""
         metrics = problem.train(config)
-        return metrics, None if self.structure is None else self.curvature(problem)
+        if self.structure is None:
+            return metrics, None
+        catch_up_norms(problem)
+        return metrics, self.curvature(problem)
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return a batch's Fisher, cheaply: K-FAC for E-KFAC, one pass an example."""
@@ -179,8 +182,6 @@ class TrainingJob:
         self, problem: LocalProblem, loader: Iterable[Any] | None = None
     ) -> Curvature:
         """Return the Fisher on the client's data, or others, within its limits."""
-        if loader is None:
-            catch_up_norms(problem)
         count = count_of(problem.trainloader)
         options = self.fisher_options.for_client(count)
         most = problem.limits.examples(options.pop("examples"))
