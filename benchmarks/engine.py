@@ -1,6 +1,8 @@
 """What a K-FAC costs in gradient passes, beside curvlinops in the same run.
 
-    python benchmarks/engine.py   # with curvlinops-for-pytorch==3.0.1 installed
+    # with curvlinops-for-pytorch==3.0.1, and efficientnet-lite-pytorch==0.1.0 by
+    # `pip install --no-deps efficientnet-pytorch efficientnet-lite-pytorch`
+    python benchmarks/engine.py
 
 A *pass* is a forward and a backward pass of the network over the same batches. Networks
 are as they are drawn: what is measured does not depend on their weights. Ours are
@@ -8,9 +10,11 @@ are as they are drawn: what is measured does not depend on their weights. Ours a
 ``tolerance=0``, over all classes; curvlinops' are its ``KFACLinearOperator`` with
 ``fisher_type`` ``mc`` and ``type-2`` over the linear and convolution layers (ours also
 has the exact diagonals of everything else). Every figure is a median over runs that
-take turns, each network in a process of its own; ours include the trial, on five
-examples, of which layer has which form. *32 positions* is ``max_positions=32``, as the
-strategies ask for by default.
+take turns, each network in a process of its own, of one thread's time; ours include the
+trial, on five examples, of which layer has which form. *32 positions* is
+``max_positions=32``; *default* is what the strategies ask for, three passes an example
+where the model is as unsure as an untrained one; *diagonal* is that of everything. What
+curvlinops cannot take is left empty, with its reason below.
 
 Errors are those of the product with a random vector, over all classes, relative to
 float64. Peak memory is the most that is allocated at once on one batch, in that of a
@@ -19,8 +23,11 @@ pass.
 
 import argparse
 import platform
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,8 +37,9 @@ from harness.page import blocks, opening, write_page
 from harness.tables import head, row
 from harness.timing import medians, peak_bytes
 from torch import Tensor, nn
+from torchvision.models import mobilenet_v3_small
 
-from flwr_fisher.curvature import fisher
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.params import Params
 from flwr_fisher.tasks import make_model
 
@@ -39,10 +47,13 @@ PEER = "curvlinops"
 CPU, BATCHES = torch.device("cpu"), 8
 SAMPLED: dict[str, Any] = {"expectation": "sampled"}
 ALL: dict[str, Any] = {"tolerance": 0.0}
+DEFAULT: dict[str, Any] = asdict(FisherOptions(examples=None))
 OURS = {
+    "default": DEFAULT,
     "sampled": SAMPLED,
     "all classes": ALL,
     "sampled, 32 positions": SAMPLED | {"max_positions": 32},
+    "diagonal, sampled": SAMPLED | {"structure": "diagonal"},
 }
 KINDS = {"sampled": "mc", "all classes": "type-2"}
 Batches = list[tuple[Tensor, Tensor]]
@@ -101,14 +112,31 @@ def cases() -> dict[str, tuple[nn.Module, Batches]]:
     found = {"LeNet": (lenet, _batches(128, grey))}
     for title, name, size in (("CNN", "cnn", 128), ("ResNet-18", "resnet18", 32)):
         model = make_model(name, shape=colour, num_classes=10)
-        found[title] = (model, _batches(size, colour))
+        count = BATCHES if name == "cnn" else BATCHES // 2
+        found[title] = (model, _batches(size, colour, count))
     found["small ViT"] = (SmallViT(), _batches(32, colour))
+    small = mobilenet_v3_small(num_classes=10)
+    found["MobileNetV3-small"] = (small, _batches(64, colour))
+    if find_spec("efficientnet_lite_pytorch") is not None:
+        found["EfficientNet-Lite0"] = (
+            efficientnet(),
+            _batches(64, (3, 64, 64), BATCHES // 2),
+        )
     return {title: (model.eval(), data) for title, (model, data) in found.items()}
 
 
-def _batches(size: int, shape: tuple[int, ...]) -> Batches:
+def efficientnet() -> nn.Module:
+    """Return EfficientNet-Lite0 for ten classes, as it is drawn."""
+    from efficientnet_lite_pytorch import EfficientNet
+
+    model: nn.Module = EfficientNet.from_name("efficientnet-lite0")
+    model._fc = nn.Linear(model.get_submodule("_fc").in_features, 10)
+    return model
+
+
+def _batches(size: int, shape: tuple[int, ...], count: int = BATCHES) -> Batches:
     return [
-        (torch.randn(size, *shape), torch.randint(10, (size,))) for _ in range(BATCHES)
+        (torch.randn(size, *shape), torch.randint(10, (size,))) for _ in range(count)
     ]
 
 
@@ -147,6 +175,15 @@ def theirs(model: nn.Module, batches: Batches, kind: str) -> Any:
     return operator
 
 
+def refusal(model: nn.Module, batches: Batches) -> str | None:
+    """Return why curvlinops cannot take a network; None if it can."""
+    try:
+        theirs(model, batches[:1], "mc")
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def errors(model: nn.Module, batches: Batches, peer: bool) -> dict[str, float]:
     """Return both products' errors, relative to float64."""
     some = [(x[:8], y[:8]) for x, y in batches]
@@ -183,13 +220,16 @@ def measure(
     """Return what everything takes, in passes, with errors and peaks."""
     model.to(device)
     batches = [(x.to(device), y.to(device)) for x, y in batches]
+    reason = refusal(model, batches) if peer else None
+    peer = peer and reason is None
     work: dict[str, Callable[[Batches], object]] = {"pass": partial(training, model)}
     for name, how in OURS.items():
         work[f"ours, {name}"] = partial(fisher, model, **how)
     for name, kind in KINDS.items() if peer else ():
         work[f"{PEER}, {name}"] = partial(theirs, model, kind=kind)
     todo = {name: partial(each, batches) for name, each in work.items()}
-    took = medians(todo, runs, 1, device)
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    took = medians(todo, runs, 1, device, clock)
     peaks = {
         name: peak_bytes(partial(each, batches[:1]), device)
         for name, each in work.items()
@@ -200,6 +240,7 @@ def measure(
         "memory": {name: peaks[name] / peaks["pass"] for name in peaks},
         "error": errors(model, batches, peer),
         "batch": len(batches[0][1]),
+        "refused": reason,
     }
 
 
@@ -211,18 +252,23 @@ def tables(found: dict[str, Any]) -> list[list[str]]:
     for key, title in (("passes", "gradient passes"), ("memory", "peak, in a pass's")):
         lines = head(title, *titles)
         for name in names:
-            cells = (f"{case[key][name]:.1f}" for case in found.values())
+            cells = (_cell(case[key], name, ".1f") for case in found.values())
             lines.append(row(name, *cells))
         shown.append(lines)
     lines = head("relative error", *titles)
     for side in next(iter(found.values()))["error"]:
-        cells = (f"{case['error'][side]:.1e}" for case in found.values())
+        cells = (_cell(case["error"], side, ".1e") for case in found.values())
         lines.append(row(side, *cells))
     return [*shown, lines]
 
 
+def _cell(values: dict[str, float], name: str, shown: str) -> str:
+    return format(values[name], shown) if name in values else ""
+
+
 def of_case(name: str, runs: int) -> dict[str, Any]:
-    """Return a network's figures."""
+    """Return a network's figures, by one thread."""
+    torch.set_num_threads(1)
     return measure(*cases()[name], runs)
 
 
@@ -235,9 +281,18 @@ def main() -> None:
     for name in cases():
         found[name] = alone(of_case, name, runs)
         print(name, found[name], flush=True)
-    where = f"{platform.machine()}, 2 threads, torch {torch.__version__}"
-    note = f"Measured on {where}; medians of {runs} runs over {BATCHES} batches."
-    lines = blocks(opening("A K-FAC in gradient passes", __doc__), note, *tables(found))
+    where = f"{platform.machine()}, 1 thread, torch {torch.__version__}"
+    note = (
+        f"Measured on {where}; medians of {runs} runs over {BATCHES} batches, of "
+        f"ResNet-18 and EfficientNet {BATCHES // 2}."
+    )
+    refused = [
+        f"{PEER} does not take {name}: {case['refused']}"
+        for name, case in found.items()
+        if case["refused"]
+    ]
+    shown = [*tables(found), *refused]
+    lines = blocks(opening("A K-FAC in gradient passes", __doc__), note, *shown)
     write_page("engine", lines, found)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 Work = Callable[[], object]
+Clock = Callable[[], float]
 
 
 def where() -> str:
@@ -17,14 +18,16 @@ def where() -> str:
     return f"{platform.machine()}, torch {torch.__version__}"
 
 
-def seconds(work: Work, device: torch.device | None = None) -> float:
+def seconds(
+    work: Work, device: torch.device | None = None, clock: Clock = time.perf_counter
+) -> float:
     """Return how long something took, the device's queue included."""
     wait = torch.cuda.synchronize if device and device.type == "cuda" else lambda: None
     wait()
-    began = time.perf_counter()
+    began = clock()
     work()
     wait()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def medians(
@@ -32,13 +35,14 @@ def medians(
     repeats: int,
     warm_up: int,
     device: torch.device | None = None,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, float]:
     """Return each one's median seconds; they take turns in random order."""
     shuffled = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in todo}
     for repeat in range(warm_up + repeats):
         for name in shuffled.sample(list(todo), len(todo)):
-            took = seconds(todo[name], device)
+            took = seconds(todo[name], device, clock)
             if repeat >= warm_up:
                 times[name].append(took)
     return {name: statistics.median(values) for name, values in times.items()}

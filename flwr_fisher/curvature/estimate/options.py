@@ -25,7 +25,7 @@ class FisherOptions:
 
     By default a client takes it of few examples, in few passes and at few positions: as
     accurate on real images as all of them, at a fraction of the cost
-    (benchmarks/results/budget.md), which is at most about that of a local epoch
+    (benchmarks/results/budget.md), which is below that of a local epoch, packing apart
     (benchmarks/results/client.md).
 
     Parameters
