@@ -73,6 +73,7 @@ def co_boosting(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
     with seeded(seed), teacher.frozen():
         generator = generator_of(inputs.shape, how.latent, how.width)
+        generator.to(teacher.device)
 
         def loss(images: Tensor, labels: Tensor) -> Tensor:
             shown = inputs(images)

@@ -53,9 +53,10 @@ def dense(
     Parameters
     ----------
     models : Sequence[nn.Module]
-        The clients', which take `inputs` and return logits; left as they are.
+        The clients', which take `inputs` and return logits; left as they are, on one
+        device.
     student : nn.Module
-        Trained; any network of as many classes.
+        Trained; any network of as many classes, on the clients' device.
     inputs : Normalised
         What the networks are shown.
     num_classes : int
@@ -90,6 +91,7 @@ def dense(
     optimizer = torch.optim.SGD(student.parameters(), lr, momentum)
     with seeded(seed), teacher.frozen(), statistics_of(models) as found:
         generator = generator_of(inputs.shape, how.latent, how.width)
+        generator.to(teacher.device)
 
         def loss(images: Tensor, labels: Tensor) -> Tensor:
             found.clear()

@@ -104,7 +104,8 @@ def augmented(images: Tensor) -> Tensor:
             for image, (top, left) in zip(padded, places, strict=True)
         ]
     )
-    return torch.where(torch.rand(n, 1, 1, 1) < 0.5, moved.flip(-1), moved)
+    flipped = (torch.rand(n, 1, 1, 1) < 0.5).to(images.device)
+    return torch.where(flipped, moved.flip(-1), moved)
 
 
 @dataclass

@@ -70,8 +70,9 @@ def synthesised(
     """
     reset(generator)
     generator.train()
-    codes = torch.randn(how.count, how.latent, requires_grad=True)
-    labels = torch.randint(num_classes, (how.count,))
+    device = next(generator.parameters()).device
+    codes = torch.randn(how.count, how.latent).to(device).requires_grad_()
+    labels = torch.randint(num_classes, (how.count,)).to(device)
     optimizer = torch.optim.Adam(
         [*generator.parameters(), codes], how.lr, betas=(0.5, 0.999)
     )

@@ -25,7 +25,13 @@ class Ensemble:
         """Return their mean."""
         if not models:
             raise ConfigurationError("there is no client's model to distil")
-        return cls(models, torch.full((len(models),), 1 / len(models)))
+        weights = torch.full((len(models),), 1 / len(models))
+        return cls(models, weights.to(next(models[0].parameters()).device))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the networks are."""
+        return self.weights.device
 
     def each(self, inputs: Tensor) -> Tensor:
         """Return the networks' logits, ``[clients, n, C]``."""

@@ -24,7 +24,6 @@ from flwr_fisher.randomness import seeded
 
 DEVICE = pretended.NAME
 KFAC = {"structure": "kfac"}
-FEDFISH = {"job": "fedfish", "fisher-from": "last-epoch"}
 
 
 def loader():
@@ -59,12 +58,14 @@ def moving_loop(model, batches, device, config):
 class Older:
     """A NumPyClient's two methods; it names no device."""
 
-    def __init__(self, net):
-        self.net = net
+    def __init__(self, net, device="cpu"):
+        self.net, self.device = net, device
 
     def fit(self, parameters, config):
-        assert kind_of(self.net) == "cpu"
-        plain_sgd(self.net, loader())
+        assert kind_of(self.net) == self.device
+        plain_sgd(
+            self.net, [(x.to(self.device), y.to(self.device)) for x, y in loader()]
+        )
         return to_list(self.net, names_of(self.net, "state")), 8, {}
 
 
@@ -93,6 +94,16 @@ def test_a_numpy_client_that_names_no_device_trains():
     client = from_numpy_client(Older(net), net, loader())
     tensors_of(ask(client, config=KFAC))
     assert kind_of(net) == "cpu"
+
+
+def test_a_numpy_client_on_the_accelerator_is_one_on_the_cpu():
+    replies = []
+    for device in (DEVICE, "cpu"):
+        net = tiny_model().to(device)
+        client = from_numpy_client(Older(net, device), net, loader())
+        replies.append(tensors_of(ask(client, config=KFAC)))
+    for name, value in replies[1].items():
+        torch.testing.assert_close(replies[0][name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [KFAC, {"structure": "diagonal"}, {}])

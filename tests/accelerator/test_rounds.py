@@ -1,0 +1,179 @@
+"""Every algorithm, clients and server on an accelerator: as on the CPU to rounding."""
+
+import gc
+from functools import partial
+
+import pytest
+import test_strategy_contract as contract
+import torch
+import virtual
+from devices import pretended
+from flwr.app import ArrayRecord
+from oracles import randn, relative, seeded
+from test_secure_sums import STRATEGIES as SUMS
+from test_tct import tct
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from virtual import ask, fedfisher_with, tensors_of, tiny_arrays, tiny_client
+
+from flwr_fisher.callbacks import BestModel, CSVFile
+from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.params import shared_state
+from flwr_fisher.secure import SecureSums, SecureSumsMod
+from flwr_fisher.strategies import FedFish
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import Codec
+
+DEVICE = pretended.NAME
+
+
+@pytest.fixture(autouse=True)
+def nothing_out_of_range():
+    pretended.asserts.clear()
+    yield
+    assert pretended.asserts == []
+
+
+def app_on(device, mods=None, **options):
+    def client_fn(context):
+        partition = int(context.node_config["partition-id"])
+        return tiny_client(partition, device=device, **options)
+
+    return make_client_app(client_fn, mods)
+
+
+def merged(make, app, clients=3, num_rounds=2, **options):
+    result = make().start(
+        LocalGrid(app, clients), tiny_arrays(), num_rounds=num_rounds, **options
+    )
+    return result.arrays.to_torch_state_dict()
+
+
+def assert_close(got, want, most=1e-3):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert relative(got[name].double(), value.double()) < most, name
+
+
+@pytest.mark.parametrize("name", contract.STRATEGIES)
+def test_rounds_are_those_of_the_cpu(name, monkeypatch, tmp_path):
+    row = contract.of_name(name, monkeypatch)
+    makes = [row, row]
+    if row.make is fedfisher_with:
+        makes = [partial(row, device=device) for device in (DEVICE, "cpu")]
+    got, want = (
+        merged(make, app_on(device, state_dir=tmp_path / device))
+        for make, device in zip(makes, (DEVICE, "cpu"), strict=True)
+    )
+    assert_close(got, want)
+
+
+FOLDED = [("diagonal", {}), ("block", {}), ("dense", {}), ("ekfac", {"codec": "auto"})]
+
+
+@pytest.mark.parametrize(("structure", "options"), FOLDED)
+def test_each_structure_is_merged_as_on_the_cpu(structure, options):
+    make = partial(
+        fedfisher_with, structure=structure, fraction_evaluate=1.0, **options
+    )
+    got, want = (
+        merged(partial(make, device=device), app_on(device))
+        for device in (DEVICE, "cpu")
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["fedfisher", "kfac"])
+def test_secure_sums_are_those_of_the_cpu(name, tmp_path):
+    make = partial(SUMS[name], secure=SecureSums())
+    got, want = (
+        merged(
+            make,
+            app_on(
+                device,
+                [SecureSumsMod(state_dir=tmp_path / device)],
+                state_dir=tmp_path / device,
+            ),
+            num_rounds=1,
+        )
+        for device in (DEVICE, "cpu")
+    )
+    assert_close(got, want)
+
+
+def test_tct_is_that_of_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(virtual, "LocalSGD", partial(LocalSGD, momentum=0.0))
+    got, want = (
+        merged(
+            partial(tct, fraction_evaluate=1.0),
+            app_on(device, state_dir=tmp_path / device),
+            num_rounds=5,
+        )
+        for device in (DEVICE, "cpu")
+    )
+    assert_close(got, want)
+
+
+def test_a_run_with_callbacks_stops_and_goes_on(tmp_path):
+    def run(device, folder):
+        folder.mkdir()
+        callbacks = [
+            CSVFile(folder / "rounds.csv"),
+            BestModel(folder / "best.safetensors"),
+        ]
+        for rounds in (1, 3):
+            strategy = FedFish(fraction_evaluate=1.0)
+            result = strategy.start(
+                LocalGrid(app_on(device, state_dir=folder / "clients"), 3, seed=1),
+                tiny_arrays(),
+                num_rounds=rounds,
+                checkpoint_dir=folder / "run",
+                resume=rounds == 3,
+                callbacks=callbacks,
+            )
+        return result.arrays.to_torch_state_dict()
+
+    got, want = (run(device, tmp_path / device) for device in (DEVICE, "cpu"))
+    assert_close(got, want)
+
+
+class Wide(nn.Sequential):
+    """So large that its upload is not packed once more in the trial."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(600, 500), nn.Tanh(), nn.Linear(500, 30))
+
+    @staticmethod
+    def client():
+        x, y = randn(0, 40, 600), torch.arange(40) % 30
+        loader = DataLoader(TensorDataset(x, y), batch_size=8)
+        return FisherClient(seeded(Wide), loader, device=DEVICE)
+
+
+JOBS = [{"structure": name} for name in ("kfac", "diagonal", "ekfac")]
+JOBS += [{"job": "fedfish", "structure": "diagonal"}, {}]
+FEW = [JOBS[0], JOBS[2], JOBS[-1]]
+
+
+@pytest.mark.parametrize("config", JOBS, ids=str)
+def test_a_request_copies_to_the_host_what_is_uploaded(config):
+    client = Wide.client()
+    arrays = ArrayRecord(shared_state(client.problem.model))
+    with pretended.watch() as seen:
+        reply = ask(client, arrays, config | Codec.of("auto").to_options())
+    uploaded = sum(tensor.nbytes for tensor in tensors_of(reply).values())
+    few = uploaded // 50  # bytes of counts, flags and losses, and E-KFAC's spectra
+    assert seen.bytes_down() <= uploaded + few, (uploaded, seen.where(["down"]))
+
+
+@pytest.mark.parametrize("config", FEW, ids=str)
+def test_memory_is_given_back_after_a_request(config):
+    client = Wide.client()
+    arrays = ArrayRecord(shared_state(client.problem.model))
+    ask(client, arrays, config)
+    gc.collect()
+    held = pretended.held()
+    for _ in range(2):
+        ask(client, arrays, config)
+    gc.collect()
+    assert pretended.held() <= held
