@@ -718,7 +718,7 @@ def of_refresh(tamper):
 
 SPOILED = {
     "error": (fail, "out of cheese"),
-    "variance": (set_array(f"norms/1.{VARIANCE}", [-9.0] * 4), "a variance below 0"),
+    "variance": (set_array(f"norms/1.{VARIANCE}", [-1.02] * 4), "a variance below 0"),
     "nan": (set_array(f"norms/1.{MEAN}", [float("nan")] * 4), "NaN"),
     "missing": (lambda c: c["arrays"].pop(f"norms/1.{MEAN}"), "missing"),
     "other": (set_array("norms/0.bias", [0.0] * 4), "unexpected key"),
