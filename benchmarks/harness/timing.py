@@ -22,7 +22,9 @@ def seconds(
     work: Work, device: torch.device | None = None, clock: Clock = time.perf_counter
 ) -> float:
     """Return how long something took, the device's queue included."""
-    wait = torch.cuda.synchronize if device and device.type == "cuda" else lambda: None
+    wait: Work = lambda: None  # noqa: E731
+    if device and device.type != "cpu":
+        wait = torch.get_device_module(device).synchronize
     wait()
     began = clock()
     work()
@@ -50,11 +52,12 @@ def medians(
 
 def peak_bytes(work: Work, device: torch.device | None = None) -> int:
     """Return the most that was allocated at once, over the start."""
-    if device and device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
+    if device and device.type != "cpu":
+        there = torch.get_device_module(device)
+        there.reset_peak_memory_stats(device)
+        held = there.memory_allocated(device)
         work()
-        return torch.cuda.max_memory_allocated(device) - held
+        return there.max_memory_allocated(device) - held
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         work()
     events = sorted(

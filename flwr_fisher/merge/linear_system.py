@@ -12,7 +12,6 @@ from flwr_fisher.curvature import Curvature, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.curvature.operators.rescaled import (
     exponent_of,
-    largest_entry,
     power_of_two,
     rescaled,
     shifted,
@@ -145,15 +144,16 @@ def _layer_system(
     unweighted = WeightedSum(curvatures, relative)
     mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
     steps = _ClientSteps(posteriors, mean, device)
-    fisher_squares, squared_lengths, largest, products = steps.measured(curvatures)
-    if exponent := _step_exponent(largest, steps.mean):
+    found = steps.measured(curvatures)
+    unweighted.traces = found.traces
+    if exponent := _step_exponent(found.largest, steps.mean):
         steps = replace(steps, exponent=exponent)
-        fisher_squares, squared_lengths, _, products = steps.measured(curvatures)
+        found = steps.measured(curvatures)
     examples = [posterior.num_examples for posterior in posteriors]
     weights = layer_weights(
         examples,
         _products(relative, unweighted.traces),
-        _products(relative, fisher_squares),
+        _products(relative, found.fisher_squares),
         settings,
     )
     total = unweighted.reweighted(weights)
@@ -161,13 +161,13 @@ def _layer_system(
     total = total.scaled(power_of_two(-shift)) if shift else total
     made_again = (part.matvec(steps.of(index)) for index, part in enumerate(curvatures))
     system = LinearSystem.anchored(
-        total, _weighted_sum(total, products or made_again, mean), settings.anchor
+        total, _weighted_sum(total, found.products or made_again, mean), settings.anchor
     )
     return replace(
         system,
         scale=power_of_two(highest + shift),
         step_exponent=steps.exponent,
-        radius=settings.trust * _spread(examples, squared_lengths),
+        radius=settings.trust * _spread(examples, found.squared_lengths),
     )
 
 
@@ -183,10 +183,12 @@ def _regularised(
     """
     curvatures, exponents = [], []
     for part in parts:
-        held, exponent = rescaled(part.mapped(partial(_wide, device=device)))
+        # Where it is: numbers of what is in the machine's memory are read there.
+        held, exponent = rescaled(part.mapped(partial(_wide, device=None)))
         exponents.append(exponent)
+        there = held if device is None else held.mapped(partial(_wide, device=device))
         curvatures.append(
-            held.regularised(shrink=settings.shrink, damping=settings.damping)
+            there.regularised(shrink=settings.shrink, damping=settings.damping)
         )
     highest = max(exponents)
     relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]
@@ -214,9 +216,39 @@ def _spread(examples: Sequence[float], squared_lengths: Sequence[float]) -> floa
 
 
 def _wide(tensor: Tensor, device: Device) -> Tensor:
-    """Return a tensor on a device, floats as at least float32, in which is solved."""
+    """Return a tensor on a device, floats as at least float32, in which is solved.
+
+    An accelerator is not waited for: it reads from memory that PyTorch keeps for that.
+    """
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.to(device, wide if tensor.is_floating_point() else tensor.dtype)
+    dtype = wide if tensor.is_floating_point() else tensor.dtype
+    goes_up = device is not None and torch.device(device).type != "cpu"
+    return tensor.to(device, dtype, non_blocking=goes_up)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a system needs of all clients' steps away from the mean.
+
+    Parameters
+    ----------
+    traces : list[float]
+        Of the curvatures.
+    fisher_squares : list[float]
+        Each step's square in the client's own curvature.
+    squared_lengths : list[float]
+        Each step's squared length.
+    largest : float
+        The largest entry of all.
+    products : list[dict[str, Tensor]]
+        Of curvatures and steps; none where all clients' would be large.
+    """
+
+    traces: list[float]
+    fisher_squares: list[float]
+    squared_lengths: list[float]
+    largest: float
+    products: list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -239,26 +271,24 @@ class _ClientSteps:
             params, mean = (shifted(x, -self.exponent) for x in (params, mean))
         return subtract(params, mean)
 
-    def measured(
-        self, curvatures: Sequence[Curvature]
-    ) -> tuple[list[float], list[float], float, list[dict[str, Tensor]]]:
-        """Return what a system needs of all steps, from one pass over them.
-
-        That is each step's square in the client's own curvature, and its squared
-        length; the largest entry of all; and the products with the curvatures, or none
-        where all clients' would be large.
-        """
-        fisher_squares, squared_lengths, largest, products = [], [], 0.0, []
+    def measured(self, curvatures: Sequence[Curvature]) -> _Measured:
+        """Return what a system needs, from one pass over the steps and one read."""
+        numbers, products = [], []
         size = 4 * sum(value.numel() for value in self.mean.values())
         small = size * len(curvatures) <= _SMALL
         for index, curvature in enumerate(curvatures):
             step = self.of(index)
             product = curvature.matvec(step)
-            fisher_squares.append(max(0.0, float(dot(step, product))))
-            squared_lengths.append(float(dot(step, step)))
-            largest = max(largest, *map(largest_entry, step.values()))
+            own = [curvature.queued_trace(), dot(step, product), dot(step, step)]
+            extremes = [torch.aminmax(v) for v in step.values() if v.numel()]
+            own += [value for pair in extremes for value in pair]
+            numbers.append(torch.stack([value.double() for value in own]))
             products += [product] if small else []
-        return fisher_squares, squared_lengths, largest, products
+        read = torch.stack(numbers).tolist()
+        traces, squares, lengths, *entries = map(list, zip(*read, strict=True))
+        largest = max((abs(value) for each in entries for value in each), default=0.0)
+        positive = [max(0.0, square) for square in squares]
+        return _Measured(traces, positive, lengths, largest, products)
 
 
 def _step_exponent(largest: float, like: Params) -> int:

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.rescaled import power_of_two
-from flwr_fisher.curvature.operators.solvers import conjugate_gradient
+from flwr_fisher.curvature.operators.solvers import (
+    conjugate_gradient,
+    queued_conjugate_gradient,
+)
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.linear_system import LinearSystem, Systems
 from flwr_fisher.merge.options import MergeSettings, Report, Score
@@ -155,8 +157,9 @@ def _is_solved(
     if norms[-1] <= _ROUNDED * norms[0]:
         return True
     # Conjugate gradients lower the objective at every step, but not the residual.
-    pulled = add(system.matvec(solution), system.rhs, -2.0)
-    return float(dot(solution, pulled)) <= 0
+    there = {name: v.to(system.rhs[name].device) for name, v in solution.items()}
+    pulled = add(system.matvec(there), system.rhs, -2.0)
+    return float(dot(there, pulled)) <= 0
 
 
 def is_finite(params: Params) -> bool:
@@ -173,18 +176,44 @@ def _solved(
     if settings.solver in ("pcg", "cg") and _is_diagonal(system):
         # What many iterations would get to, of which float32 loses the digits.
         return _closed_form(system, floor=0.0)
-    find = gradient_descent
-    if settings.solver == "cg":
-        find = conjugate_gradient
-    elif settings.solver == "pcg":
+    most, tolerance = settings.iterations, settings.tolerance
+    problem = system.matvec, system.rhs
+    if settings.solver not in ("pcg", "cg"):
+        return gradient_descent(*problem, iterations=most, tolerance=tolerance)
+    inverse = None
+    if settings.solver == "pcg":
         inverse = preconditioner(system.curvature, system.ridge)
-        find = partial(conjugate_gradient, precondition=inverse)
-    return find(
-        system.matvec,
-        system.rhs,
-        iterations=settings.iterations,
-        tolerance=settings.tolerance,
+    if _device_of(system).type != "cpu":
+        queued = queued_conjugate_gradient(
+            *problem, iterations=most, tolerance=tolerance, precondition=inverse
+        )
+        solution, norms = _read(*queued)
+        if all(map(math.isfinite, norms)):
+            return solution, norms
+    return conjugate_gradient(
+        *problem, iterations=most, tolerance=tolerance, precondition=inverse
     )
+
+
+def _device_of(system: LinearSystem) -> torch.device:
+    return next(iter(system.rhs.values())).device
+
+
+def _read(
+    solution: dict[str, Tensor], norms: Tensor, steps: Tensor
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Return a solution on the CPU, and the norms of the steps that were taken.
+
+    An accelerator is waited for here, once.
+    """
+    dtype = norms.dtype
+    flat = [value.reshape(-1) for value in solution.values()]
+    whole = torch.cat([*flat, norms, steps.reshape(1).to(dtype)]).cpu()
+    *parts, rest = torch.split(whole, [*map(len, flat), len(norms) + 1])
+    pairs = zip(solution.items(), parts, strict=True)
+    found = {name: part.reshape(v.shape).to(v.dtype) for (name, v), part in pairs}
+    numbers = rest.tolist()
+    return found, numbers[: 1 + int(numbers[-1])]
 
 
 def relative_norms(curves: list[list[float]]) -> list[float]:
@@ -209,13 +238,16 @@ def _closed_form(
             "form: use solver='pcg', or structure='diagonal'"
         )
     entries = system.curvature.diagonal()
-    least = floor * max(float(entry.max()) for entry in entries.values())
+    least = floor and floor * max(float(entry.max()) for entry in entries.values())
     solution = {}
     for name, entry in entries.items():
         known = entry > least
         divisor = torch.where(known, entry + system.ridge, 1.0)
         solution[name] = torch.where(known, system.rhs[name] / divisor, 0.0)
     left = add(system.rhs, system.matvec(solution), -1.0)
+    if _device_of(system).type != "cpu":
+        norms = torch.stack([dot(v, v).sqrt() for v in (system.rhs, left)])
+        return _read(solution, norms, torch.ones_like(norms[0]))
     return solution, [float(norm(system.rhs)), float(norm(left))]
 
 

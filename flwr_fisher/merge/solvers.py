@@ -101,7 +101,7 @@ def _sum_solver(
 
 
 def _summed(factors: Sequence[SymmetricFactor], like: Tensor) -> Tensor:
-    total = torch.zeros(factors[0].shape).to(like)
+    total = like.new_zeros(factors[0].shape)
     for factor in factors:
         factor.add_to(total)
     return total
@@ -116,12 +116,21 @@ def _woodbury(vectors: Tensor, diagonal: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
-    """Return what solves with symmetric matrices plus a multiple of the identity."""
+    """Return what solves with symmetric matrices plus a multiple of the identity.
+
+    Where they are not positive definite, this raises on the CPU; from an accelerator,
+    which it does not wait for, what is solved is NaN.
+    """
     working = torch.promote_types(matrices.dtype, torch.float32)
     wide = matrices.to(torch.float64, copy=True)
     del matrices  # as large as all else that is at hand here
     wide.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    lower = torch.linalg.cholesky(wide).to(working)
+    if wide.device.type == "cpu":
+        lower = torch.linalg.cholesky(wide).to(working)
+    else:
+        lower, info = torch.linalg.cholesky_ex(wide)
+        failed = (info != 0)[..., None, None]
+        lower = lower.masked_fill(failed, torch.nan).to(working)
     return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)
 
 

@@ -109,7 +109,12 @@ class Curvature(ABC):
 
     def trace(self) -> float:
         """Return the sum of the eigenvalues."""
-        return float(sum(d.double().sum() for d in self.diagonal().values()))
+        return float(self.queued_trace())
+
+    def queued_trace(self) -> Tensor:
+        """Return the trace as a scalar tensor in float64: no device is waited for."""
+        first, *others = (d.double().sum() for d in self.diagonal().values())
+        return sum(others, first)
 
     def numel(self) -> int:
         """Return :math:`d`, the number of rows."""

@@ -75,10 +75,9 @@ class Kronecker(LayerCurvature):
         a, g = self.of_inputs.diagonal(), self.of_outputs.diagonal()
         return self.as_params(g.unsqueeze(-1) * a.unsqueeze(-2))
 
-    def trace(self) -> float:
+    def queued_trace(self) -> Tensor:
         """Return the sum over groups of the product of both factors' traces."""
-        traces = self.of_inputs.trace().double() * self.of_outputs.trace()
-        return float(traces.sum())
+        return (self.of_inputs.trace().double() * self.of_outputs.trace()).sum()
 
     def scaled(self, factor: float) -> "Kronecker":
         """Return the curvature with `G` scaled."""
@@ -201,7 +200,8 @@ class EigenKronecker(LayerCurvature):
         damped = self._damped(damping) if damping else self
         if not shrink:
             return damped
-        eye = torch.eye(self.basis_A.shape[-1]).to(self.basis_A).expand_as(self.basis_A)
+        A = self.basis_A
+        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
         moments = damped.moments @ self.basis_A.square().mT
         apart = damped.with_factors(eye, damped.basis_G, moments)
         return WeightedSum([damped, apart], [1 - shrink, shrink])

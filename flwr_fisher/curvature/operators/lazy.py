@@ -179,6 +179,11 @@ class WeightedSum(Curvature):
         """Return the weighted sum of the terms' traces."""
         return sum(w * t for w, t in zip(self.weights, self.traces, strict=True))
 
+    def queued_trace(self) -> Tensor:
+        """Return the same as a scalar tensor."""
+        first, *others = (weight * term.queued_trace() for weight, term in self)
+        return sum(others, first)
+
     @cached_property
     def traces(self) -> list[float]:
         """The terms' traces, without the weights; they are computed once."""
@@ -281,6 +286,9 @@ def _within(names: Iterable[str], blocks: Sequence[Curvature]) -> Curvature:
 
 def _dense_as(curvature: Curvature, names: Iterable[str]) -> Tensor:
     """Return the dense matrix with its rows in another order of the parameters."""
-    rows = unflatten(torch.arange(curvature.numel()), curvature.shapes)
-    order = flatten(select(rows, names))
-    return curvature.to_dense()[order][:, order]
+    dense, names = curvature.to_dense(), list(names)
+    if names == list(curvature.shapes):
+        return dense
+    rows = torch.arange(curvature.numel(), device=dense.device)
+    order = flatten(select(unflatten(rows, curvature.shapes), names))
+    return dense[order][:, order]

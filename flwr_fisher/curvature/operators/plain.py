@@ -118,7 +118,8 @@ class Dense(Curvature):
 
     def _outputs_apart(self, matrix: Tensor) -> Tensor:
         apart = torch.diag(matrix.diagonal())
-        rows = unflatten(torch.arange(self.numel()).to(apart.device), self.shapes)
+        every = torch.arange(self.numel(), device=apart.device)
+        rows = unflatten(every, self.shapes)
         for name, weight in rows.items():
             if name.endswith("weight") and weight.dim() > 1:
                 bias = rows.get(name.removesuffix("weight") + "bias")

@@ -110,3 +110,58 @@ def conjugate_gradient(
         residual = add(residual, product, -step)
         norms.append(float(norm(residual)))
     return solution, norms
+
+
+_LOOK = 16  # iterations, after which a device is asked whether any is left to do
+
+
+def queued_conjugate_gradient(
+    matvec: Matvec,
+    rhs: Params,
+    *,
+    iterations: int,
+    tolerance: float,
+    precondition: Matvec | None = None,
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Do what :func:`conjugate_gradient` does, on a device that is not waited for.
+
+    What ends the iteration there is decided on the device: from then on steps are 0.
+
+    Returns
+    -------
+    tuple[dict[str, Tensor], Tensor, Tensor]
+        The solution; the norms, of which those after the last step are of nothing; and
+        how many steps were taken, a scalar.
+    """
+    solution = {k: torch.zeros_like(v) for k, v in rhs.items()}
+    residual, direction = dict(rhs), dict[str, Tensor]()
+    norms = [dot(residual, residual).sqrt()]
+    decrease = torch.ones_like(norms[0])
+    live = torch.ones_like(norms[0], dtype=torch.bool)
+    steps = torch.zeros_like(norms[0])
+    for index in range(iterations):
+        live = live & (norms[-1] > tolerance * norms[0])
+        if index and index % _LOOK == 0 and not live:
+            break
+        steepest = precondition(residual) if precondition else residual
+        previous, decrease = decrease, dot(residual, steepest)
+        turn = decrease / previous
+        if direction:
+            direction = {k: v + turn * direction[k] for k, v in steepest.items()}
+        else:
+            direction = dict(steepest)
+        product = matvec(direction)
+        curvature = dot(direction, product)
+        live = live & (curvature > 0) & curvature.isfinite()
+        step = decrease / curvature
+        solution = _stepped(solution, direction, step, live)
+        residual = _stepped(residual, product, -step, live)
+        norms.append(dot(residual, residual).sqrt())
+        steps = steps + live
+    return solution, torch.stack(norms), steps
+
+
+def _stepped(
+    start: Params, along: Params, step: Tensor, live: Tensor
+) -> dict[str, Tensor]:
+    return {k: torch.where(live, v + step * along[k], v) for k, v in start.items()}

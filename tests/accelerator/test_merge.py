@@ -1,0 +1,99 @@
+"""What a merge on an accelerator waits for: twice a layer, whatever its iterations."""
+
+import pytest
+import torch
+from devices import pretended
+from nets import IMAGES
+from oracles import relative, seeded
+from test_devices import convolutions
+
+from flwr_fisher.curvature import Kronecker, fisher
+from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.params import shared_state
+
+DEVICE = pretended.NAME
+
+
+def clients(structure, count=3):
+    found = []
+    for seed in range(count):
+        model, inputs = seeded(convolutions, seed), IMAGES + seed
+        model(inputs)
+        curvature = fisher(model, [inputs], structure=structure)
+        found.append(LocalPosterior(shared_state(model), curvature, 10 + seed))
+    return found
+
+
+def waits(posteriors, **options):
+    with pretended.watch() as seen:
+        merged = fedfisher(posteriors, device=DEVICE, **options)
+    return seen, merged
+
+
+# One read says what clients weigh in a layer, and one brings its solution.
+@pytest.mark.parametrize(
+    ("structure", "solver"),
+    [*((s, "pcg") for s in ("kfac", "ekfac", "diagonal", "block")), ("kfac", "cg")],
+)
+def test_a_layer_is_read_twice_in_a_merge(structure, solver):
+    posteriors = clients(structure)
+    layers = len(posteriors[0].curvature.blocks())
+    for iterations in (1, 4):
+        options = {"solver": solver, "iterations": iterations}
+        seen, merged = waits(posteriors, **options)
+        assert len(seen.waits()) <= 2 * layers, seen.where()
+        want = fedfisher(posteriors, device="cpu", **options)
+        assert merged.iterations == want.iterations
+        assert merged.residuals == pytest.approx(want.residuals, rel=1e-3, abs=1e-6)
+        for name, value in want.params.items():
+            assert relative(merged.params[name], value) < 1e-4, name
+
+
+def test_it_stops_where_the_cpu_does():
+    posteriors = clients("kfac")
+    options = {"solver": "cg", "iterations": 40, "tolerance": 0.3}
+    _, merged = waits(posteriors, **options)
+    want = fedfisher(posteriors, device="cpu", **options)
+    assert merged.iterations == want.iterations < 40
+    assert merged.residuals == pytest.approx(want.residuals, rel=1e-3)
+
+
+def test_a_layer_without_curvature_stays_at_the_mean_and_is_named():
+    posteriors = [
+        LocalPosterior(
+            {"w": torch.full((2, 3), float(i))},
+            Kronecker("w", (2, 3), torch.zeros(1, 3, 3), torch.zeros(1, 2, 2), None),
+            1,
+        )
+        for i in range(3)
+    ]
+    _, merged = waits(posteriors)
+    want = fedfisher(posteriors, device="cpu")
+    assert merged.unsolved == want.unsolved
+    assert torch.equal(merged.params["w"], want.params["w"])
+
+
+def test_curvatures_that_float32_does_not_hold_are_merged_as_on_the_cpu():
+    posteriors = [
+        LocalPosterior(each.params, each.curvature.scaled(1e-30), each.num_examples)
+        for each in clients("kfac")
+    ]
+    _, merged = waits(posteriors)
+    for name, value in fedfisher(posteriors, device="cpu").params.items():
+        assert relative(merged.params[name], value) < 1e-4, name
+
+
+def test_uploads_that_are_on_the_accelerator_stay_there():
+    here = clients("kfac")
+    posteriors = [
+        LocalPosterior(
+            {name: value.to(DEVICE) for name, value in each.params.items()},
+            each.curvature.to(DEVICE),
+            each.num_examples,
+        )
+        for each in here
+    ]
+    merged = fedfisher(posteriors).params
+    for name, value in fedfisher(here).params.items():
+        assert merged[name].device.type == DEVICE
+        assert relative(merged[name].cpu(), value) < 1e-4, name
