@@ -97,6 +97,7 @@ gpu: install
 		tests/test_curvature_algebra.py
 	$(BIN)/python benchmarks/gpu.py
 	$(BIN)/python benchmarks/curvature.py --device cuda
+	$(BIN)/python benchmarks/accelerator.py --device cuda
 
 # The wheel, so that what is tested is what is shipped.
 install: .venv/dependencies

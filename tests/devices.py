@@ -1,7 +1,8 @@
 """The devices that there are: the CPU and an accelerator, or the pretended one alone.
 
-A process that is started with ``FLWR_FISHER_ACCELERATOR=$(python
-tests/accelerator/build.py)`` has the pretended accelerator of tests/accelerator, and
+    FLWR_FISHER_ACCELERATOR=$(python tests/accelerator/pretended_build.py) pytest …
+
+A process that is started so has the pretended accelerator of tests/accelerator, and
 tests nothing else: the CPU is tested in every other.
 """
 

@@ -5,6 +5,7 @@ inside a function.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -450,6 +451,14 @@ def loaded_by(statement, *blocked):
     )
     assert run.returncode == 0, run.stderr
     return set(run.stdout.split())
+
+
+def test_one_file_asks_which_accelerator_there_is():
+    asks = re.compile(r"torch\.(cuda|accelerator|xpu|mps)\b(?!`)")
+    folders = (ROOT / "flwr_fisher", ROOT / "strategies")
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    found = [path.name for path in files if asks.search(path.read_text("utf-8"))]
+    assert found == ["devices.py"]
 
 
 def test_importing_the_package_loads_nothing_heavy():

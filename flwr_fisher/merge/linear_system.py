@@ -228,27 +228,13 @@ def _wide(tensor: Tensor, device: Device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a system needs of all clients' steps away from the mean.
+    """What a system needs of all clients' steps away from the mean."""
 
-    Parameters
-    ----------
-    traces : list[float]
-        Of the curvatures.
-    fisher_squares : list[float]
-        Each step's square in the client's own curvature.
-    squared_lengths : list[float]
-        Each step's squared length.
-    largest : float
-        The largest entry of all.
-    products : list[dict[str, Tensor]]
-        Of curvatures and steps; none where all clients' would be large.
-    """
-
-    traces: list[float]
-    fisher_squares: list[float]
+    traces: list[float]  # of the curvatures
+    fisher_squares: list[float]  # of each step in the client's own curvature
     squared_lengths: list[float]
-    largest: float
-    products: list[dict[str, Tensor]]
+    largest: float  # entry of all
+    products: list[dict[str, Tensor]]  # with steps; none where they would be large
 
 
 @dataclass(frozen=True)

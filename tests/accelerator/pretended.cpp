@@ -8,6 +8,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -63,10 +64,12 @@ struct Generator final : c10::GeneratorImpl {
 };
 static at::Generator make_generator() { return at::make_generator<Generator>(at::make_generator<at::CPUGeneratorImpl>()); }
 static at::Generator& default_generator() { static at::Generator g = make_generator(); return g; }
+static at::Generator make_for(c10::DeviceIndex) { return make_generator(); }
+REGISTER_GENERATOR_PRIVATEUSE1(make_for)  // where torch is too old to ask the hooks
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const { return true; }  // no override: torch 2.6 has none
+  bool isAvailable() const { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
   void setCurrentDevice(c10::DeviceIndex) const override {}
@@ -90,9 +93,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return device0; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, device0); }
+  c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, device0); }
   c10::Stream getDefaultStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, device0); }
-  c10::Stream exchangeStream(c10::Stream s) const override { return s; }
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override { return s; }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}

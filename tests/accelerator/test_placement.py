@@ -7,11 +7,21 @@ import logging
 import pytest
 import torch
 from devices import pretended
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import nn
 from torch.utils.data import DataLoader
-from virtual import ask, fedfisher_with, tensors_of, tiny_data, tiny_model
+from virtual import (
+    ask,
+    fedfisher_with,
+    tensors_of,
+    tiny_app,
+    tiny_arrays,
+    tiny_data,
+    tiny_model,
+    travelling,
+)
 
-from flwr_fisher.client import FisherClient
+from flwr_fisher.client import FisherClient, check_fisher, fisher_arrays
 from flwr_fisher.client.training_checkpoint import _random_states, _set_random
 from flwr_fisher.curvature import fisher
 from flwr_fisher.devices import default_device, has_float64
@@ -21,6 +31,8 @@ from flwr_fisher.legacy.lists import names_of, to_list
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import seeded
+from flwr_fisher.testing import LocalGrid
+from flwr_fisher.wire import arrays_to_tensors
 
 DEVICE = pretended.NAME
 KFAC = {"structure": "kfac"}
@@ -174,3 +186,17 @@ def test_a_loop_may_train_where_there_is_no_float64():
     for _ in range(2):
         tensors_of(ask(own, config={"structure": "ekfac"}))
     assert kind_of(own.problem.model) == "cpu"
+
+
+@pytest.mark.usefixtures("no_float64")
+def test_an_app_of_ones_own_may_train_where_there_is_no_float64():
+    LocalGrid(tiny_app(), 1)  # messages need the process's identity
+    config = ConfigRecord(travelling({"structure": "ekfac"}))
+    content = RecordDict({"arrays": tiny_arrays(1), "config": config})
+    context = Context(1, 77, {"partition-id": 0}, RecordDict(), {})
+    message, model = Message(content, 77, "train"), tiny_model().to(DEVICE)
+    check_fisher(message, context, model, loader())
+    sent = arrays_to_tensors(tiny_arrays(1))
+    assert all(torch.equal(model.state_dict()[k].cpu(), v) for k, v in sent.items())
+    assert fisher_arrays(message, context, model, loader())
+    assert kind_of(model) == DEVICE

@@ -1,6 +1,6 @@
 """Builds the pretended accelerator, once for each torch and source.
 
-    python tests/accelerator/build.py     # prints where it is
+    python tests/accelerator/pretended_build.py     # prints where it is
 
 The library stays in the user's cache folder, so that a fresh checkout finds it.
 """
@@ -18,9 +18,10 @@ from filelock import FileLock
 
 SOURCE = Path(__file__).with_name("pretended.cpp")
 NAME = "pretended_device"
-OLDEST = (2, 10)  # torch, of whose C++ interface the source is written
+OLDEST = (2, 6)  # torch, with whose C++ interface the source was tried
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 FOLDER = _CACHE / "flwr-fisher" / "accelerator"
+_KEPT = 4  # of different torches and sources
 
 
 def missing():
@@ -32,7 +33,7 @@ def missing():
     if sys.platform != "linux":
         return "it is built on Linux alone"
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-        return f"torch is {torch.__version__}, older than {OLDEST}"
+        return f"torch is {torch.__version__}, older than {OLDEST[0]}.{OLDEST[1]}"
     return None
 
 
@@ -53,9 +54,10 @@ def built():
             )
             if done.returncode:
                 raise RuntimeError(f"{SOURCE} was not built:\n{done.stderr[-4000:]}")
-            for old in FOLDER.glob("*.so"):  # of another torch or source
-                old.unlink()
             new.rename(library)
+            every = sorted(FOLDER.glob("*.so"), key=lambda path: path.stat().st_mtime)
+            for old in every[:-_KEPT]:
+                old.unlink()
     return library
 
 

@@ -1,0 +1,223 @@
+"""What a Fisher and a merge hold on an accelerator, and how often they wait for it.
+
+    python benchmarks/accelerator.py                    # on a pretended accelerator
+    python benchmarks/accelerator.py --device cuda      # beside it: what differs
+
+The pretended one is that of `tests/accelerator`: it counts every byte that is held and
+every wait of the host, and tells nothing of speed. *Memory* is the most that is held at
+once over what was held before, in that of a forward and a backward pass with the
+gradients, at the same batch size; Fishers are taken as the strategies ask for them, of
+two batches. Networks are those of `engine.py`; dense blocks, and the dense matrix, are
+those of a small network, since they are too large for any of them. *Waits a batch* are
+the third batch's; *other waits* are the rest, with the trial, the check that all is
+finite and E-KFAC's eigenvectors. Merges are of three clients, whose uploads are in the
+machine's memory, by the default solver.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1] / "tests"
+
+
+def pretend() -> None:
+    """Have a pretended accelerator, before torch's first backward pass."""
+    sys.path[:0] = [str(TESTS), str(TESTS / "accelerator")]
+    import pretended_build as build
+
+    if (reason := build.missing()) is not None:
+        raise SystemExit(f"no pretended accelerator: {reason}")
+    os.environ["FLWR_FISHER_ACCELERATOR"] = str(build.built())
+    import devices  # noqa: F401
+
+
+def arguments() -> argparse.Namespace:
+    """Return what is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="pretended")
+    return parser.parse_args()
+
+
+OPTIONS = arguments() if __name__ == "__main__" else argparse.Namespace(device="cpu")
+if OPTIONS.device == "pretended":
+    pretend()
+
+import torch  # noqa: E402
+from engine import cases, training  # noqa: E402
+from harness.page import RESULTS, blocks, numbers_of, opening, write_page  # noqa: E402
+from harness.tables import head, row  # noqa: E402
+from harness.timing import peak_bytes  # noqa: E402
+from torch import nn  # noqa: E402
+
+from flwr_fisher.curvature import FisherOptions, fisher  # noqa: E402
+from flwr_fisher.merge import LocalPosterior, fedfisher  # noqa: E402
+from flwr_fisher.params import shared_state  # noqa: E402
+
+NETWORKS = ("LeNet", "CNN", "ResNet-18", "small ViT")
+STRUCTURES = ("kfac", "ekfac", "diagonal")
+SMALL, OF_SMALL = "small CNN", ("block", "dense")
+APART = 0.25  # relative: what a device's own figures may differ by unsaid
+Found = dict[str, dict[str, float]]
+
+
+def small() -> nn.Module:
+    """Return a network of 1 300 parameters."""
+    layers = [nn.Conv2d(1, 8, 5, stride=3), nn.ReLU(), nn.AvgPool2d(3), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(32, 25), nn.ReLU(), nn.Linear(25, 10))
+
+
+def networks() -> dict[str, tuple[nn.Module, list[tuple[Any, Any]]]]:
+    """Return the networks, each with two batches, on the CPU."""
+    found = {name: each for name, each in cases().items() if name in NETWORKS}
+    found[SMALL] = small(), found["LeNet"][1]
+    return {name: (model, data[:2]) for name, (model, data) in found.items()}
+
+
+@contextmanager
+def waits(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yield a function that says how often the host has waited for the device."""
+    if device.type == "pretended":
+        import pretended
+
+        with pretended.watch() as seen:
+            yield lambda: len(seen.waits())
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield lambda: sum("synchroniz" in str(each.message) for each in caught)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def of_fisher(
+    model: nn.Module, batches: list[Any], structure: str, device: torch.device
+) -> dict[str, float]:
+    """Return a Fisher's memory and waits; the model and batches are on the device."""
+    options = asdict(FisherOptions(examples=None).for_structure(structure))
+
+    def take(count: int) -> object:
+        some = (batches * 2)[:count]
+        return fisher(model, some, structure=structure, **options)
+
+    def train() -> None:
+        training(model, batches[:1])
+
+    for warm_up in (train, lambda: take(1)):
+        warm_up()
+    model.zero_grad()
+    gc.collect()  # what the first calls left would be freed meanwhile
+    step = peak_bytes(train, device)
+    model.zero_grad()
+    gc.collect()
+    peak = peak_bytes(lambda: take(2), device)
+    host = [tuple(part.cpu() for part in batch) for batch in batches * 2]
+    counts = []
+    for count in (2, 3):
+        with waits(device) as number:
+            fisher(model, host[:count], structure=structure, **options)
+            counts.append(number())
+    each = counts[1] - counts[0]
+    return {
+        "memory": peak / step,
+        "step-mb": step / 1e6,
+        "waits-a-batch": each,
+        "other-waits": counts[0] - 2 * each,
+    }
+
+
+def of_merge(structure: str, device: torch.device) -> dict[str, float]:
+    """Return a merge's waits a layer, of three LeNets."""
+    model, batches = networks()["LeNet"]
+    clients = []
+    for client in range(3):
+        for parameter in model.parameters():
+            parameter.data += 0.01 * torch.randn_like(parameter)
+        inputs = [x[:16] for x, _ in batches[:1]]
+        curvature = fisher(model, inputs, structure=structure, expectation="sampled")
+        params = {name: value.clone() for name, value in shared_state(model).items()}
+        clients.append(LocalPosterior(params, curvature, 100.0 + client))
+    fedfisher(clients, device=device)
+    with waits(device) as number:
+        fedfisher(clients, device=device)
+        layers = len(list(model.parameters()))
+        return {"waits-a-layer": number() / layers}
+
+
+def measured(device: torch.device) -> dict[str, Found]:
+    """Return every figure."""
+    torch.manual_seed(0)
+    found: dict[str, Found] = {"fisher": {}, "merge": {}}
+    for name, (model, batches) in networks().items():
+        here = model.to(device)
+        data = [tuple(part.to(device) for part in batch) for batch in batches]
+        for structure in OF_SMALL if name == SMALL else STRUCTURES:
+            key = f"{structure}, {name}"
+            found["fisher"][key] = of_fisher(here, data, structure, device)
+            print(key, found["fisher"][key], flush=True)
+    for structure in STRUCTURES:
+        found["merge"][structure] = of_merge(structure, device)
+    return found
+
+
+def page(found: dict[str, Found]) -> list[str]:
+    """Return the page's lines."""
+    where = f"Measured with torch {torch.__version__}, on a pretended accelerator."
+    memory = head("structure", *NETWORKS, SMALL)
+    counts = head("structure, network", "waits a batch", "other waits")
+    for structure in (*STRUCTURES, *OF_SMALL):
+        keys = [f"{structure}, {name}" for name in (*NETWORKS, SMALL)]
+        known = [found["fisher"].get(key) for key in keys]
+        memory.append(
+            row(structure, *(f"{e['memory']:.1f}" if e else "" for e in known))
+        )
+    for key, each in found["fisher"].items():
+        numbers = (f"{each[name]:g}" for name in ("waits-a-batch", "other-waits"))
+        counts.append(row(key, *numbers))
+    merges = head("structure", "waits a layer")
+    merges += [row(n, f"{e['waits-a-layer']:g}") for n, e in found["merge"].items()]
+    parts = (where, "## Memory, in that of a training step", memory)
+    parts += ("## Waits of a Fisher", counts, "## Waits of a merge", merges)
+    return blocks(opening("On an accelerator", __doc__), *parts)
+
+
+def differing(found: dict[str, Found], expected: dict[str, Found]) -> list[str]:
+    """Return what differs from the pretended accelerator's figures, a line each."""
+    lines = []
+    for part, rows in expected.items():
+        for key, numbers in rows.items():
+            for name, want in numbers.items():
+                got = found[part][key][name]
+                if abs(got - want) > APART * max(abs(want), 1e-9):
+                    lines.append(
+                        f"{key}: {name} is {got:.3g}, and pretended {want:.3g}"
+                    )
+    return lines
+
+
+def main() -> None:
+    """Write the page; of another device, say what differs."""
+    device = torch.device(OPTIONS.device)
+    if device.type == "pretended":
+        found = measured(device)
+        write_page("accelerator", page(found), found)
+        return
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise SystemExit("there is no GPU with CUDA that PyTorch can use")
+    found = measured(device)
+    lines = differing(found, numbers_of("accelerator", RESULTS))
+    text = lines or [f"every figure is within {APART:.0%} of the pretended one's"]
+    print(f"\n{device} beside the pretended accelerator:", *text, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()
