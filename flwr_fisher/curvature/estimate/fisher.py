@@ -1,4 +1,7 @@
-"""The Fisher information of a trained model."""
+"""The Fisher information of a trained model.
+
+Long: most of it is one docstring, of what every option does.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -185,9 +188,9 @@ def fisher(
 
     Notes
     -----
-    On a GPU the loop does not wait for the device, except once a batch where a
-    tolerance lets it choose its passes or given labels are checked. Under
-    ``torch.autocast`` the model runs in half precision, and what it leaves is
+    On a GPU the loop does not wait for the device, except once a batch, or a part of
+    it, where a tolerance lets it choose its passes, or labels are checked or drawn.
+    Under ``torch.autocast`` the model runs in half precision, and what it leaves is
     multiplied and summed in at least float32. Where TF32 is allowed, float32 products
     have its three digits. Neither changes which structure a layer has. Recurrent layers
     run without cuDNN, which has no backward pass for them in eval mode.
