@@ -8,12 +8,28 @@ that callers who catch ``ValueError`` keep working.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
+from typing import Any
 
 _MOST, _NAMES = 80, 5  # signs of a text from outside, and names, that are shown
 
 
 class FlwrFisherError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Base of every error that this library raises on purpose.
+
+    It is the same in another process, such as that of a pool or of Ray: with its text
+    and attributes, whatever it was made of.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tell how it is made again, of its text."""
+        return _made_again, (type(self), self.args, self.__dict__)
+
+
+def _made_again(kind: type[Exception], args: Any, attributes: Any) -> Exception:
+    error = kind.__new__(kind, *args)
+    Exception.__init__(error, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigurationError(FlwrFisherError, ValueError):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from flwr_fisher.curvature import STRUCTURES, Kronecker, fisher, fisher_plan
-from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.merge import LocalPosterior, fedfisher, refresh_norms
 from flwr_fisher.params import shared_state
 from flwr_fisher.tangent import TangentFeatures
 
@@ -190,6 +190,21 @@ def test_a_merge_is_that_of_the_cpu(device):
     there = fedfisher(posteriors, device=device).params
     for name, value in here.items():
         assert relative(there[name].cpu(), value) < 1e-4, name
+
+
+def test_statistics_of_norms_are_those_of_the_cpu(device):
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten()),
+        nn.BatchNorm1d(4, momentum=None),
+    )
+    here, there = model, copy.deepcopy(model).to(device)
+    batches = IMAGES[:3], IMAGES + 1
+    refresh_norms(here, batches)
+    refresh_norms(there, [batch.to(device) for batch in batches])
+    for name, value in here.state_dict().items():
+        assert there.state_dict()[name].device.type == device
+        assert relative(there.state_dict()[name].cpu(), value) < 1e-5, name
+    assert here[1].running_mean.any()
 
 
 def test_tangent_features_are_those_of_the_cpu(device):

@@ -1,4 +1,7 @@
-"""The linear systems behind a merge: one for each layer, by the clients' curvatures."""
+"""The linear systems behind a merge: one for each layer, by the clients' curvatures.
+
+Long: a layer's equation, and what floats do not hold of it, are one matter.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -105,14 +105,14 @@ def with_shifts(params: Params, shifts: Params) -> dict[str, Tensor]:
     made = dict(params)
     for prefix in norms_of(shifts):
         names = prefix + MEAN, prefix + VARIANCE
-        mean, variance = (params[name].double() for name in names)
-        to_mean, to_square = (shifts[name].double() for name in names)
+        mean, variance = (params[name].cpu().double() for name in names)
+        to_mean, to_square = (shifts[name].cpu().double() for name in names)
         scale = variance + _FLOOR
         off = to_mean * scale.sqrt()
         # Rounding alone takes it below 0: of inputs that are all the same.
         new = (variance + to_square * scale - off.square()).clamp(min=0)
         for name, value in zip(names, (mean + off, new), strict=True):
-            made[name] = value.to(params[name].dtype)
+            made[name] = value.to(params[name])
     return made
 
 
@@ -123,7 +123,7 @@ def check_shifts(shifts: Params) -> None:
     """
     for prefix in norms_of(shifts):
         names = prefix + MEAN, prefix + VARIANCE
-        mean, square = (shifts[name].double() for name in names)
+        mean, square = (shifts[name].cpu().double() for name in names)
         if not (mean.isfinite().all() and square.isfinite().all()):
             raise ParamsError(f"'{prefix}' has statistics of NaN or infinity")
         if (1 + square - mean.square() < -_slack(mean)).any():

@@ -1,6 +1,7 @@
 """Solving with a curvature: by its eigenvalues, or by conjugate gradients."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ def divided(rhs: Tensor, eigenvalues: Tensor, damping: float) -> Tensor:
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors in the matrices' dtype, or float32 for less.
 
-    LAPACK does not converge on some finite matrices in float32; float64 does.
+    LAPACK does not converge on some finite matrices in float32, which it tells or gives
+    NaN for; float64 does.
 
     Parameters
     ----------
@@ -27,10 +29,11 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """
     # It has no decompositions of smaller floats.
     wide = matrices if matrices.itemsize >= 4 else matrices.float()
-    try:
+    with suppress(RuntimeError):  # torch.linalg.LinAlgError
         values, vectors = torch.linalg.eigh(wide)
-    except RuntimeError:  # torch.linalg.LinAlgError
-        values, vectors = torch.linalg.eigh(wide.double())
+        if values.isfinite().all():
+            return values, vectors
+    values, vectors = torch.linalg.eigh(wide.double())
     return values.to(wide.dtype), vectors.to(wide.dtype)
 
 
