@@ -65,6 +65,31 @@ def test_a_table_that_is_indexed_is_not_read_out_of_range(make):
         assert relative(got.diagonal()[name], value) < 1e-4, name
 
 
+class Patches(nn.Module):
+    """A ViT's: a class token and positions, and nothing that is looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.places = nn.Parameter(torch.randn(1, 6, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1)
+        return self.head((x + self.places).tanh()[:, 0])
+
+
+def test_a_model_that_looks_nothing_up_is_not_copied_to_the_host():
+    model, x = seeded(Patches), randn(1, 7, 5, 4)
+    want = fisher(copy.deepcopy(model), [x])
+    with pretended.watch() as seen:
+        got = fisher(model.to(DEVICE), [x]).to("cpu")
+    of_got = sum(tensor.nbytes for tensor in got.tensors())
+    assert seen.bytes_down() < of_got + 200, seen.where(["down"])
+    assert relative(got.to_dense(), want.to_dense()) < 1e-4
+
+
 def waits(model, batches, **options):
     with pretended.watch() as seen:
         fisher(model, batches, **options)

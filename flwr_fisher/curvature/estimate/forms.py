@@ -6,6 +6,7 @@ Long: the trial, what it explains, and what all examples share are one decision.
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +20,11 @@ from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
     is_packed,
     is_transposed,
+)
+from flwr_fisher.curvature.estimate.lookups import (
+    LookupRefusedError,
+    NoLookups,
+    is_compiled,
 )
 from flwr_fisher.curvature.estimate.taps import Tap, tapped_forward
 from flwr_fisher.curvature.estimate.tied_layers import Pair, tied_pairs
@@ -102,6 +108,17 @@ class Trial:
         """Return a trained parameter's gradient, if it has one that is dense."""
         found = self._of[id(parameter)]
         return None if found is None or found.is_sparse else found
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether an index out of range would end the process."""
+        return self.outputs.device.type != "cpu"
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Return what refuses lookups where one out of range would end the process."""
+        if not self.is_guarded:
+            return nullcontext()
+        return NoLookups()  # type: ignore[no-untyped-call]
 
     def on_cpu(self) -> "Trial":
         """Return the same of a copy of the model on the CPU; it copies on no device."""
@@ -318,17 +335,27 @@ def shared_parameters(trial: Trial, names: Sequence[str]) -> dict[str, SharedPar
 
     Notes
     -----
-    They are tried on the CPU: a model that looks up entries of a parameter may look
-    them up among the copies, out of range, which ends a process with a GPU.
+    A model that looks up entries of a parameter may look them up among the copies, out
+    of range, which ends a process with a GPU: one that looks anything up is tried in a
+    copy on the CPU.
     """
     if not names or len(trial.others) != len(trial.inputs):
         return {}
-    if trial.outputs.device.type != "cpu":
-        try:
-            there = shared_parameters(trial.on_cpu(), names)
-        except Exception:  # whatever a model raises that cannot be copied, or run there
-            return {}
-        return {n: each.in_model(trial.model) for n, each in there.items()}
+    if not trial.is_guarded:
+        return _shared_parameters(trial, names)
+    if not is_compiled(trial.model):
+        with suppress(LookupRefusedError):
+            return _shared_parameters(trial, names)
+    try:
+        found = _shared_parameters(trial.on_cpu(), names)
+    except Exception:  # whatever a model raises that cannot be copied, or run there
+        return {}
+    return {name: each.in_model(trial.model) for name, each in found.items()}
+
+
+def _shared_parameters(
+    trial: Trial, names: Sequence[str]
+) -> dict[str, SharedParameter]:
     candidates = {name: list(_candidates(trial.model, name)) for name in names}
     likeliest = [each[0] for each in candidates.values()]
     if _takes(trial, likeliest):
@@ -357,12 +384,16 @@ def _takes(trial: Trial, candidates: Sequence[SharedParameter]) -> bool:
     """
     copies = {each.name: each.copies(len(trial.inputs)) for each in candidates}
     try:
-        outputs = outputs_with(trial.model, copies, trial.inputs)
+        with trial.guard():
+            outputs = outputs_with(trial.model, copies, trial.inputs)
         rows = torch.autograd.grad(
             outputs, list(copies.values()), trial.direction, allow_unused=True
         )
         one = {each.name: each.copies(1) for each in candidates}
-        alone = outputs_with(trial.model, one, trial.inputs[:1])  # another kernel's
+        with trial.guard():  # another kernel's
+            alone = outputs_with(trial.model, one, trial.inputs[:1])
+    except LookupRefusedError:
+        raise
     except Exception:  # whatever a model raises at a shape that it does not expect
         return False
     for some, own in ((outputs, trial.outputs), (alone, trial.outputs[:1])):

@@ -1,0 +1,47 @@
+"""Telling a model that looks anything up by whole numbers, before it does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LookupRefusedError(Exception):
+    """An operation was about to use whole numbers on others."""
+
+
+class NoLookups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it, an operation that has whole numbers and others as inputs is refused.
+
+    All that look something up are such. Out of range, they end a process with a GPU.
+
+    Examples
+    --------
+    >>> with NoLookups():
+    ...     torch.ones(3)[torch.tensor([4])]
+    Traceback (most recent call last):
+        ...
+    flwr_fisher.curvature.estimate.lookups.LookupRefusedError: aten.index.Tensor
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do what was to be done, or raise."""
+        leaves = tree_leaves((args, kwargs or {}))
+        dtypes = {x.dtype for x in leaves if isinstance(x, Tensor)} - {torch.bool}
+        others = {x for x in dtypes if x.is_floating_point or x.is_complex}
+        if others and dtypes - others:
+            raise LookupRefusedError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a part of a model is compiled, whose operations are not seen."""
+    return any(
+        hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
