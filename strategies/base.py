@@ -231,7 +231,10 @@ class CurvatureStrategy(FedAvg):
     def refresh_exchange(
         self, prefixes: Sequence[str], weights: Mapping[int, float]
     ) -> Exchange[Any]:
-        """Return the exchange that asks clients to, by their numbers, with weights."""
+        """Return the request that has clients measure these norms.
+
+        `weights` says which clients, by number, and how much each counts.
+        """
         return norm_exchange(prefixes, weights)
 
     def initial_groups(self) -> Groups:

@@ -29,7 +29,7 @@ from flwr_fisher.server.round import (
 from flwr_fisher.server.run import Run
 from flwr_fisher.wire import named_options
 
-_TRAINS_ALONE = (
+_ONLY_TRAINS = (
     "norm statistics: nothing but a training can be asked of %s: give model and loader "
     "to a FisherClient there, or call merge.refresh_norms(model, loader) afterwards"
 )
@@ -54,7 +54,10 @@ class Strategy(StrategySettings, Protocol):
     def refresh_exchange(
         self, prefixes: Sequence[str], weights: Mapping[int, float]
     ) -> Exchange[Any]:
-        """Return what asks clients, by their numbers, with weights."""
+        """Return the request that has clients measure these norms.
+
+        `weights` says which clients, by number, and how much each counts.
+        """
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
         """Return what clients that train are sent of the caller's."""
@@ -282,13 +285,14 @@ class Driver:
     ) -> dict[int, float]:
         """Return the weights of those clients that can, by number; log who cannot."""
         nodes = {self.cohort.identity(n).number: n for n in self._connected()}
-        if gone := [name for name, (n, _) in clients.items() if n not in nodes]:
+        if gone := [c for c, (number, _) in clients.items() if number not in nodes]:
             logger.warning("norm statistics: gone since: %s", listed(gone))
-        there = {name: own for name, own in clients.items() if own[0] in nodes}
-        able = {c: own for c, own in there.items() if nodes[own[0]] in self.cohort.able}
-        if others := there.keys() - able.keys():
-            logger.warning(_TRAINS_ALONE, listed(others))
-        return dict(able.values())
+        there = {c: own for c, own in clients.items() if own[0] in nodes}
+        able = self.cohort.do_any_job
+        asked = {c: own for c, own in there.items() if nodes[own[0]] in able}
+        if others := there.keys() - asked.keys():
+            logger.warning(_ONLY_TRAINS, listed(others))
+        return dict(asked.values())
 
     def _late_replies(self, under_way: ExchangeRun[Any]) -> LateReplies:
         """Return what takes the replies that come when an exchange is over."""

@@ -135,7 +135,7 @@ class NodeNames:
         Connected nodes that must not take part, with the reason.
     foreign : dict[int, str]
         Nodes whose ClientApp is foreign, and what to do about it.
-    able : set[int]
+    do_any_job : set[int]
         Nodes that do every job, and not a training alone.
     """
 
@@ -149,7 +149,7 @@ class NodeNames:
         self.answered: set[int] = set()
         self.refused: dict[int, str] = {}
         self.foreign: dict[int, str] = {}
-        self.able: set[int] = set()
+        self.do_any_job: set[int] = set()
 
     def identity(self, node_id: int) -> Identity:
         """Return who a node is."""
@@ -224,7 +224,7 @@ class NodeNames:
             return
         self.answered.add(node)
         if answer.any_job:
-            self.able.add(node)
+            self.do_any_job.add(node)
         if answer.partition is not None:
             registered = self._registered.get(node, "")
             self._known[node] = Identity(node, registered, answer.partition)
