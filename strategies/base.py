@@ -29,7 +29,7 @@ from flwr_fisher.errors import (
 )
 from flwr_fisher.log_lines import logger, width
 from flwr_fisher.measures import EvaluateFn
-from flwr_fisher.merge.norms import moved_norms
+from flwr_fisher.merge.batch_norms import moved_norms
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import Cohort
 from flwr_fisher.server.door import EvaluationDoor
@@ -41,7 +41,7 @@ from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import ExchangeRun, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.strategies.exchanges.norms import norm_exchange
+from flwr_fisher.strategies.exchanges.batch_norms import norm_exchange
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 _RANGES: dict[str, tuple[int, ...]] = {

@@ -39,9 +39,9 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.exchanges.batch_norms import check_unnoised
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.merged import progress_of_merge, step_of
-from flwr_fisher.strategies.exchanges.norms import check_unnoised
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
 from flwr_fisher.wire import (
     LOSSLESS,

@@ -122,6 +122,11 @@ def test_of_few_it_takes_at_least_32(taken):
     assert taken[0].count == 32
 
 
+def test_auto_is_refused_where_nobody_says_how_many_examples_a_client_has():
+    with pytest.raises(ConfigurationError, match="FisherOptions"):
+        fisher(model(), DataLoader(DATA, 64), examples="auto")
+
+
 def test_what_is_asked_for_means_what_it_says(taken):
     by_default(model(), DataLoader(DATA, 64), examples=250)
     by_default(model(), DataLoader(DATA, 64), examples=None)

@@ -46,7 +46,7 @@ from flwr_fisher.errors import (
     ParamsError,
 )
 from flwr_fisher.merge import refresh_norms
-from flwr_fisher.merge.norms import moved_norms, norms_of, unshifted, with_shifts
+from flwr_fisher.merge.batch_norms import moved_norms, norms_of, unshifted, with_shifts
 from flwr_fisher.merge.refresh import norm_shifts
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod

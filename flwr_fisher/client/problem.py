@@ -83,6 +83,12 @@ class LocalProblem:
     evaluate_fn : Callable, optional
         Scores in place of the built-in loop.
 
+    Attributes
+    ----------
+    on_first_batch : list[Callable[[Batch], object]]
+        What the next loop calls once, with the first batch that it reads through this
+        library, before its first step: what could not be tried before the training.
+
     Raises
     ------
     UnknownNameError
@@ -250,8 +256,8 @@ class LocalProblem:
         **options: Any,
     ) -> Any:
         """Call a user's loop; `batch_fn` reads what it hands to this library."""
-        on_first, self.on_first_batch = self.on_first_batch, []
-        with default_reading(self.batch_fn, self.output_fn, on_first):
+        on_first_batch, self.on_first_batch = self.on_first_batch, []
+        with default_reading(self.batch_fn, self.output_fn, on_first_batch):
             returned = loop(self.model, loader, self.device, config, **options)
         self._follow()
         return returned

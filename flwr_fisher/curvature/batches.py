@@ -30,7 +30,9 @@ from flwr_fisher.randomness import random_stream, seeded
 _defaults: ContextVar[tuple[BatchFn | None, OutputFn | None]] = ContextVar(
     "defaults", default=(None, None)
 )
-_of_the_first: ContextVar[list[Callable[[Batch], object]]] = ContextVar("of_the_first")
+_on_first_batch: ContextVar[list[Callable[[Batch], object]]] = ContextVar(
+    "on_first_batch"
+)
 
 
 class Pairs(Iterable[Any]):
@@ -125,12 +127,12 @@ def default_reading(
         handed on.
     """
     token = _defaults.set((batch_fn, output_fn))
-    own = _of_the_first.set(list(on_first_batch))
+    own = _on_first_batch.set(list(on_first_batch))
     try:
         yield
     finally:
         _defaults.reset(token)
-        _of_the_first.reset(own)
+        _on_first_batch.reset(own)
 
 
 def batches_of(
@@ -162,7 +164,7 @@ def batches_of(
         If the loader is one tensor, a batch's form is not to be told, or it lacks
         labels.
     """
-    own, waiting = pairs_of(loader), _of_the_first.get([])
+    own, on_first_batch = pairs_of(loader), _on_first_batch.get([])
     for batch in own.loader:
         made = own.read(batch, model)
         if labelled and not hasattr(made.labels, "to"):
@@ -172,8 +174,8 @@ def batches_of(
                 "FisherClient(batch_fn=...) or Pairs(loader, batch_fn)"
             )
         if len(made):
-            while waiting:
-                waiting.pop(0)(made)
+            while on_first_batch:
+                on_first_batch.pop(0)(made)
             yield made.to(device)
             if report:
                 advance(len(made))

@@ -13,7 +13,7 @@ from flwr_fisher.devices import check_float64
 from flwr_fisher.merge.linear_system import (
     Device,
     LinearSystem,
-    Systems,
+    SystemMakers,
     linear_systems,
 )
 from flwr_fisher.merge.options import (
@@ -225,7 +225,7 @@ def _merged(
 class _ClientShares:
     """Adds up each client's part of the systems' traces while these are made."""
 
-    def __init__(self, systems: Systems, examples: Sequence[float]) -> None:
+    def __init__(self, systems: SystemMakers, examples: Sequence[float]) -> None:
         self.systems = [partial(self._make, make) for make in systems]
         self.examples, self.traces = examples, [0.0] * len(examples)
 

@@ -66,7 +66,7 @@ class LinearSystem:
         """Return the same system with a mean eigenvalue of 1.
 
         Confident clients' curvatures may be so small that float32 cannot hold the
-        squared_lengths that a solver takes.
+        squares that a solver takes.
         """
         mean = self.curvature.trace() / self.curvature.numel()
         if not mean > 0:
@@ -105,7 +105,7 @@ class LinearSystem:
         return add(product, vector, self.ridge) if self.ridge else product
 
 
-Systems = Sequence[Callable[[], LinearSystem]]
+SystemMakers = Sequence[Callable[[], LinearSystem]]
 
 
 def linear_systems(
@@ -113,7 +113,7 @@ def linear_systems(
     mean: Params,
     settings: MergeSettings,
     device: Device = None,
-) -> Systems:
+) -> SystemMakers:
     """Return what makes each layer's system for the step away from the mean.
 
     So that no more than one layer's are held, each is made when it is due, on the

@@ -12,7 +12,13 @@ from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.devices import has_float64
 from flwr_fisher.errors import DataError
-from flwr_fisher.merge.norms import MEAN, VARIANCE, shifts_of, unshifted, with_shifts
+from flwr_fisher.merge.batch_norms import (
+    MEAN,
+    VARIANCE,
+    shifts_of,
+    unshifted,
+    with_shifts,
+)
 
 _TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
 
@@ -77,14 +83,15 @@ def norm_shifts(
     loader : Iterable
         As for :func:`refresh_norms`.
     prefixes : Collection[str], optional
-        Of which norms, as :func:`~flwr_fisher.merge.norms.norms_of` names them. All
-        others stay in eval mode. Default: of those that are not frozen.
+        Of which norms, as :func:`~flwr_fisher.merge.batch_norms.norms_of` names them.
+        All others stay in eval mode. Default: of those that are not frozen.
 
     Returns
     -------
     dict[str, Tensor]
-        As of :func:`~flwr_fisher.merge.norms.shifts_of`, in float64 on the CPU, under
-        the names of the statistics. Zero for what is no batch norm, or is not used.
+        As of :func:`~flwr_fisher.merge.batch_norms.shifts_of`, in float64 on the CPU,
+        under the names of the statistics. Zero for what is no batch norm, or is not
+        used.
 
     Raises
     ------

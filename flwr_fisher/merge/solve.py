@@ -14,7 +14,7 @@ from flwr_fisher.curvature.operators.solvers import (
     queued_conjugate_gradient,
 )
 from flwr_fisher.errors import StructureError
-from flwr_fisher.merge.linear_system import LinearSystem, Systems
+from flwr_fisher.merge.linear_system import LinearSystem, SystemMakers
 from flwr_fisher.merge.options import MergeSettings, Report, Score
 from flwr_fisher.merge.solvers import (
     best_of,
@@ -71,7 +71,7 @@ class MergeResult:
 
 def solve(
     mean: Params,
-    systems: Systems,
+    systems: SystemMakers,
     settings: MergeSettings,
     score: Score | None,
     progress: Report | None,
@@ -82,15 +82,19 @@ def solve(
     """
     if settings.solver == "adam":
         every = [make().unscaled() for make in systems]
-        delta, norms = _adam(mean, every, settings, score, progress)
+        delta, residuals = _adam(mean, every, settings, score, progress)
     else:
-        delta, norms = _one_by_one(mean, systems, settings, progress)
+        delta, residuals = _one_by_one(mean, systems, settings, progress)
     unsolved = [name for name, step in delta.items() if step is None]
     if unsolved and progress is not None:
         progress(f"solver: {', '.join(unsolved)} not solved, and left at the mean")
     merged = _moved(mean, delta)
     return MergeResult(
-        merged, norms, max(0, len(norms) - 1), unsolved=unsolved, settings=settings
+        merged,
+        residuals,
+        max(0, len(residuals) - 1),
+        unsolved=unsolved,
+        settings=settings,
     )
 
 
@@ -102,19 +106,22 @@ def _moved(mean: Params, delta: Steps) -> dict[str, Tensor]:
 
 
 def _one_by_one(
-    mean: Params, systems: Systems, settings: MergeSettings, progress: Report | None
+    mean: Params,
+    systems: SystemMakers,
+    settings: MergeSettings,
+    progress: Report | None,
 ) -> tuple[Steps, list[float]]:
     delta: Steps = {}
     curves = []
     for index, make in enumerate(systems, start=1):
-        step, norms = _solve_one(mean, make, settings)
+        step, residuals = _solve_one(mean, make, settings)
         delta |= step
-        curves.append(norms)
+        curves.append(residuals)
         if progress is not None:
-            left = norms[-1] / norms[0] if norms[0] else 0.0
+            left = residuals[-1] / residuals[0] if residuals[0] else 0.0
             progress(
                 f"solver: {next(iter(step))}, {index} of {len(systems)}: "
-                f"{len(norms) - 1} iterations, residual {left:.1e}"
+                f"{len(residuals) - 1} iterations, residual {left:.1e}"
             )
     return delta, relative_norms(curves)
 
@@ -129,32 +136,36 @@ def _solve_one(
     system = make().normalised()
     scale = system.scale * power_of_two(system.step_exponent)
     try:
-        solution, norms = _solved(system, settings)
+        solution, residuals = _solved(system, settings)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         # No curvature, or one that is not finite.
-        solution, norms = {}, [float(norm(system.rhs))]
-    solved = _is_solved(system, solution, norms, settings)
+        solution, residuals = {}, [float(norm(system.rhs))]
+    solved = _is_solved(system, solution, residuals, settings)
     step = system.within(solution) if solved else {}
     if not is_finite(_moved(select(mean, step), {**step})):
         step = {}
     if step:
-        return {**step}, [value * scale for value in norms]
-    start = norms[0] * scale  # what is left at the mean
+        return {**step}, [value * scale for value in residuals]
+    start = residuals[0] * scale  # what is left at the mean
     return dict.fromkeys(system.rhs), [start if math.isfinite(start) else 0.0]
 
 
 def _is_solved(
     system: LinearSystem,
     solution: Params,
-    norms: list[float],
+    residuals: list[float],
     settings: MergeSettings,
 ) -> bool:
     """Whether a solver got anywhere, and not somewhere worse than the mean."""
-    if not solution or not all(map(math.isfinite, norms)) or not is_finite(solution):
+    if (
+        not solution
+        or not all(map(math.isfinite, residuals))
+        or not is_finite(solution)
+    ):
         return False
-    if len(norms) == 1:  # there was nothing to solve, or no step could be taken
-        return norms[0] == 0 or settings.tolerance >= 1
-    if norms[-1] <= _ROUNDED * norms[0]:
+    if len(residuals) == 1:  # there was nothing to solve, or no step could be taken
+        return residuals[0] == 0 or settings.tolerance >= 1
+    if residuals[-1] <= _ROUNDED * residuals[0]:
         return True
     # Conjugate gradients lower the objective at every step, but not the residual.
     there = {name: v.to(system.rhs[name].device) for name, v in solution.items()}
@@ -187,9 +198,9 @@ def _solved(
         queued = queued_conjugate_gradient(
             *problem, iterations=most, tolerance=tolerance, precondition=inverse
         )
-        solution, norms = _read(*queued)
-        if all(map(math.isfinite, norms)):
-            return solution, norms
+        solution, residuals = _read(*queued)
+        if all(map(math.isfinite, residuals)):
+            return solution, residuals
     return conjugate_gradient(
         *problem, iterations=most, tolerance=tolerance, precondition=inverse
     )
@@ -200,16 +211,16 @@ def _device_of(system: LinearSystem) -> torch.device:
 
 
 def _read(
-    solution: dict[str, Tensor], norms: Tensor, steps: Tensor
+    solution: dict[str, Tensor], residuals: Tensor, steps: Tensor
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Return a solution on the CPU, and the norms of the steps that were taken.
 
     An accelerator is waited for here, once.
     """
-    dtype = norms.dtype
+    dtype = residuals.dtype
     flat = [value.reshape(-1) for value in solution.values()]
-    whole = torch.cat([*flat, norms, steps.reshape(1).to(dtype)]).cpu()
-    *parts, rest = torch.split(whole, [*map(len, flat), len(norms) + 1])
+    whole = torch.cat([*flat, residuals, steps.reshape(1).to(dtype)]).cpu()
+    *parts, rest = torch.split(whole, [*map(len, flat), len(residuals) + 1])
     pairs = zip(solution.items(), parts, strict=True)
     found = {name: part.reshape(v.shape).to(v.dtype) for (name, v), part in pairs}
     numbers = rest.tolist()
@@ -220,8 +231,8 @@ def relative_norms(curves: list[list[float]]) -> list[float]:
     """Join the layers' residual norms; a layer that is done keeps its last one."""
     length = max((len(curve) for curve in curves), default=0)
     padded = [curve + curve[-1:] * (length - len(curve)) for curve in curves]
-    norms = [math.hypot(*values) for values in zip(*padded, strict=True)]
-    return [value / norms[0] if norms[0] else 0.0 for value in norms]
+    residuals = [math.hypot(*values) for values in zip(*padded, strict=True)]
+    return [value / residuals[0] if residuals[0] else 0.0 for value in residuals]
 
 
 def _is_diagonal(system: LinearSystem) -> bool:
@@ -246,8 +257,8 @@ def _closed_form(
         solution[name] = torch.where(known, system.rhs[name] / divisor, 0.0)
     left = add(system.rhs, system.matvec(solution), -1.0)
     if _device_of(system).type != "cpu":
-        norms = torch.stack([dot(v, v).sqrt() for v in (system.rhs, left)])
-        return _read(solution, norms, torch.ones_like(norms[0]))
+        residuals = torch.stack([dot(v, v).sqrt() for v in (system.rhs, left)])
+        return _read(solution, residuals, torch.ones_like(residuals[0]))
     return solution, [float(norm(system.rhs)), float(norm(left))]
 
 
@@ -270,16 +281,16 @@ def _adam(
     scored = None if score is None else (lambda d: score(_moved(mean, {**steps(d)})))
     diagonal = all(_is_diagonal(system) for system in systems)
     iterates = paper_adam(matvec, rhs, lr=settings.lr, epsilon_inside=not diagonal)
-    solution, norms = best_of(iterates, settings.iterations, scored, progress)
+    solution, residuals = best_of(iterates, settings.iterations, scored, progress)
     delta: Steps = {**steps(solution)}
     moved = _moved(mean, delta)
     solved = [s for s in systems if is_finite(select(moved, s.rhs))]
     if len(solved) == len(systems):
-        return delta, relative_norms([norms])
+        return delta, relative_norms([residuals])
     if not solved:
         return dict.fromkeys(rhs), [1.0]
-    again, norms = _adam(mean, solved, settings, score, progress)
-    return dict.fromkeys(rhs) | again, norms
+    again, residuals = _adam(mean, solved, settings, score, progress)
+    return dict.fromkeys(rhs) | again, residuals
 
 
 def _joined(parts: Iterable[Params]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ They travel by the part that they belong to, each under ``<part>/<parameter>``:
     vectors over the trained parameters;
 ``norms``
     how far inputs of batch norms are from their running statistics, under the names of
-    these (:mod:`flwr_fisher.merge.norms`);
+    these (:mod:`flwr_fisher.merge.batch_norms`);
 ``contribution/<vector>``
     vectors of norm 1 at most together;
 ``curvature``

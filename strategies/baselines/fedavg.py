@@ -15,7 +15,7 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.norms import check_unnoised
+from flwr_fisher.strategies.exchanges.batch_norms import check_unnoised
 from flwr_fisher.wire import Additive
 
 

@@ -8,6 +8,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
+from flwr_fisher.client.batch_norms import catch_up_norms
 from flwr_fisher.client.jobs import LocalProblem, Request
 from flwr_fisher.client.jobs.train import (
     Trained,
@@ -16,7 +17,6 @@ from flwr_fisher.client.jobs.train import (
     training_job,
 )
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.norms import catch_up_norms
 from flwr_fisher.client.training import local_sgd
 from flwr_fisher.curvature import Curvature, Diagonal, FisherOptions
 from flwr_fisher.curvature.batch import Batch

@@ -2,7 +2,7 @@
 
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.errors import ClientError
-from flwr_fisher.merge.norms import norms_of
+from flwr_fisher.merge.batch_norms import norms_of
 from flwr_fisher.merge.refresh import norm_shifts
 from flwr_fisher.wire import Additive
 from flwr_fisher.wire.additive import NORMS

@@ -12,10 +12,10 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
+from flwr_fisher.client.batch_norms import catch_up_norms
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
-from flwr_fisher.client.norms import catch_up_norms
 from flwr_fisher.client.training import score
 from flwr_fisher.client.trial import (
     check_outputs,
@@ -186,8 +186,9 @@ class TrainingJob:
         options = self.fisher_options.for_client(count)
         most = problem.limits.examples(options.pop("examples"))
         total = most if count is None else min(count, most or count)
-        passes = 2 if self.structure == "ekfac" else 1
-        with watching("curvature", None if total is None else passes * total):
+        readings = 2 if self.structure == "ekfac" else 1
+        # No more are read; fewer where the passes that may be taken run out before.
+        with watching("curvature", None if total is None else readings * total):
             return fisher(
                 problem.model,
                 problem.train_batches if loader is None else loader,

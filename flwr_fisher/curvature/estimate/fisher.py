@@ -211,6 +211,11 @@ def fisher(
         max_positions=max_positions,
         weight_sharing=weight_sharing,
     ).check(structures, engine)
+    if isinstance(examples, str):  # which stands for a number, of a client's
+        raise ConfigurationError(
+            f"examples='{examples}' is for FisherOptions, and fisher takes a number, "
+            "or None for all: pass one, or **FisherOptions().for_client(count)"
+        )
     check_whole("num_samples", num_samples, 1)
     if max_batch_bytes is not None:
         check_whole("max_batch_bytes", max_batch_bytes, 1)
@@ -259,7 +264,7 @@ def _by_examples(
 ) -> list[Curvature]:
     """Read the loader, twice where E-KFAC needs the eigenbasis of K-FAC first."""
     readings = 2 if "ekfac" in structures else 1
-    most = None if total_passes is None else max(1, total_passes // readings)
+    most_passes = None if total_passes is None else max(1, total_passes // readings)
 
     def read(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
         accumulation: Accumulation | None = None
@@ -270,11 +275,11 @@ def _by_examples(
             if accumulation is None:
                 accumulation = accumulate(batch.inputs, wanted, kfac=kfac)
             engine = accumulation.engine
-            if most is not None:
+            if most_passes is not None:
                 each: float = 1 + engine.cost * expectation.passes
                 if engine.count:
                     each = engine.passes / engine.count
-                room = math.ceil((most - engine.passes) / each)
+                room = math.ceil((most_passes - engine.passes) / each)
                 if room <= 0:
                     break
                 batch = batch[:room]

@@ -37,9 +37,10 @@ class FisherOptions:
         Share of the Fisher that a client may leave out to save time.
     examples : int | None | "auto", default "auto"
         Of how many examples at most it is taken; ``None``: all. By default 1000, and
-        no more than take as many passes, forward or backward, as a client has examples:
-        a quarter of them with three passes each, and more where the model is so sure
-        that they need fewer. A client may take fewer, as its ``ClientLimits`` say.
+        no more than take as many passes, forward or backward, as a client has examples,
+        or 128 if it has fewer: a quarter of them with three passes each, and more where
+        the model is so sure that they need fewer. A client may take fewer, as its
+        ``ClientLimits`` say.
     max_passes : int | None, default 3
         In how many backward passes an example, with ``exact``; ``None``: in one for
         each class that matters.
@@ -78,7 +79,10 @@ class FisherOptions:
                 check_whole(name, count, 1)
 
     def for_client(self, count: int | None) -> dict[str, Any]:
-        """Return what :func:`fisher` is called with by a client.
+        """Return the options as :func:`~flwr_fisher.curvature.fisher` takes them.
+
+        ``examples="auto"`` becomes at most 1000 examples, and as many passes as the
+        client has examples, at least 128.
 
         Parameters
         ----------

@@ -6,7 +6,7 @@ from functools import partial
 from flwr.app import ArrayRecord
 
 from flwr_fisher.errors import ConfigurationError, ParamsError, WireError
-from flwr_fisher.merge.norms import check_shifts, norms_of, unshifted, with_shifts
+from flwr_fisher.merge.batch_norms import check_shifts, norms_of, unshifted, with_shifts
 from flwr_fisher.params import Params, double, weighted_mean
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
 from flwr_fisher.server.privacy import Privacy
