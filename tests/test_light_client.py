@@ -79,6 +79,27 @@ def matching():
     match(layers, layers, chain_of(layers))
 """
 
+# What needs a package, and the extra that brings it.
+MISSING = {
+    "report": ("matplotlib", "report"),
+    "lambda: data('digits')": ("sklearn", "tasks"),
+    "lambda: data('mnist')": ("torchvision", "tasks"),
+    "engine": ("nngeometry", "nngeometry"),
+    "epsilon": ("opacus", "privacy"),
+    "matching": ("scipy", "matching"),
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What a client's round prints, and then each act that needs an extra.
+
+    In one process without extras, since each takes seconds to begin.
+    """
+    round_ = ROUND.replace("set(HIDDEN)", f"set({sorted(hidden())})")
+    acts = "\n".join(f"told({act})" for act in MISSING)
+    return bare(tmp_path_factory.mktemp("bare"), f"{round_}\n{NEEDED}\n{acts}")
+
 
 def bare(tmp_path, code):
     """What a program prints where no extra is installed."""
@@ -102,26 +123,14 @@ def test_the_extras_packages_are_hidden():
     assert not hidden() & (MAY | {"rich"})  # which flwr brings
 
 
-def test_a_client_trains_and_uploads_a_kfac_without_any_extra(tmp_path):
-    code = ROUND.replace("set(HIDDEN)", f"set({sorted(hidden())})")
-    assert bare(tmp_path, code) == "3 []\n"
+def test_a_client_trains_and_uploads_a_kfac_without_any_extra(said):
+    assert said.splitlines()[0] == "3 []"
 
 
-def test_a_missing_extra_is_named_when_it_is_needed(tmp_path):
-    """In one process, since each takes seconds to begin."""
-    missing = {
-        "report": ("matplotlib", "report"),
-        "lambda: data('digits')": ("sklearn", "tasks"),
-        "lambda: data('mnist')": ("torchvision", "tasks"),
-        "engine": ("nngeometry", "nngeometry"),
-        "epsilon": ("opacus", "privacy"),
-        "matching": ("scipy", "matching"),
-    }
-    acts = "\n".join(f"told({act})" for act in missing)
-    said = bare(tmp_path, f"{NEEDED}\n{acts}").splitlines()
-    assert said == [
+def test_a_missing_extra_is_named_when_it_is_needed(said):
+    assert said.splitlines()[1:] == [
         f"'{package}' is not installed: pip install \"flwr-fisher[{name}]\""
-        for package, name in missing.values()
+        for package, name in MISSING.values()
     ]
 
 
