@@ -65,7 +65,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> None:
 def power_stays() -> Iterator[None]:
     """Wait for no disk: no test takes away the power, and a killed process needs none.
 
-    The forks of test_crashes.py begin in another process, and do wait.
+    The forks of test_crashes.py begin in another process; they work in memory.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
