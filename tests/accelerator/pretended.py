@@ -14,10 +14,12 @@ names, and must come before the process's first backward pass: the engine starts
 threads then. So device tests run in a process of their own (tests/test_accelerator.py).
 """
 
+import gc
 import importlib.machinery
 import importlib.util
 import os
 import sys
+import time
 import traceback
 import types
 from collections import Counter
@@ -85,6 +87,23 @@ sys.modules[_module.__name__] = _module
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 held, peak, reset_peak = _C.held, _C.peak, _C.reset_peak
+
+
+def settled(most):
+    """Return the bytes that are held, as soon as they are no more than so many.
+
+    The engine's thread lets go of a graph a little after what waits for it goes on:
+    on a busy machine, later than the next line. After some seconds nothing comes.
+    """
+    deadline = time.monotonic() + 10
+    while True:
+        gc.collect()
+        now = held()
+        if now <= most or time.monotonic() > deadline:
+            return now
+        time.sleep(0.01)
+
+
 asserts = []  # of operations whose indices are out of range: a GPU's context is lost
 
 

@@ -6,7 +6,6 @@ Its processes load the pretended accelerator, whose memory is counted before eac
 request.
 """
 
-import gc
 import json
 import os
 import sys
@@ -38,8 +37,7 @@ def app():
             }
             return trained | seen
 
-    gc.collect()
-    held = devices.pretended.held()
+    held = devices.pretended.settled(0)
 
     def client_fn(context):
         loader = DataLoader(tiny_data(0), batch_size=4)

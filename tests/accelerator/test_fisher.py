@@ -1,7 +1,6 @@
 """What a Fisher on an accelerator waits for, holds and never reads."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -145,9 +144,8 @@ def test_what_a_pass_waits_for_beside_its_batches_does_not_grow_with_layers(stru
 def test_what_was_held_is_given_back():
     model, inputs = case("convolutions")
     model = model.to(DEVICE)
-    gc.collect()
-    held = pretended.held()
+    own = [*model.parameters(), *model.buffers()]
+    held = pretended.settled(sum(tensor.nbytes for tensor in own))
     for structure in STRUCTURES:
         fisher(model, [inputs] * 2, structure=structure)
-        gc.collect()  # torch's own first calls leave cycles
-        assert pretended.held() == held, structure
+        assert pretended.settled(held) <= held, structure
