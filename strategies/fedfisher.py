@@ -193,7 +193,7 @@ class FedFisherOneShot(CurvatureStrategy):
         else:
             trust = TRUST if merge.trust is None else merge.trust
             self.merge = merge_settings(solver, **(options | {"trust": trust}))
-        self._may_stop_early = merge.iterations is None and solver == "pcg"
+        self._iterations_by_default = merge.iterations is None and solver == "pcg"
         self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
             raise ConfigurationError(
@@ -303,7 +303,9 @@ class FedFisherOneShot(CurvatureStrategy):
         self, merge: MergeSettings, state: ServerState, uploads: Uploads[FisherUpload]
     ) -> Step:
         """Merge the uploads."""
-        if self._may_stop_early and any(u.metrics.get(REGRESSION) for u in uploads):
+        if self._iterations_by_default and any(
+            u.metrics.get(REGRESSION) for u in uploads
+        ):
             merge = replace(merge, iterations=1)
         posteriors = [u.payload.posterior(u.num_examples) for u in uploads]
         if self.matching:

@@ -11,7 +11,7 @@ from torch import nn
 
 from flwr_fisher.curvature import fisher, fisher_plan
 from flwr_fisher.curvature.batch import Inputs
-from flwr_fisher.curvature.estimate.forms import Trial, shared_parameters
+from flwr_fisher.curvature.estimate.forms import FormTrial, shared_parameters
 
 
 def after_conv(norm, size=2):
@@ -213,7 +213,9 @@ COPIES = (Flipped, Ignored, Summation, FirstCopy)
 def test_what_is_no_plain_call_has_its_jacobian(make, inputs):
     model = seeded(make)
     if "0.scale" in dict(model.named_parameters()):
-        assert not shared_parameters(Trial(model, Inputs((inputs,)), {}), ["0.scale"])
+        assert not shared_parameters(
+            FormTrial(model, Inputs((inputs,)), {}), ["0.scale"]
+        )
     got = fisher(model, [inputs], structure="diagonal", tolerance=0).diagonal()
     for key, want in diagonal_fisher(model, inputs).items():
         if key == "rows.weight" and getattr(model.rows, "scale_grad_by_freq", False):

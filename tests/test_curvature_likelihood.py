@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 from oracles import randn
 
 from flwr_fisher.curvature.estimate.likelihood import LIKELIHOODS
-from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxFactor
+from flwr_fisher.curvature.estimate.pieces import Pieces, SoftmaxVectors
 from flwr_fisher.errors import StructureError
 
 
 def factors_of(logits):
     if logits.dim() < 3:
         logits = logits.unsqueeze(1)
-    pieces = Pieces(SoftmaxFactor(logits), logits.shape)
+    pieces = Pieces(SoftmaxVectors(logits), logits.shape)
     return torch.stack(list(pieces.all())).squeeze(2)
 
 
@@ -62,10 +62,10 @@ def test_the_likeliest_labels_and_a_draw_are_right_on_average(most):
     row = torch.tensor([3.0, -1.0, 2.0, 0.0, -40.0, 1.0, -2.0, 0.5, -0.5])
     logits = row.expand(20_000, 1, -1)
     generator = torch.Generator().manual_seed(most)
-    factor = SoftmaxFactor(logits, most, generator)
-    assert factor.count == most
+    vectors = SoftmaxVectors(logits, most, generator)
+    assert vectors.count == most
     every = torch.arange(most).unsqueeze(1).expand(-1, len(logits))
-    pieces = torch.stack([factor.at(index)[:, 0] for index in every]).double()
+    pieces = torch.stack([vectors.at(index)[:, 0] for index in every]).double()
     # All but the last are columns: the same in every row, and exact.
     exact, drawn = pieces[:-1, 0], pieces[-1]
     want = softmax_fisher(row)
@@ -80,7 +80,7 @@ def test_the_likeliest_labels_and_a_draw_are_right_on_average(most):
         assert not drawn[:, row.topk(most - 1).indices].any()
     else:
         torch.testing.assert_close(drawn_fisher[0], left, rtol=0, atol=1e-7)
-    squares = factor.squares()[:, 0, 0].double()
+    squares = vectors.squares()[:, 0, 0].double()
     torch.testing.assert_close(
         squares, pieces.square().sum(2).mean(1), rtol=0.05, atol=1e-7
     )
@@ -89,11 +89,11 @@ def test_the_likeliest_labels_and_a_draw_are_right_on_average(most):
 def test_a_draw_is_never_of_a_class_without_a_chance():
     row = torch.tensor([0.0, -200.0, -200.0, 0.0, -200.0])
     generator = torch.Generator().manual_seed(0)
-    sure = SoftmaxFactor(row.expand(100, 1, -1), 3, generator)
+    sure = SoftmaxVectors(row.expand(100, 1, -1), 3, generator)
     piece = sure.at(torch.full((100,), 2))
     assert not piece.any()
     assert not sure.squares()[2].any()
-    half = SoftmaxFactor(row.expand(100, 1, -1), 1, generator)
+    half = SoftmaxVectors(row.expand(100, 1, -1), 1, generator)
     piece = half.at(torch.zeros(100, dtype=torch.long))
     torch.testing.assert_close(
         piece.abs(), torch.tensor([0.5, 0, 0, 0.5, 0]).expand_as(piece)
@@ -103,7 +103,7 @@ def test_a_draw_is_never_of_a_class_without_a_chance():
 def test_positions_share_a_pass_with_random_signs():
     logits = randn(5, 1, 4, 3).expand(20_000, -1, -1)
     generator = torch.Generator().manual_seed(0)
-    pieces = Pieces(SoftmaxFactor(logits), logits.shape, generator)
+    pieces = Pieces(SoftmaxVectors(logits), logits.shape, generator)
     assert pieces.count == 2
     total = torch.zeros(len(logits), 12, 12)
     for piece in pieces.all():

@@ -46,7 +46,12 @@ from flwr_fisher.errors import (
     ParamsError,
 )
 from flwr_fisher.merge import refresh_norms
-from flwr_fisher.merge.batch_norms import moved_norms, norms_of, unshifted, with_shifts
+from flwr_fisher.merge.batch_norms import (
+    moved_norms,
+    norms_of,
+    with_shifts,
+    zero_shifts,
+)
 from flwr_fisher.merge.refresh import norm_shifts
 from flwr_fisher.params import shared_state
 from flwr_fisher.secure import SecureSums, SecureSumsMod
@@ -299,7 +304,7 @@ def test_it_costs_one_forward_pass():
 def test_the_upload_is_as_large_as_the_page_says(name, said):
     models = pytest.importorskip("torchvision.models")
     state = shared_state(getattr(models, name)(num_classes=10))
-    zeros = unshifted(state, norms_of(state))
+    zeros = zero_shifts(state, norms_of(state))
     shifts = {name: torch.rand_like(value) for name, value in zeros.items()}
     arrays = Additive.of({"norms": shifts}).to_arrays()
     own = reply_bytes(arrays, MetricRecord({"num-examples": 1}))

@@ -308,14 +308,15 @@ class LocalProblem:
 
     @property
     def may_count_late(self) -> bool:
-        """Whether only reading tells how many examples there are, and the loop may.
+        """Whether examples are counted after training, if the loop does not tell.
 
-        A loop of the user's own may take as many of an endless stream as it likes.
+        Only reading counts them, and a loop of the user's own may take as many of an
+        endless stream as it likes.
         """
         own = not isinstance(self.train_fn, LocalSGD)
         return own and count_of(self.trainloader) is None
 
-    def trained_batches(self, metrics: Mapping[str, Any]) -> Iterable[Any]:
+    def batches_trained_on(self, metrics: Mapping[str, Any]) -> Iterable[Any]:
         """Return the training data; of a stream, as many as a loop of one's own took.
 
         It may have no end.

@@ -40,7 +40,8 @@ class Request:
     server_round : int
         The round.
     count_examples : Callable[[], int]
-        Counts them, where only reading tells, and the loop may: see :meth:`weight`.
+        Counts the examples by reading; called after training, and only if the loop did
+        not return ``num-examples``.
     """
 
     params: dict[str, Tensor]

@@ -135,7 +135,7 @@ def _slack(mean: Tensor) -> Tensor:
     return 1e-3 * (1 + mean.square())
 
 
-def unshifted(params: Params, prefixes: Iterable[str]) -> dict[str, Tensor]:
+def zero_shifts(params: Params, prefixes: Iterable[str]) -> dict[str, Tensor]:
     """Return shifts of zero of some norms, under their statistics' names."""
     names = (prefix + name for prefix in prefixes for name in (MEAN, VARIANCE))
     return {name: torch.zeros_like(params[name]) for name in names}

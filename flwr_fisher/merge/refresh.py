@@ -16,8 +16,8 @@ from flwr_fisher.merge.batch_norms import (
     MEAN,
     VARIANCE,
     shifts_of,
-    unshifted,
     with_shifts,
+    zero_shifts,
 )
 
 _TOO_FEW = "Expected more than 1 value per channel"  # torch, of a batch of one example
@@ -101,7 +101,7 @@ def norm_shifts(
     known = norms_by_prefix(model)
     prefixes = _trained(model) if prefixes is None else prefixes
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    shifts = {k: v.cpu().double() for k, v in unshifted(buffers, prefixes).items()}
+    shifts = {k: v.cpu().double() for k, v in zero_shifts(buffers, prefixes).items()}
     meant = {prefix: known[prefix] for prefix in prefixes if prefix in known}
     if not meant:
         return shifts

@@ -30,7 +30,7 @@ from flwr_fisher.wire import named_options
 from flwr_fisher.wire.answer import Answer, frozen_name, of_products, some
 
 _GONE_WITHIN = 120.0  # seconds until the SuperLink has noticed that a node is gone
-SAME_FROZEN = (
+FREEZE_THE_SAME = (
     "load the same pre-trained parameters on every client, and make adapters by the "
     "same seed"
 )
@@ -334,7 +334,7 @@ def unlike_most(
 
 def _other_values(own: frozenset[str], other: frozenset[str], whom: str) -> str:
     names = {frozen_name(each) for each in own ^ other}
-    return f"its frozen {some(names)} are not what {whom} have: {SAME_FROZEN}"
+    return f"its frozen {some(names)} are not what {whom} have: {FREEZE_THE_SAME}"
 
 
 def _difference(own: frozenset[str], other: frozenset[str], whom: str) -> str:

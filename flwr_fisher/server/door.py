@@ -18,7 +18,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, printable
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
-from flwr_fisher.server.cohort import SAME_FROZEN, Cohort, unlike_most
+from flwr_fisher.server.cohort import FREEZE_THE_SAME, Cohort, unlike_most
 from flwr_fisher.server.exchange import Upload
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
@@ -289,7 +289,7 @@ class Door(Generic[P]):
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
         self._weights: dict[str, float] = {}  # within the policy
-        self._frozen: dict[str, str] = {}  # digests of what is frozen and not sent
+        self._digests: dict[str, str] = {}  # of what is frozen and not sent
 
     # One reply
 
@@ -332,20 +332,20 @@ class Door(Generic[P]):
             caught.
         """
         self._check_claim(client)
-        own, frozen = split_frozen(arrays)
+        own, digest = split_frozen(arrays)
         payload = self.read(own, self.like)
         weight = weight_of(metrics, self.weighted_by_key)
         payload.check_weight(weight)
         sizes = Sizes.of(payload, self.like)
         sizes.check_plausible()
         size = reply_bytes(arrays, metrics)
-        if self.fold is not None and not frozen:
+        if self.fold is not None and not digest:
             payload = self.fold(payload, weight)
         node, name, number = client.node, client.name, client.number
         self.admitted.append(Upload(node, name, weight, payload, metrics, size, number))
         self._clients[name], self._sizes[name] = client, sizes
-        if frozen:
-            self._frozen[name] = frozen
+        if digest:
+            self._digests[name] = digest
         self.missing.pop(name, None)
         if not self.quiet:
             logger.info(
@@ -477,16 +477,16 @@ class Door(Generic[P]):
         if self.fold is None:
             return
         for i, upload in enumerate(self.admitted):
-            if self._frozen.pop(upload.client, ""):
+            if self._digests.pop(upload.client, ""):
                 payload = self.fold(upload.payload, upload.num_examples)
                 self.admitted[i] = replace(upload, payload=payload)
 
     def _withdraw_mismatched(self) -> None:
         """Reject the uploads whose layout, or frozen part, is not what most have."""
         self._withdraw_other_layouts()
-        uploads = {u.client: u for u in self.admitted if u.client in self._frozen}
-        said = {client: self._frozen[client] for client in uploads}
-        for client, reason in unlike_most(said, _other_values).items():
+        uploads = {u.client: u for u in self.admitted if u.client in self._digests}
+        said = {client: self._digests[client] for client in uploads}
+        for client, reason in unlike_most(said, _other_digest).items():
             self.withdraw(uploads[client], WireError(reason, field="frozen"))
 
     def _withdraw_other_layouts(self) -> None:
@@ -586,10 +586,13 @@ class EvaluationDoor(Door[Scores]):
         return aggregate(server_round, messages) if messages else None
 
 
-def _other_values(own: str, other: str, whom: str) -> str:
-    """Return how a digest of what is frozen differs, before which nobody was asked."""
+def _other_digest(own: str, other: str, whom: str) -> str:
+    """Return what to say of a client whose frozen values differ.
+
+    They are found to differ only after its training: nobody asked it before.
+    """
     return (
         f"what it freezes, and is not sent, has other values than {whom} have: "
-        f"{SAME_FROZEN}; with identify(message, context, model) in its query function "
-        "that is found before the training"
+        f"{FREEZE_THE_SAME}; with identify(message, context, model) in its query "
+        "function that is found before the training"
     )

@@ -212,7 +212,7 @@ class ExchangeRun(Generic[P]):
         record = self.journal.open(names, sample.wanted, self.cohort.connected)
         self.door.expected = len(names)
         new = self.door.without_done(sample.nodes)  # who has left an upload on disk?
-        nodes = self._matching(new)
+        nodes = self._without_mismatched(new)
         self.door.check_enough(self.needed, len(nodes))
         return record, self._ask(nodes)
 
@@ -243,7 +243,7 @@ class ExchangeRun(Generic[P]):
         logger.info("configure_train: Sampled %s nodes", len(sample.nodes))
         return sample
 
-    def _matching(self, nodes: list[int]) -> list[int]:
+    def _without_mismatched(self, nodes: list[int]) -> list[int]:
         """Reject those nodes whose uploads could not be merged; return the rest."""
         if not self.exchange.require_same_parameters or not nodes:
             return nodes
@@ -401,7 +401,7 @@ class ExchangeRun(Generic[P]):
         nodes = self._connected()
         if self._sampled is not None:
             new = [node for node in nodes if identity(node).names & unasked]
-            new = self._matching(sorted(new, key=self.cohort.order))
+            new = self._without_mismatched(sorted(new, key=self.cohort.order))
         else:  # nobody knows yet what most train: the uploads themselves tell
             self.cohort.connected = len(nodes)
             nodes = self.door.without_done(nodes)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs, concatenated
-from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
+from flwr_fisher.curvature.estimate.forms import FormTrial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
@@ -78,7 +78,7 @@ class FeatureEngine:
             for name, layer in kronecker_layers(network).items()
             if not isinstance(layer, PackedProjection | TransposedLinear)
         }
-        trial = Trial(network, few, layers)
+        trial = FormTrial(network, few, layers)
         taps, self.spread = explained(trial, trial.layers), trial.spread
         self.layers = {
             name: layers[name]

@@ -1,4 +1,7 @@
-"""Clients measure a merged model's batch norms, which no client's statistics are of."""
+"""The request for a merged model's batch-norm statistics, and the step that sets them.
+
+No client's own statistics are of the merged model: its clients measure it.
+"""
 
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
@@ -6,7 +9,12 @@ from functools import partial
 from flwr.app import ArrayRecord
 
 from flwr_fisher.errors import ConfigurationError, ParamsError, WireError
-from flwr_fisher.merge.batch_norms import check_shifts, norms_of, unshifted, with_shifts
+from flwr_fisher.merge.batch_norms import (
+    check_shifts,
+    norms_of,
+    with_shifts,
+    zero_shifts,
+)
 from flwr_fisher.params import Params, double, weighted_mean
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
 from flwr_fisher.server.privacy import Privacy
@@ -58,7 +66,7 @@ def check_unnoised(norm_statistics: str, privacy: Privacy | None) -> None:
 def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
     own = _READ(record, like)
     shifts = own.part(NORMS)
-    check_same_keys(shifts.keys(), unshifted(like, prefixes).keys(), f"{NORMS}/")
+    check_same_keys(shifts.keys(), zero_shifts(like, prefixes).keys(), f"{NORMS}/")
     try:
         check_shifts(shifts)
     except ParamsError as error:
@@ -71,7 +79,8 @@ def _step(
 ) -> Step:
     """Give the norms the statistics of all clients' inputs."""
     each = [double(upload.payload.part(NORMS)) for upload in uploads]
-    own = [weights.get(upload.number, 1.0) for upload in uploads]  # a secure sum is one
+    # A secure sum is one upload, and has no number of a client.
+    own = [weights.get(upload.number, 1.0) for upload in uploads]
     shifts = weighted_mean(each, own)
     params = with_shifts(state.params, shifts)
     metrics = {"num-norms-refreshed": len(norms_of(shifts))}

@@ -96,7 +96,7 @@ class FedFishJob(TrainingJob):
         if self.source == "extra-pass":
             metrics = problem.train(config)
             catch_up_norms(problem)
-            batches = problem.trained_batches(metrics)
+            batches = problem.batches_trained_on(metrics)
             curvature = self.curvature(problem, batches)
             return metrics, self._reduced(curvature, batches)
         epochs = local_sgd(problem.train_fn, _SQUARES).epochs

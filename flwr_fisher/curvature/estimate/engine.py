@@ -3,9 +3,10 @@
 A Fisher is a sum of rank-one pieces, which the likelihood makes of a model's outputs.
 Each piece costs a backward pass, which goes only as far as the layers' outputs:
 gradients of weights are never formed for a whole batch. One pass serves every structure
-at once, and K-FAC's input factors are taken once an example. With a tolerance, the
-outputs tell which pieces matter. Examples that need about equally many backward passes
-are then run together, across batches.
+at once, and K-FAC's input factors are taken once an example. By default a batch comes
+in by ``add_within``, which calls back for its pieces: with a tolerance, the outputs
+tell which of them matter. Examples that need about equally many backward passes are
+then run together, across batches.
 
 All other parameters get their exact diagonal from per-example gradients. Those of
 norms, embeddings and what all examples share come from the same pass. Those of anything

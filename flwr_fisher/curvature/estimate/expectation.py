@@ -42,7 +42,10 @@ class Expectation:
 
     @property
     def passes(self) -> int:
-        """How many backward passes an example takes at the most, as far as is known."""
+        """A guess of how many backward passes an example takes at the most.
+
+        With ``exact``, `max_passes`, or 9 where nothing bounds it.
+        """
         if self.kind == "exact":
             return _PASSES if self.max_passes is None else self.max_passes
         return self.num_samples if self.kind == "sampled" else 1

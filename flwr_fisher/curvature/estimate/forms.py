@@ -39,7 +39,7 @@ _EVERY = 3  # of them has a gradient; not the first, which a kernel may read alo
 _TOLERANCE = 5e-3
 
 
-class Trial:
+class FormTrial:
     """Outputs and gradients on a few examples, of which some have a gradient.
 
     So the others' are exactly zero wherever a row is an example's.
@@ -120,7 +120,7 @@ class Trial:
             return nullcontext()
         return NoLookups()  # type: ignore[no-untyped-call]
 
-    def on_cpu(self) -> "Trial":
+    def on_cpu(self) -> "FormTrial":
         """Return the same of a copy of the model on the CPU; it copies on no device."""
         own = [*self.model.parameters(), *self.model.buffers()]
         copies: dict[int, Any] = {
@@ -130,7 +130,7 @@ class Trial:
             for x in own
         }
         model = copy.deepcopy(self.model, copies)
-        return Trial(model, self.inputs.to(CPU), {})
+        return FormTrial(model, self.inputs.to(CPU), {})
 
 
 def _column(rows: Tensor, like: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Forms:
     others : list[str]
         All other parameters.
     spread : bool
-        As of :class:`Trial`.
+        As of :class:`FormTrial`.
     tied : dict[tuple[str, str], Pair]
         Embeddings and heads of one weight, by their modules' names; `inputs` has both.
     """
@@ -206,7 +206,7 @@ class Forms:
         layers, direct = kronecker_layers(model), direct_layers(model)
         tied = tied_pairs(model)
         both = {n: x for k, v in tied.items() for n, x in zip(k, v, strict=True)}
-        trial = Trial(model, inputs, {**layers, **direct, **both})
+        trial = FormTrial(model, inputs, {**layers, **direct, **both})
         calls = explained(trial, [*layers, *direct])
         tied = {n: tied[n] for n in _explained(tied, trial)}
         layers = {name: layers[name] for name in calls if name in layers}
@@ -266,12 +266,12 @@ def _sole_owners(model: nn.Module) -> list[tuple[str, nn.Module, set[str]]]:
     ]
 
 
-def explained(trial: Trial, names: Iterable[str]) -> dict[str, Tap]:
+def explained(trial: FormTrial, names: Iterable[str]) -> dict[str, Tap]:
     """Return the call of each layer whose gradients follow from its input and output.
 
     Parameters
     ----------
-    trial : Trial
+    trial : FormTrial
         Of the model, with the layers to try.
     names : Iterable[str]
         Of these layers.
@@ -283,7 +283,7 @@ def explained(trial: Trial, names: Iterable[str]) -> dict[str, Tap]:
 _Names = TypeVar("_Names", bound=Sequence[str])
 
 
-def _explained(groups: Iterable[_Names], trial: Trial) -> list[_Names]:
+def _explained(groups: Iterable[_Names], trial: FormTrial) -> list[_Names]:
     """Return those of which :func:`_explains` is true; a device is read once."""
     answers = [(names, _explains(names, trial)) for names in groups]
     known = [(names, answer) for names, answer in answers if answer is not None]
@@ -291,7 +291,7 @@ def _explained(groups: Iterable[_Names], trial: Trial) -> list[_Names]:
     return [names for (names, _), true in zip(known, flags, strict=True) if true]
 
 
-def _explains(names: Sequence[str], trial: Trial) -> Tensor | None:
+def _explains(names: Sequence[str], trial: FormTrial) -> Tensor | None:
     """Return whether inputs and output gradients reproduce the layers' gradients.
 
     None where they do not by their shapes alone.
@@ -323,12 +323,14 @@ def _explains(names: Sequence[str], trial: Trial) -> Tensor | None:
     return equal & ~torch.stack(foreign).any()
 
 
-def shared_parameters(trial: Trial, names: Sequence[str]) -> dict[str, SharedParameter]:
+def shared_parameters(
+    trial: FormTrial, names: Sequence[str]
+) -> dict[str, SharedParameter]:
     """Return those parameters of which the model takes a copy an example.
 
     Parameters
     ----------
-    trial : Trial
+    trial : FormTrial
         Of the model.
     names : Sequence[str]
         The parameters to try.
@@ -354,7 +356,7 @@ def shared_parameters(trial: Trial, names: Sequence[str]) -> dict[str, SharedPar
 
 
 def _shared_parameters(
-    trial: Trial, names: Sequence[str]
+    trial: FormTrial, names: Sequence[str]
 ) -> dict[str, SharedParameter]:
     candidates = {name: list(_candidates(trial.model, name)) for name in names}
     likeliest = [each[0] for each in candidates.values()]
@@ -376,7 +378,7 @@ def _candidates(model: nn.Module, name: str) -> Iterator[SharedParameter]:
         yield SharedParameter(layer, {own: name}, torch.Size([1] * axes) + shape)
 
 
-def _takes(trial: Trial, candidates: Sequence[SharedParameter]) -> bool:
+def _takes(trial: FormTrial, candidates: Sequence[SharedParameter]) -> bool:
     """Return whether outputs and gradients with copies are the model's own.
 
     They are not if copies are mixed up with something that is no example, or if the

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_side
-from flwr_fisher.curvature.estimate.forms import Trial, explained, kronecker_layers
+from flwr_fisher.curvature.estimate.forms import FormTrial, explained, kronecker_layers
 from flwr_fisher.curvature.estimate.layers import TransposedLinear
 from flwr_fisher.curvature.estimate.taps import single_calls, tapped_forward
 from flwr_fisher.curvature.models import (
@@ -134,7 +134,7 @@ class _Sums:
             for name, layer in kronecker_layers(model).items()
             if not isinstance(layer, TransposedLinear)  # which `matrices` does not know
         }
-        trial = Trial(model, inputs, layers)
+        trial = FormTrial(model, inputs, layers)
         taps, self.spread = explained(trial, trial.layers), trial.spread
         self.layers = {name: layers[name] for name in taps}
         columns = {

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from flwr_fisher.curvature.batch import IGNORED, count_labels
 from flwr_fisher.curvature.estimate.pieces import (
-    Factor,
-    GivenFactor,
+    GivenVectors,
+    OutputVectors,
     Pieces,
-    SoftmaxFactor,
+    SoftmaxVectors,
 )
 from flwr_fisher.errors import DataError, StructureError, check_known
 
@@ -138,14 +138,14 @@ class Likelihood(ABC):
         StructureError
             If :meth:`columns` do not fit the outputs.
         """
-        factor = self.factor(outputs, max_passes, generator)
-        if max_passes is None or factor.count * factor.positions <= max_passes:
-            return Pieces(factor, outputs.shape)
-        return Pieces(factor, outputs.shape, generator)
+        vectors = self.vectors(outputs, max_passes, generator)
+        if max_passes is None or vectors.count * vectors.positions <= max_passes:
+            return Pieces(vectors, outputs.shape)
+        return Pieces(vectors, outputs.shape, generator)
 
-    def factor(
+    def vectors(
         self, outputs: Tensor, most: int | None, generator: torch.Generator | None
-    ) -> Factor:
+    ) -> OutputVectors:
         """Return :meth:`columns`, or fewer vectors that estimate them."""
         values = self.columns(outputs)
         fits = values.dim() == 4 and values[0].numel() == outputs.numel()
@@ -154,7 +154,7 @@ class Likelihood(ABC):
                 f"{type(self).__name__}.columns gave {tuple(values.shape)} for outputs "
                 f"of shape {tuple(outputs.shape)}: return [k, n, T, C]"
             )
-        return GivenFactor(values)
+        return GivenVectors(values)
 
 
 class Categorical(Likelihood):
@@ -163,21 +163,21 @@ class Categorical(Likelihood):
     labels_are_classes = True
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """Return C - 1 pieces a position; see :class:`SoftmaxFactor`."""
-        factor = self.factor(outputs, None, None)
+        """Return C - 1 pieces a position; see :class:`SoftmaxVectors`."""
+        vectors = self.vectors(outputs, None, None)
         index = torch.zeros(len(outputs), dtype=torch.long, device=outputs.device)
-        return torch.stack([factor.at(index + i) for i in range(factor.count)])
+        return torch.stack([vectors.at(index + i) for i in range(vectors.count)])
 
-    def factor(
+    def vectors(
         self, outputs: Tensor, most: int | None, generator: torch.Generator | None
-    ) -> Factor:
+    ) -> OutputVectors:
         """Return the same, each made when it is asked for; or the likeliest and a draw.
 
         At most `most`, of which the last is a label drawn from all other labels.
         """
         logits = _at_least_2d(outputs)
         seen = logits.reshape(len(logits), -1, logits.shape[-1])
-        return SoftmaxFactor(seen, most, generator)
+        return SoftmaxVectors(seen, most, generator)
 
     def sample_score(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Return ``onehot(y) - p`` for y drawn from p."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Factor(ABC):
+class OutputVectors(ABC):
     """The vectors :math:`v_1, …, v_k` at every position of some examples.
 
     Parameters
@@ -44,11 +44,11 @@ class Factor(ABC):
         """
 
     @abstractmethod
-    def of(self, rows: Tensor) -> "Factor":
+    def of(self, rows: Tensor) -> "OutputVectors":
         """Return the vectors of some examples alone."""
 
 
-class GivenFactor(Factor):
+class GivenVectors(OutputVectors):
     """Vectors that are all there.
 
     Parameters
@@ -69,12 +69,12 @@ class GivenFactor(Factor):
         """Return one vector at each position."""
         return self.values[index, torch.arange(len(index), device=index.device)]
 
-    def of(self, rows: Tensor) -> "GivenFactor":
+    def of(self, rows: Tensor) -> "GivenVectors":
         """Return the vectors of some examples alone."""
-        return GivenFactor(self.values[:, rows])
+        return GivenVectors(self.values[:, rows])
 
 
-class SoftmaxFactor(Factor):
+class SoftmaxVectors(OutputVectors):
     r"""The Fisher of a softmax with respect to its logits, factored.
 
     For probabilities :math:`p` it is :math:`\operatorname{diag}(p) - pp^\top`, of rank
@@ -104,8 +104,8 @@ class SoftmaxFactor(Factor):
 
     Examples
     --------
-    >>> factor = SoftmaxFactor(torch.zeros(1, 1, 2))
-    >>> v = factor.at(torch.tensor([0]))
+    >>> vectors = SoftmaxVectors(torch.zeros(1, 1, 2))
+    >>> v = vectors.at(torch.tensor([0]))
     >>> v.mT @ v
     tensor([[[ 0.2500, -0.2500],
              [-0.2500,  0.2500]]])
@@ -160,7 +160,7 @@ class SoftmaxFactor(Factor):
             column.scatter_add_(-1, self.drawn, is_draw)
         return column.mul_(self.pivots.gather(-1, index))
 
-    def of(self, rows: Tensor) -> "SoftmaxFactor":
+    def of(self, rows: Tensor) -> "SoftmaxVectors":
         """Return the columns of some examples alone."""
         part = copy.copy(self)
         for name, value in vars(self).items():
@@ -169,32 +169,32 @@ class SoftmaxFactor(Factor):
         return part
 
 
-class MaskedFactor(Factor):
+class MaskedVectors(OutputVectors):
     """The vectors of another, but zero where a mask is False.
 
     Parameters
     ----------
-    factor : Factor
+    vectors : OutputVectors
         The other.
     mask : Tensor
         Booleans ``[n, T]``.
     """
 
-    def __init__(self, factor: Factor, mask: Tensor) -> None:
-        super().__init__(factor.count, factor.positions, factor.device)
-        self.factor, self.mask = factor, mask
+    def __init__(self, vectors: OutputVectors, mask: Tensor) -> None:
+        super().__init__(vectors.count, vectors.positions, vectors.device)
+        self.vectors, self.mask = vectors, mask
 
     def squares(self) -> Tensor:
         """Return the squared norms."""
-        return self.factor.squares() * self.mask
+        return self.vectors.squares() * self.mask
 
     def at(self, index: Tensor) -> Tensor:
         """Return one vector at each position."""
-        return self.factor.at(index) * self.mask.unsqueeze(-1)
+        return self.vectors.at(index) * self.mask.unsqueeze(-1)
 
-    def of(self, rows: Tensor) -> "MaskedFactor":
+    def of(self, rows: Tensor) -> "MaskedVectors":
         """Return the vectors of some examples alone."""
-        return MaskedFactor(self.factor.of(rows), self.mask[rows])
+        return MaskedVectors(self.vectors.of(rows), self.mask[rows])
 
 
 class Pieces:
@@ -206,7 +206,7 @@ class Pieces:
 
     Parameters
     ----------
-    factor : Factor
+    vectors : OutputVectors
         The vectors, at T positions.
     shape : torch.Size
         The outputs' shape, ``[n, ...]``.
@@ -221,35 +221,35 @@ class Pieces:
 
     def __init__(
         self,
-        factor: Factor,
+        vectors: OutputVectors,
         shape: torch.Size,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.factor, self.shape, self.generator = factor, shape, generator
-        self.count = factor.count * (1 if generator is not None else factor.positions)
+        self.vectors, self.shape, self.generator = vectors, shape, generator
+        self.count = vectors.count * (1 if generator is not None else vectors.positions)
 
     def masked(self, mask: Tensor) -> "Pieces":
         """Return the pieces where the mask, ``[n, T]``, is true, and zero elsewhere."""
-        factor = MaskedFactor(self.factor, mask)
-        return Pieces(factor, self.shape, self.generator)
+        vectors = MaskedVectors(self.vectors, mask)
+        return Pieces(vectors, self.shape, self.generator)
 
     def weights(self) -> Tensor:
         """Return each piece's share of the trace: squared norms ``[count, n]``."""
-        squares = self.factor.squares()
+        squares = self.vectors.squares()
         if self.generator is not None:
             return squares.sum(-1)
         return squares.permute(2, 0, 1).flatten(0, 1)
 
     def pick(self, pieces: Tensor) -> Tensor:
         """Return one piece of each example, ``[n]``, in the outputs' shape."""
-        values = self.factor.at(pieces % self.factor.count)
+        values = self.vectors.at(pieces % self.vectors.count)
         n, positions, _ = values.shape
         if self.generator is not None:
             shape, device = (n, positions, 1), values.device
             coins = torch.rand(shape, generator=self.generator, device=device)
             values = torch.where(coins < 0.5, values, -values)
         elif positions > 1:
-            chosen = torch.div(pieces, self.factor.count, rounding_mode="floor")
+            chosen = torch.div(pieces, self.vectors.count, rounding_mode="floor")
             every = torch.arange(positions, device=pieces.device)
             values = values * (every == chosen.unsqueeze(1)).unsqueeze(-1)
         return values.reshape(self.shape)
@@ -257,11 +257,11 @@ class Pieces:
     def of(self, rows: Tensor) -> "Pieces":
         """Return the pieces of some examples alone."""
         shape = torch.Size([len(rows), *self.shape[1:]])
-        return Pieces(self.factor.of(rows), shape, self.generator)
+        return Pieces(self.vectors.of(rows), shape, self.generator)
 
     def all(self) -> Iterator[Tensor]:
         """Yield every piece of all examples."""
-        first = torch.zeros(self.shape[0], dtype=torch.long, device=self.factor.device)
+        first = torch.zeros(self.shape[0], dtype=torch.long, device=self.vectors.device)
         for piece in range(self.count):
             yield self.pick(first + piece)
 
