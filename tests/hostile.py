@@ -283,11 +283,11 @@ def identity(values):
     return values * 0 + (np.eye(values.shape[-1]) if square else 1)
 
 
-def extra_keys(content):
-    """A hundred thousand arrays more."""
+def extra_keys(content, count=10**5):
+    """A hundred thousand arrays more, or so many."""
     (record,) = content.array_records.values()
     tiny = Array(np.zeros(1, np.float32))
-    content["arrays"] = ArrayRecord({**record, **{f"k{i}": tiny for i in range(10**5)}})
+    content["arrays"] = ArrayRecord({**record, **{f"k{i}": tiny for i in range(count)}})
 
 
 def extra_metrics(content):
