@@ -25,7 +25,9 @@ def test_adapters_begin_as_the_model_and_are_all_that_is_trained():
     assert torch.equal(model.blocks[0].up.first.weight, other.blocks[0].up.first.weight)
 
 
-def test_the_merge_beats_the_mean_and_each_clients():
+def test_the_merge_beats_the_mean_and_each_clients(monkeypatch):
+    """Of half of the example's texts: it is the same, in half the time."""
+    monkeypatch.setattr(example, "MOST", 30_000)
     losses = example.run(seed=0, epochs=2, kinds=example.texts())
     assert list(losses) == [
         "no adapters",
