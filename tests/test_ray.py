@@ -64,12 +64,18 @@ def app(flower, tmp_path_factory) -> Path:
     return installed
 
 
-def flwr_run(flower: dict[str, str], app: Path, **config: object) -> str:
+ALONE = "init-args-num-cpus=1"  # one process of Ray's: each takes seconds to begin
+
+
+def flwr_run(
+    flower: dict[str, str], app: Path, resources: str = "", **config: object
+) -> str:
     text = " ".join(f"{key.replace('_', '-')}={value}" for key, value in config.items())
+    federation = f"num-supernodes={CLIENTS} {RESOURCES} {resources}"
     done = subprocess.run(
         [
             *("flwr", "run", str(app), "--stream"),
-            *("--federation-config", f"num-supernodes={CLIENTS} {RESOURCES}"),
+            *("--federation-config", federation),
             *("--run-config", text),
         ],
         env=flower, capture_output=True, text=True, timeout=300, check=False,
@@ -151,7 +157,7 @@ def test_ray_and_local_grid_give_the_same_bits(outcome, tmp_path):
 
 def test_a_secure_sum_gives_the_model_of_the_plain_one(flower, app, tmp_path):
     aggregate = {"aggregate": "'secure-sums'", "output_dir": f"'{tmp_path}'"}
-    log = flwr_run(flower, app, local_epochs=EPOCHS, alpha=0.5, **aggregate)
+    log = flwr_run(flower, app, ALONE, local_epochs=EPOCHS, alpha=0.5, **aggregate)
     assert "secure sum, values: asking 4 nodes" in log
     secure = load_file(tmp_path / "model.safetensors")
     lifted = Policy(max_weight=inf, max_share=1, max_distance=inf)
@@ -161,5 +167,5 @@ def test_a_secure_sum_gives_the_model_of_the_plain_one(flower, app, tmp_path):
 
 
 def test_wrong_name_is_told_on_the_terminal(flower, app, tmp_path):
-    log = flwr_run(flower, app, dataset="'digit'", output_dir=f"'{tmp_path}'")
+    log = flwr_run(flower, app, ALONE, dataset="'digit'", output_dir=f"'{tmp_path}'")
     assert "unknown dataset 'digit'; known: digits, mnist" in log
