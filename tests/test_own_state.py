@@ -45,7 +45,7 @@ def run(app=None, clients=3, **start):
 def test_it_reaches_the_optimum_of_all_data(fraction):
     options = {"policy": NO_LIMITS, "fraction_train": fraction}
     method = feddyn(model=virtual.plane(), alpha=2.0, **options)
-    found = lines.on_lines(method, 80 if fraction == 1 else 240)
+    found = lines.on_lines(method, 66 if fraction == 1 else 140)
     torch.testing.assert_close(found, lines.optimum(), rtol=0, atol=1e-4)
 
 
