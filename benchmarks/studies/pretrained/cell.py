@@ -1,0 +1,285 @@
+"""One federation of a network with batch norm: train, merge in every way, score."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flwr_fisher.client import LocalSGD
+from flwr_fisher.curvature import Diagonal, FisherOptions, fisher
+from flwr_fisher.measures import accuracies, ensemble_accuracy
+from flwr_fisher.merge import (
+    LocalPosterior,
+    fedavg,
+    fedfisher,
+    fisher_merge,
+    refresh_norms,
+    regmean,
+)
+from flwr_fisher.params import Params, shared_state
+from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head, head_sums
+from flwr_fisher.tasks import load_dataset, partition_indices
+from flwr_fisher.wire import Codec, FisherUpload, resolve
+from studies.pretrained.networks import NETWORKS, make
+
+BATCH, HELD, RIDGE = 64, 1000, 1e-3
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything that determines a cell of the tables.
+
+    Seeds from 100 on are for choices: they are scored on images that no client has,
+    and no test image is looked at.
+    """
+
+    network: str
+    alpha: float
+    seed: int
+    clients: int = 5
+    epochs: int = 3
+    lr: float = 0.01
+    rounds: int = 1
+    images: int = 20_000  # of all clients
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it is there for a choice, and is scored on held-out images."""
+        return self.seed >= 100
+
+    @property
+    def name(self) -> str:
+        """What its numbers are called."""
+        return "-".join(f"{value}" for value in asdict(self).values())
+
+
+class Images:
+    """A client's images, in batches, shuffled anew in each epoch; on one device."""
+
+    def __init__(
+        self, x: Tensor, y: Tensor, side: int, generator: torch.Generator | None = None
+    ) -> None:
+        self.x, self.y, self.side, self.generator = x, y, side, generator
+
+    def __len__(self) -> int:
+        return -(-len(self.y) // BATCH)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.arange(len(self.y))
+        if self.generator is not None:
+            order = torch.randperm(len(self.y), generator=self.generator)
+        for rows in order.split(BATCH):
+            if len(rows) > 1:  # batch norm takes no single image in train mode
+                x = self.x[rows.to(self.x.device)].float().sub(127).div(128)
+                if x.shape[-1] != self.side:
+                    x = F.interpolate(x, size=self.side, mode="bilinear")
+                yield x, self.y[rows.to(self.y.device)]
+
+
+@dataclass
+class Data:
+    """A data set as bytes, where it is computed."""
+
+    network: str
+    folder: Path
+    device: torch.device
+    cache: Path  # of the splits
+
+    @cached_property
+    def splits(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The training and the test images."""
+        loaded = load_dataset(NETWORKS[self.network].dataset, self.folder)
+        every = {"train": loaded.train, "test": loaded.test}
+        return {
+            name: (one.data.to(self.device), one.targets.to(self.device))
+            for name, one in every.items()
+        }
+
+    def parts(self, federation: Federation) -> tuple[list[list[int]], list[int]]:
+        """Return each client's positions, and those that are held out of the rest."""
+        names = ("alpha", "seed", "clients", "images")
+        key = "-".join(f"{getattr(federation, name)}" for name in names)
+        key = f"{NETWORKS[self.network].folder}-{key}"
+        path = self.cache / f"split-{key}.json"
+        if not path.exists():
+            _, y = self.splits["train"]
+            generator = torch.Generator().manual_seed(federation.seed)
+            order = torch.randperm(len(y), generator=generator).tolist()
+            held, rest = order[:HELD], order[HELD : HELD + federation.images]
+            labels = y.cpu()[rest]
+            own = partition_indices(
+                labels,
+                "dirichlet-client",
+                num_partitions=federation.clients,
+                seed=federation.seed,
+                alpha=federation.alpha,
+            )
+            made = [[rest[i] for i in part] for part in own], held
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(made))
+        parts, held = json.loads(path.read_text())
+        return parts, held
+
+
+@dataclass
+class Cell:
+    """A federation under way."""
+
+    federation: Federation
+    data: Data
+    fishers: bool = True  # or FedAvg alone
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        """Return accuracies in percent, by method and statistics."""
+        torch.manual_seed(self.federation.seed)
+        parts, held = self.data.parts(self.federation)
+        x, y = self.data.splits["train"]
+        name = self.federation.network
+        self.side, self.model = NETWORKS[name].side, make(name)
+        self.model.to(self.data.device)
+        self.loaders = [
+            Images(x[p], y[p], self.side, torch.Generator().manual_seed(client))
+            for client, p in enumerate(torch.tensor(part) for part in parts)
+        ]
+        self.weights = [len(part) for part in parts]
+        where = torch.tensor(held)
+        scored = (x[where], y[where])
+        if not self.federation.chooses:
+            scored = self.data.splits["test"]
+        self.test = Images(*scored, self.side)
+        self.found["sizes"] = self.weights
+        start = shared_state(self.model)
+        if not self.fishers:
+            clients = [self._trained(c, start) for c in range(len(parts))]
+            self._merged("fedavg", partial(fedavg, _plain(clients, self.weights)))
+        elif self.federation.rounds == 1:
+            self._one_round(start)
+        else:
+            self._rounds(start)
+        return self.found
+
+    def _trained(self, client: int, start: Params) -> dict[str, Tensor]:
+        self.model.load_state_dict(dict(start), strict=False)
+        torch.manual_seed(1000 * self.federation.seed + client)
+        train = LocalSGD(epochs=self.federation.epochs, lr=self.federation.lr)
+        train(self.model, self.loaders[client], self.data.device, {})
+        return {k: v.clone() for k, v in shared_state(self.model).items()}
+
+    def _posterior(self, client: int, params: Params, structure: str) -> LocalPosterior:
+        """Return an upload as a strategy asks for it by default, not packed."""
+        self.model.load_state_dict(dict(params), strict=False)
+        count = self.weights[client]
+        options = FisherOptions().for_structure(structure).for_client(count)
+        loader = list(Images(*self._own(client), self.side))
+        curvature = fisher(
+            self.model, loader, structure=structure, seed=client, **options
+        )
+        return LocalPosterior(params, curvature, self.weights[client])
+
+    def _own(self, client: int) -> tuple[Tensor, Tensor]:
+        return self.loaders[client].x, self.loaders[client].y
+
+    def _one_round(self, start: Params) -> None:
+        every = range(len(self.loaders))
+        clients = [self._trained(c, start) for c in every]
+        kfac = [self._posterior(c, clients[c], "kfac") for c in every]
+        diagonal = [self._posterior(c, clients[c], "diagonal") for c in every]
+        device = self.data.device
+        self._merged("fedavg", partial(fedavg, kfac))
+        self._merged("regmean", partial(regmean, kfac))
+        self._merged("fishermerge", partial(fisher_merge, diagonal))
+        self._merged("diagonal", lambda: fedfisher(diagonal, device=device).params)
+        self._merged("kfac", lambda: fedfisher(kfac, device=device).params)
+        if self.federation.chooses:
+            for anchor in (0.01, 0.03, 0.3, 1.0, 3.0):
+                for name, own in (("kfac", kfac), ("diagonal", diagonal)):
+                    merge = partial(fedfisher, own, device=device, anchor=anchor)
+                    self._merged(f"{name}, anchor {anchor}", lambda m=merge: m().params)
+            for options in ({"iterations": 1}, {"trust": 1.0}, {"balance": 1.0}):
+                merge = partial(fedfisher, kfac, device=device, **options)
+                self._merged(f"kfac, {options}", lambda m=merge: m().params)
+        else:
+            packed = [self._packed(own) for own in kfac]
+            self._merged(
+                "kfac, packed", lambda: fedfisher(packed, device=device).params
+            )
+        named = {f"{client}": params for client, params in enumerate(clients)}
+        alone = accuracies(self.model, named, self.test)
+        self.found["best client"] = 100 * max(alone.values())
+        own = [float(n) for n in self.weights]
+        ensemble = ensemble_accuracy(self.model, clients, own, self.test)
+        self.found["ensemble"] = 100 * ensemble
+        self._head(start)
+
+    def _packed(self, own: LocalPosterior) -> LocalPosterior:
+        """Return an upload as it arrives by the default codec."""
+        like = {k: v.cpu() for k, v in own.params.items()}
+        codec = resolve(Codec.of("auto"), like)
+        sent = FisherUpload(like, own.curvature.to("cpu")).to_arrays(codec)
+        came = FisherUpload.from_arrays(sent, like, codec, structure="kfac")
+        there = came.posterior(own.num_examples)
+        device = self.data.device
+        params = {k: v.to(device) for k, v in there.params.items()}
+        return LocalPosterior(params, there.curvature.to(device), own.num_examples)
+
+    def _rounds(self, start: Params) -> None:
+        """Do rounds of FedAvg and of FedFisher, with refreshed statistics."""
+        for method in ("fedavg", "kfac"):
+            params, curve = start, []
+            for number in range(self.federation.rounds):
+                clients = [self._trained(c, params) for c in range(len(self.loaders))]
+                if method == "fedavg":
+                    merged = fedavg(_plain(clients, self.weights))
+                else:
+                    own = [
+                        self._posterior(c, each, "kfac")
+                        for c, each in enumerate(clients)
+                    ]
+                    trust = {"trust": 1.0} if number else {}
+                    merged = fedfisher(own, device=self.data.device, **trust).params
+                params = self._refreshed(merged)
+                curve.append(self._score(params))
+            self.found[method] = curve
+
+    def _merged(self, name: str, merge: Any) -> None:
+        """Score what a merge makes, by averaged and by refreshed statistics."""
+        params = merge()
+        self.found[name] = {
+            "average": self._score(params),
+            "refresh": self._score(self._refreshed(params)),
+        }
+
+    def _refreshed(self, params: Params) -> dict[str, Tensor]:
+        self.model.load_state_dict(dict(params), strict=False)
+        refresh_norms(self.model, chain(*self.loaders))
+        return {k: v.clone() for k, v in shared_state(self.model).items()}
+
+    def _score(self, params: Params) -> float:
+        return 100 * accuracies(self.model, {"x": params}, self.test)["x"]
+
+    def _head(self, start: Params) -> None:
+        """Score AFL: the closed-form head on the network as it was pre-trained."""
+        self.model.load_state_dict(dict(start), strict=False)
+        linear = [n for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        sums = [head_sums(self.model, own, linear[-1]) for own in self.loaders]
+        weight, bias = closed_form_head(HeadSums.total(sums), bias=True, ridge=RIDGE)
+        solved = {f"{linear[-1]}.weight": weight, f"{linear[-1]}.bias": bias}
+        own = {k: v.to(start[k]) for k, v in solved.items()}
+        self.found["afl"] = self._score({**start, **own})
+
+
+def _plain(
+    clients: list[dict[str, Tensor]], weights: list[int]
+) -> list[LocalPosterior]:
+    """Return posteriors without curvature, of which a mean is taken."""
+    none = Diagonal({})
+    pairs = zip(clients, weights, strict=True)
+    return [LocalPosterior(params, none, n) for params, n in pairs]
