@@ -27,6 +27,7 @@ def merged(grid):
         merge=MergeOptions(iterations=1),
         fraction_evaluate=0.0,
         policy=LIFTED,
+        norm_statistics="average",
     )
     return arrays_to_tensors(strategy.start(grid, tiny_arrays()).arrays)
 

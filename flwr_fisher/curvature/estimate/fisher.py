@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch import nn
 
-from flwr_fisher.curvature.batches import at_most, batches_of, unwrapped
+from flwr_fisher.curvature.batches import at_most, batches_of, count_of, unwrapped
 from flwr_fisher.curvature.estimate.accumulation import Accumulation
 from flwr_fisher.curvature.estimate.expectation import (
     Expectation,
@@ -228,7 +228,9 @@ def fisher(
         check_whole("total_passes", total_passes, 1)
         examples = over_labels.examples_within(total_passes, examples, loader)
     if examples is not None:
-        loader = at_most(loader, model, examples, seed, total_passes is not None)
+        # Where all fit, the same data are read in the same order, whatever the seed.
+        order = 0 if _fit(loader, over_labels, total_passes) else seed
+        loader = at_most(loader, model, examples, order, total_passes is not None)
     with evaluating(model):
         if engine == "nngeometry":
             results = _by_nngeometry(model, loader, device, structures, over_labels)
@@ -251,6 +253,16 @@ def fisher(
                 model, accumulate, loader, device, structures, over_labels, total_passes
             )
     return results[0] if isinstance(structure, str) else tuple(results)
+
+
+def _fit(
+    loader: Iterable[Any], over_labels: Expectation, total_passes: int | None
+) -> bool:
+    """Return whether so many passes are enough for all examples of a loader."""
+    count = count_of(loader)
+    if total_passes is None or count is None:
+        return False
+    return count * (1 + over_labels.passes) <= total_passes
 
 
 def _by_examples(
