@@ -4,10 +4,11 @@
 
 A mutant is the library with one expression turned round: a comparison, an operator, a
 constant, a condition, a `raise` that is left out. Mutants are drawn evenly over the
-rooms, of statements that are in both trees, in a function of one name. For each, those
-tests run that reach its line, the quickest first, for `--seconds` at most; which they
-are is measured first, by coverage.py (`pip install coverage`). The table says of each
-room how many were killed in either tree; what lived is listed below it.
+rooms, of statements that are in both trees, in a function of one name. For each, forty
+of the tests that reach its line run, those first that reach little else, for
+`--seconds` at most; which they are is measured first, by coverage.py
+(`pip install coverage`). The table says of each room how many were killed in either
+tree; what lived is listed below it.
 
 What is measured is kept in `build/mutants`: a run that was stopped goes on.
 """
@@ -22,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -250,6 +251,11 @@ def reached(tree: Path, kept: Path, workers: int) -> dict[str, dict[str, list[st
     return dict(json.loads(kept.read_text()))
 
 
+def every_test(lines: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+    """Yield each test once for each line that it reaches."""
+    return (test for own in lines.values() for tests in own.values() for test in tests)
+
+
 def environment(tree: Path) -> dict[str, str]:
     """Return what a tree's tests run in."""
     return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -322,6 +328,7 @@ def main() -> None:
         export(revision, trees[name])
     lines = {t: reached(t, t.with_suffix(".json"), args.jobs) for t in trees.values()}
     places = {tree: all_mutants(tree) for tree in trees.values()}
+    width = {tree: Counter(every_test(own)) for tree, own in lines.items()}
     jobs = []
     # One tree after the other for each mutant: what was stopped early is a comparison.
     for mutant in drawn(trees, args.count, args.seed):
@@ -330,7 +337,8 @@ def main() -> None:
             own = lines[tree].get(place.file, {})
             end = place.line + mutant.statement.count("\n")
             span = range(place.line, end + 1)
-            tests = sorted({test for n in span for test in own.get(str(n), [])})
+            found = {test for n in span for test in own.get(str(n), [])}
+            tests = sorted(found, key=lambda t, tree=tree: (width[tree][t], t))
             jobs.append((name, tree, place, mutant, tests[:40], args.seconds))
     report(results_of(jobs, WORK / f"results-{args.seed}.jsonl", args.jobs))
 
