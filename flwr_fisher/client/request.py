@@ -12,9 +12,7 @@ from flwr_fisher.client.limits import whole_number
 from flwr_fisher.errors import ClientError, ParamsError
 from flwr_fisher.params import Params, check_same_layout
 from flwr_fisher.randomness import derive_seed
-from flwr_fisher.wire import arrays_to_tensors, split_config, split_groups
-
-_WEIGHT = "num-examples"
+from flwr_fisher.wire import NUM_EXAMPLES, arrays_to_tensors, split_config, split_groups
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,14 @@ class Request:
         ClientError
             If the loop says no positive number.
         """
-        weight = metrics.get(_WEIGHT)
+        weight = metrics.get(NUM_EXAMPLES)
         if weight is None:
             weight = self.num_examples or self.count_examples()
         if isinstance(weight, int | float) and 0 < weight < float("inf"):
             return weight
         raise ClientError(
-            f"train_fn returned {_WEIGHT!r}: {weight!r:.80}, and a client's weight is "
-            "a positive number"
+            f"train_fn returned {NUM_EXAMPLES!r}: {weight!r:.80}, and a client's "
+            "weight is a positive number"
         )
 
     @property

@@ -33,7 +33,6 @@ from flwr_fisher.secure.fixed_point import FixedPoint, Words
 from flwr_fisher.secure.participant import Participant
 from flwr_fisher.secure.payload import (
     LAYOUT,
-    NUM_EXAMPLES,
     SECURE,
     WORDS,
     Contribution,
@@ -43,6 +42,7 @@ from flwr_fisher.secure.payload import (
     rows_of,
 )
 from flwr_fisher.wire import (
+    NUM_EXAMPLES,
     arrays_to_tensors,
     join_groups,
     named_options,

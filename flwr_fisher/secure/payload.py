@@ -34,10 +34,10 @@ from flwr_fisher.server.privacy import exponent_for, with_noise
 from flwr_fisher.wire.additive import Added
 from flwr_fisher.wire.arrays import arrays_to_tensors, bytes_of, tensors_to_arrays
 from flwr_fisher.wire.checks import contribution_bytes
+from flwr_fisher.wire.options import NUM_EXAMPLES
 from flwr_fisher.wire.payload import Payload
 
 SECURE = "secure/"
-NUM_EXAMPLES = "num-examples"  # the weight, among what is summed
 WORDS, LAYOUT = f"{SECURE}words", f"{SECURE}layout"
 SHARES = f"{SECURE}shares"
 

@@ -34,7 +34,6 @@ from flwr_fisher.secure.crypto import (
 from flwr_fisher.secure.fixed_point import LEVELS, FixedPoint, Words, highest
 from flwr_fisher.secure.payload import (
     LAYOUT,
-    NUM_EXAMPLES,
     SecureUpload,
     WordSums,
     bytes_in,
@@ -43,7 +42,7 @@ from flwr_fisher.secure.payload import (
 )
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Upload, Uploads
 from flwr_fisher.server.privacy import Privacy
-from flwr_fisher.wire import tensors_to_arrays
+from flwr_fisher.wire import NUM_EXAMPLES, tensors_to_arrays
 from flwr_fisher.wire.additive import Added
 
 GROUP = "secure"  # of a state's tensors, and of those that are sent to clients' mods

@@ -20,14 +20,13 @@ from flwr_fisher.server.exchange import Exchange, Secure, Uploads
 from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import collect
 from flwr_fisher.server.round import (
-    NUM_EXAMPLES,
     ExchangeRun,
     LateReplies,
     StrategySettings,
     door_of,
 )
 from flwr_fisher.server.run import Run
-from flwr_fisher.wire import named_options
+from flwr_fisher.wire import NUM_EXAMPLES, named_options
 
 _ONLY_TRAINS = (
     "norm statistics: nothing but a training can be asked of %s: give model and loader "

@@ -38,12 +38,11 @@ from flwr_fisher.server.journal import ExchangeJournal, ExchangeRecord
 from flwr_fisher.server.mailbox import NodeReply, Receive, collect
 from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.wire import Payload, named_options
+from flwr_fisher.wire import NUM_EXAMPLES, Payload, named_options
 
 P = TypeVar("P", bound=Payload)
 
 _AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
-NUM_EXAMPLES = "num-examples"
 _AT_ONCE = 4  # uploads that are held, where they are added up as they come
 # What a step raises that cannot work with what it is given.
 _STEP_ERRORS = (

@@ -14,6 +14,7 @@ from flwr_fisher.wire.layout import (
 )
 from flwr_fisher.wire.options import (
     LIBRARY,
+    NUM_EXAMPLES,
     REGRESSION,
     ConfigValue,
     named_options,
@@ -27,6 +28,7 @@ from flwr_fisher.wire.size import fedavg_bytes, reply_bytes, serialized_bytes
 __all__ = [
     "LIBRARY",
     "LOSSLESS",
+    "NUM_EXAMPLES",
     "PREFIX",
     "REGRESSION",
     "SERVER",

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 OPTION = "fisher."
 LIBRARY = "flwr-fisher"  # under which a client that is asked tells its version
+NUM_EXAMPLES = "num-examples"  # Flower's metric, by which clients are weighted
 REGRESSION = "regression"  # a metric of clients whose likelihood is gaussian
 
 Value = TypeVar("Value")

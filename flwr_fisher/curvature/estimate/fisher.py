@@ -259,8 +259,7 @@ def _fit(
     loader: Iterable[Any], over_labels: Expectation, total_passes: int | None
 ) -> bool:
     """Return whether so many passes are enough for all examples of a loader."""
-    count = count_of(loader)
-    if total_passes is None or count is None:
+    if total_passes is None or (count := count_of(loader)) is None:
         return False
     return count * (1 + over_labels.passes) <= total_passes
 
