@@ -144,6 +144,5 @@ axes.legend(frameon=False, loc="lower left")
 plt.show()
 
 # %%
-# With more of your own: the mean of the statistics costs a deep network more than this
-# shallow one, and small images less than large ones. :doc:`/pretrained` says what is
-# asked of clients, what it costs, and what to do where they have gone.
+# :doc:`/pretrained` says what is asked of clients, what it costs, and what to do where
+# they have gone.

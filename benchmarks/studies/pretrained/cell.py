@@ -1,9 +1,9 @@
 """One federation of a network with batch norm: train, merge in every way, score."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.curvature import Diagonal, FisherOptions, fisher
+from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import (
     LocalPosterior,
-    fedavg,
     fedfisher,
     fisher_merge,
     refresh_norms,
     regmean,
 )
-from flwr_fisher.params import Params, shared_state
+from flwr_fisher.params import Params, shared_state, weighted_mean
 from flwr_fisher.tangent.frozen_head import HeadSums, closed_form_head, head_sums
 from flwr_fisher.tasks import load_dataset, partition_indices
 from flwr_fisher.wire import Codec, FisherUpload, resolve
@@ -159,7 +158,7 @@ class Cell:
         start = shared_state(self.model)
         if not self.fishers:
             clients = [self._trained(c, start) for c in range(len(parts))]
-            self._merged("fedavg", partial(fedavg, _plain(clients, self.weights)))
+            self._merged("fedavg", weighted_mean(clients, self.weights))
         elif self.federation.rounds == 1:
             self._one_round(start)
         else:
@@ -192,30 +191,24 @@ class Cell:
         clients = [self._trained(c, start) for c in every]
         kfac = [self._posterior(c, clients[c], "kfac") for c in every]
         diagonal = [self._posterior(c, clients[c], "diagonal") for c in every]
-        device = self.data.device
-        self._merged("fedavg", partial(fedavg, kfac))
-        self._merged("regmean", partial(regmean, kfac))
-        self._merged("fishermerge", partial(fisher_merge, diagonal))
-        self._merged("diagonal", lambda: fedfisher(diagonal, device=device).params)
-        self._merged("kfac", lambda: fedfisher(kfac, device=device).params)
+        self._merged("fedavg", weighted_mean(clients, self.weights))
+        self._merged("regmean", regmean(kfac))
+        self._merged("fishermerge", fisher_merge(diagonal))
+        self._by_fisher("diagonal", diagonal)
+        self._by_fisher("kfac", kfac)
         if self.federation.chooses:
             for anchor in (0.01, 0.03, 0.3, 1.0, 3.0):
                 for name, own in (("kfac", kfac), ("diagonal", diagonal)):
-                    merge = partial(fedfisher, own, device=device, anchor=anchor)
-                    self._merged(f"{name}, anchor {anchor}", lambda m=merge: m().params)
+                    self._by_fisher(f"{name}, anchor {anchor}", own, anchor=anchor)
             for options in ({"iterations": 1}, {"trust": 1.0}, {"balance": 1.0}):
-                merge = partial(fedfisher, kfac, device=device, **options)
-                self._merged(f"kfac, {options}", lambda m=merge: m().params)
+                self._by_fisher(f"kfac, {options}", kfac, **options)
         else:
-            packed = [self._packed(own) for own in kfac]
-            self._merged(
-                "kfac, packed", lambda: fedfisher(packed, device=device).params
-            )
+            self._by_fisher("kfac, packed", [self._packed(own) for own in kfac])
         named = {f"{client}": params for client, params in enumerate(clients)}
         alone = accuracies(self.model, named, self.test)
         self.found["best client"] = 100 * max(alone.values())
-        own = [float(n) for n in self.weights]
-        ensemble = ensemble_accuracy(self.model, clients, own, self.test)
+        weights = [float(n) for n in self.weights]
+        ensemble = ensemble_accuracy(self.model, clients, weights, self.test)
         self.found["ensemble"] = 100 * ensemble
         self._head(start)
 
@@ -237,7 +230,7 @@ class Cell:
             for number in range(self.federation.rounds):
                 clients = [self._trained(c, params) for c in range(len(self.loaders))]
                 if method == "fedavg":
-                    merged = fedavg(_plain(clients, self.weights))
+                    merged = weighted_mean(clients, self.weights)
                 else:
                     own = [
                         self._posterior(c, each, "kfac")
@@ -249,9 +242,14 @@ class Cell:
                 curve.append(self._score(params))
             self.found[method] = curve
 
-    def _merged(self, name: str, merge: Any) -> None:
-        """Score what a merge makes, by averaged and by refreshed statistics."""
-        params = merge()
+    def _by_fisher(
+        self, name: str, own: Sequence[LocalPosterior], **options: Any
+    ) -> None:
+        merged = fedfisher(own, device=self.data.device, **options)
+        self._merged(name, merged.params)
+
+    def _merged(self, name: str, params: Params) -> None:
+        """Score a merged model, by averaged and by refreshed statistics."""
         self.found[name] = {
             "average": self._score(params),
             "refresh": self._score(self._refreshed(params)),
@@ -274,12 +272,3 @@ class Cell:
         solved = {f"{linear[-1]}.weight": weight, f"{linear[-1]}.bias": bias}
         own = {k: v.to(start[k]) for k, v in solved.items()}
         self.found["afl"] = self._score({**start, **own})
-
-
-def _plain(
-    clients: list[dict[str, Tensor]], weights: list[int]
-) -> list[LocalPosterior]:
-    """Return posteriors without curvature, of which a mean is taken."""
-    none = Diagonal({})
-    pairs = zip(clients, weights, strict=True)
-    return [LocalPosterior(params, none, n) for params, n in pairs]
