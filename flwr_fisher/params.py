@@ -16,6 +16,8 @@ from flwr_fisher.errors import ParamsError
 
 Params = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
+# How the names of a batch norm's statistics end: mean, variance, count of batches.
+NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class DeferredParams(Mapping[str, Tensor]):
@@ -255,6 +257,13 @@ def _mean_of(tensors: Iterator[Tensor], shares: list[float], like: Tensor) -> Te
     for tensor, share in zip(tensors, shares[1:], strict=True):
         mean.add_(tensor.to(torch.float64), alpha=share)
     return mean if like.is_floating_point() else mean.round()
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the products of a tensor are summed."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def trainable_names(model: nn.Module) -> list[str]:

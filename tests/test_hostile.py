@@ -356,7 +356,7 @@ def test_products_of_one_client_are_computed_and_not_believed():
         "fisher": {"w": torch.tensor([1e-42, 1.0])},
         "fisher-params": {"w": torch.tensor([9e-38, 5.0])},  # would pull w to 90 000
     }
-    read = Additive.reader(*SUMS)(Additive.of(parts).to_arrays(), like)
+    read = Additive.reader(*SUMS)(Additive(parts).to_arrays(), like)
     products = read.part("fisher-params")["w"]
     assert torch.equal(products, parts["fisher"]["w"] * parts["params"]["w"])
 

@@ -306,7 +306,7 @@ def test_the_upload_is_as_large_as_the_page_says(name, said):
     state = shared_state(getattr(models, name)(num_classes=10))
     zeros = zero_shifts(state, norms_of(state))
     shifts = {name: torch.rand_like(value) for name, value in zeros.items()}
-    arrays = Additive.of({"norms": shifts}).to_arrays()
+    arrays = Additive({"norms": shifts}).to_arrays()
     own = reply_bytes(arrays, MetricRecord({"num-examples": 1}))
     whole = fedavg_bytes(state)
     (kilo, mega, share) = re.findall(r"[\d.]+", said)

@@ -197,7 +197,7 @@ def test_a_contributions_norm_is_one_at_most_and_its_sums_are_the_fishers():
 def test_a_contribution_that_is_too_long_is_clipped_by_the_server():
     like = {"w": torch.zeros(4)}
     long = {f"contribution/{name}": {"w": torch.full((4,), 100.0)} for name in VECTORS}
-    read = _read(Additive.of(long).to_arrays(), like)
+    read = _read(Additive(long).to_arrays(), like)
     flat = torch.cat(list(read.tensors.values()))
     assert abs(float(flat.norm()) - 1) < 1e-6
     with pytest.raises(WireError):

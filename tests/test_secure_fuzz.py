@@ -25,6 +25,7 @@ from flwr_fisher.tangent import feature_moments
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.arrays import bytes_of
+from flwr_fisher.wire.layer_traces import LayerTraces
 from flwr_fisher.wire.tangent_sums import (
     eigenvalue_bin,
     moment_sums,
@@ -99,7 +100,7 @@ def test_spoiled_replies_are_read_or_refused(tmp_path, monkeypatch):
     counts = {"eigenvalues": eigenvalue_bin(2.0)} | digest
     cases = [
         *((SecureUpload.from_arrays, record) for record in secure),
-        *((Additive.reader("product", "curvature"), record) for record in sums[3:6]),
+        *((LayerTraces.read, record) for record in sums[3:6]),
         *((Additive.reader("product"), record) for record in sums[6:9]),
         *((_read, record) for record in private),
         (Additive.reader("params", "control"), control.to_arrays()),

@@ -358,7 +358,7 @@ READ = Additive.reader(*SUMMED)
 def tiny_upload():
     sums = DiagonalSums.of(replace(each_trained(tiny_model)[0], num_examples=1))
     parts = sums.params, sums.fisher, sums.fisher_params
-    return Additive.of(dict(zip(SUMMED, parts, strict=True)))
+    return Additive(dict(zip(SUMMED, parts, strict=True)))
 
 
 LIKE = arrays_to_tensors(tiny_arrays())

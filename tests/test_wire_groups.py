@@ -26,7 +26,7 @@ GROUPS = {
 ONES = {"w": torch.ones(2)}
 PAYLOADS = {
     "fisher": upload_of("linear", "diagonal"),
-    "additive": Additive.of({"product": ONES, "params": ONES}),
+    "additive": Additive({"product": ONES, "params": ONES}),
     "vector": Additive({"gradient": {"w": torch.ones(2)}}),
     "tangent": TangentUpload({"largest-eigenvalue": torch.tensor(1.0)}, "digest"),
 }

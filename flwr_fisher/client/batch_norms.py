@@ -1,13 +1,11 @@
 """A client's own batch norms, whose statistics may lag behind what it has trained."""
 
-from collections.abc import Iterator, Sequence
-
-import torch
+from collections.abc import Iterator
 
 from flwr_fisher.client.problem import LocalProblem
+from flwr_fisher.client.training import score_batches
 from flwr_fisher.curvature.batch import Batch
 from flwr_fisher.curvature.batches import batches_of, length_of
-from flwr_fisher.curvature.losses import loss_of
 from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.log_lines import logger
@@ -37,10 +35,10 @@ def catch_up_norms(problem: LocalProblem) -> None:
     with seeded(0):  # of what is drawn here, nothing else depends
         few = _first(problem)
         try:
-            with evaluating(model), torch.no_grad():
-                in_eval = _loss(problem, few)
-            with norms_training(model, norms), torch.no_grad():
-                in_train = _loss(problem, few)
+            with evaluating(model):
+                in_eval, *_ = score_batches(model, few, problem.loss)
+            with norms_training(model, norms):
+                in_train, *_ = score_batches(model, few, problem.loss)
         except FlwrFisherError:  # labels that are for another loss, in the user's loop
             return
         if not in_eval > _FACTOR * in_train + _MARGIN:
@@ -74,14 +72,3 @@ def _first(problem: LocalProblem) -> list[Batch]:
         if count >= _EXAMPLES:
             break
     return few
-
-
-def _loss(problem: LocalProblem, batches: Sequence[Batch]) -> float:
-    """Return the mean loss over labels; 0 of none."""
-    total, count = 0.0, 0
-    for batch in batches:
-        outputs = batch.inputs(problem.model)
-        loss = loss_of(problem.loss, outputs, batch.labels)
-        total += float(loss) * batch.num_labels
-        count += batch.num_labels
-    return total / max(count, 1)

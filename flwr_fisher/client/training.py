@@ -339,22 +339,30 @@ def score(
     Accuracy is over labels, of which an example may have several, one a position; where
     outputs have no classes that labels could name, it is NaN.
     """
+    with evaluating(model), watching("scoring", count_of(loader)):
+        batches = batches_of(loader, model, device, labelled=True)
+        return score_batches(model, batches, loss_fn, check=True)
+
+
+@torch.no_grad()
+def score_batches(
+    model: nn.Module, batches: Iterable[Batch], loss_fn: Loss, *, check: bool = False
+) -> tuple[float, float, int]:
+    """Return what :func:`score` does, of a model in the mode that it is in.
+
+    `check` has the log tell of a loss that is no mean over labels.
+    """
     loss, correct, labelled, count = 0.0, 0.0, 0, 0
-    with (
-        evaluating(model),
-        torch.no_grad(),
-        watching("scoring", count_of(loader)),
-    ):
-        for batch in batches_of(loader, model, device, labelled=True):
-            count += len(batch)
-            if not (labels := batch.num_labels):
-                continue
-            output, y = batch.inputs(model), batch.labels
-            if not labelled:
-                _warn_unless_mean(output, y, loss_fn)
-            loss += float(loss_of(loss_fn, output, y)) * labels
-            correct += num_correct(output, y)
-            labelled += labels
+    for batch in batches:
+        count += len(batch)
+        if not (labels := batch.num_labels):
+            continue
+        output, y = batch.inputs(model), batch.labels
+        if check and not labelled:
+            _warn_unless_mean(output, y, loss_fn)
+        loss += float(loss_of(loss_fn, output, y)) * labels
+        correct += num_correct(output, y)
+        labelled += labels
     if not labelled:
         raise DataError("the evaluation loader has no examples with a label")
     return loss / labelled, correct / labelled, count

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
-from flwr_fisher.params import Params
+from flwr_fisher.params import NORM_STATISTICS, Params
 
-MEAN, VARIANCE = "running_mean", "running_var"
-_COUNT, _STEPPED = "num_batches_tracked", ("weight", "bias")
+MEAN, VARIANCE, _COUNT = NORM_STATISTICS
+_STEPPED = ("weight", "bias")
 _FLOOR = 1e-5  # torch's eps of a batch norm, which adds it to every variance
 
 

@@ -38,7 +38,13 @@ from flwr_fisher.merge.options import (
 )
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
 from flwr_fisher.merge.solve import MergeResult, solve
-from flwr_fisher.params import Params, check_finite, check_same_layout, select
+from flwr_fisher.params import (
+    Params,
+    check_finite,
+    check_same_layout,
+    select,
+    sum_dtype,
+)
 
 _BALANCE = 1.0  # of K-FAC, where neither `robust` nor `max_share` is possible
 # What only single clients' curvatures can tell, and the value that does nothing.
@@ -259,13 +265,6 @@ def sums_settings(
                 f"it takes each client's own curvature; got {options[name]}"
             )
     return merge_settings(solver, **(options | of_clients))
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the products of a tensor are summed."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _tensor_system(

@@ -5,10 +5,15 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from flwr_fisher.errors import ParamsError
-from flwr_fisher.params import Params, add, double, finite, subtract, weighted_mean
-
-# What torch's batch norms call their statistics.
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+from flwr_fisher.params import (
+    NORM_STATISTICS,
+    Params,
+    add,
+    double,
+    finite,
+    subtract,
+    weighted_mean,
+)
 
 
 def stepped(params: Params, direction: Params, factor: float) -> dict[str, Tensor]:
@@ -38,7 +43,7 @@ def stepped_names(params: Params, trained: Collection[str] | None = None) -> lis
     return [
         key
         for key, value in params.items()
-        if value.is_floating_point() and key.rpartition(".")[2] not in _STATISTICS
+        if value.is_floating_point() and key.rpartition(".")[2] not in NORM_STATISTICS
     ]
 
 

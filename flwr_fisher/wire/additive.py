@@ -16,9 +16,7 @@ They travel by the part that they belong to, each under ``<part>/<parameter>``:
     how far inputs of batch norms are from their running statistics, under the names of
     these (:mod:`flwr_fisher.merge.batch_norms`);
 ``contribution/<vector>``
-    vectors of norm 1 at most together;
-``curvature``
-    K-FAC's partial traces, as a Fisher travels (``curvature/kfac/<weight>/A``, …).
+    vectors of norm 1 at most together.
 
 A mean can be taken at once, as uploads come (:class:`RunningMean` does both), or under
 masks (``flwr_fisher.secure``). The weight is that of the reply's metrics.
@@ -28,39 +26,25 @@ Long: every part has checks and bounds of its own.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
 from flwr_fisher.errors import ParamsError, WireError
-from flwr_fisher.merge.sums import sum_dtype
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, sum_dtype
 from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
-from flwr_fisher.wire.checks import (
-    SLACK,
-    check_layout,
-    check_same_keys,
-    contribution_bytes,
-)
+from flwr_fisher.wire.checks import SLACK, check_layout, check_same_keys
 from flwr_fisher.wire.displacement import displacements, drawn_back, norm64
-from flwr_fisher.wire.layout import (
-    PREFIX,
-    curvature_to_tensors,
-    tensors_to_curvature,
-    trace_name,
-)
 from flwr_fisher.wire.payload import Payload
 
 PARAMS, BUFFERS, FISHER, POINT = "params", "buffers", "fisher", "fisher-params"
 PRODUCT, NORMS = "product", "norms"
 SUMS = (PARAMS, FISHER, POINT)  # of which FedFisher merges diagonals
-CURVATURE = PREFIX.removesuffix("/")
-_OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT, CURVATURE}  # than plain vectors
+_OTHERS = {PARAMS, BUFFERS, FISHER, POINT, PRODUCT}  # than plain vectors
 _DISAGREEMENT = ("arrays", "covers other parameters than most clients' does")
 
 
@@ -72,12 +56,10 @@ class Additive(Payload):
     ----------
     parts : Mapping[str, Mapping[str, Tensor]]
         By their names, and by what they are of.
-    traces : Curvature, optional
-        What those of the part ``curvature`` stand for, where a policy may ask.
 
     Examples
     --------
-    >>> upload = Additive.of({"product": {"w": torch.ones(2)}})
+    >>> upload = Additive({"product": {"w": torch.ones(2)}})
     >>> list(upload.tensors), upload.part("product")
     (['product/w'], {'w': tensor([1., 1.])})
     """
@@ -85,18 +67,6 @@ class Additive(Payload):
     disagreement: ClassVar[tuple[str, str]] = _DISAGREEMENT
 
     parts: Mapping[str, Params]
-    traces: Curvature | None = None
-
-    @classmethod
-    def of(
-        cls, parts: Mapping[str, Params], traces: Curvature | None = None
-    ) -> "Additive":
-        """Make it of parts by their names, and of traces."""
-        if traces is None:
-            return cls(parts)
-        own = curvature_to_tensors(traces)
-        named = {key.removeprefix(PREFIX): value for key, value in own.items()}
-        return cls({**parts, CURVATURE: named}, traces)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -133,12 +103,9 @@ class Additive(Payload):
         }
         if product := self.part(PRODUCT):  # with Fishers, which have no usual size
             own[PRODUCT] = norm64(product.values())
-        for block in () if self.traces is None else self.traces.blocks():
-            size = block.trace()  # of a layer: of two factors that have its trace each
-            own[trace_name(block)] = size**0.5 if isinstance(block, Kronecker) else size
         return own
 
-    def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
+    def scaled(self, factors: Mapping[str, float], like: Params) -> "Additive":
         """Return it with the model drawn back, shorter vectors, and lighter Fishers."""
         parts: dict[str, Params] = {}
         for part, own in self.parts.items():
@@ -152,12 +119,7 @@ class Additive(Payload):
             }
         if POINT in parts:
             parts[POINT] = products(parts[FISHER], parts[PARAMS])
-        if (traces := self.traces) is not None:
-            blocks = traces.blocks()
-            each = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in blocks]
-            traces = BlockDiagonal(each)
-        lighter = Additive.of(parts, traces)
-        return replace(self, parts=lighter.parts, traces=traces)
+        return Additive(parts)
 
     @classmethod
     def reader(cls, *parts: str, of_one: bool = True) -> "partial[Additive]":
@@ -199,23 +161,14 @@ class Additive(Payload):
             dtype, not finite, or of a sign that cannot be.
         """
         limit, most = len(parts) * _room(like), len(parts) * len(like)
-        if CURVATURE in parts:
-            limit, most = contribution_bytes(like), 4 * len(like)
         tensors = arrays_to_tensors(record, limit=limit, most=most)
-        found = {
-            part: _take(part, tensors, like) for part in parts if part != CURVATURE
-        }
-        own = {k: tensors.pop(k) for k in list(tensors) if k.startswith(PREFIX)}
-        if tensors or (own and CURVATURE not in parts):
-            raise WireError("unexpected key", field=min({**tensors, **own}))
-        traces = tensors_to_curvature(own, like) if CURVATURE in parts else None
-        _check_same_parameters(found, traces, like)
+        found = take_parts(tensors, like, parts)
         for name, value in found.get(FISHER, {}).items():
             if (value < 0).any():
                 raise WireError("must not be negative", field=f"{FISHER}/{name}")
         if of_one and POINT in found:
             found[POINT] = products(found[FISHER], found[PARAMS])
-        return cls.of(found, traces)
+        return cls(found)
 
 
 def products(fisher: Params, params: Params) -> dict[str, Tensor]:
@@ -229,6 +182,30 @@ def _key(part: str, name: str) -> str:
 
 def _room(like: Params) -> int:
     return sum(8 * value.numel() + SLACK for value in like.values())
+
+
+def take_parts(
+    tensors: dict[str, Tensor], like: Params, parts: Sequence[str]
+) -> dict[str, Params]:
+    """Take parts out of tensors that arrived, of which nothing may be left.
+
+    Raises
+    ------
+    WireError
+        Naming what does not fit; all that is over trained parameters must be over the
+        same ones.
+    """
+    found: dict[str, Params] = {part: _take(part, tensors, like) for part in parts}
+    if tensors:
+        raise WireError("unexpected key", field=min(tensors))
+    over = [part for part in parts if part not in (PARAMS, BUFFERS)]
+    trained = {name for part in over for name in found[part]}
+    if over and not trained:
+        raise WireError(f"no {over[0]} arrived", field=f"{over[0]}/")
+    rest = {PARAMS: like.keys(), BUFFERS: like.keys() - trained}
+    for part, own in found.items():
+        check_same_keys(own.keys(), rest.get(part, trained), _key(part, ""))
+    return found
 
 
 def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tensor]:
@@ -246,31 +223,6 @@ def _take(part: str, tensors: dict[str, Tensor], like: Params) -> dict[str, Tens
         check_layout(key, tensor, param.shape, dtype)
         taken[name] = tensor
     return taken
-
-
-def _check_same_parameters(
-    found: Mapping[str, Params], traces: Curvature | None, like: Params
-) -> None:
-    """See that all that is over the trained parameters is over the same."""
-    over = {p: v.keys() for p, v in found.items() if p not in (PARAMS, BUFFERS)}
-    if traces is not None:
-        over[CURVATURE] = traces.shapes.keys()
-    trained = {name for names in over.values() for name in names}
-    if over and not trained:
-        raise WireError(f"no {next(iter(over))} arrived", field=f"{next(iter(over))}/")
-    rest = {PARAMS: like.keys(), BUFFERS: like.keys() - trained}
-    for part in {**found, **over}:
-        names = over.get(part, found.get(part, {}).keys())
-        expected = rest.get(part, trained)
-        check_same_keys(names, expected, _key(part, ""))
-
-
-def _lighter(block: Curvature, factor: float) -> Curvature:
-    """Return a layer's partial traces, or a diagonal, times a factor."""
-    if not isinstance(block, Kronecker):
-        return block.scaled(factor)
-    factors = block.A * factor, block.G * factor
-    return Kronecker(block.weight, block.weight_shape, *factors, block.bias)
 
 
 # Sums
@@ -308,7 +260,7 @@ class RunningMean:
     --------
     >>> total = RunningMean()
     >>> ones = torch.ones(1)
-    >>> uploads = [Additive.of({"product": {"w": x * ones}}) for x in (1, 4)]
+    >>> uploads = [Additive({"product": {"w": x * ones}}) for x in (1, 4)]
     >>> left = [(total(u, n), n) for u, n in zip(uploads, (1.0, 2.0), strict=True)]
     >>> total.mean(left).part("product")
     {'w': tensor([3.], dtype=torch.float64)}

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.errors import WireError, printable
-from flwr_fisher.params import DeferredParams, Params
+from flwr_fisher.params import NORM_STATISTICS, DeferredParams, Params
 
 PARAMETERS = "parameters"
 _SMALL = 0.01
 # Batch norm's statistics have scales of their own, which say nothing of the weights'.
 _MOST_BATCHES = 1_000_000  # that a client trains on in a round
-_STATISTICS = ("running_mean", "running_var")
+_MEAN, _VARIANCE, _COUNT = NORM_STATISTICS
 
 
 def norm64(tensors: Iterable[Tensor]) -> float:
@@ -66,9 +66,9 @@ def displacements(params: Params, like: Params) -> dict[str, float]:
 
 
 def _check_statistics(name: str, value: Tensor, start: Tensor) -> None:
-    if name.endswith("running_var") and (value < 0).any():
+    if name.endswith(_VARIANCE) and (value < 0).any():
         raise WireError("a variance below 0", field=name)
-    counts = name.endswith("num_batches_tracked")
+    counts = name.endswith(_COUNT)
     if counts and ((value < 0) | (value > start + _MOST_BATCHES)).any():
         reason = f"{printable(value.tolist())} batches, after {start.tolist()}"
         raise WireError(reason, field=name)
@@ -99,4 +99,4 @@ def drawn_back(params: Params, like: Params, factors: Mapping[str, float]) -> Pa
 
 
 def _part(name: str) -> str:
-    return name if name.endswith(_STATISTICS) else PARAMETERS
+    return name if name.endswith((_MEAN, _VARIANCE)) else PARAMETERS

@@ -34,7 +34,8 @@ from flwr_fisher.wire import (
     RunningMean,
     tensors_to_curvature,
 )
-from flwr_fisher.wire.additive import CURVATURE, PARAMS, PRODUCT
+from flwr_fisher.wire.additive import PARAMS, PRODUCT
+from flwr_fisher.wire.layer_traces import LayerTraces
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
 
@@ -79,7 +80,7 @@ class KfacSums:
         )
         traces = Exchange(
             {"job": "kfac-traces"},
-            Additive.reader(PRODUCT, CURVATURE),
+            LayerTraces.read,
             self._begin,
             send=_run,
             clients=_present,

@@ -49,8 +49,8 @@ class DiagonalSumsJob(TrainingJob):
         if self.clipping_norm is None:
             sums = DiagonalSums.of(LocalPosterior(params, curvature, 1))
             parts = params, sums.fisher, sums.fisher_params
-            return Additive.of(dict(zip(SUMS, parts, strict=True))).to_arrays()
+            return Additive(dict(zip(SUMS, parts, strict=True))).to_arrays()
         diagonal = curvature.diagonal()
         vectors = contribution(start, params, diagonal, self.clipping_norm)
         named = {f"contribution/{name}": own for name, own in vectors.items()}
-        return Additive.of(named).to_arrays()
+        return Additive(named).to_arrays()

@@ -135,10 +135,10 @@ class FedFishJob(TrainingJob):
         product = curvature.matvec(step)
         if self.upload == "sums":
             fisher = curvature.diagonal()
-            own = Additive.of({"product": product, "fisher": fisher, "params": params})
+            own = Additive({"product": product, "fisher": fisher, "params": params})
             return own.to_arrays()
         buffers = {k: v for k, v in params.items() if k not in product}
-        return Additive.of({"product": product, "buffers": buffers}).to_arrays()
+        return Additive({"product": product, "buffers": buffers}).to_arrays()
 
 
 class SquaredGradients:

@@ -25,6 +25,7 @@ from flwr_fisher.wire import (
     curvature_to_tensors,
     tensors_to_curvature,
 )
+from flwr_fisher.wire.layer_traces import LayerTraces
 
 _NAME, _PARAMS, _COUNT = "kfac-sums", "params/", "num-examples"
 
@@ -91,7 +92,7 @@ class _LargestUpload(TrainingJob):
         params, curvature = trained.params, trained.curvature
         _Kept(params, curvature, trained.num_examples).check_room(self.disk)
         product = select(params, curvature.shapes)
-        return Additive.of({"product": product}, partial_traces(curvature)).to_arrays()
+        return LayerTraces.of(product, partial_traces(curvature)).to_arrays()
 
 
 def _disk(problem: LocalProblem, request: Request) -> ClientDisk:
@@ -119,7 +120,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
     }
     kept = _Kept(params, balanced(curvature, **wanted), count)
     kept.save(problem, request)
-    upload = Additive.of({"params": params})
+    upload = Additive({"params": params})
     return Reply({**metrics, _COUNT: count}, upload.to_arrays())
 
 
@@ -130,7 +131,7 @@ def traces_job(problem: LocalProblem, request: Request) -> Reply:
     names = kept.curvature.shapes
     away = subtract(select(kept.params, names), select(request.params, names))
     pull = kept.curvature.matvec(away)
-    return kept.reply(Additive.of({"product": pull}, partial_traces(kept.curvature)))
+    return kept.reply(LayerTraces.of(pull, partial_traces(kept.curvature)))
 
 
 @register_job("kfac-product")
@@ -139,4 +140,4 @@ def product_job(problem: LocalProblem, request: Request) -> Reply:
     kept = _Kept.load(problem, request)
     like: Params = select(kept.params, kept.curvature.shapes)
     product = kept.curvature.matvec(request.vector("direction", like))
-    return kept.reply(Additive.of({"product": product}))
+    return kept.reply(Additive({"product": product}))

@@ -29,4 +29,4 @@ def norm_statistics_job(problem: LocalProblem, request: Request) -> Reply:
         )
     shifts = norm_shifts(problem.model, problem.train_batches, prefixes)
     own = {name: value.to(request.params[name].dtype) for name, value in shifts.items()}
-    return Reply({}, Additive.of({NORMS: own}).to_arrays())
+    return Reply({}, Additive({NORMS: own}).to_arrays())

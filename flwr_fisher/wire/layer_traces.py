@@ -1,0 +1,90 @@
+"""K-FAC's partial traces, as a sum over clients takes them, beside a product.
+
+They travel as a Fisher does (``curvature/kfac/<weight>/A``, …), and add up
+(:func:`~flwr_fisher.merge.partial_traces`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord
+
+from flwr_fisher.curvature import BlockDiagonal, Curvature, Kronecker
+from flwr_fisher.params import Params
+from flwr_fisher.wire.additive import PRODUCT, Additive, take_parts
+from flwr_fisher.wire.arrays import arrays_to_tensors
+from flwr_fisher.wire.checks import check_same_keys, contribution_bytes
+from flwr_fisher.wire.layout import (
+    PREFIX,
+    curvature_to_tensors,
+    tensors_to_curvature,
+    trace_name,
+)
+
+
+@dataclass(frozen=True)
+class LayerTraces(Additive):
+    """A client's partial traces and a product of its curvature.
+
+    Parameters
+    ----------
+    parts : Mapping[str, Mapping[str, Tensor]]
+        Of both, by name; :meth:`of` makes them.
+    traces : Curvature
+        What those of the part ``curvature`` stand for.
+    """
+
+    traces: Curvature
+
+    @classmethod
+    def of(cls, product: Params, traces: Curvature) -> "LayerTraces":
+        """Make it of a product and of traces over the same parameters."""
+        own = curvature_to_tensors(traces)
+        named = {key.removeprefix(PREFIX): value for key, value in own.items()}
+        return cls({PRODUCT: product, PREFIX.removesuffix("/"): named}, traces)
+
+    def step_norms(self, like: Params) -> dict[str, float]:
+        """Return none: no part of it is a step."""
+        return {}
+
+    def curvature_norms(self) -> dict[str, float]:
+        """Return each layer's trace, and the product's norm."""
+        own = super().curvature_norms()
+        for block in self.traces.blocks():
+            size = block.trace()  # of a layer: of two factors that have its trace each
+            own[trace_name(block)] = size**0.5 if isinstance(block, Kronecker) else size
+        return own
+
+    def scaled(self, factors: Mapping[str, float], like: Params) -> "LayerTraces":
+        """Return it with lighter layers, and a shorter product."""
+        factor = factors.get(PRODUCT, 1.0)
+        product = {name: value * factor for name, value in self.part(PRODUCT).items()}
+        blocks = self.traces.blocks()
+        lighter = [_lighter(b, factors.get(trace_name(b), 1.0)) for b in blocks]
+        return self.of(product, BlockDiagonal(lighter))
+
+    @classmethod
+    def read(cls, record: ArrayRecord, like: Params) -> "LayerTraces":
+        """Read and check a record, none of which is trusted.
+
+        Raises
+        ------
+        WireError
+            Naming the key that is missing, unexpected, unreadable, misshapen, of
+            another dtype, not finite, or negative where none can be.
+        """
+        limit, most = contribution_bytes(like), 4 * len(like)
+        tensors = arrays_to_tensors(record, limit=limit, most=most)
+        own = {k: tensors.pop(k) for k in list(tensors) if k.startswith(PREFIX)}
+        product = take_parts(tensors, like, [PRODUCT])[PRODUCT]
+        traces = tensors_to_curvature(own, like)
+        check_same_keys(product.keys(), traces.shapes.keys(), f"{PRODUCT}/")
+        return cls.of(product, traces)
+
+
+def _lighter(block: Curvature, factor: float) -> Curvature:
+    """Return a layer's partial traces, or a diagonal, times a factor."""
+    if not isinstance(block, Kronecker):
+        return block.scaled(factor)
+    factors = block.A * factor, block.G * factor
+    return Kronecker(block.weight, block.weight_shape, *factors, block.bias)
