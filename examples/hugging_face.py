@@ -440,9 +440,9 @@ if __name__ == "__main__":
 # - ``from_pretrained`` may give bfloat16, which Flower's arrays do not have: pass
 #   ``dtype=torch.float32``. ``LocalSGD(autocast=torch.bfloat16)`` trains in it all the
 #   same.
-# - A client's Fisher is of 1000 examples at most, by default. Where a client has fewer,
-#   it takes two to three epochs of theirs: pass
-#   ``FedFisherOneShot(fisher=FisherOptions(examples=200))`` for less.
+# - A client's Fisher is of 1000 examples at most, by default, and takes no more passes
+#   than the client has examples, or 128 if it has fewer: pass
+#   ``FedFisherOneShot(fisher=FisherOptions(examples=200))`` for another number.
 # - The curvature of what is no plain layer is taken example by example, which takes
 #   about three times as long. ``fisher_plan`` tells which parameters those are. A tied
 #   head, as GPT-2's, is none of them, unless it has a bias of its own.

@@ -371,9 +371,14 @@ def test_where_no_two_freeze_the_same_nobody_takes_part():
         assert all(f"partition-{k}" in str(caught.value) for k in range(3))
 
 
-def test_clients_that_come_in_a_window_are_compared_by_their_uploads(caplog):
+@pytest.mark.parametrize("kind", ["plain", "FisherClient"])
+def test_clients_that_come_in_a_window_are_compared_by_their_uploads(kind, caplog):
     """Nobody is asked what it freezes before it trains."""
-    app = plain_app(lambda partition: on_a_base(int(partition == 1)), tells=True)
+
+    def make(partition):
+        return on_a_base(int(partition == 1))
+
+    app = plain_app(make, tells=True) if kind == "plain" else app_of(make, [])
     window = Waiting(window=60, enough_replies=3)
     strategy = FedFisherOneShot(fraction_evaluate=0.0, waiting=window)
     start = arrays(shared_state(on_a_base(0)))

@@ -574,6 +574,20 @@ def test_a_loop_may_take_what_it_likes_of_an_endless_stream(monkeypatch):
         ask(client, config=config)
 
 
+def test_a_fisher_of_all_that_an_endless_stream_gives_is_of_what_the_loop_took():
+    """It read on forever, once it was trained on."""
+    client = FisherClient(
+        tiny_model(), DataLoader(Endless(), 4), device="cpu", train_fn=some_steps
+    )
+    config = {"structure": "diagonal", "note": 1}
+    few = ask(client, config=config | {"examples": 12})
+    (one,), (two,) = (
+        reply.content.array_records.values()
+        for reply in (few, ask(client, config=config))
+    )
+    assert same_bits(one, two)
+
+
 def test_what_is_tried_on_a_streams_first_batch_changes_nothing(monkeypatch):
     batches = list(DataLoader(tiny_data(2), 4, shuffle=True))
     client = FisherClient(tiny_model(), Again(batches), device="cpu")

@@ -23,6 +23,7 @@ from flwr_fisher.client.messages import (
     asks_for_parameters,
     identify,
     name_of,
+    with_digest_of_frozen,
 )
 from flwr_fisher.client.outbox import Outbox
 from flwr_fisher.client.placement import chosen_device
@@ -32,6 +33,7 @@ from flwr_fisher.curvature import Likelihood
 from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.progress import watching
 from flwr_fisher.randomness import seeded
+from flwr_fisher.wire import NUM_EXAMPLES
 from flwr_fisher.wire.answer import ANY_JOB
 
 # Arrays of a request, each of which takes time to read: strategies send parameters, one
@@ -179,8 +181,10 @@ class FisherClient:
                 problem = replace(self.problem, checkpoint=outbox.training())
                 reply = _run_jobs(jobs, problem, request)
                 outbox.keep(reply)
-        metrics = {"num-examples": request.num_examples, **reply.metrics}
-        return _message(message, MetricRecord({**metrics}), reply.arrays)
+        metrics, arrays = {NUM_EXAMPLES: request.num_examples}, reply.arrays
+        if arrays is not None and request.options.get("tell-frozen"):
+            arrays = with_digest_of_frozen(arrays, self.problem.model, request.params)
+        return _message(message, MetricRecord({**metrics, **reply.metrics}), arrays)
 
     def evaluate(self, message: Message, context: Context) -> Message:
         """Score the arrays that arrived on `valloader`: ``loss`` and ``accuracy``.

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from flwr.app import (
+    ArrayRecord,
     ConfigRecord,
     Context,
     Error,
@@ -28,6 +29,7 @@ from flwr_fisher.flower_internals import ErrorCode
 from flwr_fisher.log_lines import Failures
 from flwr_fisher.params import trainable_names
 from flwr_fisher.wire import LIBRARY
+from flwr_fisher.wire.answer import with_frozen
 
 # As flwr.clientapp has it since 1.32.
 Mod = Callable[[Message, Context, ClientAppCallable], Message]
@@ -161,15 +163,18 @@ def _parameters_of(model: nn.Module) -> ConfigRecord:
     return record
 
 
-def digest_of_frozen(model: nn.Module, sent: Collection[str]) -> str:
-    """Return a digest of all that a model freezes, beside what the server sends.
+def with_digest_of_frozen(
+    arrays: ArrayRecord, model: nn.Module, sent: Collection[str]
+) -> ArrayRecord:
+    """Return an upload with a digest of what a model freezes and the server has not.
 
-    It is empty where nothing is, or no digest can be taken.
+    Where nothing is, or no digest can be taken, the upload is as it was.
     """
     frozen = {k: v for k, v in _frozen(model).items() if k not in sent}
     with suppress(Exception):  # as above
-        return digest_of(list(frozen), frozen) if frozen else ""
-    return ""
+        if frozen:
+            return with_frozen(arrays, digest_of(list(frozen), frozen))
+    return arrays
 
 
 def _frozen(model: nn.Module) -> dict[str, nn.Parameter]:

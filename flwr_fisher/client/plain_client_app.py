@@ -14,7 +14,7 @@ from flwr_fisher.client.jobs.train import (
     try_upload,
 )
 from flwr_fisher.client.limits import ClientLimits
-from flwr_fisher.client.messages import digest_of_frozen
+from flwr_fisher.client.messages import with_digest_of_frozen
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request, partition_of
 from flwr_fisher.client.training import Loader
@@ -26,7 +26,7 @@ from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seeded
-from flwr_fisher.wire.answer import of_products, with_frozen
+from flwr_fisher.wire.answer import of_products
 
 
 def fisher_arrays(
@@ -111,8 +111,7 @@ def fisher_arrays(
     if curvature is None:  # it may be a strategy of Flower's that asks
         return arrays
     tell_upload(problem, request, job, curvature, arrays)
-    digest = digest_of_frozen(model, request.params)
-    return with_frozen(arrays, digest) if digest else arrays
+    return with_digest_of_frozen(arrays, model, request.params)
 
 
 def check_fisher(

@@ -593,6 +593,6 @@ def _other_digest(own: str, other: str, whom: str) -> str:
     """
     return (
         f"what it freezes, and is not sent, has other values than {whom} have: "
-        f"{FREEZE_THE_SAME}; with identify(message, context, model) in its query "
-        "function that is found before the training"
+        f"{FREEZE_THE_SAME}; outside a collection window, that is found before the "
+        "training, by identify(message, context, model) in an app's query function"
     )

@@ -29,7 +29,8 @@ P = TypeVar("P", bound=Payload)
 Groups = Mapping[str, Params]
 _GROUPS = "groups/"
 _CLIENTS = ("sampled", "all")
-_RESERVED = ("query", "report-local", "run", "seed")  # options that it gives itself
+# Options that the library gives itself.
+_RESERVED = ("query", "report-local", "run", "seed", "tell-frozen")
 
 
 class _Group(dict[str, Tensor]):

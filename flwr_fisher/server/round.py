@@ -190,6 +190,10 @@ class ExchangeRun(Generic[P]):
         if optional:
             self.needed, self.waiting = 1, replace(self.waiting, window=None)
             weighted_by = NUM_EXAMPLES  # a metric of trainings, perhaps
+        elif self.waiting.window is not None and exchange.require_same_parameters:
+            # Nobody knows before the last has come what most train, and freeze.
+            own = named_options({"tell-frozen": True})
+            self.config = ConfigRecord({**self.config, **own})
         self.door = door_of(strategy, exchange, state.params, weighted_by)
         self._sampled: set[str] | None = None  # names; None: whoever comes
         self._asked: dict[int, _Asked] = {}

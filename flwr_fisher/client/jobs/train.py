@@ -152,8 +152,6 @@ class TrainingJob:
         try_upload(problem, request, self)
         metrics, curvature = self.train(problem, request.config)
         count = request.weight(metrics)
-        if curvature is not None and problem.likelihood == "gaussian":
-            metrics |= {REGRESSION: 1}
         arrays = self.packed(problem, request, curvature, count)
         if request.options.get("report-local"):
             metrics |= local_scores(problem, request.client)
@@ -168,7 +166,11 @@ class TrainingJob:
         if self.structure is None:
             return metrics, None
         catch_up_norms(problem)
-        return metrics, self.curvature(problem)
+        if problem.likelihood == "gaussian":
+            metrics = {**metrics, REGRESSION: 1}
+        whole = self.fisher_options.examples is None
+        batches = problem.batches_trained_on(metrics) if whole else None
+        return metrics, self.curvature(problem, batches)
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:
         """Return a batch's Fisher, cheaply: K-FAC for E-KFAC, one pass an example."""
