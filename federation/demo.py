@@ -1,13 +1,12 @@
 """A federation on one machine, for real, through whatever can happen to it.
 
     python federation/demo.py FOLDER [--app apps/fedfisher] [--nodes-bin .venv-node/bin]
-        [--run-config "…"] [--secure]
+        [--run-config "…"]
 
 A SuperLink with TLS, three SuperNodes that it knows by their keys and a fourth that it
 does not know; a run, in which a node is killed while it trains and the SuperLink when
 the first upload is on the server's disk. Both start again, the run is submitted again,
-and nothing is trained twice. With `--secure` FedFisher runs once more, under a secure
-sum.
+and nothing is trained twice.
 """
 
 import argparse
@@ -167,7 +166,6 @@ def main() -> None:
     parser.add_argument("--app", type=Path, default=HERE.parent / "apps" / "fedfisher")
     parser.add_argument("--nodes-bin", type=Path, default=BIN)
     parser.add_argument("--run-config", default="")
-    parser.add_argument("--secure", action="store_true", help="and under secure sums")
     args = parser.parse_args()
     folder, app = args.folder.resolve(), args.app.resolve()
     output, kept = folder / "output", folder / "checkpoint"
@@ -180,8 +178,6 @@ def main() -> None:
         paths = f"checkpoint-dir='{kept}' output-dir='{output}'"
         go_through(federation, app, f"{config} {paths}", output, kept)
         verdict(federation, app, output)
-        if args.secure:
-            again(federation, app, config, folder / "secure")
     finally:
         federation.close()
 
@@ -205,17 +201,6 @@ def go_through(
     federation.run(app, config)
     wait("the report", (output / "metrics.json").exists, 600)
     wait("the end", lambda: federation.processes["run"].poll() is not None)
-
-
-def again(federation: Federation, app: Path, config: str, output: Path) -> None:
-    """Run it once more, so that the SuperLink's app sees sums alone."""
-    say("The run once more, with aggregate='secure-sums'")
-    own = f"aggregate='secure-sums' structure='diagonal' output-dir='{output}'"
-    federation.run(app, f"{config} {own}")
-    wait("the report", (output / "metrics.json").exists, 600)
-    wait("the end", lambda: federation.processes["run"].poll() is not None)
-    accuracy = json.loads((output / "metrics.json").read_text())["accuracy"]
-    say(f"fedfisher, of secure sums: {100 * accuracy['fedfisher']:.1f} %")
 
 
 def output_of(kept: Path) -> list[Path]:

@@ -44,7 +44,7 @@ class Beside:
         demo = [sys.executable, str(DEMO), str(self.folder), "--nodes-bin", str(nodes)]
         tell = 'trap : TERM; code="$1"; shift; "$@"; echo $? > "$code.new"'
         tell += '; mv "$code.new" "$code"'
-        command = ["sh", "-c", tell, "sh", str(self._code), *demo, "--secure"]
+        command = ["sh", "-c", tell, "sh", str(self._code), *demo]
         env = {**os.environ, "HOME": str(folder)}
         with self._log.open("wb") as log:
             own = subprocess.Popen(

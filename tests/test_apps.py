@@ -28,6 +28,7 @@ def test_the_readme_has_every_key_with_its_default(app):
 @pytest.mark.parametrize(
     ("app", "options", "error", "culprit"),
     [
+        ("fedfisher", {"dataset": "digit"}, UnknownNameError, "known: digits, mnist"),
         ("fedfish", {"held_out": 10}, ConfigurationError, "no client is left"),
         ("fedfish", {"held_out": 0.0}, ConfigurationError, "personalisation"),
         ("fedfish", {"evaluate_every": 0}, ConfigurationError, "every"),

@@ -39,15 +39,6 @@ def test_a_node_and_the_link_are_killed_and_nothing_is_trained_twice(
     assert not (beside.folder / "output" / "labels.png").exists()
 
 
-def test_a_secure_sum_of_the_same_nodes(beside: Beside) -> None:
-    assert "fedfisher, of secure sums" in beside.said()
-    metrics = json.loads((beside.folder / "secure" / "metrics.json").read_text())
-    parts = json.loads((beside.folder / "output" / "metrics.json").read_text())
-    accuracy = metrics["accuracy"]
-    assert set(accuracy) == {"fedavg", "fedfisher"}  # of no client is anything known
-    assert accuracy["fedfisher"] > parts["accuracy"]["fedavg"] + 0.05
-
-
 def test_the_nodes_had_nothing_but_the_bare_library(beside: Beside) -> None:
     beside.said()
     for name in ("hospital-a", "hospital-b", "hospital-c"):

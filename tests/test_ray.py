@@ -164,8 +164,3 @@ def test_a_secure_sum_gives_the_model_of_the_plain_one(flower, app, tmp_path):
     plain = run_locally(tmp_path, 1, aggregate="sums", policy=lifted)
     for name, tensor in plain.items():
         assert (secure[name] - tensor).abs().max() < 1e-4, name
-
-
-def test_wrong_name_is_told_on_the_terminal(flower, app, tmp_path):
-    log = flwr_run(flower, app, ALONE, dataset="'digit'", output_dir=f"'{tmp_path}'")
-    assert "unknown dataset 'digit'; known: digits, mnist" in log

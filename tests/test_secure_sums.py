@@ -53,15 +53,14 @@ def secure_app(
     change=lambda reply, context, stage: None,
     **options,
 ):
-    """An app that takes part in secure sums.
+    """An app that takes part in secure sums; each message finds a new process's mod.
 
     `spoil` may do something else, and `change` what is replied.
     """
-    own = SecureSumsMod(state_dir=folder, **options)
 
     class Spoiling(SecureSumsMod):
         def __call__(self, message, context, call_next):
-            stage = stage_of(message)
+            own, stage = SecureSumsMod(state_dir=folder, **options), stage_of(message)
             reply = spoil(message, context, stage) or own(message, context, call_next)
             change(reply.content, context, stage)
             return reply
