@@ -53,9 +53,10 @@ TITLES = {
 }
 SEEDS, VALIDATION = range(5), range(100, 103)
 ALPHAS, CLIENTS, FEW = (0.1, 0.05), (10, 20), range(3)
-TRIED = {3: (0.001, 0.003, 0.01, 0.03), 10: (0.003, 0.01)}  # epochs, learning rates
+RATES = (0.003, 0.01)
 METHODS = {
     "fedavg": "FedAvg",
+    "fedavg, aligned": "FedAvg, at one scale",
     "regmean": "RegMean (0.9)",
     "fishermerge": "FisherMerge",
     "diagonal": "diagonal, the default",
@@ -71,14 +72,11 @@ STATISTICS = {"average": "averaged", "refresh": "refreshed"}
 Found = Mapping[str, Any]
 
 
-def choices() -> dict[str, Federation]:
-    """Return the federations by which learning rate and epochs are chosen."""
-    first = Federation(PRETRAINED, ALPHAS[0], VALIDATION[0])
-    return {
-        f"lr {lr:g}, {epochs} epochs": replace(first, lr=lr, epochs=epochs)
-        for epochs, rates in TRIED.items()
-        for lr in rates
-    }
+def choices(images: int) -> dict[str, Federation]:
+    """Return the federations by which the learning rate is chosen."""
+    first = Federation(PRETRAINED, ALPHAS[0], VALIDATION[0], images=images)
+    first = replace(first, scored=min(first.scored, images // 3))
+    return {f"learning rate {lr:g}": replace(first, lr=lr) for lr in RATES}
 
 
 def tables(first: Federation) -> dict[str, list[Federation]]:
@@ -132,7 +130,7 @@ def page(numbers: Mapping[str, Found]) -> list[str]:
         for name, found in own["parts"].items():
             sections += part(name, found)
         if own["choice"]:
-            title = "### Learning rate and epochs"
+            title = "### The learning rate"
             sections += [title, choice_table(own["choice"])]
     return blocks(opening("Networks with batch norm", __doc__), *sections)
 
@@ -206,6 +204,7 @@ def main() -> None:
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", choices=NETWORKS)
+    parser.add_argument("--images", type=int, default=20_000, help="of CIFAR-10")
     options = parser.parse_args()
     found = numbers_of("pretrained")
     for name in [options.only] if options.only else NETWORKS:
@@ -215,7 +214,7 @@ def main() -> None:
             continue
         choice, first = {}, SCRATCH
         if name == PRETRAINED:
-            asked = choices()
+            asked = choices(options.images)
             made = run(list(asked.values()), options, fishers=False)
             choice = {key: made[each] for key, each in asked.items()}
             first = asked[chosen_of(choice)]
@@ -224,7 +223,7 @@ def main() -> None:
         card = "a CPU"
         if options.device == "cuda":
             card = torch.cuda.get_device_name()
-        how = f"Learning rate {first.lr:g}, {first.epochs} epochs"
+        how = f"{first.images} images, {first.epochs} epochs at a rate of {first.lr:g}"
         found[name] = {
             "where": f"{how}; test accuracy in percent, mean and standard deviation "
             f"over splits. Measured on {card}, torch {torch.__version__}.",
