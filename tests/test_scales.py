@@ -1,16 +1,34 @@
 """The scale of layers in front of batch norms: taken over from what was sent."""
 
 import copy
+import itertools
 import logging
+from functools import partial
 
 import pytest
 import torch
 from oracles import randn
+from test_pairings import asked
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.data import DataLoader
+from virtual import (
+    Watched,
+    ask,
+    start,
+    tensors_of,
+    tiny_arrays,
+    tiny_client,
+    tiny_data,
+    tiny_model,
+)
 
+from flwr_fisher.client import LocalSGD, fisher_arrays
 from flwr_fisher.merge import align_scales
 from flwr_fisher.params import shared_state, weighted_mean
+from flwr_fisher.server.privacy import Privacy
+from flwr_fisher.strategies import FedFisherOneShot
+from flwr_fisher.wire import PREFIX, arrays_to_tensors
 
 
 class Beside(nn.Module):
@@ -144,7 +162,7 @@ def test_outputs_stay_and_variances_are_those_that_were_sent(name):
     torch.testing.assert_close(copy.deepcopy(model).eval()(x), wanted)
     assert all(module.training for module in model.modules())
     own, names = model.state_dict(), list(model._modules)
-    for layer, norm in zip(names, names[1:], strict=False):
+    for layer, norm in itertools.pairwise(names):
         if layer in expected:
             torch.testing.assert_close(
                 own[f"{norm}.running_var"], start[f"{norm}.running_var"]
@@ -225,3 +243,52 @@ def test_norms_of_which_nothing_was_sent_and_empty_loaders_are_left_alone():
     model, start, x = trained(*ALIGNED["linear"][::2])
     assert align_scales(model, [x], {}) == []
     assert align_scales(model, [], start) == []
+
+
+# Before a client's Fisher
+
+FISHER, ALIGN = {"structure": "kfac"}, {"align-scales": 1}
+SENT = "1.running_var"
+PRIVATE = {
+    "structure": "diagonal",
+    "aggregate": "sums",
+    "privacy": Privacy(clipping_norm=1.0, noise_multiplier=1.0),
+}
+
+
+def test_a_client_uploads_the_scale_that_was_sent():
+    make = partial(tiny_client, 2, train_fn=LocalSGD(lr=0.5))
+    own, aligned = (
+        tensors_of(ask(make(), config=FISHER | also)) for also in ({}, ALIGN)
+    )
+    sent = arrays_to_tensors(tiny_arrays())
+    assert not torch.allclose(own[SENT], sent[SENT], 1e-3)
+    torch.testing.assert_close(aligned[SENT], sent[SENT])
+    x, _ = tiny_data(2).tensors
+    outputs = []
+    for state in (own, aligned):
+        model = tiny_model().eval()
+        model.load_state_dict({k: state[k] for k in model.state_dict()})
+        outputs.append(model(x))
+    torch.testing.assert_close(*outputs)
+    keys = [k for k in own if k.startswith(PREFIX)]  # the uploaded model's Fisher
+    assert any(not torch.allclose(own[k], aligned[k]) for k in keys)
+
+
+def test_nothing_is_asked_for_under_noise():
+    for options, wanted in (({}, True), (PRIVATE, False)):
+        app = Watched()
+        start(FedFisherOneShot(fraction_evaluate=0.0, **options), app)
+        assert ["align-scales" in config for config in app.configs][:3] == [wanted] * 3
+
+
+def test_a_model_of_ones_own_is_afterwards_what_it_was():
+    model, loader = tiny_model(), DataLoader(tiny_data(2), batch_size=4)
+    message, context = asked(**FISHER, **ALIGN)
+    LocalSGD(lr=0.5)(model, loader, torch.device("cpu"), {})
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    uploaded = arrays_to_tensors(fisher_arrays(message, context, model, loader))
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert not torch.equal(uploaded[SENT], before[SENT])
+    torch.testing.assert_close(uploaded[SENT], arrays_to_tensors(tiny_arrays())[SENT])
