@@ -26,5 +26,3 @@ def test_fedfish_has_the_lower_barrier_on_disjoint_supports(toy, tmp_path):
     assert sum(f < a for a, f in zip(avg, fish, strict=True)) >= 2
     toy.draw(tmp_path / "new" / "toy.png", dict.fromkeys(toy.SUPPORTS, runs))
     assert (tmp_path / "new" / "toy.png").stat().st_size > 10_000
-    # The same seed gives the same numbers.
-    assert toy.one_round("disjoint", 0).barriers == runs[0].barriers

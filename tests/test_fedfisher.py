@@ -132,11 +132,11 @@ def test_a_regression_takes_one_iteration():
 
 def test_accuracy_rises_over_a_few_rounds_and_the_first_beats_fedavg():
     """On average, on skewed digits: from a round to the next it may fall a little."""
-    start, first, second, third = np.mean([accuracy_by_round(s) for s in range(3)], 0)
+    start, first, second, third = np.mean([accuracy_by_round(s) for s in range(2)], 0)
     assert first > start + 0.5
     assert (second + third) / 2 > first + 0.03, (first, second, third)
     theirs = []
-    for task in map(digits, range(3)):
+    for task in map(digits, range(2)):
         begin = ArrayRecord(shared_state(task.make_model()))
         grid = grid_of(task, task.make_model, epochs=5)
         result = FedAvg(fraction_evaluate=0.0).start(grid, begin, num_rounds=1)

@@ -389,7 +389,7 @@ def test_what_a_killed_server_left_half_written_goes(run):
 
 
 @pytest.mark.parametrize("which", ["files", "lines"])
-@pytest.mark.parametrize("calls", range(7))
+@pytest.mark.parametrize("calls", range(0, 7, 2))
 def test_a_disk_that_refuses_is_named_and_nothing_is_lost(
     tmp_path, expected, which, calls, monkeypatch
 ):

@@ -128,7 +128,7 @@ def test_clients_noise_adds_up_to_the_noise_that_was_asked_for(tmp_path):
     privacy = Privacy(noise_multiplier=2.0, clipping_norm=0.5, honest=0.8)
     strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, secure=SecureSums())
     app = stepping_app(tmp_path, 0.0)
-    seen = torch.cat([change(strategy, app, clients=5) for _ in range(12)])
+    seen = torch.cat([change(strategy, app, clients=5) for _ in range(6)])
     # Of the sum: z C / sqrt(honest), since all are.
     wanted = 2.0 * 0.5 / math.sqrt(0.8) / 5
     assert abs(float(seen.std()) / wanted - 1) < 5 / math.sqrt(2 * len(seen))

@@ -58,6 +58,8 @@ def ran(page, at=0, *, clients=3, **training):
     exec(CLIENT.replace("epochs=30", own or "epochs=30"), client)
     namespace = {"grid": LocalGrid(client["app"], num_supernodes=clients)}
     block = blocks(DOCS / page)[at].replace("num_rounds=50", "num_rounds=4")
+    block = block.replace("stage1_rounds=20", "stage1_rounds=5")
+    block = block.replace("num_rounds=51", "num_rounds=16")
     exec(block, namespace)
     return namespace
 
@@ -119,7 +121,9 @@ def test_the_examples_with_batch_norm_run(page, place):
 
 
 def test_the_many_rounds_example_runs_and_measures(my_app):
-    history = ran("fedfish.md", clients=5)["result"].evaluate_metrics_serverapp
+    history = ran("fedfish.md", clients=5, epochs=2)[
+        "result"
+    ].evaluate_metrics_serverapp
     assert "barrier-loss" in history[1]
     assert history[20]["personalised-clients"] == 1
 
