@@ -164,9 +164,7 @@ def test_outputs_stay_and_variances_are_those_that_were_sent(name):
     own, names = model.state_dict(), list(model._modules)
     for layer, norm in itertools.pairwise(names):
         if layer in expected:
-            torch.testing.assert_close(
-                own[f"{norm}.running_var"], start[f"{norm}.running_var"]
-            )
+            assert torch.equal(own[f"{norm}.running_var"], start[f"{norm}.running_var"])
             assert not torch.equal(own[f"{layer}.weight"], before[f"{layer}.weight"])
     if not expected:
         assert all(torch.equal(own[key], value) for key, value in before.items())
@@ -210,6 +208,18 @@ def test_a_channel_that_is_hardly_used_is_not_blown_up():
     factors = model[0].weight.norm(dim=1) / start["0.weight"].norm(dim=1)
     torch.testing.assert_close(factors, torch.tensor([1.0, 1.0, 10.0]))
     torch.testing.assert_close(model(x), wanted, rtol=1e-4, atol=1e-5)
+    assert model[1].running_var[2] < 1
+
+
+def test_a_channel_that_is_far_above_the_others_comes_down():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3)).eval()
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    model[1].running_var.copy_(torch.tensor([1.0, 1.0, 1e4]))
+    x = randn(0, 4, 3)
+    assert align_scales(model, [x], start) == ["0"]
+    assert torch.equal(model[1].running_var, start["1.running_var"])
+    factors = model[0].weight.norm(dim=1) / start["0.weight"].norm(dim=1)
+    torch.testing.assert_close(factors, torch.tensor([1.0, 1.0, 1e-2]))
 
 
 def test_what_is_used_elsewhere_alone_keeps_its_scale(caplog):

@@ -19,7 +19,7 @@ from flwr_fisher.merge.refresh import norms_by_prefix
 from flwr_fisher.params import Params
 
 _EXAMPLES = 32  # that are looked at
-_MOST = 10  # times the layer's median: the factor of a channel that is hardly used
+_MOST = 10  # times the layer's median factor, for a channel that is hardly used
 
 
 def align_scales(model: nn.Module, loader: Iterable[Any], like: Params) -> list[str]:
@@ -34,7 +34,8 @@ def align_scales(model: nn.Module, loader: Iterable[Any], like: Params) -> list[
 
     where :math:`v` is the norm's running variance, :math:`v'` that of the model in
     `like`, and :math:`\epsilon` the norm's; the running variance becomes :math:`v'`,
-    the running mean :math:`c` times what it was. In eval mode the network computes what
+    the running mean :math:`c` times what it was. A channel that is hardly used has at
+    most 10 times the median factor of its layer. In eval mode the network computes what
     it did, which is tried on a batch: where it does not (the layer's output is used
     elsewhere, too), a layer is left as it was.
 
@@ -111,10 +112,12 @@ class _Pair:
         """Scale the layer's rows, and the norm's statistics with them."""
         *own, mean, variance = self.tensors()
         eps = self.norm.eps
-        factors = ((self.variance.to(variance) + eps) / (variance + eps)).sqrt()
-        median = factors.median()
-        factors = factors.clamp(median / _MOST, median * _MOST)
-        after = (factors.square() * (variance + eps) - eps).clamp(min=0)
+        wanted = self.variance.to(variance)
+        factors = ((wanted + eps) / (variance + eps)).sqrt()
+        most = factors.median() * _MOST
+        reached = (most.square() * (variance + eps) - eps).clamp(min=0)
+        after = torch.where(factors > most, reached, wanted)
+        factors = factors.clamp(max=most)
         for tensor in own:
             shape = [-1, *(1 for _ in tensor.shape[1:])]
             tensor.mul_(factors.reshape(shape).to(tensor))
