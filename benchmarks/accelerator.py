@@ -90,13 +90,14 @@ def waits(device: torch.device) -> Iterator[Callable[[], int]]:
         with pretended.watch() as seen:
             yield lambda: len(seen.waits())
         return
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # which warns of itself, once
+        caught.clear()
+        try:
             yield lambda: sum("synchroniz" in str(each.message) for each in caught)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def of_fisher(
@@ -136,7 +137,7 @@ def of_fisher(
 
 
 def of_merge(structure: str, device: torch.device) -> dict[str, float]:
-    """Return a merge's waits a layer, of three LeNets."""
+    """Return how often a merge of three LeNets waits, and its number of layers."""
     model, batches = networks()["LeNet"]
     clients = []
     for client in range(3):
@@ -149,8 +150,7 @@ def of_merge(structure: str, device: torch.device) -> dict[str, float]:
     fedfisher(clients, device=device)
     with waits(device) as number:
         fedfisher(clients, device=device)
-        layers = len(list(model.parameters()))
-        return {"waits-a-layer": number() / layers}
+        return {"waits": number(), "layers": len(clients[0].curvature.blocks())}
 
 
 def measured(device: torch.device) -> dict[str, Found]:
@@ -183,8 +183,9 @@ def page(found: dict[str, Found]) -> list[str]:
     for key, each in found["fisher"].items():
         numbers = (f"{each[name]:g}" for name in ("waits-a-batch", "other-waits"))
         counts.append(row(key, *numbers))
-    merges = head("structure", "waits a layer")
-    merges += [row(n, f"{e['waits-a-layer']:g}") for n, e in found["merge"].items()]
+    merges = head("structure", "layers", "waits")
+    for name, each in found["merge"].items():
+        merges.append(row(name, *(f"{each[key]:g}" for key in ("layers", "waits"))))
     parts = (where, "## Memory, in that of a training step", memory)
     parts += ("## Waits of a Fisher", counts, "## Waits of a merge", merges)
     return blocks(opening("On an accelerator", __doc__), *parts)

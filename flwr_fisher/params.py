@@ -148,15 +148,19 @@ def norm(params: Params) -> Tensor:
     tensor(5.0000e+30)
     """
     square = dot(params, params)
-    least = torch.finfo(square.dtype).tiny if square.is_floating_point() else 0
-    if least <= float(square) < float("inf"):
+    if not square.is_floating_point():
         return square.sqrt()
-    largest = max([0.0, *(float(v.abs().max()) for v in params.values() if v.numel())])
-    if not 0 < largest < float("inf"):
+    fits = (square >= torch.finfo(square.dtype).tiny) & square.isfinite()
+    if square.device.type == "cpu" and fits:  # an accelerator is not waited for
         return square.sqrt()
     wide = torch.promote_types(square.dtype, torch.float32)
+    tops = [v.abs().max().to(wide) for v in params.values() if v.numel()]
+    largest = torch.stack(tops).max() if tops else square.to(wide)
     scaled = {k: v.to(wide) / largest for k, v in params.items()}
-    return (dot(scaled, scaled).sqrt() * largest).to(square.dtype)
+    careful = (dot(scaled, scaled).sqrt() * largest).to(square.dtype)
+    return torch.where(
+        fits | ~((largest > 0) & largest.isfinite()), square.sqrt(), careful
+    )
 
 
 def clipped(params: Params, most: float) -> dict[str, Tensor]:

@@ -105,13 +105,14 @@ def waits_of(device):
             yield found
         found.extend(seen.waits())
         return
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # which warns of itself, once
+        caught.clear()
+        try:
             yield found
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     found.extend(each for each in caught if "synchroniz" in str(each.message))
 
 

@@ -632,11 +632,12 @@ def test_conjugate_gradients_need_one_step_for_each_eigenvalue():
     entries = torch.tensor([1.0, 1.0, 2.0, 2.0, 5.0, 0.0]).double()
     rhs = {"w": torch.tensor([1.0, -1.0, 3.0, 2.0, 4.0, 0.0]).double()}
     matvec = Diagonal({"w": entries}).matvec
-    solution, norms = conjugate_gradient(matvec, rhs, iterations=50, tolerance=1e-10)
+    found = conjugate_gradient(matvec, rhs, iterations=50, tolerance=1e-10)
+    solution, norms = found.read()
     assert len(norms) == 4
     want = torch.tensor([1.0, -1.0, 1.5, 1.0, 0.8, 0.0]).double()
     torch.testing.assert_close(solution["w"], want)
-    exact, norms = conjugate_gradient(matvec, rhs, iterations=2, tolerance=0.0)
+    exact, norms = conjugate_gradient(matvec, rhs, iterations=2, tolerance=0.0).read()
     assert len(norms) == 3
     residual = rhs["w"] - entries * exact["w"]
     assert float(residual.norm()) == pytest.approx(norms[-1])

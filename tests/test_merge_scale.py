@@ -380,7 +380,8 @@ def test_conjugate_gradients_stop_before_what_is_no_number():
         bad = float("nan") if len(calls) > 1 else 1.0
         return {"w": bad * torch.tensor([1.0, 3.0]) * vector["w"]}
 
-    solution, norms = conjugate_gradient(fails_later, b, iterations=9, tolerance=0.0)
+    found = conjugate_gradient(fails_later, b, iterations=9, tolerance=0.0)
+    solution, norms = found.read()
     assert len(calls) == 2
     assert len(norms) == 2
     assert solution["w"].isfinite().all()

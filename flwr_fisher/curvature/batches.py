@@ -138,7 +138,7 @@ def default_reading(
 def batches_of(
     loader: Iterable[Any],
     model: nn.Module,
-    device: torch.device,
+    device: torch.device | None,
     *,
     labelled: bool = False,
     report: bool = True,
@@ -151,8 +151,8 @@ def batches_of(
         Batches of any form, or :class:`Pairs` of it.
     model : nn.Module
         What will be called.
-    device : torch.device
-        Where tensors are moved to.
+    device : torch.device | None
+        Where tensors are moved to; None: they stay where they are.
     labelled : bool, default False
         Whether a batch without labels is an error.
     report : bool, default True
@@ -176,7 +176,7 @@ def batches_of(
         if len(made):
             while on_first_batch:
                 on_first_batch.pop(0)(made)
-            yield made.to(device)
+            yield made if device is None else made.to(device)
             if report:
                 advance(len(made))
 

@@ -1,7 +1,7 @@
 """FedFisher's merge: the mode of the product of the clients' posteriors."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from flwr_fisher.devices import check_float64
 from flwr_fisher.merge.linear_system import (
     Device,
     LinearSystem,
+    SystemMaker,
     SystemMakers,
     linear_systems,
 )
@@ -24,6 +25,7 @@ from flwr_fisher.merge.options import (
     merge_settings,
 )
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
+from flwr_fisher.merge.reads import Reads
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.merge.weights import without_outliers
 from flwr_fisher.params import shares_of
@@ -229,8 +231,8 @@ class _ClientShares:
         self.systems = [partial(self._make, make) for make in systems]
         self.examples, self.traces = examples, [0.0] * len(examples)
 
-    def _make(self, make: Callable[[], LinearSystem]) -> LinearSystem:
-        system = make()
+    def _make(self, make: SystemMaker, reads: Reads) -> LinearSystem:
+        system = make(reads)
         pairs = zip(system.curvature.weights, system.curvature.traces, strict=True)
         parts = [weight * trace * system.scale for weight, trace in pairs]
         self.traces = [t + part for t, part in zip(self.traces, parts, strict=True)]

@@ -5,7 +5,7 @@ Long: a layer's equation, and what floats do not hold of it, are one matter.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from flwr_fisher.curvature.operators.rescaled import (
 )
 from flwr_fisher.merge.options import MergeSettings
 from flwr_fisher.merge.posterior import LocalPosterior
+from flwr_fisher.merge.reads import Reads
 from flwr_fisher.merge.weights import layer_weights
 from flwr_fisher.params import (
     Params,
@@ -40,20 +41,33 @@ _SMALL = 2**28  # bytes of all clients' products in a layer, that are kept
 
 
 @dataclass(frozen=True)
+class StepUnit:
+    """In what a system's step delta is measured, and how far it may go."""
+
+    exponent: int = 0  # delta is the step divided by two to this
+    radius: float = math.inf  # the longest delta that is trusted
+
+    def step(self, delta: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a solution as a step, shortened to the radius if it is longer."""
+        length = float(norm(delta)) if self.radius < math.inf else 0.0
+        if length > self.radius:
+            delta = scale(delta, self.radius / length)
+        return shifted(delta, self.exponent) if self.exponent else delta
+
+
+@dataclass(frozen=True)
 class LinearSystem:
     """One independent system, ``(curvature + ridge I) delta = rhs``.
 
-    The curvature and the ridge are divided by `scale`, the step delta by
-    ``2**step_exponent``, and the right-hand side by both: floats may not hold them in
-    the uploads' scale.
+    The curvature and the ridge are divided by `scale`, the step delta by its unit, and
+    the right-hand side by both: floats may not hold them in the uploads' scale.
     """
 
     curvature: WeightedSum
     rhs: dict[str, Tensor]
     ridge: float
     scale: float = 1.0
-    step_exponent: int = 0
-    radius: float = math.inf  # the longest step that is trusted, as delta
+    unit: StepUnit = field(default_factory=StepUnit)
 
     @classmethod
     def anchored(
@@ -81,23 +95,17 @@ class LinearSystem:
 
     def unscaled(self) -> "LinearSystem":
         """Return the same system at its own scale, in float64 where it has another."""
-        if self.scale == 1 and not self.step_exponent:
+        exponent, radius = self.unit.exponent, self.unit.radius
+        if self.scale == 1 and not exponent:
             return self
         wide = {name: value.double() for name, value in self.rhs.items()}
         wide_terms = [term.to(dtype=torch.float64) for term in self.curvature.terms]
         return LinearSystem(
             WeightedSum(wide_terms, self.curvature.weights).scaled(self.scale),
-            shifted(scale(wide, self.scale), self.step_exponent),
+            shifted(scale(wide, self.scale), exponent),
             self.ridge * self.scale,
-            radius=self.radius * power_of_two(self.step_exponent),
+            unit=StepUnit(radius=radius * power_of_two(exponent)),
         )
-
-    def within(self, step: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a solution as a step, shortened to the radius if it is longer."""
-        length = float(norm(step))
-        if length > self.radius:
-            step = scale(step, self.radius / length)
-        return shifted(step, self.step_exponent) if self.step_exponent else step
 
     def matvec(self, vector: Params) -> dict[str, Tensor]:
         """Return the system's matrix times a vector."""
@@ -105,7 +113,9 @@ class LinearSystem:
         return add(product, vector, self.ridge) if self.ridge else product
 
 
-SystemMakers = Sequence[Callable[[], LinearSystem]]
+# Each makes a layer's system; what it reads of an accelerator is among the reads.
+SystemMaker = Callable[[Reads], LinearSystem]
+SystemMakers = Sequence[SystemMaker]
 
 
 def linear_systems(
@@ -132,6 +142,7 @@ def _layer_system(
     mean: Params,
     settings: MergeSettings,
     device: Device,
+    reads: Reads,
 ) -> LinearSystem:
     r"""Return one layer's system, of which the merged layer is the solution.
 
@@ -147,11 +158,11 @@ def _layer_system(
     unweighted = WeightedSum(curvatures, relative)
     mean = {name: _wide(mean[name], device) for name in unweighted.shapes}
     steps = _ClientSteps(posteriors, mean, device)
-    found = steps.measured(curvatures)
+    found = steps.measured(curvatures, reads)
     unweighted.traces = found.traces
     if exponent := _step_exponent(found.largest, steps.mean):
         steps = replace(steps, exponent=exponent)
-        found = steps.measured(curvatures)
+        found = steps.measured(curvatures, reads)
     examples = [posterior.num_examples for posterior in posteriors]
     weights = layer_weights(
         examples,
@@ -169,8 +180,9 @@ def _layer_system(
     return replace(
         system,
         scale=power_of_two(highest + shift),
-        step_exponent=steps.exponent,
-        radius=settings.trust * _spread(examples, found.squared_lengths),
+        unit=StepUnit(
+            steps.exponent, settings.trust * _spread(examples, found.squared_lengths)
+        ),
     )
 
 
@@ -260,7 +272,7 @@ class _ClientSteps:
             params, mean = (shifted(x, -self.exponent) for x in (params, mean))
         return subtract(params, mean)
 
-    def measured(self, curvatures: Sequence[Curvature]) -> _Measured:
+    def measured(self, curvatures: Sequence[Curvature], reads: Reads) -> _Measured:
         """Return what a system needs, from one pass over the steps and one read."""
         numbers, products = [], []
         size = 4 * sum(value.numel() for value in self.mean.values())
@@ -273,8 +285,8 @@ class _ClientSteps:
             own += [value for pair in extremes for value in pair]
             numbers.append(torch.stack([value.double() for value in own]))
             products += [product] if small else []
-        read = torch.stack(numbers).tolist()
-        traces, squares, lengths, *entries = map(list, zip(*read, strict=True))
+        (read,) = reads.queue(torch.stack(numbers)).values()
+        traces, squares, lengths, *entries = map(list, zip(*read.tolist(), strict=True))
         largest = max((abs(value) for each in entries for value in each), default=0.0)
         positive = [max(0.0, square) for square in squares]
         return _Measured(traces, positive, lengths, largest, products)

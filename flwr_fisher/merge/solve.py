@@ -1,7 +1,8 @@
 """Solving a merge's linear systems, one a layer, by the chosen solver."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -9,13 +10,16 @@ from torch import Tensor
 
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.rescaled import power_of_two
-from flwr_fisher.curvature.operators.solvers import (
-    conjugate_gradient,
-    queued_conjugate_gradient,
-)
+from flwr_fisher.curvature.operators.solvers import Solution, conjugate_gradient
 from flwr_fisher.errors import StructureError
-from flwr_fisher.merge.linear_system import LinearSystem, SystemMakers
+from flwr_fisher.merge.linear_system import (
+    LinearSystem,
+    StepUnit,
+    SystemMaker,
+    SystemMakers,
+)
 from flwr_fisher.merge.options import MergeSettings, Report, Score
+from flwr_fisher.merge.reads import Read, Reads
 from flwr_fisher.merge.solvers import (
     best_of,
     gradient_descent,
@@ -80,11 +84,12 @@ def solve(
 
     A layer whose system is not solved stays at the mean, and is named.
     """
+    reads = Reads()
     if settings.solver == "adam":
-        every = [make().unscaled() for make in systems]
+        every = [make(reads).unscaled() for make in systems]
         delta, residuals = _adam(mean, every, settings, score, progress)
     else:
-        delta, residuals = _one_by_one(mean, systems, settings, progress)
+        delta, residuals = _one_by_one(mean, systems, settings, progress, reads)
     unsolved = [name for name, step in delta.items() if step is None]
     if unsolved and progress is not None:
         progress(f"solver: {', '.join(unsolved)} not solved, and left at the mean")
@@ -110,11 +115,18 @@ def _one_by_one(
     systems: SystemMakers,
     settings: MergeSettings,
     progress: Report | None,
+    reads: Reads,
 ) -> tuple[Steps, list[float]]:
+    """Solve one layer's system after the other.
+
+    What came of a layer is read with what the next one's system is made of, so that an
+    accelerator is waited for once a layer.
+    """
     delta: Steps = {}
     curves = []
-    for index, make in enumerate(systems, start=1):
-        step, residuals = _solve_one(mean, make, settings)
+    begun = (_begun(make, settings, reads) for make in systems)
+    for index, layer in enumerate(_each_after_the_next(begun), start=1):
+        step, residuals = _result(mean, layer, settings)
         delta |= step
         curves.append(residuals)
         if progress is not None:
@@ -126,51 +138,71 @@ def _one_by_one(
     return delta, relative_norms(curves)
 
 
-def _solve_one(
-    mean: Params, make: Callable[[], LinearSystem], settings: MergeSettings
-) -> tuple[Steps, list[float]]:
-    """Make one layer's system and solve it; return its step and residual norms.
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that is solved, of which nothing but the solution is held."""
 
-    The system is freed on return.
-    """
-    system = make().normalised()
-    scale = system.scale * power_of_two(system.step_exponent)
-    try:
-        solution, residuals = _solved(system, settings)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # No curvature, or one that is not finite.
-        solution, residuals = {}, [float(norm(system.rhs))]
-    solved = _is_solved(system, solution, residuals, settings)
-    step = system.within(solution) if solved else {}
+    names: list[str]
+    scale: float
+    unit: StepUnit
+    start: Read  # the residual's norm at the mean
+    numbers: Read | None  # the solution, norms, steps and objective; None: not solved
+
+
+def _begun(make: SystemMaker, settings: MergeSettings, reads: Reads) -> _Layer:
+    """Make one layer's system and solve it; the system is freed on return."""
+    system = make(reads).normalised()
+    scale = system.scale * power_of_two(system.unit.exponent)
+    start, numbers = reads.queue(norm(system.rhs)), None
+    # No curvature, or one that is not finite, is an error on the CPU.
+    with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        found = _solved(system, settings)
+        # Half of it: x (A x - 2 b), where A x is b without the residual.
+        rise = -dot(found.values, add(system.rhs, found.residual))
+        tensors = found.values.values()
+        numbers = reads.queue(*tensors, found.norms, found.steps, rise)
+    return _Layer(list(system.rhs), scale, system.unit, start, numbers)
+
+
+def _each_after_the_next(layers: Iterable[_Layer]) -> Iterator[_Layer]:
+    """Yield each layer when the next one is begun; the last one in the end."""
+    before: list[_Layer] = []
+    for layer in layers:
+        yield from before
+        before = [layer]
+    yield from before
+
+
+def _result(
+    mean: Params, layer: _Layer, settings: MergeSettings
+) -> tuple[Steps, list[float]]:
+    """Return a layer's step and its residual norms."""
+    step: dict[str, Tensor] = {}
+    residuals: list[float] = []
+    if layer.numbers is not None:
+        *values, norms, steps, rise = layer.numbers.values()
+        solution = dict(zip(layer.names, values, strict=True))
+        residuals = norms[: 1 + int(steps)].tolist()
+        if _is_solved(solution, residuals, float(rise), settings):
+            step = layer.unit.step(solution)
     if not is_finite(_moved(select(mean, step), {**step})):
         step = {}
     if step:
-        return {**step}, [value * scale for value in residuals]
-    start = residuals[0] * scale  # what is left at the mean
-    return dict.fromkeys(system.rhs), [start if math.isfinite(start) else 0.0]
+        return {**step}, [value * layer.scale for value in residuals]
+    start = float(layer.start.values()[0]) * layer.scale  # what is left at the mean
+    return dict.fromkeys(layer.names), [start if math.isfinite(start) else 0.0]
 
 
 def _is_solved(
-    system: LinearSystem,
-    solution: Params,
-    residuals: list[float],
-    settings: MergeSettings,
+    solution: Params, residuals: list[float], rise: float, settings: MergeSettings
 ) -> bool:
     """Whether a solver got anywhere, and not somewhere worse than the mean."""
-    if (
-        not solution
-        or not all(map(math.isfinite, residuals))
-        or not is_finite(solution)
-    ):
+    if not all(map(math.isfinite, residuals)) or not is_finite(solution):
         return False
     if len(residuals) == 1:  # there was nothing to solve, or no step could be taken
         return residuals[0] == 0 or settings.tolerance >= 1
-    if residuals[-1] <= _ROUNDED * residuals[0]:
-        return True
     # Conjugate gradients lower the objective at every step, but not the residual.
-    there = {name: v.to(system.rhs[name].device) for name, v in solution.items()}
-    pulled = add(system.matvec(there), system.rhs, -2.0)
-    return float(dot(there, pulled)) <= 0
+    return residuals[-1] <= _ROUNDED * residuals[0] or rise <= 0
 
 
 def is_finite(params: Params) -> bool:
@@ -178,10 +210,7 @@ def is_finite(params: Params) -> bool:
     return all(bool(value.isfinite().all()) for value in params.values())
 
 
-def _solved(
-    system: LinearSystem, settings: MergeSettings
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Return a system's solution, and the residual's norms."""
+def _solved(system: LinearSystem, settings: MergeSettings) -> Solution:
     if settings.solver == "closed-form":
         return _closed_form(system, _FLOOR)
     if settings.solver in ("pcg", "cg") and _is_diagonal(system):
@@ -194,37 +223,9 @@ def _solved(
     inverse = None
     if settings.solver == "pcg":
         inverse = preconditioner(system.curvature, system.ridge)
-    if _device_of(system).type != "cpu":
-        queued = queued_conjugate_gradient(
-            *problem, iterations=most, tolerance=tolerance, precondition=inverse
-        )
-        solution, residuals = _read(*queued)
-        if all(map(math.isfinite, residuals)):
-            return solution, residuals
     return conjugate_gradient(
         *problem, iterations=most, tolerance=tolerance, precondition=inverse
     )
-
-
-def _device_of(system: LinearSystem) -> torch.device:
-    return next(iter(system.rhs.values())).device
-
-
-def _read(
-    solution: dict[str, Tensor], residuals: Tensor, steps: Tensor
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Return a solution on the CPU, and the norms of the steps that were taken.
-
-    An accelerator is waited for here, once.
-    """
-    dtype = residuals.dtype
-    flat = [value.reshape(-1) for value in solution.values()]
-    whole = torch.cat([*flat, residuals, steps.reshape(1).to(dtype)]).cpu()
-    *parts, rest = torch.split(whole, [*map(len, flat), len(residuals) + 1])
-    pairs = zip(solution.items(), parts, strict=True)
-    found = {name: part.reshape(v.shape).to(v.dtype) for (name, v), part in pairs}
-    numbers = rest.tolist()
-    return found, numbers[: 1 + int(numbers[-1])]
 
 
 def relative_norms(curves: list[list[float]]) -> list[float]:
@@ -239,9 +240,7 @@ def _is_diagonal(system: LinearSystem) -> bool:
     return all(isinstance(term, Diagonal) for term in system.curvature.terms)
 
 
-def _closed_form(
-    system: LinearSystem, floor: float
-) -> tuple[dict[str, Tensor], list[float]]:
+def _closed_form(system: LinearSystem, floor: float) -> Solution:
     """Divide; an entry of at most `floor` times the system's largest counts as 0."""
     if not _is_diagonal(system):
         raise StructureError(
@@ -249,17 +248,16 @@ def _closed_form(
             "form: use solver='pcg', or structure='diagonal'"
         )
     entries = system.curvature.diagonal()
-    least = floor and floor * max(float(entry.max()) for entry in entries.values())
+    tops = torch.stack([entry.max().double() for entry in entries.values()])
+    least = floor * tops.max() if floor else torch.zeros_like(tops[0])
     solution = {}
     for name, entry in entries.items():
-        known = entry > least
+        known = entry > least.to(entry.dtype)
         divisor = torch.where(known, entry + system.ridge, 1.0)
         solution[name] = torch.where(known, system.rhs[name] / divisor, 0.0)
     left = add(system.rhs, system.matvec(solution), -1.0)
-    if _device_of(system).type != "cpu":
-        residuals = torch.stack([dot(v, v).sqrt() for v in (system.rhs, left)])
-        return _read(solution, residuals, torch.ones_like(residuals[0]))
-    return solution, [float(norm(system.rhs)), float(norm(left))]
+    norms = torch.stack([norm(v).double() for v in (system.rhs, left)])
+    return Solution(solution, left, norms, torch.ones_like(norms[0]))
 
 
 def _adam(
@@ -271,18 +269,23 @@ def _adam(
 ) -> tuple[Steps, list[float]]:
     """Solve all systems at once, and again without those that do not end finite."""
     rhs = {name: value for system in systems for name, value in system.rhs.items()}
+    reads = Reads()
 
     def matvec(vector: Params) -> dict[str, Tensor]:
         return _joined(system.matvec(select(vector, system.rhs)) for system in systems)
 
     def steps(delta: Params) -> dict[str, Tensor]:
-        return _joined(system.within(select(delta, system.rhs)) for system in systems)
+        values = reads.queue(*delta.values()).values()
+        near = dict(zip(delta, values, strict=True))
+        return _joined(s.unit.step(select(near, s.rhs)) for s in systems)
 
     scored = None if score is None else (lambda d: score(_moved(mean, {**steps(d)})))
     diagonal = all(_is_diagonal(system) for system in systems)
     iterates = paper_adam(matvec, rhs, lr=settings.lr, epsilon_inside=not diagonal)
-    solution, residuals = best_of(iterates, settings.iterations, scored, progress)
+    solution, norms = best_of(iterates, settings.iterations, scored, progress)
+    read = reads.queue(norms)
     delta: Steps = {**steps(solution)}
+    residuals: list[float] = read.values()[0].tolist()
     moved = _moved(mean, delta)
     solved = [s for s in systems if is_finite(select(moved, s.rhs))]
     if len(solved) == len(systems):

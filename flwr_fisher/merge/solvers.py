@@ -9,9 +9,9 @@ from torch import Tensor
 from flwr_fisher.curvature import Dense, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor, SymmetricFactor
 from flwr_fisher.curvature.operators.layer import LayerCurvature, ScaledFactor
-from flwr_fisher.curvature.operators.solvers import Matvec
+from flwr_fisher.curvature.operators.solvers import Iteration, Matvec, Solution
 from flwr_fisher.merge.options import Report, Score
-from flwr_fisher.params import Params, add, flatten, norm, scale, select, unflatten
+from flwr_fisher.params import Params, add, flatten, norm, select, unflatten
 
 _LEAST = 1e-4  # ridge, of the mean eigenvalue: singular matrices are not inverted
 
@@ -134,46 +134,45 @@ def _solver_of(matrices: Tensor, ridge: float) -> Callable[[Tensor], Tensor]:
     return lambda right: torch.cholesky_solve(right.to(working), lower).to(right)
 
 
-Iterates = Iterator[tuple[dict[str, Tensor], float]]
+Iterates = Iterator[tuple[dict[str, Tensor], Tensor]]
 
 _EVERY = 100  # steps from one score to the next
 
 
-def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> float:
-    """Return the largest eigenvalue by power iteration from a fixed random start."""
+def largest_eigenvalue(matvec: Matvec, like: Params, iterations: int = 100) -> Tensor:
+    """Return the largest eigenvalue by power iteration from a fixed random start.
+
+    A scalar in float64, 0 where a product is; an accelerator is not waited for.
+    """
     generator = torch.Generator().manual_seed(0)
     vector = {
-        k: torch.randn(v.shape, generator=generator).to(v) for k, v in like.items()
+        k: torch.randn(v.shape, generator=generator).to(v, non_blocking=True)
+        for k, v in like.items()
     }
-    value = 0.0
+    size = norm(vector).double()
     for _ in range(iterations):
-        size = float(norm(vector))
-        if size == 0:
-            return 0.0
-        vector = matvec(scale(vector, 1 / size))
-        value = float(norm(vector))
-    return value
+        shortened = torch.where(size > 0, 1 / size, 0)
+        vector = matvec({k: v * shortened.to(v) for k, v in vector.items()})
+        size = norm(vector).double()
+    return size
 
 
 def gradient_descent(
     matvec: Matvec, rhs: Params, *, iterations: int, tolerance: float
-) -> tuple[dict[str, Tensor], list[float]]:
+) -> Solution:
     r"""Solve with FedFisher's gradient descent (Algorithm 1, Lemma 1).
 
     The step is the lemma's bound :math:`1 / \lambda_{\max}`. Arguments and results are
-    those of :func:`conjugate_gradient`.
+    those of :func:`~flwr_fisher.curvature.operators.solvers.conjugate_gradient`.
     """
-    solution = {k: torch.zeros_like(v) for k, v in rhs.items()}
-    residual = dict(rhs)
-    norms = [float(norm(residual))]
     largest = largest_eigenvalue(matvec, rhs)
-    for _ in range(iterations if largest > 0 else 0):
-        if norms[-1] <= tolerance * norms[0]:
-            break
-        solution = add(solution, residual, 1 / largest)
-        residual = add(rhs, matvec(solution), -1.0)
-        norms.append(float(norm(residual)))
-    return solution, norms
+    # It is slow, and seldom over before its last step: an accelerator is not asked.
+    iteration = Iteration(rhs, iterations, tolerance, look=max(1, iterations))
+    iteration.require(largest > 0)
+    for _ in iteration:
+        iteration.step(iteration.residual, 1 / largest)
+        iteration.left(add(rhs, matvec(iteration.values), -1.0))
+    return iteration.solution()
 
 
 def paper_adam(
@@ -196,14 +195,14 @@ def paper_adam(
 
     Yields
     ------
-    tuple[dict[str, Tensor], float]
-        The iterate, and the residual's norm there; endless.
+    tuple[dict[str, Tensor], Tensor]
+        The iterate, and the residual's norm there, a scalar; endless.
     """
     iterate = {k: torch.zeros_like(v) for k, v in rhs.items()}
     momentum = second = iterate
     while True:
         gradient = add(matvec(iterate), rhs, -1.0)
-        yield iterate, float(norm(gradient))
+        yield iterate, norm(gradient)
         momentum = {k: v + 0.9 * momentum[k] for k, v in gradient.items()}
         second = {k: v * v + 0.99 * second[k] for k, v in gradient.items()}
         if epsilon_inside:
@@ -218,15 +217,16 @@ def best_of(
     iterations: int,
     score: Score | None,
     progress: Report | None,
-) -> tuple[dict[str, Tensor], list[float]]:
+) -> tuple[dict[str, Tensor], Tensor]:
     """Take iterates, score some, and return the best and all residual norms.
 
-    Without a score it is the last one that is returned.
+    Without a score it is the last one that is returned. An accelerator is waited for
+    where progress is told, or a score taken.
     """
-    norms: list[float] = []
+    norms: list[Tensor] = []
     best: tuple[float, dict[str, Tensor]] | None = None
     for index, (iterate, residual) in enumerate(islice(iterates, iterations + 1)):
-        norms.append(residual)
+        norms.append(residual.double())
         if not index or index % _EVERY:
             continue
         if progress is not None:
@@ -235,4 +235,4 @@ def best_of(
             value = score(iterate)
             if best is None or value > best[0]:
                 best = value, iterate
-    return (iterate if best is None else best[1]), norms
+    return (iterate if best is None else best[1]), torch.stack(norms)

@@ -37,6 +37,7 @@ from flwr_fisher.merge.options import (
     merge_settings,
 )
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
+from flwr_fisher.merge.reads import Reads
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import (
     Params,
@@ -268,7 +269,7 @@ def sums_settings(
 
 
 def _tensor_system(
-    sums: DiagonalSums, name: str, mean: Tensor, anchor: float
+    sums: DiagonalSums, name: str, mean: Tensor, anchor: float, _: Reads
 ) -> LinearSystem:
     r"""Return one tensor's system, of which its step from the mean is the solution.
 

@@ -65,9 +65,14 @@ def giant_direction(
     """
     check_range("iterations", iterations, 1)
     check_range("tolerance", tolerance, 0, 1)
-    solution, norms = conjugate_gradient(
-        hvp, gradient, iterations=iterations, tolerance=tolerance
+    found = conjugate_gradient(
+        # A product is a pass over the data: none is made for nothing.
+        *(hvp, gradient),
+        iterations=iterations,
+        tolerance=tolerance,
+        look=1,
     )
+    solution, norms = found.read()
     direction = solution if len(norms) > 1 else gradient
     return finite(direction, "GIANT's direction")
 

@@ -117,6 +117,17 @@ def test_the_pass_waits_once_a_batch(name, options):
     assert more <= 4 * read, five.where()
 
 
+@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES)
+def test_labels_that_are_none_cost_no_wait(options):
+    """Of tokens, and of whole examples, which are left out."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(DEVICE)
+    labels = torch.arange(42).reshape(7, 6) % 3
+    labels[:, 1:3] = labels[2] = labels[5] = -100
+    batch, read = (randn(3, 7, 6, 4), labels), 2 if "ekfac" in options.values() else 1
+    one, five = (waits(model, [batch] * n, **options) for n in (1, 5))
+    assert len(five.waits()) - len(one.waits()) <= 4 * read, five.where()
+
+
 # A batch's own gradient is divided by the number of its labels, which is read as well.
 @pytest.mark.parametrize(
     ("expectation", "most"), [("empirical", 1), ("empirical-batch", 2)]

@@ -1,13 +1,13 @@
-"""What a merge on an accelerator waits for: twice a layer, whatever its iterations."""
+"""What a merge on an accelerator waits for: once a layer, whatever its iterations."""
 
 import pytest
 import torch
 from devices import pretended
 from nets import IMAGES
-from oracles import relative, seeded
+from oracles import randn, random_kronecker, relative, seeded
 from test_devices import convolutions
 
-from flwr_fisher.curvature import Kronecker, fisher
+from flwr_fisher.curvature import BlockDiagonal, Kronecker, fisher
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
 
@@ -30,23 +30,58 @@ def waits(posteriors, **options):
     return seen, merged
 
 
-# One read says what clients weigh in a layer, and one brings its solution.
-@pytest.mark.parametrize(
-    ("structure", "solver"),
-    [*((s, "pcg") for s in ("kfac", "ekfac", "diagonal", "block")), ("kfac", "cg")],
-)
-def test_a_layer_is_read_twice_in_a_merge(structure, solver):
+SOLVERS = [*((s, "pcg") for s in ("kfac", "ekfac", "diagonal", "block"))]
+SOLVERS += [("kfac", "cg"), ("kfac", "gd"), ("kfac", "adam")]
+SOLVERS += [("diagonal", "closed-form")]
+
+
+# What clients weigh in a layer is read together with the solution of the one before.
+@pytest.mark.parametrize(("structure", "solver"), SOLVERS)
+def test_a_layer_is_read_once_in_a_merge(structure, solver):
     posteriors = clients(structure)
     layers = len(posteriors[0].curvature.blocks())
     for iterations in (1, 4):
         options = {"solver": solver, "iterations": iterations}
         seen, merged = waits(posteriors, **options)
-        assert len(seen.waits()) <= 2 * layers, seen.where()
+        assert len(seen.waits()) <= layers + 1, seen.where()
         want = fedfisher(posteriors, device="cpu", **options)
         assert merged.iterations == want.iterations
         assert merged.residuals == pytest.approx(want.residuals, rel=1e-3, abs=1e-6)
         for name, value in want.params.items():
             assert relative(merged.params[name], value) < 1e-4, name
+
+
+@pytest.mark.parametrize(("solver", "most"), [("cg", None), ("gd", 300), ("adam", 300)])
+def test_many_iterations_are_read_no_oftener(solver, most):
+    posteriors = clients("kfac")
+    seen, merged = waits(posteriors, solver=solver, iterations=most)
+    assert merged.iterations > 50
+    layers = len(posteriors[0].curvature.blocks())
+    assert len(seen.waits()) <= layers + 1, seen.where()
+
+
+def test_a_score_and_its_progress_are_read_once_in_a_hundred_steps():
+    posteriors = clients("kfac")
+    layers = len(posteriors[0].curvature.blocks())
+    told = []
+    options = {"solver": "adam", "iterations": 200, "progress": told.append}
+    seen, _ = waits(posteriors, **options, score=lambda params: 0.0)
+    assert len(told) == 2
+    assert len(seen.waits()) <= layers + 2 * len(told) + 2, seen.where()
+
+
+def test_of_a_layer_that_is_solved_the_factors_are_let_go():
+    """What the next layer's wait brings as well is a solution alone."""
+    peaks = []
+    for count in (1, 4):
+        layers = [random_kronecker(i, f"w{i}", (4, 256)) for i in range(count)]
+        params = {name: randn(1, 4, 256) for each in layers for name in each.shapes}
+        one = LocalPosterior(params, BlockDiagonal(layers).to(dtype=torch.float32), 1)
+        pretended.settled(0)
+        pretended.reset_peak()
+        fedfisher([one] * 3, device=DEVICE)
+        peaks.append(pretended.peak())
+    assert peaks[1] < 1.1 * peaks[0], peaks
 
 
 def test_it_stops_where_the_cpu_does():

@@ -280,8 +280,10 @@ def _by_examples(
     def read(wanted: list[str], kfac: Curvature | None) -> dict[str, Curvature]:
         accumulation: Accumulation | None = None
         generator = torch.Generator(device).manual_seed(expectation.seed)
-        for batch in batches_of(loader, model, device):
-            if not len(batch := expectation.with_labels(batch)):
+        for whole in batches_of(loader, model, None):
+            # Where they come from, so that an accelerator is not waited for.
+            labelled = expectation.with_labels(whole)
+            if not len(batch := labelled.to(device)):
                 continue
             if accumulation is None:
                 accumulation = accumulate(batch.inputs, wanted, kfac=kfac)
@@ -293,7 +295,8 @@ def _by_examples(
                 room = math.ceil((most_passes - engine.passes) / each)
                 if room <= 0:
                     break
-                batch = batch[:room]
+                if room < len(batch):
+                    batch = labelled[:room].to(device)
             expectation.add(engine, batch, generator)
         if accumulation is None:
             raise DataError(

@@ -198,7 +198,7 @@ class Curvature(ABC):
                 rhs,
                 iterations=min(10 * self.numel(), _MOST),
                 tolerance=_TOLERANCE,
-            )
+            ).read()
             if not norms[-1] <= _TOLERANCE * norms[0]:  # NaN is not, either
                 raise StructureError(
                     f"{self}: after {len(norms) - 1} conjugate gradients "

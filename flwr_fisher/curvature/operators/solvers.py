@@ -1,7 +1,8 @@
 """Solving with a curvature: by its eigenvalues, or by conjugate gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,6 +58,103 @@ def eigen(matrices: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 Matvec = Callable[[Params], dict[str, Tensor]]
 
 
+@dataclass(frozen=True)
+class Solution:
+    """Where an iteration ended, as tensors of which none has been read.
+
+    Parameters
+    ----------
+    values, residual : dict[str, Tensor]
+        The solution, and what it leaves of the right-hand side.
+    norms : Tensor
+        The residual's norm before each iteration and at the end, in float64. Those
+        after the last step are of nothing.
+    steps : Tensor
+        How many steps were taken, a scalar.
+    """
+
+    values: dict[str, Tensor]
+    residual: dict[str, Tensor]
+    norms: Tensor
+    steps: Tensor
+
+    def read(self) -> tuple[dict[str, Tensor], list[float]]:
+        """Return the solution, and the norms up to the last step."""
+        *norms, steps = torch.cat([self.norms, self.steps.reshape(1)]).tolist()
+        return self.values, norms[: 1 + int(steps)]
+
+
+_LOOK = 128  # more iterations than a merge's conjugate gradients have by default
+
+
+class Iteration:
+    """Steps towards a solution, which end as soon as there is nothing left to do.
+
+    An accelerator is not waited for: whether an iteration goes on is decided there, and
+    what is still done after its end changes nothing.
+
+    Parameters
+    ----------
+    rhs : Mapping[str, Tensor]
+        The right-hand side; the solution starts from zero.
+    iterations : int
+        At most this many.
+    tolerance : float
+        Stop when the residual's norm has fallen by this factor.
+    look : int, default 128
+        Iterations, after which an accelerator is asked whether it goes on.
+    """
+
+    def __init__(
+        self, rhs: Params, iterations: int, tolerance: float, look: int = _LOOK
+    ) -> None:
+        self.values = {k: torch.zeros_like(v) for k, v in rhs.items()}
+        self.residual = dict(rhs)
+        self._norms = [norm(rhs).double()]
+        self._live = torch.ones_like(self._norms[0], dtype=torch.bool)
+        self._steps = torch.zeros_like(self._norms[0])
+        self._most, self._tolerance, self._look = iterations, tolerance, look
+        self._waits = self._live.device.type != "cpu"
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate as long as the residual is too long."""
+        for index in range(self._most):
+            self.require(self._norms[-1] > self._tolerance * self._norms[0])
+            if self.is_over(at_once=bool(index) and index % self._look == 0):
+                return
+            yield index
+
+    def require(self, condition: Tensor) -> None:
+        """Take no step from now on unless this, a scalar, is true."""
+        self._live = self._live & condition
+
+    def is_over(self, *, at_once: bool = False) -> bool:
+        """Return whether it has ended, as far as that is known without a wait."""
+        return (at_once or not self._waits) and not self._live
+
+    def step(self, direction: Params, length: Tensor) -> None:
+        """Go along a direction; the caller says what is left then."""
+        self.values = self.moved(self.values, direction, length)
+        self._steps = self._steps + self._live
+
+    def moved(self, start: Params, along: Params, length: Tensor) -> dict[str, Tensor]:
+        """Return tensors, moved unless the iteration has ended."""
+        if not self._waits:
+            return add(start, along, float(length))
+        moved = {k: v + length.to(v) * along[k] for k, v in start.items()}
+        return {k: torch.where(self._live, moved[k], v) for k, v in start.items()}
+
+    def left(self, residual: Params) -> None:
+        """Note what a step has left."""
+        self.residual = dict(residual)
+        self._norms.append(norm(residual).double())
+
+    def solution(self) -> Solution:
+        """Return where it ended."""
+        norms = torch.stack(self._norms)
+        return Solution(self.values, self.residual, norms, self._steps)
+
+
 def conjugate_gradient(
     matvec: Matvec,
     rhs: Params,
@@ -64,7 +162,8 @@ def conjugate_gradient(
     iterations: int,
     tolerance: float,
     precondition: Matvec | None = None,
-) -> tuple[dict[str, Tensor], list[float]]:
+    look: int = _LOOK,
+) -> Solution:
     """Solve with conjugate gradients (Hestenes & Stiefel 1952).
 
     Parameters
@@ -79,92 +178,38 @@ def conjugate_gradient(
         Stop when the residual's norm has fallen by this factor.
     precondition : Callable, optional
         Multiplies with a positive definite approximation of the inverse.
+    look : int, default 128
+        Iterations, after which an accelerator is asked whether it goes on.
 
     Returns
     -------
-    tuple[dict[str, Tensor], list[float]]
-        The solution, and the norm of the residual before each iteration and at the end.
+    Solution
         Where no step can be taken, because the matrix is not positive along it or a
-        product is not finite, both end with the iterate before.
+        product is not finite, it ends with the iterate before.
 
     Notes
     -----
     On a singular system float32 loses the least norm in many hundreds of iterations
     past convergence: give a tolerance above rounding, an anchor, or float64.
     """
-    solution = {k: torch.zeros_like(v) for k, v in rhs.items()}
-    residual, direction = dict(rhs), dict[str, Tensor]()
-    norms = [float(norm(residual))]
-    decrease = torch.ones(())
-    for _ in range(iterations):
-        if norms[-1] <= tolerance * norms[0]:
-            break
+    iteration = Iteration(rhs, iterations, tolerance, look)
+    direction = dict[str, Tensor]()
+    decrease: Tensor | None = None
+    for _ in iteration:
+        residual = iteration.residual
         steepest = precondition(residual) if precondition else residual
         previous, decrease = decrease, dot(residual, steepest)
-        turn = float(decrease / previous)
-        direction = add(steepest, direction, turn) if direction else steepest
+        if previous is None:
+            direction = dict(steepest)
+        else:
+            direction = iteration.moved(steepest, direction, decrease / previous)
         product = matvec(direction)
         curvature = dot(direction, product)
         # Rounding, once the range is exhausted, or no number at all.
-        if not 0 < float(curvature) < float("inf"):
+        iteration.require((curvature > 0) & curvature.isfinite())
+        if iteration.is_over():
             break
-        step = float(decrease / curvature)
-        solution = add(solution, direction, step)
-        residual = add(residual, product, -step)
-        norms.append(float(norm(residual)))
-    return solution, norms
-
-
-_LOOK = 16  # iterations, after which a device is asked whether any is left to do
-
-
-def queued_conjugate_gradient(
-    matvec: Matvec,
-    rhs: Params,
-    *,
-    iterations: int,
-    tolerance: float,
-    precondition: Matvec | None = None,
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Do what :func:`conjugate_gradient` does, on a device that is not waited for.
-
-    What ends the iteration there is decided on the device: from then on steps are 0.
-
-    Returns
-    -------
-    tuple[dict[str, Tensor], Tensor, Tensor]
-        The solution; the norms, of which those after the last step are of nothing; and
-        how many steps were taken, a scalar.
-    """
-    solution = {k: torch.zeros_like(v) for k, v in rhs.items()}
-    residual, direction = dict(rhs), dict[str, Tensor]()
-    norms = [dot(residual, residual).sqrt()]
-    decrease = torch.ones_like(norms[0])
-    live = torch.ones_like(norms[0], dtype=torch.bool)
-    steps = torch.zeros_like(norms[0])
-    for index in range(iterations):
-        live = live & (norms[-1] > tolerance * norms[0])
-        if index and index % _LOOK == 0 and not live:
-            break
-        steepest = precondition(residual) if precondition else residual
-        previous, decrease = decrease, dot(residual, steepest)
-        turn = decrease / previous
-        if direction:
-            direction = {k: v + turn * direction[k] for k, v in steepest.items()}
-        else:
-            direction = dict(steepest)
-        product = matvec(direction)
-        curvature = dot(direction, product)
-        live = live & (curvature > 0) & curvature.isfinite()
-        step = decrease / curvature
-        solution = _stepped(solution, direction, step, live)
-        residual = _stepped(residual, product, -step, live)
-        norms.append(dot(residual, residual).sqrt())
-        steps = steps + live
-    return solution, torch.stack(norms), steps
-
-
-def _stepped(
-    start: Params, along: Params, step: Tensor, live: Tensor
-) -> dict[str, Tensor]:
-    return {k: torch.where(live, v + step * along[k], v) for k, v in start.items()}
+        length = decrease / curvature
+        iteration.step(direction, length)
+        iteration.left(iteration.moved(residual, product, -length))
+    return iteration.solution()
