@@ -99,7 +99,7 @@ def files(where):
 # Stopped, and resumed
 
 
-@pytest.mark.parametrize("asked", [1, 3, CLIENTS, 6, 11])
+@pytest.mark.parametrize("asked", [1, CLIENTS, 11])
 def test_killed_while_uploads_arrive(tmp_path, uninterrupted, asked):
     """Or right after a round."""
     app = killing_app(asked)

@@ -6,6 +6,7 @@ a client is a fork of the server's, as in a deployment.
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -312,6 +313,8 @@ def main() -> None:
     (options.folder / "warm-up").mkdir(parents=True)
     grid = LocalGrid(app_of(options.folder / "warm-up"), CLIENTS)
     STRATEGIES[options.strategy](fraction_evaluate=0.0).start(grid, tiny_arrays())
+    gc.collect()
+    gc.freeze()  # a fork's collections would write to all pages that it shares
     began = time.monotonic()
     whole = trial("whole", lambda where: {"lives": finish(where, 0)})
     seconds = time.monotonic() - began
