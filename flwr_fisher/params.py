@@ -244,7 +244,7 @@ def weighted_mean(
         check_same_layout(params[0], other, f"client {index}")
     shares = shares_of(weights)
     return {
-        key: _mean_of((p[key] for p in params), shares, like).to(like.dtype)
+        key: rounded(_mean_of((p[key] for p in params), shares), like.dtype)
         for key, like in layout_of(params[0]).items()
     }
 
@@ -255,12 +255,17 @@ def shares_of(weights: Sequence[float]) -> list[float]:
     return [float(weight) / total for weight in weights]
 
 
-def _mean_of(tensors: Iterator[Tensor], shares: list[float], like: Tensor) -> Tensor:
+def _mean_of(tensors: Iterator[Tensor], shares: list[float]) -> Tensor:
     first = next(tensors)
     mean = shares[0] * first.to(torch.float64)
     for tensor, share in zip(tensors, shares[1:], strict=True):
         mean.add_(tensor.to(torch.float64), alpha=share)
-    return mean if like.is_floating_point() else mean.round()
+    return mean
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return floats in another dtype, of integers the nearest."""
+    return (value if dtype.is_floating_point else value.round()).to(dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

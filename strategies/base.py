@@ -41,7 +41,6 @@ from flwr_fisher.server.policy import Policy
 from flwr_fisher.server.round import ExchangeRun, requests
 from flwr_fisher.server.run import CurvatureResult, Run
 from flwr_fisher.server.waiting import Waiting
-from flwr_fisher.strategies.exchanges.batch_norms import norm_exchange
 from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
 
 _RANGES: dict[str, tuple[int, ...]] = {
@@ -227,15 +226,6 @@ class CurvatureStrategy(FedAvg):
         if self.norm_statistics == "average":
             return []
         return moved_norms(before, after, in_eval=not self.moves_norms)
-
-    def refresh_exchange(
-        self, prefixes: Sequence[str], weights: Mapping[int, float]
-    ) -> Exchange[Any]:
-        """Return the request that has clients measure these norms.
-
-        `weights` says which clients, by number, and how much each counts.
-        """
-        return norm_exchange(prefixes, weights)
 
     def initial_groups(self) -> Groups:
         """Return what a new run's state holds beside parameters; by default nothing."""

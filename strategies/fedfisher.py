@@ -39,7 +39,6 @@ from flwr_fisher.server.exchange import (
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.batch_norms import check_unnoised
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.merged import progress_of_merge, step_of
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
@@ -179,7 +178,6 @@ class FedFisherOneShot(CurvatureStrategy):
         if norm_statistics is None:
             norm_statistics = "refresh" if privacy is None else "average"
         super().__init__(norm_statistics=norm_statistics, **kwargs)
-        check_unnoised(norm_statistics, privacy)
         self.device = default_device() if device is None else torch.device(device)
         check_float64(self.device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))
@@ -187,7 +185,10 @@ class FedFisherOneShot(CurvatureStrategy):
         merge = _given("merge", merge, MergeOptions)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
         self.codec, self.score = Codec.of(codec), score
-        self.aggregate, self.privacy = aggregate, check_privacy(privacy)
+        self.aggregate, self.privacy = (
+            aggregate,
+            check_privacy(privacy, norm_statistics),
+        )
         if aggregate == "parts":
             # The merge limits what a client holds of a layer's curvature (`max_share`).
             self.policy = replace(self.policy, max_share=1)

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flwr_fisher.errors import ClientError, ConfigurationError, check_whole
-from flwr_fisher.files import aside_of, is_aside, save_tensors
+from flwr_fisher.files import aside_of, is_aside, load_record, save_record
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 
@@ -158,7 +158,8 @@ class ClientDisk:
         """
         path = self._file(name, step)
         try:
-            kept = _read(path)
+            saved, texts = load_record(path, check=_checksum)
+            kept = Kept(saved, texts["note"])
         except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             if path.exists():  # PyTorch's error is a RuntimeError
                 logger.warning("%s is damaged, and treated as lost: %s", path, error)
@@ -205,15 +206,13 @@ class ClientDisk:
             If the disk refuses.
         """
         path = self._file(name, step)
-        held = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-        # safetensors sorts keys; their order matters to a dense curvature.
-        texts = {"note": note, "keys": json.dumps(list(held))}
-        texts["checksum"] = str(_checksum(held, texts))
         for tries_left in (2, 1, 0):
             try:
                 _sweep(self.path)
                 self._claim(aside_of(path))
-                save_tensors(path, held, texts, durable=durable)
+                save_record(
+                    path, tensors, {"note": note}, durable=durable, check=_checksum
+                )
                 break
             except (SafetensorError, OSError) as error:
                 # Somebody may have emptied the folder by hand.
@@ -324,17 +323,7 @@ class ClientDisk:
         return entries
 
 
-def _read(path: Path) -> Kept:
-    with safe_open(path, "pt") as file:
-        texts = file.metadata() or {}
-        checksum = texts.pop("checksum")
-        tensors = {key: file.get_tensor(key) for key in json.loads(texts["keys"])}
-    if str(_checksum(tensors, texts)) != checksum:
-        raise ValueError("its checksum does not hold")
-    return Kept(tensors, texts["note"])
-
-
-def _checksum(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> int:
+def _checksum(texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     """Return a CRC of texts, and of names, dtypes, shapes and entries.
 
     Features are read in every round: a cryptographic digest would take five times as
@@ -346,7 +335,7 @@ def _checksum(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> int:
         checksum = zlib.crc32(layout.encode(), checksum)
         entries = value.reshape(-1).view(torch.uint8).numpy().data
         checksum = zlib.crc32(entries, checksum)
-    return checksum
+    return str(checksum)
 
 
 def _use(path: Path) -> None:

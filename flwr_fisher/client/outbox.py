@@ -25,7 +25,7 @@ from flwr_fisher.client.training_checkpoint import TrainingCheckpoint
 from flwr_fisher.errors import ClientError
 from flwr_fisher.files import digest_of
 from flwr_fisher.log_lines import logger
-from flwr_fisher.wire import arrays_to_tensors, tensors_to_arrays
+from flwr_fisher.wire import arrays_to_tensors, join_groups, tensors_to_arrays
 
 _NAME = "upload"
 _RUN = re.compile("[0-9a-f]{1,16}")  # a run's name
@@ -182,7 +182,5 @@ def _digest(problem: LocalProblem, request: Request) -> str:
         "config": described(dict(request.config), "the server's config"),
         **{name: described(value, name) for name, value in own.items()},
     }
-    tensors = dict(request.params)
-    for name, group in request.groups.items():
-        tensors |= {f"{name}/{key}": value for key, value in group.items()}
+    tensors = {**request.params, **join_groups(request.groups)}
     return digest_of({**facts, "names": list(tensors)}, tensors)

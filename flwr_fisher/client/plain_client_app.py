@@ -96,12 +96,9 @@ def fisher_arrays(
             content = RecordDict({"arrays": arrays, "metrics": metrics})
             return Message(content, reply_to=message)
     """
-    own = {
-        "likelihood": likelihood,
-        "batch_fn": batch_fn,
-        "output_fn": output_fn,
-    }
-    problem = _problem(model, trainloader, max_examples, **own)
+    problem = _problem(
+        model, trainloader, max_examples, likelihood, batch_fn, output_fn
+    )
     if num_examples is None:
         num_examples = problem.count_examples(partition_of(context))
     request, job = _read(message, context, problem, num_examples)
@@ -156,12 +153,9 @@ def check_fisher(
         train_for_hours(model, trainloader)
         arrays = fisher_arrays(message, context, model, trainloader)
     """
-    own = {
-        "likelihood": likelihood,
-        "batch_fn": batch_fn,
-        "output_fn": output_fn,
-    }
-    problem = _problem(model, trainloader, max_examples, **own)
+    problem = _problem(
+        model, trainloader, max_examples, likelihood, batch_fn, output_fn
+    )
     request, job = _read(message, context, problem, num_examples or 1)
     replace(problem, model=model).load(request.params)
     try_upload(problem.load(request.params), request, job)
@@ -181,7 +175,12 @@ class _OwnTraining:
 
 
 def _problem(
-    model: nn.Module, trainloader: Loader, max_examples: int | None, **own: Any
+    model: nn.Module,
+    trainloader: Loader,
+    max_examples: int | None,
+    likelihood: str | Likelihood,
+    batch_fn: BatchFn | None,
+    output_fn: OutputFn | None,
 ) -> LocalProblem:
     device = place_of(model) or CPU
     if not has_float64(device):  # which the Fisher needs; the model stays where it is
@@ -190,9 +189,11 @@ def _problem(
         model,
         trainloader,
         train_fn=_OwnTraining(),
+        likelihood=likelihood,
         device=device,
         limits=ClientLimits(max_examples=max_examples),
-        **own,
+        batch_fn=batch_fn,
+        output_fn=output_fn,
     )
 
 

@@ -73,17 +73,13 @@ class Request:
             If its seed or round is no integer.
         """
         (options, config), client = config_of(message), partition_of(context)
-        records = list(message.content.array_records.values())
-        if len(records) != 1:
+        record = arrays_of(message)
+        if most_arrays is not None and len(record) > most_arrays:
             raise ClientError(
-                f"expected one ArrayRecord from the server, got {len(records)}"
-            )
-        if most_arrays is not None and len(records[0]) > most_arrays:
-            raise ClientError(
-                f"the server sent {len(records[0])} arrays, and at most {most_arrays} "
+                f"the server sent {len(record)} arrays, and at most {most_arrays} "
                 "could be for a model like this client's"
             )
-        tensors = arrays_to_tensors(records[0])
+        tensors = arrays_to_tensors(record)
         params, groups = split_groups({k: v.to(device) for k, v in tensors.items()})
         server_round = whole_number(config, "server-round", 0)
         seed = derive_seed(whole_number(options, "seed", 0), server_round, client)
@@ -200,6 +196,22 @@ def config_of(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the server's options in a message's ``ConfigRecord``, and all else."""
     records = message.content.config_records.values()
     return split_config({k: v for record in records for k, v in record.items()})
+
+
+def arrays_of(message: Message) -> ArrayRecord:
+    """Return a request's one ``ArrayRecord``.
+
+    Raises
+    ------
+    ClientError
+        If there is not exactly one.
+    """
+    records = list(message.content.array_records.values())
+    if len(records) != 1:
+        raise ClientError(
+            f"expected one ArrayRecord from the server, got {len(records)}"
+        )
+    return records[0]
 
 
 def partition_of(context: Context) -> int:

@@ -43,6 +43,7 @@ from flwr_fisher.params import (
     Params,
     check_finite,
     check_same_layout,
+    rounded,
     select,
     sum_dtype,
 )
@@ -141,7 +142,7 @@ tensor([2.])}, fisher_params={'w': tensor([6.])})
         like = self.params if like is None else like
         check_same_layout(like, self.params, "sums")
         return {
-            k: _rounded(total.double() / self.num_examples, like[k].dtype)
+            k: rounded(total.double() / self.num_examples, like[k].dtype)
             for k, total in self.params.items()
         }
 
@@ -306,11 +307,7 @@ def _diagonal(posterior: LocalPosterior) -> dict[str, Tensor]:
 
 
 def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return _rounded(value, sum_dtype(dtype))
-
-
-def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return (value if dtype.is_floating_point else value.round()).to(dtype)
+    return rounded(value, sum_dtype(dtype))
 
 
 def _added(parts: Sequence[Params]) -> dict[str, Tensor]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from flwr.app import RecordDict
 from flwr.serverapp.strategy import Result
-from safetensors.torch import save_file
 
 from flwr_fisher import log_lines
 from flwr_fisher.errors import ConfigurationError, extra
+from flwr_fisher.files import save_tensors
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.strategies import CurvatureResult
@@ -72,8 +72,7 @@ def save_report(
     content = {"seed": config.get("seed"), "config": dict(config), **measured}
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     (path / "metrics.json").write_text(text)
-    tensors = {k: v.detach().cpu().contiguous() for k, v in params.items()}
-    save_file(tensors, path / "model.safetensors")
+    save_tensors(path / "model.safetensors", params)
 
 
 def reply_sizes(result: Result, params: Params) -> dict[str, float]:

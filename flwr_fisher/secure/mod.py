@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flwr_fisher.client.disk import DEFAULT_STATE_DIR, STATE_BYTES, ClientDisk
 from flwr_fisher.client.limits import whole_number
-from flwr_fisher.client.request import config_of, partition_of
+from flwr_fisher.client.request import arrays_of, config_of, partition_of
 from flwr_fisher.errors import ClientError, check_range, check_whole
 from flwr_fisher.secure.crypto import (
     DIGEST,
@@ -38,7 +38,6 @@ from flwr_fisher.secure.payload import (
     Contribution,
     SecureUpload,
     bytes_in,
-    layout_text,
     rows_of,
 )
 from flwr_fisher.wire import (
@@ -49,7 +48,8 @@ from flwr_fisher.wire import (
     split_groups,
     tensors_to_arrays,
 )
-from flwr_fisher.wire.roster import tensor_to_numbers
+from flwr_fisher.wire.arrays import tensor_to_numbers
+from flwr_fisher.wire.codec import description_text
 
 _NAME = "secure-sum"
 _MOST_SUMS = 10_000
@@ -67,10 +67,8 @@ class SumRequest:
         options, self.client = self.options, partition_of(context)
         self.index = whole_number(options, "secure-sum", 0)
         self.weighted_by = str(options.get("secure-weight", NUM_EXAMPLES))
-        records = list(message.content.array_records.values())
-        if len(records) != 1:
-            raise ClientError(f"expected one ArrayRecord, got {len(records)}")
-        self.params, self.groups = split_groups(arrays_to_tensors(records[0]))
+        sent = arrays_to_tensors(arrays_of(message))
+        self.params, self.groups = split_groups(sent)
         self.sent = self.groups.pop(_GROUP, {})
 
     def tensor(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -135,7 +133,7 @@ class SumRequest:
         """Return masked words, and of which tensors they are."""
         own = {
             WORDS: torch.from_numpy(words),
-            LAYOUT: layout_text(contribution.layout()),
+            LAYOUT: description_text(contribution.layout()),
         }
         return self.reply({**contribution.descriptions(), **own})
 

@@ -32,7 +32,7 @@ from flwr_fisher.params import Params, clipped
 from flwr_fisher.secure.fixed_point import FixedPoint, Words, exponents_of
 from flwr_fisher.server.privacy import exponent_for, with_noise
 from flwr_fisher.wire.additive import Added
-from flwr_fisher.wire.arrays import arrays_to_tensors, bytes_of, tensors_to_arrays
+from flwr_fisher.wire.arrays import arrays_to_tensors, tensors_to_arrays
 from flwr_fisher.wire.checks import contribution_bytes
 from flwr_fisher.wire.options import NUM_EXAMPLES
 from flwr_fisher.wire.payload import Payload
@@ -179,13 +179,8 @@ def is_description(name: str, value: Tensor) -> bool:
     return name.endswith(("format", "digest")) and value.numel() <= _DESCRIPTION
 
 
-def layout_text(layout: Layout) -> Tensor:
-    """Return a layout as bytes."""
-    return bytes_of(json.dumps(layout, separators=(",", ":")))
-
-
 def read_layout(text: Tensor) -> Layout:
-    """Undo :func:`layout_text`.
+    """Read a layout as a contribution describes it.
 
     Raises
     ------

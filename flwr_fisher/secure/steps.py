@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flwr_fisher.errors import RoundError, WireError, kept_record
 from flwr_fisher.log_lines import logger
+from flwr_fisher.params import rounded
 from flwr_fisher.secure.aggregator import (
     Aggregator,
     Sealed,
@@ -323,9 +324,8 @@ def _mean(
         raise RoundError("the clients' weights add up to nothing")
     mean = {}
     for name, dtype, shape in layout:
-        own: torch.dtype = getattr(torch, dtype)
         value = found[name].reshape(shape) / weight
-        mean[name] = (value if own.is_floating_point else value.round()).to(own)
+        mean[name] = rounded(value, getattr(torch, dtype))
     if weighted:
         del mean[NUM_EXAMPLES]
     return mean, weight

@@ -39,7 +39,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.privacy import Privacy
-from flwr_fisher.wire.roster import numbers_to_tensor
+from flwr_fisher.wire.arrays import numbers_to_tensor
 
 _PART = "secure sum"  # what the log calls these exchanges
 JOB = "secure-sums"  # what a client without the mod refuses

@@ -19,6 +19,7 @@ from flwr_fisher.server.door import EvaluationDoor, abstains
 from flwr_fisher.server.exchange import Exchange, Secure, Uploads
 from flwr_fisher.server.journal import ExchangeJournal, Journal
 from flwr_fisher.server.mailbox import collect
+from flwr_fisher.server.norms import norm_exchange
 from flwr_fisher.server.round import (
     ExchangeRun,
     LateReplies,
@@ -49,14 +50,6 @@ class Strategy(StrategySettings, Protocol):
 
     def norms_to_refresh(self, before: Params, after: Params) -> Sequence[str]:
         """Return the norms whose statistics the round's clients are to measure."""
-
-    def refresh_exchange(
-        self, prefixes: Sequence[str], weights: Mapping[int, float]
-    ) -> Exchange[Any]:
-        """Return the request that has clients measure these norms.
-
-        `weights` says which clients, by number, and how much each counts.
-        """
 
     def round_config(self, server_round: int, config: ConfigRecord) -> ConfigRecord:
         """Return what clients that train are sent of the caller's."""
@@ -251,7 +244,7 @@ class Driver:
         if not prefixes:
             return
         weights = self._who_can_measure(clients)
-        exchange = strategy.refresh_exchange(prefixes, weights)
+        exchange = norm_exchange(prefixes, weights)
         try:
             if not weights:
                 raise RoundError("no client of the round can be asked any more")

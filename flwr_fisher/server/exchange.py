@@ -22,6 +22,7 @@ from flwr_fisher.wire import (
     Payload,
     join_groups,
     named_options,
+    split_groups,
     tensors_to_arrays,
 )
 
@@ -83,23 +84,12 @@ class ServerState:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return all by name: parameters, and ``groups/<group>/<name>``."""
-        tensors = dict(self.params)
-        for group, members in self.groups.items():
-            tensors |= {f"{_GROUPS}{group}/{key}": v for key, v in members.items()}
-        return tensors
+        return {**self.params, **join_groups(self.groups, _GROUPS)}
 
     @classmethod
     def from_tensors(cls, tensors: Params) -> "ServerState":
         """Read what :meth:`to_tensors` returned."""
-        params: dict[str, Tensor] = {}
-        groups: dict[str, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            if key.startswith(_GROUPS):
-                group, _, name = key.removeprefix(_GROUPS).partition("/")
-                groups.setdefault(group, {})[name] = value
-            else:
-                params[key] = value
-        return cls(params, groups)
+        return cls(*split_groups(tensors, _GROUPS))
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,21 @@ def noised(mean: Params, privacy: Privacy, clients: int) -> dict[str, Tensor]:
     return with_noise(mean, privacy.noise_multiplier / clients)
 
 
-def check_privacy(privacy: object) -> Privacy | None:
-    """Return it, or raise :class:`ConfigurationError` if it is another thing."""
+def check_privacy(privacy: object, norm_statistics: str) -> Privacy | None:
+    """Return it; refuse another thing, and to ask for statistics without noise.
+
+    Raises
+    ------
+    ConfigurationError
+        Saying so.
+    """
     if not isinstance(privacy, Privacy | None):
         raise ConfigurationError(f"privacy must be Privacy(...), got {privacy!r}")
+    if privacy is not None and norm_statistics == "refresh":
+        raise ConfigurationError(
+            "norm_statistics='refresh' and privacy=: what clients tell of batch norms "
+            "would have no noise; leave norm_statistics out"
+        )
     return privacy
 
 

@@ -12,7 +12,7 @@ Long: every reader of arrays is here, and says what it refuses.
 import io
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import lru_cache
 
 import numpy as np
@@ -44,6 +44,7 @@ _DTYPES: dict[np.dtype[np.generic], torch.dtype] = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 }
+_WRAP = 2**64  # node ids are unsigned, and tensors' integers are not
 _MOST_DIMENSIONS = 64  # as NumPy has it
 _FEW = 8
 
@@ -87,6 +88,23 @@ def text_from(tensor: Tensor) -> str:
         If they are not UTF-8. It is a ``ValueError``.
     """
     return bytes(tensor.tolist()).decode()
+
+
+def numbers_to_tensor(numbers: Iterable[int]) -> Tensor:
+    """Return clients' numbers as they travel, int64.
+
+    Examples
+    --------
+    >>> numbers_to_tensor([3, 2**64 - 1])
+    tensor([ 3, -1])
+    """
+    wrapped = [n - _WRAP if n >= _WRAP // 2 else n for n in numbers]
+    return torch.tensor(wrapped, dtype=torch.int64)
+
+
+def tensor_to_numbers(tensor: Tensor) -> list[int]:
+    """Undo :func:`numbers_to_tensor`."""
+    return [number % _WRAP for number in tensor.tolist()]
 
 
 def arrays_to_tensors(

@@ -119,8 +119,8 @@ class Codec:
 LOSSLESS = Codec("lossless")
 
 
-def description_text(description: Mapping[str, Any]) -> Tensor:
-    """Return what an upload says of itself, its format's version first, as JSON."""
+def description_text(description: object) -> Tensor:
+    """Return what an upload says of itself, as JSON without spaces."""
     return bytes_of(json.dumps(description, separators=(",", ":")))
 
 

@@ -13,7 +13,9 @@ from flwr_fisher.params import Params
 SERVER = "server/"
 
 
-def join_groups(groups: Mapping[str, Params]) -> dict[str, Tensor]:
+def join_groups(
+    groups: Mapping[str, Params], prefix: str = SERVER
+) -> dict[str, Tensor]:
     """Return all groups' tensors by the keys under which they travel.
 
     Parameters
@@ -21,6 +23,8 @@ def join_groups(groups: Mapping[str, Params]) -> dict[str, Tensor]:
     groups : Mapping[str, Mapping[str, Tensor]]
         Tensors by group and name. No group's name holds a ``/``, nor does a name in the
         group ``""``. An empty group leaves no key.
+    prefix : str, default "server/"
+        Begins all keys.
 
     Examples
     --------
@@ -30,27 +34,27 @@ def join_groups(groups: Mapping[str, Params]) -> dict[str, Tensor]:
     ['server/run', 'server/probe/fc.weight']
     """
     return {
-        f"{SERVER}{group}/{name}" if group else f"{SERVER}{name}": tensor
+        f"{prefix}{group}/{name}" if group else f"{prefix}{name}": tensor
         for group, tensors in groups.items()
         for name, tensor in tensors.items()
     }
 
 
 def split_groups(
-    tensors: Params,
+    tensors: Params, prefix: str = SERVER
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Split a request's tensors into the parameters and the groups sent beside them.
 
     The groups are those that :func:`join_groups` joined, in the order in which they
-    first come; all keys that do not begin with ``server/`` are parameters'.
+    first come; all keys that do not begin with the prefix are parameters'.
     """
     params: dict[str, Tensor] = {}
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        if not key.startswith(SERVER):
+        if not key.startswith(prefix):
             params[key] = tensor
             continue
-        group, slash, name = key.removeprefix(SERVER).partition("/")
+        group, slash, name = key.removeprefix(prefix).partition("/")
         if not slash:
             group, name = "", group
         groups.setdefault(group, {})[name] = tensor

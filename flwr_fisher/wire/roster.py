@@ -1,6 +1,6 @@
 """Which clients took part, and in which step each last contributed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
+from flwr_fisher.wire.arrays import numbers_to_tensor, tensor_to_numbers
 
 _CLIENTS, _WEIGHTS = "clients", "client-weights"
-_WRAP = 2**64  # node ids are unsigned, and tensors' integers are not
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,3 @@ def _check(tensors: Params) -> None:
     if _WEIGHTS in tensors and tensors[_WEIGHTS].shape != pairs.shape[:1]:
         reason = f"shape {tuple(tensors[_WEIGHTS].shape)} for {len(pairs)} clients"
         raise WireError(reason, field=_WEIGHTS)
-
-
-def numbers_to_tensor(numbers: Iterable[int]) -> Tensor:
-    """Return clients' numbers as they travel, int64.
-
-    Examples
-    --------
-    >>> numbers_to_tensor([3, 2**64 - 1])
-    tensor([ 3, -1])
-    """
-    wrapped = [n - _WRAP if n >= _WRAP // 2 else n for n in numbers]
-    return torch.tensor(wrapped, dtype=torch.int64)
-
-
-def tensor_to_numbers(tensor: Tensor) -> list[int]:
-    """Undo :func:`numbers_to_tensor`."""
-    return [number % _WRAP for number in tensor.tolist()]

@@ -22,6 +22,7 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.tangent import FeatureMoments
 from flwr_fisher.wire.arrays import bytes_of, text_from
+from flwr_fisher.wire.codec import description_text
 from flwr_fisher.wire.tangent_upload import (
     COUNT,
     KEYS,
@@ -43,12 +44,11 @@ def moment_sums(
 ) -> dict[str, Tensor]:
     """Return what a client adds in place of its moments."""
     mean, n = moments.mean, moments.count
-    about = json.dumps({"head": head, "num-classes": num_classes})
     return {
         "sum": n * mean,
         "squares": moments.m2 + n * mean.square(),
         COUNT: torch.tensor(n),
-        _FORMAT: bytes_of(about),
+        _FORMAT: description_text({"head": head, "num-classes": num_classes}),
     }
 
 

@@ -4,18 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import ConfigurationError
-from flwr_fisher.params import weighted_mean
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
     Step,
     Summation,
     Uploads,
-    weights_of,
+    mean_vector,
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
 from flwr_fisher.strategies.base import CurvatureStrategy
-from flwr_fisher.strategies.exchanges.batch_norms import check_unnoised
 from flwr_fisher.wire import Additive
 
 
@@ -61,8 +59,7 @@ class FedAvg(CurvatureStrategy):
 
     def __init__(self, *, privacy: Privacy | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.privacy = check_privacy(privacy)
-        check_unnoised(self.norm_statistics, self.privacy)
+        self.privacy = check_privacy(privacy, self.norm_statistics)
         if self.privacy is not None and self.secure is None:
             raise ConfigurationError(
                 "privacy= needs secure=SecureSums(): clients add their noise to a sum"
@@ -84,8 +81,7 @@ class FedAvg(CurvatureStrategy):
 
 def mean_model(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Take the mean of the clients' models, and carry on all groups of tensors."""
-    models = [upload.payload.part("params") for upload in uploads]
-    return Step(ServerState(weighted_mean(models, weights_of(uploads)), state.groups))
+    return Step(ServerState(mean_vector(uploads, "params"), state.groups))
 
 
 def _add(state: ServerState, uploads: Uploads[Additive]) -> Step:

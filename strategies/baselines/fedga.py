@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_fisher.errors import check_range
-from flwr_fisher.params import double, norm, weighted_mean
+from flwr_fisher.params import double, norm
 from flwr_fisher.server.exchange import (
     Exchange,
     ServerState,
@@ -12,7 +12,6 @@ from flwr_fisher.server.exchange import (
     Summation,
     Uploads,
     mean_vector,
-    weights_of,
 )
 from flwr_fisher.strategies.base import CurvatureStrategy
 from flwr_fisher.wire import Additive
@@ -93,9 +92,7 @@ class FedGA(CurvatureStrategy):
 
     def _average(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Average the trained models."""
-        models = [upload.payload.part("params") for upload in uploads]
-        averaged = weighted_mean(models, weights_of(uploads))
-        return Step(ServerState({key: averaged[key] for key in state.params}))
+        return Step(ServerState(mean_vector(uploads, "params")))
 
     def settings(self) -> dict[str, Any]:
         """Return this strategy's own settings."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from flwr_fisher.curvature import Curvature
 from flwr_fisher.merge import MergeSettings
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
-from flwr_fisher.params import Params, check_finite, double
+from flwr_fisher.params import Params, check_finite, double, rounded
 from flwr_fisher.randomness import new_run_number
 from flwr_fisher.server.exchange import (
     Exchange,
@@ -35,6 +35,7 @@ from flwr_fisher.wire import (
     tensors_to_curvature,
 )
 from flwr_fisher.wire.additive import PARAMS, PRODUCT
+from flwr_fisher.wire.arrays import numbers_to_tensor, tensor_to_numbers
 from flwr_fisher.wire.layer_traces import LayerTraces
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
@@ -133,10 +134,7 @@ class KfacSums:
 def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
     """Take FedAvg's mean; whose model is in it stays in it."""
     mean = uploads[0].payload.part(PARAMS)
-    params = {
-        name: (mean[name] if like.is_floating_point() else mean[name].round()).to(like)
-        for name, like in state.params.items()
-    }
+    params = {k: rounded(mean[k], v.dtype) for k, v in state.params.items()}
     groups = {_RUN: state.group(_RUN), _CLIENTS: _numbers(uploads)}
     return Step(ServerState(params, groups))
 
@@ -175,11 +173,8 @@ def _direction(state: ServerState) -> Groups:
 
 def _numbers(uploads: Uploads[Any]) -> dict[str, Tensor]:
     """Return the clients of an exchange: the next one asks them, and nobody else."""
-    # In halves: int64 tensors cannot hold 64-bit node ids.
-    rows = [[number >> 32, number & 0xFFFFFFFF] for number in uploads[0].members]
-    return {"numbers": torch.tensor(rows)}
+    return {"numbers": numbers_to_tensor(uploads[0].members)}
 
 
 def _present(state: ServerState) -> list[int]:
-    rows = state.group(_CLIENTS)["numbers"].tolist()
-    return [(high << 32) + low for high, low in rows]
+    return tensor_to_numbers(state.group(_CLIENTS)["numbers"])

@@ -8,7 +8,7 @@ from functools import partial
 
 from flwr.app import ArrayRecord
 
-from flwr_fisher.errors import ConfigurationError, ParamsError, WireError
+from flwr_fisher.errors import ParamsError, WireError
 from flwr_fisher.merge.batch_norms import (
     check_shifts,
     norms_of,
@@ -17,7 +17,6 @@ from flwr_fisher.merge.batch_norms import (
 )
 from flwr_fisher.params import Params, double, weighted_mean
 from flwr_fisher.server.exchange import Exchange, ServerState, Step, Summation, Uploads
-from flwr_fisher.server.privacy import Privacy
 from flwr_fisher.wire import Additive, ConfigValue
 from flwr_fisher.wire.additive import NORMS
 from flwr_fisher.wire.checks import check_same_keys
@@ -46,21 +45,6 @@ def norm_exchange(
         clients=lambda state: weights.keys(),
         additive=Summation(),
     )
-
-
-def check_unnoised(norm_statistics: str, privacy: Privacy | None) -> None:
-    """Refuse to ask for statistics where all that clients tell is to have noise.
-
-    Raises
-    ------
-    ConfigurationError
-        Saying so.
-    """
-    if privacy is not None and norm_statistics == "refresh":
-        raise ConfigurationError(
-            "norm_statistics='refresh' and privacy=: what clients tell of batch norms "
-            "would have no noise; leave norm_statistics out"
-        )
 
 
 def _read(prefixes: Set[str], record: ArrayRecord, like: Params) -> Additive:
