@@ -54,16 +54,19 @@ _NORM_STATISTICS = ("average", "refresh")
 _TIMEOUT = 3600.0  # seconds, as in Flower's `start`
 _INDENT = 10  # columns before a line of the settings in the log
 # What Flower's older strategies call it.
-_OLDER = {"fraction_fit": "fraction_train", "min_fit_clients": "min_train_nodes"}
-_OLDER |= {"min_available_clients": "min_available_nodes"}
-_OLDER |= {"min_evaluate_clients": "min_evaluate_nodes"}
+OLDER_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+}
 
 
 def _meant(
     unknown: Iterable[str], known: Collection[str], grouped: Mapping[str, str]
 ) -> str:
     """Return what keywords may have been meant, as the end of an error."""
-    other = {**grouped, **_OLDER}
+    other = {**grouped, **OLDER_NAMES}
     close = {
         name: other.get(name) or next(iter(get_close_matches(name, known)), None)
         for name in unknown

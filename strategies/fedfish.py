@@ -15,6 +15,8 @@ from flwr_fisher.params import (
     check_finite,
     double,
     norm,
+    select,
+    subtract,
     weighted_mean,
 )
 from flwr_fisher.rounds import (
@@ -155,26 +157,18 @@ class FedFish(CurvatureStrategy):
         """Ask the sampled clients to train, and for the Fisher or products with it."""
         options = self._options()
         if self.upload == "product":
+            step, read = self._step_of_products, Additive.reader("product", "buffers")
+        elif self.secure is not None:
+            step = self._step_of_sums
+            read = Additive.reader("product", "fisher", "params")
+        else:
             return [
-                Exchange(
-                    options,
-                    Additive.reader("product", "buffers"),
-                    self._step_of_products,
-                    require_same_parameters=True,
-                    additive=Summation(),
-                )
+                Exchange(options, self._read, self._step, require_same_parameters=True)
             ]
-        if self.secure is not None:
-            return [
-                Exchange(
-                    options,
-                    Additive.reader("product", "fisher", "params"),
-                    self._step_of_sums,
-                    require_same_parameters=True,
-                    additive=Summation(),
-                )
-            ]
-        return [Exchange(options, self._read, self._step, require_same_parameters=True)]
+        mean = Summation[Additive]()
+        return [
+            Exchange(options, read, step, require_same_parameters=True, additive=mean)
+        ]
 
     def _options(self) -> dict[str, str | int | float]:
         options: dict[str, str | int | float] = {
@@ -230,9 +224,7 @@ class FedFish(CurvatureStrategy):
         (mean,) = (upload.payload for upload in uploads)
         product, fisher = mean.part("product"), mean.part("fisher")
         params = mean.part("params")
-        trained = {name: params[name] for name in product}
-        before = double(state.params, product)
-        deltas = {name: before[name] - trained[name] for name in trained}
+        deltas = subtract(double(state.params, product), select(params, product))
         gradient = fedfish_quotient(product, fisher, deltas)
         buffers = {k: v for k, v in params.items() if k not in product}
         return self._descend(state, gradient, [fisher], [buffers], weights_of(uploads))

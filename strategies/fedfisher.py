@@ -185,10 +185,8 @@ class FedFisherOneShot(CurvatureStrategy):
         merge = _given("merge", merge, MergeOptions)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
         self.codec, self.score = Codec.of(codec), score
-        self.aggregate, self.privacy = (
-            aggregate,
-            check_privacy(privacy, norm_statistics),
-        )
+        self.aggregate = aggregate
+        self.privacy = check_privacy(privacy, norm_statistics)
         if aggregate == "parts":
             # The merge limits what a client holds of a layer's curvature (`max_share`).
             self.policy = replace(self.policy, max_share=1)

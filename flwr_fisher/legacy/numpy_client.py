@@ -162,7 +162,7 @@ class _Fit:
         what = f"what {type(self.client).__name__}.fit returned"
         model.load_state_dict(from_list(model, names, arrays, what), strict=False)
         model.to(device)
-        return {**numbers(metrics, "fit"), "num-examples": count}
+        return {**metrics, "num-examples": count}
 
     def settings(self) -> dict[str, str]:
         """Return what tells one training from others."""
@@ -192,8 +192,7 @@ class _Evaluate:
         names = _names(self.client, model, self.order)
         returned = self.client.evaluate(to_list(model, names), dict(config))
         loss, count, metrics = _checked(returned, Real, "evaluate", "the loss")
-        own = numbers(metrics, "evaluate")
-        return {**own, "loss": float(loss), "num-examples": count}
+        return {**metrics, "loss": float(loss), "num-examples": count}
 
 
 def _has(client: Any, method: str) -> bool:
@@ -214,25 +213,6 @@ def _names(client: Any, model: nn.Module, order: Order | None) -> list[str]:
         return names_of(model, known)
     from_list(model, every, arrays, f"{type(client).__name__}.get_parameters")
     return every
-
-
-def numbers(metrics: Mapping[str, Any], source: str) -> dict[str, float]:
-    """Return the metrics that are numbers: others cannot travel among metrics.
-
-    Examples
-    --------
-    >>> numbers({"accuracy": 0.5, "straggler": True, "host": "a"}, "fit")
-    {'accuracy': 0.5, 'straggler': 1}
-    """
-    kept: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Integral | bool):
-            kept[name] = int(value)
-        elif isinstance(value, Real):
-            kept[name] = float(value)
-    if texts := sorted(metrics.keys() - kept.keys()):
-        logger.info("%s returned %s, which are no numbers: left out", source, texts)
-    return kept
 
 
 def _checked(

@@ -8,6 +8,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import nn
 
+from flwr_fisher.client.problem import checked_metrics
 from flwr_fisher.errors import ConfigurationError
 from flwr_fisher.legacy.lists import (
     NDArray,
@@ -18,8 +19,8 @@ from flwr_fisher.legacy.lists import (
     order_of,
     to_list,
 )
-from flwr_fisher.legacy.numpy_client import numbers
 from flwr_fisher.strategies import TCT, CurvatureStrategy
+from flwr_fisher.strategies.base import OLDER_NAMES
 from flwr_fisher.wire import arrays_to_tensors
 
 OlderEvaluateFn = Callable[
@@ -27,13 +28,6 @@ OlderEvaluateFn = Callable[
 ]
 ConfigFn = Callable[[int], dict[str, Any]]
 AggregateFn = Callable[[list[tuple[int, dict[str, Any]]]], dict[str, Any]]
-
-_RENAMED = {
-    "fraction_fit": "fraction_train",
-    "min_fit_clients": "min_train_nodes",
-    "min_evaluate_clients": "min_evaluate_nodes",
-    "min_available_clients": "min_available_nodes",
-}
 
 
 @dataclass
@@ -68,7 +62,9 @@ class Older:
         if scores is None:
             return None
         loss, metrics = scores
-        return MetricRecord({**numbers(metrics, "evaluate_fn"), "loss": float(loss)})
+        return MetricRecord(
+            {**checked_metrics(metrics, "evaluate_fn"), "loss": float(loss)}
+        )
 
 
 class _PerRound(CurvatureStrategy):
@@ -163,7 +159,7 @@ def as_legacy(
         "train_metrics_aggr_fn": fit_metrics_aggregation_fn,
         "evaluate_metrics_aggr_fn": evaluate_metrics_aggregation_fn,
     }
-    keywords = {_RENAMED.get(name, name): value for name, value in options.items()}
+    keywords = {OLDER_NAMES.get(name, name): value for name, value in options.items()}
     keywords |= {k: _aggregated(fn) for k, fn in aggregate.items() if fn is not None}
     kind = type(strategy.__name__, (_PerRound, strategy), {"__doc__": strategy.__doc__})
     made: _PerRound = kind(**keywords)
@@ -207,7 +203,8 @@ def _aggregated(
             dict(next(iter(content.metric_records.values()))) for content in contents
         ]
         pairs = [(record.pop(key), record) for record in records]
-        own = numbers(function(pairs), getattr(function, "__name__", "the function"))
+        name = getattr(function, "__name__", "the function")
+        own = checked_metrics(function(pairs), name)
         if all("loss" in record for record in records):
             total = sum(weight for weight, _ in pairs)
             own["loss"] = sum(w * record["loss"] for w, record in pairs) / total

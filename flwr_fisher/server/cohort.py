@@ -170,6 +170,10 @@ class Cohort(NodeNames):
 
     # Who is there
 
+    def present(self, grid: Grid, timeout: float) -> list[int]:
+        """Return the nodes that are connected, and may be asked."""
+        return self.learn(self.mailbox(grid), list(grid.get_node_ids()), timeout)
+
     def ready(
         self, grid: Grid, available: int, minimum: int, timeout: float
     ) -> list[int]:

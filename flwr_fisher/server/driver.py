@@ -191,7 +191,9 @@ class Driver:
             uploads, step, metrics = outcome.uploads, outcome.step, outcome.metrics
             del under_way, outcome  # which hold the uploads, too
             if isinstance(self.grid, _Listener):
-                nodes = self._nodes()  # of uploads from disk, other ones
+                # Of uploads from disk, other nodes than theirs were.
+                present = self.cohort.present(self.grid, self.timeout)
+                nodes = {self.cohort.name(node): node for node in present}
                 own = {u.client: u.metrics for u in uploads if u.client in nodes}
                 self.grid.aggregated({nodes[client]: own[client] for client in own})
             self.run.take_step(self.server_round, step, uploads, metrics)
@@ -276,7 +278,8 @@ class Driver:
         self, clients: Mapping[str, tuple[int, float]]
     ) -> dict[int, float]:
         """Return the weights of those clients that can, by number; log who cannot."""
-        nodes = {self.cohort.identity(n).number: n for n in self._connected()}
+        present = self.cohort.present(self.grid, self.timeout)
+        nodes = {self.cohort.identity(n).number: n for n in present}
         if gone := [c for c, (number, _) in clients.items() if number not in nodes]:
             logger.warning("norm statistics: gone since: %s", listed(gone))
         there = {c: own for c, own in clients.items() if own[0] in nodes}
@@ -305,15 +308,6 @@ class Driver:
     def _count_late(self) -> int:
         self.run.count_late(self.server_round)
         return self.server_round
-
-    def _connected(self) -> list[int]:
-        """Return the nodes that are connected, and may be asked."""
-        connected, cohort = list(self.grid.get_node_ids()), self.cohort
-        return cohort.learn(cohort.mailbox(self.grid), connected, self.timeout)
-
-    def _nodes(self) -> dict[str, int]:
-        """Return the nodes that are connected, by their clients' names."""
-        return {self.cohort.name(node): node for node in self._connected()}
 
     def evaluate(self, config: ConfigRecord) -> None:
         """Have clients evaluate the run's parameters, as the strategy says.

@@ -226,7 +226,9 @@ class ExchangeRun(Generic[P]):
             numbers = self.exchange.clients(self.state)
             minimum = min(self.needed, len(numbers))
             if self.optional:
-                ready = sorted(self._connected(), key=cohort.order)
+                ready = sorted(
+                    self.cohort.present(self.grid, self.timeout), key=cohort.order
+                )
             else:
                 ready = cohort.ready(self.grid, minimum, minimum, self.timeout)
             nodes = [node for node in ready if cohort.identity(node).number in numbers]
@@ -391,17 +393,12 @@ class ExchangeRun(Generic[P]):
 
     # Who comes, and who does not
 
-    def _connected(self) -> list[int]:
-        """Return the nodes that can be asked."""
-        nodes = list(self.grid.get_node_ids())
-        return self.cohort.learn(self.cohort.mailbox(self.grid), nodes, self.timeout)
-
     def _newcomers(self) -> list[Message] | None:
         """Return the messages to those who have connected and were not asked yet."""
         unasked, identity = self._unasked(), self.cohort.identity
         if self._sampled is not None and not unasked:
             return None
-        nodes = self._connected()
+        nodes = self.cohort.present(self.grid, self.timeout)
         if self._sampled is not None:
             new = [node for node in nodes if identity(node).names & unasked]
             new = self._without_mismatched(sorted(new, key=self.cohort.order))
@@ -441,7 +438,7 @@ class ExchangeRun(Generic[P]):
         if record.clients is None or record.connected > len(record.clients):
             return
         known = {*record.clients, *self.door.done()}
-        nodes = self._connected()
+        nodes = self.cohort.present(self.grid, self.timeout)
         if new := [n for n in nodes if not self.cohort.identity(n).names & known]:
             logger.warning(
                 "configure_train: not asked, since round %s began without them: %s; "

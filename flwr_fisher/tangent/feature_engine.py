@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_fisher.curvature.batch import Inputs, concatenated
-from flwr_fisher.curvature.estimate.forms import FormTrial, explained, kronecker_layers
+from flwr_fisher.curvature.estimate.forms import explained_layers
 from flwr_fisher.curvature.estimate.jacobians import Jacobians
 from flwr_fisher.curvature.estimate.layers import (
     KroneckerLayer,
@@ -73,17 +73,12 @@ class FeatureEngine:
         if len(few) == 1:  # with a second, to see whether that changes its output
             few = concatenated([few, few.mapped(torch.zeros_like)])
         _check_one_output_each(network, few)
-        layers = {
-            name: layer
-            for name, layer in kronecker_layers(network).items()
-            if not isinstance(layer, PackedProjection | TransposedLinear)
-        }
-        trial = FormTrial(network, few, layers)
-        taps, self.spread = explained(trial, trial.layers), trial.spread
+        explained = explained_layers(network, few, PackedProjection | TransposedLinear)
+        layers, taps, self.spread = explained
         self.layers = {
-            name: layers[name]
-            for name in taps
-            if layers[name].weight in chosen or layers[name].bias in chosen
+            name: layer
+            for name, layer in layers.items()
+            if layer.weight in chosen or layer.bias in chosen
         }
         self.weights = {
             layer.weight: _Weight(layer, chosen[layer.weight].entries)

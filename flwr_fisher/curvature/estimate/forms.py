@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any, TypeVar
 
 import torch
@@ -278,6 +279,23 @@ def explained(trial: FormTrial, names: Iterable[str]) -> dict[str, Tap]:
     """
     groups = _explained([(name,) for name in names], trial)
     return {name: trial.calls[name] for (name,) in groups}
+
+
+def explained_layers(
+    model: nn.Module, inputs: Inputs, without: type[KroneckerLayer] | UnionType
+) -> tuple[dict[str, KroneckerLayer], dict[str, Tap], bool]:
+    """Return a model's :func:`explained` layers, but for some classes, by their names.
+
+    With the call of each, and whether `tapped_forward` is to spread rows.
+    """
+    layers = {
+        name: layer
+        for name, layer in kronecker_layers(model).items()
+        if not isinstance(layer, without)
+    }
+    trial = FormTrial(model, inputs, layers)
+    taps = explained(trial, layers)
+    return {name: layers[name] for name in taps}, taps, trial.spread
 
 
 _Names = TypeVar("_Names", bound=Sequence[str])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flwr_fisher.curvature.batch import Inputs
 from flwr_fisher.curvature.batches import batches_of
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment, side_by_side
-from flwr_fisher.curvature.estimate.forms import FormTrial, explained, kronecker_layers
+from flwr_fisher.curvature.estimate.forms import explained_layers
 from flwr_fisher.curvature.estimate.layers import TransposedLinear
 from flwr_fisher.curvature.estimate.taps import single_calls, tapped_forward
 from flwr_fisher.curvature.models import (
@@ -129,14 +129,9 @@ class _Sums:
     def __init__(self, model: nn.Module, inputs: Inputs, max_batch_bytes: int) -> None:
         check_examples_are_independent(model, "layers' inputs hang on the batch")
         self.model, self.count = model, 0
-        layers = {
-            name: layer
-            for name, layer in kronecker_layers(model).items()
-            if not isinstance(layer, TransposedLinear)  # which `matrices` does not know
-        }
-        trial = FormTrial(model, inputs, layers)
-        taps, self.spread = explained(trial, trial.layers), trial.spread
-        self.layers = {name: layers[name] for name in taps}
+        # A transposed one `matrices` does not know.
+        explained = explained_layers(model, inputs, TransposedLinear)
+        self.layers, taps, self.spread = explained
         columns = {
             n: each.input_columns(taps[n].inputs[:1]) for n, each in self.layers.items()
         }
