@@ -6,8 +6,9 @@ A run's number alone is another each time.
 import hashlib
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,21 +88,41 @@ def seeded(seed: int) -> Iterator[None]:
     seed : int
         Of all three, torch's on an accelerator among them.
     """
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-    there = random_states()
-    with torch.random.fork_rng(devices=[]):  # those of any kind of device are `there`
+    before = generator_states()
+    try:
         if accelerator() is not None:
             torch.manual_seed(seed)
         else:  # torch's own notes its caller's stack, once for each kind of device
             torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            set_random_states(there)
-            random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+        yield
+    finally:
+        set_generator_states(before)
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of all that :func:`seeded` seeds, as ``torch.save`` has them.
+
+    Plain numbers and tensors, which ``torch.load(weights_only=True)`` reads.
+    """
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "accelerator": random_states(),
+        "python": random.getstate(),
+        "numpy": (str(name), [int(k) for k in keys], *map(float, rest)),
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Put back what :func:`generator_states` returned."""
+    torch.set_rng_state(states["torch"])
+    set_random_states(states["accelerator"])
+    random.setstate(states["python"])
+    name, keys, position, has_gauss, gauss = states["numpy"]
+    numpy = (name, np.array(keys, np.uint32), int(position), int(has_gauss), gauss)
+    np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _joined(parts: tuple[int | str, ...]) -> bytes:

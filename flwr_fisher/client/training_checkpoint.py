@@ -2,18 +2,16 @@
 
 import io
 import pickle
-import random
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 
 from flwr_fisher.client.disk import ClientDisk
-from flwr_fisher.devices import random_states, set_random_states
 from flwr_fisher.errors import ClientError
 from flwr_fisher.log_lines import logger
+from flwr_fisher.randomness import generator_states, set_generator_states
 
 _NAME = "training"
 
@@ -69,7 +67,7 @@ class TrainingCheckpoint:
         try:
             data = io.BytesIO(kept.tensors["data"].numpy().tobytes())
             content = torch.load(data, weights_only=True)
-            _set_random(content["random"])
+            set_generator_states(content["random"])
             return dict(content["state"])
         except (pickle.UnpicklingError, RuntimeError, KeyError, ValueError) as error:
             logger.warning("A training cannot go on, and starts anew: %s", error)
@@ -90,7 +88,7 @@ class TrainingCheckpoint:
             return
         data = io.BytesIO()
         try:
-            torch.save({"state": dict(state), "random": _random_states()}, data)
+            torch.save({"state": dict(state), "random": generator_states()}, data)
             tensors = {"data": torch.frombuffer(data.getbuffer(), dtype=torch.uint8)}
             self._disk.check_room(tensors["data"].nbytes, "a training under way")
             self._disk.save(
@@ -137,7 +135,7 @@ class KeptTraining:
 
     def load(self) -> tuple[int, int, float]:
         """Put all back; return the last epoch and step, and the epoch's mean loss."""
-        fresh = _random_states()
+        fresh = generator_states()
         if (saved := self.checkpoint.load()) is None:
             return 0, 0, 0.0
         before = deepcopy(self._states())
@@ -151,7 +149,7 @@ class KeptTraining:
                 error,
             )
             self._put_back(before)
-            _set_random(fresh)
+            set_generator_states(fresh)
             return 0, 0, 0.0
         return saved["epoch"], saved["step"], saved["mean"]
 
@@ -194,24 +192,3 @@ def generators_of(loader: object) -> list[torch.Generator]:
     owners = (loader, batches, *samplers)
     own = [getattr(owner, "generator", None) for owner in owners]
     return list(dict.fromkeys(g for g in own if isinstance(g, torch.Generator)))
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of the random numbers that a request's seed sets."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return {
-        "torch": torch.get_rng_state(),
-        "accelerator": random_states(),
-        "python": random.getstate(),
-        "numpy": (str(name), [int(k) for k in keys], *map(float, rest)),
-    }
-
-
-def _set_random(states: Mapping[str, Any]) -> None:
-    """Put back what :func:`_random_states` returned."""
-    torch.set_rng_state(states["torch"])
-    set_random_states(states["accelerator"])
-    random.setstate(states["python"])
-    name, keys, position, has_gauss, gauss = states["numpy"]
-    numpy = (name, np.array(keys, np.uint32), int(position), int(has_gauss), gauss)
-    np.random.set_state(numpy)  # noqa: NPY002

@@ -64,8 +64,7 @@ class Inputs:
     _is_padded: bool | None = None  # looked at on the CPU: on a GPU one waits for it
 
     def __post_init__(self) -> None:
-        named = [(str(i), value) for i, value in enumerate(self.args)]
-        for name, value in [*named, *self.kwargs.items()]:
+        for name, value in self._named():
             if isinstance(value, (tuple, list, Mapping)):
                 raise DataError(
                     f"input {name!r:.40} is a {type(value).__name__}, and the inputs "

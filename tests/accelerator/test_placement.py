@@ -22,7 +22,6 @@ from virtual import (
 )
 
 from flwr_fisher.client import FisherClient, check_fisher, fisher_arrays
-from flwr_fisher.client.training_checkpoint import _random_states, _set_random
 from flwr_fisher.curvature import fisher
 from flwr_fisher.devices import default_device, has_float64
 from flwr_fisher.errors import ConfigurationError
@@ -30,7 +29,7 @@ from flwr_fisher.legacy import from_numpy_client
 from flwr_fisher.legacy.lists import names_of, to_list
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.params import shared_state
-from flwr_fisher.randomness import seeded
+from flwr_fisher.randomness import generator_states, seeded, set_generator_states
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import arrays_to_tensors
 
@@ -143,11 +142,11 @@ def test_random_numbers_are_put_back():
 def test_a_training_that_goes_on_draws_what_it_would_have_drawn():
     torch.manual_seed(3)
     file = io.BytesIO()
-    torch.save(_random_states(), file)
+    torch.save(generator_states(), file)
     want = torch.rand(4, device=DEVICE)
     torch.manual_seed(4)
     file.seek(0)
-    _set_random(torch.load(file, weights_only=True))
+    set_generator_states(torch.load(file, weights_only=True))
     assert torch.equal(torch.rand(4, device=DEVICE), want)
 
 
