@@ -207,7 +207,7 @@ def test_create_message_is_a_message():
 
 
 def test_no_nodes_are_refused():
-    with pytest.raises(ConfigurationError, match="num_supernodes must be >= 1: 0"):
+    with pytest.raises(ConfigurationError, match="num_supernodes must be >= 1, got 0"):
         LocalGrid(tiny_app(), 0)
 
 

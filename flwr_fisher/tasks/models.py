@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import nn
 
-from flwr_fisher.errors import ConfigurationError, UnknownNameError, extra
+from flwr_fisher.errors import ConfigurationError, check_known, extra
 from flwr_fisher.tasks.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -70,8 +70,7 @@ def make_model(
     >>> sum(p.numel() for p in model.parameters())
     44190
     """
-    if name not in _BUILDERS:
-        raise UnknownNameError("model", name, MODELS)
+    check_known("model", name, MODELS)
     _check_kind(name, shape)
     if num_classes < 1 or shape[0] < 1:
         raise ConfigurationError(

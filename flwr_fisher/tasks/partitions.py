@@ -11,7 +11,7 @@ from torch import Tensor
 from flwr_fisher.errors import (
     ConfigurationError,
     DataError,
-    UnknownNameError,
+    check_known,
     check_positive,
     check_whole,
     extra,
@@ -72,8 +72,7 @@ def make_partitioner(
     ConfigurationError
         If a number is out of range.
     """
-    if name not in PARTITIONS:
-        raise UnknownNameError("partition", name, PARTITIONS)
+    check_known("partition", name, PARTITIONS)
     check_whole("num_partitions", num_partitions, 1)
     check_whole("classes_per_client", classes_per_client, 1)
     check_whole("shards_per_client", shards_per_client, 1)
