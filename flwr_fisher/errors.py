@@ -165,8 +165,12 @@ def check_whole(name: str, value: object, low: int | None = None) -> None:
         check_range(name, int(value), low)
 
 
-def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
+def check_positive(
+    name: str, value: float, *, or_zero: bool = False, most: float = float("inf")
+) -> None:
     """Raise :class:`ConfigurationError` unless the value is positive and finite.
+
+    It is also at most `most`.
 
     Examples
     --------
@@ -175,9 +179,11 @@ def check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
     flwr_fisher.errors.ConfigurationError: lr must be > 0 and finite, got 0
     """
     check_number(name, value)
-    if not (0 < value < float("inf") or (or_zero and value == 0)):
-        span = ">= 0" if or_zero else "> 0"
-        raise ConfigurationError(f"{name} must be {span} and finite, got {value}")
+    if not (0 < value < float("inf") or (or_zero and value == 0)) or value > most:
+        span = f"{'>= 0' if or_zero else '> 0'} and finite"
+        if most < float("inf"):
+            span = f"in (0, {most}]"
+        raise ConfigurationError(f"{name} must be {span}, got {value}")
 
 
 def check_range(

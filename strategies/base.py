@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from inspect import signature
 from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
 from flwr.serverapp import Grid
@@ -60,6 +60,14 @@ OLDER_NAMES = {
     "min_evaluate_clients": "min_evaluate_nodes",
     "min_available_clients": "min_available_nodes",
 }
+Options = TypeVar("Options")
+
+
+def given(name: str, options: Options | None, kind: type[Options]) -> Options:
+    """Return options as given, or the defaults; refuse anything else."""
+    if isinstance(options, kind | None):
+        return kind() if options is None else options
+    raise ConfigurationError(f"{name} must be {kind.__name__}(...), got {options!r}")
 
 
 def _meant(
@@ -148,17 +156,13 @@ class CurvatureStrategy(FedAvg):
         for name in kwargs.keys() & _RANGES.keys():
             check_range(name, kwargs[name], *_RANGES[name])
         check_whole("seed", seed)
-        options = ("policy", policy, Policy), ("waiting", waiting, Waiting)
-        for name, value, kind in options:
-            if not isinstance(value, kind | None):
-                text = f"{name} must be a {kind.__name__}, got {value!r}"
-                raise ConfigurationError(text)
+        self.policy = given("policy", policy, Policy)
+        self.waiting = given("waiting", waiting, Waiting)
         if not isinstance(secure, Secure | None):
             raise ConfigurationError(f"secure must be SecureSums(), got {secure!r}")
         super().__init__(**kwargs)
         check_known("norm_statistics", norm_statistics, _NORM_STATISTICS)
         self.norm_statistics, self.secure = norm_statistics, secure
-        self.waiting = Waiting() if waiting is None else waiting
         if self.waiting.window is not None and self.fraction_train not in (0.0, 1.0):
             raise ConfigurationError(
                 f"fraction_train={self.fraction_train} and a window, which asks "
@@ -169,8 +173,7 @@ class CurvatureStrategy(FedAvg):
                 "a secure sum is over clients that are there together: leave the "
                 "window out"
             )
-        self.seed, self.policy = seed, Policy() if policy is None else policy
-        self.cohort = Cohort(seed, allow_foreign=False)
+        self.seed, self.cohort = seed, Cohort(seed, allow_foreign=False)
         self.timeout = _TIMEOUT  # to wait for nodes; that of `start` while it runs
         self._state: ServerState | None = None  # between calls of Flower's hooks
         self._under_way: ExchangeRun[Any] | None = None

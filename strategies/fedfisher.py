@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from flwr.app import ArrayRecord
@@ -38,7 +38,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.privacy import Privacy, check_privacy, settings_of
-from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.base import CurvatureStrategy, given
 from flwr_fisher.strategies.exchanges.kfac_sums import KfacSums, run_group
 from flwr_fisher.strategies.exchanges.merged import progress_of_merge, step_of
 from flwr_fisher.strategies.exchanges.private_sums import private_exchange
@@ -52,8 +52,6 @@ from flwr_fisher.wire import (
     resolve,
 )
 from flwr_fisher.wire.additive import SUMS
-
-Options = TypeVar("Options")
 
 
 class FedFisherOneShot(CurvatureStrategy):
@@ -181,8 +179,8 @@ class FedFisherOneShot(CurvatureStrategy):
         self.device = default_device() if device is None else torch.device(device)
         check_float64(self.device, "merge on the CPU, device='cpu'")
         check_known("aggregate", aggregate, ("parts", "sums"))
-        fisher = _given("fisher", fisher, FisherOptions)
-        merge = _given("merge", merge, MergeOptions)
+        fisher = given("fisher", fisher, FisherOptions)
+        merge = given("merge", merge, MergeOptions)
         self.structure, self.fisher = structure, fisher.for_structure(structure)
         self.codec, self.score = Codec.of(codec), score
         self.aggregate = aggregate
@@ -362,10 +360,3 @@ class FedFisherOneShot(CurvatureStrategy):
         own = {"aggregate": self.aggregate, **settings_of(self.privacy)}
         own |= {"matching": True} if self.matching else {}
         return wanted | merge | own
-
-
-def _given(name: str, options: Options | None, kind: type[Options]) -> Options:
-    """Return options as given, or the defaults; refuse anything else."""
-    if isinstance(options, kind | None):
-        return kind() if options is None else options
-    raise ConfigurationError(f"{name} must be {kind.__name__}(...), got {options!r}")

@@ -23,7 +23,7 @@ from flwr_fisher.server.exchange import (
     Uploads,
 )
 from flwr_fisher.server.membership import Membership
-from flwr_fisher.strategies.base import CurvatureStrategy
+from flwr_fisher.strategies.base import CurvatureStrategy, given
 from flwr_fisher.strategies.baselines.fedavg import mean_model
 from flwr_fisher.strategies.exchanges.tct_regression import (
     MEMBERSHIP,
@@ -148,10 +148,6 @@ class TCT(CurvatureStrategy):
         check_whole("local_steps", local_steps, 1)
         if lr is not None:
             check_lr(lr, 0.0)
-        if not isinstance(regression, Regression | None):
-            raise ConfigurationError(
-                f"regression must be Regression(...), got {regression!r}"
-            )
         if self.fraction_train == 0.0:
             raise ConfigurationError(
                 "fraction_train must be > 0: TCT has no stage 2 without training"
@@ -163,7 +159,7 @@ class TCT(CurvatureStrategy):
             )
         self.stage1_rounds, self.num_features = stage1_rounds, num_features
         self.local_steps, self.lr = local_steps, lr
-        self.regression = regression or Regression()
+        self.regression = given("regression", regression, Regression)
         self._features_seed = derive_seed(self.seed, "features")  # clients know it, too
 
     def check_rounds(self, num_rounds: int) -> None:

@@ -371,7 +371,9 @@ def test_a_policy_out_of_range_is_named():
     ):
         with pytest.raises(ConfigurationError, match=f"^max_{said}"):
             Policy(**policy)
-    with pytest.raises(ConfigurationError, match=r"policy must be a Policy, got \{"):
+    with pytest.raises(
+        ConfigurationError, match=r"policy must be Policy\(\.\.\.\), got \{"
+    ):
         FedExP(policy={"max_weight": 3})
 
 

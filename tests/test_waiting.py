@@ -395,5 +395,5 @@ def test_mistakes_are_named(options, reason):
 def test_a_window_asks_everyone():
     with pytest.raises(ConfigurationError, match=r"fraction_train=0\.5 and a window"):
         FedFisherOneShot(fraction_train=0.5, waiting=Waiting(window=9))
-    with pytest.raises(ConfigurationError, match="waiting must be a Waiting"):
+    with pytest.raises(ConfigurationError, match=r"waiting must be Waiting\("):
         FedFisherOneShot(waiting=60)

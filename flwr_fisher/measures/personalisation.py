@@ -2,7 +2,7 @@
 
 from flwr.app import ArrayRecord, MetricRecord
 
-from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.errors import ConfigurationError, check_positive, check_range
 from flwr_fisher.measures.combine import means, numbers, warn_unmeasured
 from flwr_fisher.measures.grid import MeasuredGrid, check_measured
 from flwr_fisher.wire import named_options
@@ -74,8 +74,7 @@ class Personalisation:
         timeout: float = 3600,
         name: str = "personalised",
     ) -> None:
-        if not 0 < fraction <= 0.5:
-            raise ConfigurationError(f"fraction must be in (0, 0.5], got {fraction}")
+        check_positive("fraction", fraction, most=0.5)
         check_range("epochs", epochs, 1)
         check_range("every", every, 1)
         check_measured(grid)

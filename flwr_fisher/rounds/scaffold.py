@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, check_positive, check_range
+from flwr_fisher.errors import check_positive, check_range
 from flwr_fisher.params import (
     Params,
     add,
@@ -77,8 +77,7 @@ def scaffold_step(
     >>> scaffold_step(one, zero, [one], [one], [1], participation=0.5)
     ({'w': tensor([0.])}, {'w': tensor([0.5000])})
     """
-    if not 0 < participation <= 1:
-        raise ConfigurationError(f"participation must be in (0, 1]: {participation}")
+    check_positive("participation", participation, most=1)
     check_range("lr", lr, 0)
     step, shift = weighted_mean(deltas, weights), weighted_mean(control_deltas, weights)
     check_same_layout(control, step, "deltas")

@@ -23,7 +23,6 @@ from torch import Tensor
 from flwr_fisher.errors import (
     ConfigurationError,
     check_positive,
-    check_range,
     check_whole,
     extra,
 )
@@ -74,8 +73,7 @@ class Privacy:
     def __post_init__(self) -> None:
         check_positive("noise_multiplier", self.noise_multiplier)
         check_positive("clipping_norm", self.clipping_norm)
-        check_range("honest", self.honest, 0, 1)
-        check_positive("honest", self.honest)
+        check_positive("honest", self.honest, most=1)
 
     def fewest(self, clients: int) -> int:
         """Return how many of so many must be in a sum."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flwr_fisher.errors import ConfigurationError, check_range
+from flwr_fisher.errors import check_positive, check_range
 from flwr_fisher.params import add, check_finite, finite, scale, subtract, weighted_mean
 from flwr_fisher.tangent.spectrum import check_rate
 
@@ -120,8 +120,7 @@ def tct_average(
     >>> tct_average(zero, zero, [one, two], [3, 1], lr=0.5, local_steps=2)
     (tensor([[1.2500]]), tensor([[-1.2500]]))
     """
-    if not 0 < participation <= 1:
-        raise ConfigurationError(f"participation must be in (0, 1]: {participation}")
+    check_positive("participation", participation, most=1)
     wide = [{"weight": local.double()} for local in locals]
     mean, c = weighted_mean(wide, weights), {"weight": control.double()}
     # All of it is linear in Theta_i: one client at the mean stands for the cohort.

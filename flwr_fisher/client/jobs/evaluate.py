@@ -18,7 +18,7 @@ from flwr_fisher.client.jobs import LocalProblem, Reply, Request, register_job
 from flwr_fisher.client.limits import real_number, whole_number
 from flwr_fisher.client.training import Loader, TrainFn, score
 from flwr_fisher.curvature.batches import sampler_of, with_positions
-from flwr_fisher.errors import ClientError, ConfigurationError, DataError, check_known
+from flwr_fisher.errors import ClientError, DataError, check_known, check_positive
 from flwr_fisher.params import Params
 from flwr_fisher.randomness import derive_seed, seeded
 
@@ -119,10 +119,7 @@ def _personalised(problem: LocalProblem, request: Request) -> dict[str, float]:
     options = request.options
     epochs = problem.limits.epochs(options, "personalise-epochs", 1)
     fraction = real_number(options, "personalise-fraction", 0.0)
-    if not 0 < fraction <= 0.5:
-        raise ConfigurationError(
-            f"personalise-fraction must be in (0, 0.5], got {fraction}"
-        )
+    check_positive("personalise-fraction", fraction, most=0.5)
     loader = _map_style(problem.trainloader)
     size, train_fn = _batch_size(loader), _with_epochs(problem.train_fn, epochs)
     problem.load(request.params)
