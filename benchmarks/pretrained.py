@@ -56,7 +56,6 @@ ALPHAS, CLIENTS, FEW = (0.1, 0.05), (10, 20), range(3)
 RATES = (0.003, 0.01)
 METHODS = {
     "fedavg": "FedAvg",
-    "fedavg, aligned": "FedAvg, at one scale",
     "regmean": "RegMean (0.9)",
     "fishermerge": "FisherMerge",
     "diagonal": "diagonal, the default",

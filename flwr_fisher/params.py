@@ -291,6 +291,9 @@ def shared_state(model: nn.Module) -> dict[str, Tensor]:
     numbers in bfloat16, which NumPy lacks, and a module's extra state that is no
     tensor: each client keeps its own, as with ``persistent=False``.
 
+    As those of a ``state_dict``, the tensors are the model's own, and change when it
+    trains on: clone them to keep what they are now.
+
     Raises
     ------
     ParamsError

@@ -133,10 +133,6 @@ class FedFisherOneShot(CurvatureStrategy):
 
     Notes
     -----
-    Before its Fisher, a client brings the layers in front of batch norms to the scale
-    of the model that was sent (:func:`~flwr_fisher.merge.align_scales`); what its model
-    computes stays. With `privacy` it does not.
-
     ``CurvatureResult.details`` is the last round's
     :class:`~flwr_fisher.merge.MergeResult`. A round's metrics have
     ``solver-iterations``, ``solver-residual``, ``solver-fallbacks`` (how many
@@ -280,13 +276,10 @@ class FedFisherOneShot(CurvatureStrategy):
         return run_group() if kept else {}
 
     def _options(self) -> dict[str, str | int | float]:
-        # A step that is clipped would be cut by what it moves where it does not matter.
-        align = {"align-scales": 1} if self.privacy is None else {}
         return {
             "structure": self.structure,
             **self.fisher.to_options(),
             **self.codec.to_options(),
-            **align,
         }
 
     def _read(self, record: ArrayRecord, like: Params) -> FisherUpload:

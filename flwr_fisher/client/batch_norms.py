@@ -10,8 +10,6 @@ from flwr_fisher.curvature.models import evaluating
 from flwr_fisher.errors import FlwrFisherError
 from flwr_fisher.log_lines import logger
 from flwr_fisher.merge.refresh import norms_by_prefix, norms_training, refresh_norms
-from flwr_fisher.merge.scales import align_scales
-from flwr_fisher.params import Params
 from flwr_fisher.randomness import seeded
 
 _EXAMPLES = 256  # that are looked at
@@ -53,21 +51,6 @@ def catch_up_norms(problem: LocalProblem) -> None:
             in_train,
         )
         refresh_norms(model, problem.train_batches)
-
-
-def align_norms(problem: LocalProblem, sent: Params) -> None:
-    """Scale what batch norms take in as in the model that was sent, where it can be.
-
-    Parameters
-    ----------
-    problem : LocalProblem
-        With a trained model; what it computes stays.
-    sent : Mapping[str, Tensor]
-        The server's parameters and buffers.
-    """
-    if norms_by_prefix(problem.model) and _can_be_read_again(problem):
-        with seeded(0):  # of what is drawn here, nothing else depends
-            align_scales(problem.model, problem.train_batches, sent)
 
 
 def _can_be_read_again(problem: LocalProblem) -> bool:

@@ -24,7 +24,6 @@ from flwr_fisher.curvature.batch import BatchFn, OutputFn
 from flwr_fisher.curvature.models import place_of
 from flwr_fisher.devices import CPU, has_float64
 from flwr_fisher.errors import ClientError
-from flwr_fisher.merge.refresh import norms_by_prefix
 from flwr_fisher.params import trainable_names
 from flwr_fisher.randomness import seeded
 from flwr_fisher.wire.answer import of_products
@@ -103,10 +102,8 @@ def fisher_arrays(
         num_examples = problem.count_examples(partition_of(context))
     request, job = _read(message, context, problem, num_examples)
     problem.train_fn = _OwnTraining(num_examples)
-    if norms_by_prefix(model):  # whose scales and statistics may change
-        problem = replace(problem, model=copy.deepcopy(model))
     with seeded(request.seed):
-        _, curvature = job.train(problem, request)
+        _, curvature = job.train(problem, request.config)
     arrays = job.packed(problem, request, curvature, num_examples)
     if curvature is None:  # it may be a strategy of Flower's that asks
         return arrays

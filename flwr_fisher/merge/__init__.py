@@ -14,7 +14,6 @@ from flwr_fisher.merge.posterior import LocalPosterior, fedavg
 from flwr_fisher.merge.private_sums import contribution, private_sums
 from flwr_fisher.merge.refresh import refresh_norms
 from flwr_fisher.merge.regmean import regmean
-from flwr_fisher.merge.scales import align_scales
 from flwr_fisher.merge.solve import MergeResult
 from flwr_fisher.merge.sums import (
     DiagonalSums,
@@ -33,7 +32,6 @@ __all__ = [
     "MergeResult",
     "MergeSettings",
     "add_sums",
-    "align_scales",
     "balanced",
     "contribution",
     "fedavg",

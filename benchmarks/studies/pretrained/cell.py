@@ -17,7 +17,6 @@ from flwr_fisher.curvature import FisherOptions, fisher
 from flwr_fisher.measures import accuracies, ensemble_accuracy
 from flwr_fisher.merge import (
     LocalPosterior,
-    align_scales,
     fedfisher,
     fisher_merge,
     refresh_norms,
@@ -165,7 +164,7 @@ class Cell:
             scored = self._tested()
         self.test = Images(*scored, self.side)
         self.found["sizes"] = self.weights
-        start = shared_state(self.model)
+        start = self._state()
         if not self.fishers:
             clients = [self._trained(c, start) for c in range(len(parts))]
             self._merged("fedavg", weighted_mean(clients, self.weights))
@@ -174,6 +173,10 @@ class Cell:
         else:
             self._rounds(start)
         return self.found
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return copies of the model's parameters and buffers."""
+        return {k: v.clone() for k, v in shared_state(self.model).items()}
 
     def _tested(self) -> tuple[Tensor, Tensor]:
         """Return the test images, or as many of them as are scored, drawn once."""
@@ -187,13 +190,7 @@ class Cell:
         torch.manual_seed(1000 * self.federation.seed + client)
         train = LocalSGD(epochs=self.federation.epochs, lr=self.federation.lr)
         train(self.model, self.loaders[client], self.data.device, {})
-        return {k: v.clone() for k, v in shared_state(self.model).items()}
-
-    def _aligned(self, client: int, params: Params, start: Params) -> dict[str, Tensor]:
-        """Return a client's model at the scales that were sent, as FedFisher asks."""
-        self.model.load_state_dict(dict(params), strict=False)
-        align_scales(self.model, Images(*self._own(client), self.side), start)
-        return {k: v.clone() for k, v in shared_state(self.model).items()}
+        return self._state()
 
     def _posterior(self, client: int, params: Params, structure: str) -> LocalPosterior:
         """Return an upload as a strategy asks for it by default, not packed."""
@@ -212,11 +209,9 @@ class Cell:
     def _one_round(self, start: Params) -> None:
         every = range(len(self.loaders))
         clients = [self._trained(c, start) for c in every]
-        aligned = [self._aligned(c, clients[c], start) for c in every]
-        kfac = [self._posterior(c, aligned[c], "kfac") for c in every]
-        diagonal = [self._posterior(c, aligned[c], "diagonal") for c in every]
+        kfac = [self._posterior(c, clients[c], "kfac") for c in every]
+        diagonal = [self._posterior(c, clients[c], "diagonal") for c in every]
         self._merged("fedavg", weighted_mean(clients, self.weights))
-        self._merged("fedavg, aligned", weighted_mean(aligned, self.weights))
         self._merged("regmean", regmean(kfac))
         self._merged("fishermerge", fisher_merge(diagonal))
         self._by_fisher("diagonal", diagonal)
@@ -225,8 +220,6 @@ class Cell:
             for options in CONSTANTS:
                 name = ", ".join(f"{key} {value:g}" for key, value in options.items())
                 self._by_fisher(f"kfac, {name}", kfac, **options)
-            own = [self._posterior(c, clients[c], "kfac") for c in every]
-            self._by_fisher("kfac, not aligned", own)
         else:
             self._by_fisher("kfac, packed", [self._packed(own) for own in kfac])
         named = {f"{client}": params for client, params in enumerate(clients)}
@@ -258,7 +251,7 @@ class Cell:
                     merged = weighted_mean(clients, self.weights)
                 else:
                     own = [
-                        self._posterior(c, self._aligned(c, each, params), "kfac")
+                        self._posterior(c, each, "kfac")
                         for c, each in enumerate(clients)
                     ]
                     trust = {"trust": 1.0} if number else {}
@@ -283,7 +276,7 @@ class Cell:
     def _refreshed(self, params: Params) -> dict[str, Tensor]:
         self.model.load_state_dict(dict(params), strict=False)
         refresh_norms(self.model, chain(*self.loaders))
-        return {k: v.clone() for k, v in shared_state(self.model).items()}
+        return self._state()
 
     def _score(self, params: Params) -> float:
         return 100 * accuracies(self.model, {"x": params}, self.test)["x"]

@@ -90,18 +90,18 @@ class FedFishJob(TrainingJob):
         return job
 
     def train(
-        self, problem: LocalProblem, request: Request
+        self, problem: LocalProblem, config: Mapping[str, Any]
     ) -> tuple[dict[str, float], Curvature | None]:
         """Run the client's loop; return its metrics, and the Fisher."""
         if self.source == "extra-pass":
-            metrics = problem.train(request.config)
+            metrics = problem.train(config)
             catch_up_norms(problem)
             batches = problem.batches_trained_on(metrics)
             curvature = self.curvature(problem, batches)
             return metrics, self._reduced(curvature, batches)
         epochs = local_sgd(problem.train_fn, _SQUARES).epochs
         squares = SquaredGradients(problem.model, epochs)
-        metrics = problem.train(request.config, on_gradients=squares)
+        metrics = problem.train(config, on_gradients=squares)
         return metrics, self._reduced(squares.curvature(), problem.trainloader)
 
     def trial_curvature(self, problem: LocalProblem, batch: Batch) -> Curvature:

@@ -110,7 +110,7 @@ def train_job(problem: LocalProblem, request: Request) -> Reply:
         raise ClientError("the server asks for sums of Fishers of no structure")
     largest = _LargestUpload(**vars(job), disk=_disk(problem, request))
     try_upload(problem, request, largest)
-    metrics, curvature = job.train(problem, request)
+    metrics, curvature = job.train(problem, request.config)
     assert curvature is not None
     params = problem.state_like(request.params)
     count = request.weight(metrics)

@@ -3,7 +3,7 @@
 Long: what is tried before training is what is done after it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import update_wrapper
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 
-from flwr_fisher.client.batch_norms import align_norms, catch_up_norms
+from flwr_fisher.client.batch_norms import catch_up_norms
 from flwr_fisher.client.jobs import LocalProblem, Reply, Request, get_job, register_job
 from flwr_fisher.client.jobs.evaluate import local_scores
 from flwr_fisher.client.limits import real_number
@@ -103,9 +103,8 @@ class TrainingJob:
     """Train the model, take its Fisher if the server asks for one, and upload both.
 
     Of the server's options it reads ``structure`` and ``codec``, those of
-    :class:`~flwr_fisher.curvature.FisherOptions`, ``align-scales`` and
-    ``report-local``; the jobs that derive from it read their own as well, each in its
-    ``of``.
+    :class:`~flwr_fisher.curvature.FisherOptions`, and ``report-local``; the jobs that
+    derive from it read their own as well, each in its ``of``.
 
     Parameters
     ----------
@@ -151,7 +150,7 @@ class TrainingJob:
     def reply(self, problem: LocalProblem, request: Request) -> Reply:
         """Try what is to be uploaded, train, upload it."""
         try_upload(problem, request, self)
-        metrics, curvature = self.train(problem, request)
+        metrics, curvature = self.train(problem, request.config)
         count = request.weight(metrics)
         arrays = self.packed(problem, request, curvature, count)
         if request.options.get("report-local"):
@@ -160,15 +159,13 @@ class TrainingJob:
         return Reply({**metrics, "num-examples": count}, arrays)
 
     def train(
-        self, problem: LocalProblem, request: Request
+        self, problem: LocalProblem, config: Mapping[str, Any]
     ) -> tuple[dict[str, float], Curvature | None]:
         """Run the client's loop; return its metrics, and the Fisher if there is one."""
-        metrics = problem.train(request.config)
+        metrics = problem.train(config)
         if self.structure is None:
             return metrics, None
         catch_up_norms(problem)
-        if request.options.get("align-scales"):
-            align_norms(problem, request.params)
         if problem.likelihood == "gaussian":
             metrics = {**metrics, REGRESSION: 1}
         whole = self.fisher_options.examples is None
