@@ -188,8 +188,9 @@ def main() -> None:
     where = (
         f"Measured on {platform.machine()}, two threads, or one where packing is "
         "measured. The budget: 1000 examples, and no more than take as many passes as "
-        f"the client has examples, {WANTED.max_passes} passes, "
-        f"{WANTED.max_positions} positions. In local epochs:"
+        "the client has examples, less 300 but half as many at least; "
+        f"{WANTED.max_passes} passes, {WANTED.max_positions} positions. "
+        "In local epochs:"
     )
     lines = blocks(opening("A client's Fisher", __doc__), where, table(found))
     write_page("client", lines, found)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flwr_fisher.devices import check_float64
+from flwr_fisher.devices import Reads, check_float64
 from flwr_fisher.merge.linear_system import (
     Device,
     LinearSystem,
@@ -25,7 +25,6 @@ from flwr_fisher.merge.options import (
     merge_settings,
 )
 from flwr_fisher.merge.posterior import LocalPosterior, fedavg
-from flwr_fisher.merge.reads import Reads
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.merge.weights import without_outliers
 from flwr_fisher.params import shares_of

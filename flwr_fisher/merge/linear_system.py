@@ -20,9 +20,9 @@ from flwr_fisher.curvature.operators.rescaled import (
     shifted,
     widest_exponent,
 )
+from flwr_fisher.devices import Reads
 from flwr_fisher.merge.options import MergeSettings
 from flwr_fisher.merge.posterior import LocalPosterior
-from flwr_fisher.merge.reads import Reads
 from flwr_fisher.merge.weights import layer_weights
 from flwr_fisher.params import (
     Params,

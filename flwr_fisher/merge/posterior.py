@@ -12,6 +12,7 @@ from flwr_fisher.errors import ConfigurationError, ParamsError, check_positive
 from flwr_fisher.params import (
     DeferredParams,
     Params,
+    all_finite,
     check_finite,
     check_same_layout,
     layout_of,
@@ -95,7 +96,7 @@ def _check_block(what: str, block: Curvature, params: Params) -> None:
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     for tensor, name in itertools.product([*floating, *numbers], block.shapes):
         _check_dtype(what, tensor.dtype, params[name].dtype)
-    if not all(tensor.isfinite().all() for tensor in floating):
+    if not all(map(all_finite, floating)):
         raise ParamsError(f"{what} holds NaN or infinity")
     if any((each < 0).any() for each in numbers):
         raise ParamsError(f"{what} is negative on a diagonal")

@@ -11,6 +11,7 @@ from torch import Tensor
 from flwr_fisher.curvature import Diagonal
 from flwr_fisher.curvature.operators.rescaled import power_of_two
 from flwr_fisher.curvature.operators.solvers import Solution, conjugate_gradient
+from flwr_fisher.devices import Read, Reads
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge.linear_system import (
     LinearSystem,
@@ -19,7 +20,6 @@ from flwr_fisher.merge.linear_system import (
     SystemMakers,
 )
 from flwr_fisher.merge.options import MergeSettings, Report, Score
-from flwr_fisher.merge.reads import Read, Reads
 from flwr_fisher.merge.solvers import (
     best_of,
     gradient_descent,

@@ -22,6 +22,7 @@ from flwr_fisher.curvature.operators.rescaled import (
     largest_entry,
     widest_exponent,
 )
+from flwr_fisher.devices import Reads
 from flwr_fisher.errors import (
     ConfigurationError,
     ParamsError,
@@ -37,7 +38,6 @@ from flwr_fisher.merge.options import (
     merge_settings,
 )
 from flwr_fisher.merge.posterior import LocalPosterior, check_posteriors
-from flwr_fisher.merge.reads import Reads
 from flwr_fisher.merge.solve import MergeResult, solve
 from flwr_fisher.params import (
     Params,

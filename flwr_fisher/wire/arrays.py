@@ -22,7 +22,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from flwr_fisher.errors import WireError, printable
-from flwr_fisher.params import Params
+from flwr_fisher.params import Params, all_finite
 from flwr_fisher.wire.checks import (
     SLACK,
     check_layout,
@@ -151,7 +151,7 @@ def arrays_to_tensors(
             tensors[key] = tensor = _read(array)
         except Exception as error:  # untrusted bytes can raise anything
             raise WireError(f"unreadable array: {error}", field=key) from error
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not all_finite(tensor):
             raise WireError("holds NaN or infinity", field=key)
     return tensors
 

@@ -204,7 +204,7 @@ def leading_vectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
     # LAPACK has no decompositions of smaller floats.
     wide = matrices if matrices.itemsize >= 4 else matrices.float()
     n = wide.shape[-1]
-    if n <= WHOLE or 4 * count >= n:
+    if n <= WHOLE or 2 * count >= n:
         return _descending(*eigh(wide))
     generator = torch.Generator().manual_seed(0)
     columns = torch.randn(len(wide), n, count, generator=generator).to(wide)

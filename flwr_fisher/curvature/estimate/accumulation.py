@@ -33,7 +33,7 @@ from flwr_fisher.curvature.operators.base import Curvature
 from flwr_fisher.curvature.operators.kronecker import Kronecker
 from flwr_fisher.curvature.operators.plain import BlockDiagonal, Diagonal
 from flwr_fisher.errors import StructureError
-from flwr_fisher.params import trainable_names
+from flwr_fisher.params import all_finite, trainable_names
 
 _SHARINGS = {"expand": KroneckerAccumulator, "reduce": ReducedKroneckerAccumulator}
 _LARGEST = 2**31  # bytes of a dense matrix, or of all of a model's dense blocks
@@ -178,7 +178,7 @@ def _not_finite(curvature: Curvature) -> str | None:
             named = {next(iter(block.shapes)): block.tensors()}
         for name, tensors in named.items():
             names += [name] * len(tensors)
-            finite += [tensor.isfinite().all() for tensor in tensors]
+            finite += [all_finite(tensor) for tensor in tensors]
     flags = torch.stack(finite).tolist() if finite else []
     return next((n for n, fine in zip(names, flags, strict=True) if not fine), None)
 

@@ -16,6 +16,7 @@ _COUNTS = ("examples", "max_passes", "max_positions")
 AUTO = "auto"
 _MOST = 1000  # examples by default: benchmarks/results/budget.md
 _FEWEST = 128  # passes that a client of few examples may take: of 32 with three
+_PACKING = 300  # passes, in place of which an upload is packed
 LARGEST_FACTOR = 2**14  # rows, which take a GiB in float32: a vocabulary has more
 
 
@@ -25,8 +26,8 @@ class FisherOptions:
 
     By default a client takes it of few examples, in few passes and at few positions: as
     accurate on real images as all of them, at a fraction of the cost
-    (benchmarks/results/budget.md), which is below that of a local epoch, packing apart
-    (benchmarks/results/client.md).
+    (benchmarks/results/budget.md), which is below that of a local epoch, with packing,
+    for clients of a few hundred examples, too (benchmarks/results/client.md).
 
     Parameters
     ----------
@@ -37,10 +38,11 @@ class FisherOptions:
         Share of the Fisher that a client may leave out to save time.
     examples : int | None | "auto", default "auto"
         Of how many examples at most it is taken; ``None``: all. By default 1000, and
-        no more than take as many passes, forward or backward, as a client has examples,
-        or 128 if it has fewer: a quarter of them with three passes each, and more where
-        the model is so sure that they need fewer. A client may take fewer, as its
-        ``ClientLimits`` say.
+        no more than take so many passes, forward or backward, as a client has
+        examples, less 300 for the packing, but half as many at least, and 128: an
+        eighth to a quarter of them with three passes each, and more where the model is
+        so sure that they need fewer. A client may take fewer, as its ``ClientLimits``
+        say.
     max_passes : int | None, default 3
         In how many backward passes an example, with ``exact``; ``None``: in one for
         each class that matters.
@@ -82,7 +84,7 @@ class FisherOptions:
         """Return the options as :func:`~flwr_fisher.curvature.fisher` takes them.
 
         ``examples="auto"`` becomes at most 1000 examples, and as many passes as the
-        client has examples, at least 128.
+        client has examples, but 300, at least half as many, and 128.
 
         Parameters
         ----------
@@ -91,7 +93,7 @@ class FisherOptions:
         """
         options = asdict(self)
         if self.examples == AUTO:
-            passes = None if count is None else max(count, _FEWEST)
+            passes = None if count is None else _passes_for(count)
             options |= {"examples": _MOST, "total_passes": passes}
         return options
 
@@ -170,3 +172,8 @@ class FisherOptions:
             weight_sharing=str(options.get("weight-sharing", "expand")),
             **counts,
         )
+
+
+def _passes_for(count: int) -> int:
+    """Return how many passes a client of so many examples takes by default."""
+    return max(count - _PACKING, count // 2, _FEWEST)
