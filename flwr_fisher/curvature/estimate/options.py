@@ -26,8 +26,9 @@ class FisherOptions:
 
     By default a client takes it of few examples, in few passes and at few positions: as
     accurate on real images as all of them, at a fraction of the cost
-    (benchmarks/results/budget.md), which is below that of a local epoch, with packing,
-    for clients of a few hundred examples, too (benchmarks/results/client.md).
+    (benchmarks/results/budget.md), which is below that of a local epoch. With packing
+    it is so for most clients of 300 examples; a small one of a large model pays
+    a little more (benchmarks/results/client.md).
 
     Parameters
     ----------
