@@ -39,11 +39,11 @@ class FisherOptions:
         Share of the Fisher that a client may leave out to save time.
     examples : int | None | "auto", default "auto"
         Of how many examples at most it is taken; ``None``: all. By default 1000, and
-        no more than take so many passes, forward or backward, as a client has
-        examples, less 300 for the packing, but half as many at least, and 128: an
-        eighth to a quarter of them with three passes each, and more where the model is
-        so sure that they need fewer. A client may take fewer, as its ``ClientLimits``
-        say.
+        a bound on passes, forward and backward. A client of n examples takes at most
+        n - 300 passes, since packing costs about 300; or n / 2, or 128, where that is
+        more. With three passes an example that is an eighth to a quarter of its
+        examples, and more where the model is so sure that they need fewer. A client may
+        take fewer, as its ``ClientLimits`` say.
     max_passes : int | None, default 3
         In how many backward passes an example, with ``exact``; ``None``: in one for
         each class that matters.
@@ -84,8 +84,8 @@ class FisherOptions:
     def for_client(self, count: int | None) -> dict[str, Any]:
         """Return the options as :func:`~flwr_fisher.curvature.fisher` takes them.
 
-        ``examples="auto"`` becomes at most 1000 examples, and as many passes as the
-        client has examples, but 300, at least half as many, and 128.
+        ``examples="auto"`` becomes at most 1000 examples, and the bound on passes that
+        the class describes.
 
         Parameters
         ----------
