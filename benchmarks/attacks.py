@@ -12,19 +12,19 @@ the start θ₀:
 - *label flips*: trained with y → 9 - y; *backdoor*: trained with a white square of
   4 × 4 pixels on every second image, which is then a 0;
 - *sign flip*: θ₀ - (θᵢ - θ₀), or ten times that; *scaled*: θ₀ + c (θᵢ - θ₀);
-- *F × 10⁶*: the Fisher, beside honest parameters or others; *n = 2⁶²*: examples, too;
+- *F × 10⁶*: the Fisher, beside honest parameters or others; *n = 10⁹*: examples, too;
 - *random model*: another initialisation, and the Fisher of the client's images there;
 - *n, F*: both lies together, beside flipped labels, a backdoor, or half a sign flip.
 
 Rivals are Flower's own strategies, with the same parameters and numbers of examples.
 They are told how many attackers there are (without any: one): Krum, MultiKrum (which
 averages all but so many) and the trimmed mean (which cuts that share at each end). Ours
-are not: *FedFisher* is ``fedfisher(uploads)``, *robust* is ``outlier=1.5``, chosen in
-attacks_defaults.md. Both come after the server's default ``Policy`` on uploads: a step
-from the start of at most {reach:g} times the median length, at most three times the
-median number of examples, and the median where either is ten times beyond; *without
-policy* has the uploads as they are. *Left out by hand* is FedFisher of the
-other clients alone: what a merge can know at best.
+are not: *FedFisher* is ``fedfisher(uploads)`` after the server's default ``Policy``,
+which is for honest clients: a step from the start of at most 1000 times the median
+length, and 1000 times the median number of examples. *Strict policy* is
+``Policy.strict()``, the median of either. *Robust* is ``outlier=1.5``, chosen in
+attacks_defaults.md. *Left out by hand* is FedFisher of the other clients alone: what a
+merge can know at best.
 
 **Bold**: at least 90 % of the same method's accuracy without attackers, on the mean
 over seeds. A method that is poor without attackers has little to lose: Krum is one
@@ -39,7 +39,7 @@ from pathlib import Path
 from harness.page import command_line, opening, with_workers, write_page
 from harness.splits import on_splits
 from harness.uploads import Setting
-from studies.attacks.methods import REACH, Params, digest, models
+from studies.attacks.methods import Params, digest, models
 from studies.attacks.tables import HONEST, ORACLE, Scores, cell, page, success
 from studies.attacks.uploads import ATTACKERS, ATTACKS, BACKDOORS, Federation
 
@@ -103,8 +103,8 @@ def main() -> None:
     every = chain.from_iterable(splits.values())
     found = on_splits("attacks", evaluate, every, options)
     results = {alpha: [found[split] for split in own] for alpha, own in splits.items()}
-    doc = (__doc__ or "").format(reach=REACH)
-    write_page("attacks", page(opening("Hostile clients", doc), results), results)
+    lines = page(opening("Hostile clients", __doc__), results)
+    write_page("attacks", lines, results)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from harness.page import blocks, command_line, opening, with_workers, write_page
 from harness.splits import on_splits
 from harness.tables import head, row
 from harness.uploads import Setting, posteriors
-from studies.attacks.methods import REACH, digest
+from studies.attacks.methods import digest
 from studies.attacks.tables import HONEST, KEPT
 from studies.attacks.uploads import ATTACKS, Federation, length, within_policy
 from torch import Tensor
@@ -31,10 +31,12 @@ from flwr_fisher.measures import accuracies
 from flwr_fisher.merge import fedfisher
 from flwr_fisher.merge.weights import without_outliers
 from flwr_fisher.params import shared_state
+from flwr_fisher.strategies import Policy
 
 OUTLIERS = (math.inf, 3.0, 2.0, 1.5, 1.25)
 SHARES = (1.0, 0.7, 0.5)
 REACHES = (3.0, 2.0, 1.5)
+REACH = 2.0  # that of the policy beside which the others are chosen
 TEN = "MNIST, lenet, 10 clients"
 Scores = dict[str, dict[str, float]]
 NOTES = """\
@@ -71,7 +73,10 @@ def attacked(setting: Setting, data_dir: Path) -> Scores:
     found: Scores = {}
     for attack in (HONEST, *ATTACKS):
         uploads = federation.attacked(attack, 0 if attack == HONEST else 1)
-        checked = {r: within_policy(uploads, federation.start, r) for r in REACHES}
+        policies = {r: Policy(max_weight=3, max_distance=r) for r in REACHES}
+        checked = {
+            r: within_policy(uploads, federation.start, p) for r, p in policies.items()
+        }
         merged = {
             f"outlier {o:g}": fedfisher(checked[REACH], outlier=o) for o in OUTLIERS
         }

@@ -5,8 +5,10 @@
 Six clients learn to tell three clouds of points apart, by every strategy there is. In
 each run one client sends something else than what it computed, in every reply of one
 kind. The run is harmed if it ended, if an honest upload was lost, if a parameter is not
-finite, or if its accuracy fell below 0.9 of the honest run's. Settings are the
-defaults: nobody says how many clients are hostile, and robust merging is off.
+finite, or if its accuracy fell below 0.9 of the honest run's. All are done twice: with
+``policy=Policy.strict()``, which is for clients that may lie, and with the default,
+which is for honest ones. All other settings are the defaults: nobody says how many
+clients are hostile, and robust merging is off.
 
 Then a hostile server: before each kind of honest request, a client gets that request
 with every setting and every array in it wrong, in many ways, with other numbers of
@@ -42,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from hostile import (
     ENOUGH,
+    STRICT,
     VICTIMS,
     Outcome,
     cases,
@@ -51,6 +54,9 @@ from hostile import (
 )
 from hostile_servers import besiege
 
+from flwr_fisher.strategies import Policy
+
+POLICIES = {"strict": STRICT, "default": Policy()}
 SEEN = """\
 | what was seen to do harm | what happens instead | test |
 |---|---|---|
@@ -61,12 +67,13 @@ SEEN = """\
 | factors at 1e-20 of their size, packed or not | merged at their scale | `test_what_did_harm_does_none` |
 | `num-examples` -192, or a list as loss, in an evaluate reply | refused by name; the round's other evaluations count | the runs below |
 | FAGH with gradients of 1e30 | refused: "of size 1e+…" | `test_what_did_harm_does_none` |
-| TCT: `num-examples` 30 000 | counts as the clients' median; a client with too many examples of its own says so in the first round | `test_what_did_harm_does_none` |
+| TCT: `num-examples` 30 000 | by the strict policy it counts as the clients' median; a client with too many examples of its own says so in the first round | `test_what_did_harm_does_none` |
 | TCT: feature means of 1e300 | refused: "of size 1e+…" | `test_what_did_harm_does_none` |
-| TCT: `largest-eigenvalue` 1e300, or 1e9 | refused; cut to the clients' median | `test_what_did_harm_does_none` |
-| `num-examples` 2⁶² and random weights | counts as the clients' median, and so does the step | `test_what_did_harm_does_none` |
-| parameters ten thousand times too large | a step of the median length | `test_what_did_harm_does_none` |
-| FedFish with F = 1e30; sums with curvature × 10⁶ | refused; cut to what is usual in that layer | `test_what_did_harm_does_none` |
+| TCT: `largest-eigenvalue` 1e300, or 1e9 | refused; by the strict policy, cut to twice the number of features | `test_what_did_harm_does_none` |
+| `num-examples` 2⁶² and random weights | refused: nobody has more than 10¹⁵ examples |
+| `num-examples` 10⁹ and random weights | by the strict policy it counts as the clients' median, and so does the step | `test_what_did_harm_does_none` |
+| parameters ten thousand times too large | by the strict policy, a step of the median length | `test_what_did_harm_does_none` |
+| FedFish with F = 1e30; sums with curvature × 10⁶ | refused; by the strict policy, cut to the clients' median in that layer | `test_what_did_harm_does_none` |
 | a residual of NaN after 0 iterations | the layer stays at the clients' mean, with a warning, and `solver-fallbacks` counts it | `test_merge_scale.py` |
 | a factor with negative eigenvalues, also beside a diagonal that ends with 0: the merge fails, or follows the attacker | refused by a Cholesky factorisation of its correlations | `test_what_did_harm_does_none`, `test_a_matrix_with_a_negative_eigenvalue_is_no_second_moment` |
 | batch norm: one variance below 0, which makes NaN of every output; a negative count of batches, which divides by 0 in every client | refused by name | `test_what_did_harm_does_none` |
@@ -82,12 +89,9 @@ SEEN = """\
 """.strip()  # noqa: E501
 BEYOND = """\
 A client that knows the policy can stay within it. Here one client of six sends the
-opposite of its step (of its gradient, of its moments), twice as long, in every round,
-and says that it has three times the median's examples: 225 beside the other five's 378,
-so that a mean of steps goes backwards. The policy bounds what it does, and no more:
-nothing in one upload shows that it is a lie. Merges of curvature can leave such a
-client out (`outlier`, see [attacks.md](attacks.md)); averages cannot. These runs are
-not among those counted above."""
+opposite of its step (of its gradient, of its moments), as long, in every round, and
+says that it has as many examples as the median client: by the strict policy that is all
+that it can do. These runs are not among those counted above."""
 
 
 def quiet() -> None:
@@ -114,23 +118,18 @@ def told(outcome: Outcome) -> str:
 
 def measure(name: str) -> dict[str, Any]:
     """Return what became of all a strategy's runs."""
-    honest, runs = honest_accuracy(name), []
-    for victim, kind, attack, act in cases():
-        if victim == name:
-            outcome = run(name, act, (kind,))
-            runs.append(
-                [kind, attack, told(outcome), outcome.harm[:200], outcome.accuracy]
-            )
-    knowing = run(name, within_the_limits).accuracy
-    requests, harmed = besiege(name)
-    print(name, len(runs), [run for run in runs if run[3]], harmed, flush=True)
-    return {
-        "honest": honest,
-        "runs": runs,
-        "knowing": knowing,
-        "requests": requests,
-        "clients harmed": harmed,
-    }
+    found: dict[str, Any] = {}
+    for word, policy in POLICIES.items():
+        honest, runs = honest_accuracy(name, policy), []
+        for victim, kind, attack, act in cases():
+            if victim == name:
+                end = run(name, act, (kind,), policy)
+                runs.append([kind, attack, told(end), end.harm[:200], end.accuracy])
+        found[word] = {"honest": honest, "runs": runs}
+        print(name, word, len(runs), [run for run in runs if run[3]], flush=True)
+    found["knowing"] = run(name, within_the_limits).accuracy
+    found["requests"], found["clients harmed"] = besiege(name)
+    return found
 
 
 def kept(name: str) -> tuple[str, dict[str, Any]]:
@@ -145,27 +144,38 @@ def kept(name: str) -> tuple[str, dict[str, Any]]:
 
 def by_strategy(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield a row for each strategy."""
-    yield from head(
-        "strategy",
-        "runs",
-        "harmed",
-        "honest accuracy",
-        "lowest with a hostile client",
-        "hostile requests",
-        "clients harmed",
-    )
+    columns = ("honest accuracy", "lowest with a hostile client", "harmed")
+    words = [f"{word}: {column}" for word in POLICIES for column in columns]
+    yield from head("strategy", "runs", *words, "hostile requests", "clients harmed")
     for name, each in found.items():
-        runs = each["runs"]
-        _, worst, _, _, lowest = min(runs, key=lambda run: run[-1])
-        yield row(
-            name,
-            str(len(runs)),
-            str(sum(bool(harm) for *_, harm, _ in runs)),
-            f"{100 * each['honest']:.1f}",
-            f"{100 * lowest:.1f} ({worst})",
-            str(each["requests"]),
-            str(len(each["clients harmed"])),
-        )
+        cells = [str(len(each["strict"]["runs"]))]
+        for word in POLICIES:
+            runs = each[word]["runs"]
+            _, worst, _, _, lowest = min(runs, key=lambda run: run[-1])
+            cells += [
+                f"{100 * each[word]['honest']:.1f}",
+                f"{100 * lowest:.1f} ({worst})",
+                str(len(harms(each[word]))),
+            ]
+        yield row(name, *cells, str(each["requests"]), str(len(each["clients harmed"])))
+
+
+def harms(each: dict[str, Any]) -> list[list[Any]]:
+    """Return the runs that came to harm."""
+    return [run for run in each["runs"] if run[3]]
+
+
+def harmful(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a row for each attack that harms by a policy: whom, and how badly."""
+    yield from head("policy", "reply", "what is sent", "harmed", "lowest accuracy, %")
+    for word in POLICIES:
+        rows: dict[tuple[str, str], dict[str, float]] = {}
+        for name, each in found.items():
+            for kind, attack, _, _, accuracy in harms(each[word]):
+                rows.setdefault((kind, attack), {})[name] = accuracy
+        for (kind, attack), own in sorted(rows.items(), key=lambda r: -len(r[1])):
+            lowest = f"{100 * min(own.values()):.0f}"
+            yield row(word, kind, attack, f"{len(own)}: {', '.join(own)}", lowest)
 
 
 def by_attack(found: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -173,10 +183,10 @@ def by_attack(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield from head("reply", "what is sent", "what becomes of it", "lowest share, %")
     rows: dict[tuple[str, str], list[tuple[str, float]]] = {}
     for each in found.values():
-        for kind, attack, what, _, accuracy in each["runs"]:
-            rows.setdefault((kind, attack), []).append(
-                (what, accuracy / each["honest"])
-            )
+        strict = each["strict"]
+        for kind, attack, what, _, accuracy in strict["runs"]:
+            share = accuracy / strict["honest"]
+            rows.setdefault((kind, attack), []).append((what, share))
     for (kind, attack), own in rows.items():
         counts = Counter(what for what, _ in own).most_common()
         became = ", ".join(f"{what} ({n})" for what, n in counts)
@@ -187,7 +197,7 @@ def beyond(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield a row for each strategy under a client that knows the limits."""
     yield from head("strategy", "honest accuracy", "with that client", "share, %")
     for name, each in found.items():
-        honest, knowing = each["honest"], each["knowing"]
+        honest, knowing = each["strict"]["honest"], each["knowing"]
         share = f"{100 * knowing / honest:.0f}"
         yield row(name, f"{100 * honest:.1f}", f"{100 * knowing:.1f}", share)
 
@@ -204,29 +214,37 @@ def main() -> None:
         context = multiprocessing.get_context("spawn")
         with context.Pool(options.workers, quiet) as pool:
             found = dict(pool.imap(kept, VICTIMS))
-    runs = [run for each in found.values() for run in each["runs"]]
-    harmed = sum(bool(run[3]) for run in runs)
+    count = sum(len(each["strict"]["runs"]) for each in found.values())
+    bad = {
+        w: [run for each in found.values() for run in harms(each[w])] for w in POLICIES
+    }
+    lost = [run for run in bad["default"] if not run[3].startswith("accuracy")]
     requests = sum(each["requests"] for each in found.values())
     clients = sum(len(each["clients harmed"]) for each in found.values())
     lines = blocks(
         opening("Hostile clients, and hostile servers", __doc__),
-        f"**{len(runs)} runs with a hostile client: {harmed} harmed. {requests} "
-        f"hostile requests: {clients} clients harmed.**",
+        f"**{count} runs with a hostile client: {len(bad['strict'])} harmed by the "
+        f"strict policy, {len(bad['default'])} by the default, of which {len(lost)} "
+        "ended, lost an honest upload or made a parameter infinite. "
+        f"{requests} hostile requests: {clients} clients harmed.**",
+        "## What does harm",
+        "The strategies that it harms, and the lowest accuracy of these.",
+        list(harmful(found)),
         "## What was seen to do harm",
         SEEN.split("\n"),
         "## By strategy",
         list(by_strategy(found)),
         f"Accuracy in %. Below {100 * ENOUGH:.0f} % of the honest run's, it is harm.",
         "## By what is sent",
-        "In how many strategies' runs it was what, as the log tells it, and the lowest "
-        "accuracy, in % of the honest run's.",
+        "By the strict policy: in how many strategies' runs it was what, as the log "
+        "tells it, and the lowest accuracy, in % of the honest run's.",
         list(by_attack(found)),
         "## Beyond these",
         BEYOND,
         list(beyond(found)),
     )
     write_page("hostile", lines, found)
-    sys.exit(harmed + clients > 0)
+    sys.exit(len(bad["strict"]) + len(lost) + clients > 0)
 
 
 if __name__ == "__main__":

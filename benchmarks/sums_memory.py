@@ -36,7 +36,7 @@ from flwr_fisher.tasks import make_model
 from flwr_fisher.wire import serialized_bytes, split_config
 
 _PAGE = 4096  # bytes
-UNLIMITED = Policy(max_weight=inf, max_share=1, max_distance=inf)
+UNLIMITED = Policy(max_weight=inf, max_distance=inf)
 
 
 class _SameReplies(CannedGrid):

@@ -125,12 +125,14 @@ class FedDyn(CurvatureStrategy):
         """Ask every sampled client to train."""
         request = {"job": "own-feddyn", "alpha": self.alpha}
         read = Additive.reader("params")
-        return [Exchange(request, read, self.renew, send, additive=Summation())]
+        of_all = {"additive": Summation(), "kept": "parameters"}
+        return [Exchange(request, read, self.renew, send, **of_all)]
 
     def renew(self, state: ServerState, uploads: Sequence[Upload[Additive]]) -> Step:
         """Return the next model and h."""
         before = Membership.from_tensors(state.group("membership"))
-        members = before.after(uploads, self.cohort.connected)
+        connected = self.cohort.connected
+        members = before.after(uploads, connected, kept="parameters")
         weights = [upload.num_examples for upload in uploads]
         models = [upload.payload.part("params") for upload in uploads]
         means = weighted_mean(models, weights)
@@ -158,10 +160,9 @@ def send(state: ServerState) -> dict[str, Any]:
 # --------
 #
 # Ten virtual clients with digits of about two classes each, half of them in a round,
-# beside FedAvg with the same training. The default policy cuts what a client uploads
-# where it is far from the others', and nobody cuts what that client keeps: where that
-# happens (a round's metrics have ``num-limited``), h is no more the mean of the g_k.
-# Among clients that are trusted, lift the limits.
+# beside FedAvg with the same training. Where the policy shortens a client's step,
+# ``kept="parameters"`` above has that client told with its next request: its g_k
+# changes by no more than the server took, and h remains their mean.
 
 # Flower logs every step of a round, which this page has no need of.
 logging.getLogger("flwr").setLevel(logging.ERROR)

@@ -102,8 +102,9 @@ class CurvatureStrategy(FedAvg):
         Clients are sent another one, derived from it; who must not guess which clients
         a round asks must not guess this one, either: take a large one.
     policy : Policy, optional
-        What limits a single client's influence; see
-        :class:`~flwr_fisher.strategies.Policy` for the defaults.
+        What limits a single client's influence. The default leaves honest clients as
+        they are; :meth:`Policy.strict() <flwr_fisher.strategies.Policy.strict>` is for
+        clients that may lie.
     waiting : Waiting, optional
         When a round ends, and for how many clients it waits; see
         :class:`~flwr_fisher.strategies.Waiting`. By default until all have replied, or

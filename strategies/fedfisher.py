@@ -123,7 +123,7 @@ class FedFisherOneShot(CurvatureStrategy):
         below what it is worth (docs/pretrained.md).
     **kwargs
         :class:`CurvatureStrategy`'s: FedAvg's sampling keywords and ``seed``. With
-        ``aggregate="parts"``, `policy`'s `max_share` does nothing:
+        ``aggregate="parts"``, `policy`'s `max_curvature` does nothing:
         ``MergeOptions(max_share=)`` has that cap.
 
     Raises
@@ -183,7 +183,7 @@ class FedFisherOneShot(CurvatureStrategy):
         self.privacy = check_privacy(privacy, norm_statistics)
         if aggregate == "parts":
             # The merge limits what a client holds of a layer's curvature (`max_share`).
-            self.policy = replace(self.policy, max_share=1)
+            self.policy = replace(self.policy, max_curvature=math.inf)
         options = asdict(merge)
         if aggregate == "sums":
             self.merge = sums_settings(solver, structure=structure, **options)

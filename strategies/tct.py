@@ -40,6 +40,7 @@ from flwr_fisher.wire import Additive, named_options
 from flwr_fisher.wire.tangent_sums import read_eigenvalues, read_moment_sums
 from flwr_fisher.wire.tangent_upload import (
     KEYS,
+    STEP,
     TangentUpload,
     read_local_weight,
     read_moments,
@@ -203,7 +204,7 @@ class TCT(CurvatureStrategy):
         config = self._features() | {"job": "tct-step", "local-steps": self.local_steps}
         mean = Summation[TangentUpload]()
         read, step = read_local_weight, self._average
-        return [Exchange(config, read, step, send, network, additive=mean)]
+        return [Exchange(config, read, step, send, network, additive=mean, kept=STEP)]
 
     def _training(self) -> Exchange[Additive]:
         """Ask the sampled clients to train, if they could do stage 2, too."""

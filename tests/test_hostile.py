@@ -27,6 +27,7 @@ from hostile import (
     OF_STATISTICS,
     OF_SUMS,
     OF_TCT,
+    STRICT,
     VICTIMS,
     accuracy,
     both,
@@ -79,7 +80,7 @@ def limited(what):
 
 HUGE, NEGATIVE = "of size .*, which cannot be", "/A': has a negative eigenvalue"
 VARIANCE, BATCHES = "'1.running_var': a variance below 0", "'1.num_batches_tracked': "
-MANY = limited(r"4.61169e\+18 examples count as")
+MANY = left(r"nobody has more than 1e\+15 examples")
 INDEFINITE = both(
     edit(r"^\d", lambda a: -a),
     edit("/kfac/.*/A$", arrow),
@@ -104,11 +105,11 @@ CASES = [
     ("FedFisher", "F x 1e-20", ""),
     ("FedFisher, packed", "F x 1e-20", ""),
     ("FAGH", "1e30", left(f"'gradient': is {HUGE}")),
-    ("TCT", "30 000 examples", limited("30000 examples count as")),
+    ("TCT", "30 000 examples", limited(r"weight x 0\.00\d+")),
     ("TCT", "means of 1e300", left(f"'features': is {HUGE}")),
     ("TCT", "eigenvalue 1e300", left(r"'largest-eigenvalue': is of size 1e\+300")),
     ("TCT", "eigenvalue 1e9", limited("largest-eigenvalue x")),
-    ("AFL", "labels x -1e4", limited("head/cross x")),
+    ("AFL", "labels x -1e4", limited(".*head/cross x")),
     (
         "AFL",
         "both of 1e30",
@@ -116,16 +117,17 @@ CASES = [
     ),
     ("AFL", "labels of 1e300", left(f"'head/cross': is {HUGE}")),
     ("FedFisher", "2^62 examples, random", MANY),
+    ("FedFisher", "1e9 examples, random", limited(r"weight x 8.*e-08, parameters x")),
     ("FedExP", "scaled by 1e4", limited("parameters x")),
     ("FedFish", "F = 1e30 I", left("which cannot be")),
-    ("FedFish", "F x 1e6", limited("curvature of 0.weight x")),
+    ("FedFish", "F x 1e6", limited(".*curvature of 0.weight x")),
     ("FedFisher, sums", "F x 1e6", limited("fisher/0.weight x")),
     # Of that, the server takes its own product.
     ("FedFisher, sums", "a pull where the parameters are not", ""),
     (PRODUCTS, "2^62 examples, random", MANY),
     (PRODUCTS, "products that cannot be", left(f"'product': is {HUGE}")),
     (PRODUCTS, "products the other way, x 1e6", limited("product x")),
-    (PRODUCTS, "F x 1e6", limited("curvature of 0.weight x")),
+    (PRODUCTS, "F x 1e6", limited(".*curvature of 0.weight x")),
     ("FedFisher", "a factor with negative eigenvalues", left(NEGATIVE)),
     ("FedFisher, batch norm", "negative variance", left(VARIANCE)),
     ("FedFisher, batch norm", "one variance below zero", left(VARIANCE)),
@@ -161,9 +163,9 @@ def test_a_hostile_server_does_no_client_harm():
 
 
 def test_a_hostile_run_can_be_harmed():
-    """That the harness sees harm: without a policy, 2^62 examples own the model."""
+    """That the harness sees harm: without a policy, 1e9 examples own the model."""
     victim = VICTIMS["FedExP"]
-    attack = GENERAL["2^62 examples, random"]
+    attack = GENERAL["1e9 examples, random"]
     strategy = victim.make(policy=LIFTED, fraction_evaluate=0.0)
     start = ArrayRecord(shared_state(make_model()))
     grid = LocalGrid(make_app(victim, "unused", attack), CLIENTS, seed=1)
@@ -366,8 +368,8 @@ def test_products_of_one_client_are_computed_and_not_believed():
 
 def test_a_policy_out_of_range_is_named():
     for policy, said in (
-        ({"max_share": 0.4}, "share"),
-        ({"max_distance": 0.5}, "dist"),
+        ({"max_curvature": 0.4}, "curvature"),
+        ({"max_distance": 0.5}, "distance"),
     ):
         with pytest.raises(ConfigurationError, match=f"^max_{said}"):
             Policy(**policy)
@@ -384,7 +386,8 @@ def test_two_clients_are_not_limited(name, tmp_path, caplog):
     start = ArrayRecord(shared_state(make_model(victim.normalised)))
     with caplog.at_level(logging.WARNING):
         rounds = victim.rounds if name == "TCT" else 1
-        victim.make(fraction_evaluate=0.0).start(grid, start, num_rounds=rounds)
+        strategy = victim.make(fraction_evaluate=0.0, policy=STRICT)
+        strategy.start(grid, start, num_rounds=rounds)
     assert "limited" not in caplog.text
 
 
@@ -393,8 +396,13 @@ def test_who_is_limited_is_counted(tmp_path):
     attack = both(edit(NETWORK, noise), edit(ANY, lambda a: 1e3 * a))
     grid = LocalGrid(make_app(victim, str(tmp_path), attack), CLIENTS, seed=1)
     start = ArrayRecord(shared_state(make_model()))
-    result = victim.make(fraction_evaluate=0.0).start(grid, start)
-    assert result.train_metrics_clientapp[1]["num-limited"] == 1
+    result = victim.make(fraction_evaluate=0.0, policy=STRICT).start(grid, start)
+    metrics = result.train_metrics_clientapp[1]
+    # To which part of what each sent.
+    parts, weights = metrics["limited-parts"], metrics["limited-weights"]
+    cut = [min(pair) for pair in zip(parts, weights, strict=True)]
+    assert metrics["num-limited"] == sum(part < 1 for part in cut)
+    assert [part < 0.01 for part in cut] == [c == HOSTILE for c in range(CLIENTS)]
 
 
 # The log
@@ -425,7 +433,17 @@ def test_a_thousand_mistakes_are_twenty_lines_of_an_error():
 # Evaluate replies weigh no more than they may, either
 
 
-def test_an_evaluation_of_2_62_examples_owns_no_metric():
+@pytest.mark.parametrize(
+    ("examples", "policy", "loss"),
+    [
+        (2**62, Policy(), 0.0),  # refused: nobody has so many
+        (70, Policy(), 0.7),  # as Flower's FedAvg
+        (10**9, STRICT, STRICT.max_weight / (STRICT.max_weight + 3)),
+    ],
+)
+def test_evaluations_weigh_what_clients_report_unless_the_policy_is_strict(
+    examples, policy, loss, caplog
+):
     plain = tiny_app()
     app = ClientApp()
     app.train()(plain)
@@ -434,10 +452,11 @@ def test_an_evaluation_of_2_62_examples_owns_no_metric():
     @app.evaluate()
     def evaluate(message, context):
         liar = context.node_config["partition-id"] == 3
-        own = {"num-examples": 2**62, "loss": 1.0} if liar else {"num-examples": 10}
+        own = {"num-examples": examples, "loss": 1.0} if liar else {"num-examples": 10}
         content = RecordDict({"m": MetricRecord({"loss": 0.0, **own})})
         return Message(content, reply_to=message)
 
-    strategy = FedExP(fraction_train=0.0, fraction_evaluate=1.0)
+    strategy = FedExP(fraction_train=0.0, fraction_evaluate=1.0, policy=policy)
     result = strategy.start(LocalGrid(app, 4), tiny_arrays(), num_rounds=1)
-    assert result.evaluate_metrics_clientapp[1]["loss"] == 0.25
+    assert result.evaluate_metrics_clientapp[1]["loss"] == pytest.approx(loss)
+    assert ("partition-3" in caplog.text) == (examples > 70)

@@ -1,7 +1,6 @@
 """A method whose clients remember, from the library's public faces alone: FedDyn."""
 
 from functools import partial
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,11 @@ from flwr_fisher.client import ClientState, LocalSGD, Request
 from flwr_fisher.errors import ClientError, ConfigurationError, ParamsError
 from flwr_fisher.params import trainable_names
 from flwr_fisher.secure import SecureSums
-from flwr_fisher.strategies import Exchange, Membership, Policy
+from flwr_fisher.strategies import Exchange, Membership
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive, Roster
 
 OWN = tutorials.load("own_state", "Two runs")
-NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +40,14 @@ def run(app=None, clients=3, **start):
 
 
 def test_it_reaches_the_optimum_of_all_data():
-    options = {"policy": NO_LIMITS, "fraction_train": 0.5}
+    options = {"fraction_train": 0.5}
     method = feddyn(model=virtual.plane(), alpha=2.0, **options)
     found = lines.on_lines(method, 140)
     torch.testing.assert_close(found, lines.optimum(), rtol=0, atol=1e-4)
 
 
 def test_h_is_the_mean_of_what_clients_keep():
-    method = feddyn(fraction_train=0.4, seed=3, policy=NO_LIMITS)
+    method = feddyn(fraction_train=0.4, seed=3)
     renew, steps = method.renew, []
     method.renew = lambda *given: steps.append(renew(*given)) or steps[-1]
     method.start(LocalGrid(tiny_app(), 5), tiny_arrays(), num_rounds=4)
@@ -110,6 +108,18 @@ def test_a_personal_part_begins_as_it_is_told(tmp_path):
         membership = Membership(7, step + 1, 1, Roster().after(step + 1, {0: 1.0}))
 
 
+def test_what_the_server_did_not_take_is_not_kept(tmp_path):
+    problem, like = tiny_client(state_dir=tmp_path).problem, {"w": torch.ones(2)}
+    roster, found = Roster(), []
+    for step, (saved, part) in enumerate([(4.0, 0.25), (3.0, 0.5), (0.0, 1.0)]):
+        sent = Membership(7, step, 1, roster).sent()
+        state = ClientState.of(problem, Request({}, {"": sent}), "mine", like)
+        found += [state.load()[0]["w"].tolist() for _ in range(2)]  # it is asked again
+        state.save({"w": torch.full((2,), saved)})
+        roster = roster.after(step + 1, {0: 1.0}, {0: part} if part < 1 else {})
+    assert found == [[kept] * 2 for kept in (0.0, 0.0, 1.0, 1.0, 2.0, 2.0)]
+
+
 def test_a_membership_that_was_not_carried_on_is_named():
     with pytest.raises(
         ConfigurationError, match=r"\['run', 'steps'\] are not in .*Step"
@@ -141,6 +151,6 @@ def test_a_loop_that_cannot_correct_its_steps_is_refused_by_name():
 
 def test_it_takes_secure_sums(tmp_path):
     app = sums.secure_app(tmp_path)
-    plain = sums.merged(feddyn(policy=NO_LIMITS), app, rounds=2)
+    plain = sums.merged(feddyn(), app, rounds=2)
     secure = sums.merged(feddyn(secure=SecureSums()), app, rounds=2)
     assert sums.distance(plain, secure) < 1e-4

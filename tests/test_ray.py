@@ -160,7 +160,7 @@ def test_a_secure_sum_gives_the_model_of_the_plain_one(flower, app, tmp_path):
     log = flwr_run(flower, app, ALONE, local_epochs=EPOCHS, alpha=0.5, **aggregate)
     assert "secure sum, values: asking 4 nodes" in log
     secure = load_file(tmp_path / "model.safetensors")
-    lifted = Policy(max_weight=inf, max_share=1, max_distance=inf)
+    lifted = Policy(max_weight=inf, max_distance=inf)
     plain = run_locally(tmp_path, 1, aggregate="sums", policy=lifted)
     for name, tensor in plain.items():
         assert (secure[name] - tensor).abs().max() < 1e-4, name

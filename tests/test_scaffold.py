@@ -1,8 +1,8 @@
 """SCAFFOLD as a strategy: its optimum, its clients' memory, and what it owes users."""
 
 import re
+import sys
 from functools import partial
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -39,8 +39,6 @@ from flwr_fisher.params import shared_state
 from flwr_fisher.strategies import Policy, Scaffold
 from flwr_fisher.wire import Roster, arrays_to_tensors
 
-# What a policy takes is missing in c, and moves the optimum.
-NO_LIMITS = Policy(max_weight=inf, max_share=1, max_distance=inf)
 plain_sgd = partial(LocalSGD, momentum=0.0)
 
 
@@ -133,16 +131,15 @@ def holding(partition):
 
 
 def optimum():
-    x, y = (
-        torch.cat(part) for part in zip(*map(holding, range(QUADRATIC)), strict=True)
-    )
+    every = [holding(partition) for partition in range(QUADRATIC)]
+    x, y = (torch.cat(part) for part in zip(*every, strict=True))
     return torch.linalg.lstsq(x.double(), y.double()).solution.flatten()
 
 
-def line_app(**options):
+def line_app(lr=0.02, **options):
     def client_fn(context):
         data = TensorDataset(*holding(int(context.node_config["partition-id"])))
-        train = plain_sgd(epochs=20, lr=0.02, loss_fn=F.mse_loss)
+        train = plain_sgd(epochs=20, lr=lr, loss_fn=F.mse_loss)
         loader = DataLoader(data, batch_size=len(data))
         return FisherClient(plane(), loader, train_fn=train, device="cpu", **options)
 
@@ -158,6 +155,23 @@ def on_lines(strategy, rounds, app=None):
 def test_it_reaches_the_optimum():
     ours = on_lines(scaffold(fraction_train=0.5), 60)
     torch.testing.assert_close(ours, optimum(), rtol=0, atol=1e-3)
+
+
+def steep(partition):
+    """One client's loss is ten times as steep as the others' are."""
+    generator = torch.Generator().manual_seed(partition)
+    x = torch.randn(30, 2, generator=generator) * torch.tensor([1 + partition / 2, 1])
+    x = x * (10**0.5 if partition == 3 else 1)
+    truth = torch.tensor([[3.0 * partition - 4], [(-1.0) ** partition * 3]])
+    return x, x @ truth
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy.strict()], ids=["", "strict"])
+def test_a_steep_client_moves_no_optimum(policy, monkeypatch):
+    """What the policy cuts of its change, it does not keep either."""
+    monkeypatch.setattr(sys.modules[__name__], "holding", steep)
+    found = on_lines(scaffold(policy=policy), 80, line_app(lr=0.01))
+    torch.testing.assert_close(found, optimum(), rtol=0, atol=1e-3)
 
 
 # The control variate
@@ -205,7 +219,7 @@ def test_c_stays_their_mean_where_replies_are_left_out():
             raise ValueError("lost on the way")
 
     app.tamper = {1: sometimes}
-    strategy = scaffold(policy=NO_LIMITS)
+    strategy = scaffold()
     result = run(strategy, app, 3, num_rounds=3)
     assert result.train_metrics_clientapp[2]["num-rejected"] == 1
     assert result.train_metrics_clientapp[3]["num-lost-states"] == 0

@@ -623,7 +623,7 @@ def test_clients_are_asked_for_sums_and_only_then():
 def test_uploads_are_added_as_they_come_in_any_order():
     """Where no policy weighs them against each other: the same bits, and none kept."""
     plain = run(sums(policy=LIFTED))
-    held = run(sums(policy=Policy(max_share=1, max_distance=1e9)))
+    held = run(sums(policy=Policy(max_distance=1e9)))
     assert same_bits(plain.arrays, held.arrays)
     assert not [u for u in plain.uploads if isinstance(u.payload, Additive)]
     assert all(isinstance(u.payload, Additive) for u in held.uploads)

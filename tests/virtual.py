@@ -39,7 +39,7 @@ FEATURES, CLASSES = 3, 3
 USERS = {"lr", "proximal-mu", "server-round", "note"}  # keys; others are a server's
 
 # The server takes what clients say as they say it.
-LIFTED = Policy(max_weight=math.inf, max_share=1, max_distance=math.inf)
+LIFTED = Policy(max_weight=math.inf, max_distance=math.inf)
 
 OF_FISHER = {field.name for field in fields(FisherOptions)}
 OF_MERGE = {field.name for field in fields(MergeOptions)}

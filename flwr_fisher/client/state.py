@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flwr_fisher.client.disk import ClientDisk
+from flwr_fisher.client.disk import ClientDisk, Kept
 from flwr_fisher.client.problem import LocalProblem
 from flwr_fisher.client.request import Request
 from flwr_fisher.errors import ConfigurationError, ParamsError
 from flwr_fisher.log_lines import logger
-from flwr_fisher.params import Params, check_same_layout
+from flwr_fisher.params import Params, add, check_same_layout, subtract
 from flwr_fisher.wire import Roster
 
 STATE = "state"  # the namespace of what methods keep of a run
 _FIT = re.compile(r"[a-z]+(-[a-z]+)*")
+_TAKEN = "taken"  # the note of what is changed by what the server took, and no more
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class ClientState:
         The step of the last reply that the server had; None: there was none.
     next_step : int
         The step that this request is for.
+    part : float, default 1
+        Which part of the change in `last_step` the server took: less than 1 where its
+        policy limits this client. What is kept changes by as much.
 
     Examples
     --------
@@ -60,6 +64,7 @@ class ClientState:
     name: str
     last_step: int | None
     next_step: int
+    part: float = 1.0
 
     @classmethod
     def of(
@@ -85,8 +90,9 @@ class ClientState:
         # That of the last step stays until the server has had this one's.
         num_bytes = 2 * sum(v.nbytes for v in like.values())
         disk.check_room(num_bytes, f"the state of run {disk.key}")
-        last_step = Roster.from_tensors(request.facts).steps.get(request.client)
-        return cls(disk, like, name, last_step, request.count("steps") + 1)
+        roster, client = Roster.from_tensors(request.facts), request.client
+        last_step, part = roster.steps.get(client), roster.parts.get(client, 1.0)
+        return cls(disk, like, name, last_step, request.count("steps") + 1, part)
 
     def load(self, first: Params | None = None) -> tuple[dict[str, Tensor], bool]:
         """Return it, and whether it was lost: then it is `first`, and the log says so.
@@ -111,7 +117,7 @@ class ClientState:
         if self.last_step is not None:
             saved = self._saved(self.last_step)
             if saved is not None:
-                return saved, False
+                return self._taken(saved, first), False
             logger.warning(
                 "The state '%s' of step %s is not in %s: it is lost, and begins anew",
                 self.name,
@@ -120,12 +126,23 @@ class ClientState:
             )
         return self._begins(first), self.last_step is not None
 
+    def _taken(self, saved: Kept, first: Params | None) -> dict[str, Tensor]:
+        """Return what was kept, changed by no more than what the server took."""
+        if self.part == 1 or saved.note == _TAKEN:
+            return saved.tensors
+        before = self._saved(int(saved.note)) if saved.note else None
+        old = self._begins(first) if before is None else before.tensors
+        taken = add(old, subtract(saved.tensors, old), self.part)
+        assert self.last_step is not None
+        self.disk.save(self.name, taken, step=self.last_step, note=_TAKEN)
+        return taken
+
     def _begins(self, first: Params | None) -> dict[str, Tensor]:
         if first is None:
             return {key: torch.zeros_like(value) for key, value in self.like.items()}
         return {key: first[key].detach().clone() for key in self.like}
 
-    def _saved(self, step: int) -> dict[str, Tensor] | None:
+    def _saved(self, step: int) -> Kept | None:
         kept = self.disk.load(self.name, step)
         if kept is None:
             return None
@@ -136,7 +153,8 @@ class ClientState:
         except ParamsError as error:
             logger.warning("%s: it is another model's, and treated as lost", error)
             return None
-        return {n: tensors[n].to(value) for n, value in self.like.items()}
+        there = {n: tensors[n].to(value) for n, value in self.like.items()}
+        return Kept(there, kept.note)
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the new one, and the last one until the server has had this reply.
@@ -150,4 +168,6 @@ class ClientState:
         """
         check_same_layout(self.like, tensors, f"the state '{self.name}'")
         kept = [] if self.last_step is None else [self.last_step]
-        self.disk.save(self.name, tensors, step=self.next_step, keep=kept)
+        before = "".join(map(str, kept))  # from which it changed
+        disk, step = self.disk, self.next_step
+        disk.save(self.name, tensors, step=step, keep=kept, note=before)

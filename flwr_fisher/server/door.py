@@ -19,7 +19,7 @@ from flwr_fisher.errors import FlwrFisherError, RoundError, WireError, listed, p
 from flwr_fisher.log_lines import logger
 from flwr_fisher.params import Params
 from flwr_fisher.server.cohort import FREEZE_THE_SAME, Cohort, unlike_most
-from flwr_fisher.server.exchange import Upload
+from flwr_fisher.server.exchange import WEIGHT, Upload
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
 from flwr_fisher.server.policy import Policy, Sizes
@@ -32,6 +32,8 @@ Aggregate = Callable[[int, Iterable[Message]], MetricRecord | None]
 
 _ENTRIES, _NUMBERS, _NAME = 1000, 100_000, 200  # of a reply's metrics
 _REASON, _LONG_REASON, _LINES = 500, 800, 20
+_SLIGHT = 0.5  # cut by less, nobody is named in the log
+_HEAVIEST = 1e15  # examples: of a weight that cannot be
 TRAIN, EVALUATE = "aggregate_train", "aggregate_evaluate"  # what a log line begins with
 
 
@@ -76,12 +78,15 @@ def weight_of(metrics: MetricRecord, key: str) -> float:
     Raises
     ------
     WireError
-        If it is missing, not positive or not finite.
+        If it is missing, not positive, not finite, or more than anybody has.
     """
     weight = metrics.get(key)
-    if isinstance(weight, int | float) and math.isfinite(weight) and weight > 0:
+    if isinstance(weight, int | float) and 0 < weight <= _HEAVIEST:
         return weight
-    reason = f"the weight must be a positive number, got {printable(repr(weight))}"
+    reason = "the weight must be a positive number"
+    if isinstance(weight, int | float) and weight > _HEAVIEST:
+        reason = f"nobody has more than {_HEAVIEST:g} examples"
+    reason += f", got {printable(repr(weight))}"
     raise WireError(reason, field=key)
 
 
@@ -205,6 +210,10 @@ class Rejections:
         return lines[:_LINES] + [f"… and {more} more reasons"] * (more > 0)
 
 
+def _parts(limited: Mapping[str, float]) -> list[float]:
+    return [float(part) for name, part in limited.items() if name != WEIGHT]
+
+
 def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for client, reason in reasons.items():
@@ -262,8 +271,10 @@ class Door(Generic[P]):
         Those of them that were admitted at first.
     missing : dict[str, str]
         From whom nothing came, and why.
-    limited : dict[str, str]
-        What the policy changed, by client.
+    limited : dict[str, Mapping[str, float]]
+        What the policy has cut, by client, as of :class:`Upload`.
+    references : dict[str, float]
+        By what the policy measured lengths.
     """
 
     def __init__(
@@ -285,7 +296,8 @@ class Door(Generic[P]):
         self.rejected = Rejections()
         self.withdrawn: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        self.limited: dict[str, str] = {}
+        self.limited: dict[str, Mapping[str, float]] = {}
+        self.references: dict[str, float] = {}
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
         self._weights: dict[str, float] = {}  # within the policy
@@ -433,11 +445,14 @@ class Door(Generic[P]):
 
     # All replies
 
-    def uploads(self, needed: int) -> list[Upload[P]]:
+    def uploads(
+        self, needed: int, references: Mapping[str, float] | None = None
+    ) -> list[Upload[P]]:
         """Return the uploads in an order that depends on no node id and no timing.
 
         Those that do not agree with most are rejected first; then the policy limits
-        what is left.
+        what is left. `references` are the policy's of the last time; afterwards the
+        door's are the new ones.
 
         Raises
         ------
@@ -449,9 +464,14 @@ class Door(Generic[P]):
         self._fold_held()
         self.check_enough(needed)
         sizes = [self._sizes[upload.client] for upload in self.admitted]
-        uploads, self.limited = self.policy.limit(self.admitted, sizes, self.like)
-        for client, reason in self.limited.items():
-            logger.warning("%s: limited %s: %s", self.stage, client, reason)
+        new = self.references = self.policy.references(sizes, references or {})
+        uploads = self.policy.limit(self.admitted, sizes, self.like, new)
+        self.limited = {u.client: u.limited for u in uploads if u.limited}
+        for client, factors in self.limited.items():
+            if min(factors.values()) > _SLIGHT:
+                continue  # the round's metrics tell
+            parts = ", ".join(f"{name} x {part:.2g}" for name, part in factors.items())
+            logger.warning("%s: limited %s: %s", self.stage, client, parts)
         self._weights = {upload.client: upload.num_examples for upload in uploads}
         return uploads
 
@@ -518,9 +538,15 @@ class Door(Generic[P]):
         counts = {"num-replies": len(self.admitted), "num-rejected": len(self.rejected)}
         if self.missing:
             counts["num-missing"] = len(self.missing)
+        limited = {}
         if self.limited:
             counts["num-limited"] = len(self.limited)
-        return MetricRecord({**averaged, **counts})
+            factors = [self.limited.get(u.client, {}) for u in self.admitted]
+            limited = {
+                "limited-weights": [float(own.get(WEIGHT, 1)) for own in factors],
+                "limited-parts": [min(_parts(own), default=1.0) for own in factors],
+            }
+        return MetricRecord({**averaged, **counts, **limited})
 
 
 class EvaluationDoor(Door[Scores]):
@@ -533,6 +559,8 @@ class EvaluationDoor(Door[Scores]):
     """
 
     def __init__(self, cohort: Cohort, weighted_by_key: str, policy: Policy) -> None:
+        if not policy.limit_scores:
+            policy = replace(policy, max_weight=math.inf)
         super().__init__(
             cohort,
             lambda arrays, like: Scores(),

@@ -298,7 +298,7 @@ class Driver:
         alone = replace(under_way.exchange, additive=None)
         self._late = LateReplies(
             self.cohort,
-            partial(door_of, self.strategy, alone, under_way.state.params),
+            partial(door_of, self.strategy, alone, under_way.state),
             under_way.journal,
             self.server_round,
             self._count_late,

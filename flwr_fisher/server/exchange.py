@@ -115,6 +115,9 @@ class Upload(Generic[P]):
         What the client knows itself by: its partition, or its node's id.
     members : Sequence[int], default ()
         Where it stands for the sum over several clients: their numbers.
+    limited : Mapping[str, float]
+        What the policy has cut, and to which part of it: ``weight``, and parts of the
+        payload. Empty for nothing.
     """
 
     node_id: int
@@ -125,8 +128,10 @@ class Upload(Generic[P]):
     num_bytes: int
     number: int = 0
     members: Sequence[int] = ()
+    limited: Mapping[str, float] = field(default_factory=dict)
 
 
+WEIGHT = "weight"
 Uploads = Sequence[Upload[P]]
 
 
@@ -262,6 +267,11 @@ class Exchange(Generic[P]):
         before they train.
     additive : Summation, optional
         How a sum may take the uploads' place; None: the step needs each by itself.
+    kept : str
+        The part of an upload that clients also keep, for ``Membership.after``.
+    check : Callable[[ServerState, P], None], optional
+        Refuses an upload that cannot be an answer to what was sent; raises
+        ``WireError``.
 
     Raises
     ------
@@ -278,6 +288,8 @@ class Exchange(Generic[P]):
     clients: str | Callable[[ServerState], Collection[int]] = "sampled"
     require_same_parameters: bool = False
     additive: Summation[P] | None = None
+    kept: str = ""
+    check: Callable[[ServerState, P], None] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.clients, str):

@@ -55,11 +55,24 @@ class Membership:
         """Return that of a run that begins."""
         return cls(new_run_number())
 
-    def after(self, uploads: Uploads[Any], connected: int) -> "Membership":
+    def after(
+        self, uploads: Uploads[Any], connected: int, kept: str = ""
+    ) -> "Membership":
         """Return the membership after one more step, to which these uploads gave.
 
         There are as many clients as are connected, or have taken part if that is more.
         Of clients of whom a sum alone is known, each weighs as much as the others.
+
+        Parameters
+        ----------
+        uploads : Sequence[Upload]
+            The step's.
+        connected : int
+            How many nodes there are.
+        kept : str
+            The part of the upload that clients also keep on their disks. Where the
+            policy cut it, what they keep changes by no more than what the server took:
+            they are told with their next request.
         """
         steps = self.steps + 1
         given = {
@@ -67,7 +80,8 @@ class Membership:
             for upload in uploads
             for number in upload.members or [upload.number]
         }
-        roster = self.roster.after(steps, given)
+        limited = {u.number: u.limited[kept] for u in uploads if kept in u.limited}
+        roster = self.roster.after(steps, given, limited)
         known = len(roster.weights)
         total = fsum(roster.weights.values()) * (max(known, connected) / known)
         return Membership(self.run, steps, total, roster)

@@ -3,19 +3,19 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import fsum, inf, isfinite
+from math import inf, isfinite
 from typing import TypeVar
 
 from flwr_fisher.errors import WireError, check_range
 from flwr_fisher.params import Params
-from flwr_fisher.server.exchange import Upload
+from flwr_fisher.server.exchange import WEIGHT, Upload
 from flwr_fisher.wire import Payload
 
 P = TypeVar("P", bound=Payload)
 
 _LARGEST = 1e18  # of a size; float32 holds its square
 _FEWEST = 3  # of two clients nobody can tell which one is odd
-_INCREDIBLE = 10  # times what is allowed: no honest client's, however unlike the others
+_FALL = 0.95  # of a kept part's reference, from one round to the next at most
 
 
 @dataclass(frozen=True)
@@ -47,49 +47,90 @@ class Sizes:
 class Policy:
     r"""Limits what a single client can do to a round, among three clients or more.
 
-    What exceeds a limit is cut to it. What exceeds it ten times is no client's, however
-    unlike the others' its data are, and is cut to what is usual.
+    What exceeds a limit is cut to it: more never counts for less. The defaults are for
+    clients that are honest: what no honest client could send is cut, and a federation
+    whose sizes span three decades is left as it is, bit for bit. So a client that lies
+    can have nearly all of the weight. :meth:`strict` is for clients that may lie.
 
     Parameters
     ----------
-    max_weight : float, default 3
+    max_weight : float, default 1000
         How much a client may weigh, in multiples of the clients' median: nobody can
         check how many examples it has. ``inf`` lifts the limit.
-    max_share : float, default 0.5
-        Of a layer's summed curvature, of products with it and of inputs' moments: what
-        a client has above this share does not count. At a half, no client outweighs all
-        others together. In [0.5, 1]; 1 lifts the limit.
-    max_distance : float, default 2
+    max_distance : float, default 1000
         How far a client's parameters may be from those that it was sent, and how long
-        its gradient or any other vector may be, in multiples of the clients' median.
-        Longer ones are shortened. ``inf`` lifts the limit.
+        its gradient or any other vector may be, in multiples of the clients' median, or
+        of what that was in rounds before. Longer ones are shortened. ``inf`` lifts the
+        limit.
+    max_curvature : float, default inf
+        How large a client's curvature of a layer may be, its products with curvature
+        and its moments of inputs, times its weight, in multiples of the clients'
+        median. No default: honest clients' curvatures differ without limit.
+    limit_scores : bool, default False
+        Whether `max_weight` holds in evaluations, too. They are weighted as clients
+        report otherwise, as Flower's are.
 
     Raises
     ------
     ConfigurationError
         If a number is out of range.
+
+    Notes
+    -----
+    Of M clients, one has at most the share :math:`k / (k + \lceil M / 2 \rceil - 1)` of
+    the weight, for `max_weight` k, since half of all clients have the median or more:
+    20 % of ten clients by :meth:`strict`, and 10 % where all are of one size. It moves
+    a mean by that share of at most `max_distance` references. The same holds for
+    curvature and `max_curvature`.
+
+    A client that keeps a part of its upload on its disk, :class:`Scaffold`'s change of
+    a control variate, say, keeps no more of it than the server took: it is told with
+    its next request. Of such a part the median counts on in later rounds, each time by
+    0.95 of it: a client that is still on its way when the others have arrived gets
+    there, too. So all that one client adds to what the server keeps is at most
+    ``20 * max_distance`` times its share of the sum of all rounds' medians.
     """
 
-    max_weight: float = 3.0
-    max_share: float = 0.5
-    max_distance: float = 2.0
+    max_weight: float = 1000.0
+    max_distance: float = 1000.0
+    max_curvature: float = inf
+    limit_scores: bool = False
+
+    @classmethod
+    def strict(cls) -> "Policy":
+        """Return limits for clients that may lie: none counts for more than the median.
+
+        Honest clients with more data than others count for less by them, in training
+        and in evaluations, and those whose steps are long are slowed down.
+
+        Examples
+        --------
+        >>> Policy.strict()
+        Policy(max_weight=1, max_distance=1, max_curvature=1, limit_scores=True)
+        """
+        return cls(max_weight=1, max_distance=1, max_curvature=1, limit_scores=True)
 
     def __post_init__(self) -> None:
         check_range("max_weight", self.max_weight, 1)
-        check_range("max_share", self.max_share, 0.5, 1)
         check_range("max_distance", self.max_distance, 1)
+        check_range("max_curvature", self.max_curvature, 1)
 
     @property
     def limits(self) -> bool:
         """Whether there is any limit."""
-        return min(self.max_weight, self.max_distance) < inf or self.max_share < 1
+        return min(self.max_weight, self.max_distance, self.max_curvature) < inf
 
     def limit(
-        self, uploads: Sequence[Upload[P]], sizes: Sequence[Sizes], like: Params
-    ) -> tuple[list[Upload[P]], dict[str, str]]:
-        """Return the uploads within the limits, and what was limited, by client.
+        self,
+        uploads: Sequence[Upload[P]],
+        sizes: Sequence[Sizes],
+        like: Params,
+        references: Mapping[str, float],
+    ) -> list[Upload[P]]:
+        """Return the uploads within the limits.
 
-        An upload that keeps to the limits comes back as it is.
+        An upload that keeps to the limits comes back as it is; any other one tells in
+        its `limited` what is left of what.
 
         Parameters
         ----------
@@ -99,98 +140,111 @@ class Policy:
             Theirs, as :meth:`Sizes.of` measures them.
         like : Mapping[str, Tensor]
             The parameters that were sent out.
+        references : Mapping[str, float]
+            What :meth:`references` returns of these sizes.
         """
         if len(uploads) < _FEWEST:
-            return list(uploads), {}
+            return list(uploads)
         weights = self.weights([upload.num_examples for upload in uploads])
-        limited = [_reweighted(u, w) for u, w in zip(uploads, weights, strict=True)]
         curvatures = [
             {name: weight * norm for name, norm in own.curvature_norms.items()}
             for weight, own in zip(weights, sizes, strict=True)
         ]
-        of_steps = _factors([own.step_norms for own in sizes], self.distances)
-        of_curvatures = _factors(curvatures, self.shares)
-        reasons = {}
-        for i, before in enumerate(uploads):
-            if factors := of_steps[i] | of_curvatures[i]:
-                payload = limited[i].payload.scaled(factors, like)
-                limited[i] = replace(limited[i], payload=payload)
-            if limited[i] is not before:
-                reasons[before.client] = _reason(before, limited[i], factors)
-        return limited, reasons
+        steps = [own.step_norms for own in sizes]
+        far = _factors(steps, lambda name, d: self.distances(d, references.get(name)))
+        large = _factors(curvatures, lambda _, c: self.curvatures(c))
+        return [
+            _limited(upload, weight, steps | shares, like)
+            for upload, weight, steps, shares in zip(
+                uploads, weights, far, large, strict=True
+            )
+        ]
+
+    def references(
+        self, sizes: Sequence[Sizes], before: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return by what the lengths of each part are measured.
+
+        Parameters
+        ----------
+        sizes : Sequence[Sizes]
+            Those of one exchange's uploads.
+        before : Mapping[str, float]
+            What this returned the last time, of parts that clients keep.
+
+        Examples
+        --------
+        >>> sizes = [Sizes({"step": length}, {}) for length in (1.0, 2.0, 5.0)]
+        >>> Policy().references(sizes, {}), Policy().references(sizes, {"step": 4.0})
+        ({'step': 2.0}, {'step': 3.8})
+        """
+        if len(sizes) < _FEWEST or self.max_distance == inf:
+            return {}
+        medians = {
+            name: statistics.median(own.step_norms[name] for own in sizes)
+            for name in sizes[0].step_norms
+        }
+        return {n: max(m, _FALL * before.get(n, 0.0)) for n, m in medians.items()}
 
     def weights(self, weights: Sequence[float]) -> list[float]:
         """Return weights, of which none is more than `max_weight` times the median.
 
         Examples
         --------
-        >>> Policy().weights([10, 20, 90]), Policy().weights([10, 20, 2**62])
-        ([10, 20, 60.0], [10, 20, 20])
+        >>> Policy().weights([10, 100, 10_000])
+        [10, 100, 10000]
+        >>> Policy.strict().weights([10, 100, 10_000])
+        [10, 100, 100]
         """
         return _at_most(self.max_weight, weights)
 
-    def distances(self, distances: Sequence[float]) -> list[float]:
-        """Return lengths, of which none is more than `max_distance` medians."""
-        return _at_most(self.max_distance, distances)
+    def distances(
+        self, distances: Sequence[float], reference: float | None = None
+    ) -> list[float]:
+        """Return lengths up to `max_distance` times the reference, or the median."""
+        return _at_most(self.max_distance, distances, reference)
 
-    def shares(self, curvatures: Sequence[float]) -> list[float]:
-        """Return curvatures, of which the largest is cut to its share of all.
-
-        Examples
-        --------
-        >>> Policy().shares([10, 20, 50]), Policy().shares([10, 20, 1e6])
-        ([10, 20, 30.0], [10, 20, 15.0])
-        """
-        limited = list(curvatures)
-        if self.max_share == 1:
-            return limited
-        largest = max(range(len(limited)), key=limited.__getitem__)
-        others = fsum(limited[:largest]) + fsum(limited[largest + 1 :])
-        most = others * self.max_share / (1 - self.max_share)
-        if limited[largest] > _INCREDIBLE * most:
-            limited[largest] = others / (len(limited) - 1)
-        else:
-            limited[largest] = min(limited[largest], most)
-        return limited
+    def curvatures(self, curvatures: Sequence[float]) -> list[float]:
+        """Return curvatures up to `max_curvature` times the median."""
+        return _at_most(self.max_curvature, curvatures)
 
 
-def _at_most(multiple: float, values: Sequence[float]) -> list[float]:
-    """Return values up to a multiple of the median; the median for incredible ones."""
+def _at_most(
+    multiple: float, values: Sequence[float], reference: float | None = None
+) -> list[float]:
+    """Return values up to a multiple of the reference, by default of the median."""
     if len(values) < _FEWEST or multiple == inf:
         return list(values)
-    median = statistics.median(values)
-    most = multiple * median
-    return [
-        median if value > _INCREDIBLE * most else min(value, most) for value in values
-    ]
+    if reference is None:
+        reference = statistics.median(values)
+    return [min(value, multiple * reference) for value in values]
 
 
-def _reweighted(upload: Upload[P], weight: float) -> Upload[P]:
-    if weight == upload.num_examples:
+def _limited(
+    upload: Upload[P], weight: float, factors: Mapping[str, float], like: Params
+) -> Upload[P]:
+    """Return an upload of another weight, its parts multiplied by factors."""
+    payload, limited = upload.payload, dict[str, float]()
+    if weight != upload.num_examples:
+        limited[WEIGHT] = weight / upload.num_examples
+        payload = payload.reweighted(limited[WEIGHT])
+    if factors:
+        limited |= factors
+        payload = payload.scaled(factors, like)
+    if not limited:
         return upload
-    payload = upload.payload.reweighted(weight / upload.num_examples)
-    return replace(upload, num_examples=weight, payload=payload)
+    return replace(upload, num_examples=weight, payload=payload, limited=limited)
 
 
 def _factors(
     sizes: Sequence[Mapping[str, float]],
-    limit: Callable[[Sequence[float]], list[float]],
+    limit: Callable[[str, Sequence[float]], list[float]],
 ) -> list[dict[str, float]]:
     """Return by what each client's parts are to be multiplied, if not by 1."""
     factors: list[dict[str, float]] = [{} for _ in sizes]
     for name in sizes[0]:
         own = [size[name] for size in sizes]
-        for mine, before, after in zip(factors, own, limit(own), strict=True):
+        for mine, before, after in zip(factors, own, limit(name, own), strict=True):
             if after < before:
                 mine[name] = after / before
     return factors
-
-
-def _reason(before: Upload[P], after: Upload[P], factors: Mapping[str, float]) -> str:
-    parts = []
-    if after.num_examples != before.num_examples:
-        parts.append(
-            f"{before.num_examples:g} examples count as {after.num_examples:g}"
-        )
-    parts += [f"{name} x {factor:.2g}" for name, factor in factors.items()]
-    return ", ".join(parts)

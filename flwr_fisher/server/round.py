@@ -43,6 +43,7 @@ from flwr_fisher.wire import NUM_EXAMPLES, Payload, named_options
 P = TypeVar("P", bound=Payload)
 
 _AGAIN_IF_DEAD, _AGAIN_IF_SILENT = 60.0, 3600.0  # seconds, at first
+_POLICY = "policy"  # the group of the state's tensors that is the policy's
 _AT_ONCE = 4  # uploads that are held, where they are added up as they come
 # What a step raises that cannot work with what it is given.
 _STEP_ERRORS = (
@@ -93,7 +94,7 @@ def requests(
 def door_of(
     strategy: StrategySettings,
     exchange: Exchange[P],
-    like: Params,
+    state: ServerState,
     weighted_by: str | None = None,
 ) -> Door[P]:
     """Return the door that an exchange's replies pass.
@@ -104,18 +105,25 @@ def door_of(
         Whose exchange it is.
     exchange : Exchange
         What is asked.
-    like : Mapping[str, Tensor]
-        The run's parameters.
+    state : ServerState
+        Where the run stands.
     weighted_by : str, optional
         The metric that weights clients. Default: the strategy's.
     """
     policy = strategy.policy
     if exchange.fold is not None:  # what is added at once cannot be weighed against
         policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
+
+    def read(arrays: ArrayRecord, like: Params) -> P:
+        payload = exchange.read(arrays, like)
+        if exchange.check is not None:
+            exchange.check(state, payload)
+        return payload
+
     return Door(
         strategy.cohort,
-        exchange.read,
-        like,
+        read,
+        state.params,
         weighted_by or strategy.weighted_by_key,
         policy,
         fold=exchange.fold,
@@ -194,7 +202,7 @@ class ExchangeRun(Generic[P]):
             # Nobody knows before the last has come what most train, and freeze.
             own = named_options({"tell-frozen": True})
             self.config = ConfigRecord({**self.config, **own})
-        self.door = door_of(strategy, exchange, state.params, weighted_by)
+        self.door = door_of(strategy, exchange, state, weighted_by)
         self._sampled: set[str] | None = None  # names; None: whoever comes
         self._asked: dict[int, _Asked] = {}
         self._due: set[int] = set()  # nodes that have not replied
@@ -473,7 +481,7 @@ class ExchangeRun(Generic[P]):
         """
         try:
             while True:
-                uploads = self.door.uploads(self.needed)
+                uploads = self.door.uploads(self.needed, self._references())
                 try:
                     step = self._try_step(uploads)
                     break
@@ -487,8 +495,23 @@ class ExchangeRun(Generic[P]):
             for client, reason in self.door.withdrawn.items():
                 self.journal.set_aside(client, reason)
         return Outcome(
-            step, uploads, self.door.metrics(self.strategy.train_metrics_aggr_fn)
+            self._with_reference(step),
+            uploads,
+            self.door.metrics(self.strategy.train_metrics_aggr_fn),
         )
+
+    def _references(self) -> dict[str, float]:
+        """Return by what the policy measured the part that clients keep, before."""
+        return {n: float(v) for n, v in self.state.group(_POLICY).items()}
+
+    def _with_reference(self, step: Step) -> Step:
+        """Return the step with what the policy measured that part by now."""
+        kept = self.exchange.kept
+        if kept not in self.door.references:
+            return step
+        now = torch.tensor(self.door.references[kept], dtype=torch.float64)
+        groups = {**step.state.groups, _POLICY: {kept: now}}
+        return replace(step, state=replace(step.state, groups=groups))
 
     def _try_step(self, uploads: Uploads[P]) -> Step:
         step = self.exchange.take(self.state, uploads)

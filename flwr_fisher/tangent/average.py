@@ -1,11 +1,21 @@
 """TCT's averages: SCAFFOLD's, where the control variate needs no upload of its own."""
 
 from collections.abc import Sequence
+from math import fsum
+from operator import mul
 
 from torch import Tensor
 
 from flwr_fisher.errors import check_positive, check_range
-from flwr_fisher.params import add, check_finite, finite, scale, subtract, weighted_mean
+from flwr_fisher.params import (
+    add,
+    check_finite,
+    finite,
+    scale,
+    shares_of,
+    subtract,
+    weighted_mean,
+)
 from flwr_fisher.tangent.spectrum import check_rate
 
 
@@ -66,6 +76,7 @@ def tct_average(
     locals: Sequence[Tensor],
     weights: Sequence[float],
     *,
+    parts: Sequence[float] | None = None,
     participation: float = 1.0,
     lr: float,
     local_steps: int,
@@ -92,6 +103,9 @@ def tct_average(
         Each client's weight, its number of examples; :math:`p_i` is its share in the
         cohort. Equal weights, as in the paper's code, solve another problem where
         clients differ in size.
+    parts : Sequence[float], optional
+        To which part of its length each client's :math:`\Theta_i - \Theta` was cut
+        before: its :math:`\Delta c_i` is cut to the same part. Default: all ones.
     participation : float, default 1
         :math:`\rho` in (0, 1], the cohort's share of all clients' weights.
     lr : float
@@ -125,7 +139,9 @@ def tct_average(
     mean, c = weighted_mean(wide, weights), {"weight": control.double()}
     # All of it is linear in Theta_i: one client at the mean stands for the cohort.
     moved = subtract({"weight": weight.double()}, mean)
-    shift = add(scale(c, -1), moved, _gradients_per_move(lr, local_steps))
+    shares = shares_of(weights)
+    taken = 1.0 if parts is None else fsum(map(mul, parts, shares))
+    shift = add(scale(c, -taken), moved, _gradients_per_move(lr, local_steps))
     new = {
         "weight": mean["weight"].to(weight.dtype),
         "control": add(c, shift, participation)["weight"].to(control.dtype),

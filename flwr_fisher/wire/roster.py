@@ -10,7 +10,7 @@ from flwr_fisher.errors import WireError
 from flwr_fisher.params import Params
 from flwr_fisher.wire.arrays import numbers_to_tensor, tensor_to_numbers
 
-_CLIENTS, _WEIGHTS = "clients", "client-weights"
+_CLIENTS, _WEIGHTS, _PARTS = "clients", "client-weights", "client-parts"
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Roster:
         The last step to which each client contributed.
     weights : Mapping[int, float]
         Each client's weight in that step. Weights are not sent to clients.
+    parts : Mapping[int, float]
+        Which part of its change the server took in that step, of each client of which
+        it did not take all: the policy cut the rest.
 
     Examples
     --------
@@ -37,21 +40,33 @@ class Roster:
 
     steps: Mapping[int, int] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
+    parts: Mapping[int, float] = field(default_factory=dict)
 
-    def after(self, step: int, weights: Mapping[int, float]) -> "Roster":
+    def after(
+        self,
+        step: int,
+        weights: Mapping[int, float],
+        parts: Mapping[int, float] | None = None,
+    ) -> "Roster":
         """Return the roster after a step, with the weights of its clients by number.
 
         A client's number is what it knows itself by: its partition, or its node's id.
+        `parts` are those below 1.
         """
         steps = {**self.steps, **dict.fromkeys(weights, step)}
-        return Roster(steps, {**self.weights, **weights})
+        before = {n: p for n, p in self.parts.items() if n not in weights}
+        return Roster(steps, {**self.weights, **weights}, before | dict(parts or {}))
 
     def sent(self) -> dict[str, Tensor]:
-        """Return the tensors to send to clients: each client's last step."""
+        """Return the tensors to send to clients: each client's last step, and parts."""
         if not self.steps:
             return {}
         steps = torch.tensor(list(self.steps.values()))
-        return {_CLIENTS: torch.stack([numbers_to_tensor(self.steps), steps], 1)}
+        sent = {_CLIENTS: torch.stack([numbers_to_tensor(self.steps), steps], 1)}
+        if self.parts:
+            parts = [self.parts.get(number, 1.0) for number in self.steps]
+            sent[_PARTS] = torch.tensor(parts, dtype=torch.float64)
+        return sent
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return all of the roster as tensors, for a checkpoint."""
@@ -68,7 +83,7 @@ class Roster:
         ------
         WireError
             Unless there are pairs of integers, a client and its step from 0 on, and as
-            many weights if any.
+            many weights if any, and parts in [0, 1] if any.
         """
         if _CLIENTS not in tensors:
             return cls()
@@ -76,7 +91,9 @@ class Roster:
         numbers, last = tensors[_CLIENTS].unbind(1)
         steps = dict(zip(tensor_to_numbers(numbers), last.tolist(), strict=True))
         weights = tensors[_WEIGHTS].tolist() if _WEIGHTS in tensors else []
-        return cls(steps, dict(zip(steps, weights, strict=False)))
+        parts = tensors[_PARTS].tolist() if _PARTS in tensors else []
+        cut = {n: part for n, part in zip(steps, parts, strict=False) if part < 1}
+        return cls(steps, dict(zip(steps, weights, strict=False)), cut)
 
 
 def _check(tensors: Params) -> None:
@@ -86,6 +103,10 @@ def _check(tensors: Params) -> None:
         raise WireError(reason, field=_CLIENTS)
     if (pairs[:, 1] < 0).any():
         raise WireError("a negative step", field=_CLIENTS)
-    if _WEIGHTS in tensors and tensors[_WEIGHTS].shape != pairs.shape[:1]:
-        reason = f"shape {tuple(tensors[_WEIGHTS].shape)} for {len(pairs)} clients"
-        raise WireError(reason, field=_WEIGHTS)
+    for name in {_WEIGHTS, _PARTS} & set(tensors):
+        if tensors[name].shape != pairs.shape[:1]:
+            reason = f"shape {tuple(tensors[name].shape)} for {len(pairs)} clients"
+            raise WireError(reason, field=name)
+    parts = tensors.get(_PARTS, torch.ones(0))
+    if not ((parts >= 0) & (parts <= 1)).all():
+        raise WireError("a part that is not in [0, 1]", field=_PARTS)

@@ -26,7 +26,7 @@ from flwr_fisher.wire.payload import Payload
 
 KEYS = "tct/"  # begins the keys of all tensors that are not the network's
 _DIGEST, _HEAD, COUNT = "digest", "head", "count"
-LARGEST, _FEATURES, _STEP = "largest-eigenvalue", "features", "step"
+LARGEST, _FEATURES, STEP = "largest-eigenvalue", "features", "step"
 LONGEST = 1024  # bytes of a name
 _MOST_CLASSES = 2**20
 
@@ -80,10 +80,11 @@ class TangentUpload(Payload):
             return {_FEATURES: norm64(parts) / len(tensors["mean"]) ** 0.5}
         weight = like[f"{KEYS}weight"]
         if LARGEST in tensors:
-            # Below this no eigenvalue matters: the rate is at most 5 / p.
-            return {LARGEST: max(float(tensors[LARGEST]), len(weight) / 5)}
-        sent = {_STEP: weight}
-        return {_STEP: displacements({_STEP: tensors["weight"]}, sent)[PARAMETERS]}
+            # All clients' standardised features have p as the mean of their traces: up
+            # to twice that no eigenvalue is odd, and the rate that it asks for does.
+            return {LARGEST: max(float(tensors[LARGEST]), 2.0 * len(weight))}
+        sent = {STEP: weight}
+        return {STEP: displacements({STEP: tensors["weight"]}, sent)[PARAMETERS]}
 
     def scaled(self, factors: Mapping[str, float], like: Params) -> Self:
         """Return it with smaller features, another eigenvalue, or a shorter step."""
@@ -93,10 +94,10 @@ class TangentUpload(Payload):
             tensors["m2"] = tensors["m2"] * factor**2
         if (factor := factors.get(LARGEST)) is not None:
             tensors[LARGEST] = tensors[LARGEST] * factor
-        if (factor := factors.get(_STEP)) is not None:
-            sent = {_STEP: like[f"{KEYS}weight"]}
-            own = {_STEP: tensors["weight"]}
-            tensors["weight"] = drawn_back(own, sent, {PARAMETERS: factor})[_STEP]
+        if (factor := factors.get(STEP)) is not None:
+            sent = {STEP: like[f"{KEYS}weight"]}
+            own = {STEP: tensors["weight"]}
+            tensors["weight"] = drawn_back(own, sent, {PARAMETERS: factor})[STEP]
         return replace(self, tensors=tensors)
 
     def reweighted(self, factor: float) -> Self:

@@ -62,12 +62,11 @@ class Scaffold(CurvatureStrategy):
 
     A client whose disk lost its :math:`c_i` starts from zero, and its log says so. What
     it had added to :math:`c` stays there, and shifts the optimum: look at
-    ``num-lost-states`` among a round's metrics. Another is ``control-norm``. What the
-    policy takes from a client's upload is missing in :math:`c` in the same way, since
-    the client keeps all of its :math:`c_i`: clients far from the others shift the
-    optimum by more than FedAvg would. Among clients that are trusted give ``policy=``
-    :class:`Policy` without limits, its numbers ``inf`` and ``max_share`` 1. Buffers
-    are averaged. ``CurvatureResult.details`` is :math:`c`, by parameter.
+    ``num-lost-states`` among a round's metrics. Another is ``control-norm``. Where the
+    policy cuts a change of :math:`c_i`, the client is told with its next request, and
+    keeps as much of it: :math:`c` remains the mean of all :math:`c_i`, and the optimum
+    is that of all clients' data. Buffers are averaged. ``CurvatureResult.details`` is
+    :math:`c`, by parameter.
 
     Examples
     --------
@@ -89,7 +88,8 @@ class Scaffold(CurvatureStrategy):
     def exchanges(self, server_round: int) -> Sequence[Exchange[Additive]]:
         """Ask every sampled client to train with corrected steps."""
         read = Additive.reader("params", _CONTROL)
-        return [Exchange({"job": "scaffold"}, read, self._step, send=_send)]
+        request = {"job": "scaffold"}
+        return [Exchange(request, read, self._step, send=_send, kept=_CONTROL)]
 
     def _step(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
         """Average models, and renew the control variate."""
@@ -97,7 +97,7 @@ class Scaffold(CurvatureStrategy):
         changes = [upload.payload.part(_CONTROL) for upload in uploads]
         models = [upload.payload.part("params") for upload in uploads]
         before = Membership.from_tensors(state.group(_MEMBERSHIP))
-        members = before.after(uploads, self.cohort.connected)
+        members = before.after(uploads, self.cohort.connected, kept=_CONTROL)
         names = changes[0].keys()
         known = state.group(_CONTROL) if before.steps else changes[0]
         stepped, control = scaffold_step(

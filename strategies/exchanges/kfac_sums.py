@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flwr_fisher.curvature import Curvature
+from flwr_fisher.errors import WireError
 from flwr_fisher.merge import MergeSettings
 from flwr_fisher.merge.sums_solver import Iterate, advanced, begin, merged
 from flwr_fisher.params import Params, check_finite, double, rounded
@@ -39,6 +40,8 @@ from flwr_fisher.wire.arrays import numbers_to_tensor, tensor_to_numbers
 from flwr_fisher.wire.layer_traces import LayerTraces
 
 _RUN, _TRACES, _CLIENTS = "sums", "traces", "clients"
+_DIRECTION = "direction"  # one of Iterate's groups
+_SLACK = 1e-3  # for what float32 rounds, of what the length is at most
 
 
 def run_group() -> Groups:
@@ -102,6 +105,7 @@ class KfacSums:
             send=_direction,
             clients=_present,
             additive=self._mean(),
+            check=_check_product,
         )
 
     def _begin(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -129,6 +133,25 @@ class KfacSums:
         result = replace(result, settings=self.merge)
         run = {_RUN: state.group(_RUN)}
         return replace(step_of(result), state=ServerState(result.params, run))
+
+
+def _check_product(state: ServerState, upload: Additive) -> None:
+    """Refuse a product with which no Fisher can answer: they have no negative values.
+
+    Raises
+    ------
+    WireError
+        Naming the layer in which the direction's length in this Fisher is negative.
+    """
+    direction = state.group(_DIRECTION)
+    product = double(upload.part(PRODUCT))
+    for block in _traces(state).blocks():
+        pairs = [(product[n].flatten(), direction[n].flatten()) for n in block.shapes]
+        length = sum(float(p @ d.to(p)) for p, d in pairs)
+        size = sum(float(p.norm() * d.to(p).norm()) for p, d in pairs)
+        if length < -_SLACK * size:
+            reason = "is the product of no Fisher: it is of a negative length"
+            raise WireError(reason, field=f"{PRODUCT}/{next(iter(block.shapes))}")
 
 
 def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -166,9 +189,9 @@ def _run(state: ServerState) -> Groups:
 def _direction(state: ServerState) -> Groups:
     direction: Params = {
         name: value.to(state.params[name].dtype)
-        for name, value in state.group("direction").items()
+        for name, value in state.group(_DIRECTION).items()
     }
-    return {**_run(state), "direction": direction}
+    return {**_run(state), _DIRECTION: direction}
 
 
 def _numbers(uploads: Uploads[Any]) -> dict[str, Tensor]:

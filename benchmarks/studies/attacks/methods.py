@@ -9,11 +9,11 @@ from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg, Krum, Mult
 from torch import Tensor
 
 from flwr_fisher.merge import LocalPosterior, fedfisher
+from flwr_fisher.strategies import Policy
 from flwr_fisher.testing import LocalGrid
-from studies.attacks.tables import BARE, DEFAULT, ROBUST
+from studies.attacks.tables import BOTH, DEFAULT, ROBUST, STRICT
 from studies.attacks.uploads import within_policy
 
-REACH = 2.0  # of the server's policy, in median lengths
 OUTLIER = 1.5
 Params = Mapping[str, Tensor]
 
@@ -56,11 +56,13 @@ def models(
     uploads: Sequence[LocalPosterior], start: dict[str, Tensor], attackers: int
 ) -> dict[str, Params]:
     """Return every method's model of the same uploads."""
-    checked = within_policy(uploads, start)
+    checked = within_policy(uploads, start, Policy())
+    strict = within_policy(uploads, start, Policy.strict())
     ours: dict[str, Params] = {
         DEFAULT: fedfisher(checked).params,
         ROBUST: fedfisher(checked, outlier=OUTLIER).params,
-        BARE: fedfisher(uploads).params,
+        STRICT: fedfisher(strict).params,
+        BOTH: fedfisher(strict, outlier=OUTLIER).params,
     }
     theirs = rivals(len(uploads), attackers)
     return ours | {

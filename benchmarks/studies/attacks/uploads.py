@@ -1,5 +1,6 @@
 """What hostile clients upload in place of honest ones, on one split."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,7 +108,7 @@ def _spiked(upload: LocalPosterior) -> LocalPosterior:
 
 
 def _lied(upload: LocalPosterior) -> LocalPosterior:
-    return replace(upload, num_examples=2.0**62)
+    return replace(upload, num_examples=1e9)
 
 
 Make = Callable[[Federation, int], LocalPosterior]
@@ -120,9 +121,9 @@ ATTACKS: dict[str, Make] = {
     "F × 10⁶": lambda f, i: _spiked(f.honest[i]),
     "F × 10⁶, label flips": lambda f, i: _spiked(f.flipped[i]),
     "F × 10⁶, random model": lambda f, i: _spiked(f.random[i]),
-    "n = 2⁶²": lambda f, i: _lied(f.honest[i]),
-    "n = 2⁶², label flips": lambda f, i: _lied(f.flipped[i]),
-    "n = 2⁶², random model": lambda f, i: _lied(f.random[i]),
+    "n = 10⁹": lambda f, i: _lied(f.honest[i]),
+    "n = 10⁹, label flips": lambda f, i: _lied(f.flipped[i]),
+    "n = 10⁹, random model": lambda f, i: _lied(f.random[i]),
     "random model": lambda f, i: f.random[i],
     "backdoor": lambda f, i: f.backdoored[i],
     "backdoor × 10": lambda f, i: _moved(f.start, f.backdoored[i], 10),
@@ -138,18 +139,14 @@ BACKDOORS = tuple(name for name in ATTACKS if "backdoor" in name)
 def within_policy(
     uploads: Sequence[LocalPosterior],
     start: dict[str, Tensor],
-    reach: float | None = None,
+    policy: Policy,
 ) -> list[LocalPosterior]:
     """Return what a server's policy leaves of uploads.
 
-    That is the default policy, or one that lets steps be `reach` times as long as the
-    median. What a client holds of a layer's curvature is left to the merge.
+    What a client holds of a layer's curvature is left to the merge, as
+    ``FedFisherOneShot`` does.
     """
-    policy = (
-        Policy(max_share=1)
-        if reach is None
-        else Policy(max_share=1, max_distance=reach)
-    )
+    policy = replace(policy, max_curvature=math.inf)
     sent = [
         Upload(
             index,
@@ -162,7 +159,8 @@ def within_policy(
         for index, upload in enumerate(uploads)
     ]
     sizes = [Sizes.of(upload.payload, start) for upload in sent]
-    limited, _ = policy.limit(sent, sizes, start)
+    lengths = policy.references(sizes, {})
+    limited = policy.limit(sent, sizes, start, lengths)
     return [upload.payload.posterior(upload.num_examples) for upload in limited]
 
 

@@ -1,0 +1,77 @@
+"""What limits a client's influence: more never counts for less."""
+
+import math
+
+import numpy as np
+import pytest
+
+from flwr_fisher.server.policy import Sizes
+from flwr_fisher.strategies import Policy
+
+POLICIES = {"default": Policy(), "strict": Policy.strict()}
+LIMITS = ("weights", "distances", "curvatures")
+
+
+def drawn(seed, count):
+    """Sizes over six decades, some of them equal, or next to nothing."""
+    generator = np.random.default_rng(seed)
+    values = 10 ** generator.uniform(-3, 3, count)
+    values[generator.random(count) < 0.2] = 1.0
+    values[generator.random(count) < 0.1] = 1e-12
+    return values.tolist()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("what", LIMITS)
+def test_more_never_counts_for_less(name, what):
+    limit = getattr(POLICIES[name], what)
+    for seed in range(200):
+        values = drawn(seed, 3 + seed % 9)
+        limited = limit(values)
+        assert all(
+            after <= before for after, before in zip(limited, values, strict=True)
+        )
+        ranks = np.argsort(values, kind="stable")
+        assert all(np.diff(np.array(limited)[ranks]) >= 0)
+        for place in range(len(values)):
+            for factor in (1.01, 3.0, 40.0, 1e6, 1e12):
+                more = values.copy()
+                more[place] *= factor
+                assert limit(more)[place] >= limited[place]
+
+
+@pytest.mark.parametrize("count", [3, 5, 10, 100])
+def test_sizes_of_three_decades_are_left_as_they_are(count):
+    """Zipf's law from 10 to 10 000 examples, and one client that has nearly all."""
+    sizes = [max(10_000 / rank, 10.0) for rank in range(1, count + 1)]
+    for values in (sizes, [10.0] * (count - 1) + [10_000.0]):
+        for what in LIMITS:
+            assert getattr(Policy(), what)(values) == values
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_client_has_at_most_the_share_that_the_docstring_says(name):
+    policy = POLICIES[name]
+    k = policy.max_weight
+    for seed in range(200):
+        values = drawn(seed, 3 + seed % 9)
+        for place in range(len(values)):
+            weights = policy.weights([*values[:place], 1e30, *values[place + 1 :]])
+            share = weights[place] / math.fsum(weights)
+            assert share <= k / (k + math.ceil(len(values) / 2) - 1) + 1e-9
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_one_client_adds_to_a_kept_part_is_bounded(name):
+    """By 20 max_distance times the sum of the medians, whatever it says."""
+    policy, generator = POLICIES[name], np.random.default_rng(0)
+    reference, added, medians = {}, 0.0, 0.0
+    for server_round in range(300):
+        honest = (generator.uniform(0.5, 2, 4) * 0.9**server_round).tolist()
+        sizes = [Sizes({"control": length}, {}) for length in [*honest, 1e12]]
+        reference = policy.references(sizes, reference)
+        lengths = [own.step_norms["control"] for own in sizes]
+        added += policy.distances(lengths, reference["control"])[-1]
+        medians += sorted(lengths)[2]
+    assert added <= 20 * policy.max_distance * medians
+    assert reference["control"] > 0.9**server_round  # it waits for who is late
