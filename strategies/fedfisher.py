@@ -190,6 +190,7 @@ class FedFisherOneShot(CurvatureStrategy):
         else:
             trust = TRUST if merge.trust is None else merge.trust
             self.merge = merge_settings(solver, **(options | {"trust": trust}))
+        self._merge_of_model = self.merge.of_model({})  # until there is a model
         self._iterations_by_default = merge.iterations is None and solver == "pcg"
         self.matching = matching
         if matching and (aggregate == "sums" or structure not in RENUMBERED):
@@ -253,7 +254,8 @@ class FedFisherOneShot(CurvatureStrategy):
         return Exchange(self._options(), self._read, step, require_same_parameters=True)
 
     def _of_kfac_sums(self) -> Sequence[Exchange[Any]]:
-        return KfacSums(self.merge, self._options(), self.policy.limits).exchanges()
+        own = self._options()
+        return KfacSums(self._merge_of_model, own, self.policy.limits).exchanges()
 
     def _of_private_sums(self, privacy: Privacy) -> Exchange[Any]:
         own, secure = self._options(), self.secure is not None
@@ -290,6 +292,7 @@ class FedFisherOneShot(CurvatureStrategy):
         """Refuse a budget too small for the model, or one that cannot be matched."""
         if self.matching:
             check_matching(state.params)
+        self._merge_of_model = self.merge.of_model(state.params)
         codec = resolve(self.codec, state.params)
         if self.codec.name == "auto" and codec == LOSSLESS:
             logger.info(

@@ -68,7 +68,8 @@ def fedfisher(
         ``cg``, otherwise 0.
     shrink : float, optional
         In [0, 1]: scales correlations between a layer's inputs by ``1 - shrink``.
-        Default 0.3 with ``pcg``, 0.1 with ``cg``, otherwise 0.
+        Default 0.3 with ``pcg``, but 0.9 for a model with batch norms, whose running
+        statistics are among its parameters; 0.1 with ``cg``, otherwise 0.
     damping : float, optional
         In [0, 1]: draws the second moment of a layer's output gradients towards the
         multiple of the identity with the same trace; a client that is sure of nearly
@@ -197,6 +198,8 @@ def merge_posteriors(
 ) -> MergeResult:
     """Merge as :func:`fedfisher` does, with its options in one object."""
     check_score(score, settings.solver)
+    if posteriors:
+        settings = settings.of_model(posteriors[0].params)
     if device is not None:
         check_float64(torch.device(device), "merge on the CPU, device='cpu'")
     if settings.outlier < math.inf:

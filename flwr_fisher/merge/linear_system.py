@@ -203,7 +203,7 @@ def _regularised(
         exponents.append(exponent)
         there = held if device is None else held.mapped(partial(_wide, device=device))
         curvatures.append(
-            there.regularised(shrink=settings.shrink, damping=settings.damping)
+            there.regularised(shrink=settings.shrink or 0.0, damping=settings.damping)
         )
     highest = max(exponents)
     relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]

@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from flwr_fisher.errors import ConfigurationError, check_known, check_range
+from flwr_fisher.params import NORM_STATISTICS, Params
 
 # Chosen on validation data of MNIST, CIFAR-10 and digits:
-# benchmarks/results/fedfisher_defaults.md. The other solvers by default reproduce the
-# papers.
-_PCG = {"anchor": 0.1, "shrink": 0.3, "damping": 0.0, "balance": 0.5, "robust": 1.0}
+# benchmarks/results/fedfisher_defaults.md; for batch norms: pretrained.md there. The
+# other solvers by default reproduce the papers.
+_PCG = {"anchor": 0.1, "shrink": None, "damping": 0.0, "balance": 0.5, "robust": 1.0}
 _CG = {"anchor": 0.03, "shrink": 0.1, "damping": 0.3, "balance": 1.0, "robust": 0.0}
 _NONE = dict.fromkeys(_PCG, 0.0)
+_SHRINK, _SHRINK_WITH_NORMS = 0.3, 0.9
 _HALF, _ANY = {"max_share": 0.5}, {"max_share": 1.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "pcg": _PCG | _HALF | {"iterations": 4},
@@ -91,7 +93,7 @@ class MergeSettings:
 
     solver: str
     anchor: float
-    shrink: float
+    shrink: float | None  # None: as the model's layers call for
     damping: float
     balance: float
     robust: float
@@ -104,21 +106,39 @@ class MergeSettings:
 
     def __post_init__(self) -> None:
         for name, limits in _RANGES.items():
-            check_range(name, getattr(self, name), *limits)
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, *limits)
+
+    def of_model(self, params: Params) -> "MergeSettings":
+        """Return them with a `shrink` for a model of these parameters and buffers.
+
+        Examples
+        --------
+        >>> import torch
+        >>> settings, norms = merge_settings("pcg"), {"bn.running_mean": torch.zeros(2)}
+        >>> settings.of_model({}).shrink, settings.of_model(norms).shrink
+        (0.3, 0.9)
+        """
+        if self.shrink is not None:
+            return self
+        norms = any(name.endswith(NORM_STATISTICS[0]) for name in params)
+        return replace(self, shrink=_SHRINK_WITH_NORMS if norms else _SHRINK)
 
     def used(self) -> dict[str, Any]:
         """Return those that the solver reads.
 
         Examples
         --------
-        >>> asdict(merge_settings("pcg")).keys() - merge_settings("pcg").used().keys()
+        >>> settings = merge_settings("pcg").of_model({})
+        >>> asdict(settings).keys() - settings.used().keys()
         {'lr'}
         """
         unread = {
             "adam": ("tolerance",),
             "closed-form": ("lr", "tolerance", "iterations"),
         }.get(self.solver, ("lr",))
-        return {k: v for k, v in asdict(self).items() if k not in unread}
+        own = {k: v for k, v in asdict(self).items() if v is not None}
+        return {k: v for k, v in own.items() if k not in unread}
 
 
 def merge_settings(solver: str = "pcg", **options: Any) -> MergeSettings:
