@@ -29,12 +29,21 @@ from flwr_fisher.wire import Codec, FisherUpload, resolve
 from studies.pretrained.networks import NETWORKS, make
 
 BATCH, HELD, RIDGE = 64, 1000, 1e-3
+FEW = 1536  # images of all clients, by which a choice's norms are refreshed
 CONSTANTS: tuple[dict[str, float], ...] = (
-    {"anchor": 0.01},
+    {},
+    {"shrink": 0.3},
+    {"shrink": 0.6},
+    {"shrink": 0.8},
+    {"shrink": 1.0},
     {"anchor": 0.3},
     {"anchor": 1.0},
     {"iterations": 1},
+    {"iterations": 10},
     {"robust": 0.0},
+    {"balance": 0.0},
+    {"damping": 0.1},
+    {"trust": 0.5},
 )
 
 
@@ -210,18 +219,15 @@ class Cell:
         every = range(len(self.loaders))
         clients = [self._trained(c, start) for c in every]
         kfac = [self._posterior(c, clients[c], "kfac") for c in every]
+        if self.federation.chooses:
+            return self._choices(clients, kfac)
         diagonal = [self._posterior(c, clients[c], "diagonal") for c in every]
         self._merged("fedavg", weighted_mean(clients, self.weights))
         self._merged("regmean", regmean(kfac))
         self._merged("fishermerge", fisher_merge(diagonal))
         self._by_fisher("diagonal", diagonal)
         self._by_fisher("kfac", kfac)
-        if self.federation.chooses:
-            for options in CONSTANTS:
-                name = ", ".join(f"{key} {value:g}" for key, value in options.items())
-                self._by_fisher(f"kfac, {name}", kfac, **options)
-        else:
-            self._by_fisher("kfac, packed", [self._packed(own) for own in kfac])
+        self._by_fisher("kfac, packed", [self._packed(own) for own in kfac])
         named = {f"{client}": params for client, params in enumerate(clients)}
         alone = accuracies(self.model, named, self.test)
         self.found["best client"] = 100 * max(alone.values())
@@ -229,6 +235,22 @@ class Cell:
         ensemble = ensemble_accuracy(self.model, clients, weights, self.test)
         self.found["ensemble"] = 100 * ensemble
         self._head(start)
+
+    def _choices(
+        self, clients: Sequence[Params], kfac: Sequence[LocalPosterior]
+    ) -> None:
+        """Score the default's constants, by norms refreshed on a few images."""
+        x, y = (torch.cat([getattr(own, k) for own in self.loaders]) for k in "xy")
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+        some = Images(x[order[:FEW]], y[order[:FEW]], self.side)
+        merged = {"fedavg": weighted_mean(clients, self.weights)}
+        for options in CONSTANTS:
+            name = ", ".join(f"{k} {v:g}" for k, v in options.items())
+            merged[name or "kfac"] = fedfisher(kfac, **options).params
+        for name, params in merged.items():
+            self.model.load_state_dict(dict(params), strict=False)
+            refresh_norms(self.model, some)
+            self.found[name] = {"refresh": self._score(self._state())}
 
     def _packed(self, own: LocalPosterior) -> LocalPosterior:
         """Return an upload as it arrives by the default codec."""
