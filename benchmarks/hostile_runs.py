@@ -175,7 +175,7 @@ def harmful(found: dict[str, dict[str, Any]]) -> Iterator[str]:
                 rows.setdefault((kind, attack), {})[name] = accuracy
         for (kind, attack), own in sorted(rows.items(), key=lambda r: -len(r[1])):
             lowest = f"{100 * min(own.values()):.0f}"
-            yield row(word, kind, attack, f"{len(own)}: {', '.join(own)}", lowest)
+            yield row(word, kind, attack, f"{len(own)}: {'; '.join(own)}", lowest)
 
 
 def by_attack(found: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -214,6 +214,11 @@ def main() -> None:
         context = multiprocessing.get_context("spawn")
         with context.Pool(options.workers, quiet) as pool:
             found = dict(pool.imap(kept, VICTIMS))
+    sys.exit(report(found) > 0)
+
+
+def report(found: dict[str, dict[str, Any]]) -> int:
+    """Write the page; return how many came to harm that should not."""
     count = sum(len(each["strict"]["runs"]) for each in found.values())
     bad = {
         w: [run for each in found.values() for run in harms(each[w])] for w in POLICIES
@@ -221,12 +226,14 @@ def main() -> None:
     lost = [run for run in bad["default"] if not run[3].startswith("accuracy")]
     requests = sum(each["requests"] for each in found.values())
     clients = sum(len(each["clients harmed"]) for each in found.values())
+    missing = ", ".join(VICTIMS.keys() - found.keys())
+    left_out = f"Not among them: {missing}." if missing else ""
     lines = blocks(
         opening("Hostile clients, and hostile servers", __doc__),
         f"**{count} runs with a hostile client: {len(bad['strict'])} harmed by the "
         f"strict policy, {len(bad['default'])} by the default, of which {len(lost)} "
         "ended, lost an honest upload or made a parameter infinite. "
-        f"{requests} hostile requests: {clients} clients harmed.**",
+        f"{requests} hostile requests: {clients} clients harmed.** {left_out}",
         "## What does harm",
         "The strategies that it harms, and the lowest accuracy of these.",
         list(harmful(found)),
@@ -244,7 +251,7 @@ def main() -> None:
         list(beyond(found)),
     )
     write_page("hostile", lines, found)
-    sys.exit(len(bad["strict"]) + len(lost) + clients > 0)
+    return len(bad["strict"]) + len(lost) + clients
 
 
 if __name__ == "__main__":
