@@ -219,7 +219,7 @@ def test_the_table_of_options_has_the_merges_defaults():
     shown = {}
     for names, values in re.findall(r"^\| (`.+?`) \| (.+?) \|", table, re.MULTILINE):
         shown |= zip(re.findall(r"`(\w+)`", names), values.split(", "), strict=False)
-    options = merge_settings()
+    options = merge_settings().of_model({})
     for name in ("anchor", "shrink", "damping", "balance", "robust", "iterations"):
         assert float(shown[name]) == getattr(options, name)
     assert shown["solver"] == f'`"{options.solver}"`'

@@ -1,4 +1,7 @@
-"""One federation of a network with batch norm: train, merge in every way, score."""
+"""One federation of a network with batch norm: train, merge in every way, score.
+
+Long: all ways share the clients' trained models and their Fishers.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
