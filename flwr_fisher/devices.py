@@ -101,7 +101,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 class Reads:
-    """Tensors that are wanted on the CPU, and are copied there by the next wait.
+    """A queue of tensors, which are copied to the CPU in one wait for a device.
 
     An accelerator works off what it was given in its own time; a copy of its results
     waits until it is done. What nobody needs yet goes along with what is next.
@@ -119,7 +119,7 @@ class Reads:
         self._queued: list[Read] = []
 
     def queue(self, *tensors: Tensor) -> "Read":
-        """Return what will have these tensors on the CPU."""
+        """Queue tensors; return the object that will have them on the CPU."""
         read = Read(self, tensors)
         self._queued.append(read)
         return read
@@ -134,7 +134,7 @@ class Reads:
 
 
 class Read:
-    """Some tensors that are wanted on the CPU; of :meth:`Reads.queue`."""
+    """Some tensors of a queue, which :meth:`Reads.queue` returns."""
 
     def __init__(self, reads: Reads, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.copied, self._reads = list(tensors), False, reads

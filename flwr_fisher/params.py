@@ -96,7 +96,7 @@ def check_finite(params: Params, what: str) -> None:
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """Return whether no entry is NaN or infinite, a scalar tensor.
+    """Return a scalar tensor: whether no entry is NaN or infinite.
 
     Of numbers by the least and the largest, which NaN is where there is one: a tenth of
     the time of a look at each.

@@ -117,7 +117,7 @@ class ClientState:
         if self.last_step is not None:
             saved = self._saved(self.last_step)
             if saved is not None:
-                return self._taken(saved, first), False
+                return self._taken(saved, self.last_step, first), False
             logger.warning(
                 "The state '%s' of step %s is not in %s: it is lost, and begins anew",
                 self.name,
@@ -126,15 +126,14 @@ class ClientState:
             )
         return self._begins(first), self.last_step is not None
 
-    def _taken(self, saved: Kept, first: Params | None) -> dict[str, Tensor]:
-        """Return what was kept, changed by no more than what the server took."""
+    def _taken(self, saved: Kept, step: int, first: Params | None) -> dict[str, Tensor]:
+        """Return what a step left, changed by no more than what the server took."""
         if self.part == 1 or saved.note == _TAKEN:
             return saved.tensors
         before = self._saved(int(saved.note)) if saved.note else None
         old = self._begins(first) if before is None else before.tensors
         taken = add(old, subtract(saved.tensors, old), self.part)
-        assert self.last_step is not None
-        self.disk.save(self.name, taken, step=self.last_step, note=_TAKEN)
+        self.disk.save(self.name, taken, step=step, note=_TAKEN)
         return taken
 
     def _begins(self, first: Params | None) -> dict[str, Tensor]:
@@ -167,7 +166,8 @@ class ClientState:
             If it has other keys, shapes or dtypes than `like`.
         """
         check_same_layout(self.like, tensors, f"the state '{self.name}'")
-        kept = [] if self.last_step is None else [self.last_step]
-        before = "".join(map(str, kept))  # from which it changed
+        kept, before = [], ""
+        if self.last_step is not None:
+            kept, before = [self.last_step], f"{self.last_step}"  # what it changed from
         disk, step = self.disk, self.next_step
         disk.save(self.name, tensors, step=step, keep=kept, note=before)

@@ -197,13 +197,14 @@ def _regularised(
     nothing would be left of it.
     """
     curvatures, exponents = [], []
+    assert settings.shrink is not None  # of_model has filled it in
     for part in parts:
         # Where it is: numbers of what is in the machine's memory are read there.
         held, exponent = rescaled(part.mapped(partial(_wide, device=None)))
         exponents.append(exponent)
         there = held if device is None else held.mapped(partial(_wide, device=device))
         curvatures.append(
-            there.regularised(shrink=settings.shrink or 0.0, damping=settings.damping)
+            there.regularised(shrink=settings.shrink, damping=settings.damping)
         )
     highest = max(exponents)
     relative = [math.ldexp(1.0, exponent - highest) for exponent in exponents]

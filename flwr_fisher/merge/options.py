@@ -110,7 +110,7 @@ class MergeSettings:
                 check_range(name, value, *limits)
 
     def of_model(self, params: Params) -> "MergeSettings":
-        """Return them with a `shrink` for a model of these parameters and buffers.
+        """Return the settings with `shrink` filled in, which depends on the model.
 
         Examples
         --------

@@ -269,9 +269,9 @@ class Exchange(Generic[P]):
         How a sum may take the uploads' place; None: the step needs each by itself.
     kept : str
         The part of an upload that clients also keep, for ``Membership.after``.
-    check : Callable[[ServerState, P], None], optional
-        Refuses an upload that cannot be an answer to what was sent; raises
-        ``WireError``.
+    check : Callable[[ServerState], Callable[[P], None]], optional
+        Makes, once an exchange, what refuses an upload that cannot be an answer to what
+        was sent: it raises ``WireError``.
 
     Raises
     ------
@@ -289,7 +289,7 @@ class Exchange(Generic[P]):
     require_same_parameters: bool = False
     additive: Summation[P] | None = None
     kept: str = ""
-    check: Callable[[ServerState, P], None] | None = None
+    check: Callable[[ServerState], Callable[[P], None]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.clients, str):

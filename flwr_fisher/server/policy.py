@@ -127,7 +127,7 @@ class Policy:
         like: Params,
         references: Mapping[str, float],
     ) -> list[Upload[P]]:
-        """Return the uploads within the limits.
+        """Return the uploads, each cut to the limits.
 
         An upload that keeps to the limits comes back as it is; any other one tells in
         its `limited` what is left of what.
@@ -163,7 +163,7 @@ class Policy:
     def references(
         self, sizes: Sequence[Sizes], before: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return by what the lengths of each part are measured.
+        """Return the reference length of each part: its limit is a multiple of it.
 
         Parameters
         ----------
@@ -201,11 +201,11 @@ class Policy:
     def distances(
         self, distances: Sequence[float], reference: float | None = None
     ) -> list[float]:
-        """Return lengths up to `max_distance` times the reference, or the median."""
+        """Return lengths, of which none is more than `max_distance` references."""
         return _at_most(self.max_distance, distances, reference)
 
     def curvatures(self, curvatures: Sequence[float]) -> list[float]:
-        """Return curvatures up to `max_curvature` times the median."""
+        """Return sizes, of which none is more than `max_curvature` medians."""
         return _at_most(self.max_curvature, curvatures)
 
 

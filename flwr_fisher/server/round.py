@@ -114,10 +114,12 @@ def door_of(
     if exchange.fold is not None:  # what is added at once cannot be weighed against
         policy = replace(policy, max_weight=math.inf, max_distance=math.inf)
 
+    check = None if exchange.check is None else exchange.check(state)
+
     def read(arrays: ArrayRecord, like: Params) -> P:
         payload = exchange.read(arrays, like)
-        if exchange.check is not None:
-            exchange.check(state, payload)
+        if check is not None:
+            check(payload)
         return payload
 
     return Door(

@@ -5,7 +5,7 @@ its right-hand side; and for each iteration the product of the clients' summed F
 with a direction.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -105,7 +105,7 @@ class KfacSums:
             send=_direction,
             clients=_present,
             additive=self._mean(),
-            check=_check_product,
+            check=_product_check,
         )
 
     def _begin(self, state: ServerState, uploads: Uploads[Additive]) -> Step:
@@ -135,23 +135,26 @@ class KfacSums:
         return replace(step_of(result), state=ServerState(result.params, run))
 
 
-def _check_product(state: ServerState, upload: Additive) -> None:
-    """Refuse a product with which no Fisher can answer: they have no negative values.
+def _product_check(state: ServerState) -> Callable[[Additive], None]:
+    """Return what refuses a product that no Fisher has: none has negative eigenvalues.
 
-    Raises
-    ------
-    WireError
-        Naming the layer in which the direction's length in this Fisher is negative.
+    It raises ``WireError``, and names a layer in which the direction's squared length,
+    as that product has it, is negative.
     """
-    direction = state.group(_DIRECTION)
-    product = double(upload.part(PRODUCT))
-    for block in _traces(state).blocks():
-        pairs = [(product[n].flatten(), direction[n].flatten()) for n in block.shapes]
-        length = sum(float(p @ d.to(p)) for p, d in pairs)
-        size = sum(float(p.norm() * d.to(p).norm()) for p, d in pairs)
-        if length < -_SLACK * size:
-            reason = "is the product of no Fisher: it is of a negative length"
-            raise WireError(reason, field=f"{PRODUCT}/{next(iter(block.shapes))}")
+    direction = double(state.group(_DIRECTION))
+    layers = [list(block.shapes) for block in _traces(state).blocks()]
+
+    def check(upload: Additive) -> None:
+        product = double(upload.part(PRODUCT))
+        for names in layers:
+            pairs = [(product[n].flatten(), direction[n].flatten()) for n in names]
+            length = sum(float(p @ d) for p, d in pairs)
+            size = sum(float(p.norm() * d.norm()) for p, d in pairs)
+            if length < -_SLACK * size:
+                reason = "is the product of no Fisher: it is of a negative length"
+                raise WireError(reason, field=f"{PRODUCT}/{names[0]}")
+
+    return check
 
 
 def _take_mean(state: ServerState, uploads: Uploads[Additive]) -> Step:
