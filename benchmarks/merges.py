@@ -89,8 +89,9 @@ PROBLEMS = {
 def joined(numbers: Mapping[str, Mapping[str, Found]], split: str) -> Found:
     """Return what all parts found on a split."""
     found: Found = {}
-    for part in ("merges", "adam", "students"):
-        found |= numbers.get(part, {}).get(split, {})
+    for part in PARTS:
+        if part != "constants":  # which are of other images
+            found |= numbers.get(part, {}).get(split, {})
     return found
 
 
@@ -116,6 +117,10 @@ def main() -> None:
     parser = with_workers(command_line(__doc__))
     parser.add_argument("--only", choices=PROBLEMS)
     parser.add_argument("--parts", choices=PARTS, nargs="*", default=list(PARTS))
+    parser.add_argument(
+        "--alphas", type=float, choices=ALPHAS, nargs="*", default=ALPHAS
+    )
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of each α")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in [options.only] if options.only else PROBLEMS:
@@ -123,8 +128,9 @@ def main() -> None:
         if not (options.data_dir / problem.folder).exists():
             print(f"left out, as it is not in {options.data_dir}: {problem.folder}")
             continue
-        stem, splits = f"rivals_{name}", splits_of(problem).values()
-        every = sorted(chain.from_iterable(splits), key=lambda s: s.seed)
+        stem, splits = f"rivals_{name}", splits_of(problem)
+        asked = (splits[alpha][: options.seeds] for alpha in options.alphas)
+        every = sorted(chain.from_iterable(asked), key=lambda s: s.seed)
         for part in options.parts:
             known = numbers_of(stem).get(part, {})
             keep = partial(keep_part, stem, part)

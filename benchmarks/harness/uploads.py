@@ -74,9 +74,14 @@ class Setting:
         task = load(validation=self.validation)
         if not self.hold_out:  # FedFisher's experiments leave them with the clients
             task = replace(task, parts=load().parts)
-        if self.start:
-            task = replace(task, seed=1000 * self.start + self.seed)
+        task = self.from_start(task)
         return poisoned(task, self.poison) if self.poison else task
+
+    def from_start(self, task: Task) -> Task:
+        """Return the task with this setting's initial weights."""
+        if not self.start:
+            return task
+        return replace(task, seed=1000 * self.start + self.seed)
 
     @property
     def folder(self) -> Path:

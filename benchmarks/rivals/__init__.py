@@ -1,6 +1,7 @@
 """One-shot methods that FedFisher is compared with, and that users do not choose.
 
-PFNM, OTFusion and FedLPA merge clients' posteriors, as :mod:`flwr_fisher.merge` does.
+PFNM, OTFusion, FedLPA and MaTS merge clients' posteriors, as :mod:`flwr_fisher.merge`
+does, and FedBEns several of each client.
 DENSE and Co-Boosting distil clients' networks into a student, on images that a
 generator makes: they need a model that can be called, to know what its inputs are, and
 thousands of training steps on the server.
@@ -8,8 +9,10 @@ thousands of training steps on the server.
 
 from rivals.co_boosting import co_boosting
 from rivals.dense import dense
+from rivals.fedbens import fedbens
 from rivals.fedlpa import fedlpa
 from rivals.images import Normalised
+from rivals.mats import mats, task_arithmetic
 from rivals.otfusion import otfusion
 from rivals.pfnm import pfnm
 from rivals.synthesis import Synthesis
@@ -19,7 +22,10 @@ __all__ = [
     "Synthesis",
     "co_boosting",
     "dense",
+    "fedbens",
     "fedlpa",
+    "mats",
     "otfusion",
     "pfnm",
+    "task_arithmetic",
 ]

@@ -25,7 +25,8 @@ from flwr_fisher.merge import (
     matched,
     regmean,
 )
-from studies.rivals.split import Rivals, a_pass, given, positions_of
+from studies.rivals.bayes import matched_subspaces, mixtures
+from studies.rivals.split import Rivals, given, positions_of, started
 from studies.rivals.sums import from_sums
 
 # A student's epochs, each with a step on all images of the former ones, the width of
@@ -46,14 +47,6 @@ OURS = "FedFisher K-FAC (default)"
 MATCHED = f"{OURS}, matched first"
 SUMS = "FedFisher K-FAC from sums"
 Found = dict[str, dict[str, float]]  # accuracy and passes, by method
-
-
-def started(setting: Setting, data_dir: Path) -> Rivals:
-    """Return a split on which nothing has been run."""
-    task = setting.task(data_dir)
-    model, held = task.make_model(), list(task.eval_loader(task.validation))
-    test = list(task.test_loader())
-    return Rivals(task, model, held, test, a_pass(model, task.validation))
 
 
 def prepared(
@@ -162,5 +155,7 @@ PARTS: dict[str, Callable[[Setting, Path], Found]] = {
     "merges": merges,
     "adam": adam,
     "students": students,
+    "mats": matched_subspaces,
+    "fedbens": mixtures,
     "constants": constants,
 }

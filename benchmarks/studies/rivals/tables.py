@@ -1,6 +1,6 @@
 """The tables and the plot of `merges.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import mean
 
@@ -14,6 +14,7 @@ from studies.rivals.methods import ITERATIONS, MATCHED, OURS, SUMS, Found
 
 MODELS, FACTORS, DIAGONAL = "models", "models, K-FAC", "models, diagonal"
 DATA = ", 500 examples"
+THREE = "models and K-FACs from three starts" + DATA
 CALLED = "models that can be called, an image's shape"
 # What each is given, and the numbers that a client uploads, in those of the model.
 GIVEN = {
@@ -25,6 +26,9 @@ GIVEN = {
     "RegMean *": ("models, input factors" + DATA, "A"),
     "FedLPA, as released *": ("models, empirical K-FAC" + DATA, "AG"),
     "FedLPA, with FedFisher's factors *": (FACTORS + DATA, "AG"),
+    "MaTS *": ("models, empirical K-FAC, their start" + DATA, "AG"),
+    "FedBEns, the best model *": (THREE, "DDAGAGAG"),
+    "FedBEns, a vote of three models *": (THREE, "DDAGAGAG"),
     "FedFisher diagonal *": (DIAGONAL + DATA, "D"),
     "FedFisher K-FAC, paper's Adam *": (FACTORS + DATA, "AG"),
     OURS: (FACTORS, "AG"),
@@ -35,6 +39,7 @@ GIVEN = {
     "best single client (chosen on the test set)": (MODELS, ""),
     "ensemble of clients (not one model)": (MODELS, ""),
 }
+NONE = "–"  # where a method was not run
 
 Results = Mapping[float, Sequence[Found]]  # each α's splits
 
@@ -53,16 +58,17 @@ def table(results: Results) -> list[str]:
     lines = head(
         "test accuracy, %", *columns, "default minus it", "given", "numbers", "passes"
     )
-    for name in methods_of(results):
+    for name in methods_of(results, any):
         what, sent = GIVEN[name]
         own = [split for split in every if name in split]
         gain = paired(accuracy_of(own, OURS), accuracy_of(own, name))
-        fewer = "" if len(own) == len(every) else f" ({len(own)} splits)"
+        part = f" ({len(own)} of {len(every)} splits)"
+        fewer = part if len(own) < len(every) else ""
         lines.append(
             row(
                 (f"**{name}**" if name == OURS else name) + fewer,
                 *(shown(accuracy_of(splits, name)) for splits in results.values()),
-                "" if name == OURS else with_error(gain, 2),
+                "" if name == OURS else gained(gain),
                 what,
                 f"{1 + sum(sizes[each] for each in sent):.1f}",
                 f"{mean(split[name]['passes'] for split in own):.0f}",
@@ -73,12 +79,23 @@ def table(results: Results) -> list[str]:
 
 def shown(accuracies: Sequence[float]) -> str:
     """Return mean and standard deviation, or a single number as it is."""
+    if not accuracies:
+        return NONE
     return spread(accuracies) if len(accuracies) > 1 else f"{accuracies[0]:.1f}"
 
 
-def methods_of(results: Results) -> list[str]:
-    """Return the methods that were run for every α."""
-    return [n for n in GIVEN if all(accuracy_of(s, n) for s in results.values())]
+def gained(differences: Sequence[float]) -> str:
+    """Return mean and standard error, or a single difference as it is."""
+    if len(differences) == 1:
+        return f"{differences[0]:+.2f}"
+    return with_error(differences, 2)
+
+
+def methods_of(
+    results: Results, needed: Callable[[Iterable[object]], bool] = all
+) -> list[str]:
+    """Return the methods that were run for every α, or by `any` for one of them."""
+    return [n for n in GIVEN if needed(accuracy_of(s, n) for s in results.values())]
 
 
 def plot(results: Results, stem: str) -> None:
@@ -94,12 +111,12 @@ def ahead(results: Results) -> str:
     """Return who is ahead of the default on a mean, and who sees what it does not."""
     every = list(chain.from_iterable(results.values()))
     found = []
-    for name in methods_of(results):
+    for name in methods_of(results, any):
         leads = []
         for alpha, splits in results.items():
             own = [split for split in splits if name in split]
             gains = paired(accuracy_of(own, name), accuracy_of(own, OURS))
-            if mean(gains) >= 0.05:  # which a figure shows
+            if gains and mean(gains) >= 0.05:  # which a figure shows
                 leads.append(f"{mean(gains):.1f} at α = {alpha}")
         if leads:
             found.append(f"{name} ({', '.join(leads)})")
