@@ -6,6 +6,7 @@
 # make results  the pages that put the papers' figures and ours side by side
 # make docs    the documentation, in build/docs/index.html
 # make dist    a wheel and an sdist in dist/, looked over by twine
+# make release those and the apps as bundles for Flower Hub, all checked (RELEASING.md)
 # make gpu     on a machine with one: the tests that touch it, and its tables
 # make develop an editable environment
 # Everything happens in .venv, with PYTHON (3.11 or newer) as its base.
@@ -15,7 +16,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLWR_TELEMETRY_ENABLED ?= 0
 
-.PHONY: demo federation test oldest fuzz results docs dist gpu develop install clean
+.PHONY: demo federation test oldest fuzz results docs dist release gpu develop install clean
 
 # Ports of its own, so that no SuperLink of another environment answers.
 FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
@@ -23,6 +24,7 @@ FREE_PORT := python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1',
 demo: install
 	@rm -rf outputs/demo && mkdir -p outputs/demo
 	@export PATH="$(CURDIR)/$(BIN):$$PATH" RAY_DEDUP_LOGS=0; \
+	export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1; \
 	export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT=$$($(FREE_PORT)); \
 	export FLWR_LOCAL_CONTROL_API_PORT=$$($(FREE_PORT)); \
 	flwr run apps/fedfisher --stream \
@@ -52,8 +54,9 @@ test: install
 	@rm -rf build/types/flwr_fisher && mkdir -p build/types
 	@cp -R flwr_fisher build/types && cp -R strategies build/types/flwr_fisher
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p flwr_fisher
-	for app in apps/*; do (cd build/types && MYPYPATH=. ../../$(BIN)/mypy \
-		--config-file ../../pyproject.toml ../../$$app/*.py) || exit 1; done
+	for app in $(notdir $(wildcard apps/*)); do (cd build/types && \
+		MYPYPATH=.:../../apps/$$app ../../$(BIN)/mypy --config-file ../../pyproject.toml \
+		-p $$app) || exit 1; done
 	# Tensors are small: threads would only wait, and files are shared among processes,
 	# in their order: those of the fewest tests are the longest.
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -91,6 +94,12 @@ dist:
 	build/release/bin/pip install -q build twine
 	build/release/bin/python -m build -q
 	build/release/bin/twine check --strict dist/*
+
+# Flower's own checks, and whether the apps' dependencies resolve once an index has the
+# wheel. Bundles have a folder of their own: all of dist/ goes to the index.
+release: dist install
+	rm -rf build/fabs
+	$(BIN)/python release/build_fabs.py build/fabs --dist dist
 
 # Nothing is installed: .venv's packages are used, or PYTHON's where there is no .venv.
 # What differs from the pretended accelerator needs PyTorch and torchvision alone.

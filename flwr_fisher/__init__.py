@@ -16,7 +16,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HERE = Path(__file__).parent
 

@@ -1,10 +1,10 @@
-"""Build the apps as they are published: each a FAB that installs this version.
+"""Build the apps as Flower's bundles (FABs), and check them as Flower Hub does.
 
-    python release/build_fabs.py FOLDER
+    python release/build_fabs.py FOLDER [--dist dist]
 
-The apps' own ``dependencies`` name nothing, so that a run from the checkout uses the
-library that is installed. A published app names the version that it was released with,
-and states what Flower's bundles of format 1 must: the Flower version it is for.
+With `--dist`, a folder with the library's wheel, each app's dependencies are resolved,
+too, as Flower does before a run: the wheel stands in for the package index.
+Flower's rules are read in this file only, since they may change in any release.
 """
 
 import argparse
@@ -12,18 +12,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
-import zipfile
+from contextlib import chdir
 from pathlib import Path
 
-import tomli_w
-
-from flwr_fisher import __version__
+from flwr.cli.app_cmd.publish import (
+    _collect_file_paths,
+    _validate_app_name,
+    _validate_description,
+    _validate_files,
+)
+from flwr.cli.build import build as flwr_build
+from flwr.cli.config_utils import load_and_validate
 
 APPS = Path(__file__).parents[1] / "apps"
-FLOWER = "1.41.0"
-# Flower Hub's limits.
-MOST_BYTES, MOST_OF_A_FILE, MOST_FILES, LONGEST_NAME = 10 * 2**20, 2**20, 1000, 32
 
 
 def build(app: Path, target: Path) -> Path:
@@ -31,62 +32,54 @@ def build(app: Path, target: Path) -> Path:
 
     Raises
     ------
-    ValueError
-        If it is beyond a limit.
+    click.ClickException
+        If Flower Hub would refuse the app, with Flower's reason.
     """
+    check(app)
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / app.name
-        shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        published(copy / "pyproject.toml")
-        subprocess.run(
-            [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(copy)],
-            cwd=folder,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        flwr_build(app)
         (made,) = Path(folder).glob("*.fab")
-        check(made)
         return Path(shutil.move(made, target / made.name))
 
 
-def published(path: Path) -> None:
-    """Write into a ``pyproject.toml`` what a published app must say."""
-    content = tomllib.loads(path.read_text())
-    content["project"]["version"] = __version__
-    content["project"]["dependencies"] = [
-        f"flwr>={FLOWER.removesuffix('.0')},<2",
-        f"flwr-fisher[tasks,report]=={__version__}",
-    ]
-    content["tool"]["flwr"]["app"] |= {
-        "fab-format-version": 1,
-        "flwr-version-target": FLOWER,
-    }
-    path.write_text(tomli_w.dumps(content))
+def check(app: Path) -> None:
+    """Refuse what ``flwr app publish`` refuses before it uploads an app.
+
+    Raises
+    ------
+    ValueError
+        If Flower recommends a field that the app's ``pyproject.toml`` has not.
+    """
+    config, warnings = load_and_validate(app / "pyproject.toml", check_module=True)
+    if warnings:
+        raise ValueError(f"{app.name}: {'; '.join(warnings)}")
+    _validate_app_name(app.name, "Flower App directory name")
+    _validate_description(config["project"]["description"])
+    _validate_files(_collect_file_paths(app))
 
 
-def check(fab: Path) -> None:
-    """Refuse a FAB that Flower Hub would refuse."""
-    with zipfile.ZipFile(fab) as bundle:
-        files = bundle.infolist()
-    for what, number, most in (
-        ("bytes", fab.stat().st_size, MOST_BYTES),
-        ("files", len(files), MOST_FILES),
-        ("bytes in a file", max(file.file_size for file in files), MOST_OF_A_FILE),
-        ("characters", len(fab.name.split(".")[1]), LONGEST_NAME),
-    ):
-        if number > most:
-            raise ValueError(f"{fab.name} has {number} {what}, and may have {most}")
+def resolve(app: Path, dist: Path) -> None:
+    """Resolve an app's dependencies, with `dist` beside the package index."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / app.name
+        shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        uv = [sys.executable, "-m", "uv", "lock", "--quiet", "--project", str(copy)]
+        subprocess.run([*uv, "--find-links", str(dist.resolve())], check=True)
+        packages = (copy / "uv.lock").read_text().count("[[package]]")
+    print(f"{app.name}: its dependencies are {packages - 1} packages")
 
 
 def main() -> None:
-    """Build all."""
-    parser = argparse.ArgumentParser()
+    """Build and check all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parser.add_argument("--dist", type=Path)
+    options = parser.parse_args()
     for app in sorted(APPS.iterdir()):
-        print(build(app, folder))
+        print(build(app, options.folder.resolve()))
+        if options.dist:
+            resolve(app, options.dist)
 
 
 if __name__ == "__main__":

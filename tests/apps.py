@@ -21,10 +21,9 @@ def globals_of(app: Path, side: str) -> dict[str, Any]:
     """
     sys.path.insert(0, str(app))
     try:
-        return runpy.run_path(str(app / f"{side}_app.py"))
+        return runpy.run_module(f"{app.name}.{side}_app")
     finally:
         sys.path.remove(str(app))
-        sys.modules.pop("my_data", None)  # every app has one
 
 
 def load(app: Path, side: str) -> Any:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import socket
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -29,11 +28,6 @@ def test_every_page_is_read_without_a_warning(
         )  # fmt: skip
         app.build()
     assert told.read_text() == ""
-
-
-def test_who_cites_it_cites_this_version() -> None:
-    lines = (DOCS.parent / "CITATION.cff").read_text().splitlines()
-    assert f"version: {version('flwr-fisher')}" in lines
 
 
 @pytest.fixture(scope="module")

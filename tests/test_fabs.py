@@ -1,20 +1,43 @@
-"""The apps as bundles: what Flower Hub would take."""
+"""The apps as bundles: what Flower Hub would take; and one version everywhere."""
 
 import importlib.util
+import re
+import shutil
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import click
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from apps import APPS
 from flwr_fisher import __version__
 
+# Flower's own warning, of its way to read a .gitignore.
+pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatch:DeprecationWarning")
 ROOT = APPS.parent
+NAMES = sorted(path.name for path in APPS.iterdir())
+SECTIONS = (
+    *("About this app", "Experimental Setup", "Environment Setup"),
+    *("Running the Experiments", "Expected Results"),
+)
 
 
-def release() -> ModuleType:
+def pyproject(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def hub() -> ModuleType:
+    """``release/build_fabs.py``, which calls what Flower checks an app with."""
+    target = pyproject(APPS / "fagh")["tool"]["flwr"]["app"]["flwr-version-target"]
+    if Version(version("flwr")) < Version(target):
+        pytest.skip(f"the apps are bundled by Flower {target} or newer")
     path = ROOT / "release" / "build_fabs.py"
     spec = importlib.util.spec_from_file_location("build_fabs", path)
     assert spec is not None
@@ -24,37 +47,76 @@ def release() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("app", sorted(path.name for path in APPS.iterdir()))
-def test_an_app_is_a_valid_bundle(app: str, tmp_path: Path) -> None:
-    fab = release().build(APPS / app, tmp_path)
+@pytest.mark.parametrize("app", NAMES)
+def test_flower_takes_an_app_in_format_1(
+    app: str, hub: ModuleType, tmp_path: Path
+) -> None:
+    fab = hub.build(APPS / app, tmp_path)
     with zipfile.ZipFile(fab) as bundle:
         names = set(bundle.namelist())
         content = tomllib.loads(bundle.read("pyproject.toml").decode())
-    parts = {"server_app.py", "client_app.py", "my_data.py", "README.md", "LICENSE"}
-    assert parts <= names
-    assert (
-        f"flwr-fisher[tasks,report]=={__version__}"
-        in content["project"]["dependencies"]
-    )
+    parts = {f"{app}/{part}_app.py" for part in ("client", "server")}
+    parts |= {f"{app}/__init__.py", f"{app}/my_data.py", "README.md", "LICENSE"}
+    assert names == parts | {"pyproject.toml", ".info/CONTENT"}
     assert content["tool"]["flwr"]["app"]["fab-format-version"] == 1
 
 
-def test_a_bundle_beyond_the_hubs_limits_is_refused(tmp_path: Path) -> None:
-    fab = tmp_path / "flwr-fisher.big.1-0-0.00000000.fab"
-    with zipfile.ZipFile(fab, "w") as bundle:
-        bundle.writestr("a.py", "#" * (2**20 + 1))
-    with pytest.raises(ValueError, match="1048577 bytes in a file, and may have"):
-        release().check(fab)
+def test_what_the_hub_refuses_is_refused_by_name(
+    hub: ModuleType, tmp_path: Path
+) -> None:
+    app = tmp_path / "fagh"
+    shutil.copytree(APPS / "fagh", app)
+    (app / "big.py").write_text("#" * (2**20 + 1))
+    with pytest.raises(click.ClickException, match=r"big\.py' is 1,048,577 bytes"):
+        hub.build(app, tmp_path)
+    path = app / "pyproject.toml"
+    path.write_text(path.read_text().replace('    "flwr[', '    "not-flwr['))
+    with pytest.raises(ValueError, match='Missing "flwr" dependency'):
+        hub.build(app, tmp_path)
 
 
-def test_the_apps_own_dependencies_are_there_today() -> None:
-    for app in APPS.iterdir():
-        content = tomllib.loads((app / "pyproject.toml").read_text())
-        assert content["project"]["dependencies"] == []
-        license_ = (app / content["project"]["license"]["file"]).read_text()
-        assert license_ == (ROOT / "LICENSE").read_text()
+@pytest.mark.parametrize("app", NAMES)
+def test_an_app_names_this_version_of_the_library(app: str) -> None:
+    library, project = pyproject(ROOT)["project"], pyproject(APPS / app)["project"]
+    flower, ours = map(Requirement, project["dependencies"])
+    (theirs,) = (
+        r for r in map(Requirement, library["dependencies"]) if r.name == "flwr"
+    )
+    assert (flower.name, flower.specifier) == ("flwr", theirs.specifier)
+    assert ours.name == library["name"]
+    assert __version__ in ours.specifier
+    assert ours.extras <= set(library["optional-dependencies"])
+    assert project["requires-python"] == library["requires-python"]
+    license_ = (APPS / app / project["license"]["file"]).read_text()
+    assert license_ == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("app", NAMES)
+def test_an_apps_readme_is_like_those_of_flowers_baselines(app: str) -> None:
+    _, front, text = (APPS / app / "README.md").read_text().split("---\n", 2)
+    matter = dict(line.split(": ", 1) for line in front.splitlines())
+    assert list(matter) == ["title", "url", "labels", "dataset"]
+    assert 4 <= len(matter["labels"].split(", ")) <= 10
+    assert tuple(re.findall(r"^## (.*)$", text, re.M)) == SECTIONS
+    # Upon the Hub, nothing is above the app's folder.
+    assert not re.findall(r"\]\(\.\.", text)
 
 
 def test_the_apps_have_one_way_to_their_data() -> None:
-    files = {(app / "my_data.py").read_text() for app in APPS.iterdir()}
+    files = {(APPS / app / app / "my_data.py").read_text() for app in NAMES}
     assert len(files) == 1
+
+
+def test_one_version_is_named_everywhere() -> None:
+    changes, citation = (
+        re.search(pattern, (ROOT / name).read_text(), re.M)
+        for name, pattern in (
+            ("CHANGELOG.md", r"^## (\S+)"),
+            ("CITATION.cff", r"^version: (\S+)$"),
+        )
+    )
+    assert changes is not None
+    assert citation is not None
+    assert changes[1] == citation[1] == __version__
+    for folder in (ROOT, *(APPS / app for app in NAMES)):
+        assert pyproject(folder)["project"]["version"] == __version__, folder

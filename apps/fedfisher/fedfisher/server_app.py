@@ -4,8 +4,8 @@ import time
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from my_data import on_server
 
+from fedfisher.my_data import on_server
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import report_one_shot, resolve_output_dir
 from flwr_fisher.secure import SecureSums

@@ -1,9 +1,9 @@
-"""A client that probes its loss for FAGH, or trains, as the server's method asks."""
+"""A client that trains, and then solves its share of a regression on features."""
 
 from flwr.app import Context
-from my_data import on_node
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from tct.my_data import on_node
 
 
 def client_fn(context: Context) -> FisherClient:

@@ -1,8 +1,8 @@
-"""A client that trains, and then solves its share of a regression on features."""
+"""A client that probes its loss for FAGH, or trains, as the server's method asks."""
 
 from flwr.app import Context
-from my_data import on_node
 
+from fagh.my_data import on_node
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 
 

@@ -3,8 +3,8 @@
 import logging
 
 from flwr.app import Context
-from my_data import on_node
 
+from fedfisher.my_data import on_node
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.secure import SecureSumsMod
 

@@ -1,8 +1,8 @@
 """A client that trains and uploads its model with its Fisher."""
 
 from flwr.app import Context
-from my_data import on_node
 
+from fedfish.my_data import on_node
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 
 

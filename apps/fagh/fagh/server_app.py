@@ -5,8 +5,8 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from my_data import on_server
 
+from fagh.my_data import on_server
 from flwr_fisher.errors import UnknownNameError
 from flwr_fisher.measures import MeasuredGrid, combine, costs
 from flwr_fisher.params import shared_state

@@ -4,12 +4,12 @@ import time
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from my_data import on_server
 
 from flwr_fisher.params import shared_state
 from flwr_fisher.report import evaluate_on_test, report_rounds, resolve_output_dir
 from flwr_fisher.strategies import TCT, Regression, wait_for_nodes
 from flwr_fisher.tasks import cohort_from_run_config
+from tct.my_data import on_server
 
 app = ServerApp()
 

@@ -4,8 +4,8 @@ import time
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
-from my_data import on_server
 
+from fedfish.my_data import on_server
 from flwr_fisher.measures import (
     ClientServerBarrier,
     MeasuredGrid,

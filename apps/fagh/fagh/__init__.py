@@ -1,0 +1,1 @@
+"""Newton's direction from one Hessian row, beside other methods of many rounds."""

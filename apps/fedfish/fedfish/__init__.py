@@ -1,0 +1,1 @@
+"""Federated averaging weighted by Fisher information."""

@@ -1,0 +1,1 @@
+"""One-shot federated learning with Fisher information."""

@@ -1,0 +1,1 @@
+"""Train, convexify, train: stage 2 is a convex problem that all clients agree on."""
