@@ -59,7 +59,6 @@ _root = _here.parent
 _results = _root / "benchmarks" / "results"
 # Pages that stand elsewhere in the repository, by what they are called here.
 _elsewhere = {
-    "more/readme": _root / "README.md",
     "more/contributing": _root / "CONTRIBUTING.md",
     "more/federation": _root / "federation" / "README.md",
     "more/changelog": _root / "CHANGELOG.md",
@@ -75,11 +74,20 @@ _names |= {p: f"tutorials/{p.stem}.rst" for p in _examples.glob("*.py")}
 _pictures = {path: f"benchmarks/{path.name}" for path in _results.glob("*.png")}
 _names |= _pictures
 _link = re.compile(r"(?<=\]\()(?!\w+:)([^)\s#]+)")
-_item = re.compile(r"^- \[(.+)\]\((\S+)\.\w+\)", re.MULTILINE)
+# Pages whose lists of pages are the site's tree: the first page has these as its own.
+_overviews = {
+    "index",
+    *("start", "how-to", "methods", "reference", "results"),
+    "supernodes",
+    "more/contributing",
+}
+_item = re.compile(r"^- \[([^\]]+)\]\((\S+)\.\w+\)", re.MULTILINE)
 
 
 def _take_in(app: Sphinx) -> None:
     """Take in the pages that stand elsewhere, and the pictures of results."""
+    for stale in (_here / "more").glob("*.md"):  # of an earlier version
+        stale.unlink()
     for path in (*_elsewhere.values(), *_pictures):
         here = _here / _names[path]
         here.parent.mkdir(exist_ok=True)
@@ -100,16 +108,12 @@ def _put_links_right(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _list_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Make the tree of pages of the lists that the first page has of them."""
-    if docname != "index":
+    """Make the tree of pages of the lists that overviews have of them."""
+    if docname not in _overviews:
         return
-    for section in source[0].split("\n## ")[1:]:
-        title, pages = section.split("\n", 1)
-        listed = [f"{name} <{path}>" for name, path in _item.findall(pages)]
-        if not listed:
-            continue
-        lines = ["```{toctree}", ":hidden:", f":caption: {title}", "", *listed, "```"]
-        source[0] += "\n" + "\n".join(lines) + "\n"
+    listed = [f"{name} <{path}>" for name, path in _item.findall(source[0])]
+    lines = ["```{toctree}", ":hidden:", "", *listed, "```"]
+    source[0] += "\n" + "\n".join(lines) + "\n"
 
 
 def setup(app: Sphinx) -> None:

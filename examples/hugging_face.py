@@ -436,7 +436,7 @@ if __name__ == "__main__":
 #   For any other meaning, pass ``FisherClient(batch_fn=...)``, and ``output_fn`` for
 #   outputs that are not named ``logits``.
 # - A client that has another pre-trained model than most is found out before it trains,
-#   or by its upload where the app has functions of its own: see :doc:`/your-app`.
+#   or by its upload where the app has functions of its own: see :doc:`/frozen-layers`.
 # - ``from_pretrained`` may give bfloat16, which Flower's arrays do not have: pass
 #   ``dtype=torch.float32``. ``LocalSGD(autocast=torch.bfloat16)`` trains in it all the
 #   same.

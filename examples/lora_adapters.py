@@ -256,4 +256,4 @@ if __name__ == "__main__":
 # clients that differ: on kinds of text that are near each other, such as prose and code
 # as it is, the merge is level with the mean.
 #
-# :doc:`/your-app` says more on frozen layers and adapters.
+# :doc:`/lora` and :doc:`/frozen-layers` say more.

@@ -218,5 +218,5 @@ plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher")
 #         --federation-config "num-supernodes=5 client-resources-num-cpus=1"
 #
 # The :doc:`tutorial on a real federation </tutorials/real_federation>` runs such a
-# folder on machines with data of their own, and :doc:`/your-app` tells what else can be
-# your own: the training loop, the loss, frozen layers.
+# folder on machines with data of their own. The :doc:`how-to guides </how-to>` say how
+# to bring your own training loop, your own loss, and frozen layers.

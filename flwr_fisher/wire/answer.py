@@ -145,7 +145,7 @@ def of_products(trained: Iterable[str]) -> str:
     return (
         f"Both factors of adapters are trained, {some(both)} and its lora_B: what "
         "merges them apart does not merge their product. Freeze each lora_A, the same "
-        "on every client, and take twice the rank (docs/your-app.md)"
+        "on every client, and take twice the rank (docs/lora.md)"
     )
 
 
