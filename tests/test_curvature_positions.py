@@ -97,7 +97,7 @@ def images():
 def test_the_mean_over_seeds_is_that_of_all_positions(batch, tolerance):
     model, loader = net(), images().split(batch)
     take = partial(fisher, model, loader, tolerance=tolerance)
-    draws = [take(max_positions=2, seed=seed) for seed in range(200)]
+    draws = [take(max_positions=2, seed=seed) for seed in range(34 * batch)]
     every = (take().blocks(), *(draw.blocks() for draw in draws))
     for block, *of_draws in zip(*every, strict=True):
         for factor in ("A", "G"):
