@@ -8,7 +8,6 @@ import ast
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -142,11 +141,9 @@ def test_every_file_of_the_checkout_is_seen():
     assert len(names) == len(FILES) > 150
 
 
-@pytest.mark.parametrize(
-    ("room", "name", "path"), FILES, ids=[name for _, name, _ in FILES]
-)
-def test_no_arrow_points_the_wrong_way(room, name, path):
-    assert complaints(room, name, path.read_text(encoding="utf-8")) == []
+def test_no_arrow_points_the_wrong_way():
+    for room, name, path in FILES:
+        assert complaints(room, name, path.read_text(encoding="utf-8")) == []
 
 
 # Circles of files
@@ -236,15 +233,6 @@ def test_a_circle_is_seen(files):
     assert len(circles(graph(files))) == 1
 
 
-def test_a_package_of_files_in_order_has_no_circle():
-    files = {
-        "p/__init__.py": "from flwr_fisher.p.a import A\nfrom flwr_fisher.p import b",
-        "p/a.py": "from flwr_fisher.p import b",
-        "p/b.py": "",
-    }
-    assert circles(graph(files)) == []
-
-
 # What lies on an algorithm's way
 
 # How many files are imported, directly or not: a bound to lower, never to raise.
@@ -322,13 +310,10 @@ def test_the_room_of_strategies_shows_the_algorithms():
     assert len([name for name in names if name.count("/") == 1]) <= 8
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for room, _, path in FILES if room == "strategies"],
-    ids=[name for room, name, _ in FILES if room == "strategies"],
-)
-def test_no_strategy_touches_anothers_private_parts(path):
-    assert foreign_parts(path.read_text(encoding="utf-8")) == []
+def test_no_strategy_touches_anothers_private_parts():
+    for room, name, path in FILES:
+        if room == "strategies":
+            assert foreign_parts(path.read_text(encoding="utf-8")) == [], name
 
 
 def foreign_parts(source):
@@ -351,63 +336,28 @@ def test_private_parts_are_told_apart():
     ]
 
 
-@cache
-def long_files():
-    folders = ("flwr_fisher", "strategies", "apps", "benchmarks", "examples")
-    paths = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
-    return [p for p in paths if len(p.read_text(encoding="utf-8").splitlines()) > 300]
-
-
 def test_a_long_file_gives_its_reason_at_the_top():
-    for path in long_files():
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-        assert REASON in (docstring or ""), path
+    for folder in ("flwr_fisher", "strategies", "apps", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            assert len(text.splitlines()) <= 300 or REASON in docstring, path
 
 
 @pytest.mark.parametrize(
     ("room", "name", "source"),
     [
-        ("errors", "errors.py", "from flwr_fisher.params import add"),
         ("errors", "errors.py", "import torch"),
         ("params", "params.py", "from flwr_fisher import curvature"),
-        ("curvature", "curvature/fisher.py", "import flwr_fisher.merge.fisher"),
-        ("curvature", "curvature/fisher.py", "from ..merge import fedfisher"),
+        ("curvature", "curvature/x.py", "import flwr_fisher.merge.fisher"),
+        ("curvature", "curvature/x.py", "from ..merge import fedfisher"),
         ("curvature", "curvature/operators/x.py", "from ..estimate import fisher"),
-        ("curvature", "curvature/fisher.py", "from .. import wire"),
-        ("curvature", "curvature/fisher.py", "def f():\n    import flwr.app"),
-        ("curvature", "curvature/fisher.py", "from nngeometry.metrics import FIM"),
-        ("merge", "merge/fisher.py", "from flwr_fisher.wire import FisherUpload"),
-        ("merge", "merge/fisher.py", "if True:\n    from ray import remote"),
-        ("merge", "merge/fisher.py", "from datasets import Dataset"),
-        ("wire", "wire/payload.py", "from flwr_fisher.client import FisherClient"),
-        ("wire", "wire/payload.py", "import nngeometry"),
-        ("client", "client/x.py", "from flwr_fisher.strategies import FedFisher"),
+        ("curvature", "curvature/x.py", "def f():\n    import flwr.app"),
+        ("curvature", "curvature/x.py", "from nngeometry.metrics import FIM"),
+        ("merge", "merge/x.py", "if True:\n    from ray import remote"),
         ("client", "client/x.py", "from flwr_fisher.server import Cohort"),
-        ("server", "server/x.py", "from flwr_fisher.client import score"),
-        ("server", "server/x.py", "from flwr_fisher.strategies import FAGH"),
-        ("server", "server/x.py", "from flwr_fisher.measures import costs"),
-        ("rounds", "rounds/x.py", "from flwr_fisher.merge import fedavg"),
-        ("tangent", "tangent/x.py", "from flwr_fisher.rounds import scaffold_step"),
-        ("wire", "wire/x.py", "import flwr.supercore.run"),
         ("server", "server/x.py", "import flwr.common.serde"),
-        ("strategies", "strategies/base.py", "from flwr_fisher.client import score"),
-        ("strategies", "strategies/base.py", "from flwr_fisher.tasks import Task"),
-        ("client", "client/x.py", "from ..tasks import Task"),
-        ("measures", "measures/x.py", "from flwr_fisher.client import score"),
-        ("measures", "measures/x.py", "from flwr_fisher.strategies import cohort"),
-        ("tasks", "tasks/x.py", "from flwr_fisher.client import score"),
-        ("tasks", "tasks/x.py", "from flwr_fisher.merge import fedavg"),
-        ("strategies", "strategies/x.py", "from flwr_fisher.report import save_report"),
-        ("client", "client/x.py", "from flwr_fisher.legacy import client_app"),
-        ("strategies", "strategies/x.py", "from flwr_fisher.legacy import as_legacy"),
-        ("report", "report/x.py", "from flwr_fisher import legacy"),
         ("strategies", "strategies/x.py", "from flwr_fisher.secure import SecureSums"),
-        ("client", "client/x.py", "from flwr_fisher.secure import SecureSumsMod"),
-        ("server", "server/x.py", "from flwr_fisher import secure"),
-        ("secure", "secure/x.py", "from flwr_fisher.strategies import FedAvg"),
-        ("legacy", "legacy/x.py", "import flwr.compat.client"),
-        ("callbacks", "callbacks/x.py", "from flwr_fisher.server import Run"),
-        ("", "__init__.py", "from flwr_fisher.errors import FlwrFisherError"),
         ("", "__init__.py", "from .strategies import FedFisherOneShot"),
         ("attic", "attic/x.py", "import os"),
     ],
@@ -420,21 +370,10 @@ def test_a_wrong_arrow_is_seen(room, name, source):
     ("room", "name", "source"),
     [
         ("curvature", ONLY_NNGEOMETRY, "from nngeometry.metrics import FIM"),
-        (
-            "curvature",
-            "curvature/x.py",
-            "from . import base\nfrom .base import Curvature",
-        ),
-        ("merge", "merge/x.py", "from flwr_fisher.curvature import fisher"),
+        ("curvature", "curvature/x.py", "from . import base\nfrom .base import A"),
         ("curvature", "curvature/estimate/x.py", "from ..operators import Dense"),
-        ("strategies", "strategies/x.py", "from flwr_fisher.strategies.base import A"),
-        (
-            "flower_internals",
-            ONLY_FLOWERS_INTERNALS,
-            "from flwr.supercore.run import Run",
-        ),
+        ("flower_internals", ONLY_FLOWERS_INTERNALS, "from flwr.supercore import run"),
         ("wire", "wire/x.py", "from flwr.app import ArrayRecord"),
-        ("tasks", "tasks/x.py", "import datasets"),
     ],
 )
 def test_a_right_arrow_is_allowed(room, name, source):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from virtual import (
     FEATURES,
     Node,
+    Replayed,
     Watched,
     ask,
     close,
@@ -77,11 +78,14 @@ def scores(arrays, data):
     return float(F.cross_entropy(output, y)), float(right)
 
 
+CLIENTS = Replayed()
+
+
 class Remembers(Watched):
     """Keeps what every client uploaded, and refuses to evaluate where told to."""
 
-    def __init__(self, app=None, silent=()):
-        super().__init__(app)
+    def __init__(self, silent=()):
+        super().__init__(CLIENTS)
         self.uploads = {}
         self.silent = set(silent)
 
@@ -111,7 +115,7 @@ def run(
     held_out=0,
     **options,
 ):
-    grid = LocalGrid(app or tiny_app(), clients, seed=seed)
+    grid = LocalGrid(app or CLIENTS, clients, seed=seed)
     measured = MeasuredGrid(grid, held_out=held_out)
     result = strategy.start(
         measured,
@@ -254,13 +258,13 @@ def test_a_strategy_that_got_another_grid_is_told(caplog):
 
 
 def test_every_says_which_rounds_are_measured():
-    app = Watched()
+    app = Watched(CLIENTS)
     found, _ = run(
         FEDFISHER(fraction_train=0.5, fraction_evaluate=0.0),
         lambda grid: ClientServerBarrier(grid, every=2),
         app,
         6,
-        num_rounds=5,
+        num_rounds=4,
     )
     assert set(found) == {2, 4}
     assert all(of["barrier-clients"] == 3 for of in found.values())  # of that round
@@ -628,7 +632,7 @@ def test_everything_else_is_the_grids():
 
 @pytest.mark.parametrize("kind", ["train", "train.named"])
 def test_messages_are_not_changed(kind):
-    grid = LocalGrid(Watched(), 2)
+    grid = LocalGrid(Watched(CLIENTS), 2)
     measured = MeasuredGrid(grid)
     ClientServerBarrier(measured)
     config = ConfigRecord({"server-round": 1})
@@ -667,7 +671,7 @@ def test_a_message_without_config_gets_one():
 
 
 def test_nothing_is_asked_where_nothing_is_measured():
-    app = Watched()
+    app = Watched(CLIENTS)
     measured = MeasuredGrid(LocalGrid(app, 3))
     FedAvg(fraction_evaluate=0.0).start(measured, tiny_arrays(), num_rounds=1)
     assert all(set(config) == {"server-round"} for config in app.configs)
@@ -724,7 +728,7 @@ def test_a_resumed_run_measures_the_same(tmp_path):
         options |= {"checkpoint_dir": where, "held_out": 2, "num_rounds": 3}
         return run(strategy, measures, app, 6, **options)[0]
 
-    killed = Watched()
+    killed = Watched(CLIENTS)
 
     def kill(content):
         if len(killed.trained) > 11:
@@ -733,8 +737,8 @@ def test_a_resumed_run_measures_the_same(tmp_path):
     killed.tamper = dict.fromkeys(range(6), kill)
     with pytest.raises(KeyboardInterrupt):
         start(killed, tmp_path)
-    resumed = Watched()
-    assert start(resumed, tmp_path, resume=True) == start(Watched())
+    resumed = Watched(CLIENTS)
+    assert start(resumed, tmp_path, resume=True) == start(Watched(CLIENTS))
     assert len(resumed.trained) == 1
 
 
@@ -752,7 +756,7 @@ def test_a_run_stopped_before_its_measure_is_measured_when_resumed(tmp_path):
     options["checkpoint_dir"] = tmp_path
     with pytest.raises(KeyboardInterrupt):
         run(FEDFISHER(), broken, **options)
-    app = Watched()
+    app = Watched(CLIENTS)
     found, _ = run(FEDFISHER(), ClientServerBarrier, app, resume=True, **options)
     assert app.trained == []
     assert found == expected

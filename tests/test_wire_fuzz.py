@@ -54,16 +54,16 @@ def test_spoiled_uploads_that_could_not_be_packed_are_read_or_refused(structure)
 
 
 def test_spoiled_uploads_are_read_or_refused():
-    counts = fuzz(2000, seed=1, every=4)
+    counts = fuzz(1000, seed=1, every=5)
     assert set(counts) == {"read", "refused"}
-    assert min(counts.values()) > 100
+    assert min(counts.values()) > 50
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_what_is_not_spoiled_is_read_in_the_memory_it_may_take(source):
+def test_what_is_not_spoiled_is_read_in_the_memory_it_may_take():
     load_what_is_loaded_once()
-    of = good(*source)
-    assert check_memory(of.record, of) == "read"
+    for source in SOURCES:
+        of = good(*source)
+        assert check_memory(of.record, of) == "read", source
 
 
 def test_the_fuzzer_sees_what_is_allocated():
@@ -96,7 +96,7 @@ def test_any_bytes_for_an_entry_are_read_or_refused(data):
     check(packed(entries), of)
 
 
-@SETTINGS
+@settings(SETTINGS, max_examples=80)
 @given(data=st.data())
 def test_any_head_is_read_or_refused(data):
     of = good(*data.draw(st.sampled_from(PACKED)))
