@@ -1,11 +1,11 @@
-"""The apps as bundles: what Flower Hub would take; and one version everywhere."""
+"""The apps as bundles, as Flower Hub takes them; what a release says of itself."""
 
-import importlib.util
 import re
 import shutil
 import tomllib
 import zipfile
 from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,10 +39,10 @@ def hub() -> ModuleType:
     if Version(version("flwr")) < Version(target):
         pytest.skip(f"the apps are bundled by Flower {target} or newer")
     path = ROOT / "release" / "build_fabs.py"
-    spec = importlib.util.spec_from_file_location("build_fabs", path)
+    spec = spec_from_file_location("build_fabs", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
