@@ -1,6 +1,7 @@
 """FedFish as a strategy: against sums written out, and as people run it."""
 
 import itertools
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from flwr_fisher.client import (
 )
 from flwr_fisher.errors import (
     CheckpointError,
+    ClientError,
     ConfigurationError,
     RoundError,
 )
@@ -646,3 +648,15 @@ def test_of_an_endless_stream_squares_are_of_what_the_loop_took(by_hand, reducti
         )
         _, found = fisher_of(stream, reduction=reduction)
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("taken", [math.nan, math.inf, -3])
+def test_of_an_endless_stream_nobody_takes_so_many(taken):
+    stream = FisherClient(
+        net(),
+        DataLoader(Endless(), 4),
+        train_fn=lambda *_: {"num-examples": taken},
+        device="cpu",
+    )
+    with pytest.raises(ClientError, match=f"train_fn returned 'num-examples': {taken}"):
+        fisher_of(stream, reduction="mean")

@@ -464,12 +464,15 @@ def checked_metrics(returned: object, loop: str) -> dict[str, Any]:
         number = value.tolist() if hasattr(value, "tolist") else value
         if isinstance(number, (tuple, list)) and all(map(_is_number, number)):
             metrics[str(key)] = _of_one_kind(number)
+        elif key == "num-examples" and not (
+            _is_number(number) and 0 <= number < math.inf
+        ):
+            raise ClientError(
+                f"{loop} returned 'num-examples': {value!r:.80}, and it is a number "
+                "from 0 on"
+            )
         elif _is_number(number):
             metrics[str(key)] = int(number) if isinstance(number, bool) else number
-        elif key == "num-examples":
-            raise ClientError(
-                f"{loop} returned 'num-examples': {value!r:.80}, and it is a number"
-            )
         else:
             logger.warning(
                 "%s returned %.40r: %.80r, and metrics are numbers by name: it is left "
