@@ -131,8 +131,7 @@ class FedDyn(CurvatureStrategy):
     def renew(self, state: ServerState, uploads: Sequence[Upload[Additive]]) -> Step:
         """Return the next model and h."""
         before = Membership.from_tensors(state.group("membership"))
-        connected = self.cohort.connected
-        members = before.after(uploads, connected, kept="parameters")
+        members = before.after(uploads, self.cohort.connected)
         weights = [upload.num_examples for upload in uploads]
         models = [upload.payload.part("params") for upload in uploads]
         means = weighted_mean(models, weights)
@@ -161,7 +160,7 @@ def send(state: ServerState) -> dict[str, Any]:
 #
 # Ten virtual clients with digits of about two classes each, half of them in a round,
 # beside FedAvg with the same training. Where the policy shortens a client's step,
-# ``kept="parameters"`` above has that client told with its next request: its g_k
+# ``"kept": "parameters"`` above has that client told with its next request: its g_k
 # changes by no more than the server took, and h remains their mean.
 
 # Flower logs every step of a round, which this page has no need of.

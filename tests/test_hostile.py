@@ -156,6 +156,12 @@ def test_what_did_harm_does_none(name, attack, said):
     assert len(outcome.log.splitlines()) < 30
 
 
+def test_no_run_ends_since_honest_clients_cannot_work_with_a_model_moved_far():
+    """By the default policy it may be harmed, but goes on."""
+    attack, policy = GENERAL["scaled by -1e4"], Policy()
+    assert not run("FedPM", attack, policy=policy).harm.startswith("ended")
+
+
 def test_a_hostile_server_does_no_client_harm():
     asked, harmed = besiege("SCAFFOLD")
     assert asked > 100

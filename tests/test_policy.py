@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from flwr_fisher.server.policy import Sizes
+from flwr_fisher.server.policy import Sizes, remembered
 from flwr_fisher.strategies import Policy
 
 POLICIES = {"default": Policy(), "strict": Policy.strict()}
@@ -65,13 +65,37 @@ def test_one_client_has_at_most_the_share_that_the_docstring_says(name):
 def test_what_one_client_adds_to_a_kept_part_is_bounded(name):
     """By 20 max_distance times the sum of the medians, whatever it says."""
     policy, generator = POLICIES[name], np.random.default_rng(0)
-    reference, added, medians = {}, 0.0, 0.0
+    known, added, medians = {}, 0.0, 0.0
     for server_round in range(300):
         honest = (generator.uniform(0.5, 2, 4) * 0.9**server_round).tolist()
         sizes = [Sizes({"control": length}, {}) for length in [*honest, 1e12]]
-        reference = policy.references(sizes, reference)
+        references = policy.references(sizes, known, "control")
+        known = remembered(references, known, "control")
         lengths = [own.step_norms["control"] for own in sizes]
-        added += policy.distances(lengths, reference["control"])[-1]
+        added += policy.distances(lengths, references["control"])[-1]
         medians += sorted(lengths)[2]
     assert added <= 20 * policy.max_distance * medians
-    assert reference["control"] > 0.9**server_round  # it waits for who is late
+    assert known["control"] > 0.9**server_round  # it waits for who is late
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_who_moves_the_model_far_goes_no_further_for_it(name):
+    """Honest steps are as long as the model is far, and so would its own be."""
+    policy, known, far = POLICIES[name], {}, 1.0
+    longest = policy.max_distance**2 * 0.01
+    for _ in range(100):
+        lengths = [0.01 * far] * 4 + [1e12 * far]
+        sizes = [Sizes({"parameters": length}, {}) for length in lengths]
+        references = policy.references(sizes, known)
+        known = remembered(references, known)
+        limited = policy.distances(lengths, references["parameters"])
+        assert limited[:-1] == lengths[:-1]
+        assert limited[-1] <= max(longest, lengths[0])
+        far += limited[-1] / 5
+    assert far < 2 + 100 * longest / 5
+
+
+def test_a_first_round_in_which_nothing_moves_limits_no_later_one():
+    still, moving = ([Sizes({"parameters": n}, {})] * 3 for n in (0.0, 1.0))
+    known = remembered(Policy().references(still, {}), {})
+    assert Policy().references(moving, known) == {"parameters": 1.0}

@@ -22,7 +22,7 @@ from flwr_fisher.server.cohort import FREEZE_THE_SAME, Cohort, unlike_most
 from flwr_fisher.server.exchange import WEIGHT, Upload
 from flwr_fisher.server.identity import Identity
 from flwr_fisher.server.mailbox import NodeReply
-from flwr_fisher.server.policy import Policy, Sizes
+from flwr_fisher.server.policy import Policy, Sizes, remembered
 from flwr_fisher.wire import Payload, reply_bytes
 from flwr_fisher.wire.answer import split_frozen
 
@@ -256,6 +256,8 @@ class Door(Generic[P]):
         What limits a single client's influence.
     fold : Callable[[P, float], P], optional
         Adds an upload to a sum, and returns what is kept of it.
+    kept : str, default ""
+        The part of an upload that clients also keep.
     quiet : bool, default False
         Whether the log does not tell of each reply.
 
@@ -273,8 +275,8 @@ class Door(Generic[P]):
         From whom nothing came, and why.
     limited : dict[str, Mapping[str, float]]
         What the policy has cut, by client, as of :class:`Upload`.
-    references : dict[str, float]
-        By what the policy measured lengths.
+    remembered : dict[str, float]
+        What the policy is to know in the next round.
     """
 
     def __init__(
@@ -286,18 +288,19 @@ class Door(Generic[P]):
         policy: Policy,
         *,
         fold: Callable[[P, float], P] | None = None,
+        kept: str = "",
         quiet: bool = False,
     ) -> None:
         self.cohort, self.read, self.like = cohort, read, like
         self.weighted_by_key, self.policy = weighted_by_key, policy
-        self.fold, self.quiet, self.expected = fold, quiet, 0
+        self.fold, self.kept, self.quiet, self.expected = fold, kept, quiet, 0
         self.stage = TRAIN
         self.admitted: list[Upload[P]] = []
         self.rejected = Rejections()
         self.withdrawn: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.limited: dict[str, Mapping[str, float]] = {}
-        self.references: dict[str, float] = {}
+        self.remembered: dict[str, float] = {}
         self._clients: dict[str, Identity] = {}
         self._sizes: dict[str, Sizes] = {}
         self._weights: dict[str, float] = {}  # within the policy
@@ -446,13 +449,12 @@ class Door(Generic[P]):
     # All replies
 
     def uploads(
-        self, needed: int, references: Mapping[str, float] | None = None
+        self, needed: int, before: Mapping[str, float] | None = None
     ) -> list[Upload[P]]:
         """Return the uploads in an order that depends on no node id and no timing.
 
         Those that do not agree with most are rejected first; then the policy limits
-        what is left. `references` are the policy's of the last time; afterwards the
-        door's are the new ones.
+        what is left. `before` is what was to be remembered of the last round.
 
         Raises
         ------
@@ -464,8 +466,12 @@ class Door(Generic[P]):
         self._fold_held()
         self.check_enough(needed)
         sizes = [self._sizes[upload.client] for upload in self.admitted]
-        new = self.references = self.policy.references(sizes, references or {})
-        uploads = self.policy.limit(self.admitted, sizes, self.like, new)
+        references = self.policy.references(sizes, before or {}, self.kept)
+        self.remembered = remembered(references, before or {}, self.kept)
+        uploads = [
+            replace(upload, taken=upload.limited.get(self.kept, 1.0))
+            for upload in self.policy.limit(self.admitted, sizes, self.like, references)
+        ]
         self.limited = {u.client: u.limited for u in uploads if u.limited}
         for client, factors in self.limited.items():
             if min(factors.values()) > _SLIGHT:

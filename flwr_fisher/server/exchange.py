@@ -118,6 +118,8 @@ class Upload(Generic[P]):
     limited : Mapping[str, float]
         What the policy has cut, and to which part of it: ``weight``, and parts of the
         payload. Empty for nothing.
+    taken : float, default 1
+        Which part is left of what the client also keeps, the exchange's `kept`.
     """
 
     node_id: int
@@ -129,6 +131,7 @@ class Upload(Generic[P]):
     number: int = 0
     members: Sequence[int] = ()
     limited: Mapping[str, float] = field(default_factory=dict)
+    taken: float = 1.0
 
 
 WEIGHT = "weight"
@@ -268,7 +271,9 @@ class Exchange(Generic[P]):
     additive : Summation, optional
         How a sum may take the uploads' place; None: the step needs each by itself.
     kept : str
-        The part of an upload that clients also keep, for ``Membership.after``.
+        The part of an upload that clients also keep on their disks. Where the policy
+        cuts it, what they keep changes by no more than what the server took: they are
+        told with their next request, by ``Membership``.
     check : Callable[[ServerState], Callable[[P], None]], optional
         Makes, once an exchange, what refuses an upload that cannot be an answer to what
         was sent: it raises ``WireError``.

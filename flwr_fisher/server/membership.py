@@ -55,13 +55,12 @@ class Membership:
         """Return that of a run that begins."""
         return cls(new_run_number())
 
-    def after(
-        self, uploads: Uploads[Any], connected: int, kept: str = ""
-    ) -> "Membership":
+    def after(self, uploads: Uploads[Any], connected: int) -> "Membership":
         """Return the membership after one more step, to which these uploads gave.
 
         There are as many clients as are connected, or have taken part if that is more.
-        Of clients of whom a sum alone is known, each weighs as much as the others.
+        Of clients of whom a sum alone is known, each weighs as much as the others. Who
+        kept more than the server took is told so (``kept=`` of the exchange).
 
         Parameters
         ----------
@@ -69,10 +68,6 @@ class Membership:
             The step's.
         connected : int
             How many nodes there are.
-        kept : str
-            The part of the upload that clients also keep on their disks. Where the
-            policy cut it, what they keep changes by no more than what the server took:
-            they are told with their next request.
         """
         steps = self.steps + 1
         given = {
@@ -80,7 +75,7 @@ class Membership:
             for upload in uploads
             for number in upload.members or [upload.number]
         }
-        limited = {u.number: u.limited[kept] for u in uploads if kept in u.limited}
+        limited = {u.number: u.taken for u in uploads if u.taken < 1}
         roster = self.roster.after(steps, given, limited)
         known = len(roster.weights)
         total = fsum(roster.weights.values()) * (max(known, connected) / known)

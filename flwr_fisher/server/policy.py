@@ -16,6 +16,7 @@ P = TypeVar("P", bound=Payload)
 _LARGEST = 1e18  # of a size; float32 holds its square
 _FEWEST = 3  # of two clients nobody can tell which one is odd
 _FALL = 0.95  # of a kept part's reference, from one round to the next at most
+_FIRST = "first "  # begins the name of what a part's reference was at first
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Policy:
     20 % of ten clients by :meth:`strict`, and 10 % where all are of one size. It moves
     a mean by that share of at most `max_distance` references. The same holds for
     curvature and `max_curvature`.
+
+    A length's reference is the clients' median, and at most `max_distance` times what
+    that was in the first round: where a client has moved the model far, all others take
+    long steps from there, and it goes no further for it. So no client moves by more
+    than ``max_distance ** 2`` times the first round's median, or the present one's.
 
     A client that keeps a part of its upload on its disk, :class:`Scaffold`'s change of
     a control variate, say, keeps no more of it than the server took: it is told with
@@ -161,7 +167,7 @@ class Policy:
         ]
 
     def references(
-        self, sizes: Sequence[Sizes], before: Mapping[str, float]
+        self, sizes: Sequence[Sizes], before: Mapping[str, float], kept: str = ""
     ) -> dict[str, float]:
         """Return the reference length of each part: its limit is a multiple of it.
 
@@ -170,21 +176,30 @@ class Policy:
         sizes : Sequence[Sizes]
             Those of one exchange's uploads.
         before : Mapping[str, float]
-            What this returned the last time, of parts that clients keep.
+            What :func:`remembered` returned in the round before.
+        kept : str
+            The part that clients keep.
 
         Examples
         --------
         >>> sizes = [Sizes({"step": length}, {}) for length in (1.0, 2.0, 5.0)]
-        >>> Policy().references(sizes, {}), Policy().references(sizes, {"step": 4.0})
-        ({'step': 2.0}, {'step': 3.8})
+        >>> Policy().references(sizes, {})
+        {'step': 2.0}
+        >>> Policy().references(sizes, {"first step": 1e-3})
+        {'step': 1.0}
+        >>> Policy().references(sizes, {"step": 4.0}, kept="step")
+        {'step': 3.8}
         """
         if len(sizes) < _FEWEST or self.max_distance == inf:
             return {}
-        medians = {
-            name: statistics.median(own.step_norms[name] for own in sizes)
-            for name in sizes[0].step_norms
-        }
-        return {n: max(m, _FALL * before.get(n, 0.0)) for n, m in medians.items()}
+        found = {}
+        for name in sizes[0].step_norms:
+            median = statistics.median(own.step_norms[name] for own in sizes)
+            most = self.max_distance * before.get(_FIRST + name, inf)
+            found[name] = min(median, most)
+        if kept in found:
+            found[kept] = max(found[kept], _FALL * before.get(kept, 0.0))
+        return found
 
     def weights(self, weights: Sequence[float]) -> list[float]:
         """Return weights, of which none is more than `max_weight` times the median.
@@ -201,7 +216,10 @@ class Policy:
     def distances(
         self, distances: Sequence[float], reference: float | None = None
     ) -> list[float]:
-        """Return lengths, of which none is more than `max_distance` references."""
+        """Return lengths, of which none is more than `max_distance` references.
+
+        The reference is by default the median, which is never cut itself.
+        """
         return _at_most(self.max_distance, distances, reference)
 
     def curvatures(self, curvatures: Sequence[float]) -> list[float]:
@@ -215,9 +233,33 @@ def _at_most(
     """Return values up to a multiple of the reference, by default of the median."""
     if len(values) < _FEWEST or multiple == inf:
         return list(values)
-    if reference is None:
-        reference = statistics.median(values)
-    return [min(value, multiple * reference) for value in values]
+    median = statistics.median(values)
+    most = max(median, multiple * (median if reference is None else reference))
+    return [min(value, most) for value in values]
+
+
+def remembered(
+    references: Mapping[str, float], before: Mapping[str, float], kept: str = ""
+) -> dict[str, float]:
+    """Return what the next round's references depend on.
+
+    Parameters
+    ----------
+    references : Mapping[str, float]
+        This round's.
+    before : Mapping[str, float]
+        What this returned in the round before.
+    kept : str
+        The part that clients keep.
+
+    Examples
+    --------
+    >>> remembered({"step": 2.0}, {"first step": 1.0, "first gradient": 3.0}, "step")
+    {'first step': 1.0, 'first gradient': 3.0, 'step': 2.0}
+    """
+    first = {_FIRST + name: length for name, length in references.items() if length}
+    last = {name: length for name, length in references.items() if name == kept}
+    return {**first, **before, **last}
 
 
 def _limited(

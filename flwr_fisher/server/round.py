@@ -129,6 +129,7 @@ def door_of(
         weighted_by or strategy.weighted_by_key,
         policy,
         fold=exchange.fold,
+        kept=exchange.kept,
         quiet=bool(exchange.log_name),
     )
 
@@ -483,7 +484,7 @@ class ExchangeRun(Generic[P]):
         """
         try:
             while True:
-                uploads = self.door.uploads(self.needed, self._references())
+                uploads = self.door.uploads(self.needed, self._remembered())
                 try:
                     step = self._try_step(uploads)
                     break
@@ -497,22 +498,22 @@ class ExchangeRun(Generic[P]):
             for client, reason in self.door.withdrawn.items():
                 self.journal.set_aside(client, reason)
         return Outcome(
-            self._with_reference(step),
+            self._with_remembered(step),
             uploads,
             self.door.metrics(self.strategy.train_metrics_aggr_fn),
         )
 
-    def _references(self) -> dict[str, float]:
-        """Return by what the policy measured the part that clients keep, before."""
+    def _remembered(self) -> dict[str, float]:
+        """Return what the policy is to know of the rounds before."""
         return {n: float(v) for n, v in self.state.group(_POLICY).items()}
 
-    def _with_reference(self, step: Step) -> Step:
-        """Return the step with what the policy measured that part by now."""
-        kept = self.exchange.kept
-        if kept not in self.door.references:
+    def _with_remembered(self, step: Step) -> Step:
+        """Return the step with what the policy is to know in the next round."""
+        known = self.door.remembered
+        if not known:
             return step
-        now = torch.tensor(self.door.references[kept], dtype=torch.float64)
-        groups = {**step.state.groups, _POLICY: {kept: now}}
+        tensors = {n: torch.tensor(v, dtype=torch.float64) for n, v in known.items()}
+        groups = {**step.state.groups, _POLICY: tensors}
         return replace(step, state=replace(step.state, groups=groups))
 
     def _try_step(self, uploads: Uploads[P]) -> Step:

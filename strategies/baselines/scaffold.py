@@ -97,7 +97,7 @@ class Scaffold(CurvatureStrategy):
         changes = [upload.payload.part(_CONTROL) for upload in uploads]
         models = [upload.payload.part("params") for upload in uploads]
         before = Membership.from_tensors(state.group(_MEMBERSHIP))
-        members = before.after(uploads, self.cohort.connected, kept=_CONTROL)
+        members = before.after(uploads, self.cohort.connected)
         names = changes[0].keys()
         known = state.group(_CONTROL) if before.steps else changes[0]
         stepped, control = scaffold_step(

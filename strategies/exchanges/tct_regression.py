@@ -20,7 +20,7 @@ from flwr_fisher.tangent import (
     tct_average,
 )
 from flwr_fisher.wire.arrays import bytes_of
-from flwr_fisher.wire.tangent_upload import KEYS, STEP, TangentUpload
+from flwr_fisher.wire.tangent_upload import KEYS, TangentUpload
 
 # Groups of the state's tensors, and names in them.
 MEMBERSHIP, CONTROL, _FACTS = "membership", "control", "regression"
@@ -160,7 +160,7 @@ def average(
 ) -> Step:
     """Average the clients' weights, and renew the control variate if there is one."""
     before = Membership.from_tensors(state.group(MEMBERSHIP))
-    members = before.after(uploads, connected, kept=STEP)
+    members = before.after(uploads, connected)
     weights, lr = weights_of(uploads), float(state.group(_FACTS)[_LR])
     old = state.params[f"{KEYS}weight"]
     sent = state.group(CONTROL).get(CONTROL, torch.zeros_like(old)).double()
@@ -169,7 +169,7 @@ def average(
         sent,
         [upload.payload.tensors["weight"] for upload in uploads],
         weights,
-        parts=[upload.limited.get(STEP, 1.0) for upload in uploads],
+        parts=[upload.taken for upload in uploads],
         participation=members.participation(weights),
         lr=lr,
         local_steps=local_steps,
