@@ -62,6 +62,7 @@ _elsewhere = {
     "more/contributing": _root / "CONTRIBUTING.md",
     "more/federation": _root / "federation" / "README.md",
     "more/changelog": _root / "CHANGELOG.md",
+    "more/releasing": _root / "RELEASING.md",
     **{
         f"benchmarks/{path.stem.replace('README', 'papers')}": path
         for path in sorted(_results.glob("*.md"))
