@@ -179,6 +179,14 @@ for server_round in (1, 10, 30, ROUNDS):
 plot_rounds(Path("rounds.png"), {"signSGD": history}, ["accuracy"])
 
 # %%
-# To test it, run it by hand beside a slow twin that is obviously right, and let a
-# client send what is no sign: its upload is left out by name, and the round goes on. To
-# have it in the library itself: :doc:`/more/contributing`.
+# In an app of your own
+# ---------------------
+#
+# Put ``Signs`` into a module that both sides import. The job belongs to
+# ``client_app.py``, beside ``client_fn``, and ``SignSGD`` to ``server_app.py``. The
+# library needs no change.
+#
+# To test the method, compare a round with a slow version that is obviously right. Then
+# let a client send something that is no sign: the server skips its upload, logs its
+# name, and goes on with the round. To add the method to the library itself, read
+# :doc:`/adding-a-method`.
