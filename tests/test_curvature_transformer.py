@@ -64,7 +64,7 @@ def make(name):
     return model
 
 
-def sequences(n=5, length=T):
+def sequences(n=3, length=T):
     pieces = torch.randint(V, (n, length + 1), generator=rng(8))
     return pieces[:, :-1], pieces[:, 1:]
 

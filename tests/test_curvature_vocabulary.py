@@ -30,7 +30,7 @@ def classifier():
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1000))
 
 
-TOKENS = torch.randint(VOCABULARY, (256, 4), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(VOCABULARY, (64, 4), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from virtual import (
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.curvature import (
-    STRUCTURES,
     Pairs,
     fisher,
     gradient,
@@ -82,7 +81,7 @@ def client_of(form, holding=2, **options):
 
 
 CONFIGS = {
-    **{structure: {"structure": structure} for structure in STRUCTURES},
+    "dense": {"structure": "dense"},
     "few": {"structure": "kfac", "examples": 5},
     "batches": {"job": "fedfish"},
     "last-epoch": {"job": "fedfish", "source": "last-epoch"},
@@ -91,18 +90,18 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("form", NEW)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_training_and_curvature_are_the_same_bits(form, config):
+def test_training_and_curvature_are_the_same_bits(config):
     if config.get("source") == "last-epoch":
         options = {"train_fn": LocalSGD(lr=0.1, epochs=2)}
     else:
         options = {}
     wanted = ask(client_of("pairs", **options), config=config)
-    found = ask(client_of(form, **options), config=config)
-    assert metrics_of(found) == metrics_of(wanted)
-    (one,), (other,) = (m.content.array_records.values() for m in (found, wanted))
-    assert same_bits(one, other)
+    for form in NEW:
+        found = ask(client_of(form, **options), config=config)
+        assert metrics_of(found) == metrics_of(wanted)
+        (one,), (other,) = (m.content.array_records.values() for m in (found, wanted))
+        assert same_bits(one, other)
 
 
 EVALUATIONS = {
@@ -123,13 +122,7 @@ def test_evaluation_gives_the_same_numbers(form, config):
     assert metrics_of(found) == metrics_of(wanted)
 
 
-METHODS = {
-    "FedGA": FedGA,
-    "FedPM": FedPM,
-}
-
-
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("method", [FedGA, FedPM])
 def test_every_method_ends_at_the_same_model(method, tmp_path):
     results = []
     for each in ("pairs", "odd"):
@@ -141,7 +134,7 @@ def test_every_method_ends_at_the_same_model(method, tmp_path):
             return client_of(each, partition, **options)
 
         grid = LocalGrid(make_client_app(client_fn), 3)
-        results.append(method().start(grid, tiny_arrays(), num_rounds=3))
+        results.append(method().start(grid, tiny_arrays(), num_rounds=2))
     assert same_bits(results[0].arrays, results[1].arrays)
 
 

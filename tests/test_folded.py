@@ -1,7 +1,7 @@
 """Uploads that are added up as they come: a server holds a few, however many come."""
 
 import torch
-from virtual import LIFTED, tiny_app, tiny_arrays
+from virtual import LIFTED, Replayed, tiny_app, tiny_arrays
 
 from flwr_fisher.strategies import FedFisherOneShot, MergeOptions
 from flwr_fisher.testing import LocalGrid
@@ -33,9 +33,10 @@ def merged(grid):
 
 
 def test_no_more_than_a_few_uploads_are_held():
-    grid = Punctual(tiny_app([0] * 12), 12)
+    app = Replayed(tiny_app([0] * 8))
+    grid = Punctual(app, 8)
     many = merged(grid)
     assert 1 < grid.most <= 4
-    one_by_one = merged(LocalGrid(tiny_app([0] * 12), 12))
+    one_by_one = merged(LocalGrid(app, 8))
     for name, value in many.items():
         assert torch.equal(value, one_by_one[name]), name

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 from clocked import Behaviour, ClockedGrid, clock, options_of
 from flwr.app import ConfigRecord, Error, Message
-from virtual import LIFTED, Node, Watched, same_bits, tiny_app, tiny_arrays
+from virtual import LIFTED, Node, Replayed, Watched, same_bits, tiny_arrays
 
 from flwr_fisher.errors import RoundError
 from flwr_fisher.flower_internals import ErrorCode, nodes_of
@@ -13,6 +13,8 @@ from flwr_fisher.strategies import FedFisherOneShot, Waiting
 from flwr_fisher.testing import LocalGrid
 
 __all__ = ["clock"]
+
+CLIENTS = Replayed()
 
 
 def start(grid, waiting=None, **options):
@@ -67,14 +69,14 @@ def test_a_grid_of_flower_before_1_38_tells_no_names():
 
 def test_a_client_that_restarts_while_its_old_node_is_listed_is_waited_for(clock):
     old = {1: Behaviour(connected=lambda now: now < 70)}
-    grid = Named(tiny_app([0, 1, 1]), old, clock, 3, claims={2: 1})
+    grid = Named(CLIENTS, old, clock, 3, claims={2: 1})
     result = start(grid, timeout=3600)
     assert clients_of(result) == ["partition-0", "partition-1"]
     assert 70 < clock.now < 90
 
 
 def test_two_nodes_of_one_name_end_the_run_after_two_minutes(clock):
-    grid = Named(tiny_app(), {}, clock, 3, claims={0: 0, 1: 0, 2: 0})
+    grid = Named(CLIENTS, {}, clock, 3, claims={0: 0, 1: 0, 2: 0})
     with pytest.raises(RoundError, match=r"0 nodes can be asked, and 2 are needed:\n"):
         start(grid, timeout=3600)
     assert 120 < clock.now < 130
@@ -87,7 +89,7 @@ def test_a_claim_does_not_cost_the_owner_what_it_was_asked_for(clock):
     slow = {p: Behaviour(seconds=lambda times: 60.0) for p in range(3)}
     impostor = Behaviour(connected=lambda now: now > 20)
     slow[3] = impostor
-    grid = Named(tiny_app([0, 1, 2, 1]), slow, clock, 4, claims={3: 1})
+    grid = Named(CLIENTS, slow, clock, 4, claims={3: 1})
     result = start(grid, Waiting(window=200))
     assert clients_of(result) == ["partition-0", "partition-1", "partition-2"]
     owner = next(node for node, place in grid.nodes.items() if place == 1)
@@ -102,7 +104,7 @@ def test_an_unregistered_claim_costs_a_registered_node_nothing(clock):
         2: Behaviour(connected=lambda now: now < 30),
     }
     names = {"registered": {1: "hospital"}, "claims": {2: 1}}
-    grid = Named(tiny_app([0, 1, 1]), comes, clock, 3, **names)
+    grid = Named(CLIENTS, comes, clock, 3, **names)
     result = start(grid, Waiting(window=200))
     assert clients_of(result) == ["partition-0", "hospital"]
     assert result.train_metrics_clientapp[1]["num-rejected"] == 1
@@ -111,7 +113,7 @@ def test_an_unregistered_claim_costs_a_registered_node_nothing(clock):
 def test_a_node_that_is_registered_between_two_lives_counts_once(clock, tmp_path):
     comes = {p: Behaviour(connected=lambda now: now < 100) for p in (0, 1)}
     comes[2] = Behaviour(connected=lambda now: now > 100)
-    app, waiting = Watched(tiny_app()), Waiting(window=1000)
+    app, waiting = Watched(CLIENTS), Waiting(window=1000)
 
     grid = Named(app, comes, clock, 3)
     grid.dies = 90
@@ -133,7 +135,7 @@ class Fails(Watched):
     """Nodes that answer the first questions about who they are with an error."""
 
     def __init__(self, times):
-        super().__init__(tiny_app())
+        super().__init__(CLIENTS)
         self.times = times
         self.asked = {}
 
@@ -165,7 +167,7 @@ def test_a_client_known_better_in_the_next_life_counts_once(clock, tmp_path):
     dying.dies = 90
     with pytest.raises(KilledError):
         start(dying, waiting, checkpoint_dir=tmp_path)
-    app = Watched(tiny_app())
+    app = Watched(CLIENTS)
     grid = ClockedGrid(app, {}, clock, 3)
     result = start(grid, waiting, checkpoint_dir=tmp_path, resume=True)
     assert len(result.uploads) == 3
@@ -193,7 +195,7 @@ class Refusing(ClockedGrid):
 
 
 def test_who_could_not_be_reached_missed_no_deadline(clock, caplog):
-    grid = Refusing(tiny_app(), {}, clock, 3)
+    grid = Refusing(CLIENTS, {}, clock, 3)
     grid.refuses = (1,)
     result = start(grid, num_rounds=3, timeout=50)
     assert "no reply from partition-1: the SuperLink took no message" in caplog.text
@@ -207,7 +209,7 @@ def test_who_could_not_be_reached_missed_no_deadline(clock, caplog):
 
 
 def test_in_a_window_who_could_not_be_reached_is_asked_again(clock):
-    grid = Refusing(tiny_app(), {}, clock, 3)
+    grid = Refusing(CLIENTS, {}, clock, 3)
     grid.refuses = (1,)
     get_node_ids = grid.get_node_ids
 
@@ -237,7 +239,7 @@ def test_names_of_no_parameter_are_not_kept():
             return reply
 
     models = []
-    for app in (tiny_app(), Boasts(tiny_app())):
+    for app in (CLIENTS, Boasts(CLIENTS)):
         strategy = FedFisherOneShot(**options_of())
         models.append(strategy.start(LocalGrid(app, 3), tiny_arrays()).arrays)
     assert same_bits(*models)

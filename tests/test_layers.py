@@ -406,9 +406,9 @@ def test_importing_the_package_loads_nothing_heavy():
     assert loaded.isdisjoint(HEAVY | {"torch", "torchvision"})
 
 
-def test_the_maths_works_without_flower():
-    rooms = ("curvature", "merge", "rounds", "tangent")
+def test_the_maths_works_without_flower_and_tasks_load_no_data_set():
+    rooms = (*MATHS_ROOMS, "tasks")
     statement = "import " + ", ".join(f"flwr_fisher.{room}" for room in rooms)
     loaded = loaded_by(statement, *sorted(HEAVY))
     assert "torch" in loaded
-    assert loaded.isdisjoint(HEAVY)
+    assert loaded.isdisjoint(HEAVY | {"torchvision", "sklearn"})

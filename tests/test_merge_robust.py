@@ -8,6 +8,7 @@ import torch
 from oracles import CLIENT_CURVATURES, flat, posteriors, randn
 from virtual import (
     LIFTED,
+    Replayed,
     Watched,
     change_array,
     close,
@@ -243,9 +244,11 @@ def test_who_alone_is_sure_of_anything_moves_nothing():
 
 
 def test_the_strategy_leaves_out_an_outlier_and_logs_who(caplog):
+    clients = Replayed()
+
     def run(tamper, **options):
         caplog.clear()
-        app = Watched(tamper={3: tamper})
+        app = Watched(clients, {3: tamper})
         strategy = fedfisher_with(
             codec="lossless", fraction_evaluate=0.0, policy=LIFTED, **options
         )

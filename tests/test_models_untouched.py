@@ -114,20 +114,20 @@ def facts(model):
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-@pytest.mark.parametrize("x", [X, BAD, X[:, :4]], ids=["good", "nan", "shape"])
-def test_a_model_is_afterwards_what_it_was(make, function, x):
+def test_a_model_is_afterwards_what_it_was(make, function):
     model = make().train()
     model.head.eval()
     before, state = facts(model), {k: v.clone() for k, v in model.state_dict().items()}
     numbers = torch.get_rng_state()
-    try:
-        function(model, x)
-    except Exception:
-        assert x is not X
-    assert facts(model) == before
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name])
-    assert torch.equal(torch.get_rng_state(), numbers)
+    for x in (X, BAD, X[:, :4]):
+        try:
+            function(model, x)
+        except Exception:
+            assert x is not X
+        assert facts(model) == before
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state[name])
+        assert torch.equal(torch.get_rng_state(), numbers)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

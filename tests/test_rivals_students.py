@@ -127,8 +127,8 @@ def test_a_student_comes_nearer_to_the_ensemble(method, norm):
     batch = INPUTS(generator(randn(3, 64, 8))).detach()
     first = apart(student, models, batch)
     params = method(
-        models, student, INPUTS, num_classes=4, epochs=15, synthesis=SMALL,
-        batch_size=16, lr=0.05,
+        models, student, INPUTS, num_classes=4, epochs=8, synthesis=SMALL,
+        batch_size=16, lr=0.1,
     )  # fmt: skip
     student.load_state_dict(params)
     assert apart(student, models, batch) < 0.5 * first

@@ -95,7 +95,7 @@ def test_any_shape_and_any_zeros(count, shape, zeros, exponent, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e-38, 7e30])
 def test_equal_fishers_give_fedavg_bit_for_bit(dtype, value):
-    for seed in range(10):
+    for seed in range(3):
         deltas, fishers = clients(seed, count=7, dtype=dtype)
         weights = [float(w) for w in torch.rand(7, generator=rng(seed)) + 0.01]
         same = [{k: torch.full_like(v, value) for k, v in f.items()} for f in fishers]

@@ -101,9 +101,6 @@ def test_scaffold_reaches_the_optimum_and_fedavg_does_not():
 
 def test_scaffold_reaches_it_with_two_clients_a_round():
     generator = rng(0)
-    equal = [Quadratic(c.A, c.a) for c in CLIENTS]
-    cohorts = [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(800)]
-    assert relative(scaffold(equal, cohorts)["w"], optimum(equal)) <= 1e-6
     cohorts = [torch.randperm(4, generator=generator)[:2].tolist() for _ in range(800)]
     assert relative(scaffold(CLIENTS, cohorts)["w"], optimum(CLIENTS)) <= 1e-6
 
@@ -280,7 +277,7 @@ def test_a_models_own_newton_step():
 
     cg = giant_direction(product, g, iterations=12, tolerance=1e-12)
     assert relative(flat(cg), want) <= 1e-9
-    richardson = done_direction(product, g, alpha=1.0, iterations=400)
+    richardson = done_direction(product, g, alpha=1.0, iterations=160)
     assert relative(flat(richardson), want) <= 1e-6
 
 

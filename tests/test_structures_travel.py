@@ -80,13 +80,18 @@ def test_it_merges_to_the_dense_solution(structure):
 @pytest.mark.parametrize("codec", [LOSSLESS, Codec(budget=2.0), Codec(budget=8.0)])
 def test_what_is_decoded_can_be_merged(structure, codec):
     """Rounding makes no curvature negative, and no dtype another."""
-    for dtype in (torch.float16, torch.float32, torch.float64):
-        for spectrum in ("flat", "low-rank", "zero"):
-            sent = upload_of("mlp", structure, dtype, spectrum)
-            record = sent.to_arrays(chosen := resolve(codec, sent.params))
-            back = FisherUpload.from_arrays(record, sent.params, chosen)
-            unpacked = FisherUpload(dict(back.params), back.curvature.made())
-            check_posteriors([unpacked.posterior(3)])
+    for dtype, spectrum in (
+        (torch.float16, "flat"),
+        (torch.float16, "low-rank"),
+        (torch.float32, "low-rank"),
+        (torch.float32, "zero"),
+        (torch.float64, "flat"),
+    ):
+        sent = upload_of("mlp", structure, dtype, spectrum)
+        record = sent.to_arrays(chosen := resolve(codec, sent.params))
+        back = FisherUpload.from_arrays(record, sent.params, chosen)
+        unpacked = FisherUpload(dict(back.params), back.curvature.made())
+        check_posteriors([unpacked.posterior(3)])
 
 
 def spoiled(structure: str, key: str, change) -> dict[str, torch.Tensor]:

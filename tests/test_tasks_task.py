@@ -115,7 +115,7 @@ def test_repr_is_short():
         ({"validation": -1}, ConfigurationError, "validation"),
         ({"validation": 1437}, ConfigurationError, r"0…1436"),
         ({"num_partitions": 0}, ConfigurationError, "num_partitions"),
-        ({"num_partitions": 600, "alpha": 0.1}, DataError, r"client \d+ has [01] "),
+        ({"num_partitions": 400, "alpha": 0.1}, DataError, r"client \d+ has [01] "),
     ],
 )
 def test_errors_come_early_and_name_the_culprit(changes, error, message):

@@ -1,6 +1,7 @@
 """Reading arrays that strangers wrote: a tensor or a WireError, and no memory."""
 
 import io
+import itertools
 import re
 import tracemalloc
 from contextlib import suppress
@@ -71,21 +72,15 @@ BODY = entries((2, 3)).tobytes()
 
 
 @pytest.mark.parametrize("dtype", REAL)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_what_flower_writes_is_read(shape, dtype, order):
-    values = np.asarray(entries(shape, dtype), order=order)
-    tensor = read(Array(values))
-    assert tensor.dtype == getattr(torch, dtype)
-    assert tensor.shape == shape
-    assert tensor.is_contiguous()
-    assert np.array_equal(tensor.numpy(), values)
-
-
-def test_fortrans_order_is_among_what_flower_writes():
-    array = Array(entries((3, 4)).T)
-    assert b"'fortran_order': True" in array.data
-    assert torch.equal(read(array), torch.arange(12.0).reshape(3, 4).mT)
+def test_what_flower_writes_is_read(dtype):
+    for shape, order in itertools.product(SHAPES, "CF"):
+        values = np.asarray(entries(shape, dtype), order=order)
+        tensor = read(Array(values))
+        assert tensor.dtype == getattr(torch, dtype)
+        assert tensor.shape == shape
+        assert tensor.is_contiguous()
+        assert np.array_equal(tensor.numpy(), values)
+    assert b"'fortran_order': True" in Array(entries((3, 4), dtype).T).data
 
 
 def test_flower_writes_what_numpy_saves():
@@ -95,17 +90,12 @@ def test_flower_writes_what_numpy_saves():
     assert array.stype == "numpy.ndarray"
 
 
-@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
-def test_both_versions_of_the_header_are_read(version):
-    data = saved(entries((2, 3)), version)
-    assert data[6:8] == bytes(version)
-    assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
-
-
-@pytest.mark.parametrize("padding", range(4))
-def test_entries_that_start_at_an_odd_byte_are_read(padding):
-    data = with_header(header() + " " * padding, BODY)
-    assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
+def test_both_versions_of_the_header_and_any_length_are_read():
+    whole = [saved(entries((2, 3)), version) for version in ((1, 0), (2, 0))]
+    assert [data[6] for data in whole] == [1, 2]
+    odd = [with_header(header() + " " * padding, BODY) for padding in range(4)]
+    for data in whole + odd:
+        assert torch.equal(read(declared(data)), torch.arange(6.0).reshape(2, 3))
 
 
 def test_the_longest_header_that_numpy_writes_would_be_read():
@@ -125,12 +115,11 @@ def test_the_tensor_is_writable_and_its_memory_its_own():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_nan_and_infinity_are_refused(value, dtype, order):
-    values = np.ones((2, 3), dtype, order=order)
-    values[1, 1] = value
-    assert complaint(Array(values)) == "holds NaN or infinity"
+def test_nan_and_infinity_are_refused(value):
+    for dtype, order in itertools.product(("float16", "float32", "float64"), "CF"):
+        values = np.ones((2, 3), dtype, order=order)
+        values[1, 1] = value
+        assert complaint(Array(values)) == "holds NaN or infinity"
 
 
 def huge_int(digits):
@@ -138,6 +127,16 @@ def huge_int(digits):
 
 
 # What arrives in (data, shape, dtype), and the complaint.
+def said_twice(shape, body=BODY, descr="<f4", dtype="float32"):
+    """An array whose header and metadata agree."""
+    return declared(with_header(header(shape, descr), body), shape, dtype)
+
+
+def of_numpy(values, dtype):
+    return declared(saved(values), np.shape(values), dtype)
+
+
+VAST = huge_int(400), huge_int(400)
 HOSTILE = {
     "no bytes": (declared(b""), "magic"),
     "only magic": (declared(GOOD[:6]), "magic"),
@@ -145,11 +144,7 @@ HOSTILE = {
     "cut header": (declared(GOOD[:50]), "EOF"),
     "other magic": (declared(b"\x93NUMPX" + GOOD[6:]), "magic"),
     "version 3": (declared(with_header(header(), BODY, 3)), "npy version"),
-    "version 9": (declared(with_header(header(), BODY, 9)), "npy version"),
-    "long header": (
-        declared(with_header(header() + " " * 1000, BODY)),
-        "EOF: reading array header, expected 10",
-    ),
+    "long header": (declared(with_header(header() + " " * 1000, BODY)), "EOF: .* 10"),
     "header of 4 GB": (
         declared(b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 2000),
         "EOF: reading array header, expected 4294967295",
@@ -166,66 +161,37 @@ HOSTILE = {
     "int order": (declared(with_header(header(fortran_order=1), BODY)), "fortran"),
     "one byte short": (declared(GOOD[:-1]), "23 bytes of entries, but shape"),
     "one byte more": (declared(GOOD + b"\0"), "25 bytes of entries"),
-    "twice": (declared(GOOD + GOOD), "bytes of entries"),
     "no entries": (declared(GOOD[:128]), "0 bytes of entries, .* has 24"),
-    "entries in an empty array": (
-        declared(with_header(header((0, 3)), BODY), (0, 3)),
-        "24 bytes of entries",
-    ),
-    "no entry in a 0-d array": (declared(with_header(header(())), ()), "0 bytes"),
-    "negative": (declared(with_header(header((-6,)), BODY), (-6,)), "negative"),
-    "twice negative": (
-        declared(with_header(header((-2, -3)), BODY), (-2, -3)),
-        "negative",
-    ),
-    "too many dimensions": (
-        declared(with_header(header((1,) * 200), BODY[:4]), (1,) * 200),
-        "dimension",
-    ),
+    "entries in an empty array": (said_twice((0, 3)), "24 bytes of entries"),
+    "no entry in a 0-d array": (said_twice((), b""), "0 bytes"),
+    "negative": (said_twice((-6,)), "negative"),
+    "twice negative": (said_twice((-2, -3)), "negative"),
+    "too many dimensions": (said_twice((1,) * 200, BODY[:4]), "dimension"),
     "an empty array too large to index": (
-        declared(with_header(header((0, huge_int(30)))), (0, huge_int(30))),
+        said_twice((0, huge_int(30)), b""),
         "unreadable",
     ),
-    "wraps around 64 bits": (
-        declared(with_header(header((2**32, 2**32)), b""), (2**32, 2**32)),
-        "0 bytes of entries",
-    ),
-    "astronomic": (
-        declared(with_header(header((huge_int(400),) * 2)), (huge_int(400),) * 2),
-        "0 bytes of entries",
-    ),
+    "wraps around 64 bits": (said_twice((2**32, 2**32), b""), "0 bytes of entries"),
+    "astronomic": (said_twice(VAST, b""), "0 bytes of entries"),
     "astronomic, declared": (declared(GOOD, (huge_int(5000), 3)), "declared as"),
     "long, declared": (declared(GOOD, (1,) * 10**5), "declared as float32 of shape"),
-    "big-endian": (declared(saved(entries((2, 3), ">f4")), dtype=">f4"), "no >f4"),
+    "big-endian": (of_numpy(entries((2, 3), ">f4"), ">f4"), "no >f4"),
     "objects": (declared(with_header(header(descr="|O"), BODY), dtype="object"), "no"),
-    "a text": (declared(saved(np.array("abc")), (), "<U3"), "torch has no <U3"),
-    "bytes": (declared(saved(np.array(b"abc")), (), "|S3"), r"torch has no \|S3"),
-    "2 GB an entry": (
-        declared(with_header(header((0,), "|V2000000000")), (0,), "|V2000000000"),
-        "torch has no",
-    ),
-    "dates": (declared(saved(np.zeros(2, "M8[s]")), (2,), "datetime64[s]"), "no date"),
-    "records": (
-        declared(saved(np.zeros(2, [("a", "f4")])), (2,), "[('a', '<f4')]"),
-        "torch has no",
-    ),
-    "arrays as entries": (
-        declared(with_header(header((2,), ("<f4", (3,))), BODY), (2,)),
-        "torch has no",
-    ),
+    "a text": (of_numpy(np.array("abc"), "<U3"), "torch has no <U3"),
+    "2 GB an entry": (said_twice((0,), b"", *["|V2000000000"] * 2), "torch has no"),
+    "dates": (of_numpy(np.zeros(2, "M8[s]"), "datetime64[s]"), "no date"),
+    "records": (of_numpy(np.zeros(2, [("a", "f4")]), "[('a', '<f4')]"), "torch has no"),
+    "arrays as entries": (said_twice((2,), BODY, ("<f4", (3,))), "torch has no"),
     "long double": (
-        declared(saved(np.zeros(2, np.longdouble)), (2,), str(np.dtype("g"))),
+        of_numpy(np.zeros(2, np.longdouble), str(np.dtype("g"))),
         "torch has no|unreadable",
     ),
-    "complex": (
-        declared(saved(np.ones(2, np.complex64)), (2,), "complex64"),
-        "dtype torch.complex64, expected real",
-    ),
+    "complex": (of_numpy(np.ones(2, np.complex64), "complex64"), "expected real"),
     "no dtype": (declared(with_header(header(descr="nope"), BODY)), "nope"),
     "no dtype at all": (declared(with_header(header(descr=None), BODY)), "unreadable"),
     "a third truth": (
-        declared(with_header(header((2,), "|b1"), b"\x01\x02"), (2,), "bool"),
-        "bool entries other than 0 and 1",
+        said_twice((2,), b"\x01\x02", "|b1", "bool"),
+        "other than 0 and 1",
     ),
     "other shape": (declared(GOOD, (3, 2)), r"as .* \(3, 2\), but .* \(2, 3\)"),
     "flat": (declared(GOOD, (6,)), "declared as"),
@@ -236,7 +202,6 @@ HOSTILE = {
     "shape None": (declared(GOOD, None), "unreadable"),
     "shape of texts": (declared(GOOD, ("2", "3")), "declared as"),
     "shape of NaN": (declared(GOOD, (float("nan"), 3)), "declared as"),
-    "shape of negatives": (declared(GOOD, (-2, -3)), "declared as"),
     "nested shape": (declared(GOOD, ((2, 3),)), "declared as"),
     "other stype": (declared(GOOD, stype="torch.tensor"), "stype torch.tensor"),
     "long stype": (declared(GOOD, stype="\n" * 10**6), r"stype \\n\\n"),
@@ -253,10 +218,6 @@ def test_what_is_not_an_array_is_refused_by_name(case):
     assert len(reason_given) < 2500
 
 
-def test_a_list_as_shape_is_as_good_as_a_tuple():
-    assert read(declared(GOOD, [2, 3])).shape == (2, 3)
-
-
 PEAK = 10**6
 
 
@@ -270,17 +231,14 @@ def peak_of(data, shape, dtype):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("descr", ["<f4", "|i1", "|b1", "<f8"])
-@pytest.mark.parametrize("fortran_order", [False, True])
 @pytest.mark.parametrize(
     "shape", [(10**12,), (10**8,), (10**6, 10**6), (2**62, 4), (10**300,)], ids=repr
 )
-def test_a_header_that_asks_for_a_terabyte_allocates_nothing(
-    shape, fortran_order, descr
-):
-    data = with_header(header(shape, descr, fortran_order), BODY)
-    assert peak_of(data, shape, np.dtype(descr).name) < PEAK
-    assert peak_of(data, (2, 3), "float32") < PEAK
+def test_a_header_that_asks_for_a_terabyte_allocates_nothing(shape):
+    for descr, order in itertools.product(("<f4", "|b1"), (False, True)):
+        data = with_header(header(shape, descr, order), BODY)
+        assert peak_of(data, shape, np.dtype(descr).name) < PEAK
+        assert peak_of(data, (2, 3), "float32") < PEAK
 
 
 def test_an_array_takes_its_size_and_little_more():
@@ -356,7 +314,7 @@ def says(data):
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(deadline=None, database=None, derandomize=True, max_examples=500)
+@settings(deadline=None, database=None, derandomize=True, max_examples=300)
 @given(data=payloads(), shape=SHAPE_LIKE, dtype=DTYPE_LIKE, honest=st.booleans())
 def test_whatever_arrives_is_a_tensor_or_a_wire_error(data, shape, dtype, honest):
     array = declared(data, shape, dtype)

@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from uploads import (
     LAYOUTS,
+    SPECTRA,
     STRUCTURES,
     Layout,
     curvature_of,
@@ -52,6 +54,7 @@ CASES = [
     if name in SMALL or structure not in ("dense", "block")
 ]
 FORMAT = "curvature/format"
+NAN, INF = float("nan"), float("inf")
 
 
 def sent_and_read(sent, codec, structure=None):
@@ -115,9 +118,14 @@ def test_an_upload_comes_back_much_as_it_was(name, structure, preset):
         assert torch.equal(got.params[key], sent.params[key]), key
 
 
-@pytest.mark.parametrize(("name", "structure"), CASES)
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+    ("name", "structure", "dtype"),
+    [
+        *((name, structure, torch.float32) for name, structure in CASES),
+        *((n, s, torch.float64) for n, s in CASES if n == "odd"),
+        *((n, s, torch.float16) for n, s in CASES if n == "cnn"),
+        *((n, s, torch.bfloat16) for n, s in CASES if n == "mlp"),
+    ],
 )
 def test_with_a_large_budget_hardly_anything_is_lost(name, structure, dtype):
     sent = upload_of(name, structure, dtype, "flat")
@@ -151,37 +159,29 @@ def ordered_dense(sent, got):
     return sent.curvature.to_dense()[order][:, order]
 
 
-@pytest.mark.parametrize("spectrum", ["zero", "huge", "low-rank", "steep"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("budget", [1.0, 400.0])
-def test_no_curvature_is_too_odd(budget, structure, spectrum):
-    for name in SMALL:
-        sent = upload_of(name, structure, spectrum=spectrum)
-        got = sent_and_read(sent, enough(Codec(budget=budget), sent.params), structure)
-        assert_sound(got, sent.params)
-        if spectrum == "zero":
-            for key, part in curvature_to_tensors(got.curvature).items():
-                assert "/ekfac/" in key or not part.any(), key
-
-
-@pytest.mark.parametrize("spectrum", ["flat", "steep", "low-rank", "zero", "huge"])
-@pytest.mark.parametrize("structure", ["kfac", "ekfac", "block"])
-@pytest.mark.parametrize("budget", [1.0, 400.0])
-def test_what_was_read_can_be_sent_again(budget, structure, spectrum):
-    """Rounding makes no honest curvature one that a reader refuses."""
-    for name in ("mlp", "cnn"):
-        sent = upload_of(name, structure, spectrum=spectrum)
-        got = sent_and_read(sent, Codec(budget=budget), structure)
-        assert_sound(sent_and_read(got, LOSSLESS, structure), sent.params)
-        assert_sound(sent_and_read(got, Codec(budget=budget), structure), sent.params)
+def test_no_curvature_is_too_odd(budget, structure):
+    """Nor is what was read of it: rounding makes nothing that a reader refuses."""
+    for spectrum in SPECTRA:
+        for name in ("odd", "cnn"):
+            sent = upload_of(name, structure, spectrum=spectrum)
+            codec = enough(Codec(budget=budget), sent.params)
+            got = sent_and_read(sent, codec, structure)
+            assert_sound(got, sent.params)
+            if spectrum == "zero":
+                for key, part in curvature_to_tensors(got.curvature).items():
+                    assert "/ekfac/" in key or not part.any(), key
+        for again in (LOSSLESS, codec):
+            assert_sound(sent_and_read(got, again, structure), sent.params)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_are_cut_as_well(structure, dtype):
+def test_other_dtypes_are_cut_as_well(structure):
     """Float64 and float16 also go where not all matrices are sent whole."""
-    sent = upload_of("cnn", structure, dtype)
-    assert_sound(sent_and_read(sent, Codec("fedavg")), sent.params)
+    for dtype in (torch.float64, torch.float16):
+        sent = upload_of("cnn", structure, dtype)
+        assert_sound(sent_and_read(sent, Codec("fedavg")), sent.params)
 
 
 def test_factors_that_fit_are_within_the_bound_of_their_bits():
@@ -239,11 +239,10 @@ def test_the_order_of_blocks_is_not_that_of_arrival():
 # --- the budget -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0.3, 0.75, 1.0, 2.5])
 @pytest.mark.parametrize(("name", "structure"), CASES)
-def test_a_reply_weighs_at_most_the_budget(name, structure, budget):
-    for spectrum in ("steep", "flat"):
-        sent = upload_of(name, structure, spectrum=spectrum)
+def test_a_reply_weighs_at_most_the_budget(name, structure):
+    sents = [upload_of(name, structure, spectrum=s) for s in ("steep", "flat")]
+    for budget, sent in zip((0.3, 0.75, 1.0, 2.5), sents * 2, strict=True):
         codec = Codec(budget=budget)
         if needed_for(sent.params) > budget:
             with pytest.raises(ConfigurationError, match="budget must be >="):
@@ -256,39 +255,32 @@ def test_a_reply_weighs_at_most_the_budget(name, structure, budget):
 def test_a_large_upload_that_flower_cuts_into_pieces_is_within_the_budget():
     layout = Layout({"0.weight": (900, 700), "1.weight": (900, 900)})
     sent = FisherUpload(params_of(layout), curvature_of(layout, "kfac"))
-    for budget in (0.3, 0.4, 1.0):
+    for budget in (0.3, 1.0):
         record = sent.to_arrays(Codec(budget=budget))
         used = reply_bytes(record) / fedavg_reply_bytes(sent.params)
         assert 0.9 * min(budget, 0.75) < used <= budget
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "structure"), CASES)
 def test_a_codec_that_is_not_refused_can_pack_whatever_the_curvature(name, structure):
-    if (name, structure) not in CASES:
-        pytest.skip("too large")
     params = params_of(LAYOUTS[name])
-    for requested in (0.01, 0.6):
-        codec = enough(Codec(budget=requested), params)
-        for spectrum in ("flat", "zero"):
-            sent = upload_of(name, structure, spectrum=spectrum)
-            assert_sound(sent_and_read(sent, resolve(codec, params)), params)
+    codec = enough(Codec(budget=0.01), params)
+    for spectrum in ("flat", "zero"):
+        sent = upload_of(name, structure, spectrum=spectrum)
+        assert_sound(sent_and_read(sent, resolve(codec, params)), params)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_budget_too_small_is_refused_with_the_smallest_that_works(name):
-    params = params_of(LAYOUTS[name])
     sent = upload_of(name, "kfac")
-    for too_small in (0.001, 0.05, 0.2):
-        with pytest.raises(ConfigurationError, match="budget must be >=") as caught:
-            resolve(Codec(budget=too_small), params)
-        (needed,) = re.findall(r">= ([\d.]+)", str(caught.value))
-        codec = Codec(budget=float(needed))
-        assert resolve(codec, params) == codec
-        record = sent.to_arrays(codec)
-        assert reply_bytes(record) <= float(needed) * fedavg_reply_bytes(params)
-        with pytest.raises(ConfigurationError, match="budget must be >="):
-            resolve(Codec(budget=float(needed) - 0.002), params)
+    needed = needed_for(sent.params)
+    codec = Codec(budget=needed)
+    assert resolve(codec, sent.params) == codec
+    record = sent.to_arrays(codec)
+    assert reply_bytes(record) <= needed * fedavg_reply_bytes(sent.params)
+    for too_small in (0.05, needed - 0.002):
+        with pytest.raises(ConfigurationError, match=f"budget must be >= {needed}"):
+            resolve(Codec(budget=too_small), sent.params)
 
 
 def test_what_cannot_be_packed_is_refused_without_resolve_too():
@@ -449,21 +441,18 @@ def test_a_diagonal_has_the_bytes_that_are_left():
 # --- the codec itself -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1e-4, 1e4, float("nan"), float("inf")])
-def test_a_budget_out_of_range_is_refused(budget):
-    with pytest.raises(ConfigurationError, match="budget"):
-        Codec(budget=budget)
-
-
-def test_lossless_takes_no_budget():
-    with pytest.raises(ConfigurationError, match="takes no budget"):
-        Codec("lossless", 0.5)
-
-
-@pytest.mark.parametrize("name", ["zip", "paper", "packed"])
-def test_an_unknown_name_is_refused(name):
-    with pytest.raises(ConfigurationError, match=f"unknown codec '{name}'"):
-        Codec.of(name)
+@pytest.mark.parametrize(
+    ("make", "culprit"),
+    [
+        *((partial(Codec, budget=b), "budget") for b in (0, -1, 1e-4, 1e4, NAN, INF)),
+        (partial(Codec, "lossless", 0.5), "takes no budget"),
+        (partial(Codec.of, "zip"), "unknown codec 'zip'"),
+        (partial(Codec.of, "packed"), "unknown codec 'packed'"),
+    ],
+)
+def test_what_is_no_codec_is_refused(make, culprit):
+    with pytest.raises(ConfigurationError, match=culprit):
+        make()
 
 
 @pytest.mark.parametrize(
@@ -472,9 +461,6 @@ def test_an_unknown_name_is_refused(name):
 def test_a_codec_comes_back_from_a_config(codec):
     assert Codec.from_options(codec.to_options()) == codec
     codec.check_description(text(**codec.describe()), field="x")
-
-
-def test_a_server_that_asks_for_no_codec_gets_plain_arrays():
     assert Codec.from_options({}) == LOSSLESS
 
 
@@ -485,13 +471,10 @@ def test_a_client_refuses_to_write_another_version(version):
         Codec.from_options(config)
 
 
-def test_auto_is_fedavg_where_that_fits():
+def test_which_codec_a_name_or_a_budget_means():
     auto = Codec("auto")
     assert resolve(auto, params_of(LAYOUTS["wide"])) == Codec("fedavg")
     assert resolve(auto, {"w": torch.zeros(2)}) == LOSSLESS
-
-
-def test_a_budget_alone_packs():
     assert Codec(budget=0.7) == Codec("fedavg", 0.7)
     assert (Codec("fedavg").budget, Codec("small").budget) == (1.0, 0.5)
 
@@ -523,11 +506,16 @@ def text(**description):
     return raw(json.dumps(description).encode())
 
 
+@cache
+def packed_entries(structure, codec):
+    return entries_of(upload_of("cnn", structure).to_arrays(codec))
+
+
 def changed(key, change, codec):
     structure = next((s for s in STRUCTURES if f"/{s}/" in key), "kfac")
     structure = "kfac" if structure == "diagonal" else structure
     structure = "block" if structure == "dense" and "," in key else structure
-    entries = entries_of(upload_of("cnn", structure).to_arrays(codec))
+    entries = dict(packed_entries(structure, codec))
     new = change(entries[key].clone()) if callable(change) else change
     if new is None:
         del entries[key]
@@ -541,14 +529,8 @@ def with_head(**fields):
     names = ("form", "bits", "a", "b", "c")
 
     def change(entry):
-        head = dict(
-            zip(
-                names,
-                struct.unpack("<BBIII", bytes(entry[:HEAD].tolist())),
-                strict=True,
-            )
-        )
-        head |= fields
+        head = struct.unpack("<BBIII", bytes(entry[:HEAD].tolist()))
+        head = dict(zip(names, head, strict=True)) | fields
         return torch.cat([raw(struct.pack("<BBIII", *head.values())), entry[HEAD:]])
 
     return change
@@ -590,31 +572,21 @@ EA, ES = f"curvature/ekfac/{W}/A", f"curvature/ekfac/{W}/S"
 D = "curvature/diagonal/1.weight"
 DENSE = f"curvature/dense/{W},0.bias"
 COUNTER, MEAN = "1.num_batches_tracked", "1.running_mean"
-NAN, INF = float("nan"), float("inf")
 FINE = Codec("fedavg", budget=1.0)
 WIDE = Codec("fedavg", budget=20.0)  # all of a dense block fits
 
+HUGE = 2**32 - 1
 HOSTILE = {
     "no format": (FORMAT, None, "missing"),
     "format that is no JSON": (FORMAT, raw(b"{nope"), "not JSON"),
-    "format that is no text": (FORMAT, raw(b"\xff\xfe\x00"), "not JSON"),
     "format that nests": (FORMAT, raw(b"[" * 250), "not JSON"),
     "format too long": (FORMAT, raw(b" " * 300), "too long"),
     "format of another kind": (FORMAT, raw(b"[1]"), "which format"),
     "format without a version": (FORMAT, text(budget=1.0), "which format"),
     "older version": (FORMAT, text(version=1), "format version 1, .* reads 2"),
-    "newer version": (FORMAT, text(version=3), "format version 3, .* reads 2"),
     "odd version": (FORMAT, text(version="x"), "format version 'x'"),
-    "another budget": (
-        FORMAT,
-        text(**{**FINE.describe(), "budget": 2.0}),
-        "another codec was asked for.*budget",
-    ),
-    "another name": (
-        FORMAT,
-        text(**LOSSLESS.describe()),
-        "another codec was asked for.*name",
-    ),
+    "another budget": (FORMAT, text(**FINE.describe() | {"budget": 2.0}), "budget"),
+    "another name": (FORMAT, text(**LOSSLESS.describe()), "another codec.*name"),
     "too much said": (FORMAT, text(**FINE.describe(), more=1), "another codec"),
     "missing parameter": (W, None, "missing"),
     "missing buffer": (MEAN, None, "missing"),
@@ -628,15 +600,10 @@ HOSTILE = {
         "dtype torch.int64",
     ),
     "empty parameter": (W, raw(b""), "0 bytes"),
-    "cut head of a parameter": (W, raw(b"\1"), "1 bytes"),
     "unknown form of a parameter": (W, with_byte(0, 9), "form 9"),
-    "form of a part for a parameter": (W, with_head(form=3, bits=8), "form WHOLE for"),
     "coded counter": (COUNTER, with_head(form=1, bits=16), "form FLOAT for a param"),
-    "coded counter in rows": (COUNTER, with_head(form=2, bits=8), "form ROWS for a"),
-    "0 bits": (W, with_byte(1, 0), "codes of 0 bits"),
     "1 bit": (W, with_byte(1, 1), "codes of 1 bits"),
     "17 bits": (W, with_byte(1, 17), "codes of 17 bits"),
-    "255 bits": (W, with_byte(1, 255), "codes of 255 bits"),
     "floats of 8 bits for a parameter": (W, with_byte(1, 8), "form FLOAT for a param"),
     "other form of a parameter": (W, with_head(form=2, bits=8), "bytes, expected"),
     "NaN scale of a parameter": (W, with_float(HEAD, NAN), "scale"),
@@ -651,7 +618,6 @@ HOSTILE = {
     "infinite buffer": (MEAN, with_float(HEAD, -INF), "NaN or infinity"),
     "raw parameter of another size": (W, with_head(form=0, bits=0), "bytes, expected"),
     "missing factor A": (A, None, "missing"),
-    "missing factor G": (G, None, "missing"),
     "empty part": (A, raw(b""), "of head"),
     "cut head": (A, lambda e: e[: HEAD - 1], "of head"),
     "head alone": (A, lambda e: e[:HEAD], "0 bytes, expected"),
@@ -661,55 +627,34 @@ HOSTILE = {
     "rows for a diagonal": (D, with_head(form=2, bits=8), "form ROWS for this part"),
     "basis for a factor": (A, with_head(form=5), "form BASIS for this part"),
     "factor of 0 bits": (A, with_head(bits=0), "codes of 0 bits"),
-    "factor of 17 bits": (A, with_head(bits=17), "codes of 17 bits"),
     "factor of other bits": (A, with_head(bits=4), "expected"),
     "no groups": (A, with_head(a=0), "factors of a weight"),
     "groups that do not divide": (A, with_head(a=3), "factors of a weight"),
-    "too many groups": (A, with_head(a=2**32 - 1), "factors of a weight"),
-    "other groups": (A, with_head(a=8), "bytes"),
-    "huge n": (A, with_head(b=2**32 - 1), "at most 16384 rows"),
-    "n of no rows": (A, with_head(b=0), "expected"),
+    "too many groups": (A, with_head(a=HUGE), "factors of a weight"),
+    "huge n": (A, with_head(b=HUGE), "at most 16384 rows"),
     "n of a layer without a bias": (A, with_head(b=18), "bytes"),
     "rank above n": (A, with_head(form=4, c=20), "rank 20 of a matrix with 19 rows"),
-    "huge rank": (A, with_head(form=4, c=2**32 - 1), "rank"),
-    "other rank": (A, with_head(form=4, c=19), "bytes"),
-    "groups that do not match the other side": (
-        GROUPED,
-        columns_of(2, 8, 1),
-        "does not fit",
-    ),
+    "huge rank": (A, with_head(form=4, c=HUGE), "rank"),
+    "groups of the other side": (GROUPED, columns_of(2, 8, 1), "does not fit"),
     "NaN norm": (A, with_float(HEAD, NAN), "scale"),
-    "infinite norm": (A, with_float(HEAD, INF), "scale"),
     "negative norm": (A, with_float(HEAD, -0.5), "scale"),
     "norm that overflows": (A, with_float(HEAD, 3e38), "overflow"),
     "short factor": (A, lambda e: e[:-1], "bytes, expected"),
     "long factor": (A, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
     "diagonal of 1 bit": (D, with_head(bits=1), "codes of 1 bits"),
-    "diagonal of other bits": (D, with_head(bits=8), "bytes, expected"),
     "diagonal of 4 bits": (D, with_head(bits=4), "codes of 4 bits"),
     "NaN scale of a diagonal": (D, with_float(HEAD, NAN), "scale"),
-    "negative scale of a diagonal": (D, with_float(HEAD, -1.0), "scale"),
     "code for nothing": (D, with_byte(-1, 0x7C), "stands for no value"),
     "negative code": (D, with_byte(-1, 0xBC), "must not be negative"),
     "too many fine values": (D, with_byte(HEAD + 4, 9), "9 values of 8"),
-    "short diagonal": (D, lambda e: e[:-1], "bytes, expected"),
-    "head of a diagonal alone": (D, lambda e: e[:HEAD], "0 bytes, expected"),
-    "long diagonal": (D, lambda e: torch.cat([e, e[:1]]), "bytes, expected"),
     "missing moments": (ES, None, "missing"),
     "missing basis": (EA, None, "missing"),
-    "huge moments": (
-        ES,
-        with_head(a=1, b=2**32 - 1, c=2**32 - 1),
-        "at most 16384 rows",
-    ),
+    "huge moments": (ES, with_head(a=1, b=HUGE, c=HUGE), "at most 16384 rows"),
     "factor for a basis": (EA, with_head(form=4), "form COLUMNS for this part"),
     "rank of a basis above n": (EA, with_head(c=20), "rank 20"),
-    "short basis": (EA, lambda e: e[:-1], "bytes, expected"),
-    "NaN scale of moments": (ES, with_float(HEAD, NAN), "scale"),
     "more than one dense matrix": (DENSE, with_head(a=2), "2 matrices, expected one"),
     "huge dense matrix": (DENSE, with_head(b=2**31), "expected"),
     "dense matrix of other rank": (DENSE, with_head(form=4, c=2**20), "rank"),
-    "short dense matrix": (DENSE, lambda e: e[:-1], "bytes, expected"),
     "negative norm of a dense matrix": (DENSE, with_float(HEAD, -1), "scale"),
 }
 
@@ -765,6 +710,8 @@ NO_CONTAINER = {
     "one key too many": ArrayRecord(
         {k: Array(np.zeros(3, np.uint8)) for k in ("packed", "x" * 10**4)}
     ),
+    "an entry that holds no bytes": container({"a": torch.zeros(3)}),
+    "an entry that is a matrix": container({"a": torch.zeros(2, 2).byte()}),
     "plain arrays": upload_of("cnn", "kfac").to_arrays(),
 }
 
@@ -774,16 +721,8 @@ def test_what_is_no_container_is_refused(case):
     like = params_of(LAYOUTS["cnn"])
     with pytest.raises(WireError) as caught:
         FisherUpload.from_arrays(NO_CONTAINER[case], like, FINE)
-    assert caught.value.field == "packed"
+    assert caught.value.field == ("a" if "an entry that" in case else "packed")
     assert len(str(caught.value)) < 300
-
-
-def test_an_entry_that_holds_no_bytes_is_refused_by_name():
-    for value in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8)):
-        record = container({"a": value})
-        with pytest.raises(WireError, match="not an array of bytes") as caught:
-            FisherUpload.from_arrays(record, params_of(LAYOUTS["cnn"]), FINE)
-        assert caught.value.field == "a"
 
 
 def test_a_record_beyond_the_budget_is_refused_unread():
@@ -834,20 +773,21 @@ def test_dense_matrices_over_the_same_parameters_are_refused_unread():
 
 
 @pytest.mark.parametrize("codec", [LOSSLESS, WIDE])
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_another_structure_than_was_asked_for_is_refused(structure, codec):
+@pytest.mark.parametrize(
+    ("structure", "others"),
+    [
+        ("kfac", ("diagonal", "ekfac")),
+        ("ekfac", ("diagonal", "kfac")),
+        ("diagonal", ("dense",)),
+        ("block", ("diagonal",)),
+    ],
+)
+def test_another_structure_than_was_asked_for_is_refused(structure, others, codec):
     sent = upload_of("cnn", structure)
     record = sent.to_arrays(codec)
-    FisherUpload.from_arrays(record, sent.params, codec, structure=structure)
-    others = {
-        "kfac": ("diagonal", "ekfac"),
-        "ekfac": ("diagonal", "kfac"),
-        "diagonal": ("dense",),
-        "block": ("diagonal",),
-    }
-    for asked in others.get(structure, ()):
-        with pytest.raises(WireError, match=f"structure '{asked}' was asked for"):
-            FisherUpload.from_arrays(record, sent.params, codec, structure=asked)
+    for other in others:
+        with pytest.raises(WireError, match=f"structure '{other}' was asked for"):
+            FisherUpload.from_arrays(record, sent.params, codec, structure=other)
 
 
 def test_nothing_of_what_is_sent_is_changed():

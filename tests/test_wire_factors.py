@@ -89,32 +89,30 @@ def diagonal(matrices):
     return matrices.diagonal(dim1=-2, dim2=-1).double()
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize(("groups", "n"), SHAPES)
-def test_a_matrix_sent_whole_is_within_the_bound(groups, n, spectrum, bits):
-    sent = psd(n, groups, n, spectrum)
-    got = whole(sent, bits)
-    assert_psd(got)
-    assert_within_the_bound(sent, got, bits)
-    torch.testing.assert_close(
-        diagonal(got), diagonal(sent), rtol=1e-5, atol=1e-37, check_dtype=False
-    )
+def test_a_matrix_sent_whole_is_within_the_bound(spectrum):
+    for (groups, n), bits in itertools.product(SHAPES, WIDTHS):
+        sent = psd(n, groups, n, spectrum)
+        got = whole(sent, bits)
+        assert_psd(got)
+        assert_within_the_bound(sent, got, bits)
+        a, b = diagonal(got), diagonal(sent)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-37)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("n", [1, 6, 30])
-def test_rounding_before_it_is_sent_does_not_matter(n, dtype):
+def test_rounding_before_it_is_sent_does_not_matter(dtype):
     """Rounded, a matrix may have negative eigenvalues; they are lifted to zero."""
-    sent = psd(n, 2, n, "low-rank").to(dtype)
-    got = whole(sent, 16)
-    assert_psd(got)
-    away = (got.double() - sent.double()).abs().max()
-    assert away <= 8 * n * torch.finfo(dtype).eps * float(sent.abs().max())
+    for n in (1, 6, 30):
+        sent = psd(n, 2, n, "low-rank").to(dtype)
+        got = whole(sent, 16)
+        assert_psd(got)
+        away = (got.double() - sent.double()).abs().max()
+        assert away <= 8 * n * torch.finfo(dtype).eps * float(sent.abs().max())
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize(("groups", "n"), SHAPES)
+@pytest.mark.parametrize(("groups", "n"), [(1, 2), (3, 1), (4, 5), (1, 33)])
 def test_a_cut_matrix_keeps_its_trace_and_its_leading_directions(groups, n, spectrum):
     sent = psd(n, groups, n, spectrum)
     trace, (values, vectors) = diagonal(sent).sum(-1), spectrum_of(sent)

@@ -58,33 +58,25 @@ def test_groups_come_back_in_their_order(order):
         assert all(back[group][name] is value for name, value in tensors.items())
 
 
-def test_parameters_and_groups_may_be_mixed():
+def test_the_whole_prefix_makes_a_group_which_ends_at_the_first_slash():
     mixed = {
-        "server/probe/a": torch.tensor(1),
+        "server/probe/a/b.c": torch.tensor(1),
         "fc.bias": torch.tensor(2),
         "server/run": torch.tensor(3),
         "server/probe/b.weight": torch.tensor(4),
+        "server.weight": torch.tensor(5),
+        "my/server/run": torch.tensor(6),
     }
     params, groups = split_groups(mixed)
-    assert list(params) == ["fc.bias"]
-    assert listed(groups) == [("probe", ["a", "b.weight"]), ("", ["run"])]
+    assert list(params) == ["fc.bias", "server.weight", "my/server/run"]
+    assert listed(groups) == [("probe", ["a/b.c", "b.weight"]), ("", ["run"])]
+    assert join_groups(groups).keys() == mixed.keys() - params.keys()
 
 
-def test_only_the_first_slash_ends_the_group():
-    joined = join_groups({"control": {"a/b.c": torch.tensor(1)}})
-    assert list(joined) == ["server/control/a/b.c"]
-    assert listed(split_groups(joined)[1]) == [("control", ["a/b.c"])]
-
-
-def test_only_the_whole_prefix_makes_a_group():
-    tensors = {"server.weight": torch.ones(1), "my/server/run": torch.ones(1)}
-    assert split_groups(tensors) == (tensors, {})
-
-
-@pytest.mark.parametrize("groups", [{}, {"": {}}, {"probe": {}, "control": {}}])
-def test_empty_groups_leave_no_key(groups):
-    assert join_groups(groups) == {}
-    assert split_groups({**PARAMS, **join_groups(groups)}) == (PARAMS, {})
+def test_empty_groups_leave_no_key():
+    for groups in ({}, {"": {}}, {"probe": {}, "control": {}}):
+        assert join_groups(groups) == {}
+        assert split_groups({**PARAMS, **join_groups(groups)}) == (PARAMS, {})
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
@@ -94,26 +86,8 @@ def test_every_upload_is_a_payload(name):
     assert payload.layout()
     assert all(isinstance(fact, str) for fact in payload.layout())
     assert list(payload.to_arrays())
-
-
-@pytest.mark.parametrize("name", PAYLOADS)
-def test_a_payload_says_what_clients_disagree_on(name):
-    keys = {"vector": "arrays", "additive": "arrays"}.get(name, PREFIX)
-    default = (keys, "covers other parameters than most clients' does")
-    field, reason = PAYLOADS[name].disagreement
-    if name == "tangent":
-        assert field == KEYS
-        assert reason.startswith("has other features")
-    else:
-        assert (field, reason) == default
-
-
-def test_a_payload_without_a_layout_cannot_be_made():
-    class Lacking(Payload):
-        pass
-
-    with pytest.raises(TypeError, match=r"layout.*to_arrays"):
-        Lacking()
+    field, _ = payload.disagreement
+    assert field == {"fisher": PREFIX, "tangent": KEYS}.get(name, "arrays")
 
 
 def test_a_fisher_upload_becomes_a_posterior():

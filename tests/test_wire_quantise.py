@@ -206,7 +206,7 @@ def test_some_values_of_a_diagonal_have_more_bits(bits):
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-@settings(SETTINGS, max_examples=300)
+@settings(SETTINGS, max_examples=100)
 @given(drawn=st.data())
 def test_any_bytes_give_finite_values_or_a_wire_error(bits, drawn):
     count = drawn.draw(st.sampled_from([0, 1, 5, 300]))
