@@ -21,12 +21,7 @@ from virtual import (
     tiny_model,
 )
 
-from flwr_fisher.client import (
-    ClientLimits,
-    FisherClient,
-    LocalSGD,
-    score,
-)
+from flwr_fisher.client import ClientLimits, FisherClient, LocalSGD, score
 from flwr_fisher.curvature import fisher
 from flwr_fisher.errors import (
     ClientError,

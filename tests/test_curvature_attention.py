@@ -21,8 +21,7 @@ def attention(**options):
     return made
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("batch_first", "bias"), [(True, True), (False, False)])
 @pytest.mark.parametrize(
     "call",
     [

@@ -93,8 +93,13 @@ class Breaks:
         raise ZeroDivisionError("the disk is gone")
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("broken", [None, "loader", 0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("broken", "enabled"),
+    [
+        *[(None, True), (None, False), ("loader", True)],
+        *[(0, False), (1, True), (2, False), (3, True)],
+    ],
+)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_model_is_left_as_it_was(structure, broken, enabled):
     """Also where the loader breaks, or the model in one of its calls."""
@@ -146,106 +151,66 @@ def ended(*tail):
 UNEVEN = VECTORS.split([4, 1])
 ONE = [VECTORS]
 Y = torch.arange(5) % 3
-MISTAKES = {
-    **{
-        f"unknown {what}": (
-            LINEAR,
-            ONE,
-            {what: "kfca"},
+
+
+def of(error, culprit, model=LINEAR, loader=ONE, **options):
+    return error, culprit, model, loader, options
+
+
+OPTIONS = [
+    *({name: 0} for name in ("num_samples", "max_passes", "max_batch_bytes")),
+    *({"tolerance": -0.1}, {"tolerance": 1.5}, {"max_positions": 0}),
+    {"weight_sharing": "flatten"},
+    {"max_passes": 2, "expectation": "sampled"},
+    {"max_passes": 2, "engine": "nngeometry"},
+    {"max_positions": 4, "structure": "diagonal"},
+    {"max_positions": 4, "engine": "nngeometry"},
+    {"max_positions": 4, "weight_sharing": "reduce"},
+    {"weight_sharing": "reduce", "structure": "diagonal"},
+    {"weight_sharing": "reduce", "engine": "nngeometry"},
+    {"engine": "nngeometry", "expectation": "sampled"},
+]
+KNOWN = {
+    "structure": STRUCTURES,
+    "expectation": EXPECTATIONS,
+    "engine": ENGINES,
+    "likelihood": LIKELIHOODS,
+}
+SHAPE, WIDE = StructureError, [torch.ones(2, 300)]
+MISTAKES = [
+    *(
+        of(
             UnknownNameError,
-            f"unknown {what} 'kfca'; known: {', '.join(known)}",
+            f"{what} 'kfca'; known: {', '.join(known)}",
+            **{what: "kfca"},
         )
-        for what, known in {
-            "structure": STRUCTURES,
-            "expectation": EXPECTATIONS,
-            "engine": ENGINES,
-            "likelihood": LIKELIHOODS,
-        }.items()
-    },
-    "frozen": (
-        nn.Linear(3, 3).requires_grad_(False),
-        ONE,
-        {},
-        ConfigurationError,
-        "no trainable parameter",
+        for what, known in KNOWN.items()
     ),
-    "no batch": (LINEAR, [], {}, DataError, "no examples"),
-    "a mapping": (LINEAR, [{"x": VECTORS}], {}, DataError, "mapping of 'x'.*batch_fn"),
-    "an empty list": (LINEAR, [[]], {}, DataError, "empty, a list"),
-    "two of no tensor": (LINEAR, [("x", 1)], {}, DataError, "inputs are a str"),
-    "a text": (LINEAR, ["text"], {}, DataError, "a str"),
-    "flat logits": (ended(nn.Flatten(0)), ONE, {}, StructureError, r"\(15,\)"),
-    "classes that are not last": (
-        ended(nn.Unflatten(1, (3, 1))),
-        ONE,
-        {},
-        StructureError,
-        r"\(5, 3, 1\)",
-    ),
-    "elsewhere": (LINEAR, ONE, {"device": "meta"}, ConfigurationError, "device=meta"),
-    **{
-        f"{kind} too large": (
-            nn.Linear(300, 300),
-            [torch.ones(2, 300)],
-            {"structure": kind},
-            StructureError,
-            "GB",
-        )
-        for kind in ("dense", "block")
-    },
-    "read once": (LINEAR, iter(ONE), {"structure": "ekfac"}, DataError, "reads .*twic"),
-    "called again": (Sometimes(), UNEVEN, {}, StructureError, "'fc' was called 2 tim"),
-    "other rows": (Folds(), UNEVEN, {}, StructureError, "'fc' was called with 2 rows"),
-    "batch alone": (
-        LINEAR,
-        [(VECTORS, Y)],
-        {"expectation": "empirical-batch"},
+    # The first option of several is the one that is named.
+    *(of(ConfigurationError, next(iter(wrong)), **wrong) for wrong in OPTIONS),
+    of(ConfigurationError, "device=meta", device="meta"),
+    of(
         ConfigurationError,
         "structure='diagonal'",
+        loader=[(VECTORS, Y)],
+        expectation="empirical-batch",
     ),
-    **{
-        f"{name}={value}": (LINEAR, ONE, {name: value}, ConfigurationError, name)
-        for name, value in (
-            ("tolerance", -0.1),
-            ("tolerance", 1.5),
-            ("num_samples", 0),
-            ("max_passes", 0),
-            ("max_positions", 0),
-            ("max_batch_bytes", 0),
-            ("weight_sharing", "flatten"),
-        )
-    },
-    **{
-        f"{name} with {how}": (
-            LINEAR,
-            ONE,
-            {name: value} | how,
-            ConfigurationError,
-            f"{name}='?{value}",
-        )
-        for name, value, how in (
-            ("max_passes", 2, {"expectation": "sampled"}),
-            ("max_passes", 2, {"engine": "nngeometry"}),
-            ("max_positions", 4, {"structure": "diagonal"}),
-            ("max_positions", 4, {"engine": "nngeometry"}),
-            ("max_positions", 4, {"weight_sharing": "reduce"}),
-            ("weight_sharing", "reduce", {"structure": "diagonal"}),
-            ("weight_sharing", "reduce", {"engine": "nngeometry"}),
-        )
-    },
-    "sampled by nngeometry": (
-        LINEAR,
-        ONE,
-        {"engine": "nngeometry", "expectation": "sampled"},
-        ConfigurationError,
-        "engine='nngeometry'",
-    ),
-}
+    of(DataError, "mapping of 'x'.*batch_fn", loader=[{"x": VECTORS}]),
+    of(DataError, "empty, a list", loader=[[]]),
+    of(DataError, "inputs are a str", loader=[("x", 1)]),
+    of(DataError, "a str", loader=["text"]),
+    of(DataError, "reads .*twic", loader=iter(ONE), structure="ekfac"),
+    of(SHAPE, r"\(15,\)", ended(nn.Flatten(0))),
+    of(SHAPE, r"\(5, 3, 1\)", ended(nn.Unflatten(1, (3, 1)))),
+    of(SHAPE, "GB", nn.Linear(300, 300), WIDE, structure="dense"),
+    of(SHAPE, "GB", nn.Linear(300, 300), WIDE, structure="block"),
+    of(SHAPE, "'fc' was called 2 tim", Sometimes(), UNEVEN),
+    of(SHAPE, "'fc' was called with 2 rows", Folds(), UNEVEN),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named(name):
-    model, loader, options, error, culprit = MISTAKES[name]
+@pytest.mark.parametrize(("error", "culprit", "model", "loader", "options"), MISTAKES)
+def test_a_mistake_is_named(error, culprit, model, loader, options):
     with pytest.raises(error, match=culprit):
         fisher(model, loader, **options)
 

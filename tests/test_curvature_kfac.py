@@ -8,7 +8,7 @@ from oracles import SMALL_SHAPE, headed, randn, relative, seeded, small_net
 from torch import nn
 
 from flwr_fisher import curvature
-from flwr_fisher.curvature import STRUCTURES, Kronecker
+from flwr_fisher.curvature import STRUCTURES
 from flwr_fisher.curvature.estimate import accumulators
 from flwr_fisher.curvature.estimate.accumulators import SecondMoment
 from flwr_fisher.errors import StructureError
@@ -71,14 +71,3 @@ def test_half_of_a_second_moment_is_all_of_it(monkeypatch, size):
     got = moment.mean(6)
     torch.testing.assert_close(got, columns @ columns.mT / 2, rtol=1e-12, atol=1e-12)
     assert got.data_ptr() == moment.total.data_ptr()
-
-
-def test_a_wide_layers_factors_are_those_of_its_inputs_and_gradients():
-    model, x = seeded(lambda: nn.Linear(300, 4)), randn(1, 20, 300)
-    (layer,) = fisher(model, [x]).blocks()
-    assert isinstance(layer, Kronecker)
-    a = torch.cat([x, torch.ones(20, 1)], 1).double()
-    assert relative(layer.A[0], a.mT @ a / 20) < 1e-6
-    p = model(x).detach().softmax(-1).double()
-    G = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
-    assert relative(layer.G[0], G.mean(0)) < 1e-5

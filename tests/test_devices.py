@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from flwr_fisher.curvature import STRUCTURES, Kronecker, fisher, fisher_plan
-from flwr_fisher.merge import LocalPosterior, fedfisher, refresh_norms
-from flwr_fisher.params import shared_state
+from flwr_fisher.merge import refresh_norms
 from flwr_fisher.tangent import TangentFeatures
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -178,19 +177,6 @@ def test_recurrent_layers_go_back_in_eval_mode_and_the_setting_is_left(device):
     assert not any(seen)
     assert torch.backends.cudnn.enabled == before
     assert model.training
-
-
-def test_a_merge_is_that_of_the_cpu(device):
-    posteriors = []
-    for seed in range(3):
-        model, inputs = seeded(convolutions, seed), IMAGES + seed
-        model(inputs)
-        curvature = fisher(model, [inputs])
-        posteriors.append(LocalPosterior(shared_state(model), curvature, 10 + seed))
-    here = fedfisher(posteriors, device="cpu").params
-    there = fedfisher(posteriors, device=device).params
-    for name, value in here.items():
-        assert relative(there[name].cpu(), value) < 1e-4, name
 
 
 def test_statistics_of_norms_are_those_of_the_cpu(device):

@@ -23,11 +23,7 @@ from virtual import (
 
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.curvature.random_probe import random_probe
-from flwr_fisher.errors import (
-    ClientError,
-    ConfigurationError,
-    UnknownNameError,
-)
+from flwr_fisher.errors import ClientError, ConfigurationError, UnknownNameError
 from flwr_fisher.params import norm, shared_state
 from flwr_fisher.randomness import derive_seed
 from flwr_fisher.strategies import FAGH
@@ -283,20 +279,10 @@ def with_probe(change):
     ("change", "text"),
     [
         (lambda probe: {}, "the server sent no 'probe'"),
-        (
-            lambda probe: {k: v for k, v in probe.items() if k != "3.bias"},
-            "the 'probe' that the server sent lacks the keys ['3.bias']",
-        ),
-        (
-            lambda probe: probe | {"1.running_mean": torch.ones(4)},
-            "has the unexpected keys ['1.running_mean']",
-        ),
-        (
-            lambda probe: probe | {"3.bias": torch.ones(4)},
-            "'3.bias' has shape (4,), expected (3,)",
-        ),
+        (lambda probe: dict([*probe.items()][1:]), "lacks the keys ['0.weight']"),
+        (lambda probe: probe | {"9": torch.ones(4)}, "the unexpected keys ['9']"),
+        (lambda probe: probe | {"3.bias": torch.ones(4)}, "'3.bias' has shape (4,)"),
     ],
-    ids=["none", "part", "more", "shape"],
 )
 def test_a_probe_that_does_not_fit_is_an_error_that_says_so(change, text):
     config = {"job": "probe", "probe": "momentum"}

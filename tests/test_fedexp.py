@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from flwr.serverapp.strategy import FedAvg
 from torch.utils.data import DataLoader, TensorDataset
 from virtual import (
     Watched,
@@ -64,15 +63,6 @@ def test_one_round_is_what_a_pencil_gives(first, epsilon, lr, mean):
     got = arrays_to_tensors(result.arrays)["weight"]
     torch.testing.assert_close(got, lr * torch.tensor([mean]))
     assert result.train_metrics_clientapp[1]["server-lr"] == pytest.approx(lr)
-
-
-def test_where_nothing_is_extrapolated_it_is_fedavg():
-    result = run(epsilon=1e6, num_rounds=2)
-    theirs = start(FedAvg(fraction_evaluate=0.0), num_rounds=2)
-    assert result.train_metrics_clientapp[2]["server-lr"] == 1
-    ours, theirs_ = (arrays_to_tensors(r.arrays) for r in (result, theirs))
-    for key in (k for k in ours if "num_batches" not in k):
-        torch.testing.assert_close(ours[key], theirs_[key], rtol=1e-5, atol=1e-6)
 
 
 # The mean of the last two

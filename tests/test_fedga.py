@@ -11,12 +11,9 @@ from virtual import (
     Watched,
     ask,
     change_array,
-    fail,
     metrics_of,
-    same_bits,
     start,
     tensors_of,
-    tiny_app,
     tiny_arrays,
     tiny_client,
     tiny_data,
@@ -143,11 +140,6 @@ def test_a_bad_reply_in_either_exchange_is_named_and_tolerated(exchange, caplog)
     assert metrics["num-replies"] == (4 if exchange == 1 else 3)
     assert caplog.text.count("left out partition-2") == 1
     assert "0.weight'" in caplog.text
-
-
-def test_a_client_that_fails_always_is_left_out():
-    result = run(Watched(tamper={2: fail}), 4)
-    assert same_bits(result.arrays, run(tiny_app([0, 1, 3])).arrays)
 
 
 def test_a_mean_gradient_that_does_not_come_is_named():

@@ -6,12 +6,7 @@ import pytest
 import torch
 from oracles import randn, random_dense, random_kronecker, relative
 
-from flwr_fisher.curvature import (
-    BlockDiagonal,
-    Diagonal,
-    Kronecker,
-    WeightedSum,
-)
+from flwr_fisher.curvature import BlockDiagonal, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import DenseFactor
 from flwr_fisher.errors import StructureError
 from flwr_fisher.merge import (
@@ -34,10 +29,7 @@ def grouped(seed):
     )
     scale = randn(seed + 99, 6, dtype=torch.float64).square()
     return BlockDiagonal(
-        [
-            Kronecker("w", torch.Size([6, 4]), A, G, "b"),
-            Diagonal({"norm": scale}),
-        ]
+        [Kronecker("w", torch.Size([6, 4]), A, G, "b"), Diagonal({"norm": scale})]
     )
 
 
@@ -106,7 +98,7 @@ def summed(curvatures, weights):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("iterations", [1, 2, 3])
+@pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize(
     "own",
     [

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from oracles import randn, random_like, random_psd, relative
 
 from flwr_fisher.curvature import Kronecker
-from flwr_fisher.curvature.operators.factors import (
-    DenseFactor,
-    LowRankFactor,
-)
+from flwr_fisher.curvature.operators.factors import DenseFactor, LowRankFactor
 from flwr_fisher.merge import LocalPosterior, fedfisher
 from flwr_fisher.wire.budget import _Matrix, _pack_matrices
 from flwr_fisher.wire.matrices import leading_vectors

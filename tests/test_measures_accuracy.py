@@ -45,22 +45,6 @@ def test_a_loader_is_read_once():
     assert got == pytest.approx(by_hand([1, 1, 1]))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_the_model_is_left_as_it_was(frozen):
-    """Also its modes: some freeze a batch norm, others keep one dropout awake."""
-    model = seeded(net).train(frozen)
-    model[1].train(not frozen)
-    modes = [module.training for module in model.modules()]
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    accuracies(model, {str(i): m for i, m in enumerate(members())}, [(X, Y)])
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    with pytest.raises(DataError, match="a batch is empty"):
-        ensemble_accuracy(model, members(), [1, 1, 1], [(X, Y), ()])
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
 def test_missing_keys_stay_the_models():
     model = seeded(net)
     part = {k: v for k, v in members()[0].items() if k.startswith("3.")}

@@ -24,12 +24,7 @@ from oracles import (
     relative,
 )
 
-from flwr_fisher.curvature import (
-    Dense,
-    Diagonal,
-    Kronecker,
-    WeightedSum,
-)
+from flwr_fisher.curvature import Dense, Diagonal, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.lazy import shared_blocks
 from flwr_fisher.curvature.operators.solvers import conjugate_gradient
 from flwr_fisher.errors import (
@@ -160,10 +155,7 @@ def test_the_solution_nearest_the_mean_with_every_option(options, make):
 @all_kinds
 @pytest.mark.parametrize(
     ("solver", "options"),
-    [
-        ("gd", {"anchor": 0.1}),
-        ("pcg", {"trust": 0.1, "anchor": 0.1}),
-    ],
+    [("gd", {"anchor": 0.1}), ("pcg", {"trust": 0.1, "anchor": 0.1})],
 )
 def test_the_other_solvers_find_it_too(solver, options, make):
     clients = posteriors(make)
@@ -430,22 +422,6 @@ def test_residuals_are_those_of_the_iterates():
         got = fedfisher(clients, iterations=steps, **CG)
         assert residual(got.params) / first == pytest.approx(curve[steps], rel=1e-9)
         assert got.residuals == pytest.approx(curve[: steps + 1])
-
-
-def test_progress_is_told_layer_by_layer():
-    clients = posteriors(random_blocks)
-    told = []
-    fedfisher(clients, progress=told.append)
-    assert [line.split(": ")[1] for line in told] == [
-        "conv.weight, 1 of 4",
-        "fc.weight, 2 of 4",
-        "norm.weight, 3 of 4",
-        "norm.bias, 4 of 4",
-    ]
-    told.clear()
-    fedfisher(clients, solver="adam", iterations=250, progress=told.append)
-    assert len(told) == 2
-    assert "200 of 250" in told[1]
 
 
 # --- errors ---------------------------------------------------------------------------

@@ -18,12 +18,7 @@ from oracles import (
     relative,
 )
 
-from flwr_fisher.curvature import (
-    BlockDiagonal,
-    Dense,
-    Kronecker,
-    WeightedSum,
-)
+from flwr_fisher.curvature import BlockDiagonal, Dense, Kronecker, WeightedSum
 from flwr_fisher.curvature.operators.factors import LowRankFactor
 from flwr_fisher.merge import fedavg, fedfisher
 from flwr_fisher.merge.linear_system import LinearSystem

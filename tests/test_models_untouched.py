@@ -105,7 +105,7 @@ def facts(model):
     return {
         "objects": {name: id(p) for name, p in named.items()},
         "kinds": {name: (type(p), p.requires_grad) for name, p in named.items()},
-        "grads": {name: p.grad is None for name, p in named.items()},
+        "grads": {name: (id(p.grad), repr(p.grad)) for name, p in named.items()},
         "modes": {n: m.training for n, m in model.named_modules()},
         "hooks": {n: len(m._forward_hooks) for n, m in model.named_modules()},
         "own": {n: sorted(vars(m)) for n, m in model.named_modules()},
@@ -117,6 +117,7 @@ def facts(model):
 def test_a_model_is_afterwards_what_it_was(make, function):
     model = make().train()
     model.head.eval()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
     before, state = facts(model), {k: v.clone() for k, v in model.state_dict().items()}
     numbers = torch.get_rng_state()
     for x in (X, BAD, X[:, :4]):

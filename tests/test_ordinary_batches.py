@@ -296,10 +296,7 @@ class Named(dict):
         return self[name]
 
 
-RETURNED = {
-    **OUTPUTS,
-    "attribute": (lambda o: Named(logits=o, loss=None), None),
-}
+RETURNED = {**OUTPUTS, "attribute": (lambda o: Named(logits=o, loss=None), None)}
 
 
 class Returns(nn.Module):

@@ -23,10 +23,7 @@ from flwr_fisher.merge.private_sums import _PRODUCT, VECTORS
 from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.secure.payload import Contribution
 from flwr_fisher.server.privacy import with_noise
-from flwr_fisher.strategies import (
-    FedAvg,
-    Privacy,
-)
+from flwr_fisher.strategies import FedAvg, Privacy
 from flwr_fisher.strategies.exchanges.private_sums import _read
 from flwr_fisher.testing import LocalGrid
 from flwr_fisher.wire import Additive

@@ -9,10 +9,6 @@ from virtual import Clock, tiny_app, tiny_data, tiny_model
 
 from flwr_fisher import progress
 from flwr_fisher.client import LocalSGD
-from flwr_fisher.client.losses import cross_entropy
-from flwr_fisher.client.training import score
-from flwr_fisher.curvature import fisher
-from flwr_fisher.measures import accuracies
 from flwr_fisher.progress import EVERY, Progress, advance, watching
 from flwr_fisher.strategies import FedFisherOneShot
 from flwr_fisher.testing import LocalGrid
@@ -61,13 +57,6 @@ def test_a_line_comes_at_most_every_so_often(clock, lines):
     assert len(lines()) == 6
 
 
-def test_what_is_quick_says_nothing(clock, lines):
-    with watching("curvature", total=20) as work:
-        for _ in range(20):
-            work.advance()
-    assert lines() == []
-
-
 def test_work_within_work_is_named_after_both(clock, lines):
     with watching("partition-3"), watching("packing", unit="steps"):
         clock.now += EVERY
@@ -93,12 +82,6 @@ def test_training_tells_epoch_loss_and_pace(clock, lines):
     assert len(lines()) == 30 * 4 * 3 // EVERY
 
 
-def test_a_long_first_epoch_tells_too(clock, lines):
-    LocalSGD()(tiny_model(), slow(clock, loader(), EVERY), CPU, {})
-    assert len(lines()) == 4
-    assert "an epoch" not in lines()[0]
-
-
 def test_telling_changes_no_bit(clock, lines):
     models = [tiny_model(), tiny_model()]
     LocalSGD(epochs=2)(models[0], loader(), CPU, {})
@@ -116,21 +99,6 @@ def test_the_losses_of_a_quick_training_are_read_once_an_epoch(monkeypatch):
     )
     LocalSGD(epochs=3)(nn.Linear(3, 3), loader(), CPU, {})
     assert len(reads) == 3  # reading one makes a GPU wait
-
-
-def test_the_fisher_counts_examples(clock, lines):
-    with watching("curvature", total=16):
-        fisher(tiny_model(), slow(clock, loader(), EVERY), structure="diagonal")
-    assert lines()[1] == f"curvature, 50 % of 16 examples, {2 * EVERY:.0f} s so far"
-    assert len(lines()) == 4
-
-
-def test_scoring_counts_examples_and_models(clock, lines):
-    model, batches = tiny_model(), slow(clock, loader(), EVERY)
-    score(model, batches, CPU, cross_entropy)
-    assert lines()[1].startswith("scoring, 50 % of 16 examples")
-    accuracies(model, {"a": model.state_dict(), "b": {}}, batches)
-    assert any(line.startswith("accuracy, 50 % of 2 models") for line in lines())
 
 
 def test_a_clients_lines_say_whose_they_are(monkeypatch, clock, lines):

@@ -153,19 +153,6 @@ def test_a_quoted_figure_is_the_cell_that_its_link_names(title, figure, requoted
     assert requoted(text.format("old", title)) == text.format(figure, title)
 
 
-def test_a_quoted_table_has_the_columns_and_rows_that_are_named(requoted):
-    quote = "<!--= table some#Longer :: 1; global :: 1 -->"
-    rows = ["| | global |", "|---|---|", "| skew | 94.6 |", "| shift | 92.0 |"]
-    text = requoted(f"So:\n\n{quote}\n\nold\n\n<!--=-->\n")
-    assert text == "\n".join(["So:", "", quote, *rows, "<!--=-->", ""])
-    assert requoted(text) == text
-
-
-def test_lines_of_other_kinds_are_made_by_their_function(requoted):
-    text = requoted("<!--= words :: a, b :: c -->\n<!--=-->")
-    assert text == "<!--= words :: a, b :: c -->\na, b\nc\n<!--=-->"
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from oracles import randn
 from rivals import Normalised, co_boosting, dense
 from rivals.co_boosting import harder, reweighted
-from rivals.images import Pool, augmented, generator_of, reset
+from rivals.images import augmented, generator_of, reset
 from rivals.losses import disagreement, divergence, hard_cross_entropy, statistics_of
 from rivals.synthesis import Synthesis, synthesised
 from rivals.teacher import Ensemble
@@ -97,13 +97,6 @@ def test_inputs_are_moved_by_the_sign_of_a_gradient():
 # Images
 
 
-def test_a_generator_makes_images_of_any_such_shape_in_range():
-    for shape in ((1, 28, 28), (3, 32, 32), (2, 8, 12)):
-        made = generator_of(shape, 5, 4)(torch.randn(3, 5))
-        assert made.shape == (3, *shape)
-        assert 0 <= made.min() <= made.max() <= 1
-
-
 # Whole runs
 
 
@@ -151,21 +144,6 @@ def test_it_repeats_and_leaves_random_numbers_alone(method):
     assert torch.equal(torch.rand(1), want)
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name])
-
-
-def test_the_best_scored_student_is_returned():
-    models, scores = [net(0)], iter([1.0, 3.0, 2.0])
-    seen = []
-
-    def score(params):
-        seen.append(params)
-        return next(scores)
-
-    found = dense(
-        models, net(9), INPUTS, num_classes=4, epochs=3, synthesis=SMALL, score=score
-    )
-    assert all(torch.equal(found[k], seen[1][k]) for k in found)
-    assert not torch.equal(found["0.weight"], seen[2]["0.weight"])
 
 
 # What is done in an epoch
@@ -269,16 +247,6 @@ def test_the_batch_of_the_lowest_loss_is_kept_of_a_new_generator():
     assert labels.shape == (32,)
     assert seen[0].std() > 0
     assert seen[0].max() < 1  # of the weights that were there it would be 1
-
-
-def test_a_pool_yields_each_image_once_with_its_class():
-    pool = Pool()
-    for label in range(1, 4):
-        pool.add(torch.full((5, *SHAPE), float(label)), torch.full((5,), label))
-    batches = list(pool.batches(4))
-    assert torch.cat([y for _, y in batches]).bincount().tolist() == [0, 5, 5, 5]
-    for x, y in batches:
-        assert x.amax((1, 2, 3)).tolist() == y.tolist()
 
 
 def test_an_ensemble_is_the_mean_of_logits_and_frozen_for_a_while():

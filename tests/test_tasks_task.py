@@ -98,13 +98,6 @@ def test_eval_loaders_read_in_order():
     assert torch.equal(batches[1][0], one.validation[list(range(8, 16))][0])
 
 
-def test_repr_is_short():
-    assert repr(digits(validation=20)) == (
-        "Task(Splits(1437 + 360 of shape 1x8x8, 10 classes), 4 clients,"
-        " model 'lenet', seed 0, 20 for validation)"
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -104,27 +104,6 @@ def test_a_dense_block_beside_others_comes_back():
     assert torch.equal(got.to_dense(), curvature.to_dense())
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.tensor(3),
-        torch.tensor(2.5, dtype=torch.float64),
-        torch.tensor(True),
-        torch.arange(6, dtype=torch.int32).reshape(2, 3),
-        torch.randn(4, 3).mT,
-        torch.zeros(0, 3),
-        torch.randn(3).half(),
-        torch.tensor([-0.0, 1e-45]),
-    ],
-    ids=["int", "double", "bool", "int32", "strided", "empty", "half", "subnormal"],
-)
-def test_any_array_keeps_its_dtype_shape_and_bits(value):
-    (got,) = arrays_to_tensors(travelled(tensors_to_arrays({"x": value}))).values()
-    assert got.dtype == value.dtype
-    assert got.shape == value.shape
-    assert got.numpy().tobytes() == np.ascontiguousarray(value.numpy()).tobytes()
-
-
 def test_the_layout_is_the_documented_one():
     assert set(curvature_to_tensors(upload_of(tiny_model(), "kfac").curvature)) == {
         "curvature/kfac/0.weight/A",
@@ -136,7 +115,7 @@ def test_the_layout_is_the_documented_one():
     }
     dense = curvature_to_tensors(upload_of(nn.Linear(FEATURES, 2), "dense").curvature)
     assert {k: tuple(v.shape) for k, v in dense.items()} == {
-        "curvature/dense/weight,bias": (8, 8),
+        "curvature/dense/weight,bias": (8, 8)
     }
 
 

@@ -285,8 +285,7 @@ def payloads(draw):
     """A valid array's bytes, flipped, cut, doubled, or with text put in."""
     shape = draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
     values = np.asarray(
-        entries(shape, draw(st.sampled_from(REAL))),
-        order=draw(st.sampled_from("CF")),
+        entries(shape, draw(st.sampled_from(REAL))), order=draw(st.sampled_from("CF"))
     )
     data = bytearray(saved(values, draw(st.sampled_from([(1, 0), (2, 0)]))))
     for _ in range(draw(st.integers(0, 3))):
