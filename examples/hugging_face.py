@@ -8,10 +8,10 @@ batches that its collator makes: mappings with ``input_ids``, ``attention_mask``
 passes the entries by name, takes the outputs' ``logits``, leaves padding and labels of
 -100 out, and shifts the labels of a language model as the model itself does.
 
-This page tunes a DistilBERT to tell texts apart, a GPT-2 to write, and a ViT to read
-digits, each with all parameters and with the adapters of ``peft`` (LoRA, Hu et al.,
-ICLR 2022). Four clients train once, each on other classes than the rest, and the server
-merges what they upload.
+This page tunes a DistilBERT to classify texts, a GPT-2 to write, and a ViT to read
+digits. Each is tuned twice: all parameters, and the adapters of ``peft`` (LoRA, Hu et
+al., ICLR 2022). Four clients train once, each on other classes than the rest, and the
+server merges what they upload.
 
 The models are small and made from a config, and the texts come with Python, so that
 nothing is downloaded. ``python examples/hugging_face.py`` is this page; it needs
@@ -73,8 +73,9 @@ PUBLIC, PRIVATE = slice(50), slice(50, 300)  # of the pieces of a file
 # Data
 # ----
 #
-# Pieces of the library's files, of which a classifier says from which file they are;
-# and scikit-learn's digits. A data set is a list of rows, as ``datasets`` gives them.
+# The texts are pieces of files of Python's library, and the classifier predicts the
+# file. The images are scikit-learn's digits. A data set is a list of rows, as
+# ``datasets`` gives them.
 
 Row = dict[str, Any]
 
@@ -138,7 +139,7 @@ def collate_causal(rows: list[Row]) -> dict[str, Tensor]:
 # Models
 # ------
 #
-# In your own app, ``from_pretrained`` stands in these lines.
+# In your own app, call ``from_pretrained`` in these lines.
 
 SMALL: dict[str, Any] = {"vocab_size": WORDS, "num_labels": len(FILES)}
 
@@ -177,10 +178,10 @@ def vit() -> nn.Module:
 # LoRA
 # ----
 #
-# What an adapter adds to a weight is a product BA. The mean of clients' products is not
-# the product of their means, so that two trained factors cannot be merged one by one.
-# **Freeze A**, which all clients have in common, and train B (FFA-LoRA, Sun et al.,
-# ICLR 2024): then what the adapter adds is linear in what is merged.
+# An adapter adds a product BA to a weight. The mean of the clients' products is not the
+# product of their means, so two trained factors cannot be merged one by one. **Freeze
+# A**, the same for all clients, and train B (FFA-LoRA, Sun et al., ICLR 2024). Then the
+# product is linear in B, which is merged.
 
 
 def with_adapters(model: nn.Module, layers: list[str], head: list[str]) -> nn.Module:
@@ -256,8 +257,8 @@ TASKS = {
 # A client, and one shot
 # ----------------------
 #
-# The training loop is the usual one of Hugging Face's users: the model computes its own
-# loss. The loop is the client's ``train_fn``, as it stands. ``LocalSGD`` would do, too.
+# The training loop is the usual one for Hugging Face's models: the model computes its
+# own loss. The loop is the client's ``train_fn``, unchanged. ``LocalSGD`` works, too.
 
 
 def train(
@@ -343,8 +344,8 @@ def run(
 
 
 # %%
-# Each client tells its own classes, and FedAvg is the mean of the clients' parameters,
-# weighted by examples. All rows are of one training: they merge the same uploads.
+# FedAvg is the mean of the clients' parameters, weighted by examples. All merges are of
+# the same uploads.
 
 
 def show(name: str, lora: bool, scores: dict[str, Any]) -> None:
@@ -383,16 +384,14 @@ if __name__ == "__main__":
     main()
 
 # %%
-# Accuracy is better when it is higher, loss when it is lower. One seed tells little:
-# ``python benchmarks/hugging_face.py`` has three, and BERT, in
-# ``benchmarks/results/hugging_face.md``.
+# Higher accuracy is better, and lower loss is better. One seed proves little: :doc:`the
+# benchmark </benchmarks/hugging_face>` has three seeds, and BERT.
 #
 # In your own app
 # ---------------
 #
-# These are the lines of a ``client_app.py`` beside the model, the data and the training
-# loop that a Hugging Face user has; the loop's arguments are the model, the client's
-# loader, the device and the server's config::
+# You have a model, data and a training loop, which takes the model, the client's
+# loader, the device and the server's config. Add these lines to ``client_app.py``::
 #
 #     from flwr_fisher.client import FisherClient, make_client_app
 #
@@ -402,7 +401,7 @@ if __name__ == "__main__":
 #
 #     app = make_client_app(client_fn)
 #
-# A ``client_app.py`` with train and evaluate functions of its own may keep them::
+# If your ``client_app.py`` has train and evaluate functions, keep them::
 #
 #     from flwr_fisher.client import ClientApp, check_fisher, fisher_arrays
 #
@@ -416,7 +415,7 @@ if __name__ == "__main__":
 #         arrays = fisher_arrays(message, context, model, trainloader)
 #         ...
 #
-# and loads with ``strict=False`` to evaluate. These are four lines of the client, and
+# To evaluate, load with ``strict=False``. The client has four changed lines, and
 # ``server_app.py`` has three::
 #
 #     from flwr_fisher.strategies import FedFisherOneShot, shared_state
@@ -424,10 +423,10 @@ if __name__ == "__main__":
 #     strategy = FedFisherOneShot()
 #     arrays = ArrayRecord(shared_state(model))
 #
-# in place of ``FedAvg`` and of the model's ``state_dict``: the trained parameters,
-# under the model's own names. ``get_peft_model_state_dict`` renames them, and is
-# refused. For LoRA, A's seed and that it is frozen are two lines more, where the model
-# is made.
+# They replace ``FedAvg`` and the model's ``state_dict``. ``shared_state`` has the
+# trained parameters, under the model's own names. Do not use
+# ``get_peft_model_state_dict``: it renames them, and an error refuses them. LoRA needs
+# two more lines where the model is made: A's seed, and A frozen.
 #
 # What to know
 # ------------
@@ -435,16 +434,18 @@ if __name__ == "__main__":
 # - A batch's labels are its entry ``labels``, and the rest goes to the model by name.
 #   For any other meaning, pass ``FisherClient(batch_fn=...)``, and ``output_fn`` for
 #   outputs that are not named ``logits``.
-# - A client that has another pre-trained model than most is found out before it trains,
-#   or by its upload where the app has functions of its own: see :doc:`/frozen-layers`.
+# - The server skips a client that has another pre-trained model than most. It notices
+#   this before the client trains, or, if the app has its own functions, by the upload:
+#   see :doc:`/frozen-layers`.
 # - ``from_pretrained`` may give bfloat16, which Flower's arrays do not have: pass
 #   ``dtype=torch.float32``. ``LocalSGD(autocast=torch.bfloat16)`` trains in it all the
 #   same.
-# - A client's Fisher is of 1000 examples at most, by default, and takes no more passes
-#   than the client has examples, or 128 if it has fewer: pass
-#   ``FedFisherOneShot(fisher=FisherOptions(examples=200))`` for another number.
-# - The curvature of what is no plain layer is taken example by example, which takes
-#   about three times as long. ``fisher_plan`` tells which parameters those are. A tied
-#   head, as GPT-2's, is none of them, unless it has a bias of its own.
+# - By default, a client takes its Fisher of 1000 examples at most, and makes no more
+#   passes than it has examples (or 128 if it has fewer). To change the number, pass
+#   ``FedFisherOneShot(fisher=FisherOptions(examples=200))``.
+# - For parameters that are not those of a plain layer, the curvature is computed
+#   example by example. This takes about three times as long. ``fisher_plan`` shows
+#   which parameters these are. GPT-2's tied head is not among them; a tied head with
+#   its own bias is.
 # - To save merged adapters, load the result with ``strict=False`` into a model that was
 #   made by the same seed, then call ``save_pretrained``.

@@ -48,15 +48,15 @@ KINDS = ("reference", "capitals")
 # The adapters
 # ------------
 #
-# Only an adapter's second factor is trained, from zero; the first is random and the
-# same for all clients (FFA-LoRA, Sun et al., ICLR 2024). So what an adapter adds is
-# linear in what is trained, and a merge of adapters is a merge of what they add. With
-# both factors trained, the product of two means would be no mean of products. An upload
-# has half as many parameters, and the rank may be twice as large for it: in
-# ``benchmarks/results/lora.md`` this is the best of the ways to merge adapters.
+# Clients train only an adapter's second factor, from zero. The first factor is random,
+# and the same for all clients (FFA-LoRA, Sun et al., ICLR 2024). So an adapter's
+# product is linear in what is trained, and a merge of adapters merges their products.
+# If both factors were trained, the product of the means would not be the mean of the
+# products. An upload has half as many parameters, so the rank may be twice as large:
+# :doc:`of the ways to merge adapters, this is the best </benchmarks/lora>`.
 #
-# The first factors must be everyone's, here by a seed. A client with others, or with
-# another transformer beneath, is named and left out before it trains.
+# All clients must have the same first factors, here by a seed. Before the training, the
+# server skips clients with other factors or another transformer, and logs their names.
 
 
 class LoRA(nn.Module):
@@ -142,9 +142,10 @@ def _some(documents: list[tuple[str, str]]) -> list[tuple[str, str]]:
 # Training, and one shot
 # ----------------------
 #
-# ``shared_state`` leaves frozen parameters out, so that the adapters alone are uploaded
-# and merged, and :class:`~flwr_fisher.strategies.FedFisherOneShot` needs to know
-# nothing of adapters. To compare with, each client's training notes what it ends with.
+# ``shared_state`` leaves frozen parameters out, so clients upload only the adapters,
+# and the server merges only these. :class:`~flwr_fisher.strategies.FedFisherOneShot`
+# needs to know nothing of adapters. Each client keeps its trained model, to compare
+# with.
 
 
 def loader(
@@ -208,7 +209,7 @@ def run(seed: int, epochs: int, kinds: dict[str, Splits]) -> dict[str, list[floa
 # What came of it
 # ---------------
 #
-# The test loss of each model on either kind of text, and the mean of the two; less is
+# The test loss of each model on each kind of text, and the mean of the two. Lower is
 # better.
 
 
@@ -251,9 +252,9 @@ if __name__ == "__main__":
     main()
 
 # %%
-# Each client's adapters are good for its own text and lose on the other. On both
-# together the merge is better than their mean, and than either of them. This needs
-# clients that differ: on kinds of text that are near each other, such as prose and code
-# as it is, the merge is level with the mean.
+# Each client's adapters are good for its own text and bad for the other. On both
+# together, the merge is better than their mean, and better than either. This needs
+# clients that differ: on kinds of text that are close to each other, such as prose and
+# unchanged code, the merge is level with the mean.
 #
 # :doc:`/lora` and :doc:`/frozen-layers` say more.

@@ -34,7 +34,7 @@ from flwr_fisher.strategies import FAGH, FedAvg, FedFish, Scaffold
 from flwr_fisher.tasks import Task, load_task
 from flwr_fisher.testing import LocalGrid
 
-# Flower logs every step of a round, and what fails; this page tells both by itself.
+# Flower logs every step of a round and every failure. This page prints both itself.
 logging.getLogger("flwr").setLevel(logging.CRITICAL)
 
 CLIENTS, ROUNDS, EPOCHS = 20, 15, 2
@@ -43,10 +43,11 @@ CLIENTS, ROUNDS, EPOCHS = 20, 15, 2
 # One task for all
 # ----------------
 #
-# :func:`~flwr_fisher.tasks.load_task` shares out scikit-learn's digits, and keeps 200
-# training images that no client gets, for validation. Everything random comes from the
-# seed: who holds what, the first model, who is asked in a round, and each client's
-# order of batches. The same seed gives the same numbers again.
+# :func:`~flwr_fisher.tasks.load_task` splits scikit-learn's digits among the clients.
+# It keeps 200 training images for validation, which no client gets. Everything random
+# comes from the seed: which client has which images, the first model, which clients a
+# round asks, and each client's order of batches. The same seed gives the same numbers
+# again.
 
 
 def task_of(seed: int) -> Task:
@@ -94,8 +95,8 @@ def grid_of(task: Task, folder: str) -> LocalGrid:
 #
 # This library's strategies choose a round's clients by ``seed`` and round alone.
 # Flower's choose by node ids, which differ in every run. With this library's
-# :class:`~flwr_fisher.strategies.FedAvg` all methods have the same cohorts, and none is
-# lucky in whom it asks.
+# :class:`~flwr_fisher.strategies.FedAvg`, all methods ask the same clients, and none is
+# lucky in its choice.
 
 
 def strategy_of(method: str, lr: float, seed: int) -> Strategy:

@@ -16,8 +16,8 @@ two more terms,
           + \frac{\alpha}{2} \|\theta - \theta^{t-1}\|^2, \qquad
           g_k \leftarrow g_k - \alpha (\theta_k - \theta^{t-1})
 
-and the server corrects the mean of what comes back. Clients of unlike data then agree
-on the optimum of all data, which FedAvg's mean is not.
+and the server corrects the mean of the models that come back. Clients with different
+data then agree on the optimum of all data, which FedAvg's mean is not.
 """
 
 import logging
@@ -67,12 +67,13 @@ from flwr_fisher.wire import Additive
 # The client's half
 # -----------------
 #
-# ``state.load()`` returns what was kept and whether it was lost: the server had a reply
-# of this client, and its disk is another's now. At first it is zeros, or what it is
-# given: a personal part begins as the server's by ``state.load(first=start)``.
-# ``on_gradients`` is called before each of a training's steps, when the gradients are
-# there. What it remembers from one to the next, as nothing does here, must be in a
-# ``state_dict`` of its own, so that a training can go on after a crash.
+# ``state.load()`` returns what the client kept, and whether it was lost. It was lost if
+# the server has had a reply of this client, and the client's disk has nothing of it.
+# The first time, it is zeros, or what you give: ``state.load(first=start)`` starts a
+# personal part from the server's. The training calls ``on_gradients`` before each step,
+# when the gradients are there. If your function remembers something from step to step
+# (this one does not), put it into its ``state_dict``. Then a training can continue
+# after a crash.
 
 
 @register_job("own-feddyn")
@@ -99,13 +100,13 @@ def feddyn_job(problem: LocalProblem, request: Request) -> Reply:
 # The server's half
 # -----------------
 #
-# The server's own memory, h, is the mean of all clients' g_k. Groups of tensors are
-# kept from round to round, and in checkpoints; what ``send`` returns in group ``""`` a
-# client finds in ``request.facts``. A cohort's share of all clients' weight stands for
-# the paper's count of clients, since models are weighted by examples here;
-# ``members.rescaled`` makes h a mean over more clients, once more are known, and zeros
-# at first. ``additive=Summation()`` says that the step needs a mean of the models
-# alone, so that the strategy takes ``secure=``, too.
+# The server's own memory, h, is the mean of all clients' g_k. The library keeps groups
+# of tensors from round to round, and in checkpoints. A client finds in
+# ``request.facts`` what ``send`` returns in group ``""``. Models are weighted by
+# examples here. So the sampled clients' share of all weight replaces the paper's count
+# of clients. ``members.rescaled`` makes h a mean over more clients when more are known,
+# and zeros at first. ``additive=Summation()`` says that the step needs only a mean of
+# the models, so the strategy takes ``secure=``, too.
 
 
 class FedDyn(CurvatureStrategy):
@@ -158,10 +159,10 @@ def send(state: ServerState) -> dict[str, Any]:
 # Two runs
 # --------
 #
-# Ten virtual clients with digits of about two classes each, half of them in a round,
-# beside FedAvg with the same training. Where the policy shortens a client's step,
-# ``"kept": "parameters"`` above has that client told with its next request: its g_k
-# changes by no more than the server took, and h remains their mean.
+# Ten virtual clients have digits of about two classes each, and half of them take part
+# in a round. FedAvg has the same training. If the policy shortens a client's step,
+# ``"kept": "parameters"`` above tells that client so with its next request. Then its
+# g_k changes by no more than the server took, and h remains the mean.
 
 # Flower logs every step of a round, which this page has no need of.
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -209,6 +210,6 @@ for name, strategy in {
 plot_rounds(Path("rounds.png"), histories, ["accuracy"])
 
 # %%
-# What a test of such a method must show, beside a round by hand: a run with a
-# ``checkpoint_dir`` gives the same bits as one without, so does one that is stopped and
-# resumed, and a client whose disk is lost is counted.
+# A test of such a method begins with a round by hand. It must also show that a run with
+# a ``checkpoint_dir`` gives the same bits as one without, that a run which is stopped
+# and resumed does, too, and that the server counts a client whose disk is lost.

@@ -2,15 +2,15 @@
 Fine-tune a pre-trained network in one round
 ============================================
 
-A network with batch norm is trained on public images, here digits that are turned, and
-it is to tell how far. Then five clients fine-tune it to tell which digit it is, each
-has mostly digits of a few kinds, and each connects once. The server makes one network
-of the five.
+A network with batch norm is trained on public images: turned digits, for which it
+learns to predict the angle. Then five clients fine-tune it to recognise the digits.
+Each client has mostly digits of a few kinds, and connects once. The server makes one
+network of the five.
 
-Batch norm is what makes this awkward: its running statistics are of the weights that a
-client has, and no client has the merged ones. So the clients are asked once more,
-before they go: each runs the merged network over its own images, and tells how the
-inputs of each norm are distributed.
+Batch norm makes this difficult. Its running statistics belong to the weights of one
+client, and no client has the merged weights. So the server asks the clients once more:
+each runs the merged network over its own images, and uploads the mean and the mean
+square of each norm's inputs.
 """
 
 import copy
@@ -40,10 +40,10 @@ CPU = torch.device("cpu")
 # The network, and what it knows before
 # -------------------------------------
 #
-# Yours is a download, such as torchvision's ResNet with its ``weights``. Here some
-# hundred digits are public: turned by nothing, a quarter, a half and three quarters.
-# Whoever tells which has learnt to see strokes. A new head for ten classes then takes
-# the place of the one for four.
+# Yours is a download, such as torchvision's ResNet with its ``weights``. Here, some
+# hundred digits are public: not turned, and turned by a quarter, a half and three
+# quarters. A network that predicts the angle has learnt to see strokes. Then a new head
+# for ten classes replaces the head for four.
 
 
 def network(classes: int) -> nn.Sequential:
@@ -78,9 +78,9 @@ def pretrained(images: Tensor) -> nn.Sequential:
 # One round
 # ---------
 #
-# Nothing here speaks of batch norm: that statistics are made anew is the default,
-# ``norm_statistics="refresh"``. What they were before is in ``result.details``, the
-# merge by itself, and FedAvg's mean is of the same uploads.
+# Nothing here mentions batch norm: measuring the statistics again is the default,
+# ``norm_statistics="refresh"``. ``result.details`` has the merge as it was before. The
+# FedAvg model is the mean of the same uploads.
 
 x = torch.from_numpy(load_digits().images).float().unsqueeze(1)
 x, y = (x - x.mean()) / x.std(), torch.from_numpy(load_digits().target)
@@ -129,7 +129,8 @@ for name in rounds[0]:
 # The picture
 # -----------
 #
-# A dot a split. *Averaged* is the same merge by the mean of the clients' statistics.
+# Each dot is one split. *Averaged* is the same merge with the mean of the clients'
+# statistics.
 
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for found in rounds:
@@ -144,5 +145,5 @@ axes.legend(frameon=False, loc="lower left")
 plt.show()
 
 # %%
-# :doc:`/pretrained` says what is asked of clients, what it costs, and what to do where
-# they have gone.
+# :doc:`/pretrained` says what the server asks of clients, what it costs, and what to do
+# if clients have left.

@@ -2,10 +2,10 @@
 Merging models without Flower
 =============================
 
-A merge is a function of trained models and of what each of them is sure of. It needs no
-federation: two checkpoints of a model that were fine-tuned apart will do. This page
-takes the two parts one by one, the curvature and the merge, and shows what they do on a
-network that is small enough to look at.
+A merge is a function of trained models and of their curvatures. It needs no federation:
+two checkpoints of a model that were fine-tuned apart are enough. This page takes the
+two parts one by one, the curvature and the merge, and shows what they do on a network
+that is small enough to look at.
 """
 
 from collections.abc import Mapping
@@ -122,9 +122,9 @@ print(f"diagonal   {dot(v, diagonal @ v) / 2:.2e}")
 # Two models, merged
 # ------------------
 #
-# What an owner reports is where its model is, how sure it is there, and of how many
-# examples: a :class:`~flwr_fisher.merge.LocalPosterior`. The merge is one call; the
-# mean of the two models is beside it.
+# An owner reports its model's parameters, their curvature, and the number of its
+# examples: a :class:`~flwr_fisher.merge.LocalPosterior`. The merge is one call. The
+# mean of the two models is there to compare with.
 
 posteriors = [
     LocalPosterior(shared_state(model), fisher(model, loader), len(loader.dataset))
@@ -229,8 +229,8 @@ for kinds, share, each in zip(
 plot_accuracies(Path("accuracy.png"), accuracy, best="FedFisher, kfac")
 
 # %%
-# A diagonal knows how much each number matters. It does not know that two numbers can
-# make up for each other, which is most of what a layer does; K-FAC does.
+# A diagonal says how much each number matters. It does not say that two numbers can
+# make up for each other, and in a layer most of them can. K-FAC says both.
 #
 # The other merges take the same posteriors, or less: :doc:`/api/merge` lists them, and
 # :doc:`/without-flower` is this page in a few lines.
