@@ -1,36 +1,82 @@
-"""Ray's shares of a GPU: who gets one, and what is held of it between requests."""
+"""Ray's shares of a GPU: what a client has of one, and what is held between requests.
 
-import json
-import subprocess
+By Flower's backend and a GPU that Ray pretends, in whose processes the pretended
+accelerator counts the memory.
+"""
+
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from virtual import tiny_app, tiny_arrays, travelling
 
-pytestmark = pytest.mark.ray
-SCRIPT = Path(__file__).with_name("sharing.py")
+from flwr_fisher.testing import LocalGrid
 
-
-@pytest.fixture(scope="module")
-def told():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)],
-        cwd=SCRIPT.parents[2], capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = (
-        each for each in done.stdout.splitlines() if each.startswith('{"workers"')
-    )
-    return json.loads(line)  # Ray may have more to say
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+TESTS = str(Path(__file__).parents[1])
 
 
-def test_half_a_gpu_each_lets_two_train_at_a_time_on_it(told):
-    assert told["workers"] == 2
-    for reply in told["replies"]:
-        assert (reply["gpus"], reply["visible"], reply["on-accelerator"]) == (1, 1, 1)
+def app():
+    """Return the clients' app, in a process of Ray's."""
+    sys.path.insert(0, TESTS)
+    import devices  # first: it registers the device
+    import ray
+    import torch
+    from torch.utils.data import DataLoader
+    from virtual import tiny_data, tiny_model
+
+    from flwr_fisher.client import FisherClient, make_client_app
+
+    held = devices.pretended.settled(0)
+
+    def train(model, loader, device, config):
+        """Without an optimiser: PyTorch's import what takes seconds in each process."""
+        for x, y in loader:
+            loss = torch.nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter.data -= 0.1 * grad
+        return {
+            "held-before": held,
+            "on-accelerator": int(device.type == devices.ACCELERATOR),
+            "gpus": len(ray.get_gpu_ids()),
+            "visible": len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")),
+            "process": os.getpid(),
+        }
+
+    def client_fn(context):
+        loader = DataLoader(tiny_data(0), batch_size=4)
+        accelerator = devices.ACCELERATOR
+        return FisherClient(tiny_model(), loader, train_fn=train, device=accelerator)
+
+    return make_client_app(client_fn)
 
 
-def test_memory_is_given_back_after_each_request(told):
-    replies = told["replies"]
-    assert len(replies) > len({reply["process"] for reply in replies})
-    assert {reply["held-before"] for reply in replies} == {0}, replies
+def test_half_a_gpu_is_one_that_another_has_too_and_its_memory_is_given_back():
+    from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    LocalGrid(tiny_app(), 1)  # messages need the process's identity
+    init = {"num_cpus": 2, "num_gpus": 1, "log_to_driver": False}
+    resources = {"num_cpus": 1, "num_gpus": 0.5}
+    backend = RayBackend({"client_resources": resources, "init_args": init})
+    try:
+        backend.build(app)
+        assert backend.num_workers == 2
+        replies = []
+        for _ in range(3):  # of one of both processes
+            config = ConfigRecord(travelling({"structure": "kfac"}))
+            content = RecordDict({"arrays": tiny_arrays(), "config": config})
+            context = Context(1, 77, {"partition-id": 0}, RecordDict(), {})
+            reply, _ = backend.process_message(Message(content, 77, "train"), context)
+            (metrics,) = reply.content.metric_records.values()
+            replies.append(metrics)
+    finally:
+        backend.terminate()
+    for told in replies:
+        assert (told["gpus"], told["visible"], told["on-accelerator"]) == (1, 1, 1)
+    assert len(replies) > len({told["process"] for told in replies})
+    assert {told["held-before"] for told in replies} == {0}, replies
