@@ -21,6 +21,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from virtual import Remembering
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
 from flwr_fisher.params import shared_state
@@ -144,7 +145,10 @@ VICTIMS = {
 
 
 def make_app(victim, state_dir, attack=None, kinds=("train",)):
-    """Six clients; the hostile one's replies go through an attack."""
+    """Six clients; the hostile one's replies go through an attack.
+
+    What an honest client has answered is not computed again for another attack.
+    """
 
     def client_fn(context):
         partition = int(context.node_config["partition-id"])
@@ -161,7 +165,8 @@ def make_app(victim, state_dir, attack=None, kinds=("train",)):
             state_dir=state_dir,
         )
 
-    app = make_client_app(client_fn)
+    made_of = repr(victim.train), victim.normalised
+    app = Remembering(make_client_app(client_fn), lambda partition: made_of)
 
     class Hostile(ClientApp):
         def __call__(self, message, context):
@@ -195,7 +200,7 @@ class _Log(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def run(name, attack=None, kinds=("train",), policy=STRICT):
+def run(name, attack=None, kinds=("train",), policy=STRICT, rounds=None):
     """Run a strategy with a hostile client."""
     victim = VICTIMS[name]
     log, logger = _Log(), logging.getLogger("flwr")
@@ -205,7 +210,7 @@ def run(name, attack=None, kinds=("train",), policy=STRICT):
             grid = LocalGrid(make_app(victim, folder, attack, kinds), CLIENTS, seed=1)
             start = ArrayRecord(shared_state(make_model(victim.normalised)))
             strategy = victim.make(min_train_nodes=CLIENTS - 1, policy=policy)
-            result = strategy.start(grid, start, num_rounds=victim.rounds)
+            result = strategy.start(grid, start, num_rounds=rounds or victim.rounds)
     except Exception as error:
         return Outcome(f"ended: {type(error).__name__}: {error}", 0.0, _text(log))
     finally:
@@ -218,7 +223,7 @@ def run(name, attack=None, kinds=("train",), policy=STRICT):
     lost = [h for h in honest if re.search(rf"left out .*\b{h}\b", _text(log))]
     if lost:
         return Outcome(f"lost {lost}", correct, _text(log))
-    if attack and correct < ENOUGH * honest_accuracy(name, policy):
+    if attack and correct < ENOUGH * honest_accuracy(name, policy, rounds):
         return Outcome(f"accuracy {correct:.3f}", correct, _text(log))
     return Outcome("", correct, _text(log))
 
@@ -228,9 +233,9 @@ def _text(log):
 
 
 @cache
-def honest_accuracy(name, policy=STRICT):
+def honest_accuracy(name, policy=STRICT, rounds=None):
     """What the strategy makes of six honest clients."""
-    outcome = run(name, policy=policy)
+    outcome = run(name, policy=policy, rounds=rounds)
     assert not outcome.harm, outcome
     return outcome.accuracy
 

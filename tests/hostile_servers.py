@@ -202,7 +202,7 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-def besiege(name):
+def besiege(name, rounds=None):
     """Return how many hostile requests a strategy's client had, and what harm came."""
     victim = VICTIMS[name]
     results = []
@@ -212,7 +212,7 @@ def besiege(name):
             grid = LocalGrid(app, CLIENTS, seed=1)
             start = ArrayRecord(shared_state(make_model(victim.normalised)))
             strategy = victim.make(min_train_nodes=CLIENTS)
-            result = strategy.start(grid, start, num_rounds=victim.rounds)
+            result = strategy.start(grid, start, num_rounds=rounds or victim.rounds)
             results.append(result.arrays)
     if not same_bits(*results):
         besieged.harmed.append("the run ended with other parameters")

@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, MetricRecord
 from safetensors import safe_open
 from safetensors.torch import load_file
-from virtual import same_bits, tiny_app, tiny_arrays
+from virtual import quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.callbacks import (
     BestModel,
@@ -51,7 +51,7 @@ def run(*callbacks, scores="", **options):
 
     options = {"num_rounds": 4, "callbacks": callbacks, **options}
     strategy = FedFisherOneShot()
-    grid = LocalGrid(tiny_app(), 3)
+    grid = LocalGrid(quick_app(), 3)
     return strategy.start(grid, tiny_arrays(), evaluate_fn=evaluate, **options)
 
 

@@ -20,7 +20,15 @@ from flwr.serverapp.strategy import (
     FedAvg,
 )
 from torch import nn
-from virtual import close, fedfisher_with, same_bits, tiny_app, tiny_arrays
+from virtual import (
+    Remembering,
+    close,
+    fedfisher_with,
+    quick_app,
+    same_bits,
+    tiny_app,
+    tiny_arrays,
+)
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app, score
 from flwr_fisher.curvature import Diagonal, Kronecker
@@ -118,8 +126,10 @@ def test_a_regression_takes_one_iteration():
         own = data[context.node_config["partition-id"]]
         return FisherClient(net(), own, train_fn=train, likelihood="gaussian")
 
+    app = Remembering(make_client_app(client_fn), lambda partition: "regression")
+
     def unexplained(**options):
-        grid = LocalGrid(make_client_app(client_fn), len(data))
+        grid = LocalGrid(app, len(data))
         strategy = fedfisher_with(fraction_evaluate=0.0, **options)
         arrays = strategy.start(grid, ArrayRecord(shared_state(net()))).arrays
         model = net()
@@ -302,13 +312,13 @@ def test_clipping_on_the_server_refuses_uploads_with_curvature():
     strategy = strategy_of(codec="lossless")
     private = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.5, 3)
     with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
-        private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+        private.start(LocalGrid(quick_app(), 3), tiny_arrays(), num_rounds=1)
 
 
 def test_noise_on_the_server_alone_falls_on_the_merged_model_only():
     private = DifferentialPrivacyClientSideFixedClipping(strategy_of(), 1e-9, 0.5, 3)
-    noisy = private.start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
-    clean = strategy_of().start(LocalGrid(tiny_app(), 3), tiny_arrays(), num_rounds=1)
+    noisy = private.start(LocalGrid(quick_app(), 3), tiny_arrays(), num_rounds=1)
+    clean = strategy_of().start(LocalGrid(quick_app(), 3), tiny_arrays(), num_rounds=1)
     assert close(noisy.arrays, clean.arrays, 1e-6)
 
 
@@ -331,7 +341,7 @@ def test_client_mods_that_change_arrays_refuse_uploads_with_curvature(
 
 
 def test_client_mods_that_only_look_do_no_harm():
-    plain = strategy_of().start(LocalGrid(tiny_app(), 3), tiny_arrays())
+    plain = strategy_of().start(LocalGrid(quick_app(), 3), tiny_arrays())
     app = tiny_app(mods=[arrays_size_mod, message_size_mod])
     looked_at = strategy_of().start(LocalGrid(app, 3), tiny_arrays())
     assert same_bits(plain.arrays, looked_at.arrays)

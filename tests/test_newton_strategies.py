@@ -18,11 +18,11 @@ from virtual import (
     fail,
     left_out,
     node_of,
+    quick_app,
     same_bits,
     set_array,
     set_metric,
     start,
-    tiny_app,
     tiny_arrays,
     tiny_client,
 )
@@ -75,7 +75,7 @@ run = partial(start, num_rounds=2)
 @cache
 def plain(make, *holdings):
     """What good clients give, without anything special."""
-    return run(make(), tiny_app(list(holdings) or [0, 1, 2]))
+    return run(make(), quick_app(list(holdings) or [0, 1, 2]))
 
 
 # A quadratic: y = x w, mean squared error, 4 weights
@@ -231,7 +231,7 @@ BAD_REPLIES = {
 @pytest.mark.parametrize("case", BAD_REPLIES)
 def test_a_bad_reply_is_left_out_by_name(kind, case, caplog):
     make, (tamper, text) = STRATEGIES[kind], BAD_REPLIES[case]
-    grid = LocalGrid(Watched(tiny_app([0, 1, 7, 2]), {2: tamper}), 4)
+    grid = LocalGrid(Watched(quick_app([0, 1, 7, 2]), {2: tamper}), 4)
     result = make().start(grid, tiny_arrays(), num_rounds=2)
     assert same_bits(result.arrays, plain(make).arrays)
     metrics = result.train_metrics_clientapp[1]

@@ -10,13 +10,14 @@ from math import inf
 import pytest
 from clocked import Behaviour, ClockedGrid, clock, options_of
 from flwr.app import ConfigRecord, Message, RecordDict
-from virtual import Watched, opened, same_bits, tiny_app, tiny_arrays
+from virtual import Watched, opened, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import ConfigurationError, RoundError
 from flwr_fisher.server.mailbox import Mailbox
 from flwr_fisher.server.round import LateReplies
 from flwr_fisher.strategies import (
     TCT,
+    FedExP,
     FedFisherOneShot,
     FedGA,
     Waiting,
@@ -33,7 +34,7 @@ HANGS = Behaviour(seconds=lambda times: inf)
 LATE = Behaviour(seconds=lambda times: 30.0)
 
 
-def start(grid, *, make=FedFisherOneShot, **options):
+def start(grid, *, make=FedExP, **options):
     own = ("num_rounds", "timeout", "checkpoint_dir", "resume", "evaluate_fn")
     run = {k: options.pop(k) for k in own if k in options}
     return make(**options_of(**options)).start(grid, tiny_arrays(), **run)
@@ -52,7 +53,7 @@ MIXED = {
 
 def test_twenty_rounds_end_at_enough(clock, caplog):
     caplog.set_level(logging.INFO, "flwr")
-    app = Watched(tiny_app())
+    app = Watched()
     grid = ClockedGrid(app, MIXED, clock, 6)
     result = start(grid, num_rounds=20, timeout=100, waiting=Waiting(enough_replies=2))
     rounds = result.train_metrics_clientapp.values()
@@ -70,7 +71,7 @@ def test_twenty_rounds_end_at_enough(clock, caplog):
 
 
 def test_twenty_rounds_end_at_the_deadline(clock, caplog):
-    grid = ClockedGrid(tiny_app(), MIXED, clock, 6)
+    grid = ClockedGrid(quick_app(), MIXED, clock, 6)
     result = start(grid, num_rounds=20, timeout=20)
     rounds = list(result.train_metrics_clientapp.values())
     assert len(rounds) == 20
@@ -105,7 +106,7 @@ def test_a_hanging_client_costs_evaluation_nothing_more(
                     record["num-examples"] = -1
             return reply
 
-    app = Liar(tiny_app())
+    app = Liar()
     grid = ClockedGrid(app, {1: behaviour}, clock, 3)
     strategy = FedFisherOneShot(waiting=Waiting(enough_fraction=share))
     result = strategy.start(grid, tiny_arrays(), timeout=50)
@@ -116,7 +117,7 @@ def test_a_hanging_client_costs_evaluation_nothing_more(
 
 def test_evaluation_without_clients_costs_the_run_nothing(clock, caplog):
     gone = Behaviour(connected=lambda now: now < 1)
-    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), gone), clock, 3)
+    grid = ClockedGrid(quick_app(), dict.fromkeys(range(3), gone), clock, 3)
     result = FedFisherOneShot().start(grid, tiny_arrays(), timeout=3600)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
     assert "no client evaluates: 0 nodes are connected after 60 s" in caplog.text
@@ -124,7 +125,7 @@ def test_evaluation_without_clients_costs_the_run_nothing(clock, caplog):
 
 
 def test_a_silent_node_delays_the_start_by_seconds(clock):
-    app = Watched(tiny_app())
+    app = Watched()
     grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
     result = start(grid, timeout=3600)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
@@ -132,13 +133,13 @@ def test_a_silent_node_delays_the_start_by_seconds(clock):
 
 
 def test_a_node_that_starts_again_is_waited_for_where_it_is_wanted(clock):
-    grid = ClockedGrid(tiny_app(), {1: Behaviour(answers=100.0)}, clock, 4)
+    grid = ClockedGrid(quick_app(), {1: Behaviour(answers=100.0)}, clock, 4)
     result = start(grid, timeout=3600, min_available_nodes=4)
     assert result.train_metrics_clientapp[1]["num-replies"] == 4
 
 
 def test_a_node_that_never_answers_is_named_and_waited_for_once(clock, caplog):
-    app = Watched(tiny_app())
+    app = Watched()
     grid = ClockedGrid(app, {1: Behaviour(answers=inf)}, clock, 4)
     result = start(grid, num_rounds=5, timeout=3600, min_available_nodes=4)
     assert result.train_metrics_clientapp[1]["num-replies"] == 3
@@ -149,7 +150,7 @@ def test_a_node_that_never_answers_is_named_and_waited_for_once(clock, caplog):
 
 def test_who_connects_later_never_holds_up_a_round(clock):
     comes = Behaviour(answers=500.0, connected=lambda now: now > 5)
-    app = Watched(tiny_app())
+    app = Watched()
     grid = ClockedGrid(app, {3: comes}, clock, 4)
     start(grid, num_rounds=10, timeout=3600)
     assert clock.now < 10 * 5
@@ -159,7 +160,7 @@ def test_who_connects_later_never_holds_up_a_round(clock):
 def test_nobody_who_answers_is_named(clock, caplog):
     caplog.set_level("INFO", logger="flwr")
     dumb = Behaviour(answers=inf)
-    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(2), dumb), clock, 2)
+    grid = ClockedGrid(quick_app(), dict.fromkeys(range(2), dumb), clock, 2)
     with pytest.raises(RoundError, match=r"did not answer within 90 s: see whether"):
         start(grid, timeout=90)
     assert 90 < clock.now < 100
@@ -168,14 +169,14 @@ def test_nobody_who_answers_is_named(clock, caplog):
 
 
 def test_messages_die_with_their_round(clock):
-    grid = ClockedGrid(tiny_app(), {}, clock, 3)
+    grid = ClockedGrid(quick_app(), {}, clock, 3)
     start(grid, num_rounds=2, timeout=77)
     assert grid.lifetimes == [77] * 6
 
 
 def test_over_selection_asks_more_than_it_waits_for(clock):
     slow = {p: Behaviour(seconds=lambda times: 1000.0) for p in (0, 7)}
-    grid = ClockedGrid(tiny_app(), slow, clock, 10)
+    grid = ClockedGrid(quick_app(), slow, clock, 10)
     waiting = Waiting(over_selection=0.5)
     options = {"fraction_train": 0.5, "waiting": waiting}
     result = start(grid, num_rounds=3, timeout=2000, **options)
@@ -191,14 +192,14 @@ def test_a_strategy_runs_on_one_grid_after_another(clock):
     strategy = FedFisherOneShot(**options_of())
     for _ in range(2):
         slow = {p: Behaviour(answers=5.0 + p) for p in range(4)}
-        grid = ClockedGrid(tiny_app(), slow, clock, 4)
+        grid = ClockedGrid(quick_app(), slow, clock, 4)
         result = strategy.start(grid, tiny_arrays(), timeout=100)
         assert len(result.uploads) == 4
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(clock):
     lost = Behaviour(answers=inf)
-    grid = ClockedGrid(tiny_app(), {3: lost}, clock, 4)
+    grid = ClockedGrid(quick_app(), {3: lost}, clock, 4)
 
     def evaluate(server_round, arrays):
         if server_round:
@@ -215,13 +216,13 @@ def test_an_answer_that_was_lost_is_asked_for_again(clock):
 )
 def test_enough_is_never_less_than_a_round_needs(clock, waiting):
     slow = {p: Behaviour(seconds=lambda times: 10.0) for p in (1, 2, 3)}
-    grid = ClockedGrid(tiny_app(), slow, clock, 4)
+    grid = ClockedGrid(quick_app(), slow, clock, 4)
     result = start(grid, timeout=100, waiting=waiting, min_train_nodes=3)
     assert len(result.uploads) >= 3
 
 
 def test_who_is_never_waited_for_sits_out_in_the_end(clock):
-    grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 4)
+    grid = ClockedGrid(quick_app(), {1: HANGS}, clock, 4)
     start(grid, num_rounds=20, timeout=100, waiting=Waiting(enough_fraction=0.7))
     asked = [who for _, kind, who in grid.sent if kind == "train"]
     rounds = [asked[: i + 1].count(0) for i, who in enumerate(asked) if who == 1]
@@ -239,7 +240,7 @@ def test_rounds_that_are_over_hold_no_model(clock):
         assert self.door is not None
         alive.append(weakref.ref(self.door))
 
-    grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 3)
+    grid = ClockedGrid(quick_app(), {1: HANGS}, clock, 3)
     strategy = FedFisherOneShot(**options_of(waiting=Waiting(enough_fraction=0.6)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LateReplies, "__init__", tracked)
@@ -257,7 +258,7 @@ def test_a_resumed_run_leaves_out_whom_the_first_life_did(clock, tmp_path):
         per_round = []
         for index, num_rounds in enumerate(rounds):
             clock.now = 0
-            grid = ClockedGrid(tiny_app(), {1: HANGS}, clock, 5)
+            grid = ClockedGrid(quick_app(), {1: HANGS}, clock, 5)
             options = {"checkpoint_dir": where, "resume": index > 0, "timeout": 9}
             options["min_train_nodes"] = 1
             start(grid, num_rounds=num_rounds, fraction_train=0.7, **options)
@@ -274,7 +275,7 @@ def test_a_resumed_run_leaves_out_whom_the_first_life_did(clock, tmp_path):
 def test_the_dead_are_not_charged_with_evaluations_deadline(clock, caplog):
     slow = SLOW_TO_EVALUATE
     dies = Behaviour(seconds=slow.seconds, dies=3.0)
-    grid = ClockedGrid(tiny_app(), {0: slow, 1: dies}, clock, 3)
+    grid = ClockedGrid(quick_app(), {0: slow, 1: dies}, clock, 3)
     strategy = FedFisherOneShot(norm_statistics="average")
     strategy.start(grid, tiny_arrays(), timeout=100)
     assert "aggregate_evaluate: no reply from partition-1" in caplog.text
@@ -287,7 +288,7 @@ def test_the_dead_are_not_charged_with_evaluations_deadline(clock, caplog):
 
 def test_a_failed_round_can_be_skipped(clock, caplog):
     slow_first = Behaviour(seconds=lambda times: 100.0 if times == 0 else 1.0)
-    grid = ClockedGrid(tiny_app(), dict.fromkeys((0, 1), slow_first), clock, 3)
+    grid = ClockedGrid(quick_app(), dict.fromkeys((0, 1), slow_first), clock, 3)
     waiting = Waiting(on_failed_round="skip")
     result = start(grid, num_rounds=2, timeout=9, waiting=waiting)
     assert dict(result.train_metrics_clientapp[1]) == {"skipped": 1}
@@ -298,7 +299,7 @@ def test_a_failed_round_can_be_skipped(clock, caplog):
 def test_half_of_a_skipped_round_changes_nothing(clock, tmp_path):
     """FedGA's second exchange fails, after the first one's step."""
     second = Behaviour(seconds=lambda times: 1.0 if times % 2 == 0 else inf)
-    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), second), clock, 3)
+    grid = ClockedGrid(quick_app(), dict.fromkeys(range(3), second), clock, 3)
     skip = Waiting(on_failed_round="skip")
     own = {"timeout": 9, "checkpoint_dir": tmp_path}
     result = start(grid, make=partial(FedGA, beta=0.1), waiting=skip, **own)
@@ -315,7 +316,7 @@ def test_a_round_that_all_others_need_is_not_skipped():
 
 def test_a_run_ends_where_a_round_fails_that_all_others_need(clock):
     hangs_later = Behaviour(seconds=lambda times: 1.0 if times == 0 else inf)
-    grid = ClockedGrid(tiny_app(), dict.fromkeys(range(3), hangs_later), clock, 3)
+    grid = ClockedGrid(quick_app(), dict.fromkeys(range(3), hangs_later), clock, 3)
     skip = Waiting(on_failed_round="skip")
     with pytest.raises(RoundError):
         start(grid, make=TCT, stage1_rounds=1, num_rounds=3, timeout=9, waiting=skip)
@@ -323,7 +324,7 @@ def test_a_run_ends_where_a_round_fails_that_all_others_need(clock):
 
 
 def test_a_reply_that_was_held_is_handed_over_once(clock):
-    grid = ClockedGrid(tiny_app(), {}, clock, 1)
+    grid = ClockedGrid(quick_app(), {}, clock, 1)
     mailbox = Mailbox(grid)
     late: list[object] = []
     question = Message(RecordDict(), next(iter(grid.nodes)), "query")
@@ -339,7 +340,7 @@ def test_a_reply_that_was_held_is_handed_over_once(clock):
 
 
 def test_in_flowers_loop_the_dead_are_named_too(clock):
-    grid = ClockedGrid(tiny_app(), {2: Behaviour(dies=0.5)}, clock, 3)
+    grid = ClockedGrid(quick_app(), {2: Behaviour(dies=0.5)}, clock, 3)
     strategy = FedFisherOneShot(fraction_evaluate=0.0)
     sent = list(strategy.configure_train(1, tiny_arrays(), ConfigRecord(), grid))
     ids = list(grid.push_messages(sent))
@@ -355,7 +356,7 @@ def test_in_flowers_loop_the_dead_are_named_too(clock):
 
 def test_a_server_app_waits_for_its_nodes(clock):
     comes = Behaviour(connected=lambda now: now >= 7)
-    grid = ClockedGrid(tiny_app(), {2: comes}, clock, 3)
+    grid = ClockedGrid(quick_app(), {2: comes}, clock, 3)
     assert sorted(wait_for_nodes(grid, 3)) == sorted(grid.nodes)
     assert clock.now == pytest.approx(7)
     with pytest.raises(ConfigurationError, match="minimum must be >= 1, got 0"):
@@ -363,7 +364,7 @@ def test_a_server_app_waits_for_its_nodes(clock):
     comes.connected = lambda now: False
     with pytest.raises(RoundError, match="2 nodes are connected after 20 s, and 3"):
         wait_for_nodes(grid, 3, timeout=20)
-    virtual = LocalGrid(tiny_app(), 3)  # whose clients are all there: it has no more
+    virtual = LocalGrid(quick_app(), 3)  # whose clients are all there: it has no more
     with pytest.raises(RoundError, match="3 nodes are connected after 0 s, and 4"):
         wait_for_nodes(virtual, 4)
     with pytest.raises(RoundError, match="3 nodes are connected after 0 s, and 9 are"):

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 from clocked import Behaviour, ClockedGrid, clock, options_of
-from virtual import LIFTED, Watched, same_bits, tiny_app, tiny_arrays
+from virtual import LIFTED, Watched, quick_app, same_bits, tiny_arrays
 
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.strategies import FedFisherOneShot, Waiting
@@ -38,13 +38,13 @@ def start(grid, waiting=None, **options):
 
 def merged_of(*partitions):
     """The one-shot model of these clients, all of them there."""
-    grid = LocalGrid(tiny_app(partitions), len(partitions))
+    grid = LocalGrid(quick_app(partitions), len(partitions))
     return start(grid, policy=None)
 
 
 def test_clients_are_asked_as_they_come(clock):
     comes = {p: between(HOUR * p, HOUR * p + 100) for p in range(4)}
-    app = Watched(tiny_app())
+    app = Watched()
     result = start(ClockedGrid(app, comes, clock, 4), Waiting(window=DAY))
     assert clients_of(result) == [0, 1, 2, 3]
     assert sorted(p for _, p in app.trained) == [0, 1, 2, 3]
@@ -59,7 +59,7 @@ def test_a_reply_that_comes_while_a_newcomer_is_asked_is_not_late(clock, leave):
     )
     for when in range(44, 60, 4):
         new = Behaviour(answers=6.0, connected=lambda now, when=when: now > when)
-        grid = ClockedGrid(tiny_app(), {0: trains, 1: trains, 2: new}, clock, 3)
+        grid = ClockedGrid(quick_app(), {0: trains, 1: trains, 2: new}, clock, 3)
         clock.now = 0
         assert clients_of(start(grid, Waiting(window=200))) == [0, 1, 2]
 
@@ -76,13 +76,13 @@ def test_who_comes_first_to_a_window_shuts_nobody_out(clock):
             return reply
 
     comes = {p: between(HOUR * p, inf) for p in range(4)}
-    grid = ClockedGrid(Odd(tiny_app()), comes, clock, 4)
+    grid = ClockedGrid(Odd(quick_app()), comes, clock, 4)
     assert len(start(grid, Waiting(window=5 * HOUR)).uploads) == 4
 
 
 def test_enough_closes_the_window(clock):
     comes = {p: between(HOUR * p, inf) for p in range(6)}
-    grid = ClockedGrid(tiny_app(), comes, clock, 6)
+    grid = ClockedGrid(quick_app(), comes, clock, 6)
     result = start(grid, Waiting(window=DAY, enough_replies=3))
     assert len(result.uploads) == 3
     assert clock.now < 2 * HOUR + 100
@@ -118,7 +118,7 @@ def test_a_window_over_three_server_lives(clock, tmp_path):
         3: between(15 * hour, 16 * hour),
         4: between(30 * hour, inf),  # after the window
     }
-    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    app, waiting = Watched(), Waiting(window=DAY)
     for life, dies in enumerate((5 * hour, 12 * hour)):
         grid = MortalGrid(app, comes, clock, 5)
         grid.dies = dies
@@ -135,7 +135,7 @@ def test_a_window_over_three_server_lives(clock, tmp_path):
 
 
 def test_a_window_that_closed_while_the_server_was_away(clock, tmp_path):
-    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    app, waiting = Watched(), Waiting(window=DAY)
     comes = dict.fromkeys(range(3), between(0, HOUR))
     grid = MortalGrid(app, comes, clock, 3)
     grid.dies = 2 * HOUR
@@ -151,7 +151,7 @@ def test_a_window_that_closed_while_the_server_was_away(clock, tmp_path):
 def test_a_client_that_dies_while_it_trains_is_asked_when_it_is_back(clock):
     reborn = Behaviour(seconds=lambda times: 60.0, dies=30.0)
     comes = {0: between(0, inf), 1: between(0, inf), 2: reborn}
-    grid, sleep = ClockedGrid(tiny_app(), comes, clock, 3), clock.sleep
+    grid, sleep = ClockedGrid(quick_app(), comes, clock, 3), clock.sleep
 
     def sleeps(seconds):
         sleep(seconds)
@@ -168,7 +168,7 @@ def test_a_client_app_that_is_killed_is_asked_again_ever_later(clock, caplog):
     """One that is killed each time ends no window."""
     times = {}
     for crashes, window, uploads in ((2, 600, 3), (1000, 3600, 2)):
-        grid = ClockedGrid(tiny_app(), {2: Behaviour(crashes=crashes)}, clock, 3)
+        grid = ClockedGrid(quick_app(), {2: Behaviour(crashes=crashes)}, clock, 3)
         assert len(start(grid, Waiting(window=window)).uploads) == uploads
         own = [at for at, kind, who in grid.sent if (kind, who) == ("train", 2)]
         times[crashes] = own
@@ -184,7 +184,7 @@ def test_a_node_that_lost_its_request_is_asked_again_where_nothing_is_done_twice
     clock, tmp_path, kept
 ):
     lost = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
-    grid = ClockedGrid(tiny_app(), {2: lost}, clock, 3)
+    grid = ClockedGrid(quick_app(), {2: lost}, clock, 3)
     where = {"checkpoint_dir": tmp_path} if kept else {}
     result = start(grid, Waiting(window=4000), **where)
     assert len(result.uploads) == (3 if kept else 2)
@@ -195,7 +195,7 @@ def test_a_node_that_lost_its_request_is_asked_again_where_nothing_is_done_twice
 
 def test_the_merge_is_made_again_with_who_came_since(clock, tmp_path):
     comes = {p: between(0 if p < 2 else 2 * DAY, inf) for p in range(4)}
-    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    app, waiting = Watched(), Waiting(window=DAY)
     first = start(ClockedGrid(app, comes, clock, 4), waiting, checkpoint_dir=tmp_path)
     assert same_bits(first.arrays, merged_of(0, 1).arrays)
     clock.now += 3 * DAY
@@ -214,7 +214,7 @@ def test_the_merge_is_made_again_with_who_came_since(clock, tmp_path):
 
 def test_a_window_that_closed_with_too_few_opens_again(clock, tmp_path):
     comes = {0: between(0, inf), 1: between(2 * DAY, inf)}
-    app, waiting = Watched(tiny_app()), Waiting(window=DAY)
+    app, waiting = Watched(), Waiting(window=DAY)
     options = {"checkpoint_dir": tmp_path}
     with pytest.raises(RoundError, match="1 usable replies"):
         start(ClockedGrid(app, comes, clock, 2), waiting, **options)
@@ -230,7 +230,7 @@ def test_a_window_that_closed_with_too_few_opens_again(clock, tmp_path):
 
 def test_a_window_is_not_resumed_without_one(clock, tmp_path):
     comes = {0: between(0, inf)}
-    grid = ClockedGrid(tiny_app(), comes, clock, 2)
+    grid = ClockedGrid(quick_app(), comes, clock, 2)
     grid.behaviours = {0: between(0, inf), 1: between(inf, inf)}
     with pytest.raises(RoundError):
         start(grid, Waiting(window=DAY), checkpoint_dir=tmp_path)
@@ -241,7 +241,7 @@ def test_a_window_is_not_resumed_without_one(clock, tmp_path):
 def test_a_late_upload_counts_when_the_merge_is_made_again(clock, tmp_path, caplog):
     late = Behaviour(seconds=lambda times: 30.0 if times == 0 else 1.0)
     slow = Behaviour(seconds=lambda times: 1.0 if times == 0 else 60.0)  # to evaluate
-    app, behaviours = Watched(tiny_app()), {0: slow, 1: slow, 3: late}
+    app, behaviours = Watched(), {0: slow, 1: slow, 3: late}
 
     def life(**options):
         waiting = Waiting(enough_fraction=0.75)
@@ -265,7 +265,7 @@ def test_a_late_upload_counts_when_the_merge_is_made_again(clock, tmp_path, capl
 
 
 def test_a_run_kept_nowhere_cannot_be_opened_again(tmp_path):
-    grid = LocalGrid(tiny_app(), 2)
+    grid = LocalGrid(quick_app(), 2)
     with pytest.raises(ConfigurationError, match="reopen=True needs resume=True"):
         start(grid, reopen=True)
     start(grid, checkpoint_dir=tmp_path)
@@ -286,7 +286,7 @@ def test_a_round_that_others_follow_is_not_opened_again(tmp_path):
     with pytest.raises(RoundError):
         start(LocalGrid(app, 3), **options)
     with pytest.raises(CheckpointError, match="round 2 has begun with the model of"):
-        start(LocalGrid(tiny_app(), 3), **options, resume=True, reopen=True)
+        start(LocalGrid(quick_app(), 3), **options, resume=True, reopen=True)
 
 
 def test_without_a_window_those_who_were_missing_are_asked_again(
@@ -294,7 +294,7 @@ def test_without_a_window_those_who_were_missing_are_asked_again(
 ):
     """Who came since is told that others are asked."""
     slow = Behaviour(seconds=lambda times: inf if times == 0 else 1.0)
-    app = Watched(tiny_app())
+    app = Watched()
     options = {"timeout": 50, "checkpoint_dir": tmp_path}
     grid = ClockedGrid(app, {1: slow, 3: between(55, inf)}, clock, 4)
     first = start(grid, policy=LIFTED, **options)
