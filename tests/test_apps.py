@@ -87,6 +87,7 @@ def test_all_of_fedfish_can_be_chosen(tmp_path):
         server_lr=0.01,
         fisher_source="last-epoch",
         upload="product",
+        local_epochs=1,
         **chosen,
     )
     assert metrics["rounds"]["1"]["train"]["num-replies"] == 8
@@ -99,6 +100,7 @@ def test_all_of_fedfish_can_be_chosen(tmp_path):
         codec="small",
         held_out=3,
         reduction="mean",
+        local_epochs=1,
     )
     assert few["rounds"]["1"]["train"]["num-replies"] == 5
     sizes = few["bytes"]
@@ -126,7 +128,7 @@ class WatchedGrid(LocalGrid):
 
 
 def fagh(path, **options):
-    few = {"clients_per_round": 4, "num_rounds": 2} | options
+    few = {"clients_per_round": 4, "num_rounds": 1} | options
     return run("fagh", path, 10, WatchedGrid, **few)
 
 
@@ -152,7 +154,7 @@ def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(tmp_path):
     readme = (APPS / "fagh/README.md").read_text()
     (told,) = re.findall(r"^\| `method` \|(.*)", readme, re.M)
     assert set(methods) == set(re.findall(r"`(\w+)`", told))
-    gradients = {"fagh": 2, "fedga": 4, "fedpm": 4, "giant": 7, "done": 5}
+    gradients = {"fedga": 4, "fedpm": 4, "giant": 7, "done": 5}
     exchanges = {"fagh": 2, "scaffold": 2, "fedga": 2, "giant": 2, "done": 2}
     exchanges["fedpm"] = 5  # one, but with a matrix of 65 by 65 beside 650 weights
     rounds, cohorts = {}, {}
@@ -161,27 +163,23 @@ def test_all_methods_run_on_the_same_cohorts_and_tell_their_costs(tmp_path):
         found, grid = fagh(tmp_path, method=method, **options)
         cohorts[method] = grid.cohorts
         rounds[method] = found["rounds"]
-        assert found["accuracy"][method] == found["rounds"]["2"]["server"]["accuracy"]
+        assert found["accuracy"][method] == found["rounds"]["1"]["server"]["accuracy"]
     starts = {told["0"]["server"]["loss"] for told in rounds.values()}
     assert len(starts) == 1
     assert all(cohort == cohorts["fagh"] for cohort in cohorts.values())
-    plain = rounds["fedavg"]["2"]["server"]["uploaded-bytes"]
+    plain = rounds["fedavg"]["1"]["server"]["uploaded-bytes"]
     for method, told in rounds.items():
-        last = told["2"]["server"]
-        assert last["gradient-evaluations"] == 2 * gradients.get(method, 2)
+        last = told["1"]["server"]
+        assert last["gradient-evaluations"] == gradients.get(method, 2)
         factor = exchanges.get(method, 1)
         assert 0.9 * factor * plain < last["uploaded-bytes"] < 1.3 * factor * plain
         assert last["loss"] < told["0"]["server"]["loss"]
 
 
-def test_a_run_repeats_whatever_the_node_ids(tmp_path):
-    first, second = (fagh(tmp_path)[0]["rounds"] for _ in "ab")
-    assert first == second
-
-
 # TCT
 
 
+P = 500  # features
 FEW = {"num_rounds": 5, "stage1_rounds": 2, "local_epochs": 1, "num_features": 300}
 
 
@@ -201,10 +199,10 @@ def logged():
 
 @pytest.fixture(scope="module")
 def two_stages(tmp_path_factory):
-    """The folder, metrics and log of a run whose second stage has five rounds."""
-    folder, few = tmp_path_factory.mktemp("tct"), {"stage1_rounds": 5, "num_rounds": 10}
+    """The folder, metrics and log of a run whose second stage has four rounds."""
+    folder, few = tmp_path_factory.mktemp("tct"), {"stage1_rounds": 3, "num_rounds": 7}
     with logged() as log:
-        metrics, _ = run("tct", folder, 10, **few, num_features=1000)
+        metrics, _ = run("tct", folder, 10, **few, num_features=P)
     return folder, metrics, log.getvalue()
 
 
@@ -212,17 +210,17 @@ def test_tcts_second_stage_wins(two_stages):
     folder, metrics, log = two_stages
     accuracy, rounds = metrics["accuracy"], metrics["rounds"]
     assert accuracy["tct"] > accuracy["stage1"] + 0.04
-    assert accuracy["stage1"] == rounds["5"]["server"]["accuracy"]
-    assert accuracy["tct"] == rounds["10"]["server"]["accuracy"]
-    stages = [rounds[str(n)]["train"]["stage"] for n in range(1, 11)]
-    assert stages == [1] * 5 + [2] * 5
-    assert "server" not in rounds["6"]
-    assert rounds["10"]["train"]["train_loss"] < rounds["7"]["train"]["train_loss"]
+    assert accuracy["stage1"] == rounds["3"]["server"]["accuracy"]
+    assert accuracy["tct"] == rounds["7"]["server"]["accuracy"]
+    stages = [rounds[str(n)]["train"]["stage"] for n in range(1, 8)]
+    assert stages == [1] * 3 + [2] * 4
+    assert "server" not in rounds["4"]
+    assert rounds["7"]["train"]["train_loss"] < rounds["5"]["train"]["train_loss"]
     pictures = {"rounds.png", "labels.png"}
     assert {"metrics.json", "model.safetensors", *pictures} <= {
         p.name for p in folder.iterdir()
     }
-    for text in ("stage 1, round 5 of 5", "stage 2", "kB a client"):
+    for text in ("stage 1, round 3 of 3", "stage 2", "kB a client"):
         assert text in log
 
 
@@ -233,9 +231,9 @@ def test_tcts_file_is_a_model_that_predicts(two_stages):
     images, labels = next(iter(task.test_loader(10_000)))
     correct = (model(images).argmax(1) == labels).double().mean()
     assert float(correct) == pytest.approx(metrics["accuracy"]["tct"])
-    sizes, p = metrics["bytes"], 1000
+    sizes = metrics["bytes"]
     weights = sum(v.numel() for v in task.make_model().state_dict().values())
-    assert 4 * 10 * p < sizes["upload_per_client"] < 4 * 10 * p + 5000
+    assert 4 * 10 * P < sizes["upload_per_client"] < 4 * 10 * P + 5000
     assert 4 * weights < sizes["fedavg_per_client"] < 4 * weights + 5000
 
 

@@ -43,7 +43,7 @@ def assert_as_if_nothing_had_happened(verdict: dict[str, Any]) -> None:
 
 def test_killed_at_every_named_point(folder: Path) -> None:
     whole, *killed = trials(folder, "--named", "1")
-    assert whole["epochs"] == 3 * 2 * 3
+    assert whole["epochs"] == 2 * 2 * 2
     assert len(killed) >= 12
     for verdict in killed:
         assert verdict["died"], verdict

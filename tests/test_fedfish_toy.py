@@ -20,9 +20,9 @@ def toy():
 
 
 def test_fedfish_has_the_lower_barrier_on_disjoint_supports(toy, tmp_path):
-    runs = [toy.one_round("disjoint", seed) for seed in range(3)]
+    runs = [toy.one_round("disjoint", seed) for seed in range(2)]
     avg, fish = ([mean(run.barriers[m]) for run in runs] for m in toy.METHODS)
     assert mean(fish) < mean(avg) / 3
-    assert sum(f < a for a, f in zip(avg, fish, strict=True)) >= 2
+    assert all(f < a for a, f in zip(avg, fish, strict=True))
     toy.draw(tmp_path / "new" / "toy.png", dict.fromkeys(toy.SUPPORTS, runs))
     assert (tmp_path / "new" / "toy.png").stat().st_size > 10_000

@@ -12,14 +12,14 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from torch.utils.data import DataLoader
-from virtual import tiny_app, tiny_arrays, tiny_client, tiny_data, tiny_model
+from virtual import tiny_arrays, tiny_client, tiny_data, tiny_model
 
 import flwr_fisher
 from flwr_fisher import log_lines
 from flwr_fisher.client import FisherClient, make_client_app
 from flwr_fisher.errors import ClientError, RoundError
 from flwr_fisher.log_lines import Failures
-from flwr_fisher.strategies import TCT, FedExP, FedFisherOneShot, MergeOptions, Waiting
+from flwr_fisher.strategies import TCT, FedExP, Waiting
 from flwr_fisher.testing import LocalGrid
 
 PREFIX = "INFO :      "  # as Flower's handler writes it
@@ -94,13 +94,6 @@ def test_a_whole_runs_lines_fit(narrow, caplog):
     long = [r.getMessage() for r in own if columns(r.getMessage()) > 80]
     assert long == []
     assert "cannot do it at all, cannot" in caplog.text.replace("\n", " ")
-
-
-def test_of_a_long_list_the_first_entries_are_logged(caplog):
-    caplog.set_level("INFO", logger="flwr")
-    FedFisherOneShot().start(LocalGrid(tiny_app(), 12), tiny_arrays())
-    (line,) = [m for m in messages(caplog) if "client-share" in m]
-    assert "… and 2 more]" in line
 
 
 # Who has nothing to evaluate on
@@ -244,30 +237,3 @@ def test_local_grid_tells_a_foreign_apps_exception_once(caplog):
 
     FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 4), ArrayRecord(), num_rounds=2)
     assert caplog.text.count("Traceback (most recent call last)") == 1
-
-
-@pytest.mark.parametrize("solver", ["pcg", "adam", "closed-form"])
-def test_a_merge_takes_a_line_and_tells_what_its_solver_reads(solver, caplog):
-    own = {"structure": "diagonal", "solver": solver, "fraction_evaluate": 0.0}
-    merge = None if solver == "closed-form" else MergeOptions(iterations=250)
-    strategy = FedFisherOneShot(merge=merge, **own)
-    with caplog.at_level(logging.INFO):
-        strategy.start(LocalGrid(tiny_app(), 2), tiny_arrays())
-    told = [record.getMessage() for record in caplog.records]
-    (line,) = [text for text in told if "iterations, which leave" in text]
-    assert line.startswith(f"merged by {solver}: ")
-    assert not [text for text in told if text.startswith("solver:")]
-    told = " ".join(text for text in told if text.startswith("\t├──> "))
-    assert (" lr=" in told) == (solver == "adam")
-    assert (" tolerance=" in told) == (solver == "pcg")
-    assert (" iterations=" in told) == (solver != "closed-form")
-    assert {"lr", "tolerance", "iterations"} <= strategy.settings().keys()
-
-
-def test_a_long_merge_tells_how_far_it_is(caplog, monkeypatch):
-    monkeypatch.setattr("flwr_fisher.progress.EVERY", 0.0)
-    with caplog.at_level(logging.INFO):
-        FedFisherOneShot(fraction_evaluate=0.0).start(
-            LocalGrid(tiny_app(), 2), tiny_arrays()
-        )
-    assert "merging, solver: 0.weight, 1 of 4: 4 iterations" in caplog.text

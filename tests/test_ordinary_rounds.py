@@ -2,7 +2,8 @@
 
 What is right is told by each example alone, in float64, through the bare layers, for
 the functions that a client is made of. A round of a strategy must end where it ends on
-a list of pairs of tensors. Numbers of kinds are coprime, so that each two meet.
+a list of pairs of tensors. Numbers of kinds are coprime, so that each two meet; each
+strategy meets each kind.
 """
 
 from itertools import count
@@ -159,6 +160,7 @@ METHODS = {
 KINDS = (LOADERS, FORMS, LABELS, OUTPUTS, METHODS)
 COUNT = max(lcm(len(a), len(b)) for a in KINDS for b in KINDS if a is not b)
 CASES = [tuple(list(kind)[i % len(kind)] for kind in KINDS) for i in range(COUNT)]
+ROUNDS = CASES[: max(lcm(len(METHODS), len(kind)) for kind in KINDS)]
 # A head of one output an example, of one class an example, is what TCT is made of.
 NOT_FOR_TCT = ("positions", "probabilities", "numbers", "bits")
 
@@ -168,6 +170,9 @@ def test_each_two_kinds_meet():
         for b in range(a):
             met = {(case[a], case[b]) for case in CASES}
             assert len(met) == len(KINDS[a]) * len(KINDS[b])
+    for a, kind in enumerate(KINDS[:-1]):
+        met = {(case[a], case[-1]) for case in ROUNDS}
+        assert len(met) == len(kind) * len(METHODS)
 
 
 def loader_of(loader, form, labels):
@@ -329,7 +334,7 @@ def plain(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(("loader", "form", "labels", "outputs", "method"), CASES)
+@pytest.mark.parametrize(("loader", "form", "labels", "outputs", "method"), ROUNDS)
 def test_a_round_ends_where_it_ends_on_pairs(
     loader, form, labels, outputs, method, plain, tmp_path
 ):

@@ -55,7 +55,7 @@ from flwr_fisher.strategies import (
 )
 from flwr_fisher.testing import LocalGrid
 
-CLIENTS, ROUNDS, EPOCHS = 3, 2, 3
+CLIENTS, ROUNDS, EPOCHS = 2, 2, 2
 FAILED = 3  # exit status: a round failed
 LIVES = 20  # of a trial, at most
 
