@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -163,19 +164,20 @@ def graph(files):
     return arrows
 
 
+@cache
 def imported_names(name, source):
-    """Yield (module, name in it or "", name here) of each of a file's imports."""
-    package = ["flwr_fisher", *name.split("/")[:-1]]
+    """Return (module, name in it or "", name here) of each of a file's imports."""
+    package, found = ["flwr_fisher", *name.split("/")[:-1]], []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, "", alias.asname or alias.name
+            found += [(a.name, "", a.asname or a.name) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = [node.module] if node.module else []
             if node.level:
                 base = package[: len(package) - node.level + 1] + base
-            for alias in node.names:
-                yield ".".join(base), alias.name, alias.asname or alias.name
+            module = ".".join(base)
+            found += [(module, a.name, a.asname or a.name) for a in node.names]
+    return found
 
 
 def imported_files(name, source, modules):

@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import FedAvg
 from harness.repeatable import Repeatable
 from torch import nn
 from virtual import (
+    Replayed,
     close,
     fedfisher_with,
     node_of,
@@ -57,6 +58,8 @@ except ImportError:  # Flower before 1.32
     from flwr.common import recorddict_compat
 
 __all__ = ["clock"]
+
+OURS = Replayed()
 
 
 class Plain(ClientApp):
@@ -205,7 +208,7 @@ def test_flowers_strategies_work_with_either(wrap, app):
     made = wrap(FedAvg(fraction_evaluate=0.0))
     arrays = made.start(LocalGrid(app(), 2), tiny_arrays(), num_rounds=1).arrays
     expected = FedAvg(fraction_evaluate=0.0).start(
-        LocalGrid(tiny_app(), 2), tiny_arrays(), num_rounds=1
+        LocalGrid(OURS, 2), tiny_arrays(), num_rounds=1
     )
     assert close(arrays, expected.arrays)
 
@@ -221,9 +224,7 @@ def test_a_train_function_by_hand_uploads_what_ours_does(structure):
         if options and structure != "diagonal":
             continue
         made = fedfisher_with(structure=structure, fraction_evaluate=0.0, **options)
-        results = [
-            made.start(LocalGrid(own, 3), tiny_arrays()) for own in (app, tiny_app())
-        ]
+        results = [made.start(LocalGrid(own, 3), tiny_arrays()) for own in (app, OURS)]
         assert close(*(r.arrays for r in results))
         names = [[u.client for u in r.uploads] for r in results]
         assert names[0] == names[1] == [f"partition-{p}" for p in range(3)]
@@ -240,7 +241,7 @@ def test_a_train_function_by_hand_answers_fedavg_and_fedfish(ours):
     for made in (FedAvg(fraction_evaluate=0.0), FedFish(fraction_evaluate=0.0)):
         results = [
             made.start(LocalGrid(own, 3), tiny_arrays(), num_rounds=2)
-            for own in (app, tiny_app())
+            for own in (app, OURS)
         ]
         assert close(*(r.arrays for r in results))
 
