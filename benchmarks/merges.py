@@ -9,17 +9,21 @@ DIR/MNIST/raw has torchvision's files, DIR/CIFAR10 the images in folders by clas
 LeNet and the CNN without biases. Clients are trained once and kept in
 ``benchmarks/cache``. K-FACs are those that ``FedFisherOneShot`` asks for by default;
 FedLPA's are empirical, of all examples, as its clients take them, and once FedFisher's
-own. Methods marked * choose on 500 training examples that the server holds: between
-RegMean's two constants, PFNM's iterations, FedLPA's two solutions, the steps of Adam,
-the epochs of a student. The others see no data. Settings are the papers' or their
-released code's, as each function says, but for the students' (DENSE, Co-Boosting):
-their generator is a quarter as wide (16 channels), a batch has 64 images in place of
-256 and 128, and they end after 50 epochs (MNIST) and 30 (CIFAR-10) of 200.
+own; MaTS' are empirical, of 1000 examples at most. FedBEns' clients train from three
+starts, of which the first is the others'. Methods marked * choose on 500 training
+examples that the server holds: between RegMean's two constants, PFNM's iterations,
+FedLPA's two solutions, MaTS' two starts (the mean and task arithmetic) and iterations
+(10 and 100), the steps of Adam, FedBEns', too, the epochs of a student. The others see
+no data. Settings are the papers' or their released code's, as each function says, but
+for the students' (DENSE, Co-Boosting): their generator is a quarter as wide (16
+channels), a batch has 64 images in place of 256 and 128, and they end after 50 epochs
+(MNIST) and 30 (CIFAR-10) of 200.
 
 *Numbers* are those that a client uploads, as multiples of the model's, before a codec
 packs them; FedFisher's default packs them into FedAvg's bytes. *Passes* are the
-server's seconds in forward and backward passes of the network at batch 32, on one
-thread; from sums, with what the clients do in these exchanges.
+server's seconds (MaTS, FedBEns: its processor's) in forward and backward passes of the
+network at batch 32, on one thread; from sums, with what the clients do in these
+exchanges.
 """
 
 from collections.abc import Mapping
@@ -40,7 +44,7 @@ from harness.page import (
 from harness.splits import on_splits
 from harness.uploads import Setting
 from studies.rivals.methods import PARTS, Found
-from studies.rivals.tables import Results, ahead, constants_table, plot, table
+from studies.rivals.tables import Results, ahead, constants_table, missing, plot, table
 
 ALPHAS = (0.2, 0.1, 0.05)
 SEEDS = range(5)
@@ -60,6 +64,10 @@ The students (a small part of the published training) end below the default, by 
 some splits than on others, for hundreds or thousands of times the default's work, on a
 server that calls the clients' networks and chooses among epochs by its examples.
 Trained as long as published they may come closer, or ahead; that was not run."""
+LEFT = """\
+**Not run on every split**: {methods}.
+`python benchmarks/merges.py --data-dir DIR --only {name}` runs what is left. A split's
+clients train for {seconds} seconds of a core, and three times that for FedBEns."""
 CONSTANTS_SAID = """\
 ## What rivals teach: other constants for the default
 
@@ -73,14 +81,18 @@ class Problem:
 
     title: str
     folder: str  # of its files
+    training: int  # seconds of a core, for a split's clients
     setting: partial[Setting]
 
 
 PROBLEMS = {
-    "mnist": Problem("MNIST", "MNIST", partial(Setting, "mnist", "lenet", budget=True)),
+    "mnist": Problem(
+        "MNIST", "MNIST", 200, partial(Setting, "mnist", "lenet", budget=True)
+    ),
     "cifar10": Problem(
         "CIFAR-10",
         "CIFAR10",
+        500,
         partial(Setting, "imagefolder:CIFAR10", "cnn", budget=True),
     ),
 }
@@ -140,11 +152,14 @@ def main() -> None:
         title = f"FedFisher and its rivals: {problem.title}"
         picture = f"![accuracies]({stem}.png)"
         others = numbers.get("constants", {})
+        left = "; ".join(missing(results))
+        told = LEFT.format(methods=left, name=name, seconds=problem.training)
         page = blocks(
             opening(title, __doc__),
             picture,
             table(results),
             ahead(results),
+            *((told,) if left else ()),
             READING,
             *((CONSTANTS_SAID, constants_table([*others.values()])) if others else ()),
         )

@@ -98,6 +98,17 @@ def methods_of(
     return [n for n in GIVEN if needed(accuracy_of(s, n) for s in results.values())]
 
 
+def missing(results: Results) -> list[str]:
+    """Return the methods that some split lacks, each with how many have it."""
+    every = list(chain.from_iterable(results.values()))
+    counts = {name: sum(name in split for split in every) for name in GIVEN}
+    return [
+        f"{name.removesuffix(' *')} ({count} of {len(every)} splits)"
+        for name, count in counts.items()
+        if count < len(every)
+    ]
+
+
 def plot(results: Results, stem: str) -> None:
     """Draw each split as a point, and the mean over splits as a bar."""
     columns = {
