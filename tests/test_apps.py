@@ -59,7 +59,8 @@ def test_mistakes_are_told_before_any_round(app, options, error, culprit, tmp_pa
 
 
 def test_fedfish_learns_and_measures(tmp_path):
-    metrics, _ = run("fedfish", tmp_path, 8, num_rounds=4, clients_per_round=5)
+    few = {"num_rounds": 4, "clients_per_round": 5, "max_examples": 800}
+    metrics, _ = run("fedfish", tmp_path, 8, **few)
     assert {"rounds.png", "labels.png"} <= {p.name for p in tmp_path.iterdir()}
     assert metrics["accuracy"]["fedfish"] > 0.7
     assert metrics["accuracy"]["personalised"] > 0.7
@@ -202,7 +203,7 @@ def two_stages(tmp_path_factory):
     """The folder, metrics and log of a run whose second stage has four rounds."""
     folder, few = tmp_path_factory.mktemp("tct"), {"stage1_rounds": 3, "num_rounds": 7}
     with logged() as log:
-        metrics, _ = run("tct", folder, 10, **few, num_features=P)
+        metrics, _ = run("tct", folder, 10, **few, num_features=P, max_examples=700)
     return folder, metrics, log.getvalue()
 
 
