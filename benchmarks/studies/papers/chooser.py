@@ -23,6 +23,7 @@ from studies.tct.tables import final
 
 Numbers = Callable[[str], Any]
 NO_DATA = ("FedAvg", "OTFusion", "Git Re-Basin, then FedAvg", "FisherMerge")
+MERGES = ("FedAvg", "FisherMerge", "FedFisher diagonal", "RegMean")
 SUMS = "FedFisher K-FAC from sums"
 
 
@@ -91,6 +92,44 @@ def six_exchanges(numbers: Numbers) -> Choice:
         f"{len(splits)} splits of MNIST and CIFAR-10",
         "rivals_cifar10",
         not ahead([-lead for lead in leads]),
+    )
+
+
+def tables_and_texts(numbers: Numbers) -> Choice:
+    """One round, no images."""
+    sets = numbers("unseen")["unseen"]
+    splits = list(chain.from_iterable(sets.values()))
+    best = max(MERGES, key=lambda name: mean(split[name] for split in splits))
+    ours = [split[OURS] for split in splits]
+    leads = {
+        name: paired(ours, [split[name] for split in splits])
+        for name in (best, "FedAvg")
+    }
+    return Choice(
+        "Clients connect once, and have tables or texts",
+        "`FedFisherOneShot()`",
+        f"three tables and two texts: {with_error(leads[best], 1)} points over the "
+        f"best other merge ({best}), {with_error(leads['FedAvg'], 1)} over FedAvg",
+        "unseen",
+        all(map(ahead, leads.values())),
+    )
+
+
+def pretrained(numbers: Numbers) -> Choice:
+    """One round from published weights."""
+    splits = numbers("pretrained")["efficientnet-lite0"]["parts"]["alpha 0.1"]
+    kfac, fedavg = ([s[n]["refresh"] for s in splits] for n in ("kfac", "fedavg"))
+    heads = [split["afl"] for split in splits]
+    over_mean, over_kfac = paired(kfac, fedavg), paired(heads, kfac)
+    return Choice(
+        "Clients connect once, and start from a pre-trained network",
+        "`AFL()` if a linear head on the frozen network is enough; "
+        "`FedFisherOneShot()` to train the whole network",
+        f"EfficientNet-Lite0, CIFAR-10: FedFisher {with_error(over_mean, 1)} points "
+        "over FedAvg, both with refreshed batch norms; "
+        f"AFL {with_error(over_kfac, 1)} over FedFisher",
+        "pretrained",
+        ahead(over_mean) and ahead(over_kfac),
     )
 
 
@@ -227,6 +266,8 @@ def liars(numbers: Numbers) -> Choice:
 CHOICES: tuple[Callable[[Numbers], Choice], ...] = (
     once,
     with_server_data,
+    tables_and_texts,
+    pretrained,
     six_exchanges,
     unlike_starts,
     extreme_skew,

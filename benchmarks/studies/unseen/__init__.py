@@ -1,0 +1,1 @@
+"""What `unseen.py` is made of."""
