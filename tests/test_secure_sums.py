@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from kinds import KINDS, of_sums
 from safetensors.torch import load_file
-from virtual import LIFTED, Watched, tiny_app, tiny_arrays, tiny_client
+from virtual import LIFTED, Watched, quick_app, tiny_app, tiny_arrays, tiny_client
 
 from flwr_fisher.client import (
     LocalSGD,
@@ -211,10 +211,10 @@ def test_who_leaves_changes_the_set_and_nothing_else(stage, times, tmp_path, cap
 
     make = STRATEGIES["fedfisher"]
     strategy = make(secure=SecureSums(), min_train_nodes=3)
-    secure = merged(strategy, secure_app(tmp_path / "a", leaves), clients=5)
+    secure = merged(strategy, secure_app(tmp_path / "a", leaves), clients=4)
     # When the values are opened its summand is there, and counts.
-    there = [0, 1, 2, 3, 4] if times == 2 else [0, 1, 3, 4]
-    plain = merged(make(policy=LIFTED), tiny_app(there), clients=len(there))
+    there = [0, 1, 2, 3] if times == 2 else [0, 1, 3]
+    plain = merged(make(policy=LIFTED), quick_app(there), clients=len(there))
     assert distance(plain, secure) < 1e-4
     assert "partition-2" in caplog.text
 
@@ -476,7 +476,7 @@ def test_a_killed_server_goes_on_with_the_same_sums(tmp_path):
     mod = Dying(state_dir=tmp_path / "clients")
     app = make_client_app(counts, mods=[mod])
     make = STRATEGIES["fedfisher"]
-    expected = merged(make(policy=LIFTED), tiny_app())
+    expected = merged(make(policy=LIFTED), quick_app())
     for stop in range(6):
         trained.clear(), stages.clear()
         run = {"checkpoint_dir": tmp_path / f"run-{stop}"}
