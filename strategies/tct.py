@@ -106,7 +106,8 @@ class TCT(CurvatureStrategy):
     variates on their disks. Those that are absent in some rounds, or lose their
     state, are treated as by :class:`Scaffold`. A client that was not there, or failed,
     when features were standardised can join later: its features are standardised as
-    the others' are. Stage 2 uploads :math:`\Theta_i` alone. A client of more than
+    the others' are. One for whose features the rate is too large takes shorter steps,
+    and as many more. Stage 2 uploads :math:`\Theta_i` alone. A client of more than
     20 000 examples, whose spectrum is out of reach, fails in the first round.
 
     Metrics of a round: ``stage``, 1 or 2; in stage 2 ``lr``, ``num-lost-states``,

@@ -4,7 +4,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
+from flwr_fisher.rounds import scaffold_control, scaffold_step
 from flwr_fisher.server.policy import Sizes, remembered
 from flwr_fisher.strategies import Policy
 
@@ -99,3 +101,49 @@ def test_a_first_round_in_which_nothing_moves_limits_no_later_one():
     still, moving = ([Sizes({"parameters": n}, {})] * 3 for n in (0.0, 1.0))
     known = remembered(Policy().references(still, {}), {})
     assert Policy().references(moving, known) == {"parameters": 1.0}
+
+
+def limited(policy, vectors, known):
+    """Vectors of one part that clients keep, cut to the policy's limit."""
+    lengths = [float(vector.norm()) for vector in vectors]
+    sizes = [Sizes({"part": length}, {}) for length in lengths]
+    references = policy.references(sizes, known, "part")
+    cut = policy.distances(lengths, references["part"])
+    known |= remembered(references, known, "part")
+    median = sorted(lengths)[len(lengths) // 2]
+    return [v * b / a for v, a, b in zip(vectors, lengths, cut, strict=True)], median
+
+
+def test_one_hostile_client_moves_scaffolds_optimum_by_no_more_than_stated():
+    """By 20 times the sum of medians, over the others' number and curvature."""
+    honest, lr, steps, policy = 5, 0.1, 5, Policy.strict()
+    generator = torch.Generator().manual_seed(0)
+    curvatures = torch.rand(honest, 3, generator=generator).double() + 0.5
+    targets = torch.randn(honest, 3, generator=generator).double()
+    optimum = (curvatures * targets).sum(0) / curvatures.sum(0)
+    theta, c = torch.zeros(2, 3).double()
+    own, medians = torch.zeros(honest, 3).double(), 0.0
+    of_models, of_controls = {}, {}
+    for _ in range(300):
+        moved, changes = [], []
+        for mine, curvature, target in zip(own, curvatures, targets, strict=True):
+            w = theta
+            for _ in range(steps):
+                w = w - lr * (curvature * (w - target) - mine + c)
+            rates = {"steps": steps, "lr": lr}
+            terms = ({"w": v} for v in (mine, c, theta - w))
+            changes.append(scaffold_control(*terms, **rates)["w"] - mine)
+            moved.append(theta - w)
+        moved, _ = limited(policy, [*moved, -1e4 * sum(moved)], of_models)
+        changes, median = limited(policy, [*changes, -1e4 * sum(changes)], of_controls)
+        own, medians = own + torch.stack(changes[:-1]), medians + median
+        new, control = scaffold_step(
+            {"w": theta},
+            {"w": c},
+            [{"w": v} for v in moved],
+            [{"w": v} for v in changes],
+            [1] * (honest + 1),
+        )
+        theta, c = new["w"], control["w"]
+    distance = float((theta - optimum).norm())
+    assert distance <= 20 * medians / (honest * float(curvatures.mean(0).min()))

@@ -33,7 +33,7 @@ from flwr_fisher.client.jobs.tct_features import read_examples
 from flwr_fisher.errors import CheckpointError, ConfigurationError, RoundError
 from flwr_fisher.params import shared_state
 from flwr_fisher.randomness import derive_seed, seed_of_clients
-from flwr_fisher.strategies import TCT, FedAvg, Regression, Scaffold
+from flwr_fisher.strategies import TCT, FedAvg, Policy, Regression, Scaffold
 from flwr_fisher.tangent import (
     TangentFeatures,
     TCTModel,
@@ -376,6 +376,42 @@ def test_one_whose_features_are_too_large_for_the_rate_stays_out_by_name(caplog)
     assert metric(result, "num-rejected")[3:] == [1, 1]
     assert "left out partition-2" in caplog.text
     assert "too large for these features" in caplog.text
+
+
+def steep(partition):
+    """Two features of 20 examples; one client's are ten times as steep."""
+    generator = torch.Generator().manual_seed(partition)
+    x = torch.randn(20, 2, generator=generator)
+    slope = torch.tensor([1.0, (-1.0) ** partition])
+    y = (x @ slope + 0.3 * partition > 0.6).long()
+    return (x * 10**0.5 if partition == 4 else x), y
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy.strict()], ids=["", "strict"])
+def test_a_steep_client_moves_no_optimum(policy):
+    """By the strict policy it was refused its own largest eigenvalue, and stayed out.
+
+    Where the agreed rate is too large for it, it takes shorter steps, and more.
+    """
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+
+    def client_fn(context):
+        batch = steep(int(context.node_config["partition-id"]))
+        train = LocalSGD(lr=0.1, momentum=0.0)
+        return FisherClient(model, [batch], train_fn=train, device="cpu")
+
+    strategy = tct(stage1_rounds=0, num_features=2, local_steps=3, policy=policy)
+    grid = LocalGrid(make_client_app(client_fn), 5)
+    result = strategy.start(grid, ArrayRecord(shared_state(model)), num_rounds=19)
+    assert metric(result, "num-rejected") == [0] * 19
+    tensors = arrays_to_tensors(result.arrays)
+    x, y = (torch.cat(parts) for parts in zip(*map(steep, range(5)), strict=True))
+    Z = ((x - tensors["tct/mean"]) / tensors["tct/std"]).double()
+    targets = torch.eye(2, dtype=torch.float64)[y] - 1 / 2
+    optimum = torch.linalg.lstsq(Z, targets).solution
+    torch.testing.assert_close(
+        tensors["tct/weight"].double(), optimum, rtol=0, atol=1e-3
+    )
 
 
 # Stage 1

@@ -196,7 +196,7 @@ def _check_rate(lr: float, eigenvalues: Mapping[str, float]) -> None:
     if 2 * len(refused) < len(eigenvalues):  # a few may be wrong, or lie
         logger.warning(
             "TCT: lr %g is too large for %s, by the eigenvalues that they report: "
-            "their steps will not converge",
+            "they take shorter steps, and more of them",
             lr,
             listed(refused),
         )

@@ -1,5 +1,6 @@
 """TCT's client: features' sums, their steepest direction, then regression rounds."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,13 @@ from flwr_fisher.tangent import (
     TCTModel,
     check_lr,
     feature_moments,
+    largest_safe_lr,
     tct_control,
     tct_residual,
     tct_steps,
     tct_update,
 )
+from flwr_fisher.tangent.spectrum import check_rate
 from flwr_fisher.wire.arrays import bytes_of, text_from
 from flwr_fisher.wire.tangent_sums import EIGENVALUES, eigenvalue_bin, moment_sums
 from flwr_fisher.wire.tangent_upload import TangentUpload
@@ -117,6 +120,9 @@ def tct_spectrum_job(problem: LocalProblem, request: Request) -> Reply:
 def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
     r"""Take ``local-steps`` corrected gradient steps on this client's regression.
 
+    Where they would diverge on its features, it takes shorter ones, and as many more:
+    together they are as long, which is all that control variates depend on.
+
     The upload is :math:`\Theta_i`. ``train_loss`` is half the mean squared error at the
     weights that were sent, ``state-lost`` 1 where the server has had a reply of this
     client, but there is no control variate of it here: it starts from zero.
@@ -127,7 +133,7 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         If its features are not the server's, or there are more ``local-steps`` than its
         ``max_steps`` or a larger control variate than its ``state_bytes``.
     ConfigurationError
-        If the learning rate is too large for them.
+        If the learning rate is too large for them, by more than ``max_steps`` times.
     """
     mine, sent = _features(problem, request), request.facts
     shape = mine.tangent.num_features, mine.tangent.num_classes
@@ -138,16 +144,18 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         control = request.fact("control", shape)
         state = ClientState.of(problem, request, _CONTROL, {_CONTROL: weight})
     regression = mine.regression(*_statistics(mine, request))
-    check_lr(lr, regression.largest)
+    one_by_one = regression.spectrum is None or mine.solver == "steps"
+    most = problem.limits.max_steps // (steps if one_by_one else 1)
+    times = _times_shorter(lr, regression.largest, most)
     targets = regression.targets(weight.shape[1])
     residual = tct_residual(regression.features, targets, weight)
     loss = float(residual.square().sum()) / (2 * len(residual))
 
-    rates: dict[str, Any] = {"lr": lr, "local_steps": steps}
+    rates: dict[str, Any] = {"lr": lr / times, "local_steps": steps * times}
     Z, spectrum = regression.features, regression.spectrum
 
     def step(h: Tensor | None) -> Tensor:
-        if spectrum is None or mine.solver == "steps":
+        if spectrum is None or one_by_one:
             return tct_steps(Z, targets, weight, h, **rates)
         return tct_update(Z, targets, weight, h, spectrum, residual=residual, **rates)
 
@@ -162,6 +170,22 @@ def tct_step_job(problem: LocalProblem, request: Request) -> Reply:
         state.save({_CONTROL: new})
     metrics = {"train_loss": loss, "state-lost": int(lost)}
     return _reply(mine, {"weight": new_weight}, metrics)
+
+
+def _times_shorter(lr: float, largest: float, most: int) -> int:
+    """Return by how much steps must be shorter, so that they do not diverge.
+
+    Raises
+    ------
+    ConfigurationError
+        If that is more than `most`.
+    """
+    check_rate(lr)
+    if lr <= largest_safe_lr(largest):
+        return 1
+    if lr * largest > most:
+        check_lr(lr, largest)  # raises
+    return math.ceil(lr * largest)
 
 
 def _with_tct_model(problem: LocalProblem, params: Params) -> LocalProblem:
