@@ -55,6 +55,12 @@ def test_mistakes_are_told_before_any_round(app, options, error, culprit, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_fedfisher_takes_secure_sums(tmp_path):
+    own = {"aggregate": "secure-sums", "local_epochs": 2, "max_examples": 600}
+    metrics, _ = run("fedfisher", tmp_path, 3, **own)
+    assert metrics["accuracy"]["fedfisher"] > 0.5
+
+
 # FedFish
 
 

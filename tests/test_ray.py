@@ -6,18 +6,23 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
+from flwr.clientapp import ClientApp
+from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+from ray import cloudpickle
 from safetensors.torch import load_file
 
 from flwr_fisher.client import FisherClient, LocalSGD, make_client_app
+from flwr_fisher.client.messages import Mod
 from flwr_fisher.params import shared_state
+from flwr_fisher.secure import SecureSums, SecureSumsMod
 from flwr_fisher.strategies import FedFisherOneShot, Policy
 from flwr_fisher.tasks import load_task
 from flwr_fisher.testing import LocalGrid
@@ -65,14 +70,9 @@ def app(flower, tmp_path_factory) -> Path:
     return installed
 
 
-ALONE = "init-args-num-cpus=1"  # one process of Ray's: each takes seconds to begin
-
-
-def flwr_run(
-    flower: dict[str, str], app: Path, resources: str = "", **config: object
-) -> str:
+def flwr_run(flower: dict[str, str], app: Path, **config: object) -> str:
     text = " ".join(f"{key.replace('_', '-')}={value}" for key, value in config.items())
-    federation = f"num-supernodes={CLIENTS} {RESOURCES} {resources}"
+    federation = f"num-supernodes={CLIENTS} {RESOURCES}"
     done = subprocess.run(
         [
             *("flwr", "run", str(app), "--stream"),
@@ -120,12 +120,20 @@ def test_app_reports_every_method(outcome):
     assert "merged by pcg: 4 iterations" in log
 
 
-def run_locally(folder: Path, num_rounds: int, **options) -> dict[str, torch.Tensor]:
-    """Run the app's clients in this process; return the model."""
-    task = load_task(
-        dataset="digits", model="mlp", partition="dirichlet-client", alpha=0.5,
-        num_partitions=CLIENTS, seed=0,
-    )  # fmt: skip
+TASK = partial(
+    load_task,
+    dataset="digits",
+    model="mlp",
+    partition="dirichlet-client",
+    alpha=0.5,
+    num_partitions=CLIENTS,
+    seed=0,
+)
+
+
+def clients_of(folder: Path, mods: Sequence[Mod] = ()) -> ClientApp:
+    """The app's clients, which keep in a folder what they keep."""
+    task = TASK()
 
     def client_fn(context) -> FisherClient:
         loader = task.train_loader(context.node_config["partition-id"], 16)
@@ -134,13 +142,16 @@ def run_locally(folder: Path, num_rounds: int, **options) -> dict[str, torch.Ten
             task.make_model(), loader, train_fn=train, device="cpu", state_dir=folder
         )
 
+    return make_client_app(client_fn, mods=[*mods])
+
+
+def model_of(grid: LocalGrid, num_rounds: int, **options) -> dict[str, torch.Tensor]:
+    """Run FedFisher, on one thread; return the model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         result = FedFisherOneShot(fraction_evaluate=0.0, **options).start(
-            LocalGrid(make_client_app(client_fn), CLIENTS),
-            ArrayRecord(shared_state(task.make_model())),
-            num_rounds=num_rounds,
+            grid, ArrayRecord(shared_state(TASK().make_model())), num_rounds=num_rounds
         )
     finally:
         torch.set_num_threads(threads)
@@ -150,18 +161,42 @@ def run_locally(folder: Path, num_rounds: int, **options) -> dict[str, torch.Ten
 def test_ray_and_local_grid_give_the_same_bits(outcome, tmp_path):
     path, log = outcome
     ray = load_file(path / "model.safetensors")
-    local = run_locally(tmp_path, num_rounds=2)
+    local = model_of(LocalGrid(clients_of(tmp_path), CLIENTS), 2)
     assert ray.keys() == local.keys(), log
     for name, tensor in local.items():
         assert torch.equal(ray[name], tensor), name
 
 
-def test_a_secure_sum_gives_the_model_of_the_plain_one(flower, app, tmp_path):
-    aggregate = {"aggregate": "'secure-sums'", "output_dir": f"'{tmp_path}'"}
-    log = flwr_run(flower, app, ALONE, local_epochs=EPOCHS, alpha=0.5, **aggregate)
-    assert "secure sum, values: asking 4 nodes" in log
-    secure = load_file(tmp_path / "model.safetensors")
+class RayGrid(LocalGrid):
+    """Its clients are in a process of Ray's, as Flower's simulation has them."""
+
+    backend: RayBackend
+
+    def _handle(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id
+        reply, context = self.backend.process_message(message, self._contexts[node])
+        self._contexts[node] = context
+        return reply
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_secure_sum_gives_the_model_of_the_plain_one(tmp_path):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+    def app() -> ClientApp:
+        mod = SecureSumsMod(state_dir=tmp_path / "ray")
+        return clients_of(tmp_path / "ray", [mod])
+
+    grid = RayGrid(app(), CLIENTS)
+    init = {"num_cpus": 1, "log_to_driver": False}
+    grid.backend = RayBackend({"client_resources": {"num_cpus": 1}, "init_args": init})
+    try:
+        grid.backend.build(app)
+        secure = model_of(grid, 1, aggregate="sums", secure=SecureSums())
+    finally:
+        grid.backend.terminate()
     lifted = Policy(max_weight=inf, max_distance=inf)
-    plain = run_locally(tmp_path, 1, aggregate="sums", policy=lifted)
+    own = LocalGrid(clients_of(tmp_path / "own"), CLIENTS)
+    plain = model_of(own, 1, aggregate="sums", policy=lifted)
     for name, tensor in plain.items():
         assert (secure[name] - tensor).abs().max() < 1e-4, name
