@@ -26,7 +26,8 @@ from flwr_fisher.merge import (
     regmean,
 )
 from studies.rivals.bayes import matched_subspaces, mixtures
-from studies.rivals.split import Rivals, given, positions_of, started
+from studies.rivals.exchanges import exchanges, heads
+from studies.rivals.split import Found, Rivals, given, positions_of, started
 from studies.rivals.sums import from_sums
 
 # A student's epochs, each with a step on all images of the former ones, the width of
@@ -46,7 +47,6 @@ ITERATIONS = 4
 OURS = "FedFisher K-FAC (default)"
 MATCHED = f"{OURS}, matched first"
 SUMS = "FedFisher K-FAC from sums"
-Found = dict[str, dict[str, float]]  # accuracy and passes, by method
 
 
 def prepared(
@@ -153,6 +153,8 @@ def students(setting: Setting, data_dir: Path) -> Found:
 
 PARTS: dict[str, Callable[[Setting, Path], Found]] = {
     "merges": merges,
+    "exchanges": exchanges,
+    "heads": heads,
     "adam": adam,
     "students": students,
     "mats": matched_subspaces,

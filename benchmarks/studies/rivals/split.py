@@ -22,6 +22,7 @@ from flwr_fisher.tasks import Task
 _seconds = partial(seconds, clock=process_time)
 Params = Mapping[str, Tensor]
 Made = Callable[[], Params]
+Found = dict[str, dict[str, float]]  # accuracy and passes, by method
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Rivals:
     held: list[Any]
     test: list[Any]
     a_pass: float  # seconds
-    found: dict[str, dict[str, float]] = field(default_factory=dict)
+    found: Found = field(default_factory=dict)
 
     def score(self, params: Params) -> float:
         """Return the accuracy on the server's examples."""
@@ -42,10 +43,13 @@ class Rivals:
     def _accuracy(self, params: Params, batches: list[Any]) -> float:
         return accuracies(resized(self.model, params), {"x": params}, batches)["x"]
 
-    def run(self, name: str, *candidates: Made) -> None:
-        """Make a model in each way; the one that scores best on the server's is it."""
+    def run(self, name: str, *candidates: Made, before: float = 0.0) -> None:
+        """Make a model in each way; the one that scores best on the server's is it.
+
+        `before` are seconds that went to what the candidates have in common.
+        """
         made: list[Params] = []
-        took = sum(_seconds(lambda c=c: made.append(c())) for c in candidates)
+        took = before + sum(_seconds(lambda c=c: made.append(c())) for c in candidates)
         best = max(made, key=self.score) if len(made) > 1 else made[0]
         accuracy = 100 * self._accuracy(best, self.test)
         self.found[name] = {"accuracy": accuracy, "passes": took / self.a_pass}

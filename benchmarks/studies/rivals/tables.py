@@ -1,5 +1,6 @@
 """The tables and the plot of `merges.py`."""
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import mean
@@ -10,12 +11,15 @@ from harness.stats import paired, spread, with_error
 from harness.tables import head, row
 
 from flwr_fisher.report.plots import save
-from studies.rivals.methods import ITERATIONS, MATCHED, OURS, SUMS, Found
+from studies.rivals.exchanges import AFL, CGS, FENS, LDA, PLUS, ROUNDS
+from studies.rivals.methods import ITERATIONS, MATCHED, OURS, SUMS
+from studies.rivals.split import Found
 
 MODELS, FACTORS, DIAGONAL = "models", "models, K-FAC", "models, diagonal"
 DATA = ", 500 examples"
 THREE = "models and K-FACs from three starts" + DATA
 CALLED = "models that can be called, an image's shape"
+HEAD = "the classes' counts, moments of features; no training"
 # What each is given, and the numbers that a client uploads, in those of the model.
 GIVEN = {
     "FedAvg": (MODELS, ""),
@@ -24,6 +28,7 @@ GIVEN = {
     "PFNM, FedMA's for convolutions *": (MODELS + DATA, ""),
     "FisherMerge": (DIAGONAL, "D"),
     "RegMean *": ("models, input factors" + DATA, "A"),
+    PLUS: ("models, input factors, an exchange for each layer" + DATA, "A"),
     "FedLPA, as released *": ("models, empirical K-FAC" + DATA, "AG"),
     "FedLPA, with FedFisher's factors *": (FACTORS + DATA, "AG"),
     "MaTS *": ("models, empirical K-FAC, their start" + DATA, "AG"),
@@ -36,8 +41,12 @@ GIVEN = {
     SUMS: (f"sums over clients, in {2 + ITERATIONS} exchanges", "S"),
     "DENSE *": (CALLED + DATA, ""),
     "Co-Boosting *": (CALLED + DATA, ""),
+    AFL: (HEAD, "H"),
+    CGS: (HEAD, "H"),
+    LDA: (HEAD, "H"),
     "best single client (chosen on the test set)": (MODELS, ""),
     "ensemble of clients (not one model)": (MODELS, ""),
+    FENS: (f"models, which all clients get, and {ROUNDS} rounds of small ones", "R"),
 }
 NONE = "–"  # where a method was not run
 
@@ -52,7 +61,7 @@ def accuracy_of(splits: Sequence[Found], name: str) -> list[float]:
 def table(results: Results) -> list[str]:
     """Return the table's lines: means and standard deviations over seeds."""
     every = list(chain.from_iterable(results.values()))
-    sizes = every[0]["sizes"] | {"D": 1.0}
+    sizes = dict(ChainMap(*(split["sizes"] for split in every))) | {"D": 1.0}
     sizes["S"] = 1 + sizes["A"] + sizes["G"] + ITERATIONS
     columns = [f"α = {alpha}" for alpha in results]
     lines = head(
