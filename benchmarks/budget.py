@@ -2,11 +2,12 @@
 
     python benchmarks/budget.py --data-dir DIR   # data as for merges.py
 
-Splits and images are those of `fedfisher_defaults.py`, nine a data set: no test image
-is looked at. The clients' models are the same in every row; K-FAC is that of all of a
-client's examples, over all classes up to the default tolerance, or that of a budget.
-Rows are drawn anew for every client. The default solver merges. What the strategies ask
-for by default is 1000 examples, 32 positions and 3 passes.
+Splits and images are those of `fedfisher_defaults.py`, three a data set (α = 0.2): no
+test image is looked at. The clients' models are the same in every row; K-FAC is that of
+all of a client's examples, over its most likely classes up to the default tolerance, or
+that of a budget. Rows are drawn anew for every client. The default solver merges.
+``FedFisherOneShot`` asks clients as large as these for 1000 examples, 32 positions and
+3 passes.
 
 The last table has K-FAC's relative errors (Frobenius) to those of all examples in the
 worst layer, a mean over the clients of the first split. What 1000 examples leave out is
@@ -19,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from fedfisher_defaults import columns, scored
+from fedfisher_defaults import ALPHAS, asked_for, scored
 from harness.page import blocks, command_line, opening, with_workers, write_page
 from harness.splits import on_splits
 from harness.stats import paired, with_error
@@ -38,6 +39,7 @@ COLUMNS = {
 ALL = "all examples"
 BUDGETS: dict[str, dict[str, Any]] = {
     ALL: {},
+    f"{ALL}, all classes": {"tolerance": 0},
     f"{ALL}, weight_sharing='reduce'": {"weight_sharing": "reduce"},
     "1000 examples": {"examples": 1000},
     "500 examples": {"examples": 500},
@@ -95,7 +97,7 @@ def errors(setting: Setting, data_dir: Path) -> dict[str, list[float]]:
     uploads, found = posteriors(setting, task), {}
     whole = with_budget(uploads, setting, task, BUDGETS[ALL])
     for name, budget in BUDGETS.items():
-        if name == ALL or "weight_sharing" in budget:
+        if name == ALL or budget.keys() & {"weight_sharing", "tolerance"}:
             continue
         close = with_budget(uploads, setting, task, budget)
         pairs = zip(whole, close, strict=True)
@@ -140,9 +142,9 @@ def errors_table(found: dict[str, dict[str, list[float]]]) -> list[str]:
 def main() -> None:
     """Write a table for each data set, and one of errors."""
     options = with_workers(command_line(__doc__)).parse_args()
-    known = columns()
+    known = asked_for()
     splits = {
-        data: list(chain.from_iterable(known[column] for column in names))
+        data: [s for column in names for s in known[column] if s.alpha == ALPHAS[0]]
         for data, names in COLUMNS.items()
     }
     every = chain.from_iterable(splits.values())
