@@ -27,6 +27,7 @@ from data import main as make_data
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
+LONGEST = 3000.0  # seconds, of all: a machine may be slow, or busy
 LAST_EPOCH = {"fedfisher": "epoch 30 of 30"}
 CONFIG = {
     "fedfisher": "local-epochs=30",
@@ -43,6 +44,7 @@ class Federation:
         self.folder, self.nodes_bin = folder, nodes_bin
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.until = time.monotonic() + LONGEST
         home = folder / "home"
         home.mkdir(parents=True)
         (home / "config.toml").write_text(
@@ -97,7 +99,7 @@ class Federation:
     def link(self) -> None:
         """Start the SuperLink, and wait until it answers."""
         self.start("link", HERE / "link.sh", self.port)
-        wait("the SuperLink", self.answers)
+        self.wait("the SuperLink", self.answers)
 
     def answers(self) -> bool:
         """Return whether the SuperLink's port is open."""
@@ -114,6 +116,17 @@ class Federation:
         command = ("flwr", "run", app, "federation", "--stream", "--run-config", config)
         self.start("run", *command)
 
+    def wait(self, what: str, there: Callable[[], object]) -> None:
+        """Wait until something is there, as long as all processes live."""
+        while not there():
+            ended = [n for n, own in self.processes.items() if own.poll() is not None]
+            if ended and not there():
+                logs = "".join(f"\n{name}:\n{self.log(name)[-2000:]}" for name in ended)
+                raise RuntimeError(f"{what}: {ended} ended before it was there{logs}")
+            if time.monotonic() > self.until:
+                raise TimeoutError(f"{what}: not there after {LONGEST:.0f} s in all")
+            time.sleep(0.2)
+
     def close(self) -> None:
         """Kill all."""
         for name in list(self.processes):
@@ -125,15 +138,6 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
-
-
-def wait(what: str, there: Callable[[], object], seconds: float = 300) -> None:
-    """Wait until something is there."""
-    until = time.monotonic() + seconds
-    while not there():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{what}: not there after {seconds:.0f} s")
-        time.sleep(0.2)
 
 
 def say(text: str) -> None:
@@ -189,18 +193,20 @@ def go_through(
     first = NAMES[0]
     federation.run(app, config)
     say(f"The run is submitted; {first} will be killed while it trains")
-    wait("training", lambda: "epoch 10" in federation.log(first) or output_of(kept))
+    federation.wait(
+        "training", lambda: "epoch 10" in federation.log(first) or output_of(kept)
+    )
     federation.kill(first)
     say(f"{first} is killed, and the SuperLink will be when an upload has come")
-    wait("an upload", lambda: output_of(kept))
+    federation.wait("an upload", lambda: output_of(kept))
     federation.kill("link")
     federation.kill("run")
     say("The SuperLink is killed, and the run with it; all start again")
     federation.link()
     federation.node(first)
     federation.run(app, config)
-    wait("the report", (output / "metrics.json").exists, 600)
-    wait("the end", lambda: federation.processes["run"].poll() is not None)
+    federation.wait("the report", (output / "metrics.json").exists)
+    federation.wait("the end", lambda: federation.processes["run"].poll() is not None)
 
 
 def output_of(kept: Path) -> list[Path]:
